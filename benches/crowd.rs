@@ -1,10 +1,19 @@
-//! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
-//! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
-//! same for all, and grows. In the fourth every other task wants one more page, the same for all of these, and the others
-//! want two. Then each wants two pages, or four, or grows by four; or it grows by a page that all of them want, which is there, and
-//! one of its own; or all are pins of one scope. Then up to 8,000 tasks that want a page each beside as many frames, all of which
-//! are pinned one by one. At last, up to 16,000 scopes that each hold a page and wait, in ways that are hard for who looks for
-//! deadlocks: see [`Crowd`].
+//! What does a crowd cost? Up to 100,000 tasks each want a page at the same time, and there are four times as many
+//! pages as frames. The result is the CPU time of the process until every task has been served. Each task has its own
+//! waker.
+//!
+//! - `reads`, `writes`: each task wants one page.
+//! - `grows`: each task is a scope. It has a page pinned, the same for all, and wants one page more.
+//! - `shares`: each task wants two pages. For every other task, one of the two is the same page.
+//! - `pairs`, `sets of 4`, `grows by sets of 4`: each task wants two pages, or four, or is a scope that wants four
+//!   more.
+//! - `grows beside a page that is there`: each task is a scope that wants two pages more: one that all of them want and
+//!   that is resident, and one of its own.
+//! - `in one scope`: all tasks pin in the same scope.
+//! - `beside pins`: up to 8,000 tasks want a page each. There are as many frames, and each holds a page with a pin of
+//!   its own, until all tasks wait.
+//! - The others: up to 16,000 scopes that each hold a page and wait, in ways that make the search for deadlocks
+//!   expensive: see [`Crowd`].
 //!
 //! Parameters: `--frames` (16), `--most` (100000), `--only` (a part of a case's name).
 
@@ -67,7 +76,7 @@ impl Does {
     ];
 }
 
-/// A scope that has one page, and wants more.
+/// A scope that holds one page and wants more.
 fn grows<'a>(runtime: &'a Runtime, holds: &'a Tensor, wants: Vec<Tensor>) -> Pinning<'a> {
     Box::pin(async move {
         let scope = runtime.scope().open()?;
@@ -116,7 +125,7 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
                     grows(runtime, shared, own.chain([rows[0].clone()]).collect())
                 }
                 Does::InOneScope => {
-                    // It never has all frames at once.
+                    // So few pages that they never take all frames.
                     let row = &rows[rows.len() / 2 + (random.next() >> 16) as usize % (rows.len() / 8)];
                     Box::pin(async move { one.pin(row).await.map(drop) })
                 }
@@ -124,7 +133,7 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
             Some(pinning)
         })
         .collect();
-    // Nobody gets a page before everybody waits.
+    // All frames are taken, so no task gets a page before every task waits.
     let frames = rows.len() / 4;
     let there = usize::from(does == Does::GrowsBesideOne);
     drop(runtime.pin_set(&rows[..there]).wait().unwrap());
@@ -134,7 +143,7 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     (served(tasks, || drop(holds)), start.elapsed().as_secs_f64())
 }
 
-/// Seconds of CPU until each of these tasks has ended. They begin in order, and all of them before `then`.
+/// Seconds of CPU until each of these tasks has ended. They begin in order, all of them before `then` is called.
 fn served(mut tasks: Vec<Option<Pinning<'_>>>, then: impl FnOnce()) -> f64 {
     let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
     let thread = thread::current();
@@ -164,8 +173,8 @@ fn served(mut tasks: Vec<Option<Pinning<'_>>>, then: impl FnOnce()) -> f64 {
     cpu_seconds() - cpu
 }
 
-/// Seconds of CPU until each of `count` plain pins has had its page, where each of as many frames was pinned when they asked, and
-/// is let go after that.
+/// Seconds of CPU until each of `count` plain pins has had its page. When they asked, there were as many frames, and
+/// each held a pinned page. These pins are dropped after that.
 fn beside_pins(count: u64) -> f64 {
     let page = PageSize::new(Bytes::kib(4)).unwrap();
     let budget = budget_of(count, page);
@@ -191,22 +200,23 @@ fn beside_pins(count: u64) -> f64 {
 /// Scopes that hold and wait.
 #[derive(Clone, Copy, PartialEq)]
 enum Crowd {
-    /// Half of them read one page and wait for another. The others hold one each, and ask to write the page that is read.
+    /// Half of them read one page and wait for another. The others hold one each, and ask to write the page that is
+    /// read.
     WritersBesideReaders,
-    /// A third of them read one page and wait for another, a third read one page, which the last third ask to write, and
-    /// ask to write the page of the first.
+    /// The first third read one page and wait for another. The last third read a second page, and ask to write the
+    /// first one. The middle third hold a page each, and ask to write the second one.
     BetweenReadersAndWriters,
-    /// Each asks to write what the next one holds, and the first one asks first.
+    /// Each asks to write what the next one holds. The first one asks first.
     Chain,
     /// The same, and the last one asks first.
     ChainFromItsEnd,
-    /// A chain whose last one asks for more frames than there are until one that is beside it lets go.
+    /// A chain whose last one asks for more frames than are free. A further scope holds these frames, and waits too.
     ChainShortOfFrames,
     /// The same, and the last one asks first.
     ChainShortOfFramesFromItsEnd,
-    /// A chain whose last one asks for what the first one holds: it is told.
+    /// A chain whose last one asks for what the first one holds, and gets the error for a deadlock.
     Circle,
-    /// Each asks for a frame more, of which there is one less: the last one is told.
+    /// They hold all frames, and each asks for one more. The last one gets the error for a deadlock.
     ShortOfFrames,
 }
 
@@ -223,7 +233,7 @@ impl Crowd {
     ];
 }
 
-/// A budget that holds so many frames: their page tables count in it, but for 16 MiB.
+/// A budget that holds `frames` frames. Their page tables count too, except the first 16 MiB.
 fn budget_of(frames: u64, page: PageSize) -> Bytes {
     let tables = frames * HostDevice::tables_of_a_frame(page).get();
     Bytes::new(frames * page.bytes() + tables.saturating_sub(16 << 20))
@@ -256,7 +266,7 @@ fn holding(count: usize, crowd: Crowd) -> f64 {
         _ => &own[at],
     };
     let missing = [first.clone(), second.clone()];
-    // Somebody outside of scopes has what is awaited in the end, unless that is a frame.
+    // Somebody outside of the scopes holds the page that is awaited in the end, unless frames are awaited.
     let lock = (crowd != Crowd::ShortOfFrames).then(|| runtime.pin_mut(awaited).wait().unwrap());
     let guards: Vec<_> = (0..count).map(|at| scopes[at].pin(holds(at)).wait().unwrap()).collect();
     let aside = matches!(crowd, Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd)

@@ -1,15 +1,16 @@
-//! What does a page move cost the processor on the CUDA path, the copy itself left out? On the emulated driver in its bare
-//! mode: calls keep their books and move no byte. Interleaved:
+//! What does a page move cost the processor on the CUDA path, without the copy itself? Measured on the emulated driver
+//! in its bare mode, in which calls keep their books but move no bytes. Interleaved:
 //!
-//! - the driver calls of a fill alone, made by one thread in a loop: what the driver costs, which a real one costs more;
-//! - moves through [`Device`]: a fill maps a frame and copies in, a write back copies out, up to `--window` under way;
-//! - moves through a [`Runtime`]: a cycle over tensors in the host tier, whose order was declared, so that fills start
-//!   before they are waited for; and the same undeclared, each pin a fault that a thread sleeps for, page by page.
+//! - the driver calls of a fill alone, made by one thread in a loop; a real driver's calls cost more;
+//! - moves through [`Device`]: a fill maps a frame and copies in, a write back copies out; up to `--window` in flight;
+//! - moves through a [`Runtime`]: a cycle over tensors in the host tier. Once its order is declared, so that fills
+//!   start ahead of their use. Once it is not, so that each pin is a fault that the thread sleeps for, page by page.
 //!
-//! Time on a processor is the kernel's count for each thread of this process. `own` is a way's median less the calls'. The goal
-//! is for a move of the runtime's, all of it but the copy: the driver's calls count.
+//! Processor time is what the kernel counts for each thread of this process. `own` is a case's median minus that of the
+//! driver calls. The goal is for a whole move of the runtime, without the copy but with the driver's calls.
 //!
-//! Parameters: `--moves` a round (20000), `--rounds` (9), `--window` (16). Without a GPU: no figure is one of a GPU.
+//! Parameters: `--moves` a round (20000), `--rounds` (9), `--window` (16). It needs no GPU, and its figures are not
+//! those of a GPU.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a measurement that cannot be made should end")]
 
@@ -35,17 +36,17 @@ use serde_json::json;
 use support::{Random, Spread};
 
 const PAGE: u64 = cuda_calls::FRAME as u64;
-/// The runtime's: its host tier is real memory.
+/// The pages of the runtime's cases are small, because their host tier is real memory.
 const SMALL: u64 = 64 << 10;
 const FRAMES: u32 = 64;
 const PAGES: u32 = 1024;
-/// The goal for what a move costs, the copy itself left out, in microseconds; and the ways it is a goal for.
+/// The goal for what a move costs without the copy, in microseconds; and the cases that have this goal.
 const GOAL_US: f64 = 5.0;
 const JUDGED: [&str; 2] = ["streamed by the runtime", "faults, one by one"];
 
 /// Nanoseconds on a processor, by the name of the thread without its number.
 fn processor_time() -> BTreeMap<String, u64> {
-    // The kernel counts a running thread's time when it switches.
+    // The kernel adds a running thread's time to its count only when it switches threads.
     thread::yield_now();
     let mut times = BTreeMap::new();
     for task in fs::read_dir("/proc/self/task").unwrap().flatten() {
@@ -146,7 +147,7 @@ impl Moves {
         moves
     }
 
-    /// Moves pages; the next one waits while the window is full.
+    /// Moves pages. The next one waits while the window is full.
     fn run(&mut self, count: u64, fill: bool) -> u64 {
         for _ in 0..count {
             self.sink.wait_for(self.submitted.saturating_sub(self.window - 1));
@@ -249,12 +250,12 @@ impl Pins {
             runtime.plan(&pages, true);
         }
         let mut pins = Self { runtime, pages, next: 0, _file: file };
-        // Once round, so that every page has been in the device tier and is in the host tier.
+        // Twice round, so that every page has been in the device tier and is in the host tier.
         pins.run(u64::from(2 * PAGES));
         pins
     }
 
-    /// Pins page after page; returns how many moved, either way.
+    /// Pins page after page. Returns how many pages crossed the link, in either direction.
     fn run(&mut self, count: u64) -> u64 {
         let copied = |runtime: &Runtime| {
             let traffic = runtime.traffic();

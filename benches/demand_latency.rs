@@ -16,11 +16,11 @@ use outcore::{Bytes, DType, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::json;
 use support::{Spread, gib_s};
 
-/// Times of misses: the pages come round only after all others, so that each has long been evicted.
+/// Times of misses. A page is used again only after all others, so it has been evicted by then.
 fn misses(runtime: &Runtime, pages: &[Tensor], at: &mut usize, count: usize) -> Latency {
     let mut times: Vec<Duration> = (0..count)
         .map(|_| {
-            // Coprime to every power of two.
+            // Odd, so that the steps reach every page where their number is a power of two.
             *at += 37;
             let start = Instant::now();
             drop(runtime.pin(&pages[*at % pages.len()]).wait().unwrap());
@@ -80,7 +80,7 @@ fn main() {
                 }
             });
             scope.spawn(|| {
-                // Fresh pages are dirty without having been read: all they ask of the disk is their write back.
+                // Fresh pages are dirty but were never read, so they cost the disk only their write back.
                 while !stop.load(Ordering::Relaxed) {
                     let table = allocate();
                     for row in table.iter().take_while(|_| !stop.load(Ordering::Relaxed)) {

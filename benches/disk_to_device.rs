@@ -1,5 +1,5 @@
 //! How near to the disk's rate does a stream of pages come? A file is streamed through a small device budget with a
-//! declared plan, in turns with the store's own raw reads of the same file with the same blocks, in shuffled order.
+//! declared plan. In turns with that, in shuffled order, the store reads the same file raw, in the same blocks.
 //!
 //! Parameters: `--size` of the file (2GiB), `--budget` (256MiB), `--page` (2MiB), `--depth` of the raw reads (32),
 //! `--rounds` (5), `--io` (auto), `--dir`.
@@ -62,7 +62,7 @@ fn stream(runtime: &Runtime, tensors: &[Tensor]) -> (u64, f64, f64) {
 fn fio(path: &Path, page: PageSize, depth: QueueDepth) -> Option<f64> {
     let output = Command::new("fio")
         .args(["--name=r", "--ioengine=io_uring", "--direct=1", "--rw=read", "--runtime=5", "--output-format=json"])
-        // As the probe and the runtime do.
+        // The probe and the runtime do the same.
         .args(["--readonly", "--fixedbufs=1", "--registerfiles=1"])
         .arg(format!("--filename={}", path.display()))
         .args([format!("--bs={}", page.bytes()), format!("--iodepth={depth}")])

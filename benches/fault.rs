@@ -1,8 +1,10 @@
-//! What does a fault cost, and how many are there a second? Threads pin pages that are on disk, one page after the other,
-//! through each backend; beside them threads that do the least a fault can be: an O_DIRECT `pread` and an `mremap`.
+//! What does a fault cost, and how many are there a second? Threads pin pages that are on disk, one page after the
+//! other, through each backend. For comparison, threads do the least that a fault can be: an O_DIRECT `pread` and an
+//! `mremap`.
 //!
 //! Parameters: `--pages` (64KiB,256KiB,1MiB,2MiB,4MiB,16MiB), `--threads` (1,2,8,32), `--millis` of a sample (120),
-//! `--rounds` (5), `--size` of the file (1GiB), `--dir`, `--await` (false): threads await, and the store's threads read.
+//! `--rounds` (5), `--size` of the file (1GiB), `--dir`, `--await` (false): whether the threads await their pins, so
+//! that the store's threads read.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -40,7 +42,7 @@ fn cpu() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Runs `fault` on so many threads, until `time` has passed.
+/// Runs `fault` on `threads` threads until `time` has passed.
 fn sample(threads: usize, time: Duration, fault: &(dyn Fn(usize) + Sync)) -> Sample {
     let (begin, done) = (Barrier::new(threads + 1), AtomicU64::new(0));
     let (mut start, mut used) = (Instant::now(), Duration::ZERO);
@@ -135,7 +137,7 @@ impl Paged {
         let runtime = Runtime::builder()
             .device_budget(Bytes::new(frames * page))
             .page_size(PageSize::new(Bytes::new(page)).unwrap())
-            // With pages taken in turn, one after the other, nothing hits.
+            // The pages are used in a cycle, so that every pin misses.
             .policy(PolicyKind::Lru)
             .lookahead(Lookahead::Off)
             .io(io)
@@ -178,14 +180,16 @@ fn main() {
         let count = size.get() / page.get();
         let mut order: Vec<u64> = (0..count).collect();
         random.shuffle(&mut order);
-        // Fewer than there are pages, or some would hit.
+        // Fewer frames than pages, or some pins would hit.
         let frames = (most as u64 + 8).min(count / 2);
         let mut samples: Vec<[Vec<Sample>; 3]> = threads.iter().map(|_| Default::default()).collect();
-        // Each side goes round by itself: its frames are fewer than the pages between two uses of one.
+        // Each side goes through the order by itself. Between two uses of a page it uses more others than it has
+        // frames.
         let next = [0, 1, 2].map(|_| AtomicU64::new(0));
         let at = |side: usize| order[(next[side].fetch_add(1, Ordering::Relaxed) % count) as usize];
         for _ in 0..rounds {
-            // Anew in each round: whether memory lies in few pieces is luck, and the disk reads faster into few.
+            // Opened anew in each round: it is luck whether memory is in few pieces, and the disk reads faster into
+            // few.
             let raw = Raw::new(&file.0, page.get() as usize, most);
             let open = |io| Paged::open(&file.0, size.get(), page.get(), frames, io);
             let paged = [open(IoBackend::Threads), open(IoBackend::IoUring)];

@@ -1,8 +1,9 @@
-//! How long after opening is the first page there? With a large host tier much memory is locked, and told to the kernel,
-//! while the first page is asked for; and frames smaller than a huge page get their memory with others. Beside it a fault of a
-//! runtime without a host tier whose frames have been used.
+//! How long after opening is the first page there? With a large host tier, much memory is locked and registered with
+//! the kernel while the first page is asked for. Frames smaller than a huge page get their memory together with others.
+//! For comparison: a fault in a runtime without a host tier, whose frames have been used before.
 //!
-//! Parameters: `--hosts` (0,2GiB,8GiB), `--opens` of each (20), `--size` of the file (256MiB), `--page` in KiB (2048), `--dir`.
+//! Parameters: `--hosts` (0,2GiB,8GiB), `--opens` of each (20), `--size` of the file (256MiB), `--page` in KiB (2048),
+//! `--dir`.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -49,7 +50,7 @@ fn main() {
         let builder = builder.host_budget(host).io(backend);
         builder.policy(PolicyKind::Lru).lookahead(Lookahead::Off).open().unwrap()
     };
-    // An unloaded fault: of a runtime without a host tier, which has nothing else to do, by backend and kind of caller.
+    // An unloaded fault, by backend and kind of caller: the runtime has no host tier, and nothing else to do.
     let mut unloaded = vec![Vec::new(); 4];
     for _ in 0..opens {
         let mut order: Vec<usize> = (0..cases.len()).collect();
@@ -63,7 +64,7 @@ fn main() {
             let at = random.next() as usize % tensors.len();
             first[case].push(fault(&runtime, &tensors[at], awaits));
             if host.get() == 0 {
-                // Its frames have been touched.
+                // These use all frames before the fault that is measured.
                 (0..64).for_each(|n| {
                     fault(&runtime, &tensors[n], awaits);
                 });

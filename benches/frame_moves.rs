@@ -1,10 +1,10 @@
-//! Two ways to put a frame behind a page's address and to take it away, beside each other: `mremap`, as the host device
-//! does it, and `UFFDIO_MOVE` in a range registered with userfaultfd. For each page size: what it costs in, out, and from
-//! page to page; with eight threads at once; mappings and page tables that it leaves; huge pages; what a read in flight
-//! and a fork do to it.
+//! Two ways to put a frame behind a page's address and to take it away, side by side: `mremap`, as the host device does
+//! it, and `UFFDIO_MOVE` in a range registered with userfaultfd. For each page size: what a move costs in, out, and
+//! from page to page; the same with eight threads at once; which mappings and page tables it leaves; whether huge pages
+//! stay whole; what a read in flight and a fork do to it.
 //!
-//! The rounds of both ways alternate. `cargo bench --bench frame_moves` on a quiet machine; numbers of a busy one only compare the
-//! two ways. It decides nothing any more, so `make bench` leaves it out.
+//! The rounds of both ways alternate. Run it with `cargo bench --bench frame_moves` on a quiet machine: on a busy one
+//! the numbers only compare the two ways. `make bench` leaves it out, because no goal depends on it.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -47,7 +47,7 @@ fn fail_on(bad: bool, what: &str) {
     assert!(!bad, "{what}: {}", io::Error::last_os_error());
 }
 
-/// A descriptor for moves, none where the kernel has or allows none.
+/// A descriptor for moves; an error where the kernel has no such moves or does not allow them.
 fn userfaultfd(user_mode_only: bool) -> io::Result<libc::c_int> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | if user_mode_only { UFFD_USER_MODE_ONLY } else { 0 };
     // SAFETY: the call takes flags and nothing else.
@@ -63,7 +63,7 @@ fn userfaultfd(user_mode_only: bool) -> io::Result<libc::c_int> {
     Ok(fd)
 }
 
-/// Address space of a bench, aligned to huge pages. Left to the end of the process.
+/// Address space of a bench, aligned to huge pages. It stays until the process ends.
 fn range(len: usize, prot: libc::c_int) -> usize {
     // SAFETY: a new mapping of this bench's own.
     let at = unsafe { libc::mmap(null_mut(), len + HUGE, prot, FLAGS, -1, 0) };
@@ -82,7 +82,7 @@ fn touch(at: usize, len: usize) {
     }
 }
 
-/// Frames at home and pages four times as many, in one way's address space.
+/// Frames at their home places, and four times as many places for pages, in one way's address space.
 struct Place {
     way: Way,
     page: usize,
@@ -197,7 +197,7 @@ fn mappings() -> usize {
     fs::read_to_string("/proc/self/maps").unwrap().lines().count()
 }
 
-/// In, from page to page, out; one thread. The rounds of the ways alternate.
+/// Costs of moves in, from page to page, and out, on one thread. The rounds of the ways alternate.
 fn one_thread(ways: &[(&str, Way)], page: usize) {
     let frames = ((32 << 20) / page).clamp(4, 512);
     let places: Vec<_> = ways.iter().map(|(_, way)| Place::new(*way, page, frames)).collect();
@@ -215,7 +215,7 @@ fn one_thread(ways: &[(&str, Way)], page: usize) {
             });
             let touched = microseconds(frames, || (0..frames).for_each(|f| touch(place.at(f, 3), page)));
             let outward = microseconds(frames, || (0..frames).for_each(|f| place.carry(place.at(f, 3), place.home(f))));
-            // The first one touches everything for the first time.
+            // The first round touches everything for the first time, so it does not count.
             if round > 0 {
                 for (times, time) in times[at].iter_mut().zip([inward, across, touched, outward]) {
                     times.0.push(time);
@@ -270,7 +270,7 @@ fn eight_threads(ways: &[(&str, Way)], page: usize) {
     }
 }
 
-/// One frame of 64 KiB walks over the first page of each of many huge pages' places: what page tables does it leave?
+/// One frame of 64 KiB moves to the start of one huge page's place after the other. Which page tables does it leave?
 fn tables_left(ways: &[(&str, Way)]) {
     const SLOTS: usize = 4096;
     let page = 64 << 10;
@@ -289,7 +289,7 @@ fn tables_left(ways: &[(&str, Way)]) {
             at = walk + slot * HUGE;
         }
         let left = field("/proc/self/status", "VmPTE:") - before;
-        // Whole slots, of which nothing is used.
+        // The frame is in the last slot. The other slots are empty.
         let slots = walk;
         let advised = microseconds(SLOTS - 1, || {
             for slot in 0..SLOTS - 1 {
@@ -313,7 +313,7 @@ fn tables_left(ways: &[(&str, Way)]) {
     }
 }
 
-/// What becomes of moves while reads with O_DIRECT go on into the frame, and while a child by `fork` lives.
+/// What happens to moves while reads with O_DIRECT into the frame go on, and while a forked child lives.
 fn in_flight(ways: &[(&str, Way)]) {
     let path = support::dir().join("frame_moves.bytes");
     fs::File::create(&path).unwrap().write_all(&vec![7; 16 << 20]).unwrap();

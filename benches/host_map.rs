@@ -91,7 +91,7 @@ fn main() {
             device.map(frame(n), at(n + first)).unwrap();
             touch(at(n + first), page_size.bytes());
         });
-        // A frame protected twice costs nothing the second time, so each is mapped again where it is.
+        // Protecting a frame a second time costs nothing, so each frame is mapped again, where it is, after each time.
         let last = first + ROUNDS as u64 * MAPS_PER_ROUND - u64::from(FRAMES);
         let protect = measure(MAPS_PER_ROUND, |n| {
             let n = n % u64::from(FRAMES);

@@ -1,5 +1,5 @@
-//! How long does it take to open a model, and how much of it is read? Headers of many tensors in front of data that is
-//! only there as a hole, so that nothing but the header costs.
+//! How long does it take to open a model, and how much of it is read? The files have the headers of many tensors, and
+//! their data is a hole, so that only the header costs time.
 //!
 //! Parameters: `--tensors` (5000), `--tokens` in the GGUF vocabulary (150000), `--rounds` (9), `--dir`.
 

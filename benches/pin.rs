@@ -1,5 +1,5 @@
-//! What does a pin of resident pages cost? Pin and unpin through the public API, beside the two atomic additions that
-//! any counted pin needs; and how long the longest of them take, beside an empty loop.
+//! What does a pin of resident pages cost? Pin and unpin through the public API, compared with the two atomic additions
+//! that any counted pin needs; and how long the longest pins take, compared with an empty loop.
 //!
 //! Parameters: `--pins` per round (1000000), `--rounds` (9), `--cases`, a part of the names of the cases to run (all).
 
@@ -95,7 +95,7 @@ fn atomics(count: u64) -> f64 {
     start.elapsed().as_nanos() as f64 / count as f64
 }
 
-/// How long each of `count` steps takes on two threads: the value that one in 10,000 exceeds, in nanoseconds.
+/// Times each of `count` steps on each of two threads. Returns the nanoseconds that one step in 10,000 exceeds.
 fn slowest(count: u64, step: impl Fn(usize, u64) + Sync) -> f64 {
     let barrier = Barrier::new(2);
     let mut times: Vec<u64> = std::thread::scope(|scope| {
@@ -131,7 +131,7 @@ fn main() {
     let runtime = open();
     let alloc = |pages: u64| runtime.alloc(DType::U8, &[pages * page.bytes()]).unwrap();
     let (one, other, many) = (alloc(1), alloc(1), alloc(16));
-    // So much two threads do that share nothing.
+    // A second runtime shows what two threads cost that share nothing.
     let second = open();
     let apart = second.alloc(DType::U8, &[page.bytes()]).unwrap();
     let set: Vec<Tensor> = (0..8).map(|_| alloc(1)).collect();

@@ -1,8 +1,10 @@
-//! What does a use cost a policy? Every policy at a million pages, driven without a pager: hits in random order, and a
-//! skewed order in which many uses miss, evict and bring in. The random order is that in which memory answers slowest:
-//! beside it stands what one random read and write of an array of 8 bytes a page costs. Time is the processor's.
+//! What does a use cost a policy? Every policy with a million resident pages, driven without a pager: hits in random
+//! order, and a skewed order in which many uses miss, evict and bring in. Memory is slowest when it is read in random
+//! order. So the report also shows what one random read and write of an array of 8 bytes a page costs. Times are
+//! processor time.
 //!
-//! Parameters: `--pages` resident (1000000), `--uses` per round (2000000), `--rounds` (5), `--policy` (all; or one name).
+//! Parameters: `--pages` resident (1000000), `--uses` per round (2000000), `--rounds` (5), `--policy` (all; or one
+//! name).
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -62,7 +64,7 @@ fn main() {
     let hardware = support::hardware(&support::dir());
     let mut random = Random::new(1);
     let order: Vec<u32> = (0..uses).map(|_| (random.next() % u64::from(pages)) as u32).collect();
-    // Below a number that is itself random: small ones are likelier.
+    // A random number below another random number: small ones are likelier.
     let skewed = |random: &mut Random| {
         let most = 4 * u64::from(pages);
         let end = random.next() % most + 1;

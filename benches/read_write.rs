@@ -1,13 +1,13 @@
-//! A read-write tensor larger than memory: how near does working on it come to the disk's mixed rate? Every page is read,
-//! changed and written back, in turns with the store's own raw mixed reads and writes of the same blocks; then the
-//! tensor is read back and verified.
+//! A read-write tensor larger than memory: how near does working on it come to the disk's mixed rate? Every page is
+//! read, changed and written back. In turns with that, the store makes raw mixed reads and writes of the same blocks.
+//! Then the tensor is read back and verified.
 //!
-//! And how long does a fault take while room is taken for a large tensor, in the same file? Faults of one page, with another
-//! thread that allocates and drops without end, and without it, in turns.
+//! And how long does a fault take while room is taken for a large tensor in the same file? Faults of one page are
+//! timed, in turns with and without another thread that allocates and drops without end.
 //!
 //! Parameters: `--size` (4GiB), `--budget` (512MiB), `--page` (2MiB), `--depth` of the raw run (16), `--raw` bytes of a
-//! raw run, and of the tensor whose pages fault (1GiB), `--alloc` bytes that are allocated beside faults (4GiB), `--faults` of a
-//! round (300), `--rounds` (3), `--dir`.
+//! raw run, and of the tensor whose pages fault (1GiB), `--alloc` bytes that are allocated beside faults (4GiB),
+//! `--faults` of a round (300), `--rounds` (3), `--dir`.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -40,7 +40,7 @@ impl Completions for ToChannel {
 struct Raw {
     store: Arc<dyn outcore::testing::Store>,
     file: outcore::store::FileId,
-    // After the store, which waits for what is in flight when it is dropped.
+    // Declared after the store: dropping the store waits for what is in flight.
     slab: HostSlab,
     _scratch: ScratchFile,
     run: outcore::testing::SlotRun,
@@ -126,12 +126,12 @@ fn pass(runtime: &Runtime, pages: &[Tensor], mut work: impl FnMut(&Tensor, u64))
     }
 }
 
-/// The value of every word of page `n` after `generation` writing passes: no page is ever like another.
+/// The value of every word of page `n` after `generation` writing passes. No other page or generation has it.
 fn value(generation: u64, n: u64) -> u64 {
     generation << 32 | n
 }
 
-/// Microseconds of so many faults, one after the other.
+/// Microseconds of each of `count` faults, one after the other.
 fn faults(runtime: &Runtime, pages: &mut impl Iterator<Item = Tensor>, count: usize) -> Vec<f64> {
     let fault = |page: Tensor| {
         let start = Instant::now();
@@ -141,7 +141,7 @@ fn faults(runtime: &Runtime, pages: &mut impl Iterator<Item = Tensor>, count: us
     pages.take(count).map(fault).collect()
 }
 
-/// The same while another thread allocates so many bytes and drops them, again and again, and the seconds of each `alloc`.
+/// The same while another thread allocates a tensor and drops it, again and again; and the seconds of each `alloc`.
 fn faults_beside_alloc(
     runtime: &Runtime,
     pages: &mut impl Iterator<Item = Tensor>,
@@ -172,7 +172,7 @@ fn faults_beside_alloc(
 fn beside_alloc(dir: &Path, page: PageSize, written: Bytes, rounds: u64) -> Value {
     let bytes: Bytes = support::param("alloc", "4GiB");
     let count: usize = support::param("faults", "300");
-    // Least recently used first, in a cycle: every pin is a fault.
+    // With LRU, pages used in a cycle are never hit: every pin is a fault.
     let builder = Runtime::builder().device_budget(Bytes::new(16 * page.bytes())).page_size(page);
     let runtime = builder.policy(PolicyKind::Lru).lookahead(Lookahead::Off).scratch_dir(dir).open().unwrap();
     let table = runtime.alloc(DType::U8, &[page.pages_for(written.get()), page.bytes()]).unwrap();
@@ -182,7 +182,7 @@ fn beside_alloc(dir: &Path, page: PageSize, written: Bytes, rounds: u64) -> Valu
         runtime.pin_mut(&row(n)).wait().unwrap().bytes_mut().fill(n as u8);
     }
     let mut pages = (0..rows).cycle().map(row);
-    // What is dirty still is written back by these.
+    // These faults write back the pages that are still dirty.
     drop(faults(&runtime, &mut pages, rows as usize));
     let mut random = Random::new(9);
     let (mut medians, mut worst, mut allocs) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2], Vec::new());

@@ -1,13 +1,13 @@
 //! Is a simulated machine like a real one, and how large may it be?
 //!
-//! - `reality`: passes on the host device behind a modelled link, and simulated with the same model, budget, page size,
-//!   policy and compute; the ratio of seconds a pass. The disk's latency and rate are measured before, by the runtime itself.
-//!   For policy `plan` also what `outcore plan` forecasts of as many bytes.
+//! - `reality`: passes on the host device behind a modelled link, and simulated passes with the same model, budget,
+//!   page size, policy and compute. The result is the ratio of their seconds. The disk's latency and rate are measured
+//!   first, by the runtime itself. For policy `plan`, also what `outcore plan` forecasts for as many bytes.
 //! - `scale`: one pass of a trillion parameters in 10^7 pages over eight simulated GPUs: seconds and memory.
 //! - `faults`: processor time of a fault in the pager, from 10^3 to 10^7 pages.
 //!
-//! Parameters: `--part` (all, or one of these), `--size` (128MiB), `--link` bytes per second (200MB), `--rounds` (3), `--dir`.
-//! The link has to be slower than the disk.
+//! Parameters: `--part` (all, or one of these), `--size` (128MiB), `--link` bytes per second (200MB), `--rounds` (3),
+//! `--dir`. The link has to be slower than the disk.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -33,7 +33,7 @@ fn tensors_of(runtime: &Runtime, path: &Path, count: u64) -> Vec<Tensor> {
     (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect()
 }
 
-/// What the disk does for a runtime without a link: its rate when it streams, and what a page that is alone takes beside.
+/// What the disk does for a runtime without a link: its rate when it streams, and what a single page takes beyond that.
 fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
     let seconds = |lookahead: Lookahead, policy: PolicyKind| {
         let budget = Bytes::new(16 * page.bytes());
@@ -61,7 +61,7 @@ fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
     DiskModel { read, write: read, latency, depth: QueueDepth::DEFAULT }
 }
 
-/// Seconds of a pass that `outcore plan` forecasts of a model of `size` bytes with so much room for its weights.
+/// Seconds of a pass that `outcore plan` forecasts for a model of `size` bytes with `room` bytes for its weights.
 fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed: f64) -> f64 {
     let given = Given::new(Parameters::new(size.get()).unwrap(), DType::U8);
     let shape = Shape::estimate(&given).unwrap();
@@ -83,12 +83,12 @@ fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed
 
 struct Point {
     page: Bytes,
-    /// Of the model's pages, the frames in percent.
+    /// Frames, in percent of the model's pages.
     budget: u64,
     policy: PolicyKind,
-    /// Pages of a tensor, which is a step.
+    /// Pages of a tensor. Each step uses one tensor.
     tensor: u64,
-    /// Compute of a step in parts of what its pages take on the link.
+    /// Compute of a step, as a multiple of the time that its pages take on the link.
     ratio: f64,
 }
 
@@ -122,7 +122,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let len = point.tensor * page.bytes();
         let count = size.get() / len;
         let file = support::model(&dir, count, len, page.bytes());
-        // Beside each measurement, since a shared disk changes; a probe's own file has pages for tensors.
+        // Measured beside each point, since a shared disk changes. In the probe's file each tensor is one page.
         let probed = support::model(&dir, size.get() / page.bytes(), page.bytes(), page.bytes());
         let disk = disk(&probed.0, size.get() / page.bytes(), page);
         drop(probed);
@@ -139,7 +139,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let measured: Vec<(f64, f64)> = (0..rounds).map(|_| pass(&runtime, &tensors, each)).collect();
         drop(tensors);
         runtime.close().unwrap();
-        // What a sleep adds to compute is the machine's, not the runtime's.
+        // A sleep takes longer than asked for. The machine does that, so the simulation is given the measured time.
         let computed = Spread::of(&measured.iter().map(|(_, computed)| *computed).collect::<Vec<_>>()).median;
         let measured = Spread::of(&measured.iter().map(|(seconds, _)| *seconds).collect::<Vec<_>>());
         let machine = MachineModel {
@@ -167,7 +167,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let workload = Workload::of_model(&format::open(&file.0).unwrap(), None).unwrap();
         let simulated = simulate(&workload, &machine, &settings).unwrap().median().as_secs_f64();
         let ratio = simulated / measured.median;
-        // What else runs on the machine only ever makes a pass longer.
+        // Other work on the machine can only make a pass longer.
         let of_least = simulated / measured.least;
         let forecast =
             (point.policy == PolicyKind::Plan).then(|| forecast(size, budget, link, disk, computed) / measured.median);
@@ -250,10 +250,10 @@ fn fault(pager: &mut Pager, fx: &mut Effects, words: &[PageWord], index: u32) {
     let _ = words[index as usize].unpin();
 }
 
-/// Processor nanoseconds of a cycle of `pages` through half as many frames, for each of its faults: with a plan there is about
-/// one hit to each, whose cost is counted in; with LRU there is none.
+/// Processor nanoseconds for each fault of a cycle of `pages` through half as many frames. With a plan there is about
+/// one hit for each fault, and its cost is included. With LRU there are no hits.
 fn fault_nanos(policy: PolicyKind, pages: u32, rounds: usize) -> Spread {
-    // Two cycles at least: the faults of one come one after the other.
+    // At least two cycles, because the faults of one cycle come all in a row.
     let uses = (2 * pages as usize).max(800_000);
     let config =
         PagerConfig { frames: pages / 2, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
@@ -300,7 +300,7 @@ fn main() {
     let hardware = support::hardware(&support::dir());
     let wanted = |name: &str| part == "all" || part == name;
     println!("simulated machines; {hardware}");
-    // First, since the most memory is that of the whole process.
+    // First, because the peak is that of the process so far.
     let scale = wanted("scale").then(scale);
     let faults = wanted("faults").then(|| faults(rounds));
     let reality = wanted("reality").then(|| reality(size, link, rounds));

@@ -1,12 +1,13 @@
-//! What does it cost to look at a runtime? The time of `stats()`, and of what has a call of its own because it takes longer,
-//! with many pages in several segments and after many uses; and how long a snapshot of a large segment holds up others.
+//! What does it cost to look at a runtime? The time of `stats()`, and of the calls that are separate because they take
+//! longer, with many pages in several segments and after many uses; and how long a snapshot of a large segment holds up
+//! others.
 //!
-//! Nobody can see from outside how long the latch is held. So another thread calls `stats()` again and again, which takes
-//! the latch, and its longest call is told beside its longest without a snapshot: where the machine does something else,
-//! both are long.
+//! The time for which the latch is held cannot be seen from outside. So another thread calls `stats()`, which takes the
+//! latch, again and again. Its longest call is reported beside its longest call without a snapshot: if the machine did
+//! something else, both are long.
 //!
-//! Parameters: `--pages` (1000000) in `--segments` (4), `--uses` (1000000), `--snapshot-pages` (3300000), `--rounds` (9),
-//! `--dir`. The files are holes.
+//! Parameters: `--pages` (1000000) in `--segments` (4), `--uses` (1000000), `--snapshot-pages` (3300000), `--rounds`
+//! (9), `--dir`. The files are holes.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -23,7 +24,7 @@ use serde_json::json;
 use support::{Made, Random, Spread};
 
 const PAGE: u64 = 4096;
-/// Pages of a pin: enough that 10^6 uses are made in seconds.
+/// Pages of one pin: enough that 10^6 uses take seconds only.
 const UNIT: u64 = 512;
 const FRAMES: u64 = 16 * UNIT;
 
@@ -104,7 +105,7 @@ fn main() {
         drop(runtime.pin(&resident).wait().unwrap());
         let mut times = [const { Vec::new() }; 4];
         for _ in 0..rounds {
-            // As many uses as nobody has told the policy of: what follows the slowest call there could be.
+            // The policy has not been told of these uses yet, so that the next call is as slow as it can be.
             (0..4000).for_each(|_| drop(runtime.pin(&resident).wait().unwrap()));
             let mut time = |at: usize, call: &dyn Fn()| {
                 let start = Instant::now();

@@ -22,10 +22,10 @@ use outcore_pager::Priority;
 const PAGE: u64 = 2 << 20;
 const LOAD: u64 = 24;
 const SAMPLES: usize = 300;
-/// The token of the demand read; those below are the load's.
+/// The token of the demand read. Smaller tokens belong to the load.
 const DEMAND: u64 = LOAD;
 
-/// Sends demand completions to whoever waits, and submits the load again for as long as it is wanted.
+/// Tells the waiting thread of demand completions, and submits the load again for as long as it is wanted.
 struct Sink {
     demand: Mutex<mpsc::Sender<()>>,
     again: Mutex<mpsc::Sender<u64>>,
@@ -110,7 +110,7 @@ fn measure(path: &Path, backend: IoBackend, name: &str, load: u64, writes: u64, 
         scope.spawn(move || {
             (0..load).for_each(|token| submit(token, Priority::Prefetch));
             for _ in 0..load {
-                // Each of the load's operations is replaced until the end, and then waited for once.
+                // Each operation of the load is submitted again until the end, and then waited for once more.
                 while let Ok(token) = wanted.recv() {
                     if stop.load(Ordering::Relaxed) {
                         break;

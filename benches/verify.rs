@@ -1,8 +1,9 @@
-//! What does it cost to check pages of model files against hashes? A file that is several times the budget is read in passes,
-//! without checks, with checks at the second read, and with checks at every one.
+//! What does it cost to check pages of model files against hashes? A file of several times the budget is read in
+//! passes: without checks, with checks at the second read, and with checks at every read after the first.
 //!
-//! The first pass learns hashes where there are any, the second checks them, and in the third `first` has done its work. The
-//! rate is that of the disk as long as it is slower than what hashes on the store's thread; the processor time tells the rest.
+//! If there are checks, the first pass learns the hashes and the second one checks them. From the third on, `first` has
+//! nothing left to check. The rate is the disk's as long as the disk is slower than hashing on the store's thread. The
+//! processor time shows the cost in any case.
 //!
 //! Parameters: `--size` of the file (1GiB), `--budget` (128MiB), `--page` (2MiB), `--rounds` (5), `--dir`.
 
@@ -19,9 +20,9 @@ use support::{Random, Spread};
 const MODES: [Verify; 3] = [Verify::Off, Verify::First, Verify::Always];
 const PASSES: usize = 3;
 
-/// Of each pass, GiB read in a second and nanoseconds of the processor for each KiB.
+/// For each pass, GiB read in a second and nanoseconds of the processor for each KiB.
 fn passes(path: &std::path::Path, page: PageSize, budget: Bytes, verify: Verify) -> [(f64, f64); PASSES] {
-    // What is least recently used on a cycle has been evicted: every pass reads all of it.
+    // With LRU, pages used in a cycle have been evicted before their next use: every pass reads all of them.
     let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Lru);
     let runtime = builder.verify(verify).open().unwrap();
     let model = runtime.open_model(path).unwrap();

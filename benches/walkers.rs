@@ -1,14 +1,16 @@
-//! Several clients walk over one model that does not fit, or each over one of several, all at their own places: passes a second,
-//! hits beside the best possible on the very same uses, and bytes read, with one plan for all uses (`default`), with a walker
-//! each that declares its order (`walkers`), and with a walker each that declares nothing (`learned`).
+//! Several clients walk over one model that does not fit, or each over one of several models. Each client is at its own
+//! place. Measured: passes a second, hits beside the best possible on the very same uses, and bytes read. Three ways:
+//! one plan for all uses (`default`), a walker for each client that declares its order (`walkers`), and a walker for
+//! each client that declares nothing (`learned`).
 //!
-//! `hits` are uses whose page was there. `found` are all that needed no fill of their own: also those whose page was on its way
-//! to somebody else. The best possible brings every missing page in at its use, so it is what these compare with.
+//! `hits` are uses whose page was resident. `found` are all uses that needed no fill of their own: also those whose
+//! page was being filled for another client. The best possible fills every missing page at its use, so `found` is
+//! compared with it.
 //!
-//! Parameters: `--clients` (8), `--models` (1), `--pages` of a model (256), `--page` in KiB (2048), `--budget` in percent of the model (50),
-//! `--seconds` a round (4), `--rounds` (5), `--compute` in microseconds a page, on the
-//! average, by a device that takes no processor (0), `--ways`, a part of the names of the ways to
-//! run (all), `--lookahead` in pages (chosen by the runtime).
+//! Parameters: `--clients` (8), `--models` (1), `--pages` of a model (256), `--page` in KiB (2048), `--budget` in
+//! percent of the models (50), `--seconds` a round (4), `--rounds` (5), `--compute`: the average microseconds that a
+//! device computes on a page, without the processor (0), `--ways`: a part of the names of the ways to run (all),
+//! `--lookahead` in pages (chosen by the runtime).
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -100,7 +102,7 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
             });
         }
         barrier.wait();
-        // The first fills, and what it takes to learn, are a part of a program's life, but not of its speed.
+        // The first fills and the learning are not measured: they happen once in a program's life.
         std::thread::sleep(Duration::from_secs_f64(settings.seconds / 2.0));
         let (start, uses, stats) = (Instant::now(), used.load(Ordering::Relaxed), runtime.stats());
         std::thread::sleep(Duration::from_secs_f64(settings.seconds));
@@ -110,7 +112,7 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
         let read = (after.pager.fills_disk - stats.pager.fills_disk) as f64 * settings.page.bytes() as f64;
         (seconds, ((end - uses) as f64, read))
     });
-    // Of all uses, as the best possible is, which covers the first 262,144.
+    // These count all uses, not only those of the measured seconds: so does the optimum, for the first 262,144.
     let (optimum, stats) = (runtime.optimum(), runtime.stats().pager);
     let (uses, read) = measured;
     drop((walkers, orders, models));

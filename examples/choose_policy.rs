@@ -1,7 +1,7 @@
 //! Which policy suits a program: `cargo run --release --example choose_policy`.
 //!
-//! The program runs once and keeps which pages it used. Every policy is tried on that record, beside the best there could
-//! be. The program then runs again under the one that won, which shows whether the record told the truth.
+//! The program runs once and records which pages it used. Every policy is tried on that record, beside the best
+//! possible. The program then runs again under the policy that won, which shows whether the record predicted its hits.
 
 use std::num::NonZeroU32;
 
@@ -15,7 +15,7 @@ fn main() -> Result<()> {
     let (mut trace, lru) = run(PolicyKind::Lru)?;
     println!("{} pages, {} uses, {FRAMES} frames", trace.pages(), trace.uses());
 
-    // `plan` knows the future if it is told of it, or if it recognises a cycle: it is not a choice for any order.
+    // `plan` needs a declared order or a cycle, so it is not a choice for every program.
     let mut tried = Vec::new();
     for kind in PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::Plan) {
         tried.push((kind, trace.replay(kind.build(), FRAMES, &mut |_| ())?));
@@ -41,7 +41,7 @@ fn print(name: &str, counts: Counts, best: Counts) {
 
 /// Runs the program under a policy: what it used, and the ratio of hits.
 fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
-    // Nothing is filled ahead, so that what is compared is what stays.
+    // Nothing is filled ahead, so that only what stays resident is compared.
     let rt = Runtime::builder()
         .page_size(PageSize::new(Bytes::new(PAGE))?)
         .device_budget(Bytes::new(PAGE * u64::from(FRAMES.get())))
@@ -57,7 +57,8 @@ fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
     Ok((Trace::from_ids(uses.uses.iter().map(|used| id(&used.page)))?, stats.hit_ratio()))
 }
 
-/// Stands for yours: in each step, a sweep over some weights, and look-ups in a table of which some rows are in demand.
+/// Stands for your program: in each step, a sweep over some weights, and look-ups in a table of which some rows are in
+/// demand.
 fn program(rt: &Runtime) -> Result<()> {
     let weights = rt.alloc(DType::U8, &[32, PAGE])?;
     let table = rt.alloc(DType::U8, &[256, PAGE])?;

@@ -118,7 +118,7 @@ def fio(file, page, depth):
     """The rate of fio's io_uring engine on the same file, with the block and the depth at which the probe was best."""
     command = [FIO, "--name=probe", f"--filename={file}", "--readonly", "--rw=read", "--direct=1", "--ioengine=io_uring"]
     command += [f"--bs={page}", f"--iodepth={depth}", "--io_size=1g", "--output-format=json"]
-    # As the probe and the runtime do.
+    # The probe and the runtime do the same.
     command += ["--fixedbufs=1", "--registerfiles=1"]
     done = run(command)
     if done.returncode:

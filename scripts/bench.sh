@@ -2,9 +2,9 @@
 # Every measurement behind the tables in docs/results: bench.sh [NAME...]
 #
 # Without names: the cargo benches, then `generate` on real and synthetic models in memory cgroups. BENCH_QUICK=1 takes
-# smaller inputs and fewer rounds. llama.cpp runs beside ours where `make peers` has built it, fio beside the probe where
-# it is installed; where they are absent the run says so and quotes nothing of them. Results go to docs/results as JSON
-# and as a table.
+# smaller inputs and fewer rounds. llama.cpp runs beside ours where `make peers` has built it, fio beside the probe
+# where it is installed; where they are absent the run says so and quotes nothing of them. Results go to docs/results as
+# JSON and as a table.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -9,8 +9,8 @@
 #
 #     cgroup_run: limit=N peak=N cache=N failcnt=N oom_kills=N version=v1|v2
 #
-# peak counts everything charged to the group, page cache too; cache is what was left of that at the end. The exit status
-# is the command's; 77 means it was not run, because this user may not make memory cgroups here.
+# peak counts everything charged to the group, page cache too; cache is what was left of that at the end. The exit
+# status is the command's; 77 means it was not run, because this user may not make memory cgroups here.
 set -euo pipefail
 
 skip() {

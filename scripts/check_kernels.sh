@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles the kernels of examples/llm for the GPUs named below, down to machine code, and fails on any warning and on any
-# register that is spilled. Leaves target/kernels/kernels.fatbin, which `generate --device cuda --kernels` takes, and
-# kernels.ptx. Needs the compilers of fetch_nvcc.sh, or NVCC, and a host compiler; no GPU.
+# Compiles the kernels of examples/llm for the GPUs named below, down to machine code, and fails on any warning and on
+# any register that is spilled. Leaves target/kernels/kernels.fatbin, which `generate --device cuda --kernels` takes,
+# and kernels.ptx. Needs the compilers of fetch_nvcc.sh, or NVCC, and a host compiler; no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -53,8 +53,8 @@ UNSAFE_ALLOWED = {
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }
 
-# What runtime/pager may not use of std, and the file that may: errors are made of the system's. Which crates it may use is in
-# its Cargo.toml.
+# What runtime/pager may not use of std, and the file that may: the pager's errors are made of the system's. Its
+# Cargo.toml says which crates it may use.
 PAGER = "runtime/pager/"
 PAGER_STD_BANNED = {"env", "fs", "io", "net", "os", "path", "process", "thread", "time"}
 PAGER_STD_ALLOWED = {"runtime/pager/error.rs": {"io"}}
@@ -64,7 +64,8 @@ CHARACTERS_ALLOWED = set("\u00b2\u00b3\u00b5\u00d7")  # superscript 2 and 3, mic
 # Files whose subject is text beyond ASCII.
 CHARACTERS_ANYTHING = ("examples/llm/src/tokenizer", "examples/llm/tests/")
 
-# Words no file may hold, and what to do instead. Machine paths betray a machine; the rest is unfinished or boastful.
+# Words no file may hold, and what to do instead. A machine path betrays a machine; the others are unfinished or
+# boastful.
 BANNED = [
     (re.compile(r"(?<![\w.$}-])/(?:home|root|Users|work)/[\w.]"), "machine path: use a relative path or a temporary folder"),
     (re.compile(r"(?<![\w.$}-])/tmp/\w"), "machine path: ask for a temporary folder"),

@@ -20,12 +20,12 @@ CHOICE = (None, None)
 PAGES = ["256KiB", "512KiB", "1MiB", "2MiB", "4MiB"]
 LOOKAHEADS = ["4MiB", "16MiB", "32MiB", "64MiB"]
 FEW = [("512KiB", "auto"), ("1MiB", "auto"), ("2MiB", "16MiB"), ("2MiB", "32MiB"), ("4MiB", "auto")]
-# Weights that are read by a run, about: so long that the first passes do not count for much.
+# About how many bytes of weights a run reads: so many that its first passes hardly count.
 READ = 6 << 30
 
 
 def tokens_a_second(model, budget, setting):
-    """Of the median pass; None where the setting is refused."""
+    """Tokens a second of the median pass; None where the setting is refused."""
     page, lookahead = setting
     tokens = max(4, min(40, READ // Path(model).stat().st_size))
     command = [RELEASE / "generate", "--model", model, "--prompt-tokens", PROMPT, "--tokens", tokens]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts NVIDIA's compilers (nvcc, ptxas, NVRTC) from PyPI into target/nvcc, about 190 MB. Does nothing where they are there.
-# No driver and no GPU are needed. PYTHON names another interpreter than python3.
+# Puts NVIDIA's compilers (nvcc, ptxas, NVRTC) from PyPI into target/nvcc, about 190 MB. Does nothing where they are
+# there. No driver and no GPU are needed. PYTHON names another interpreter than python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

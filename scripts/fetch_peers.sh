@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Builds what `make bench` compares with into .venv: llama.cpp, out of the source package of llama-cpp-python, and the
-# program benches/compare/llama_cpp.c on top of it; and fetches libCacheSim. Takes minutes; does nothing where all is there.
+# program benches/compare/llama_cpp.c on top of it; and fetches libCacheSim. Takes minutes; does nothing where all is
+# there.
 #
-# PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS options of the build
-# (on a virtual machine that advertises AMX without allowing it: -DGGML_NATIVE=OFF and what there is instead).
+# PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS options of the
+# build (on a virtual machine that advertises AMX without allowing it: -DGGML_NATIVE=OFF and what there is instead).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +24,7 @@ if [ "$("$venv/bin/python" -m pip show libcachesim 2>/dev/null | sed -n 's/^Vers
         fail "libcachesim $libcachesim could not be had; it needs the package index"
 fi
 if [ "$("$venv/bin/python" -m pip show llama-cpp-python 2>/dev/null | sed -n 's/^Version: //p')" != "$version" ]; then
-    # Pictures are none of our business, and half of the build.
+    # Support for pictures is not needed, and would be half of the build.
     CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip install --no-binary llama-cpp-python "llama-cpp-python==$version" ||
         fail "llama-cpp-python $version could not be built; it needs a C++ compiler and the package index"
 fi

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Packs everything that the GPU check needs into one folder: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
 #
-# The folder (target/gpu-check/bundle) can be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or
-# newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes; the tests of the device, the
-# runtime and the GPU's kernels; generate and make_model; the kernels, compiled here; the newest results for comparison.
+# The folder (target/gpu-check/bundle) can be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36
+# or newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes; the tests of the
+# device, the runtime and the GPU's kernels; generate and make_model; the kernels, compiled here; the newest results for
+# comparison.
 #
-# The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC; KERNELS_DIR
-# names a folder that has them compiled. Without them the folder is not made, unless GPU_CHECK_WITHOUT_KERNELS=1 says that the
-# other machine has NVRTC.
+# The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC;
+# KERNELS_DIR names a folder that has them compiled. Without them the folder is not made, unless
+# GPU_CHECK_WITHOUT_KERNELS=1 says that the other machine has NVRTC.
 #
-# It fails if there are no kernels, if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one holds a
-# path of this machine.
+# It fails if there are no kernels, if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one
+# holds a path of this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +27,7 @@ done
 limit_bytes=$((48 << 20))
 newest_glibc=2.36
 
-# Before anything that takes long. In the folder of ordinary builds, where `make test` leaves the same.
+# First, before anything that takes long; and in the folder of ordinary builds, where `make test` leaves the same.
 kernels=${KERNELS_DIR:-${CARGO_TARGET_DIR:-target}/kernels}
 if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" != 1 ]; then
     if [ -z "${KERNELS_DIR:-}" ]; then
@@ -43,8 +44,8 @@ if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" != 1 ]; then
     fi
 fi
 
-# Paths of this machine end up in the messages of panics, unless they are named differently. These are other flags than
-# those of ordinary builds, so that the build is kept apart from theirs.
+# The messages of panics would hold paths of this machine, so these paths are given other names. The flags for that are
+# not those of ordinary builds, so the build is kept apart from theirs.
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")/gpu-check
 out=${out:-$target/bundle}
 cargo_home=$(realpath -m "${CARGO_HOME:-$HOME/.cargo}")

@@ -18,7 +18,7 @@ say "Cargo.lock is up to date"
 cargo metadata --locked --format-version 1 >/dev/null
 say "format"
 cargo fmt --all --check
-# Everything first: what it builds of others is what the rest needs.
+# Everything first, because the other steps need what this builds of the dependencies.
 say "clippy, all that there is"
 cargo clippy --workspace --all-targets \
     --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings

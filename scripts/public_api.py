@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "docs/public-api.txt"
 ROOT_NAMES_MOST = 30
 KINDS = {"struct", "enum", "trait", "fn", "type", "constant", "macro", "union", "static", "traitalias"}
-# These never end.
+# Elements that have no end tag.
 EMPTY = {"area", "base", "br", "col", "hr", "img", "input", "link", "meta", "wbr"}
-# Traits that are implemented for one type, by hand or by `derive`. What follows from them (`Send`, blankets) is not listed.
+# Traits that are implemented for one type, by hand or by `derive`. What follows from them (`Send`, blankets) is not
+# listed.
 OWN_TRAITS = "trait-implementations-list"
 
 
@@ -45,7 +46,7 @@ class Page(HTMLParser):
                 self.declaration.append("")
             elif "code-header" in classes:
                 if "implementations-list" in self.ids():
-                    # Headings of `impl` blocks are `h3`, of what is in them `h4`.
+                    # Headings of `impl` blocks are `h3`; headings inside them are `h4`.
                     self.methods.append("")
                     self.into = (self.methods, len(self.open))
                 elif OWN_TRAITS in self.ids() and tag == "h3":
@@ -75,6 +76,17 @@ def exported_again(folder):
     return [one_line(found) for found in re.findall(r"pub use [^;{]*;", text)]
 
 
+def by_impl(methods):
+    """Each `impl` once, with its methods: where they stand in the source makes no difference."""
+    found, of = {}, []
+    for text in map(one_line, methods):
+        if re.match(r"(unsafe )?impl\b", text):
+            of = found.setdefault(text, [])
+        else:
+            of.append(text)
+    return [line for heading in sorted(found) for line in [heading, *sorted(found[heading])]]
+
+
 def items(folder):
     """(path, kind, name, file) of every item."""
     for file in sorted(folder.rglob("*.html")):
@@ -94,13 +106,13 @@ def surface(folder):
     for path, kind, file in items(folder):
         page = Page()
         page.feed(file.read_text(encoding="utf-8"))
-        # Of an item in a private module there is a page that leads to the public one.
+        # An item of a private module has a page that only leads to the public one.
         if not page.declaration:
             continue
         lines.append(f"{kind} {path}")
         lines += [f"    {one_line(text)}" for text in page.declaration]
         if kind != "trait":
-            lines += [f"    {one_line(text)}" for text in page.methods]
+            lines += [f"    {text}" for text in by_impl(page.methods)]
             traits = (one_line(text) for text in page.traits)
             lines += sorted(f"    {text}" for text in traits if "StructuralPartialEq" not in text)
     return lines

@@ -2,17 +2,18 @@
 # All tests, or only the named steps: test.sh [STEP...]
 #
 # Every step runs even when an earlier one failed, so that one run shows everything; any failure fails the whole. Steps
-# print the test runners' own closing lines, and there is one line for each at the end: ok, FAILED, or SKIPPED for what this
-# machine has not. Where something is known to be there, OUTCORE_REQUIRE tells the tests, and one that would skip for want of
-# it fails. A step builds first, for as long as that takes. What is built then runs, and a run that prints nothing for
-# SILENT_SECONDS (1200) hangs: it is ended (scripts/watch.py) and has failed. No limit is on how long a step takes.
+# print the test runners' own closing lines. At the end there is one line for each step: ok, FAILED, or SKIPPED for what
+# this machine lacks. OUTCORE_REQUIRE tells the tests what this machine is known to have. A test that would skip for
+# want of one of these fails. A step builds first, for as long as that takes. What was built then runs. A run that
+# prints nothing for SILENT_SECONDS (1200) hangs: it is ended (scripts/watch.py) and has failed. There is no limit on
+# how long a step takes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 steps=(checker workspace kernels without-cuda doctests strict released loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
-# What a step ends with that could not do what it is for.
+# The exit status of a step that could not do what it is for.
 skipped=77
 
 # Whether the compilers of fetch_nvcc.sh, or NVCC, are there.
@@ -20,14 +21,14 @@ has_nvcc() {
     [ -x "${NVCC:-$target/nvcc/nvidia/cu13/bin/nvcc}" ]
 }
 
-# The structural checker can fail, and the watcher can end what hangs.
+# Shows that the structural checker can fail, and that the watcher can end what hangs.
 step_checker() {
     python3 scripts/check_tree.py --self-test
     python3 scripts/watch.py --self-test
 }
 
-# All members with all they can do, so that nothing is built twice. What is in the memory of a GPU is tested over an
-# emulated driver: no GPU is needed, and none is used. Builds without these features are what `strict` tests, and lint.
+# All members with all their features, so that nothing is built twice. Memory of a GPU is tested over an emulated
+# driver: no GPU is needed, and none is used. Builds without these features are for the step `strict` and for lint.
 everything=(--workspace --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
@@ -38,7 +39,7 @@ step_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
 }
 
-# The GPU's kernels, compiled for GPUs where the compilers can be had. They were run, from their source, with the rest.
+# The GPU's kernels, compiled for GPUs where the compilers can be had. Other tests have run them from their source.
 build_kernels() {
     if ! has_nvcc; then
         echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
@@ -63,7 +64,7 @@ step_without-cuda() {
     grep -qE '^test result: ok\. 1 passed' "$target/without-cuda.log" || { echo "without-cuda: no test ran" >&2; exit 1; }
 }
 
-# Cargo compiles doctests only to run them. What they need is compiled before.
+# Cargo compiles doctests only to run them, so only what they need is built before.
 build_doctests() {
     cargo build "${everything[@]}" --lib
 }
@@ -71,9 +72,9 @@ step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
-# What touches pages again, with evicted ranges inaccessible, and what a build without CUDA says (device_choice). The pager,
-# the store and the formats touch no pages. All members are
-# named so that what is built of others is what `workspace` built.
+# The tests that touch pages, again with evicted ranges inaccessible; and device_choice: what a build without CUDA says.
+# The tests of the pager, the store and the formats touch no pages. All members are named, so that the dependencies are
+# those that `workspace` built.
 strict_tests=(strict device_suite streaming concurrency scopes failure compute stream_pins model_changed memory soak device_choice panics)
 build_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run
@@ -82,8 +83,8 @@ step_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-fail-fast
 }
 
-# What a release build does at an edge of a page that cannot be, where all other builds stop. A filter that matches nothing
-# would pass, so the tests are counted.
+# What a release build does with a transition of a page that cannot happen, where all other builds stop. A filter that
+# matches nothing would pass, so the tests are counted.
 released=(--config 'profile.dev.package.outcore-pager.debug-assertions=false' -p outcore-pager --lib)
 build_released() {
     cargo test "${released[@]}" --no-run
@@ -165,7 +166,7 @@ fi
 
 results=()
 failed=0
-# What tests may not skip for want of. Cargo builds the emulated CUDA driver.
+# What this machine has, so that no test may skip for want of it. Cargo builds the emulated CUDA driver.
 required=(emulated)
 
 # The real model. Without a network the end-to-end tests skip and say so.
@@ -196,7 +197,7 @@ if [ -n "$browser" ]; then
 else
     results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report")
 fi
-# Steps print through a pipe.
+# Steps print through a pipe, where cargo would use no colours.
 [ ! -t 2 ] || export CARGO_TERM_COLOR=always
 OUTCORE_REQUIRE=$(IFS=,; echo "${required[*]}")
 export OUTCORE_REQUIRE

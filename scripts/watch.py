@@ -30,7 +30,7 @@ class Silence:
         self.left = self.seconds
 
     def second(self):
-        """A second has passed in silence; whether that was one too many."""
+        """Counts one second of silence. Returns whether that was one too many."""
         self.left -= 1
         return self.left <= 0
 
@@ -47,7 +47,7 @@ def end(process):
         except subprocess.TimeoutExpired:
             continue
         if how == signal.SIGTERM:
-            # What the command has started may have stayed.
+            # Other processes that the command has started may still be there.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -71,7 +71,7 @@ def watch(seconds, command, out=None, err=None):
         while targets:
             ready, _, _ = select.select(list(targets), [], [], 1)
             if not ready:
-                # What it has left behind may hold its pipes; nobody waits for that.
+                # What the command has left behind may hold its pipes. Nobody waits for that.
                 if process.poll() is not None:
                     break
                 if silence.second():
@@ -90,7 +90,7 @@ def watch(seconds, command, out=None, err=None):
                 target = targets[source]
                 while part:
                     part = part[os.write(target, part) :]
-        # Its output has ended, which says nothing of the command.
+        # Its output has ended; the command may go on.
         while process.poll() is None:
             try:
                 process.wait(1)
@@ -128,7 +128,7 @@ def self_test():
     assert run(600, "kill -9 $$")[0] == 137
     large = run(600, "head -c 3000000 /dev/zero; head -c 1000000 /dev/zero >&2")
     assert large[0] == 0 and (len(large[1]), len(large[2])) == (3000000, 1000000)
-    # Whoever stays silent is ended, with what it has started, and what it said last is told.
+    # A command that stays silent is ended, with what it has started. What it printed last is passed on.
     with tempfile.TemporaryDirectory() as folder:
         fifo = Path(folder) / "fifo"
         os.mkfifo(fifo)
@@ -139,7 +139,7 @@ def self_test():
         os.set_blocking(reader, True)
         assert os.read(reader, 1) == b"", "somebody still lives"
         os.close(reader)
-    # One that closes its output and goes on is watched all the same.
+    # A command that closes its output and goes on is watched too.
     assert run(1, "exec >&- 2>&-; sleep 1000")[0] == HUNG
     # What a command leaves behind does not keep it waiting.
     status, out, _ = run(600, "sleep 1000 & echo $!; exit 5")

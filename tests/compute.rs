@@ -1,4 +1,5 @@
-//! Work of the caller's on streams of the host device: a guard that ends behind it keeps its pages until it has ended.
+//! The caller's work on streams of the host device. A guard that ends behind such work keeps its pages until the work
+//! has ended.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -21,7 +22,7 @@ fn open(frames: u64) -> Runtime {
     Runtime::builder().page_size(page_size).device_budget(Bytes::new(frames * PAGE)).open().unwrap()
 }
 
-/// Read-write tensors of a page each, with a byte of their own.
+/// Read-write tensors of one page each. Every byte of tensor `n` is `n`.
 fn pages(runtime: &Runtime, count: u8) -> Vec<Tensor> {
     let tensor = |n| {
         let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
@@ -56,7 +57,7 @@ fn a_guard_ends_behind_what_is_on_the_stream() {
             }
             assert_eq!(runtime.evict(&tensors[0]), 0);
             assert!(is_pending(pin!(runtime.pin_device(&tensors[1..])).as_mut()), "one of two frames is not to be had");
-            // Those that fit beside it are served.
+            // Requests that need only the other frame are served.
             assert_eq!(runtime.pin(&tensors[1]).wait().unwrap().bytes()[7], 1);
             assert_eq!(runtime.pin(&tensors[2]).wait().unwrap().bytes()[7], 2);
             drop(gate);
@@ -150,7 +151,7 @@ fn a_closure_that_panics_is_told_of() {
     let error = stream.synchronize().unwrap_err();
     assert!(error.to_string().contains("told"), "{error}");
     assert!(stream.raw().unwrap_err().advice().is_some());
-    // Whoever gets the stream next has nothing to do with it.
+    // The next user of the stream does not see the panic.
     drop(stream);
     runtime.compute_stream().unwrap().synchronize().unwrap();
     runtime.close().unwrap();
@@ -180,7 +181,7 @@ fn a_closure_may_not_wait() {
     });
 }
 
-/// Waits for a stream where it must not.
+/// A waker that waits for a stream, which is not allowed in a waker.
 struct Careless {
     stream: ComputeStream,
     told: Sender<Result<()>>,

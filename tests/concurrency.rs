@@ -1,5 +1,5 @@
-//! The promise: whatever threads and tasks do at once, every byte is the right one, whoever waits is served or told, and
-//! nothing stays behind.
+//! The promise: whatever threads and tasks do at once, every byte is right, every request is served or ends in an
+//! error, and nothing is left over.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -61,7 +61,7 @@ fn setting(on: On, device: u64) -> Setting {
     Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device, host: 0, on }
 }
 
-/// Holds calls of one kind back until it is opened.
+/// Holds back calls of one kind until it is opened.
 #[derive(Default)]
 struct Gate {
     closed: Mutex<Option<IoKind>>,
@@ -167,7 +167,7 @@ fn tasks_that_give_up_at_any_stage_leave_nothing_behind(devices: Devices) {
                     tasks.spawn(async move {
                         let part = table.rows(n % 9..n % 9 + 2).unwrap();
                         let patience = Duration::from_micros(n % 7 * 100);
-                        // Whichever is first; the other is dropped where it stands.
+                        // The first to end counts. The others are dropped while they wait.
                         tokio::select! {
                             guard = runtime.reading(&tensor) => drop(guard.unwrap()),
                             guard = runtime.writing(&part) => drop(guard.unwrap()),
@@ -265,7 +265,7 @@ fn regression_the_last_handle_may_be_dropped_by_a_waker(devices: Devices) {
                 let model = runtime.open_model(&file.path).unwrap();
                 let (ended, end) = mpsc::channel();
                 let tensor = model.tensor("t0").unwrap();
-                // More is under way than the waker's request: closing has something to wait for.
+                // A second fill is in flight, so closing has something to wait for.
                 runtime.prefetch(&model.tensor("t1").unwrap());
                 type Task = Option<Pin<Box<dyn Future<Output = ()> + Send>>>;
                 let task: Arc<Mutex<Task>> = Arc::new(Mutex::new(None));
@@ -315,7 +315,7 @@ fn closing_by_a_waker_is_refused(devices: Devices) {
     });
 }
 
-/// On a thread that reports completions nothing may wait for completions. What has not to wait is done.
+/// A waker runs on a thread that reports completions, so it may not wait for one. Calls that need not wait succeed.
 fn regression_waiting_in_a_waker_is_refused(devices: Devices) {
     watched("waiting in a waker", move || {
         for io in IoBackend::CHOICES {
@@ -350,7 +350,7 @@ fn regression_waiting_in_a_waker_is_refused(devices: Devices) {
                 assert_eq!(kept, budget(4), "a refused budget was taken");
                 assert!(poll(&mut request, Waker::noop()).is_ready());
                 drop(request);
-                // What was refused there goes on here.
+                // The calls that were refused in the waker succeed here.
                 runtime.set_device_budget(budget(3)).unwrap();
                 drop(runtime.read(&away).unwrap());
                 drop(model);
@@ -383,7 +383,8 @@ fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id(devic
     });
 }
 
-/// A victim is being written back for a page that waits; somebody wants the victim again, and the runtime is closed.
+/// A page is being written back because its frame is wanted. Another request wants that page again, and then the
+/// runtime is closed.
 fn regression_close_with_guards_that_hold_every_frame(devices: Devices) {
     watched("close with guards", move || {
         for prefetch in [false, true] {
@@ -401,7 +402,7 @@ fn regression_close_with_guards_that_hold_every_frame(devices: Devices) {
                 assert!(poll(&mut request, Waker::noop()).is_pending());
             }
             gate.await_arrivals(1);
-            // Its frame is promised: nobody gets it any more.
+            // The page's frame is promised, so a new request for the page must wait.
             let victim = row(0);
             let mut late = runtime.reading(&victim);
             assert!(poll(&mut late, Waker::noop()).is_pending());
@@ -411,7 +412,7 @@ fn regression_close_with_guards_that_hold_every_frame(devices: Devices) {
                 move || Runtime::clone(&runtime).close()
             });
             if !prefetch {
-                // Told before the write has ended: close waits for the write, and only for it.
+                // The request ends before the write does. Only `close` itself waits for the write.
                 let ended = block_on(&mut request);
                 assert_eq!(ended.unwrap_err().kind(), ErrorKind::Closed);
             }
@@ -428,7 +429,8 @@ fn regression_close_with_guards_that_hold_every_frame(devices: Devices) {
     });
 }
 
-/// A model is dropped while one of its pages waits for a frame that a write back is to free; then comes the close.
+/// A tensor is dropped while one of its pages waits for a frame that a write back is to free. Then the runtime is
+/// closed.
 fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited(devices: Devices) {
     watched("close after a drop", move || {
         let gate = Gate::holding(IoKind::Write);
@@ -437,7 +439,7 @@ fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited(devi
         runtime.write(&table.rows(0..1).unwrap()).unwrap().fill(1);
         let other = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
         drop(runtime.read(&other.rows(0..1).unwrap()).unwrap());
-        // The victim is the table's row: it is dirty, and its writing is held back.
+        // The table's row is evicted for this. It is dirty, and its write back is held.
         runtime.prefetch(&other.rows(1..2).unwrap());
         gate.await_arrivals(1);
         drop(other);
@@ -474,7 +476,7 @@ fn closing_ends_what_waits_and_leaves_guards_valid(devices: Devices) {
         assert_eq!(block_on(&mut written).unwrap_err().kind(), ErrorKind::Closed);
         match &guard {
             Pinned::Slice(guard) => assert!(guard.bytes() == &file.bytes[header.offset as usize..][..40_000]),
-            // The pages stay, but who would copy?
+            // The pages stay, but a closed runtime copies nothing.
             Pinned::Copies(guard, _) => {
                 assert_eq!(guard.copy_out(0, 0, &mut [0; 10]).unwrap_err().kind(), ErrorKind::Closed);
             }
@@ -555,7 +557,7 @@ fn a_model_is_dropped_while_its_pages_are_in_flight(devices: Devices) {
     });
 }
 
-/// Writers of overlapping row ranges: page sets that overlap in every way, and none waits for another in a circle.
+/// The writers' page sets overlap in every way, and writers never wait for each other in a cycle.
 fn writers_of_overlapping_rows_take_turns(devices: Devices) {
     watched("overlapping writers", move || {
         let runtime = setting(devices[0], 12).builder(None).open().unwrap();
@@ -600,15 +602,15 @@ fn a_holder_that_asks_for_more_waits_for_the_other_holders(devices: Devices) {
         assert!(poll(&mut more, Waker::noop()).is_pending());
         drop(theirs);
         let got = block_on(&mut more).unwrap();
-        // What can never be had is refused at once.
+        // A request that can never be served is refused at once.
         assert_eq!(runtime.read(&table).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
         drop((mine, more, got));
         check_at_rest(runtime, vec![table, last], "hold and wait");
     });
 }
 
-/// Pages that a scope holds while it goes through others, one by one, do not make it wait for a request that waits for
-/// those pages: growth passes.
+/// A scope holds a page and pins others one by one, while a large request waits for that page. The scope does not wait
+/// for the large request, because growth passes it.
 fn regression_a_holder_passes_a_large_request_that_waits_for_it(devices: Devices) {
     watched("growth", move || {
         let runtime = setting(devices[0], 4).builder(None).open().unwrap();
@@ -636,7 +638,8 @@ fn regression_a_holder_passes_a_large_request_that_waits_for_it(devices: Devices
     });
 }
 
-/// A guard may be sent to another thread: it is its scope's, wherever it is, and that scope passes who waits for it.
+/// A guard that is sent to another thread still belongs to its scope. The scope's growth passes the request that waits
+/// for the guard's page.
 #[test]
 fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
     watched("a guard sent to another thread", || {
@@ -649,7 +652,7 @@ fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
         let mut waits = runtime.pin(&large);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
         thread::scope(|threads| {
-            // More than new ones could.
+            // These are 20 requests. Without growth, at most 16 could pass the large one.
             threads.spawn(|| {
                 for n in 8..28 {
                     drop(scope.pin(&row(n)).wait().unwrap());
@@ -671,7 +674,7 @@ fn a_wait_with_a_limit_ends_without_pins() {
         let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
         let (held, more) = (table.rows(0..3).unwrap(), table.rows(3..5).unwrap());
         let guard = runtime.pin(&held).wait().unwrap();
-        // It would wait for this very thread.
+        // Without the limit this would wait for its own thread, which holds the frames.
         assert!(runtime.pin(&more).wait_timeout(Duration::from_millis(150)).unwrap().is_none());
         assert!(runtime.pin(&more).wait_timeout(Duration::ZERO).unwrap().is_none());
         let again = runtime.pin(&held).wait_timeout(Duration::ZERO).unwrap().unwrap();
@@ -773,7 +776,8 @@ fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit(devices: Devices) {
     });
 }
 
-/// Rows that share pages, written together; what shares bytes, cannot be written, or is of another runtime is refused.
+/// Rows that share pages are written together. A set is refused if its tensors share bytes, if one is read-only, or if
+/// one belongs to another runtime.
 #[test]
 fn a_set_is_written_as_a_unit() {
     watched("a set to write", || {
@@ -823,7 +827,8 @@ fn a_set_is_written_as_a_unit() {
     });
 }
 
-/// Two writers that want the same tensors in other orders: neither ever holds one and waits for the other.
+/// Three writers want sets that overlap in a cycle. No writer ever holds one tensor of its set while it waits for the
+/// other.
 fn writers_of_sets_never_hold_half(devices: Devices) {
     watched("writers of sets", move || {
         let runtime = setting(devices[0], 6).builder(None).open().unwrap();
@@ -852,7 +857,7 @@ fn writers_of_sets_never_hold_half(devices: Devices) {
     });
 }
 
-/// A tensor knows its runtime, whichever it is shown to.
+/// A tensor that is passed to a runtime it does not belong to changes nothing in either runtime.
 fn regression_a_tensor_shown_to_another_runtime_harms_neither(devices: Devices) {
     watched("a foreign tensor", move || {
         let small = setting(devices[0], 2).builder(None).open().unwrap();
@@ -889,7 +894,7 @@ fn ten_thousand_tensors_are_pinned_and_let_go(devices: Devices) {
     });
 }
 
-/// A call of a device is something that gets on.
+/// Reports each device call as progress to the watchdog.
 #[derive(Debug)]
 struct GetsOn;
 
@@ -909,7 +914,8 @@ fn child_every_move_fails() {
     watched("every move fails", || {
         const REQUESTS: u64 = 5000;
         let setting = Setting { page: Bytes::kib(4), ..setting(On::Host, 1) };
-        // All refusals are within one drop of a guard.
+        // All refusals happen while one guard is dropped. Meanwhile only the device calls show that the test makes
+        // progress.
         let runtime = setting.builder(None).device_hook(Arc::new(GetsOn)).open().unwrap();
         let table = runtime.alloc(DType::U8, &[REQUESTS + 1, 4096]).unwrap();
         let rows: Vec<Tensor> = (0..=REQUESTS).map(|n| table.rows(n..n + 1).unwrap()).collect();
@@ -1034,17 +1040,17 @@ fn a_request_moves_between_threads(devices: Devices) {
     });
 }
 
-/// Holds an allocation before each slice until somebody has faulted.
+/// Holds an allocation before each slice of its room, until a round of faults has passed.
 #[derive(Default)]
 struct Slices {
-    /// Slices begun, and rounds of faults since.
+    /// How many slices have begun, and how many of them may go on.
     counts: Mutex<(u64, u64)>,
     told: Condvar,
     armed: AtomicBool,
 }
 
 impl Slices {
-    /// Waits for the slice after `seen` of them. `None` if there is none.
+    /// Waits until more than `seen` slices have begun, and returns how many. `None` if no more will.
     fn next(&self, seen: u64) -> Option<u64> {
         let mut counts = self.counts.lock();
         while counts.0 == seen && self.armed.load(Ordering::SeqCst) {
@@ -1075,8 +1081,8 @@ impl CallHook for Slices {
     }
 }
 
-/// To take much room takes long. Pages of other tensors are written back and read again meanwhile: here every slice waits
-/// until that has happened, and so would wait for ever if faults waited for the allocation.
+/// It takes long to allocate much room, and other tensors' pages are written back and read again meanwhile. Here every
+/// slice of the allocation waits until that has happened. If faults waited for the allocation, the test would hang.
 fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devices) {
     const ROWS: u64 = 16;
     const LARGE: u64 = 512 << 20;
@@ -1107,7 +1113,7 @@ fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devi
                         assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + rounds as u8), "row {row}");
                         guard.fill(row as u8 + rounds as u8 + 1);
                     }
-                    // It can be looked at as well.
+                    // Statistics do not wait for the allocation either.
                     assert!(runtime.stats().scratch.is_some());
                     rounds = slice;
                     slices.counts.lock().1 = slice;
@@ -1130,10 +1136,10 @@ fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devi
     });
 }
 
-/// Whoever gives room of the scratch file back waits until it may.
+/// Holds every call that gives back room of the scratch file, until it is let go.
 #[derive(Default)]
 struct HoldsRoom {
-    /// How many do at a time, and the most that did; and whether they may.
+    /// How many calls are held now, the most that were at a time, and whether they may go on.
     state: Mutex<(u32, u32, bool)>,
     changed: Condvar,
 }
@@ -1160,8 +1166,8 @@ impl CallHook for HoldsRoom {
     }
 }
 
-/// Each tensor whose last handle went in a closure on a stream started a thread to give its room back, and closing waited for
-/// none of them.
+/// A closure on a stream dropped the last handles of many tensors. Each tensor started a thread of its own to give its
+/// room back, and closing waited for none of these threads.
 #[test]
 fn regression_one_thread_gives_room_back_and_closing_waits_for_it() {
     const TENSORS: u64 = 64;
@@ -1172,7 +1178,7 @@ fn regression_one_thread_gives_room_back_and_closing_waits_for_it() {
         let stream = runtime.compute_stream().unwrap();
         let tensors: Vec<Tensor> = (0..TENSORS).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
         stream.call(move || drop(tensors));
-        // The stream goes on although none of them can be given back.
+        // The stream goes on although no room can be given back yet.
         stream.synchronize().unwrap();
         let mut state = hold.state.lock();
         while state.0 == 0 {

@@ -1,6 +1,6 @@
-//! The runtime on a CUDA device, over an emulated driver (`tests/fake-cuda`): the bytes are right, nothing the driver is
-//! told is in the wrong order, and whatever call fails ends in an error. No GPU takes part, unless `OUTCORE_REAL_CUDA=1`
-//! asks for one: then the tests of `cuda_real` run, and no others.
+//! The runtime on a CUDA device, over an emulated driver (`tests/fake-cuda`). The bytes are right, driver calls come in
+//! the right order, and a failing call ends in an error. No GPU takes part unless `OUTCORE_REAL_CUDA=1` asks for one.
+//! Then the tests of `cuda_real` run, and no others.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -34,7 +34,7 @@ fn refusal(builder: RuntimeBuilder) -> Error {
     error
 }
 
-/// An error of opening: its kind, what it says, and what it says to do.
+/// Opening fails with an error of this kind, whose message and advice hold these words.
 fn assert_refused(builder: RuntimeBuilder, kind: ErrorKind, says: &[&str], remedy: &[&str]) {
     let error = refusal(builder);
     assert_explained(&error, kind, says, remedy);
@@ -100,7 +100,7 @@ fn a_budget_that_is_not_free_names_who_could_make_room() {
         &says,
         &["at most 40.0 MiB", "set_device_budget", processes],
     );
-    // What is free is more than the driver will give: in pieces, or gone since it was asked.
+    // The driver may give less memory than it said was free: the rest is in pieces, or was taken since.
     fake.fail_nth("cuMemCreate", 3, OUT_OF_MEMORY);
     let says = ["10.0 MiB more", "40.0 MiB free of 100.0 MiB", "hold 60.0 MiB"];
     let error = refusal(builder(5, 0));
@@ -115,7 +115,7 @@ fn a_budget_that_is_not_free_names_who_could_make_room() {
     assert_explained(&error, ErrorKind::OutOfMemory, &says, &["at most 100.0 MiB", processes]);
     assert_eq!(other.stats().device.1, Bytes::new(30 * PAGE));
     write_and_check(&other, &tensor, 1).unwrap();
-    // Who lowers it makes room for others.
+    // A runtime that lowers its budget makes room for others.
     other.set_device_budget(Bytes::new(10 * PAGE)).unwrap();
     let third = builder(40, 0).open().unwrap();
     write_and_check(&other, &tensor, 2).unwrap();
@@ -164,7 +164,7 @@ fn a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on() {
     fake.finish();
 }
 
-/// What a driver that is too old for one call answers: each call, one after the other, for ever.
+/// A driver that is too old for a call refuses it every time. Here each call is refused in turn.
 #[test]
 fn a_driver_without_a_call_is_an_error_that_names_it() {
     let Some(fake) = Fake::load_or_skip("a_driver_without_a_call_is_an_error_that_names_it") else { return };
@@ -189,7 +189,7 @@ fn a_driver_without_a_call_is_an_error_that_names_it() {
     for call in calls {
         fake.fail_from(call, 1, NOT_SUPPORTED);
         let Err(error) = a_little_of_everything(&file) else {
-            // Without events, the ends of streams are waited for instead.
+            // Without events the device waits for streams instead, so nothing fails.
             assert!(call.starts_with("cuEvent"), "{call}: nobody was told");
             Fake::start_over();
             continue;
@@ -205,7 +205,8 @@ fn a_driver_without_a_call_is_an_error_that_names_it() {
     fake.finish();
 }
 
-/// The device goes while a pass is under way and bytes are only there: every error has the cause, the process goes on.
+/// The device is lost during a pass, while it holds the only copy of some bytes. Every error has the cause, and the
+/// process goes on.
 #[test]
 fn a_device_lost_in_a_pass_leaves_the_process_alive() {
     let Some(fake) = Fake::load_or_skip("a_device_lost_in_a_pass_leaves_the_process_alive") else { return };
@@ -223,12 +224,12 @@ fn a_device_lost_in_a_pass_leaves_the_process_alive() {
     let text = format!("{closed} {closed:?}");
     assert!(text.contains("ILLEGAL_ADDRESS"), "{text}");
     drop(table);
-    // The host device does not mind.
+    // The host device still works.
     Runtime::builder().device_budget(Bytes::new(4 * PAGE)).open().unwrap().close().unwrap();
     fake.take_findings();
 }
 
-/// Who closes hears which bytes are gone, in few words: pages that follow each other are told together.
+/// The error of `close` says which bytes are lost. It reports consecutive pages as one range.
 #[test]
 fn a_lost_device_names_what_was_only_there() {
     let Some(fake) = Fake::load_or_skip("a_lost_device_names_what_was_only_there") else { return };
@@ -243,7 +244,8 @@ fn a_lost_device_names_what_was_only_there() {
         runtime.evict(&written);
         std::thread::yield_now();
     }
-    // What is also on disk is not lost: the first tensor's pages, the model's, and those never written.
+    // Pages that are also on disk are not lost: those of `written` and of the model. Pages that were never written are
+    // not lost either.
     check(&runtime, &model, &file, 0).unwrap();
     for row in [0, 1, 3] {
         let part = [table.rows(row..row + 1).unwrap()];
@@ -252,14 +254,14 @@ fn a_lost_device_names_what_was_only_there() {
     runtime.pin_device_mut(std::slice::from_ref(&single)).wait().unwrap().copy_in(0, 0, &[1; 9]).unwrap();
     assert!(runtime.health().is_empty());
     fake.lose_device(ILLEGAL_ADDRESS);
-    // The first to notice.
+    // This request is the first to notice the loss.
     runtime.pin_device(std::slice::from_ref(&written)).wait().map(drop).unwrap_err();
     let expected = [
         format!("pages 0 to 1 of a read-write tensor U8 [4, {PAGE}] are lost (4.0 MiB)"),
         format!("page 3 of a read-write tensor U8 [4, {PAGE}] is lost (2.0 MiB)"),
         format!("page 0 of a read-write tensor U8 [{}] is lost (1.0 MiB)", PAGE / 2),
     ];
-    // Asked again, it is the same.
+    // `health` says the same every time.
     for _ in 0..2 {
         let told: Vec<String> = runtime.health().iter().map(Error::to_string).collect();
         assert_eq!(told.len(), expected.len(), "{told:#?}");
@@ -267,7 +269,7 @@ fn a_lost_device_names_what_was_only_there() {
             assert!(told.contains(expected) && told.contains("ILLEGAL_ADDRESS"), "{told}");
         }
     }
-    // Told also of tensors that are gone.
+    // The losses of dropped tensors are reported too.
     drop((table, single, written, model));
     let error = runtime.close().unwrap_err();
     let text = error.to_string();
@@ -282,7 +284,7 @@ fn a_lost_device_names_what_was_only_there() {
     fake.take_findings();
 }
 
-/// Nothing was asked of the device after it was lost: closing finds out, and tells.
+/// Nothing uses the device after it is lost. So it is `close` that finds the loss and reports it.
 #[test]
 fn closing_finds_that_the_device_is_lost_and_names_what_was_only_there() {
     let Some(fake) = Fake::load_or_skip("closing_finds_that_the_device_is_lost_and_names_what_was_only_there") else {
@@ -452,7 +454,7 @@ fn unlocked_host_memory_costs_copies_and_no_correctness() {
     };
     fake.fail_from("cuMemHostRegister", 1, NOT_PERMITTED);
     pass();
-    // Through locked buffers of the streams, so nothing is left to the driver.
+    // The copies go through locked buffers of the streams, so the driver is never given pageable memory.
     fake.finish();
     fake.fail_from("cuMemHostAlloc", 1, OUT_OF_MEMORY);
     pass();
@@ -498,7 +500,7 @@ fn a_lost_device_fails_everything_with_the_first_cause() {
         let (file, (tell, told)) = (Arc::clone(&file), std::sync::mpsc::channel());
         watched(&format!("losing the device at operation {n}"), move || {
             let fake = Fake::load();
-            // What a stream executes fails, as after a stray access of a kernel.
+            // One operation fails while a stream executes it, as after a stray access of a kernel.
             fake.fail_nth("work", n, ILLEGAL_ADDRESS);
             let runtime = builder(2, 1).open().unwrap();
             let model = runtime.open_model(&file.path).unwrap();
@@ -544,7 +546,7 @@ fn closing_waits(before: impl Fn(u64)) {
         tensors.iter().for_each(|tensor| runtime.prefetch(tensor));
         let others = runtime.clone();
         std::thread::scope(|scope| {
-            // Some of it may end with "closed", none of it may hang.
+            // These requests may end with "closed", but none may hang.
             scope.spawn(|| {
                 tensors.iter().for_each(|tensor| drop(others.pin_device(std::slice::from_ref(tensor)).wait()))
             });
@@ -576,7 +578,8 @@ fn host_memory_is_asked_for_near_the_gpu() {
     fake.finish();
 }
 
-/// Whoever is refused a copy may be the last to hold anything of the runtime, and nothing outlives them.
+/// A guard that is refused a copy after the close may be the runtime's last owner. When it is dropped, no thread may
+/// still hold the device.
 #[test]
 fn regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device() {
     let Some(fake) = Fake::load_or_skip("regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device")
@@ -597,7 +600,7 @@ fn regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device() {
     fake.finish();
 }
 
-/// Told of nothing.
+/// Ignores all completions.
 struct Ignore;
 
 impl Completions for Ignore {
@@ -629,13 +632,13 @@ fn a_closure_holds_the_last_owner() {
     device.submit(stream, call, None);
     drop(device);
     go.send(()).unwrap();
-    // The last thread of the device gives everything back, and with it its share of the sink.
+    // The device's last thread gives everything back, its reference to the sink included.
     while Arc::strong_count(&sink) > 1 {
         std::thread::yield_now();
     }
 }
 
-/// What makes sense without the emulated driver's judge and its injected failures, on the driver the machine has.
+/// The tests that need neither the emulated driver's judge nor its injected failures, on the machine's own driver.
 mod cuda_real {
     use super::*;
 

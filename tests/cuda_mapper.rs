@@ -1,5 +1,5 @@
-//! How the CUDA device maps pages and copies to them, over the emulated driver: in runs, ahead of the copies, and each
-//! operation with an end of its own. No GPU takes part.
+//! How the CUDA device maps pages and copies to them, over the emulated driver. Pages are mapped in runs and ahead of
+//! the copies, and each operation has an end of its own. No GPU takes part.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -21,20 +21,21 @@ const OUT_OF_MEMORY: u32 = 2;
 const NOT_SUPPORTED: u32 = 801;
 const UNKNOWN: u32 = 999;
 
-/// Until the mapper is in the `n`th call of a function, which is held there.
+/// Waits until the `n`th call of a function has begun, which the driver holds.
 fn in_call(fake: &Fake, name: &str, n: u64) {
     while fake.calls(name) < n {
         std::thread::yield_now();
     }
 }
 
-/// Maps frames to pages behind one that is held, so that they are one batch, and lets go.
+/// Maps one frame with the driver's call held, and the others meanwhile, so that these form one batch. Then lets the
+/// call go on.
 fn together(fake: &Fake, rig: &Rig, (frame, page): (u32, u64), maps: &[(u32, u64)], then: impl FnOnce()) {
     let before = fake.calls("cuMemMap");
     fake.hold_calls("cuMemMap", true);
     rig.map(frame, page);
     in_call(fake, "cuMemMap", before + 1);
-    // The driver is stuck in a call; whoever maps does not notice.
+    // The driver is stuck in a call, but `map` does not wait for it.
     maps.iter().for_each(|(frame, page)| rig.map(*frame, *page));
     then();
     assert_eq!(fake.calls("cuMemMap"), before + 1);
@@ -46,14 +47,14 @@ fn mappings_change_in_runs_and_whoever_maps_does_not_wait() {
     let Some(fake) = Fake::load_or_skip("mappings_change_in_runs_and_whoever_maps_does_not_wait") else { return };
     let rig = Rig::new(12);
     let calls = || ["cuMemMap", "cuMemSetAccess", "cuMemUnmap"].map(|name| fake.calls(name));
-    // In no order, with a gap: 2..=6 and 8.
+    // The pages come in no order, with a gap: 2..=6 and 8.
     together(&fake, &rig, (0, 0), &[(3, 4), (1, 2), (6, 8), (5, 6), (2, 3), (4, 5)], || ());
     for (n, page) in [2, 3, 4, 5, 6, 8, 0].into_iter().enumerate() {
         rig.copy_in(n as u32, page as u8, page);
     }
     assert!(rig.sink.take(7).into_iter().all(|(_, result)| result.is_ok()));
     assert_eq!(calls(), [7, 1 + 2, 0]);
-    // Five frames move on, three of them by two pages: over where others leave.
+    // Five frames move. Four of them move by two pages, and three of these to pages that other frames leave.
     together(&fake, &rig, (0, 60), &[(1, 4), (2, 5), (3, 6), (4, 7), (5, 30)], || ());
     assert_eq!([4, 5, 6, 7, 30, 8, 60].map(|page| rig.byte_at(page)), [2, 3, 4, 5, 6, 8, 0].map(Some));
     let now = calls();
@@ -107,7 +108,7 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
     for n in [1, 2, 4, 5, 6, 7, 8] {
         assert_eq!(rig.byte_at(n), Some(n as u8));
     }
-    // One that names no memory is nobody else's failure.
+    // A copy to a page without a frame fails, and no other copy does.
     together(&fake, &rig, (0, 10), &[(1, 11), (2, 12), (3, 14)], || {
         (11..15).for_each(|n| rig.copy_in(n as u32, 50, n))
     });
@@ -118,7 +119,7 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
             "{token}"
         );
     }
-    // A driver that does not have it is asked once.
+    // A driver without batch copies is asked for one only once.
     fake.fail_from("cuMemcpyBatchAsync", 1, NOT_SUPPORTED);
     let before = calls();
     for round in 0..2 {
@@ -141,7 +142,7 @@ fn who_waits_for_a_page_is_told_when_the_driver_has_the_copy() {
         rig.map(5, 5);
         rig.copy_in(5, 55, 5);
         rig.sink.take(1);
-        // Nothing can end before the driver has been asked for everything.
+        // With the streams held, no operation can end before the driver has been asked for all of them.
         fake.hold(true);
         let earlier = rig.sink.taken_up.lock().unwrap().len();
         together(&fake, &rig, (0, 0), &[(1, 1), (2, 2), (3, 3)], || {
@@ -152,7 +153,7 @@ fn who_waits_for_a_page_is_told_when_the_driver_has_the_copy() {
         let told = rig.sink.taken_up(earlier + 2).split_off(earlier);
         assert_eq!(told.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [1, 3], "{refused}");
         assert!(told[0].1 < told[1].1);
-        // Another stream follows the copies, not this thread.
+        // Another stream waits for the copies. This thread does not.
         rig.device.wait(rig.back, told[1].1).unwrap();
         let host = rig.host(10, Some(0xEE));
         let op = StreamOp::CopyOut { device: rig.page(told[1].0), host, len: PAGE };
@@ -214,7 +215,8 @@ fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
             }));
         }
         assert_eq!(failed, expected, "{what}");
-        // Everything can be mapped again, also where something was refused, and to where a frame could not leave.
+        // Every frame can be mapped again, also to a page whose mapping was refused and to a page that a frame could
+        // not leave.
         for (n, page) in [(1, 4), (2, 3), (3, 2), (4, 1), (5, 43)] {
             rig.map(n, page);
             rig.copy_in(n, 10 + n as u8, page);
@@ -237,7 +239,7 @@ fn what_follows_a_waiting_copy_on_its_stream_stays_behind_it() {
     rig.map(1, 1);
     in_call(&fake, "cuMemMap", before + 1);
     rig.copy_in(1, 11, 1);
-    // Its page is there, but not its turn.
+    // Its page is mapped, but the copy before it still waits.
     let op = StreamOp::CopyOut { device: rig.page(3), host: rig.host(5, Some(0)), len: PAGE };
     rig.device.submit(rig.fill, op, Some(Token(3)));
     rig.device.submit(rig.fill, StreamOp::Mark, Some(Token(100)));
@@ -257,7 +259,7 @@ fn what_follows_a_waiting_copy_on_its_stream_stays_behind_it() {
     rig.finish(&fake);
 }
 
-/// A frame that is taken away by one thread, and wanted elsewhere by nobody, leaves before another comes to its address.
+/// One thread discards a frame while another maps a new frame to the same page. The old frame is unmapped first.
 #[test]
 fn a_page_is_mapped_again_while_its_old_frame_leaves() {
     let Some(fake) = Fake::load_or_skip("a_page_is_mapped_again_while_its_old_frame_leaves") else { return };
@@ -313,7 +315,7 @@ fn regression_closing_finishes_what_waits_for_a_page_that_another_thread_maps() 
         while probe() != ErrorKind::Closed {
             std::thread::yield_now();
         }
-        // A thread that ends now has the time to.
+        // If the mapper ended too early, it would have time to end here.
         (0..10_000).for_each(|_| std::thread::yield_now());
         rig.copy_in(1, 11, 1);
         fake.hold_calls("cuMemMap", false);
@@ -325,7 +327,8 @@ fn regression_closing_finishes_what_waits_for_a_page_that_another_thread_maps() 
     rig.finish(&fake);
 }
 
-/// Another thread does it, unless the frame is wanted again by then.
+/// A closure on a stream may not call the driver. Another thread gives back what the closure discards, unless the frame
+/// is mapped again by then.
 #[test]
 fn what_a_closure_gives_back_goes_without_a_call_there() {
     let Some(fake) = Fake::load_or_skip("what_a_closure_gives_back_goes_without_a_call_there") else { return };
@@ -354,13 +357,14 @@ fn what_a_closure_gives_back_goes_without_a_call_there() {
     rig.finish(&fake);
 }
 
-/// Waking a thread for one page costs more than the calls. A refusal is still that of the operation.
+/// The thread that wants a single page maps it itself, because waking the mapper costs more than the driver's calls. If
+/// the mapping is refused, the operation that uses the page fails.
 #[test]
 fn a_lone_page_is_mapped_by_whoever_waits_for_it() {
     let Some(fake) = Fake::load_or_skip("a_lone_page_is_mapped_by_whoever_waits_for_it") else { return };
     let rig = Rig::new(4);
     let here = |frame, page| rig.device.map_here(FrameId::new(frame), rig.page(page)).unwrap();
-    // So often that no other thread could have been as fast each time.
+    // Repeated so often that another thread could not have mapped the page in time every time.
     for n in 0..300 {
         let before = fake.calls("cuMemSetAccess");
         here(1, n % 40);
@@ -380,7 +384,7 @@ fn a_lone_page_is_mapped_by_whoever_waits_for_it() {
     rig.sink.take(1).pop().unwrap().1.unwrap();
     assert_eq!(rig.byte_at(50), Some(2));
 
-    // While the mapper is at work, it gets the page: it may be a part of a run.
+    // While the mapper is at work, the page is left to it, because it may be part of a run.
     together(&fake, &rig, (0, 60), &[], || {
         here(3, 61);
         rig.copy_in(3, 3, 61);

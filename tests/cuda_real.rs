@@ -1,6 +1,7 @@
-//! The ends of pins on a GPU's own timeline, by kernels that read late: streams of the caller's and of the runtime's, pins for
-//! a stream, graphs, DLPack. The same tests run over the emulated driver (`tests/fake-cuda`), which judges the order, and in
-//! `cuda_real` on the machine's own driver, where `OUTCORE_REAL_CUDA=1` asks for it.
+//! Pins end at the right point of a GPU's own timeline. Kernels that read late show it, on the caller's streams and the
+//! runtime's, with pins for a stream, graphs and DLPack. The same tests run over the emulated driver
+//! (`tests/fake-cuda`), which judges the order, and in `cuda_real` on the machine's own driver, if
+//! `OUTCORE_REAL_CUDA=1` asks for it.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -54,7 +55,7 @@ on_both_drivers! {
     a_dlpack_consumer_reads_until_it_gives_back
 }
 
-/// What the emulated driver does where a GPU runs the kernel.
+/// Tells the emulated driver what to run in place of the kernel.
 fn register(fake: &Fake) {
     let reach = |launch: &Launch| {
         let len = launch.parameter(2) * 8;
@@ -97,7 +98,7 @@ impl Foreign {
         unsafe { runtime.adopt_stream(RawStream::new(self.stream.cu_stream().cast())) }.unwrap()
     }
 
-    /// Results are nobody's bytes again, behind what is on the stream.
+    /// Overwrites the results, after everything that is on the stream, so that the next round cannot find old ones.
     fn forget(&self) {
         fill(&self.stream, self.results, 0xEE, self.len as usize).unwrap();
     }
@@ -140,7 +141,7 @@ fn bytes_of(n: u64) -> Vec<u8> {
     (0..PAGE).map(|at| (at * 31 / 251 + n * 7) as u8).collect()
 }
 
-/// Read-write tensors of a page each, with bytes of their own.
+/// Read-write tensors of one page each, with different bytes.
 fn pages(runtime: &Runtime, count: u64) -> Vec<Tensor> {
     let tensor = |n| {
         let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
@@ -170,7 +171,8 @@ fn tensors_of(runtime: &Runtime, file: &Synthetic, count: usize) -> Vec<(Tensor,
     (0..count).map(tensor).collect()
 }
 
-/// Twice as many tensors as frames, and nobody waits: a page whose pin ended too early would have other bytes by then.
+/// There are twice as many tensors as frames, and nobody waits for the kernels. If a pin ended too early, the kernel
+/// would find other bytes.
 fn pins_end_behind_kernels_on_a_stream_of_the_callers() {
     let foreign = Foreign::new(4 * PAGE);
     let runtime = open(2, 1);
@@ -218,7 +220,7 @@ fn what_kernels_write_on_a_stream_of_the_runtimes_is_kept() {
     foreign.end();
 }
 
-/// Passes over a model larger than the budget, of which nobody waits for a copy or a kernel before the end.
+/// Passes over a model larger than the budget. Nobody waits for a copy or a kernel before the end of a pass.
 fn a_pin_for_a_stream_is_read_behind_its_copies() {
     const LEN: u64 = 3 << 19;
     let file = synthetic(&[LEN as usize; 12]);
@@ -267,7 +269,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
     };
     let (source, target) = pinned();
     let (from, to) = (source.device_bytes(0).unwrap(), target.device_bytes(0).unwrap());
-    // In the mode that forbids the most.
+    // This capture mode forbids the most.
     foreign.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     foreign.copy(stream.raw().unwrap(), from.address.get(), to.address.get(), LEN);
     let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
@@ -276,7 +278,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
 
     let others = pages(&runtime, 7);
     for round in 0..3 {
-        // Away with everything: other pages take all frames, in another order each time.
+        // Evicts everything: other pages take all frames, in a different order each round.
         let away: Vec<Tensor> = (0..7).map(|n| others[(n * 5 + round) % 7].clone()).collect();
         drop(runtime.pin_device(&away).wait().unwrap());
         let resident = |tensor: &Tensor| runtime.snapshot(tensor).pages.iter().any(|page| page.device.is_resident());
@@ -295,7 +297,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
     foreign.end();
 }
 
-/// The consumer's kernel reads what the view gave it, while its page is wanted by others.
+/// The consumer's kernel reads the view's bytes while other requests want the frame.
 fn a_dlpack_consumer_reads_until_it_gives_back() {
     let foreign = Foreign::new(PAGE / 2);
     let runtime = open(2, 1);
@@ -313,7 +315,7 @@ fn a_dlpack_consumer_reads_until_it_gives_back() {
         foreign.copy(raw, tensor.data as u64, foreign.results, PAGE / 2);
         // SAFETY: a consumer gives back what it was given, once.
         unsafe { managed.as_ref().deleter.unwrap()(managed.as_ptr()) };
-        // Both frames for others.
+        // Other tensors take both frames.
         drop(runtime.pin_device(&tensors[2..]).wait().unwrap());
         let expected = &bytes_of(1)[PAGE as usize / 4..][..PAGE as usize / 2];
         assert!(foreign.read() == expected, "round {round}");

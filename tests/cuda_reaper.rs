@@ -1,5 +1,6 @@
-//! How the CUDA device learns what has ended, over the emulated driver: one thread for all streams, none of which holds up
-//! another, and of a device that is lost everything is reported with the first cause. No GPU takes part.
+//! How the CUDA device learns which operations have ended, over the emulated driver. One thread serves all streams, and
+//! no stream holds up another. When the device is lost, every operation is reported with the first cause. No GPU takes
+//! part.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -31,8 +32,8 @@ fn mark(rig: &Rig, stream: StreamId, token: u64) {
     rig.device.submit(stream, StreamOp::Mark, Some(Token(token)));
 }
 
-/// Until the device's threads are these, by name. They take their names, and go, a little after whoever made or joined
-/// them goes on.
+/// Waits until the device's threads are these, by name. A thread takes its name a little after it was made, and is
+/// listed until a little after it was joined.
 fn await_threads(expected: &[&str]) {
     watch::until(&format!("threads {expected:?}"), || {
         let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
@@ -60,7 +61,7 @@ fn one_thread_reports_on_all_streams_and_none_holds_up_another() {
             hold(*stream, true);
             mark(&rig, *stream, 100 + n as u64);
         }
-        // Two streams go on beside seven that do not, whichever began first.
+        // The device's own two streams go on while seven others are held.
         for n in 0..20 {
             rig.map(1, n);
             rig.copy_in(1, n as u8 + 1, n);
@@ -100,7 +101,7 @@ fn of_a_lost_device_everything_is_reported_with_the_first_cause() {
             mark(&rig, *stream, 100 + n as u64);
         }
         rig.device.submit(made, StreamOp::Call(Box::new(|| ())), Some(Token(200)));
-        // Nobody is told of these by token; their events say it.
+        // This operation has no token, so only the event behind it reports the failure.
         rig.device.submit(rig.back, StreamOp::Call(Box::new(|| ())), None);
         let event = rig.device.record(rig.back).unwrap();
         fake.lose_device(ILLEGAL_ADDRESS);
@@ -114,7 +115,7 @@ fn of_a_lost_device_everything_is_reported_with_the_first_cause() {
         tokens.sort_unstable();
         assert_eq!(tokens, [1, 2, 3, 100, 101, 102, 200]);
         assert!(rig.device.poll(event).unwrap_err().to_string().contains("ILLEGAL_ADDRESS"));
-        // What comes later fails too, and is reported.
+        // Later operations fail too, and are reported.
         mark(&rig, made, 300);
         let (token, result) = rig.sink.take(1).pop().unwrap();
         assert_eq!((token, result.unwrap_err().kind()), (300, ErrorKind::Device));
@@ -139,7 +140,7 @@ fn a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again() {
             fake.hold_stream(first.cu_stream(), true);
             mark(&rig, last, round);
             rig.device.forget_stream(last);
-            // One on which nothing is makes room at once, one that is still busy does not.
+            // The number of a forgotten stream is free at once if the stream is idle, but not while it is busy.
             rig.device.forget_stream(other);
             assert_eq!(adopt(&rig, &second), other);
             let third = adopt(&rig, &second);
@@ -159,6 +160,7 @@ fn a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again() {
     fake.finish();
 }
 
+/// If the driver refuses to say whether an event has been reached, the reaper waits for the event.
 #[test]
 fn what_the_driver_will_not_say_is_waited_for() {
     let Some(fake) = Fake::load_or_skip("what_the_driver_will_not_say_is_waited_for") else { return };
@@ -183,7 +185,7 @@ fn nothing_is_asked_while_nothing_is_submitted() {
     rig.sink.take(1).pop().unwrap().1.unwrap();
     let asked = fake.calls("cuEventQuery");
     assert!(asked > 0);
-    // Streams come and go, and have ends, without work.
+    // Streams are made, and events recorded on them, without any work.
     for _ in 0..200 {
         let stream = rig.device.create_stream(StreamKind::Compute).unwrap();
         rig.device.record(stream).unwrap();

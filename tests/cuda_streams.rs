@@ -1,5 +1,5 @@
-//! Work of the caller's on streams beside the runtime's, over the emulated driver: a guard that ends behind a kernel keeps
-//! its pages until the kernel has ended, and nothing is out of order. No GPU takes part.
+//! The caller's kernels on streams beside the runtime's, over the emulated driver. A guard that ends behind a kernel
+//! keeps its pages until the kernel has ended, and operations keep their order. No GPU takes part.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -76,7 +76,7 @@ impl Foreign {
         self.try_launch(stream, from, to, len).unwrap();
     }
 
-    /// Nothing is launched where a call fails.
+    /// If a call fails, nothing is launched.
     fn try_launch(&self, stream: RawStream, from: u64, to: u64, len: u64) -> std::result::Result<(), DriverError> {
         let mut parameters = [&raw const from, &raw const to, &raw const len].map(|p| p.cast_mut().cast());
         self.context.bind_to_thread()?;
@@ -115,7 +115,7 @@ fn bytes_of(n: u64) -> Vec<u8> {
     (0..PAGE).map(|at| (at * 31 / 251 + n * 7) as u8).collect()
 }
 
-/// Read-write tensors of a page each, with bytes of their own.
+/// Read-write tensors of one page each, with different bytes.
 fn pages(runtime: &Runtime, count: u64) -> Vec<Tensor> {
     let tensor = |n| {
         let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
@@ -148,7 +148,7 @@ fn a_guard_ends_behind_the_kernel_that_uses_it() {
             fake.hold_stream(foreign.stream.cu_stream(), true);
             foreign.launch(stream.raw().unwrap(), bytes.address, result, PAGE);
             guard.unpin_after(&stream).unwrap();
-            // Whoever wants both frames waits; one of them can be had by all others in turn.
+            // A request for both frames waits. The other frame serves all other tensors in turn.
             assert_eq!(runtime.evict(&first[0]), 0, "the kernel has not run yet");
             {
                 let mut both = pin!(runtime.pin_device(&others));
@@ -170,7 +170,7 @@ fn a_guard_ends_behind_the_kernel_that_uses_it() {
     fake.finish();
 }
 
-/// What the test above would not see if the judge were blind.
+/// Shows that the test above can fail: the judge finds a guard that ends too early.
 #[test]
 fn a_guard_that_ends_too_early_is_found() {
     let Some(fake) = Fake::load_or_skip("a_guard_that_ends_too_early_is_found") else { return };
@@ -192,7 +192,7 @@ fn a_guard_that_ends_too_early_is_found() {
         free(result).unwrap();
         drop((stream, tensors));
         runtime.close().unwrap();
-        // The judge follows the frame to its next page.
+        // There may be more findings, because the judge follows the frame to its next page.
         fake.take_findings();
     }
     fake.finish();
@@ -243,7 +243,7 @@ fn closing_waits_for_guards_that_end_behind_kernels() {
             foreign.launch(stream.raw().unwrap(), guard.device_bytes(1).unwrap().address, result, PAGE);
             guard.unpin_after(&stream).unwrap();
             if last_owner {
-                // Only the guard that waits for the kernel keeps the runtime.
+                // Only the guard that waits for the kernel keeps the runtime alive.
                 drop((stream, tensors, runtime));
                 fake.hold_stream(foreign.stream.cu_stream(), false);
             } else {
@@ -259,7 +259,7 @@ fn closing_waits_for_guards_that_end_behind_kernels() {
         free(result).unwrap();
     }
     fake.expect_clean();
-    // The last owner went on a thread of the device, and the runtime closes on another.
+    // The last owner was dropped on a thread of the device, so the runtime closes on another thread.
     wait_for("what the runtime made to be given back", || {
         let left = fake.check_leaks();
         fake.take_findings();
@@ -391,12 +391,12 @@ fn whatever_call_fails_no_page_goes_from_under_a_dlpack_consumer() {
     if Fake::load_or_skip("whatever_call_fails_no_page_goes_from_under_a_dlpack_consumer").is_none() {
         return;
     }
-    // Dropped, it calls its deleter.
+    // A view that is dropped calls its own deleter.
     kernels_read_while_calls_fail(|guard, stream| guard.into_dlpack(0, Some(stream)).map(drop));
 }
 
-/// Kernels read what is pinned, `end` ends the pin behind them, and others take the frame at once. The judge knows of each
-/// kernel what it reads, and that it has ended only if somebody has waited for it or asked.
+/// Kernels read pinned pages, `end` ends the pin behind them, and the pages are evicted at once. The judge knows what
+/// each kernel reads. It counts a kernel as ended only after somebody has waited for it or asked about it.
 fn kernels_read_while_calls_fail(
     end: impl Fn(outcore::DevicePin, &ComputeStream) -> Result<()> + Send + Sync + 'static,
 ) {
@@ -413,7 +413,7 @@ fn kernels_read_while_calls_fail(
                 for at in [0, 1, 0] {
                     let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
                     stream.call(|| ());
-                    // One that is not launched reads nothing.
+                    // A kernel that is not launched reads nothing, so the error does not matter.
                     let _ = foreign.try_launch(raw, tensors[at].address(), *result, 1 << 20);
                     end(guard, &stream)?;
                     runtime.evict(&tensors[at]);
@@ -427,7 +427,8 @@ fn kernels_read_while_calls_fail(
     assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
 }
 
-/// The pages of such a guard went at once, from under the kernel.
+/// When a driver call failed while a pin was being ended, the pin ended at once, and its pages were evicted while the
+/// kernel still read them.
 #[test]
 fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
     let name = "regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel";
@@ -466,7 +467,8 @@ fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
     fake.finish();
 }
 
-/// `?` made an error of the refusal, and the guard that came with it ended at once.
+/// `?` made an error of the refusal. This dropped the guard in it, and the guard's pages were evicted while a kernel
+/// used them.
 #[test]
 fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
     let Some(fake) = Fake::load_or_skip("regression_a_refused_guard_that_becomes_an_error_keeps_its_pages") else {
@@ -492,7 +494,7 @@ fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
         fake.hold_stream(foreign.stream.cu_stream(), false);
         stream.synchronize().unwrap();
         assert_eq!(runtime.evict(&tensors[0]) + runtime.evict(&tensors[1]), 0, "pinned for good");
-        // Of a runtime that was closed no frame goes to another page, and the guard ends.
+        // In a closed runtime no frame goes to another page, so there the guard ends.
         let other = builder(1, 0).open().unwrap();
         let theirs = pages(&other, 1);
         let of_theirs = other.compute_stream().unwrap();
@@ -510,7 +512,8 @@ fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
     fake.take_findings();
 }
 
-/// A closure that was captured ran, and was freed, with each launch of the graph; and the event behind it cost the device.
+/// A captured closure ran, and was freed, at each launch of the graph. The event behind it made the device count as
+/// lost.
 #[test]
 fn regression_a_closure_is_no_part_of_a_graph() {
     let Some(fake) = Fake::load_or_skip("regression_a_closure_is_no_part_of_a_graph") else { return };
@@ -519,7 +522,7 @@ fn regression_a_closure_is_no_part_of_a_graph() {
         let runtime = builder(2, 0).open().unwrap();
         let tensors = pages(&runtime, 1);
         let (stream, made) = (foreign.adopt(&runtime).unwrap(), runtime.compute_stream().unwrap());
-        // One of the runtime's own, captured by whoever has its handle.
+        // `made` is the runtime's own stream. A caller that has its handle can capture it.
         let raw = made.raw().unwrap();
         let result = allocate(PAGE as usize);
         let ran = Arc::new(AtomicBool::new(false));
@@ -563,7 +566,7 @@ fn regression_a_closure_is_no_part_of_a_graph() {
     fake.finish();
 }
 
-/// As above, where the stream is captured only when it has been asked about.
+/// As above, but the capture begins after the device has asked whether the stream is captured.
 #[test]
 fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
     let name = "regression_a_capture_that_begins_under_a_submission_does_no_harm";
@@ -639,7 +642,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
         let (read, written) =
             (runtime.pin_device(&weights).wait().unwrap(), runtime.pin_device_mut(&output).wait().unwrap());
         let (from, to) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
-        // In the mode that forbids the most, while the runtime goes on.
+        // This capture mode forbids the most. The runtime goes on meanwhile.
         foreign.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
         foreign.launch(stream.raw().unwrap(), from.address, to.address.get(), from.len.get() / 2);
         let elsewhere = [model.tensor("t1").unwrap().rows((2 << 20)..(2 << 20) + 100).unwrap()];
@@ -660,7 +663,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
 
         let others = pages(&runtime, 7);
         for round in 0..3 {
-            // Away with everything: other pages take all frames, in another order each time.
+            // Evicts everything: other pages take all frames, in a different order each round.
             let away: Vec<Tensor> = (0..7).map(|n| others[(n * 5 + round) % 7].clone()).collect();
             drop(runtime.pin_device(&away).wait().unwrap());
             assert!(!is_resident(&runtime, &weights[0]) && !is_resident(&runtime, &output[0]));
@@ -678,7 +681,7 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
         }
         fake.expect_clean();
 
-        // Without pins the graph finds nothing there, and the driver says so.
+        // Without pins the pages are not mapped when the graph runs, and the driver reports that.
         drop(runtime.pin_device(&others).wait().unwrap());
         graph.launch().unwrap();
         let error = stream.synchronize().unwrap_err();
@@ -741,7 +744,7 @@ fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
             // SAFETY: the default stream always exists.
             unsafe { runtime.adopt_stream(legacy) }.unwrap(),
         ];
-        // Which tensor's first bytes each holds now.
+        // For each tensor, the tensor whose initial bytes it holds now.
         let mut holds: Vec<u64> = (0..8).collect();
         let mut random = Rng::new(seed);
         for _ in 0..120 {
@@ -780,14 +783,14 @@ enum Before {
     Nowhere,
 }
 
-/// A tensor of a page that is not resident, and what it reads as.
+/// A tensor of one page, which is not resident, and the bytes it must read as.
 fn absent(runtime: &Runtime, before: Before, file: &common::Synthetic) -> (Tensor, Vec<u8>) {
     if before == Before::Nowhere {
         return (runtime.alloc(DType::U8, &[PAGE]).unwrap(), vec![0; PAGE as usize]);
     }
     let model = runtime.open_model(&file.path).unwrap();
     let header = model.header().tensor("t0").unwrap();
-    // Of the first whole page.
+    // The file's second page is the first that has only bytes of `t0`.
     let start = PAGE - header.offset;
     let tensor = model.tensor("t0").unwrap().rows(start..start + PAGE).unwrap();
     let bytes = file.bytes[PAGE as usize..2 * PAGE as usize].to_vec();
@@ -801,7 +804,7 @@ fn absent(runtime: &Runtime, before: Before, file: &common::Synthetic) -> (Tenso
     (tensor, bytes)
 }
 
-/// The state and the pins of a tensor's first page.
+/// The state and the pins of the segment's second page, which is the one that `absent` gives, or of its only page.
 fn state_of(runtime: &Runtime, tensor: &Tensor) -> (State, u32) {
     let pages = runtime.snapshot(tensor).pages;
     let page = pages[pages.len().min(2) - 1];
@@ -820,10 +823,10 @@ fn a_pin_for_a_stream_is_there_while_every_stream_is_held_up() {
         let stream = foreign.adopt(&runtime).unwrap();
         let result = allocate(PAGE as usize);
         fake.hold(true);
-        // Nothing is copied, by anybody, from here on.
+        // From here on no stream copies anything.
         let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
         assert_eq!(state_of(&runtime, &tensor), (State::Filling, 1), "{before:?}");
-        // Others wait for the bytes; streams do not.
+        // A pin for the host waits for the bytes. A pin for a stream does not.
         let mut bytes_there = Box::pin(runtime.pin_device(one));
         assert!(is_pending(bytes_there.as_mut()));
         let another = runtime.compute_stream().unwrap();
@@ -852,7 +855,7 @@ fn a_pin_for_a_stream_is_there_while_every_stream_is_held_up() {
     }
 }
 
-/// Dropped, and not ended: the page stays for the fill and for the kernel.
+/// The pin is dropped without `unpin`. The page stays for the fill and for the kernel.
 #[test]
 fn a_pin_that_is_dropped_before_its_bytes_are_there_keeps_the_page() {
     let Some(fake) = Fake::load_or_skip("a_pin_that_is_dropped_before_its_bytes_are_there_keeps_the_page") else {
@@ -984,7 +987,8 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
     }
     fake.finish();
     {
-        // Dropped while it is captured: nobody knows for how long the pages are used.
+        // The pin is dropped while its stream is captured. Nobody knows how long the graph will use the pages, so they
+        // stay pinned.
         let foreign = Foreign::new(&fake);
         let runtime = builder(2, 0).open().unwrap();
         let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
@@ -1061,7 +1065,7 @@ fn kernels_on_many_streams_run_ahead_of_the_copies_and_see_the_right_bytes() {
     fake.finish();
 }
 
-/// What the tests above would not see if the judge were blind: another stream has not been made to wait.
+/// Shows that the tests above can fail: the judge finds a kernel on another stream, which does not wait for the fill.
 #[test]
 fn a_kernel_on_another_stream_than_the_pins_is_found() {
     let Some(fake) = Fake::load_or_skip("a_kernel_on_another_stream_than_the_pins_is_found") else { return };
@@ -1196,8 +1200,8 @@ fn regression_what_a_closure_drops_or_asks_for_makes_no_call_there() {
     });
 }
 
-/// The driver copied to plain memory itself, and whoever submitted that waited for all that was on the stream, with the
-/// stream locked; so did the reaper then, and with it everybody.
+/// A copy to pageable memory was left to the driver. The thread that submitted it waited for everything on the stream
+/// while it held the stream's lock. The reaper then waited for that lock, and everybody waited for the reaper.
 #[test]
 fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
     if Fake::load_or_skip("regression_a_copy_on_an_adopted_stream_holds_up_nobody_else").is_none() {
@@ -1242,7 +1246,7 @@ fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
             assert!(bytes == bytes_of(0));
             drop(pin);
             stream.synchronize().unwrap();
-            // Forgotten streams leave their buffers to those that come.
+            // New streams use the buffers of forgotten ones.
             drop(stream);
             let locked = fake.calls("cuMemHostAlloc");
             for _ in 0..3 {
@@ -1260,7 +1264,7 @@ fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
     });
 }
 
-/// Takes note, when a mark is reported, of whether a kernel had run.
+/// Notes whether a kernel had run when a mark was reported.
 #[derive(Default)]
 struct Marks {
     ran: Arc<AtomicBool>,
@@ -1275,7 +1279,7 @@ impl Completions for Marks {
     }
 }
 
-/// A mark for which the driver gives no event was reported at once, and the pins it was to end with it.
+/// A mark for which the driver gave no event was reported at once, so the pins that it was to end ended too early.
 #[test]
 fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_stream() {
     let name = "regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_stream";

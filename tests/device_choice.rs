@@ -1,5 +1,5 @@
-//! What is asked for, and what there is: devices and budgets by name, and what a runtime says that cannot be had. Nothing
-//! here loads the emulated CUDA driver, so that its absence can be met too.
+//! Choosing devices and budgets by name, and the errors for those that cannot be had. Nothing here loads the emulated
+//! CUDA driver, so that a missing driver can be tested too.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -58,7 +58,7 @@ fn budgets_are_sizes_or_shares_of_what_is_free() {
 fn a_share_of_what_is_free_is_what_the_runtime_has() {
     for device in ["host", "sim"] {
         let device: DeviceChoice = device.parse().unwrap();
-        // What is free changes all the time; the headroom leaves little enough to hold it exactly nowhere.
+        // Free memory changes all the time, so the budget is only checked against bounds.
         let runtime =
             builder().device(device.clone()).device_budget("1%".parse::<DeviceBudget>().unwrap()).open().unwrap();
         let (_, budget) = runtime.stats().device;
@@ -87,11 +87,11 @@ fn a_build_without_the_feature_says_so() {
         &["no CUDA device"],
         &["cuda"],
     );
-    // Nothing is lost by having asked.
+    // After the refusal the host device still opens.
     builder().open().unwrap().close().unwrap();
 }
 
-/// A driver that is there is none of this test's business.
+/// Skipped where there is a driver.
 #[cfg(feature = "cuda")]
 #[test]
 fn a_machine_without_a_driver_says_so() {
@@ -101,7 +101,7 @@ fn a_machine_without_a_driver_says_so() {
     }
     let error = builder().device("cuda".parse().unwrap()).open().unwrap_err();
     if error.kind() != ErrorKind::Unsupported || !error.to_string().contains("libcuda") {
-        // A driver without a GPU.
+        // There is a driver, but no GPU.
         assert_explained(&error, error.kind(), &["open the device cuda:0"], &[""]);
         eprintln!("SKIPPED a_machine_without_a_driver_says_so: {error}");
         return;

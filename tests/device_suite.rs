@@ -33,7 +33,7 @@ use outcore::{Bytes, ErrorKind, PageSize, Result};
 struct Sink {
     ended: Mutex<HashMap<Token, Result<()>>>,
     more: Condvar,
-    /// Told of apart from the call that submitted it.
+    /// The operations that were reported as taken up after `submit` had returned, with the events of their ends.
     taken_up: Mutex<HashMap<Token, EventId>>,
 }
 
@@ -100,10 +100,10 @@ struct Rig {
     device: Box<dyn Device>,
     sink: Arc<Sink>,
     probe: Probe,
-    /// The stream and the tokens of accesses that have to be copies.
+    /// The stream and the next token for accesses that are copies, because the host cannot access the device's memory.
     stream: OnceLock<StreamId>,
     token: AtomicU64,
-    /// What has to outlive the device.
+    /// What must outlive the device.
     _keep: Box<dyn Any + Sync>,
 }
 
@@ -161,7 +161,7 @@ impl Rig {
         bytes
     }
 
-    /// Puts bytes there.
+    /// Writes bytes at such an address.
     fn poke(&self, at: DeviceAddress, bytes: &mut [u8]) {
         if self.device.host_addressable() {
             // SAFETY: as for `peek`.
@@ -172,7 +172,7 @@ impl Rig {
         }
     }
 
-    /// How often something is done that costs a copy where memory cannot be accessed.
+    /// How many rounds to do: fewer where each access is a copy.
     fn rounds(&self, many: u64) -> u64 {
         if self.device.host_addressable() { many } else { many / 20 }
     }
@@ -372,7 +372,8 @@ fn streams_keep_order_within_and_by_events_only_across(make: Make) {
     device.submit(streams[0], note(1_000), None);
     device.wait(streams[1], event).unwrap();
     device.submit(streams[1], note(2_000), Some(Token(1)));
-    // A stream without an event is not held up by the others. Closures may be: those of all streams may share a thread.
+    // A stream that waits for no event is not held up by the others. Closures may be: those of all streams may share a
+    // thread.
     device.submit(streams[2], StreamOp::Zero { device: page, len: rig.len() }, Some(Token(2)));
     rig.sink.take(2).unwrap();
     assert!(log.lock().unwrap().is_empty());
@@ -413,7 +414,7 @@ fn a_mark_ends_when_all_before_it_have(make: Make) {
     assert_eq!(rig.sink.take(5).unwrap_err().kind(), ErrorKind::Closed);
 }
 
-fn failures_are_never_not_ready(make: Make) {
+fn failures_are_errors_and_never_pending(make: Make) {
     let rig = Rig::new(make, SMALL, 1);
     let device = &rig.device;
     let base = device.reserve(1).unwrap();
@@ -426,7 +427,7 @@ fn failures_are_never_not_ready(make: Make) {
     assert!(error.to_string().contains("told"), "{error}");
     device.submit(stream, StreamOp::Zero { device: base, len: 1 }, Some(Token(2)));
     assert_eq!(rig.sink.take(2).unwrap_err().kind(), ErrorKind::InvalidArgument, "nothing is mapped there");
-    // With a token somebody was told; without one, later events say it.
+    // A failure with a token was reported. A failure without one shows in later events.
     device.submit(stream, StreamOp::Call(Box::new(|| panic!("untold"))), None);
     let after = device.record(stream).unwrap();
     device.submit(stream, StreamOp::Call(Box::new(|| ())), Some(Token(3)));
@@ -443,7 +444,7 @@ fn what_is_taken_up_has_an_event_that_others_can_wait_for(make: Make) {
     device.map(FrameId::new(0), base).unwrap();
     let (fill, other) =
         (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::Compute).unwrap());
-    // Behind this, the page is there on every device.
+    // After this the page is mapped on every device, also on one that maps late.
     rig.write(fill, 100, base, 0);
     let (open, hold) = gate();
     device.submit(fill, hold, None);
@@ -469,7 +470,7 @@ fn what_is_taken_up_has_an_event_that_others_can_wait_for(make: Make) {
     assert!(target[..len as usize] == source && target[len as usize..].iter().all(|byte| *byte == 0));
     (1..3).for_each(|token| rig.sink.take(token).unwrap());
     assert!(ends.iter().all(|end| device.poll(*end).unwrap() == Poll::Ready(())));
-    // An event is good for waiting for long after it has happened.
+    // A stream may wait for an event long after it has happened.
     device.wait(other, ends[0]).unwrap();
     device.close().unwrap();
     assert_eq!(device.submit(fill, StreamOp::Mark, Some(Token(4))), None, "refused");
@@ -565,8 +566,9 @@ macro_rules! suite {
         suite!(if $runs, $make,
             bytes_travel_with_the_frame protect_is_immediate_when_strict random_cycles_agree_with_an_oracle
             threads_map_different_frames_at_once copies_zeroes_and_events
-            streams_keep_order_within_and_by_events_only_across a_mark_ends_when_all_before_it_have failures_are_never_not_ready
-            close_finishes_what_was_submitted what_is_taken_up_has_an_event_that_others_can_wait_for frames_of_a_released_range_keep_their_bytes
+            streams_keep_order_within_and_by_events_only_across a_mark_ends_when_all_before_it_have
+            failures_are_errors_and_never_pending close_finishes_what_was_submitted
+            what_is_taken_up_has_an_event_that_others_can_wait_for frames_of_a_released_range_keep_their_bytes
             wrong_arguments_are_refused);
     };
     ($make:expr) => {
@@ -629,7 +631,8 @@ fn cuda_device(page: Bytes, frames: u32, sink: Arc<Sink>) -> outcore::device::Cu
     CudaDevice::new(CudaDeviceConfig { device: Default::default(), page_size, frames }, sink).unwrap()
 }
 
-/// On an emulated driver, which also fails the test if it finds two operations in no order, or memory taken from under one.
+/// On the emulated driver, which also fails the test if nothing orders two conflicting operations, or if memory is
+/// taken away while an operation uses it.
 #[cfg(feature = "cuda")]
 mod cuda_emulated {
     use super::control::Fake;
@@ -644,7 +647,7 @@ mod cuda_emulated {
     });
 }
 
-/// On whatever driver the machine has, where that is asked for.
+/// On the machine's own driver, if that is asked for.
 #[cfg(feature = "cuda")]
 mod cuda_real {
     fn chosen() -> Result<(), &'static str> {
@@ -670,7 +673,7 @@ impl Completions for Trace {
     }
 }
 
-/// Random work on an owned clock; the trace, and the bytes at the end.
+/// Does random work on a device that owns its clock. Returns the trace, and the bytes at the end.
 fn simulated(seed: u64, link: Option<LinkModel>) -> (Vec<(u64, bool, std::time::Duration)>, Vec<u8>) {
     const PAGES: u64 = 6;
     let trace = Arc::new(Trace::default());
@@ -759,7 +762,7 @@ fn simulated_copies_take_the_time_of_the_link() {
     device.submit(fill, StreamOp::CopyIn { host: host(b), device: pages[0], len: 4096 }, Some(Token(2)));
     device.submit(back, StreamOp::CopyOut { device: pages[1], host: host(c), len: 4096 }, Some(Token(3)));
     assert_eq!(device.next_event(), Some(at(15_096)));
-    // An operation that has not ended uses its frame, whoever says otherwise.
+    // While an operation that uses a frame has not ended, the frame cannot be mapped, discarded or released.
     let error = device.map(FrameId::new(0), pages[1]).unwrap_err();
     assert!(error.to_string().contains("2 operations that have not ended"), "{error}");
     assert_eq!(device.discard(FrameId::new(1)).unwrap_err().kind(), ErrorKind::InvalidArgument);

@@ -23,7 +23,7 @@ fn open(frames: u64) -> Runtime {
     Runtime::builder().page_size(page_size).device_budget(Bytes::new(frames * PAGE)).open().unwrap()
 }
 
-/// The structure as dlpack.h of version 1 has it, written down apart from what the library uses.
+/// The structure of dlpack.h, version 1, written independently of the one that the library uses.
 #[repr(C)]
 struct Managed {
     major: u32,
@@ -106,7 +106,7 @@ fn a_consumer_reads_what_is_pinned_and_gives_it_back() {
     assert!(runtime.evict(&rows) < 3, "pages that the consumer has stay");
     let pinned = runtime.snapshot(&rows).pages.iter().filter(|page| page.device.pins > 0).count();
     assert_eq!(pinned as u64, rows.page_count());
-    // On whichever thread.
+    // A consumer may give the tensor back on any thread.
     std::thread::spawn(move || drop(consumer)).join().unwrap();
     assert!(runtime.snapshot(&rows).pages.iter().all(|page| page.device.pins == 0));
     drop((rows, table));
@@ -122,7 +122,7 @@ fn a_consumer_writes_where_the_guard_lets_it() {
     // SAFETY: within the tensor, which this consumer alone has.
     (0..10).for_each(|row| unsafe { consumer.at::<i64>(&[row, 2]).write(-row) });
     drop(consumer);
-    // Away and back.
+    // The page is evicted and filled again.
     drop(runtime.pin(&other).wait().unwrap());
     let guard = runtime.pin(&table).wait().unwrap();
     assert_eq!(
@@ -187,7 +187,7 @@ fn odd_shapes_and_wrong_arguments() {
     let theirs = other.compute_stream().unwrap();
     let error = runtime.pin_device(one(&scalar)).wait().unwrap().into_dlpack(0, Some(&theirs)).unwrap_err();
     assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
-    // Nobody took it: the view gives it back itself.
+    // No consumer took the view. Dropping it ends its pin.
     drop(runtime.pin_device_mut(one(&scalar)).wait().unwrap().into_dlpack(0, None).unwrap());
     drop(runtime.pin_mut(&scalar).wait().unwrap());
     drop((scalar, none, theirs));
@@ -212,7 +212,7 @@ fn a_view_ends_behind_the_consumers_work() {
     });
 }
 
-/// A view is a guard of its scope as long as that is open, and outlives it.
+/// While its scope is open, a view counts as a guard of the scope. It may outlive the scope.
 fn a_view_may_outlive_its_scope(devices: Devices) {
     watched("a_view_may_outlive_its_scope", move || {
         for on in devices.iter().copied() {

@@ -1,5 +1,5 @@
-//! The promise: whatever operation fails, nobody sees a wrong byte, the error reaches whoever wanted the page and names
-//! it, nothing leaks, nothing hangs, and what can succeed later does.
+//! The promise: whatever operation fails, nobody sees a wrong byte. The error reaches the requests that wanted the
+//! page, and names the page. Nothing leaks, nothing hangs, and what can succeed later does.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -60,7 +60,7 @@ impl Failing {
         }
     }
 
-    /// Whether it has happened, and whoever needs what failed can only be refused.
+    /// Whether the failure has happened, and is one that requests see as an error.
     fn may_refuse(&self) -> bool {
         match self {
             Self::Io(faults, fault) => faults.fired() == 1 && fault.is_hard(),
@@ -87,7 +87,8 @@ impl Failing {
         assert!(error.advice().is_some(), "{text}");
     }
 
-    /// Only one call fails, so what was refused is granted the second time; and only a hard failure is seen at all.
+    /// Calls once, and again after an error. Only one call fails in a run, so the second try must succeed. Only a hard
+    /// failure is seen at all.
     fn attempt<T>(&self, refusals: &mut u64, call: impl Fn() -> Result<T>) -> T {
         let error = match call() {
             Ok(value) => return value,
@@ -101,7 +102,7 @@ impl Failing {
     }
 }
 
-/// A fixed piece of work of every kind, and what it must find.
+/// A fixed piece of work with every kind of operation, and the bytes it must find.
 struct Work {
     runtime: Runtime,
     failing: Failing,
@@ -141,7 +142,7 @@ impl Work {
         assert!(bytes == self.expected[n], "t{n} differs");
     }
 
-    /// What is handed out; where that is by copies, those may fail too.
+    /// The bytes that a guard gives. Where these are copied out of the device, the copy may fail too.
     fn bytes(&mut self, tensor: &Tensor) -> Vec<u8> {
         self.attempt(|runtime| Ok(runtime.read(tensor)?.try_bytes()?.into_owned()))
     }
@@ -219,7 +220,7 @@ fn fail_each(setting: Setting, fault: Fault, step: usize) {
     }
 }
 
-/// Closures on streams of the caller's, behind which pins end.
+/// Pins end behind closures on the caller's streams.
 fn compute(work: &mut Work) {
     let set = [work.tensor(0), work.table.rows(0..1).unwrap()];
     for _ in 0..2 {
@@ -236,8 +237,8 @@ fn compute(work: &mut Work) {
     }
 }
 
-/// The calls that the work below makes of every device: from the first stream of the runtime to the last thing that it
-/// gives back. What has no result is not among them.
+/// The calls that the work of `refuse_each` makes on every device, from the runtime's first stream to the last thing
+/// that it gives back. Calls that return no result are left out.
 const DEVICE_CALLS: [DeviceCall; 12] = [
     DeviceCall::CreateStream,
     DeviceCall::Reserve,
@@ -260,7 +261,7 @@ fn refuse_each(setting: Setting, file: &common::Synthetic, kind: DeviceCall) -> 
         let mut work = Work::open(&setting, file, Failing::Device(hook.clone()));
         work.run();
         compute(&mut work);
-        // The thread that locks starts when it likes.
+        // The thread that locks host memory may start late.
         while kind == DeviceCall::LockHost && setting.host > 0 && hook.calls() == 0 {
             std::thread::yield_now();
         }
@@ -276,7 +277,7 @@ fn refuse_each(setting: Setting, file: &common::Synthetic, kind: DeviceCall) -> 
         }
         check_closed(runtime, closed, tensors, &what);
         next_round(setting.on);
-        // How many there are differs from run to run.
+        // The number of calls differs from run to run.
         most = most.max(hook.calls());
         if n >= most {
             return most;
@@ -329,7 +330,7 @@ fn interrupted_postponed_and_partial_operations_go_on_unnoticed(devices: Devices
     });
 }
 
-/// Fails the first call of every read, and the second of every other one.
+/// Fails the first try of every read, and also the second try of every other read.
 #[derive(Default)]
 struct Moments {
     calls: Mutex<HashMap<Token, u32>>,
@@ -377,10 +378,10 @@ fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
     });
 }
 
-/// Holds the first read until it is let go. So many reads fail, however often the store tries them.
+/// Holds reads until they are let go. The first `fails` reads then fail, however often the store tries them.
 struct FailsLate {
     fails: usize,
-    /// Reads that were begun, and whether they are let go.
+    /// The reads that have begun, and whether reads are let go.
     state: Mutex<(Vec<Token>, bool)>,
     changed: Condvar,
 }
@@ -428,7 +429,7 @@ fn who_joins_a_prefetch_that_fails_gets_a_try_of_its_own(devices: Devices) {
                 }
                 assert_eq!((runtime.stats().pager.retried, hook.state.lock().0.len()), (1, 2), "{setting:?}");
                 drop((joined, joins));
-                // One that nobody had begun for it has had its try.
+                // A read that joins no prefetch gets no further try.
                 runtime.evict(&tensor);
                 drop(runtime.read(&tensor).unwrap());
                 assert_eq!(runtime.stats().pager.retried, 1);
@@ -440,7 +441,7 @@ fn who_joins_a_prefetch_that_fails_gets_a_try_of_its_own(devices: Devices) {
     });
 }
 
-/// Holds every call until it is opened, as a drive that hangs does.
+/// Holds every call until it is let go, as a drive that hangs does.
 #[derive(Default)]
 struct Hangs {
     state: Mutex<(u32, bool)>,
@@ -457,14 +458,15 @@ impl CallHook for Hangs {
     }
 }
 
-/// What the drive may still touch is never given back, which the judge of the emulated driver would find.
+/// The emulated CUDA driver is left out: memory that the drive may still touch is never given back, and its judge would
+/// find that.
 #[test]
 fn regression_a_runtime_whose_drive_never_answers_closes() {
     a_drive_never_answers(&[On::Host, On::Link, On::Sim]);
 }
 
-/// One thread waits for a page that never comes, a task for the same, and the runtime is closed. Both are told once it has
-/// given up.
+/// A thread and a task wait for a page that never comes, and the runtime is closed. Both get an error once the close
+/// has given up.
 fn a_drive_never_answers(devices: Devices) {
     watched("a drive that hangs", move || {
         for setting in Setting::tiers(devices) {
@@ -506,7 +508,7 @@ fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it(de
             let victim = work.runtime.alloc(DType::U8, &[16 << 10]).unwrap();
             work.runtime.write(&victim).unwrap().fill(9);
             faults.all(IoKind::Write, Fault::Errno(libc::EIO));
-            // Every attempt that somebody's need for the frame makes fails; after the last the page is given up.
+            // Each attempt to write the page back fails. After the last one the page is poisoned.
             while work.runtime.health().is_empty() {
                 work.runtime.evict(&victim);
                 std::thread::yield_now();
@@ -553,7 +555,7 @@ fn close_reports_what_was_lost(devices: Devices) {
     });
 }
 
-/// Every loss is told, also of tensors that are gone.
+/// Every lost page is reported, also of a tensor that was dropped.
 fn regression_every_loss_is_reported_also_of_tensors_that_are_gone(devices: Devices) {
     watched("several losses", move || {
         let io = IoBackend::Threads;
@@ -579,7 +581,7 @@ fn regression_every_loss_is_reported_also_of_tensors_that_are_gone(devices: Devi
             let what = format!("page {page} of a read-write tensor {of} is lost");
             assert!(told.iter().any(|text| text.contains(&what) && text.contains("os error 5")), "{told:?}");
         }
-        // A list has an end, a count has none.
+        // The list is limited. Its last entry counts the losses that it does not name.
         lose(80);
         let health = runtime.health();
         assert_eq!(health.len(), 65, "{health:?}");
@@ -592,7 +594,7 @@ fn regression_every_loss_is_reported_also_of_tensors_that_are_gone(devices: Devi
     });
 }
 
-/// Nothing is lost, so nobody's call fails; but a host tier full of what the disk refuses is no tier any more.
+/// Nothing is lost, so no call fails. But a host tier full of pages that the disk refuses has room for nothing else.
 fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is(devices: Devices) {
     watched("a host copy that cannot be written", move || {
         for setting in Setting::tiers(devices).into_iter().filter(|setting| setting.host > 0) {
@@ -619,7 +621,7 @@ fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is(devices
                     assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "{setting:?}: row {row}");
                 }
             }
-            // The next pin finds the host tier's pages in the device tier, or written.
+            // Pins take the host tier's pages up to the device tier, or let them be written.
             while !runtime.health().is_empty() {
                 rows.iter().for_each(|part| drop(runtime.read(part).unwrap()));
             }
@@ -630,7 +632,7 @@ fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is(devices
     });
 }
 
-/// With a host tier, a disk that takes nothing for a while costs nothing that fits above it.
+/// With a host tier, a disk that fails for a while loses no page that fits into the tiers above it.
 fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold(devices: Devices) {
     watched("a disk that fails for a while", move || {
         for setting in Setting::tiers(devices).into_iter().filter(|setting| setting.host > 0) {
@@ -656,14 +658,14 @@ fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold(devices: Devices) 
     });
 }
 
-/// How many descriptors of this process are for `path`.
+/// How many descriptors of `path` this process has open.
 fn open_descriptors(path: &Path) -> usize {
     let path = path.canonicalize().unwrap();
     let all = std::fs::read_dir("/proc/self/fd").unwrap();
     all.filter(|fd| fd.as_ref().is_ok_and(|fd| std::fs::read_link(fd.path()).is_ok_and(|file| file == path))).count()
 }
 
-/// Run by the test below, because it leaves no addresses to others.
+/// Run by the test below in a process of its own, because it takes all addresses.
 #[test]
 fn child_no_addresses_are_left() {
     if !is_child("child_no_addresses_are_left") {
@@ -755,8 +757,8 @@ fn on_small_file_systems(child: &str) {
     }
 }
 
-/// A table larger than the device tier, every byte of a row the row's number and one; its dirty pages are in the scratch
-/// file but for the last ones.
+/// A table larger than the device tier. Every byte of a row is the row's number plus one. Its dirty pages are in the
+/// scratch file, except for the last ones.
 fn filled(runtime: &Runtime, rows: u64) -> Result<Tensor> {
     let table = runtime.alloc(DType::U8, &[rows, 64 << 10])?;
     for row in 0..rows {
@@ -779,7 +781,7 @@ fn child_room_is_given_back() {
         let setting = Setting { io: IoBackend::Buffered, ..Setting::tiers(HOST)[0] };
         let open = || setting.builder(None).scratch_dir(dir).open().unwrap();
         let runtimes = [open(), open()];
-        // Two thirds of the disk, by turns: neither has room while the other one does.
+        // The runtimes take two thirds of the disk in turn. While one has them, the other finds no room.
         for runtime in runtimes.iter().cycle().take(6) {
             let table = filled(runtime, 160).unwrap();
             let other = runtimes.iter().find(|other| !std::ptr::eq(*other, runtime)).unwrap();
@@ -788,7 +790,7 @@ fn child_room_is_given_back() {
             let scratch = runtime.stats().scratch.unwrap();
             assert!(scratch.allocated >= Bytes::mib(10) && scratch.free == Bytes::ZERO, "{scratch:?}");
             drop(table);
-            // What is still being written goes when that has ended.
+            // Room that is still being written to is given back when the write has ended.
             until("the room is given back", || runtime.stats().scratch.is_some_and(|now| now.free == now.size));
             let scratch = runtime.stats().scratch.unwrap();
             assert!(scratch.allocated < Bytes::kib(64), "{scratch:?}");
@@ -805,7 +807,7 @@ fn a_dropped_tensors_room_is_the_disks_again() {
     on_small_file_systems("child_room_is_given_back");
 }
 
-/// Takes all the room there is.
+/// Takes all the room that the file system has.
 fn fill_disk(path: &Path) {
     use std::io::Write;
     let mut file = std::fs::File::create(path).unwrap();
@@ -834,7 +836,7 @@ fn child_a_disk_that_is_full_at_the_write_back() {
         }
         assert!(runtime.stats().scratch.unwrap().allocated >= Bytes::mib(1));
 
-        // A disk that is full for a while costs nothing but the tries.
+        // A disk that is full for a while costs only failed attempts.
         let ballast = dir.join("ballast");
         let written_back = || runtime.stats().pager.write_backs;
         let states = |of: u64| {
@@ -858,7 +860,7 @@ fn child_a_disk_that_is_full_at_the_write_back() {
             assert!(runtime.read(&row(at)).unwrap().bytes().iter().all(|byte| *byte == value), "row {at}");
         }
 
-        // One that stays full costs what has no other place, page by page, and every loss is told.
+        // A disk that stays full loses the pages that have no other place, one by one, and every loss is reported.
         let mut last = 64;
         while runtime.health().is_empty() {
             runtime.write(&row(last)).unwrap().fill(last as u8);
@@ -872,14 +874,14 @@ fn child_a_disk_that_is_full_at_the_write_back() {
         let pages = runtime.snapshot(&table).pages;
         let poisoned = pages.iter().filter(|page| page.device.state == State::Poisoned).count();
         assert_eq!((poisoned as u64, lost.len()), (runtime.stats().pager.poisoned, poisoned));
-        // What was lost is refused, what was not is right.
+        // Lost pages are refused. All others have the right bytes.
         let reads =
             (0..32).map(|row| (row, row as u8 + 1)).chain([(40, 41)]).chain((64..last).map(|row| (row, row as u8)));
         for (at, value) in reads {
             let is_lost = states(at).contains(&State::Poisoned);
             match runtime.read(&row(at)) {
                 Ok(guard) => assert!(!is_lost && guard.bytes().iter().all(|byte| *byte == value), "row {at}"),
-                // To read may have to write back what no disk takes.
+                // A read may need the frame of a page that cannot be written back.
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Poisoned, "row {at}: {error}"),
             }
         }
@@ -889,12 +891,12 @@ fn child_a_disk_that_is_full_at_the_write_back() {
 }
 
 #[test]
-fn room_that_is_taken_late_may_be_found_missing_and_nothing_is_lost_unsaid() {
+fn every_page_lost_to_a_disk_that_is_full_at_the_write_back_is_reported() {
     on_small_file_systems("child_a_disk_that_is_full_at_the_write_back");
 }
 
-/// What was written is compared with what comes back: bytes that a disk changed are an error of their page, and of no
-/// other.
+/// What comes back from the disk is compared with what was written. A page whose bytes the disk changed is an error,
+/// and no other page is.
 fn bytes_that_the_disk_changed_are_never_handed_out(devices: Devices) {
     use std::os::unix::fs::FileExt;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

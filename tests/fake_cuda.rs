@@ -78,7 +78,8 @@ fn an_event_stands_for_the_last_record_before_the_question() {
         assert!(event.try_is_complete().unwrap(), "the stream is held, but the event is behind it");
         event.record(&stream).unwrap();
         assert!(!event.try_is_complete().unwrap());
-        // Waiting took the first two records; the third changes nothing for who waits.
+        // A wait uses the record that there is when it is called. `early` had none, so its later record does not hold
+        // `other` up.
         let other = context.new_stream().unwrap();
         let early = context.new_event(None).unwrap();
         other.wait(&early).unwrap();
@@ -305,7 +306,7 @@ fn a_kernel_runs_what_was_registered_under_its_name() {
 
 /// A captured graph is launched twice; between the launches another frame takes the address.
 #[test]
-fn a_graph_meets_the_mappings_of_the_day() {
+fn each_launch_of_a_graph_uses_the_mappings_of_that_moment() {
     let fake = Fake::load();
     {
         let context = context();
@@ -383,7 +384,7 @@ fn the_nth_call_fails_and_the_others_do_not() {
     fake.finish();
 }
 
-/// A countdown over all calls: each run fails one call later, until a run meets no failure.
+/// Run `n` fails its `n`th call, for each `n` until a run has fewer calls.
 #[test]
 fn any_call_can_fail() {
     let fake = Fake::load();
@@ -406,7 +407,7 @@ fn any_call_can_fail() {
         assert!(result.is_ok() || result == Err(CUresult::CUDA_ERROR_SYSTEM_NOT_READY), "{result:?}");
     }
     assert!(failures >= 6, "{failures}");
-    // What failed to be destroyed is left over.
+    // Objects that could not be destroyed are left over.
     fake.check_leaks();
     assert!(fake.take_findings().iter().all(|line| line.starts_with("leak")));
 }
@@ -446,7 +447,8 @@ fn the_device_can_be_lost_while_the_host_waits() {
     assert_eq!(event.try_is_complete().unwrap_err().0, CUresult::CUDA_ERROR_UNKNOWN);
 }
 
-/// Work that was under way went on after the program had heard of the loss, with memory that it had freed since.
+/// Work that was running when the device was lost went on after the program had been told. It used memory that the
+/// program had freed since.
 #[test]
 fn regression_no_work_outlasts_the_news_of_a_lost_device() {
     let fake = Fake::load();
@@ -458,7 +460,7 @@ fn regression_no_work_outlasts_the_news_of_a_lost_device() {
         |_| Vec::new(),
         move |_| {
             begun.send(()).unwrap();
-            // Some time of computing.
+            // Computes for a while.
             let found = (0..50_000_000u64).fold(1, |x, n| std::hint::black_box(x ^ n.wrapping_mul(x)));
             sum.store(found | 1, Ordering::SeqCst);
         },

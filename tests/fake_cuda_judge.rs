@@ -1,4 +1,4 @@
-//! The emulated CUDA driver finds what a program got wrong, and nothing in the same program got right.
+//! The emulated CUDA driver finds the mistake in a program, and finds nothing in the same program without the mistake.
 //!
 //! Each test is a pair. The wrong half is written so that the work happens to run in the order the program hoped for,
 //! or does not run at all: what is found does not depend on timing.
@@ -164,7 +164,8 @@ fn frame_unmapped_before_its_last_use() {
     });
 }
 
-/// The whole mistake: taken away under its last use, mapped for another page, and filled. Both halves are found.
+/// The whole mistake: a frame is unmapped before its last use has ended, mapped at another page, and filled. Both the
+/// unmapping and the fill are found.
 #[test]
 fn frame_moved_before_its_last_use() {
     for right in [false, true] {
@@ -199,7 +200,7 @@ fn frame_moved_before_its_last_use() {
     }
 }
 
-/// The same with a stream that really has not got there: the finding comes instead of a crash.
+/// As above, but the stream has really not reached the last use. There is a finding, and no crash.
 #[test]
 fn frame_unmapped_while_its_last_use_is_held_back() {
     let fake = Fake::load();
@@ -559,7 +560,8 @@ fn stream_ordered_memory_used_on_another_stream() {
     });
 }
 
-/// A capture in the default mode forbids others to ask and to wait, unless they have said that they know better.
+/// While a stream is captured in the default mode, no thread may ask or wait, unless it has set its own mode to
+/// relaxed.
 #[test]
 fn asking_while_a_stream_is_captured() {
     pair("capture", |_, right| {

@@ -1,5 +1,5 @@
-//! The promise: a child by `fork` that touches its parent's runtime is told so. It never hangs, whatever lock a thread of
-//! the parent held, and nothing of what it does or drops reaches the parent.
+//! The promise: a child by `fork` that uses its parent's runtime gets an error. It never hangs, whatever lock a thread
+//! of the parent held. Nothing that it does or drops affects the parent.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -34,12 +34,13 @@ on_every_device! {
 }
 
 const PAGE: u64 = 16 << 10;
-/// A child that was silent for so many seconds in a row, of which this process saw each, hangs.
+/// After so many seconds of silence in a row a child counts as hanging. Only seconds that this process has waited
+/// itself are counted.
 const SILENT_SECONDS: u32 = 100;
-/// Forks of one test see no other test's threads half way.
+/// Tests fork one at a time, so that no child inherits what another test's threads have half done.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// A child, for its parent.
+/// A child, as its parent sees it.
 struct Child {
     pid: libc::pid_t,
     steps: io::PipeReader,
@@ -62,7 +63,7 @@ fn fork(steps: &mut Option<io::PipeWriter>) -> Option<Child> {
 }
 
 impl Child {
-    /// Waits for the child's end, for as long as it gets on. Fails if it hangs, or found something wrong.
+    /// Waits for the child's end as long as the child makes progress. Fails if it hangs or has found something wrong.
     fn watch(mut self, what: &str) {
         let (mut told, mut silent) = (String::new(), 0);
         loop {
@@ -91,7 +92,8 @@ impl Child {
     }
 }
 
-/// What a child does. It neither panics nor prints: other threads may have held the locks of that.
+/// Reports what a child does. A child neither panics nor prints, because other threads of the parent may have held the
+/// locks for that.
 struct Steps(io::PipeWriter);
 
 impl Steps {
@@ -120,7 +122,7 @@ fn is_refusal(error: &Error) -> bool {
     error.kind() == ErrorKind::Closed && error.to_string().contains("fork") && error.advice().is_some()
 }
 
-/// Stops whoever asks it, under the latch, from when it is armed until it is let go.
+/// From when it is armed until it is let go, stops every thread that calls it. The policy calls it under the latch.
 #[derive(Debug, Default)]
 struct Stuck {
     state: Mutex<(bool, bool)>,
@@ -196,7 +198,7 @@ fn setting(on: On, host: u64) -> Setting {
     Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device: 8, host, on }
 }
 
-/// All that a program has of a runtime.
+/// Everything that a program can have of a runtime.
 struct Inherited {
     runtime: Runtime,
     model: Model,
@@ -208,7 +210,7 @@ struct Inherited {
     path: std::path::PathBuf,
 }
 
-/// Every call there is, and every drop.
+/// Makes every call there is, and drops everything.
 fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     let Inherited { runtime, model, table, guard, written, mut request, stream, path } = inherited;
     let (resident, absent) = (model.tensor("t0").unwrap(), model.tensor("t2").unwrap());
@@ -380,7 +382,7 @@ fn a_child_reads_inherited_guards_and_writes_its_own_copy(devices: Devices) {
             child.watch(&format!("{on:?}"));
             assert!(written.bytes().iter().all(|byte| *byte == 7), "{on:?}: a child wrote to its parent's memory");
             drop((guard, written));
-            // Through the scratch file, which the child left alone.
+            // The bytes go through the scratch file, which the child has left alone.
             runtime.evict(&table);
             assert!(runtime.pin(&table).wait().unwrap().bytes().iter().all(|byte| *byte == 7));
             check_at_rest(runtime, vec![tensor, table], &format!("{on:?}"));
@@ -388,7 +390,7 @@ fn a_child_reads_inherited_guards_and_writes_its_own_copy(devices: Devices) {
     });
 }
 
-/// Waits until every other thread sleeps: then none holds a lock of the process for a moment.
+/// Waits until every other thread sleeps. Then none is in the middle of a call that holds a lock of the whole process.
 fn until_others_sleep() {
     let me = rustix::thread::gettid().as_raw_nonzero().to_string();
     let sleeps = |entry: io::Result<fs::DirEntry>| {
@@ -404,7 +406,7 @@ fn until_others_sleep() {
 fn a_child_is_refused_a_runtime_while_its_parent_has_one_open(devices: Devices) {
     let _alone = ONE_AT_A_TIME.lock();
     watched("a child that opens a runtime", move || {
-        // Of the other devices some start threads that the emulated driver counts, or that never sleep.
+        // Some other devices start threads that the emulated driver counts, or threads that never sleep.
         for on in devices.iter().copied().filter(|on| *on == On::Host) {
             let runtime = setting(on, 0).builder(None).open().unwrap();
             let table = runtime.alloc(DType::U8, &[12, PAGE]).unwrap();
@@ -425,8 +427,8 @@ fn a_child_is_refused_a_runtime_while_its_parent_has_one_open(devices: Devices) 
     });
 }
 
-/// What a child does with requests and scopes that its parent has: each is refused, and drops hang on no lock that a thread of
-/// the parent holds.
+/// A child uses its parent's requests and scopes. Each use is refused, and no drop hangs on a lock that a thread of the
+/// parent holds.
 #[test]
 fn regression_a_child_is_refused_what_its_parent_waits_for() {
     let _alone = ONE_AT_A_TIME.lock();
@@ -470,7 +472,8 @@ fn regression_a_child_is_refused_what_its_parent_waits_for() {
     });
 }
 
-/// In a child `stats` asked the scratch file how large it is, and hung on the file's lock if a thread of the parent had it.
+/// In a child, `stats` asked the scratch file how large it is, and hung on the file's lock if a thread of the parent
+/// had it.
 #[test]
 fn regression_stats_in_a_child_ask_nothing_of_the_scratch_file() {
     let _alone = ONE_AT_A_TIME.lock();
@@ -490,7 +493,7 @@ fn regression_stats_in_a_child_ask_nothing_of_the_scratch_file() {
     });
 }
 
-/// Not a test by itself: the child of the next one.
+/// Run by the test below, in a process of its own.
 #[test]
 fn child_opens_its_first_runtimes_at_once() {
     if !is_child("child_opens_its_first_runtimes_at_once") {
@@ -508,7 +511,7 @@ fn child_opens_its_first_runtimes_at_once() {
     scene_ended();
 }
 
-/// One of them was taken for a child by `fork` of the process it was in.
+/// When a process opened its first runtimes at once, one of them took its own process for a child by `fork`.
 #[test]
 fn regression_the_first_runtimes_of_a_process_may_open_at_once() {
     for _ in 0..50 {

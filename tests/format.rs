@@ -101,7 +101,7 @@ mod gguf_headers {
         refused(parse_gguf(&overlap), ErrorKind::Format, &["\"first\"", "\"second\"", "overlap"]);
         let same_start = file.clone().info("short", &[16], 0, 0).info("long", &[64], 0, 0);
         refused(parse_gguf(&same_start), ErrorKind::Format, &["overlap"]);
-        // A zero-length tensor covers nothing, and a tied pair does not hide what follows it.
+        // A tied pair does not hide a later tensor that overlaps it.
         let hidden = file.info("a", &[64], 0, 0).info("b", &[64], 0, 0).info("c", &[16], 0, 64);
         refused(parse_gguf(&hidden), ErrorKind::Format, &["overlap", "\"c\""]);
     }
@@ -244,7 +244,8 @@ mod gguf_headers {
         let (whole, header) = (file.bytes(), file.header().len());
         for cut in 0..whole.len() {
             refused(gguf::parse(&whole[..cut], cut as u64), ErrorKind::Format, &[]);
-            // The same bytes of a longer file: fine once the header is complete, as data is not looked at.
+            // As the beginning of a longer file these bytes are accepted once the header is complete, because data is
+            // not looked at.
             assert_eq!(gguf::parse(&whole[..cut], whole.len() as u64).is_ok(), cut >= header, "{cut}");
         }
     }
@@ -472,7 +473,8 @@ mod files {
         assert!(model.gguf().unwrap().get_array_str("many").unwrap().eq(tokens.iter()));
     }
 
-    /// Bytes this thread has read with system calls, those of asking left out; `None` where the kernel does not count.
+    /// The bytes that this thread has read with system calls, except those read here. `None` if the kernel does not
+    /// count them.
     fn read_by_this_thread() -> Option<u64> {
         thread_local!(static ASKING: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
         let text = fs::read_to_string("/proc/thread-self/io").ok()?;
@@ -482,7 +484,7 @@ mod files {
         Some(read - before)
     }
 
-    /// A GGUF header does not say how long it is, so a little of what follows comes along; the data, never.
+    /// A GGUF header does not say how long it is, so a little of what follows is read with it, but never all the data.
     #[test]
     fn opening_reads_headers_and_next_to_no_data() {
         const SLACK: u64 = 128 << 10;
@@ -511,8 +513,8 @@ mod files {
                 header.len()
             );
 
-            // The header is not read again; the store looks at the first block, to see whether O_DIRECT works. What the kernel says
-            // of this process's mappings counts as read, too.
+            // The header is not read again. The store reads the first block to see whether O_DIRECT works. What is read
+            // of `/proc/self/maps` counts too.
             let runtime = Runtime::builder().device_budget(Bytes::mib(8)).open().unwrap();
             let mappings = 2 * fs::read("/proc/self/maps").unwrap().len() as u64;
             let before = read_by_this_thread().unwrap();
@@ -524,7 +526,7 @@ mod files {
             drop(model);
             runtime.close().unwrap();
         }
-        // Safetensors says how long its header is: no byte of data comes along.
+        // A safetensors file says how long its header is, so no byte of data is read.
         let json = r#"{"w":{"dtype":"U8","shape":[1048576],"data_offsets":[0,1048576]}}"#;
         let path = folder.put("one.safetensors", support::safetensors(json, 1 << 20));
         let before = read_by_this_thread().unwrap();
@@ -572,7 +574,7 @@ mod files {
         if fs::File::open(&path).is_err() {
             return check(&path);
         }
-        // This user may read every file; nobody may not.
+        // This user may read every file. The user `nobody` may not.
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "files::no_permission", "--nocapture"]).env(CHILD, &path).uid(65_534);
         match child.output() {
@@ -706,7 +708,7 @@ mod files {
         assert!(format::open(folder.path()).unwrap().gguf().is_none());
     }
 
-    /// The header of a published model, read against figures taken from the file with other tools.
+    /// The header of a published model, compared with figures that other tools took from the file.
     #[test]
     fn a_real_model() {
         let Some(path) = common::real_model() else { return };

@@ -56,9 +56,9 @@ fn child_reads_more_files_than_it_may_open() {
                 .wait()
                 .map(|pin| assert!(pin.bytes().iter().all(|found| *found == byte(shard)), "{shard}"))
         };
-        // In order, and far apart.
+        // First in order, then far apart.
         (0..SHARDS).chain((0..SHARDS).map(|n| n * 777 % SHARDS)).for_each(|shard| reads(shard).unwrap());
-        // One that is closed by now is replaced by another of the same length.
+        // A file that the store has closed by now is replaced by another of the same length.
         let replaced = folder.join(name(5));
         let (kept, other) = (fs::read(&replaced).unwrap(), folder.join("other"));
         fs::write(&other, kept.iter().map(|_| 1).collect::<Vec<u8>>()).unwrap();

@@ -1,5 +1,5 @@
-//! The promise: the kernel's limit on mappings is counted with, and ends in errors that name it; small tensors cost no
-//! mappings, however many there are; page tables go with the pages they were for.
+//! The promise: what would exceed the kernel's limit on mappings ends in an error that names the limit. Small tensors
+//! cost no mappings, however many there are. Page tables go with the pages they were for.
 //!
 //! Each scene runs in a process of its own, whose mappings are its own.
 
@@ -26,7 +26,7 @@ fn limit() -> u64 {
     fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap()
 }
 
-/// Where the limit is far, it takes too long to reach.
+/// Whether the limit is low enough to be reached in a test. If not, says that the test is skipped.
 fn limit_is_near(test: &str) -> bool {
     let near = limit() <= 1 << 17;
     if !near {
@@ -46,7 +46,7 @@ fn status(field: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// A device budget that holds so many frames, and their page tables as far as they count.
+/// A device budget for so many frames and their page tables. The first 16 MiB of page tables do not count.
 fn budget_of(frames: u64, page: Bytes) -> Bytes {
     let tables = HostDevice::tables_of_a_frame(PageSize::new(page).unwrap());
     Bytes::new(frames * page.get() + (frames * tables.get()).saturating_sub(16 << 20))
@@ -69,13 +69,13 @@ fn holds(rt: &Runtime, tensor: &Tensor, byte: u8) -> Result<bool> {
     Ok(rt.pin(tensor).wait()?.bytes().iter().all(|found| *found == byte))
 }
 
-/// As many mappings of this test's as leave the process `left`.
+/// Mappings that the test takes itself, so that the process may have only `left` more.
 struct Others(Vec<(usize, usize)>);
 
 impl Others {
     fn leaving(left: u64) -> Self {
         let mut others = Self(Vec::new());
-        // What is read to count them may take memory, and so mappings, itself.
+        // Counting mappings may itself take memory, and so mappings. So this is repeated.
         for _ in 0..4 {
             let more = limit().saturating_sub(mappings() + left);
             others.add(more as usize);
@@ -83,7 +83,7 @@ impl Others {
         others
     }
 
-    /// Pages of which each has another protection than its neighbours.
+    /// Adds pages that each differ in protection from their neighbours, so that each is a mapping.
     fn add(&mut self, count: usize) {
         if count == 0 {
             return;
@@ -121,7 +121,8 @@ fn check_named(error: &Error) {
     assert!(advice.contains("sysctl -w vm.max_map_count="), "{error}");
 }
 
-/// All frames that the limit allows, and 4,000 tensors of one page: every fault was refused, and threads could not start.
+/// With the frames that the limit allows and 4,000 tensors of one page, every fault was refused, and threads could not
+/// start.
 #[test]
 fn regression_small_tensors_take_no_mappings_from_frames() {
     const TEST: &str = "regression_small_tensors_take_no_mappings_from_frames";
@@ -210,7 +211,7 @@ impl CallHook for Asked {
     }
 }
 
-/// What takes time is counted: calls of the file system, and mappings.
+/// Counts what takes the time: calls of the file system, and mappings.
 #[test]
 fn an_alloc_asks_the_system_for_as_much_however_many_tensors_there_are() {
     alone("an_alloc_asks_the_system_for_as_much_however_many_tensors_there_are", || {
@@ -227,10 +228,10 @@ fn an_alloc_asks_the_system_for_as_much_however_many_tensors_there_are() {
         let (first, _) = some(100);
         some(8000);
         let (last, new) = some(100);
-        // None where the file system does not preallocate.
+        // There are no calls if the file system does not preallocate.
         assert!(first == last && last <= 100, "{first} calls of the file system for 100 tensors, and then {last}");
         assert!(new < 8, "{new} mappings for 100 tensors");
-        // To give back what each has takes longer than all of this. It goes with the process.
+        // To drop the tensors would take longer than the rest of the test. They end with the process.
         std::mem::forget(tensors);
     });
 }
@@ -258,7 +259,8 @@ fn addresses_are_used_again() {
     });
 }
 
-/// 120 mappings left, before the runtime is opened and after: errors that say so, and no abort.
+/// With 120 mappings left, before the runtime is opened or after, calls end in errors that say so, and the process does
+/// not abort.
 #[test]
 fn regression_few_mappings_left_are_errors() {
     const TEST: &str = "regression_few_mappings_left_are_errors";
@@ -291,13 +293,13 @@ fn regression_few_mappings_left_are_errors() {
         assert!(refused.len() > 500, "{} of {} refused", refused.len(), results.len());
         println!("{} of {} refused; the first: {}", refused.len(), results.len(), refused[0]);
         refused.iter().for_each(|error| check_named(error));
-        // Threads start, memory comes, and what is there is there.
+        // Threads can start, memory can be allocated, and resident pages are still there.
         thread::Builder::new().spawn(|| vec![1_u8; 1 << 20].len()).unwrap().join().unwrap();
         assert!(holds(&rt, &tensors[0], 1).unwrap());
         check_named(&rt.alloc(DType::U8, &[2 << 30]).unwrap_err());
         check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
         drop(others);
-        // Whether there is room again is looked for a few times a second.
+        // The runtime looks for room again only a few times a second.
         let unused = rows.rows(1..2).unwrap();
         while let Err(error) = set(&rt, &unused, 2) {
             check_named(&error);
@@ -312,7 +314,8 @@ fn regression_few_mappings_left_are_errors() {
     });
 }
 
-/// Seventy thousand small tensors with hardly any mappings left aborted the process, after an error with the wrong remedy.
+/// Seventy thousand small tensors, with hardly any mappings left, aborted the process after an error with the wrong
+/// remedy.
 #[test]
 fn regression_seventy_thousand_small_tensors_beside_little_room() {
     const TEST: &str = "regression_seventy_thousand_small_tensors_beside_little_room";
@@ -345,7 +348,8 @@ fn sparse_model(dir: &Path, rows: u64, row: u64) -> std::path::PathBuf {
     path
 }
 
-/// One page of 64 KiB of every 2 MiB of a model: page tables stay within what a process may take beside its budget.
+/// Reads one page of 64 KiB in every 2 MiB of a model. Page tables stay within what a process may take beside its
+/// budget.
 fn walk(size: u64) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let rows = size / (64 << 10);
@@ -370,7 +374,7 @@ fn walk(size: u64) {
         Bytes::new(status("VmPTE:"))
     );
     assert!(grown <= allowed, "the process grew by {grown} bytes, {allowed} are allowed");
-    // Those of the frames, and one for each GiB of addresses, with a few at the ends.
+    // The tables of the frames, one table for each GiB of addresses, and a few at the ends.
     let most = rt.stats().memory.page_tables.get() + 4096 * ((size + budget.get()) / (1 << 30) + 4);
     assert!(tables > Bytes::ZERO && tables.get() <= most, "{tables} of {most}");
     let there = status("VmPTE:") - tables_before;
@@ -386,8 +390,8 @@ fn page_tables_of_a_sparse_walk_are_given_back() {
     alone("page_tables_of_a_sparse_walk_are_given_back", || walk(64 << 30));
 }
 
-/// With small pages tables come to as much as the pages. A budget holds both, but for 16 MiB: with every page in a slot of its
-/// own it is used up, and not exceeded.
+/// With small pages, page tables take as much memory as the pages. A budget covers both, except for 16 MiB of tables.
+/// Here every page needs a table of its own, which uses the budget up and does not exceed it.
 #[test]
 fn page_tables_of_small_pages_are_within_the_budget() {
     alone("page_tables_of_small_pages_are_within_the_budget", || {
@@ -407,7 +411,7 @@ fn page_tables_of_small_pages_are_within_the_budget() {
         }
         let stats = rt.stats();
         assert_eq!(stats.device_frames.used, frames);
-        // One for each GiB of addresses is beside them.
+        // One table for each GiB of addresses comes in addition.
         let (upper, there) = (Bytes::new(4096 * (slots / 512 + 4)), Bytes::new(status("VmPTE:") - before));
         println!(
             "{there} of tables, {} counted, {} at most, {upper} above",
@@ -415,7 +419,7 @@ fn page_tables_of_small_pages_are_within_the_budget() {
         );
         assert!(stats.page_tables <= stats.memory.page_tables + upper);
         assert!(stats.page_tables.get() >= frames * 4096, "a table for each frame");
-        // What the runtime keeps of its pages has tables too.
+        // The memory in which the runtime keeps the states of its pages has page tables too.
         assert!(there <= stats.memory.page_tables + upper + Bytes::mib(1), "{there} of tables");
         drop(tensor);
         rt.close().unwrap();
@@ -428,8 +432,8 @@ fn page_tables_of_a_walk_of_a_tebibyte_are_given_back() {
     alone("page_tables_of_a_walk_of_a_tebibyte_are_given_back", || walk(1 << 40));
 }
 
-/// Every page of a model of 200 GiB, in pages of 64 KiB, with a device budget of 1 MiB: the page tables that such a walk
-/// could leave behind are more than this control group may hold.
+/// Reads every page of a model of 200 GiB, in pages of 64 KiB, with a device budget of 1 MiB. The page tables that such
+/// a walk could leave behind are more than this control group may hold.
 #[test]
 #[ignore = "minutes, and memory cgroups: make soak"]
 fn a_walk_of_200_gib_lives_in_320_mb() {

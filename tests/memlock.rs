@@ -1,5 +1,5 @@
-//! The promise: where the system locks no memory, or little, a host tier of any size works as well, unlocked; the log says
-//! so once, and every byte is the file's.
+//! The promise: where the system lets a process lock no memory, or little, a host tier of any size works unlocked. The
+//! log says so once, and every byte is the file's.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -41,7 +41,8 @@ impl Write for Log {
     }
 }
 
-/// This thread, and those it starts, may not lock more than the limit says. False if they may all the same.
+/// Gives up this thread's right to lock more than the limit, also for the threads that it starts. False if the right
+/// stays.
 fn without_the_right_to_lock() -> bool {
     let mut sets = capabilities(None).unwrap();
     sets.effective.remove(CapabilitySet::IPC_LOCK);
@@ -86,7 +87,7 @@ fn child_streams_with_little_locked() {
                 .host_budget(Bytes::new(HOST_TIER))
                 .open()
                 .unwrap();
-            // Memory is locked in the background, as far as it is.
+            // Memory is locked in the background. At the limit the log says so.
             while log.text().is_empty() {
                 std::thread::yield_now();
             }

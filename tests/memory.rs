@@ -1,5 +1,5 @@
-//! The promise: a process that streams holds its budgets, 64 bytes a page, and 32 MiB; O_DIRECT leaves the page cache
-//! alone; and a model four times as large as its cgroup is not its death.
+//! The promise: a process that streams takes at most its budgets, 64 bytes a page, and 32 MiB. O_DIRECT leaves the page
+//! cache alone. A process can stream a model four times as large as its cgroup's limit.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -30,7 +30,7 @@ const PAGE: u64 = 256 << 10;
 /// The cgroup's limit is a quarter of the model.
 const LIMIT: u64 = MODEL / 4;
 
-/// A model written in pieces: neither the test nor its children ever hold it.
+/// A model that is written in pieces, so that neither the test nor its children ever hold it.
 fn model(dir: &Path) -> PathBuf {
     let path = dir.join("large.safetensors");
     let header = format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[256,{}],\"data_offsets\":[0,{MODEL}]}}}}", MODEL / 256);
@@ -139,7 +139,8 @@ fn a_model_four_times_the_cgroups_limit_streams() {
     }
 }
 
-/// Unless it is told to, a runtime does not keep in memory what does not fit in memory; and it says where it keeps it.
+/// A runtime keeps its scratch file on a disk unless it is told to keep it in memory, and its statistics say where the
+/// file is.
 #[test]
 fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
     let builder = || Runtime::builder().device_budget(Bytes::mib(8));
@@ -164,7 +165,7 @@ fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
     asked.close().unwrap();
 }
 
-/// Beyond the limit on the size of files the kernel ends the process, by a signal.
+/// When a file would exceed the limit on the size of files, the kernel ends the process by a signal.
 #[test]
 fn regression_an_allocation_beyond_the_limit_on_files_is_an_error() {
     alone("regression_an_allocation_beyond_the_limit_on_files_is_an_error", || {
@@ -184,7 +185,7 @@ fn regression_an_allocation_beyond_the_limit_on_files_is_an_error() {
                     assert!(error.advice().is_some_and(|advice| advice.contains("raise that limit")), "{error:?}");
                 };
                 refused(16 << 20);
-                // All that the limit leaves can be had, written and written back.
+                // As much as the limit allows can be allocated, written and written back.
                 let tensor = runtime.alloc(DType::U8, &[LIMIT]).unwrap();
                 refused(1);
                 for row in 0..8 {
@@ -248,14 +249,14 @@ fn a_scratch_budget_is_not_exceeded() {
     }
 }
 
-/// Scratch in memory counts with the budgets: together they are what the process may use, and no more.
+/// Scratch in memory counts together with the budgets. Their sum may not exceed what the process may use.
 #[test]
 fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
     let limit = MemoryLimit::detect().unwrap().limit;
     let runtime = Runtime::builder()
         .device_budget(Bytes::mib(64))
         .scratch_dir("/dev/shm")
-        // Nothing is taken by what is only asked for.
+        // So an allocation alone takes no memory.
         .scratch_allocation(ScratchAllocation::AtWriteBack)
         .open()
         .unwrap();
@@ -276,7 +277,7 @@ fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
     runtime.close().unwrap();
 }
 
-/// A budget that was raised when tensors were in memory already was not looked at.
+/// When a budget was raised, scratch that was in memory already was not counted with it.
 #[test]
 fn regression_a_larger_budget_counts_with_scratch_in_memory() {
     let limit = MemoryLimit::detect().unwrap().limit;
@@ -301,10 +302,10 @@ fn regression_a_larger_budget_counts_with_scratch_in_memory() {
     assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
     let named = [limit.to_string(), larger.to_string(), "/dev/shm".into()];
     assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
-    // Nothing has changed, and what was refused counts no more.
+    // The budget is unchanged, and the refused one does not count.
     assert_eq!(runtime.stats().device.1, Bytes::mib(64));
     runtime.alloc(DType::U8, &[half.get() - (256 << 20)]).unwrap();
-    // What fits may be had, and so may a smaller one.
+    // A larger budget that fits is accepted, and so is a smaller one.
     runtime.set_device_budget(Bytes::mib(128)).unwrap();
     runtime.set_device_budget(Bytes::mib(32)).unwrap();
     drop(tensor);
@@ -313,14 +314,15 @@ fn regression_a_larger_budget_counts_with_scratch_in_memory() {
     runtime.close().unwrap();
 }
 
-/// What the kernel says this process has, of all its mappings but for those of files, as its own code is.
+/// The memory that the kernel counts for this process's anonymous mappings. Mappings of files, such as its own code,
+/// are left out.
 fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
     let line = text.lines().find(|line| line.starts_with("Anonymous:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
-/// Pages of the kernel's that a call may take or leave for its own tables, of which this test knows nothing.
+/// Memory that a call may take or give back besides frames, of which this test knows nothing.
 const TOLERANCE: u64 = 64 * 4096;
 
 fn trimmed(runtime: &Runtime, bytes: Bytes) -> u64 {
@@ -343,13 +345,14 @@ fn child_trims() {
         .device_budget(Bytes::new(device))
         .host_budget(Bytes::new(host))
         .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
-        // What is filled ahead takes memory again.
+        // Pages that are filled ahead would take memory again.
         .lookahead(Lookahead::Off)
         .open()
         .unwrap();
     let frames = (device / page, host / page);
     let stats = runtime.stats();
-    // Small frames get their memory with their neighbours; which have, the device knows.
+    // Small frames get their memory together with their neighbours. Only the device knows which have memory, so none
+    // counts as bare.
     let known = if page < 2 << 20 { 0 } else { frames.0 };
     assert_eq!((stats.device_frames.free, stats.device_frames.bare), (frames.0, known));
     // The host tier gets its memory in the background; no frame of the device tier has any.
@@ -388,14 +391,14 @@ fn child_trims() {
     assert_eq!((empty.device_frames.bare, empty.host_frames.bare), frames);
     assert_eq!(runtime.trim(Bytes::new(1)), Bytes::ZERO);
 
-    // Pages come again, and take no more than the budgets.
+    // Pages are filled again, and take no more than the budgets.
     let before = resident();
     read(0..255);
     let grown = resident() - before;
-    // What the policy remembers is beside them.
+    // What the policy remembers comes in addition.
     assert!((device + host..device + host + (4 << 20)).contains(&(grown + TOLERANCE)), "{grown}");
 
-    // What is pinned stays, and what is dirty.
+    // Pinned pages stay, and so do dirty ones.
     let pinned = runtime.pin(&tensor.rows(200..201).unwrap()).wait().unwrap();
     let table = runtime.alloc(DType::U8, &[page]).unwrap();
     runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(7);
@@ -415,7 +418,7 @@ fn child_trims() {
     assert_eq!((stats.device_frames.bare, stats.host_frames.bare), frames);
     drop(tensor);
 
-    // A smaller budget holds for memory, whatever frames had before; and so does one that grows again.
+    // A smaller budget limits the memory, whichever frames had memory before. So does a budget that grows again.
     let table = runtime.alloc(DType::U8, &[frames.0, page]).unwrap();
     let opened = resident();
     for count in [4, 2, 16] {
@@ -431,7 +434,7 @@ fn child_trims() {
     scene_ended();
 }
 
-/// It said that it had given back 50 MiB, of frames that never had any memory.
+/// `trim` said that it had given back 50 MiB, but the frames had never had any memory.
 #[test]
 fn regression_trim_gives_back_what_it_says() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -455,8 +458,8 @@ fn huge_pages_given() -> u64 {
     count.map_or(0, |count| count.parse().unwrap())
 }
 
-/// Run by the test below, in a control group of its own, which counts what the kernel has really got back: a huge page of which
-/// a part is unmapped is charged as a whole, and the process's own counters do not show it.
+/// Run by the test below, in a control group of its own, which counts what the kernel has really got back. A huge page
+/// of which a part is unmapped is charged as a whole, and the process's own counters do not show that.
 #[test]
 fn child_gives_parts_of_huge_pages_back() {
     const HUGE: u64 = 2 << 20;
@@ -484,16 +487,16 @@ fn child_gives_parts_of_huge_pages_back() {
     if huge_pages_given() - given < BLOCKS {
         return println!("the child had no huge pages");
     }
-    // Of each block one frame stays, not always the same one.
+    // One frame of each block stays, at a different place in each.
     let a_block = (HUGE / page) as u32;
     for n in (0..device.frame_count()).filter(|n| n % a_block != n / a_block % a_block) {
         device.discard(FrameId::new(n)).unwrap();
     }
     let (gone, discarded) = (full.saturating_sub(charged()), BLOCKS * (HUGE - page));
     println!("{gone} of {discarded} bytes are gone");
-    // The kernel counts in batches.
+    // The kernel counts in batches, so up to 4 MiB may be missing.
     assert!(gone + (4 << 20) >= discarded, "of {discarded} bytes that were discarded {gone} are gone");
-    // The first of all has no memory before it is touched.
+    // Frame 0 is left out: it has no memory before it is touched.
     for n in (1..device.frame_count()).filter(|n| n % a_block == n / a_block % a_block) {
         assert_eq!(device.frame_memory(FrameId::new(n)).unwrap(), Bytes::new(page));
     }
@@ -501,7 +504,8 @@ fn child_gives_parts_of_huge_pages_back() {
     println!("the child ran");
 }
 
-/// Frames smaller than a huge page are parts of one, and the kernel keeps it whole until it is told to look.
+/// Frames smaller than a huge page are parts of one. The kernel keeps the whole huge page until it is told to look for
+/// unused parts.
 #[test]
 fn parts_of_huge_pages_are_given_back() {
     const TEST: &str = "parts_of_huge_pages_are_given_back";
@@ -522,7 +526,7 @@ fn parts_of_huge_pages_are_given_back() {
     assert!(child.status.success() && text.contains("the child ran"), "{text}");
 }
 
-/// What a tier holds is counted in frames, and what of them holds nothing in bytes.
+/// A tier's contents are counted in frames, and the unused ends of frames (tails) in bytes.
 #[test]
 fn frames_and_tails_are_counted() {
     let page = 64 << 10;
@@ -547,13 +551,13 @@ fn frames_and_tails_are_counted() {
         runtime.pin_mut(tensor).wait().unwrap().bytes_mut().fill(1);
     }
     assert_eq!(seen(), ((5, 3, 2 * (page - 1)), (0, 4, 0)));
-    // The rows of the first page: no tail is among them.
+    // These rows are in the first page, which has no tail.
     drop(runtime.pin(&tensors[0].rows(0..page).unwrap()).wait().unwrap());
     runtime.evict(&tensors[1]);
     while seen() != ((4, 4, page - 1), (1, 3, page - 1)) {
         std::thread::yield_now();
     }
-    // It was never on disk, so it has one copy.
+    // The page was never on disk. It moves up, and leaves no copy in the host tier.
     drop(runtime.pin(&tensors[1]).wait().unwrap());
     assert_eq!(seen(), ((5, 3, 2 * (page - 1)), (0, 4, 0)));
     drop(tensors);
@@ -574,7 +578,7 @@ impl DeviceHook for Keeping {
     }
 }
 
-/// What the system refuses to take stays in memory: a smaller budget is then an error, and a trim has given nothing.
+/// Memory that the system refuses to take back stays. A smaller budget is then an error, and a trim gives back nothing.
 #[test]
 fn regression_memory_that_stays_is_not_counted_as_given_back() {
     let keeping = Arc::new(Keeping::default());
@@ -602,11 +606,11 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
         assert_eq!(error.kind(), ErrorKind::TooManyMappings, "{error}");
         assert!(error.advice().is_some_and(|advice| advice.contains("vm.max_map_count")), "{error}");
     };
-    // The budget holds for pages, whatever is left in memory; and asking again asks the system again.
+    // The smaller budget limits the pages, although memory has stayed. Each new call asks the system again.
     refused(4);
     refused(4);
     pass(1);
-    // What has not gone is there for a larger one.
+    // Memory that has stayed serves a larger budget.
     runtime.set_device_budget(Bytes::new(6 * PAGE)).unwrap_err();
     runtime.set_device_budget(Bytes::new(8 * PAGE)).unwrap();
     pass(2);
@@ -620,10 +624,10 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
     runtime.close().unwrap();
 }
 
-/// Holds writes back until it is opened.
+/// Holds write calls until it is opened.
 #[derive(Default)]
 struct Gate {
-    /// Whether it is open, and how many have come to it.
+    /// Whether it is open, and how many writes have come to it.
     state: Mutex<(bool, u32)>,
     changed: Condvar,
 }
@@ -650,7 +654,8 @@ impl CallHook for Gate {
     }
 }
 
-/// A runtime whose scratch budget holds one tensor, of which the last handle has gone while a page of it is being written.
+/// A runtime whose scratch budget holds one tensor. The tensor's last handle was dropped while one of its pages is
+/// being written.
 fn with_room_on_its_way(set: impl FnOnce(RuntimeBuilder) -> RuntimeBuilder) -> (Runtime, Arc<Gate>) {
     let gate = Arc::new(Gate::default());
     let builder = Runtime::builder()
@@ -672,7 +677,7 @@ fn one_tensor(runtime: &Runtime) -> outcore::Result<Tensor> {
     runtime.alloc(DType::U8, &[6 << 20 >> 16, 1 << 16])
 }
 
-/// It was told to let tensors go, which it had just done.
+/// An allocation failed with the advice to drop tensors, which the program had just done.
 #[test]
 fn regression_room_that_is_on_its_way_back_is_waited_for() {
     let (runtime, gate) = with_room_on_its_way(|builder| builder);
@@ -687,7 +692,8 @@ fn regression_room_that_is_on_its_way_back_is_waited_for() {
     runtime.close().unwrap();
 }
 
-/// But not for ever, nor where it would never come.
+/// An allocation waits for such room only for a limited time. In a closure on a stream, where it may not wait, it fails
+/// at once.
 #[test]
 fn room_that_does_not_come_back_is_named() {
     let (runtime, gate) = with_room_on_its_way(|builder| builder.io_timeout(Some(Duration::from_millis(50))));
@@ -749,7 +755,7 @@ fn child_has_many_walkers() {
     println!("the child ran");
 }
 
-/// What is remembered of walkers' orders is bounded for all of them together.
+/// The memory for the orders of all walkers together is limited.
 #[test]
 fn regression_many_walkers_stay_within_the_allowance() {
     let child = Command::new(std::env::current_exe().unwrap())
@@ -776,7 +782,8 @@ fn child_looks_at_an_overlay() {
     println!("the child ran");
 }
 
-/// Live systems and some containers have their files in memory, under an overlay.
+/// Live systems and some containers keep their files in memory, under an overlay. Scratch in such a folder counts as
+/// memory.
 #[test]
 fn regression_an_overlay_in_memory_counts_as_memory() {
     let script = r#"

@@ -1,4 +1,4 @@
-//! The promise: a model file that changes underneath is an error, never mixed bytes.
+//! The promise: a model file that changes while it is in use ends in an error, never in mixed bytes.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -31,7 +31,7 @@ const LENGTHS: [usize; 3] = [60_000, 60_000, 60_000];
 
 fn opened(setting: &Setting, verify: Verify) -> (common::Synthetic, Runtime, Model) {
     let file = common::synthetic(&LENGTHS);
-    // Not now: a change within the clock's tick would leave the time as it is.
+    // A time in the past, because a change within the same clock tick would not change the file's time.
     set_modified(&file.path, SystemTime::now() - Duration::from_secs(100));
     let runtime = Setting { host: 0, device: 12, ..*setting }.builder(None).verify(verify).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
@@ -60,7 +60,7 @@ fn refused_after(devices: Devices, change: impl Fn(&common::Synthetic) + Send + 
             let text = error.to_string();
             assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
             assert!(error.advice().is_some_and(|advice| advice.contains("reopen")), "{text}");
-            // What is held stays what it was, and the error stays an error.
+            // The pinned bytes stay as they were, and later reads fail too.
             assert!(guard.bytes() == bytes_of(&file, &model, "t0"));
             drop(guard);
             runtime.evict(&held);
@@ -137,7 +137,7 @@ fn verification_catches_a_byte_flipped_behind_an_unchanged_time(devices: Devices
     });
 }
 
-/// Where nothing is verified a change is known by the file's time and length alone.
+/// Without verification, only the file's time and length show a change.
 fn without_verification_a_byte_flipped_behind_an_unchanged_time_is_served(devices: Devices) {
     watched("a flipped byte that is served", move || {
         for setting in Setting::tiers(devices) {
@@ -150,7 +150,7 @@ fn without_verification_a_byte_flipped_behind_an_unchanged_time_is_served(device
     });
 }
 
-/// Between the header's reading and the data's there is time to replace the file.
+/// A file can be replaced after its header was read and before its data is.
 fn regression_a_model_replaced_while_it_is_opened_is_not_mixed(devices: Devices) {
     watched("replacement while opening", move || {
         let file = common::synthetic(&[5000]);
@@ -192,7 +192,7 @@ fn regression_a_model_replaced_while_it_is_opened_is_not_mixed(devices: Devices)
     });
 }
 
-/// Between reading headers and opening by them a program may take its time.
+/// A program may read headers long before it opens the model with them.
 fn a_header_that_was_read_before_is_taken_only_for_the_same_file(devices: Devices) {
     watched("a header read before", move || {
         let file = common::synthetic(&LENGTHS);
@@ -210,7 +210,7 @@ fn a_header_that_was_read_before_is_taken_only_for_the_same_file(devices: Device
     });
 }
 
-/// A header's fields are public; what they say is not believed.
+/// A header's fields are public, so what they say is checked again.
 fn a_header_that_was_edited_is_refused_where_it_lies(devices: Devices) {
     let file = common::synthetic(&LENGTHS);
     let runtime = Setting::tiers(devices)[0].builder(None).open().unwrap();

@@ -1,6 +1,5 @@
-//! What the pager itself costs: bytes of metadata per page, no allocation for a hit, and nanoseconds per fault at several
-//! sizes (by hand:
-//! `cargo test --release --test pager_cost -- --ignored --nocapture`).
+//! What the pager itself costs: bytes of metadata per page, no allocation for a hit, and nanoseconds per fault at
+//! several sizes. The last one is measured by hand: `cargo test --release --test pager_cost -- --ignored --nocapture`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -23,11 +22,11 @@ thread_local! {
     static CALLS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The system's allocator, how many bytes the thread has of it, and how often it called.
+/// The system's allocator. It counts, for each thread, the bytes in use and the calls.
 struct Counting;
 
 fn count(bytes: isize) {
-    // A thread that ends frees after its counter has gone; nobody reads that one.
+    // A thread that ends may free memory after its counters have gone. Those calls are not counted.
     let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
     let _ = CALLS.try_with(|calls| calls.set(calls.get() + 1));
 }
@@ -67,7 +66,7 @@ fn run(segment: SegmentId, index: u32) -> PageRun {
     PageRun { segment, first: PageIndex::new(index), count: 1 }
 }
 
-/// One fault from submission to unpin, every move ending at once.
+/// One fault, from submission to unpin. Every move ends at once.
 fn fault(pager: &mut Pager, fx: &mut Effects, segment: SegmentId, index: u32) {
     let _ = pager.submit(&[run(segment, index)], Purpose::Read, fx).unwrap();
     finish(pager, fx);
@@ -112,7 +111,7 @@ fn metadata(policy: PolicyKind, known: Known, pages: u32, frames: u32, host_fram
         touch(&mut pager, &words, segment, index);
     }
     if known == Known::Recognised {
-        // Longer cycles are not recognised.
+        // The policy does not recognise longer cycles.
         let cycle = pages.min(200_000);
         for index in (0..cycle).chain(0..cycle / 2) {
             touch(&mut pager, &words, segment, index);
@@ -123,8 +122,8 @@ fn metadata(policy: PolicyKind, known: Known, pages: u32, frames: u32, host_fram
     (allocated() - before) as f64 / f64::from(pages)
 }
 
-/// Page words, table, frames, policy and plan together, with every page resident, and with half of them and a host tier
-/// for as many.
+/// The memory of page words, table, frames, policy and plan together: once with every page resident, and once with half
+/// of them resident and a host tier for the other half.
 #[test]
 fn metadata_of_a_page_is_at_most_64_bytes() {
     println!("| policy | pages | frames | host frames | bytes per page |");
@@ -144,8 +143,8 @@ fn metadata_of_a_page_is_at_most_64_bytes() {
     }
 }
 
-/// The same of the other policies, which know nothing of plans. At 10^5 pages what is kept whatever their number weighs
-/// most.
+/// The same for every policy, without a plan. With 10^5 pages, memory that does not depend on the number of pages
+/// weighs most.
 #[test]
 fn metadata_of_a_page_is_at_most_64_bytes_under_every_policy() {
     println!("| policy | pages | frames | host frames | bytes per page |");
@@ -163,7 +162,8 @@ fn page(index: u32) -> PageId {
     PageId { segment: SegmentId::new(0), index: PageIndex::new(index) }
 }
 
-/// One page of a new policy after the other is used and comes; of those beyond `frames`, one goes for each.
+/// The policy sees each page used and inserted, one after the other. Once `frames` pages are resident, one page is
+/// removed for each page that comes.
 fn warm(policy: &mut dyn Policy, pages: u32, frames: u32) {
     policy.resize(frames, 0, 0);
     policy.segment(SegmentId::new(0), pages);
@@ -178,7 +178,7 @@ fn warm(policy: &mut dyn Policy, pages: u32, frames: u32) {
     }
 }
 
-/// What each policy's documentation says of its own memory, half of the pages being resident, and all of them.
+/// Checks what each policy's documentation says about its own memory, with half of the pages resident and with all.
 #[test]
 fn policies_take_as_much_memory_as_they_say() {
     const PAGES: u32 = 1 << 17;
@@ -191,7 +191,7 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::WTinyLfu => 9.0 + 8.0,
         PolicyKind::Plan => 16.0,
         PolicyKind::Kv => 20.0,
-        // What has no class is in the class that S3-FIFO serves; the policies of the other classes have no pages.
+        // Pages without a class are served by S3-FIFO. The policies of the other classes have no pages here.
         PolicyKind::Shares => 10.0 + 4096.0 / f64::from(PAGES),
         _ => 9.0,
     };
@@ -202,13 +202,14 @@ fn policies_take_as_much_memory_as_they_say() {
             warm(&mut *policy, PAGES, frames);
             let bytes = (allocated() - before) as f64 / f64::from(PAGES);
             println!("| {kind} | {frames} of {PAGES} | {bytes:.2} |");
-            // Beside the arrays there are a few hundred bytes.
+            // Beside the arrays a policy has a few hundred bytes.
             assert!(bytes <= says(kind) + 0.02, "{kind}: {bytes} bytes a page with {frames} frames");
         }
     }
 }
 
-/// What the documentation says of the memory of plans that differ: each has the whole model, and a page of its own.
+/// Checks what the documentation says about the memory of plans that differ: each plan has the whole model and one page
+/// of its own.
 #[test]
 fn plans_take_as_much_memory_as_is_said() {
     const PAGES: u32 = 100_000;
@@ -232,7 +233,7 @@ fn plans_take_as_much_memory_as_is_said() {
     assert!(bytes <= 10.0, "{bytes} bytes a page and plan of four that are left");
 }
 
-/// With several classes a sample of the pages is seen by two small caches each.
+/// With several classes, each class has two small caches, which see a sample of its uses.
 #[test]
 fn shares_of_several_classes_take_as_much_memory_as_they_say() {
     const PAGES: u32 = 1 << 16;
@@ -258,7 +259,7 @@ fn shares_of_several_classes_take_as_much_memory_as_they_say() {
         policy.inserted(page);
     }
     let bytes = (allocated() - before) as f64 / f64::from(2 * PAGES);
-    // LIRS, the larger, has 17 for each page; a quarter of the pages, at most, is in the sample.
+    // LIRS is the larger one, with 17 bytes a page. At most a quarter of the pages is in the sample.
     assert!(bytes <= 18.0 + 37.0 / 4.0, "{bytes} bytes a page");
     let before = allocated();
     policy.victim(Want::Memory, &mut |page| {
@@ -274,7 +275,7 @@ fn shares_of_several_classes_take_as_much_memory_as_they_say() {
 #[test]
 fn a_hit_allocates_nothing() {
     const PAGES: u32 = 10_000;
-    // A plan's recorder keeps the order of use, and grows with it up to its limit.
+    // `Plan` is left out: its recorder keeps the order of use, and grows up to its limit.
     for kind in PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::Plan) {
         let mut policy = kind.build();
         warm(&mut *policy, PAGES, PAGES / 2);
@@ -325,7 +326,7 @@ fn measure(policy: PolicyKind, plan: bool, held: bool, frames: u32) {
     }
     for index in 0..frames {
         fault(&mut pager, &mut fx, segment, index);
-        // Held pages are those that would leave first.
+        // The pages that stay pinned are the ones that the policy would evict first.
         if !(held && index < frames / 2) {
             let _ = words[index as usize].unpin();
         }
@@ -342,8 +343,9 @@ fn measure(policy: PolicyKind, plan: bool, held: bool, frames: u32) {
     println!("| {name} | {frames} | {pages} | {held} | {ns} |");
 }
 
-/// Calls of the allocator, a scope, until each of `count` scopes that hold one page together has had one more, of four
-/// times as many as there are frames. `through_a_writer` if that is one that a scope which waits has locked.
+/// Calls of the allocator per scope. Each of `count` scopes holds the same page, and asks for one of 64 others, of
+/// which 16 frames hold a part. With `through_a_writer` all ask for the same page, which a scope that waits has pinned
+/// to write.
 fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
     let mut pager = Pager::new(config(16, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 67);
@@ -352,7 +354,7 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
     let writes = through_a_writer.then(|| {
         touch(&mut pager, &words, segment, 65);
         touch(&mut pager, &words, segment, 66);
-        // The last page is held outside of scopes.
+        // Page 66 is pinned outside of scopes.
         assert_eq!(words[66].try_pin(), TryPin::Hit);
         assert!(matches!(words[65].try_write(), outcore_pager::state::TryWrite::Won { .. }));
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
@@ -404,7 +406,8 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
     (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
 }
 
-/// Every completion tried every scope that waited and held something, and each that began to wait was looked for among all.
+/// The bug: every completion tried every scope that held something and waited, and each scope that began to wait was
+/// looked for among all of them.
 #[test]
 fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
     for through_a_writer in [false, true] {
@@ -414,8 +417,8 @@ fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
     }
 }
 
-/// Calls of the allocator for each of 20 pins of resident pages, in a scope that holds so many pages, and has as many requests
-/// that wait for what another one writes.
+/// Calls of the allocator for each of 20 pins of resident pages. The scope holds `count` pages, and `count` of its
+/// requests wait for a page that somebody else writes.
 fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
     let mut pager = Pager::new(config(count + 32, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 32);
@@ -444,7 +447,8 @@ fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
     calls as f64 / 20.0
 }
 
-/// Each of these looked for circles once for each request that waits, and counted all pages of the scope each time.
+/// The bug: each of these pins looked for circles once for each request that waits, and counted all pages of the scope
+/// each time.
 #[test]
 fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
     let (few, many) = (calls_of_a_pin_in_a_scope_that_waits(16), calls_of_a_pin_in_a_scope_that_waits(256));
@@ -452,8 +456,8 @@ fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
     assert!(many < 1.5 * few, "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
 }
 
-/// Completes moves until all that wait have been served. `served` lets go of what a request got: it is told its number, and how
-/// many frames were spent for it.
+/// Completes moves until all requests in `waits` have been served. `served` gets a request's number and the frames
+/// spent for it, and lets go of what the request got.
 fn until_served(
     pager: &mut Pager,
     fx: &mut Effects,
@@ -473,8 +477,9 @@ fn until_served(
     }
 }
 
-/// Calls of the allocator, a request, until each of `count` has been served through `common + 1` frames, all at once. Every
-/// other one wants the same `common` pages and one of its own, the others want only pages of their own.
+/// Calls of the allocator per request, until `count` requests that wait at the same time have been served. There are
+/// `common + 1` frames. Every other request wants the same `common` pages and one of its own. The rest want only pages
+/// of their own.
 fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
     let each = common + 1;
     let mut pager = Pager::new(config(each, 0), PolicyKind::Lru.build());
@@ -490,7 +495,7 @@ fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
         runs
     };
     let mut fx = Effects::default();
-    // Nobody gets a frame before everybody waits.
+    // All frames are pinned until every request waits.
     let held: Vec<u32> = (each..2 * each).collect();
     let _ = pager.submit(&runs(&held), Purpose::Read, &mut fx).unwrap();
     finish(&mut pager, &mut fx);
@@ -513,7 +518,8 @@ fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
     (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
 }
 
-/// A page that many wanted and none had was looked at by each of them whenever it came, and again when it had gone.
+/// The bug: when a page came that many wanted and none had, each of them looked at it, and looked again when it had
+/// gone.
 #[test]
 fn regression_a_page_that_many_miss_costs_each_of_them_the_same() {
     for common in [1, 3] {
@@ -524,7 +530,7 @@ fn regression_a_page_that_many_miss_costs_each_of_them_the_same() {
     }
 }
 
-/// Least recently used, and how many pages it has offered.
+/// LRU that counts how many pages it has offered.
 #[derive(Debug)]
 struct Offers {
     lru: Box<dyn Policy>,
@@ -558,8 +564,8 @@ impl Policy for Offers {
     }
 }
 
-/// Pages that a policy has offered, for each of `count` requests that wait for as many frames, all of which are pinned, until
-/// each has been served. Pins end `at_once` many at a time, in an order that is not that of their last use.
+/// Pages that the policy offers per request. `count` requests wait for `count` frames, all of which are pinned. The
+/// pins end `at_once` many at a time, in another order than their last use, until all requests are served.
 fn offers_of_a_crowd_beside_pins(count: u32, at_once: u32) -> f64 {
     let offered = Arc::new(AtomicU64::new(0));
     let policy = Offers { lru: PolicyKind::Lru.build(), offered: offered.clone() };
@@ -597,7 +603,7 @@ fn offers_of_a_crowd_beside_pins(count: u32, at_once: u32) -> f64 {
     offered.load(Ordering::Relaxed) as f64 / f64::from(count)
 }
 
-/// Whoever asked for a frame, and whoever was tried again, looked at every page that was pinned.
+/// The bug: each request for a frame looked at every pinned page, and so did each request that was tried again.
 #[test]
 fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
     for at_once in [1, 4] {
@@ -607,24 +613,25 @@ fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
     }
 }
 
-/// Scopes that hold a page and wait.
+/// What scopes that hold a page wait for.
 #[derive(Clone, Copy, Debug)]
 enum Waits {
-    /// Half of them read one page and wait for another one. The others ask to write it.
+    /// Half of the scopes read one page and wait for another one. The others ask to write the first page.
     WritersBesideReaders,
-    /// A third reads one page, a third asks to write that. The last third has what the second one asks to write, and asks to write
-    /// what the first one reads.
+    /// A third of the scopes read page A and wait for another page. A third ask to write page B. The last third hold
+    /// page B and ask to write page A.
     Between,
-    /// Each asks to write what the next one holds.
+    /// Each scope asks to write what the next one holds.
     Chain,
     ChainFromItsEnd,
-    /// The last one wants more frames than there are as long as one beside it holds some.
+    /// The last scope wants more frames than there are while a scope beside the chain holds some.
     ChainShortOfFrames,
-    /// The last one asks for what the first one holds.
+    /// The last scope asks for what the first one holds.
     Circle,
 }
 
-/// Edges between scopes and pages that are looked at, a scope, until each of `count` waits, or was told.
+/// Edges between scopes and pages that are looked at, per scope, until each of `count` scopes waits or has been refused
+/// with `WouldDeadlock`.
 fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
     let short = matches!(waits, Waits::ChainShortOfFrames);
     let frames = if short { count + 3 } else { count + 16 };
@@ -634,7 +641,7 @@ fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
     let needed = (0..count + 5).filter(|index| !short || ![read, written].contains(index));
     needed.for_each(|index| touch(&mut pager, &words, segment, index));
     let mut fx = Effects::default();
-    // Outside of scopes.
+    // This writer is outside of scopes.
     assert!(matches!(words[awaited as usize].try_write(), outcore_pager::state::TryWrite::Won { .. }));
     let hold = |pager: &mut Pager, index: u32| {
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
@@ -685,7 +692,8 @@ fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
     (pager.deadlock_steps() - before) as f64 / f64::from(count)
 }
 
-/// Whoever began to wait looked at all that hold a page it asks for, and a chain was taken apart from its wrong end.
+/// The bug: a request that began to wait looked at all scopes that hold a page it asks for, and a chain was searched
+/// from the wrong end.
 #[test]
 fn regression_those_that_hold_and_wait_cost_each_of_them_the_same() {
     for waits in [
@@ -703,8 +711,8 @@ fn regression_those_that_hold_and_wait_cost_each_of_them_the_same() {
     }
 }
 
-/// Edges that are looked at by the end of a scope that had declared more than a budget that was made smaller, for each of `count`
-/// others that hold a page and wait.
+/// Edges that are looked at when a scope ends that had declared more than a smaller budget has. The number is per
+/// scope, for `count` other scopes that hold a page and wait.
 fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
     let mut pager = Pager::new(config(2 * count + 16, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
@@ -728,7 +736,8 @@ fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
     (pager.deadlock_steps() - before) as f64 / f64::from(count)
 }
 
-/// Such an end shrinks the budget for all others: they are looked at, each of them once.
+/// The frames that the scope declared are kept until it ends. Then the budget shrinks for all others, so each of them
+/// is looked at once.
 #[test]
 fn an_end_that_concerns_all_looks_at_each_once() {
     let (few, many) = (steps_of_an_end_that_concerns_all(200), steps_of_an_end_that_concerns_all(2000));
@@ -739,8 +748,8 @@ fn an_end_that_concerns_all_looks_at_each_once() {
     );
 }
 
-/// Requests that are tried or passed over in lines, for each of `count` readers of a page that let go of it one after the other,
-/// while as many scopes that hold a page wait to write it.
+/// Requests in lines that are tried or passed over, per reader. `count` readers let go of a page one after the other,
+/// while `count` scopes that hold another page wait to write it.
 fn steps_of_readers_that_let_go(count: u32) -> f64 {
     let mut pager = Pager::new(config(count + 1, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
@@ -763,7 +772,7 @@ fn steps_of_readers_that_let_go(count: u32) -> f64 {
     (pager.looks() - before) as f64 / f64::from(count)
 }
 
-/// Each that let go had all writers of the page looked at, for a reader among them.
+/// The bug: each reader that let go had all waiting writers of the page looked at, in search of a reader among them.
 #[test]
 fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
     let (few, many) = (steps_of_readers_that_let_go(100), steps_of_readers_that_let_go(1000));
@@ -771,15 +780,16 @@ fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
     assert!(few > 0.0 && many < 1.2 * few, "for each of 100 readers {few:.1}, and for each of 1000 {many:.1}");
 }
 
-/// What each of a crowd holds while it waits: a page that is the same for all, in a scope, or nothing.
+/// Whether each of a crowd is in a scope and holds a page while it waits. The page is the same for all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Crowd {
     Plain,
     Grows,
 }
 
-/// Requests that were looked at, for each of `count` that want sets of pages. Until all have asked every frame but that of page
-/// 0, which can go, is pinned by others: with the pages up to `frames`, the last of which each of a crowd that grows holds.
+/// Requests that are looked at, per request, for `count` requests that each want a set of pages. Until all have asked,
+/// every frame is pinned by others, except the frame of page 0, which can be evicted. In a crowd that grows, each scope
+/// also holds page `frames`.
 fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) -> Vec<u32>, pages: u32) -> f64 {
     let shared = frames;
     let mut pager = Pager::new(config(frames + 1, 0), PolicyKind::Lru.build());
@@ -828,7 +838,7 @@ fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) ->
     (pager.looks() - before) as f64 / f64::from(count)
 }
 
-/// Some of `of` pages from `first` on, other ones for each number.
+/// A set of `many` of the `of` pages from `first` on. It differs from number to number.
 fn some(number: u32, many: usize, first: u32, of: u32) -> Vec<u32> {
     let mut x = number.wrapping_mul(0x9E37_79B9) | 1;
     let mut set = Vec::new();
@@ -842,13 +852,13 @@ fn some(number: u32, many: usize, first: u32, of: u32) -> Vec<u32> {
     set
 }
 
-/// Each of many that grow wants a page that is there, which all of them want, and one of its own: all of them were tried whenever
-/// anything happened. The same with three such pages.
+/// Each of many requests wants a resident page, which all of them want, and an absent page of its own. The bug: all of
+/// them were tried whenever anything happened. The second case has three common pages.
 #[test]
 fn regression_scopes_that_want_a_page_that_is_there_and_one_that_is_not_are_not_all_tried() {
     for (frames, common) in [(3, 1), (5, 3)] {
         for crowd in [Crowd::Grows, Crowd::Plain] {
-            // The one that is there is page 0.
+            // The resident page is page 0.
             let sets = |number: u32| (0..common).map(|n| n * 100).chain([1000 + number]).collect::<Vec<_>>();
             let [few, many] = [250, 2000].map(|count| looks_of_a_crowd(count, frames, crowd, &sets, 1000 + count));
             println!("{common} common, {crowd:?}: looks for each of 250 {few:.1}, of 2000 {many:.1}");
@@ -857,9 +867,9 @@ fn regression_scopes_that_want_a_page_that_is_there_and_one_that_is_not_are_not_
     }
 }
 
-/// Sets of pages of 64, all different: there were as many groups of these as requests, and each page that came or went was a
-/// step for all that named it. Of new ones those are looked at that may go on: each costs the same, also where one
-/// takes all frames and nobody passes.
+/// Requests for different sets drawn from 64 pages. The bug: there were as many groups of requests as requests, and
+/// each page that came or went cost a step for every group that named it. Of new requests, only those that may go on
+/// are looked at. The cost of each stays the same, even where one request takes all frames and nobody passes.
 #[test]
 fn regression_crowds_of_different_sets() {
     for (many, crowd) in
@@ -873,8 +883,8 @@ fn regression_crowds_of_different_sets() {
     }
 }
 
-/// Requests that were looked at, for each of `count` of one scope that has declared as many frames. Others have its pages as well,
-/// and let go of them one by one.
+/// Requests that are looked at, per request, for `count` requests of a scope that has declared `count` frames. Others
+/// have pinned the scope's pages too, and let go of them one by one.
 fn looks_of_a_scope_with_a_purse(count: u32) -> f64 {
     let mut pager = Pager::new(config(count, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 2 * count);
@@ -910,7 +920,7 @@ fn looks_of_a_scope_with_a_purse(count: u32) -> f64 {
     (pager.looks() - before) as f64 / f64::from(count)
 }
 
-/// Each frame that came to a purse had all requests of its scope tried.
+/// The bug: each frame that came to a purse caused all requests of its scope to be tried.
 #[test]
 fn regression_a_frame_that_comes_to_a_purse_does_not_have_all_requests_of_its_scope_tried() {
     let (few, many) = (looks_of_a_scope_with_a_purse(250), looks_of_a_scope_with_a_purse(2000));
@@ -918,7 +928,7 @@ fn regression_a_frame_that_comes_to_a_purse_does_not_have_all_requests_of_its_sc
     assert!(many < 1.5 * few, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
 }
 
-/// Requests that were looked at for each end of a reader's pin, where `count` scopes wait to write what is read.
+/// Requests that are looked at for each end of a reader's pin, while `count` scopes wait to write the same page.
 fn looks_beside_writers(count: u32) -> f64 {
     let mut pager = Pager::new(config(8, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Weights, 2);
@@ -949,7 +959,7 @@ fn looks_beside_writers(count: u32) -> f64 {
     (pager.looks() - before) as f64 / 20.0
 }
 
-/// Each event of a page that is read walked over all that grow and wait to write it.
+/// The bug: each event of a page that is read walked over all growing scopes that wait to write it.
 #[test]
 fn regression_readers_beside_many_that_wait_to_write() {
     let (few, many) = (looks_beside_writers(20), looks_beside_writers(1000));

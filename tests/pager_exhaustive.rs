@@ -1,8 +1,8 @@
-//! Every sequence of events on a small world: two read-write pages, one or two frames, up to three actors. Sequences that
-//! lead to the same state are followed once, breadth first, and from each state everything is drained: nobody waits for
-//! ever, nothing leaks, nothing is lost.
+//! Every sequence of events in a small world: two read-write pages, one or two frames, up to three actors. Sequences
+//! that lead to the same state are followed once, breadth first. From each state everything is drained: then nobody
+//! waits any more, nothing has leaked, and nothing is lost.
 //!
-//! With LRU and at most one hint waiting, these worlds have been seen whole, sequences of any length included:
+//! With LRU and at most one waiting hint, all states of these worlds were visited, by sequences of any length:
 //!
 //! | frames | host frames | actors | failures | states | longest way to one |
 //! |---|---|---|---|---|---|
@@ -12,11 +12,12 @@
 //! | 1 | 0 | 1 | 1 | 65,525 | 85 |
 //! | 2 | 0 | 1 | 0 | 115,178 | 25 |
 //!
-//! A waiting request may be passed twice in them, not sixteen times, and after each sequence nobody was passed more often.
+//! In these worlds a waiting request may be passed twice instead of sixteen times. After each sequence it is checked
+//! that none was passed more often.
 //!
-//! With three actors, and as many failures as there are moves, it is every sequence of 5 events with one frame and of 4
-//! with two, for `lru` and `plan`, with and without a host tier and staging; for the other policies every sequence of 2. A
-//! plan counts its uses, so that states of long sequences differ by that alone.
+//! With three actors and any number of failures, the tests follow every sequence of 5 events with one frame and of 4
+//! with two, for `lru` and `plan`, with and without a host tier and staging. For the other policies they follow every
+//! sequence of 2. A plan counts its uses, so states of long sequences may differ in these counts alone.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
@@ -29,10 +30,10 @@ use outcore::policy::SegmentId;
 use outcore_pager::{Backing, PolicyKind, ScopePriority};
 use pager_world::{Use, World, config, page, run};
 
-/// Hints that wait for room at once; there could be any number, in any order.
+/// How many hints may wait for room at once. The pager itself has no such limit.
 const HINTS: usize = 1;
 
-/// How often a waiting request may be passed: few times, since each is a state of its own.
+/// How often a waiting request may be passed. It is low because each number is a state of its own.
 const PASSES: u32 = 2;
 
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +43,7 @@ enum Event {
         count: u32,
         purpose: Use,
     },
-    /// Of one page, in the scope there is; whether it can be refused.
+    /// A pin of one page in the open scope. `refused` says whether it can be refused.
     InScope {
         first: u32,
         purpose: Use,
@@ -107,7 +108,8 @@ fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
 fn apply(world: &mut World, segment: SegmentId, event: Event) {
     match event {
         Event::Pin { first, count, purpose } => {
-            // The lock-free path is the latched one where everything is resident.
+            // A pin of one page first tries the path without the latch. Where everything is resident, both paths do the
+            // same.
             world.pin(&[run(segment, first, count)], purpose, count == 1);
         }
         Event::InScope { first, purpose, refused } => {
@@ -137,20 +139,20 @@ struct Setting {
     host: u32,
     direct: bool,
     policy: PolicyKind,
-    /// Guards and requests at once.
+    /// Guards and requests that may exist at once.
     actors: usize,
-    /// Moves that fail in one sequence, at most, if there is a limit.
+    /// How many moves may fail in one sequence, if there is a limit.
     failures: Option<u32>,
-    /// Pins are of a scope that has declared one frame, beside a floor of one.
+    /// Pins belong to a scope that has declared one frame, and there is a floor of one frame.
     floor: bool,
-    /// Nothing happens but pins of one page, their ends, and those of moves.
+    /// The only events are pins of one page, ends of these pins, and ends of moves.
     pins_only: bool,
 }
 
-/// A state: how it was reached first.
+/// A state, and how it was reached first.
 #[derive(Clone, Copy)]
 struct Reached {
-    /// From which state, by which event; the first is from itself by nothing.
+    /// The state before it and the event that led here. The first state names itself and no event.
     from: u32,
     by: Option<Event>,
     depth: u32,
@@ -173,7 +175,7 @@ impl States {
         path
     }
 
-    /// The world at the end of a path whose every step was checked when it was found.
+    /// The world at the end of a path. Its steps are not checked again: each was checked when it was found.
     fn world(&self, path: &[Event]) -> (World, SegmentId) {
         let Setting { frames, host, direct, policy, .. } = self.setting;
         let mut world = World::new(config(frames, host, 1, direct), policy);
@@ -195,16 +197,16 @@ impl States {
     }
 }
 
-/// What was seen.
+/// What an enumeration has seen.
 #[derive(Debug)]
 struct Seen {
     sequences: usize,
     states: usize,
-    /// Every sequence of so many events was followed.
+    /// Every sequence of this many events was followed.
     depth: u32,
-    /// There are no more states.
+    /// There are no more states: all were visited.
     closed: bool,
-    /// The most that any request was passed by.
+    /// The most often that any request was passed.
     most_passed: u32,
 }
 
@@ -236,7 +238,7 @@ fn enumerate(setting: Setting, most: usize) -> Seen {
             } else {
                 states.world(&path).0
             };
-            // How many there were is part of the state where it decides what may still happen.
+            // Where failures are limited, their number decides what may still happen, so it is part of the state.
             let counts = setting.failures.is_some() && matches!(event, Event::End { ok: false, .. });
             let failures = failures + u32::from(counts);
             let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
@@ -278,8 +280,8 @@ fn lru(frames: u32, host: u32, actors: usize, failures: u32) -> Setting {
     }
 }
 
-/// Follows every sequence of any length: there is no state beyond those seen. `states` is a tenth less than there were
-/// when this was written, so that a change of the pager may change them, and a test that sees little is seen.
+/// Follows every sequence of any length, until there are no new states. `states` is well below the number that is
+/// found, so that the pager may change a little. A test that sees far fewer states fails.
 fn every_state(setting: Setting, states: usize) {
     let seen = enumerate(setting, usize::MAX);
     seen.print(setting);
@@ -303,7 +305,8 @@ fn every_state_of_two_frames_keeps_the_invariants_and_ends() {
     every_state(lru(2, 0, 1, 0), 62_000);
 }
 
-/// Two frames, of which a scope has declared one and the other is the floor's: every sequence of 3 events, and longer ones.
+/// There are two frames: a scope has declared one, and the other is the floor's. The test follows every sequence of 3
+/// events, and some longer ones.
 #[test]
 fn every_sequence_of_a_scope_beside_a_floor_keeps_the_invariants_and_ends() {
     let setting = Setting { floor: true, ..lru(2, 0, 3, 0) };
@@ -312,8 +315,8 @@ fn every_sequence_of_a_scope_beside_a_floor_keeps_the_invariants_and_ends() {
     assert!(seen.depth >= 3, "{setting:?}: only {seen:?}");
 }
 
-/// One who holds a page, one who waits and one who passes, as often as is allowed and once more: deeper than the worlds of
-/// three in which everything may happen.
+/// One actor holds a page, one waits, and one passes it as often as is allowed and tries once more. This goes deeper
+/// than the worlds of three actors in which everything may happen.
 #[test]
 fn nobody_is_passed_more_often_than_is_allowed_in_any_sequence_of_pins() {
     for frames in [1, 2] {
@@ -334,15 +337,15 @@ fn every_sequence_with_two_frames_keeps_the_invariants_and_ends() {
     every_sequence(2, 4, 12_000);
 }
 
-/// Three actors and any number of failures, which have no end: every sequence of `depth` events or more, and many longer
-/// ones.
+/// Worlds of three actors and any number of failures have too many states to visit all. This follows every sequence of
+/// `depth` events, and many longer ones.
 fn every_sequence(frames: u32, depth: u32, states: usize) {
-    // Sequences for each setting; more by hand.
+    // How many sequences each setting follows. A run by hand may set more.
     let by_hand: Option<usize> = std::env::var("OUTCORE_SEQUENCES").ok().and_then(|n| n.parse().ok());
     let (most, by_hand) = (by_hand.unwrap_or(50_000), by_hand.is_some());
     for (host, direct) in [(0, true), (0, false), (1, true), (1, false)] {
         for policy in PolicyKind::ALL {
-            // The pager is the same whichever policy names its victims; two are followed far.
+            // The pager's code is the same for every policy, so only two policies are followed far.
             let far = matches!(policy, PolicyKind::Lru | PolicyKind::Plan);
             let (most, depth, states) = if far { (most, depth, states) } else { (most / 20, 2, states / 20) };
             let setting = Setting { direct, policy, failures: None, ..lru(frames, host, 3, 0) };

@@ -1,4 +1,4 @@
-//! Whoever waits is served, and bugs that were found stay fixed.
+//! Every request that waits is served in the end, and bugs that were found stay fixed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
@@ -28,7 +28,8 @@ fn settle(world: &mut World) {
     }
 }
 
-/// Ends moves that are in flight, and those that these start, all well or none; so many, that it ends if they never do.
+/// Ends the moves in flight, and those that they start, all with the same result. Stops after `most` moves, because
+/// they may start new ones for ever.
 fn end_at_most(world: &mut World, most: usize, ok: bool) {
     for _ in 0..most {
         if world.moves.is_empty() {
@@ -45,7 +46,7 @@ fn touch(world: &mut World, segment: SegmentId, index: u32, write: bool) {
     world.unpin(world.guards.len() - 1);
 }
 
-/// The move of a page that is in flight.
+/// Ends the move of a page that is in flight.
 fn end(world: &mut World, segment: SegmentId, index: u32, ok: bool) {
     let at = world.moves.iter().position(|(m, _)| m.page == page(segment, index)).expect("in flight");
     world.complete(at, ok);
@@ -208,7 +209,8 @@ fn a_failed_fill_releases_what_its_waiters_hold() {
     world.drain();
 }
 
-/// A fill that was begun for a request that has gone failed with whoever had joined it.
+/// The bug: a fill was begun for a request that was then given up. When the fill failed, so did every request that had
+/// joined it. Such a request gets one try of its own.
 #[test]
 fn regression_who_joins_a_fill_of_one_that_has_gone_gets_a_try_of_its_own() {
     for (gone_first, write) in [(true, false), (true, true), (false, false)] {
@@ -223,7 +225,7 @@ fn regression_who_joins_a_fill_of_one_that_has_gone_gets_a_try_of_its_own() {
         }
         end(&mut world, s, 0, false);
         assert_eq!((world.failed.len(), world.pager.stats().retried), (0, 1));
-        // It has one, and no more.
+        // It gets one more try, and only one.
         end(&mut world, s, 0, false);
         assert_eq!((world.failed.len(), world.pager.stats().retried), (1, 1));
         assert!(world.moves.is_empty() && world.waiting.is_empty());
@@ -231,7 +233,7 @@ fn regression_who_joins_a_fill_of_one_that_has_gone_gets_a_try_of_its_own() {
     }
 }
 
-/// The same beside one for whom it was begun and that waits: that one is refused, and who joined is served.
+/// The request for which the fill was begun is still there: it fails with the fill, and the one that joined is served.
 #[test]
 fn who_joins_a_fill_is_not_refused_with_the_one_it_was_begun_for() {
     let (mut world, s) = world(1, 0, 1);
@@ -245,7 +247,7 @@ fn who_joins_a_fill_is_not_refused_with_the_one_it_was_begun_for() {
     world.drain();
 }
 
-/// Two admissions that each pin a victim in transit must not count on each other's frames.
+/// Two admissions that each pin a page on its way out must not count on each other's frames.
 #[test]
 fn regression_admissions_do_not_count_on_frames_they_pin() {
     let (mut world, s) = world(2, 0, 4);
@@ -260,12 +262,12 @@ fn regression_admissions_do_not_count_on_frames_they_pin() {
     world.drain();
 }
 
-/// An old host copy still being written to disk must not land after the new bytes.
+/// An old host copy that is being written to disk must not land after newer bytes.
 #[test]
 fn regression_a_stale_host_copy_is_not_written_over_newer_bytes() {
     let (mut world, s) = world(1, 1, 3);
     touch(&mut world, s, 0, true);
-    // Page 0 goes to the host tier, dirty, and from there to disk while the device page is written again.
+    // Page 0 goes to the host tier, dirty. From there it goes to disk while the device page is written again.
     world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
     end(&mut world, s, 0, true);
     let to_disk = world.moves.iter().find(|(m, _)| m.to == Place::Disk).expect("the full host tier is cleaned").0;
@@ -281,7 +283,7 @@ fn regression_a_stale_host_copy_is_not_written_over_newer_bytes() {
     world.read_all();
 }
 
-/// A host copy that a fill reads must not be given away when its own write back ends.
+/// A host copy that a fill reads must not be given away when the copy's own write back ends.
 #[test]
 fn regression_a_host_copy_stays_while_a_fill_reads_it() {
     let (mut world, s) = world(2, 1, 4);
@@ -298,7 +300,7 @@ fn regression_a_host_copy_stays_while_a_fill_reads_it() {
     world.read_all();
 }
 
-/// A page whose fill has failed while it was lent keeps its host copy, which can still leave.
+/// A fill fails while its page is lent. The page keeps its host copy, and that copy can still leave.
 #[test]
 fn regression_a_host_copy_written_behind_a_failed_fill_can_leave() {
     let (mut world, s) = world(2, 1, 4);
@@ -326,7 +328,7 @@ fn touch_other(world: &mut World, segment: SegmentId, index: u32) {
     world.unpin(world.guards.len() - 1);
 }
 
-/// Fills ahead that fail must not shorten the lookahead for good, nor be tried for ever.
+/// Fills ahead that fail must not shorten the lookahead for good, and must not be tried for ever.
 #[test]
 fn regression_failed_fills_ahead_leave_the_lookahead() {
     let mut world = World::new(config(4, 0, 2, true), PolicyKind::Plan);
@@ -348,7 +350,8 @@ fn touch_other_or_hit(world: &mut World, segment: SegmentId, index: u32) {
     world.unpin(world.guards.len() - 1);
 }
 
-/// Hints and plans may name a segment that is gone, or one that is smaller and has its number.
+/// Hints and plans may name a segment that has gone, or pages beyond the end of a smaller segment that has its number
+/// now.
 #[test]
 fn regression_hints_and_plans_of_a_removed_segment() {
     let mut world = World::new(config(4, 0, 2, true), PolicyKind::Plan);
@@ -364,7 +367,7 @@ fn regression_hints_and_plans_of_a_removed_segment() {
     world.drain();
 }
 
-/// A segment that is going is not filled any more.
+/// Pages of a segment that is being removed are not filled ahead.
 #[test]
 fn regression_a_dying_segment_is_not_filled_ahead() {
     let mut world = World::new(config(8, 0, 2, true), PolicyKind::Plan);
@@ -379,7 +382,7 @@ fn regression_a_dying_segment_is_not_filled_ahead() {
     assert_eq!(world.released, [s]);
 }
 
-/// A frame trimmed while the budget shrinks leaves with the others.
+/// A frame that is trimmed while the budget shrinks leaves the budget with the others.
 #[test]
 fn regression_a_trimmed_frame_does_not_return_to_a_smaller_budget() {
     let (mut world, s) = world(3, 0, 4);
@@ -390,7 +393,7 @@ fn regression_a_trimmed_frame_does_not_return_to_a_smaller_budget() {
         world.discarded(0);
     }
     assert_eq!(world.pager.device_frames().1, 1);
-    // Growing again while frames are leaving takes those back; no new ones are made.
+    // When the budget grows again while frames are leaving, these frames stay, and no new ones are made.
     world.set_budget(3);
     world.set_budget(2);
     let mut exist = 0;
@@ -400,7 +403,7 @@ fn regression_a_trimmed_frame_does_not_return_to_a_smaller_budget() {
     world.drain();
 }
 
-/// A victim rescued while it is copied down is not written before the copy has ended.
+/// A page is rescued while it is copied down. It must not be written before the copy has ended.
 #[test]
 fn regression_a_writer_waits_for_the_copy_of_a_rescued_victim() {
     let (mut world, s) = world(1, 1, 2);
@@ -414,13 +417,14 @@ fn regression_a_writer_waits_for_the_copy_of_a_rescued_victim() {
     world.read_all();
 }
 
-/// Closing gives up pins that a running fill may have waited for.
+/// Closing gives up pins. Whoever waited for such a pin goes on, even where a fill that is running waited for it.
 #[test]
 fn regression_closing_serves_who_waited_for_a_pin_it_gave_up() {
     let (mut world, s) = world(2, 0, 4);
     touch(&mut world, s, 0, true);
     touch(&mut world, s, 1, false);
-    // A reader keeps the writer of page 1 waiting; a fill waits for page 0, which a reader then holds.
+    // A reader keeps the writer of page 1 waiting. The fill of page 2 waits for page 0's frame, and a reader then pins
+    // page 0.
     world.pin(&[run(s, 1, 1)], false, true).unwrap();
     world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
     world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
@@ -432,7 +436,7 @@ fn regression_closing_serves_who_waited_for_a_pin_it_gave_up() {
     world.drain();
 }
 
-/// A host copy that cannot be written to disk is not tried for ever, and not lost.
+/// A host copy that cannot be written to disk is not lost, and is not tried for ever.
 #[test]
 fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
     let (mut world, s) = world(2, 1, 4);
@@ -445,7 +449,7 @@ fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
     world.read_all();
 }
 
-/// Memory that can be given back at once is found behind pages that would have to be copied first.
+/// `trim` finds memory that can be given back at once, even behind pages that would have to be copied first.
 #[test]
 fn regression_trim_passes_over_what_it_would_have_to_copy() {
     for policy in PolicyKind::ALL {
@@ -468,7 +472,7 @@ fn regression_trim_passes_over_what_it_would_have_to_copy() {
     }
 }
 
-/// Whoever holds a guard goes on, however long a large request waits for that guard.
+/// A scope that holds a guard goes on, however long a large request waits for that guard.
 #[test]
 fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
     let (mut world, s) = world(4, 0, 64);
@@ -484,7 +488,7 @@ fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
         assert_eq!(world.guards.len(), 2, "at pin {index}");
         world.unpin(1);
     }
-    // Others pass sixteen times, and then wait for their turn.
+    // Other requests pass sixteen times. Then they wait for their turn.
     world.scope = None;
     for index in 1.. {
         if world.pin(&[run(s, index, 1)], false, false).unwrap().is_ok() || world.waiting.len() == 1 {
@@ -506,7 +510,7 @@ fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
     world.drain();
 }
 
-/// Growth that needs more than is free waits until that is free, and then passes.
+/// Growth that needs more frames than are free waits until there are enough, and then passes.
 #[test]
 fn growth_passes_as_soon_as_what_remains_is_enough() {
     let (mut world, s) = world(4, 0, 64);
@@ -531,7 +535,7 @@ fn growth_passes_as_soon_as_what_remains_is_enough() {
     world.drain();
 }
 
-/// Readers that follow each other without a gap do not keep a writer out for ever.
+/// Readers that overlap without a gap must not keep a writer waiting for ever.
 #[test]
 fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
     for pages in [1, 2] {
@@ -549,9 +553,9 @@ fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
             world.pin(&all, false, true).unwrap();
             world.unpin(0);
         }
-        // With several pages the bound is shared out among them.
+        // With several pages, each of them has its share of the bound.
         assert!(world.guards[0].exclusive && readers > 16 / pages / 2);
-        // The readers that came last waited for it.
+        // The reader that came last waited for the writer.
         assert_eq!(world.waiting.len(), 1);
         world.unpin(0);
         assert!(world.waiting.is_empty() && !world.guards[0].exclusive);
@@ -559,7 +563,7 @@ fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
     }
 }
 
-/// The same where each page has readers of its own, and some page is free for the writer every time.
+/// The same with readers of single pages, so that one of the writer's pages is free at any time.
 #[test]
 fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
     let (mut world, s) = world(4, 0, 4);
@@ -570,7 +574,7 @@ fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
         world.pin(&[run(s, index, 1)], false, true).unwrap().unwrap();
     }
     let writer = world.pin(&[run(s, 0, 3)], true, false).unwrap().unwrap_err();
-    // Page 1 and one of the others are read by turns; the last reader of a page leaves when the next has come.
+    // The pages are read in turn. The last reader of a page leaves when the next one has come.
     for step in 0..100u32 {
         if !world.waits(writer) {
             break;
@@ -586,7 +590,7 @@ fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
     world.drain();
 }
 
-/// A reader of pages that a writer waits for may pin them again in its scope: the writer waits for it.
+/// A scope reads a page that a writer waits for. It may pin the page again, because the writer waits for it anyway.
 #[test]
 fn a_scope_that_reads_passes_a_writer_that_waits_for_it() {
     let (mut world, s) = world(2, 0, 2);
@@ -604,7 +608,7 @@ fn a_scope_that_reads_passes_a_writer_that_waits_for_it() {
     world.pin(&one, false, true).unwrap().unwrap();
     world.scope = None;
     let other = world.pin(&one, false, true).unwrap().unwrap_err();
-    // The writer gives up: whoever waited for it goes on.
+    // The writer gives up, and whoever waited for it goes on.
     let at = world.waiting.iter().position(|wish| wish.id != other).unwrap();
     world.cancel(at);
     assert!(world.waiting.is_empty() && !world.word(page(s, 0)).load().closed);
@@ -638,7 +642,7 @@ fn regression_a_disk_that_fails_for_a_while_costs_no_bytes() {
     world.read_all();
 }
 
-/// Whoever needs the very frame whose bytes cannot be written is not kept waiting.
+/// A failed write back that was put off is tried at once for a request that needs this very frame.
 #[test]
 fn a_demand_for_the_last_frame_does_not_wait_for_what_was_put_off() {
     let (mut world, s) = world(2, 0, 4);
@@ -677,7 +681,7 @@ fn fail_write_backs(world: &mut World) {
     }
 }
 
-/// A write back begun in the background becomes urgent when somebody comes to wait for its frame.
+/// A write back that was begun in the background becomes urgent when a request waits for its frame.
 #[test]
 fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
     for (host, direct) in [(0, true), (0, false), (2, true)] {
@@ -691,7 +695,7 @@ fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
             world.moves.iter().find(|(m, _)| m.page == page(s, index)).map(|(m, _)| m.priority)
         };
         assert_eq!(urgency(&world, 0), Some(Priority::Background), "{host} {direct}");
-        // One page is wanted: one write back is waited for, the one that was first.
+        // One page is wanted, so one write back is waited for: the one that began first.
         world.pin(&[run(s, 4, 1)], false, false).unwrap().unwrap_err();
         assert_eq!(urgency(&world, 0), Some(Priority::WriteBack), "{host} {direct}");
         assert_ne!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
@@ -699,7 +703,7 @@ fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
         if direct {
             assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
         } else {
-            // It has no staging buffer yet.
+            // The second write back has no staging buffer yet.
             end(&mut world, s, 0, true);
             assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
         }
@@ -710,7 +714,7 @@ fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
     }
 }
 
-/// The same where the budget has to shrink.
+/// The same when a smaller budget waits for the frame.
 #[test]
 fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
     let (mut world, s) = world(2, 0, 4);
@@ -724,13 +728,13 @@ fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
     assert_eq!(fx.raised, [(world.moves[0].0.id, Priority::WriteBack)]);
 }
 
-/// A frame trimmed while a smaller budget waits for others leaves the budget; it does not come back for a page.
+/// A frame is trimmed while a smaller budget waits for frames. It leaves the budget and is not used for a page again.
 #[test]
 fn regression_a_frame_trimmed_during_a_shrink_does_not_come_back() {
     let (mut world, s) = world(3, 0, 8);
     touch(&mut world, s, 0, true);
     touch(&mut world, s, 1, true);
-    // Two victims are written back for two pages that were admitted before the budget shrank; a third page is pinned.
+    // Two pages are written back for two pages that were admitted before the budget shrank. A third page is pinned.
     world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
     settle(&mut world);
     world.pin(&[run(s, 4, 2)], false, false).unwrap().unwrap_err();
@@ -745,7 +749,8 @@ fn regression_a_frame_trimmed_during_a_shrink_does_not_come_back() {
     world.drain();
 }
 
-/// A writer that rescues a victim waits for the copy that still reads its frame, and is told so.
+/// A writer rescues a page that is being evicted. It waits for the copy that still reads the frame, and the wait has
+/// that cause.
 #[test]
 fn regression_a_writer_of_a_rescued_victim_waits_for_a_reason() {
     let mut world = World::new(config(2, 2, 2, true), PolicyKind::Lru);
@@ -760,7 +765,8 @@ fn regression_a_writer_of_a_rescued_victim_waits_for_a_reason() {
     world.drain();
 }
 
-/// A host copy is written back while a fill reads it; the fill fails, and its page is lent until after the write back.
+/// A host copy is written back while a fill reads it. The fill fails, and its page stays lent until after the write
+/// back. Then the copy can leave.
 #[test]
 fn regression_the_host_copy_of_a_lent_page_whose_fill_failed_can_leave() {
     let mut world = World::new(config(2, 1, 2, true), PolicyKind::Lru);
@@ -779,7 +785,7 @@ fn regression_the_host_copy_of_a_lent_page_whose_fill_failed_can_leave() {
     world.read_all();
 }
 
-/// Plans of two classes took the same frame from each other, again and again, for pages that nobody used yet.
+/// The bug: plans of two classes took the same frame from each other, again and again, for pages that nobody used yet.
 #[test]
 fn regression_plans_that_share_frames_come_to_rest() {
     for (frames, host, pages) in (2..7).flat_map(|n| (0..4).flat_map(move |host| (3..12).map(move |p| (n, host, p)))) {
@@ -799,7 +805,8 @@ fn regression_plans_that_share_frames_come_to_rest() {
     }
 }
 
-/// Who waits for a page gets no frame that a smaller budget waits for, though one is on its way.
+/// A request for a page does not get a frame that a smaller budget waits for, even though that frame is about to be
+/// free.
 #[test]
 fn a_smaller_budget_keeps_the_frame_that_it_waits_for() {
     let (mut world, s) = world(4, 0, 8);
@@ -819,7 +826,8 @@ fn a_smaller_budget_keeps_the_frame_that_it_waits_for() {
     world.drain();
 }
 
-/// What is filled ahead took the frames that a smaller budget waited for, one after the other, as long as there was more to fill.
+/// The bug: fills ahead took the frames that a smaller budget waited for, one after the other, as long as there was
+/// more to fill.
 #[test]
 fn regression_a_smaller_budget_does_not_wait_for_fills_ahead() {
     let (mut world, s) = world(4, 0, 8);
@@ -832,13 +840,14 @@ fn regression_a_smaller_budget_does_not_wait_for_fills_ahead() {
     world.complete(0, true);
     world.complete(0, true);
     assert_eq!(world.pager.device_frames().1, 2);
-    // The hint was not forgotten.
+    // The hint was kept.
     settle(&mut world);
     assert!(world.frame(page(s, 5)).is_some());
     world.drain();
 }
 
-/// The reserve took what had just been filled ahead, if all else was pinned; that was filled ahead again, or nothing was.
+/// The bug: if all other pages were pinned, the reserve took the frames of pages that had just been filled ahead. They
+/// were filled ahead again and again, or nothing was.
 #[test]
 fn regression_the_reserve_leaves_what_was_filled_ahead() {
     let (frames, pages) = (8, 12);
@@ -856,11 +865,11 @@ fn regression_the_reserve_leaves_what_was_filled_ahead() {
     world.drain();
 }
 
-/// A page that is resident and clean, while its older host copy is being written to disk. Returns that move.
+/// Makes a page that is resident and clean while its older host copy is written to disk. Returns that move.
 fn beside_an_old_host_copy(world: &mut World, s: SegmentId) -> outcore_pager::ids::MoveId {
     touch(world, s, 0, true);
     world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
-    // A reader has it stay while it is copied down.
+    // A reader keeps the page resident while it is copied down.
     world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
     end(world, s, 0, true);
     world.unpin(world.guards.len() - 1);
@@ -888,7 +897,8 @@ fn regression_what_is_written_beside_an_old_host_copy_waits_for_it() {
     }
 }
 
-/// The frame of a victim that is written back is somebody's: no pin keeps it, whenever it comes.
+/// The frame of a page that is being written back is promised to a request. No pin may take the page again, at whatever
+/// moment it comes.
 #[test]
 fn regression_a_promised_frame_is_not_pinned_away_when_its_write_back_ends() {
     let (mut world, s) = world(1, 0, 2);
@@ -940,7 +950,8 @@ fn regression_a_promised_frame_is_not_pinned_away_when_its_write_back_ends() {
     world.drain();
 }
 
-/// What another request of a scope that waits gets may be just what others wait for.
+/// One request of a scope waits, and another one of it is granted a page. If other scopes wait for that page, this may
+/// close a circle, and one of them must be told of the deadlock.
 #[test]
 fn regression_a_circle_closed_by_a_grant_to_a_scope_that_waits_is_told() {
     let (mut world, s) = world(8, 0, 8);
@@ -970,7 +981,7 @@ fn regression_a_circle_closed_by_a_grant_to_a_scope_that_waits_is_told() {
     world.drain();
 }
 
-/// The same by frames, when a fill ends.
+/// The same with frames, when a fill ends.
 #[test]
 fn regression_a_circle_closed_by_a_fill_for_a_scope_that_waits_is_told() {
     let (mut world, s) = world(3, 0, 8);
@@ -992,7 +1003,8 @@ fn regression_a_circle_closed_by_a_fill_for_a_scope_that_waits_is_told() {
     world.drain();
 }
 
-/// A scope whose first request waits gets something by its second: then others may wait for it, and it passes.
+/// The first request of a scope waits, and its second one is granted a pin. From then on others may wait for this
+/// scope, so its first request is growth, and passes.
 #[test]
 fn regression_a_request_whose_scope_gets_its_first_pin_is_served_as_growing() {
     let (mut world, s) = world(4, 0, 16);
@@ -1034,7 +1046,8 @@ fn regression_a_circle_closed_by_the_first_pin_of_a_scope_that_waits_is_told() {
     world.drain();
 }
 
-/// A request of which a resident page goes while it waits needs more than it did, and hides nobody who needs less.
+/// A request waits while one of its resident pages is evicted. It then needs more frames than before. It must not keep
+/// requests that need fewer from being served.
 #[test]
 fn regression_who_needs_more_frames_than_it_did_hides_nobody() {
     let (mut world, s) = world(3, 0, 8);
@@ -1057,7 +1070,8 @@ fn regression_who_needs_more_frames_than_it_did_hides_nobody() {
     world.drain();
 }
 
-/// A request of which a page is brought by others needs less than it did, and is found among those who need more.
+/// A request waits while others fill one of its pages. It then needs fewer frames than before, and must be found among
+/// requests that need more.
 #[test]
 fn regression_who_needs_fewer_frames_than_it_did_is_found() {
     let (mut world, s) = world(3, 0, 16);
@@ -1081,7 +1095,7 @@ fn regression_who_needs_fewer_frames_than_it_did_is_found() {
     world.drain();
 }
 
-/// Who waits for a frame for a page that is brought by others needs none any more.
+/// A request waits for a frame for one page. When others fill that page, it needs no frame any more.
 #[test]
 fn regression_who_needs_no_frame_any_more_waits_for_the_fill_of_others() {
     let (mut world, s) = world(3, 0, 8);
@@ -1090,7 +1104,7 @@ fn regression_who_needs_no_frame_any_more_waits_for_the_fill_of_others() {
     world.scope = None;
     world.pin(&[run(s, 3, 2)], false, false).unwrap();
     settle(&mut world);
-    // The first in line, and the one that wants the fewest frames, are others.
+    // Other requests are the first in line and the one that wants the fewest frames.
     world.pin(&[run(s, 5, 2)], false, false).unwrap().unwrap_err();
     world.pin(&[run(s, 7, 1)], false, false).unwrap().unwrap_err();
     let waits = world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
@@ -1102,8 +1116,8 @@ fn regression_who_needs_no_frame_any_more_waits_for_the_fill_of_others() {
     world.drain();
 }
 
-/// A purse is filled again when a page that others shared is free of pins, before anybody else gets a frame: nobody hopes for
-/// that one.
+/// A purse is owed a frame for a page that others have pinned too. When their pins end, the purse gets it back before
+/// anybody else gets a frame. So a search for deadlocks must not count on that frame for others.
 #[test]
 fn regression_a_frame_that_a_purse_is_owed_is_not_hoped_for() {
     let (mut world, s) = world(4, 0, 8);
@@ -1129,8 +1143,9 @@ fn regression_a_frame_that_a_purse_is_owed_is_not_hoped_for() {
     world.drain();
 }
 
-/// A scope that waits lets go of a page that it had paid for, and that another scope has as well: it claims the frame again, so
-/// the other one waits for it, and it for the other one. Nobody who will let go is in their way.
+/// A waiting scope lets go of a page that it had paid for and that another scope has pinned too. It then claims the
+/// page's frame for its purse again. So the other scope waits for it, and it waits for the other one, and no pin
+/// outside of scopes will end and help. The deadlock must be told at once.
 #[test]
 fn regression_a_circle_closed_by_a_frame_that_a_purse_is_owed_is_told_at_once() {
     let (mut world, s) = world(4, 0, 8);
@@ -1158,7 +1173,7 @@ fn regression_a_circle_closed_by_a_frame_that_a_purse_is_owed_is_told_at_once() 
     world.drain();
 }
 
-/// Reservations end with the pager: those in line, and those whose frames are on their way.
+/// When the pager closes, reservations end: those in line, and those whose frames are on their way.
 #[test]
 fn regression_reservations_under_way_end_when_the_pager_closes() {
     let (mut world, s) = world(2, 0, 4);
@@ -1176,7 +1191,7 @@ fn regression_reservations_under_way_end_when_the_pager_closes() {
     world.drain();
 }
 
-/// A reservation that waits too long for a write back ends, and nothing is set aside for it; the next one goes on.
+/// A reservation that waits too long for a write back ends, and nothing stays set aside for it. The next one goes on.
 #[test]
 fn regression_a_reservation_that_waits_for_a_late_write_back_ends() {
     let (mut world, s) = world(2, 0, 4);
@@ -1194,7 +1209,7 @@ fn regression_a_reservation_that_waits_for_a_late_write_back_ends() {
     world.drain();
 }
 
-/// Who is told leaves the lines it stood in, and who stood behind it is served without another event.
+/// A request that is told of a deadlock leaves its lines. Those who stood behind it are served without another event.
 #[test]
 fn regression_who_stood_behind_a_request_that_was_told_is_served() {
     let (mut world, s) = world(8, 0, 8);
@@ -1216,7 +1231,8 @@ fn regression_who_stood_behind_a_request_that_was_told_is_served() {
     world.drain();
 }
 
-/// What a scope was opened for is claimed by whoever is about to pin, with the latch and without.
+/// A scope is opened for a number of pages. Pins that are about to be made count among them, with the latch and without
+/// it.
 #[test]
 fn regression_pins_under_way_count_among_what_a_scope_was_opened_for() {
     let (mut world, s) = world(4, 0, 8);
@@ -1224,7 +1240,7 @@ fn regression_pins_under_way_count_among_what_a_scope_was_opened_for() {
     touch(&mut world, s, 1, false);
     world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
     let holdings = world.scopes[0].1.clone();
-    // As a pin without the latch does before it pins.
+    // A pin without the latch claims its pages like this before it pins.
     assert!(holdings.claim(1));
     assert!(world.pin(&[run(s, 0, 2)], false, false).is_none(), "three of two");
     world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
@@ -1242,7 +1258,7 @@ fn regression_pins_under_way_count_among_what_a_scope_was_opened_for() {
     world.drain();
 }
 
-/// Scopes hold all they can get, and wait for more; what can never be refused has the floor to draw on.
+/// Scopes hold all they can get, and wait for more. A request that can never be refused gets a frame of the floor.
 #[test]
 fn what_can_never_be_refused_gets_a_frame_though_scopes_hold_all_others() {
     let (mut world, s) = world(4, 0, 16);
@@ -1269,7 +1285,8 @@ fn what_can_never_be_refused_gets_a_frame_though_scopes_hold_all_others() {
     world.drain();
 }
 
-/// In a circle with a request that can never be refused the other one is told, though it would cost more.
+/// A circle has a request that can never be refused and one that can. The second one is told of the deadlock, even if
+/// that costs more.
 #[test]
 fn what_can_never_be_refused_closes_circles_and_is_not_told() {
     for by_frames in [false, true] {
@@ -1294,7 +1311,7 @@ fn what_can_never_be_refused_closes_circles_and_is_not_told() {
     }
 }
 
-/// A larger floor leaves fewer frames to scopes, as a smaller budget does.
+/// A larger floor leaves fewer frames to scopes, as a smaller budget does, and so may close a circle.
 #[test]
 fn regression_a_circle_closed_by_a_larger_floor_is_told() {
     let (mut world, s) = world(4, 0, 16);
@@ -1318,8 +1335,9 @@ fn regression_a_circle_closed_by_a_larger_floor_is_told() {
     world.drain();
 }
 
-/// A guard's pages can be evicted before the pager has been told that they were paid for. What is free then is owed to the guard's
-/// scope, and no other scope is to declare it: all together would have more than there is, wait for it, and not be told.
+/// A guard's pages can be evicted before the pager has been told that the scope paid for them. Their frames are then
+/// free, but owed to the guard's scope, and no other scope may declare them. Otherwise the scopes together would have
+/// declared more frames than there are, and would wait for ever.
 #[test]
 fn regression_reservations_together_declare_no_more_than_there_is() {
     for unpins in [false, true] {
@@ -1353,7 +1371,8 @@ fn regression_reservations_together_declare_no_more_than_there_is() {
     }
 }
 
-/// What scopes declared and the floor are both there, or one of them is refused; also where the budget shrinks.
+/// The frames that scopes declared and the floor must fit together; otherwise one of them is refused. Both stay whole
+/// when the budget shrinks.
 #[test]
 fn what_is_declared_leaves_the_floor() {
     let (mut world, s) = world(4, 0, 16);
@@ -1367,7 +1386,8 @@ fn what_is_declared_leaves_the_floor() {
     settle(&mut world);
     world.set_budget(2);
     assert_eq!(world.pager.device_frames(), (3, 4), "three are declared, and one is the floor's");
-    // Others have its pages when the scope lets go of them: its purse waits for these, and not for the floor.
+    // Others have pinned its pages when the scope lets go of them. The purse waits for these pages, and takes nothing
+    // from the floor.
     world.scope = None;
     world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
     world.unpin(0);
@@ -1404,7 +1424,8 @@ fn a_scope_says_what_it_needs_once_and_before_it_pins() {
     world.drain();
 }
 
-/// The first of two reservations of a scope was granted, and the second one waited for frames of a purse that never had as many.
+/// The bug: a scope made two reservations. The first one was granted, and the second one waited for more frames than
+/// the purse would ever have.
 #[test]
 fn regression_a_scope_that_waits_for_its_reservation_makes_no_other() {
     let (mut world, s) = world(3, 0, 8);
@@ -1420,15 +1441,16 @@ fn regression_a_scope_that_waits_for_its_reservation_makes_no_other() {
     let refused = reserve(&mut world).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
     assert!(refused.to_string().contains("already"), "{refused}");
-    // One that was given up is no reason to refuse another.
+    // After a reservation was given up, the scope may make another one.
     let at = world.waiting.iter().position(|wish| wish.id == waits).unwrap();
     world.cancel(at);
     assert!(matches!(reserve(&mut world), Ok(Submitted::Ready(_))));
     world.drain();
 }
 
-/// Frames that a scope has spent for pins that end behind a stream come back to it. Counted as anybody's, they hid a circle of
-/// others, which was there for good when that scope had ended and a smaller budget had taken them.
+/// A scope spends frames on pins that end behind a stream. When these pins end, the frames go back to the scope. The
+/// bug: they were counted as anyone's, and this hid a circle of other scopes. The circle remained when that scope had
+/// ended and a smaller budget had taken the frames.
 #[test]
 fn regression_what_ends_behind_a_stream_is_not_hoped_for() {
     let (mut world, s) = world(13, 0, 40);
@@ -1443,7 +1465,7 @@ fn regression_what_ends_behind_a_stream_is_not_hoped_for() {
     settle(&mut world);
     world.begin_to_end(world.guards.len() - 1, false);
     world.set_budget(6);
-    // Both want to write what the one that grows has, and it wants two more of the frames that they declared.
+    // Two scopes want to write pages that the growing scope holds. It wants two of the frames that they declared.
     let given_up = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
     world.scope = Some(reserved);
     world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
@@ -1461,14 +1483,15 @@ fn regression_what_ends_behind_a_stream_is_not_hoped_for() {
     world.drain();
 }
 
-/// A scope spent of a purse that was not full yet. When its reservation was given up then, what it had spent was nobody's.
+/// The bug: a scope spent frames of a purse that was not full yet. When its reservation was then given up, these frames
+/// belonged to nobody.
 #[test]
 fn regression_a_scope_spends_nothing_before_all_it_declares_is_there() {
     let (mut world, s) = world(4, 0, 16);
     world.pin(&[run(s, 0, 2)], true, false).unwrap();
     settle(&mut world);
     world.unpin(0);
-    // Two frames are free; the other two come when these pages are written back.
+    // Two frames are free. The other two come when these pages are written back.
     let (scope, reserved) = world.reserving_scope(4, ScopePriority::Interactive);
     let reserved = reserved.unwrap_err();
     assert!(world.waits(reserved) && world.pager.set_aside() == 4);
@@ -1483,8 +1506,8 @@ fn regression_a_scope_spends_nothing_before_all_it_declares_is_there() {
     world.drain();
 }
 
-/// A request wants another number of frames each time that a page of it comes or goes. Pins that are tried without the latch all the
-/// while do not pass it more often than is allowed.
+/// A request wants another number of frames each time one of its pages comes or goes. Meanwhile another thread pins
+/// without the latch. These pins must not pass the request more often than is allowed.
 #[test]
 fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
     for seed in 1..=4u64 {
@@ -1494,7 +1517,7 @@ fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
         settle(&mut world);
         world.scope = None;
         let waits = world.pin(&[run(s, 1, 4)], false, false).unwrap().unwrap_err();
-        // Another thread has a page of its own pinned and let go of at any moment.
+        // Another thread pins and unpins a page of its own all the time.
         world.checked = false;
         let (gate, words) = (world.pager.gate(), world.words(s));
         let (stop, tries, hits) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
@@ -1533,7 +1556,7 @@ fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
             }
             stop.store(true, Ordering::Release);
         });
-        // The other thread did not say when somebody waited for its pin to end.
+        // The other thread does not report the end of a pin that somebody waited for, so it is reported here.
         world.with(|pager, fx| pager.released(&[run(s, 0, 1)], fx));
         assert!(world.waits(waits));
         let passed = hits.into_inner() + world.most_passed;
@@ -1543,7 +1566,8 @@ fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
     }
 }
 
-/// In a scope that declared what it needs it was refused beyond that, and waited for the scope's purse beside a floor that was free.
+/// The bug: in a scope that declared its needs, a request that can never be refused was refused beyond these needs. It
+/// also waited for the scope's purse while the floor had a free frame.
 #[test]
 fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared() {
     let (mut world, s) = world(2, 0, 8);
@@ -1563,7 +1587,7 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
         (0, 1),
         "the floor had a frame, and the purse is full"
     );
-    // It is no part of what the scope was opened for.
+    // Such a request does not count among the pages that the scope was opened for.
     world.pin(&[run(s, 0, 1)], false, false).expect("this is");
     settle(&mut world);
     assert_eq!((world.guards.len(), world.guards[1].spent), (2, 1));
@@ -1573,7 +1597,7 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
     world.unpin(0);
     settle(&mut world);
     assert!(!world.waits(waits), "the floor has a frame again");
-    // Where the floor has none it is served by its scope's purse, rather than wait for its own scope.
+    // If the floor has no frame, the scope's purse serves the request, so that it need not wait for its own scope.
     world.unpin(1);
     world.unpin(0);
     assert_eq!(world.pager.set_aside(), 1);
@@ -1585,7 +1609,8 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
     world.drain();
 }
 
-/// What can never be refused waits for a pin of its own scope: others may let go of it, and nobody else can be told.
+/// A request that can never be refused waits for a pin of its own scope. Another thread may let go of that pin, and
+/// there is nobody else who could be told of a deadlock.
 #[test]
 fn regression_what_can_never_be_refused_is_not_told_of_its_own_scopes_pins() {
     for declares in [false, true] {
@@ -1607,8 +1632,8 @@ fn regression_what_can_never_be_refused_is_not_told_of_its_own_scopes_pins() {
     }
 }
 
-/// What can never be refused had spent of a purse what other requests of that scope were declared for: these waited, and nobody was
-/// told. The same where the scope reserved less than it was opened for.
+/// The bug: a request that can never be refused spent a frame of a purse, and other requests of that scope waited for
+/// this frame without being told. The same happened where the scope reserved less than it was opened for.
 #[test]
 fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
     for waits_first in [false, true] {
@@ -1617,7 +1642,7 @@ fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
         settle(&mut world);
         let (scope, reserved) = world.reserving_scope(2, ScopePriority::Interactive);
         reserved.unwrap();
-        // Somebody writes one of these pages.
+        // Somebody writes page 7.
         let waits = waits_first.then(|| world.pin(&[run(s, 6, 2)], false, false).unwrap().unwrap_err());
         assert!(waits.is_none_or(|id| world.waits(id)) && world.told.is_empty());
         world.never_refused = true;
@@ -1630,7 +1655,7 @@ fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
             None => world.pin(&[run(s, 2, 2)], false, false).is_none(),
         };
         assert!(told && world.pager.stats().deadlocks == 1, "{waits_first}");
-        // What its purse still has it gets.
+        // It gets what its purse still has.
         world.pin(&[run(s, 2, 1)], false, false).unwrap();
         settle(&mut world);
         assert_eq!(world.guards.len(), 3);
@@ -1644,7 +1669,8 @@ fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
     world.drain();
 }
 
-/// A new request that keeps a page which could go, and lacks another one, hid those that want as many frames and came later.
+/// The bug: a waiting request wanted a resident page that nobody had pinned, and an absent one. It hid requests that
+/// came later and wanted as many frames, though these could have taken the frame of the resident page.
 #[test]
 fn regression_who_keeps_a_page_does_not_hide_who_could_have_its_frame() {
     let (mut world, s) = world(2, 0, 8);
@@ -1661,7 +1687,7 @@ fn regression_who_keeps_a_page_does_not_hide_who_could_have_its_frame() {
     world.drain();
 }
 
-/// Looks at new requests are paid for: where nobody can pass, they go in order, and nobody waits for ever.
+/// The search for requests that may pass is limited. Where none can pass, they are served in order, and each is served.
 #[test]
 fn a_crowd_in_which_nobody_can_pass_goes_in_order() {
     let (mut world, s) = world(4, 0, 8);

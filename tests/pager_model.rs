@@ -1,5 +1,5 @@
-//! The pager against a model of bytes: long random runs and generated ones. The world plays device, host memory and
-//! disk, ends moves out of order, fails some, and checks at every step what each guard sees.
+//! The pager against a model of bytes, in long random runs and in generated ones. The world plays device, host memory
+//! and disk. It ends moves out of order, lets some of them fail, and checks at every step what each guard sees.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
@@ -15,7 +15,7 @@ use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
-/// What a run is like; drawn from its seed.
+/// The properties of a run, drawn from its seed.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     frames: u32,
@@ -28,11 +28,11 @@ struct Shape {
     failing: usize,
     actors: usize,
     writers: usize,
-    /// In three readers, how many are streams.
+    /// Of every three readers, how many are streams.
     streams: usize,
-    /// Scopes that are open at once, of each kind; pins outside of scopes come as well.
+    /// How many scopes of each kind are open at once. There are pins outside of scopes as well.
     scopes: usize,
-    /// Whether there are pins that can never be refused, of one page each, and a floor for one of them.
+    /// Whether there are pins of one page that can never be refused, and a floor of one frame for them.
     floor: bool,
 }
 
@@ -187,7 +187,7 @@ impl Run {
                 let walker = self.world.walker;
                 self.world.with(|pager, fx| pager.end_walker(walker, fx));
             }
-            // One of those that are, or were, or the default one.
+            // The walker is a present one, a past one, or the default one.
             14..16 => self.world.walker = WalkerId::new(random.below(self.world.walker.get() as usize + 2) as u32),
             3..6 if self.world.scopes.len() < self.shape.scopes => {
                 if random.below(2) == 0 {
@@ -217,7 +217,7 @@ impl Run {
             2 => {
                 if let Some(segment) = self.spare.take() {
                     self.world.remove(segment);
-                    // Hints may come after the segment has gone.
+                    // Hints may come after their segment has gone.
                     self.world.with(|pager, fx| pager.prefetch(&[run(segment, 0, 3)], fx));
                 }
             }
@@ -225,7 +225,7 @@ impl Run {
         }
     }
 
-    /// Ends everything, checks that nothing is lost, and starts over with what was lost left out.
+    /// Ends everything, checks that nothing is lost without a report, and starts over without the lost pages.
     fn rest(&mut self) {
         self.world.drain();
         self.world.set_budget(self.shape.frames);
@@ -236,7 +236,7 @@ impl Run {
     }
 }
 
-/// Ends a guard: at once, or its first step, with its pins or without them.
+/// Ends a guard, or begins to end it. In that first step its pins may end or not.
 fn end(world: &mut World, guard: usize, random: &mut Random) {
     match random.below(4) {
         0 => world.begin_to_end(guard, true),
@@ -296,7 +296,7 @@ proptest! {
     }
 }
 
-/// For each N until there are fewer moves: the Nth move fails.
+/// The Nth move fails, for each N until there are fewer than N moves.
 #[test]
 fn whichever_move_fails_everything_ends() {
     for seed in 1..=40 {
@@ -321,7 +321,7 @@ fn whichever_move_fails_everything_ends() {
     }
 }
 
-/// Closing at any moment: queued requests end, running fills end, the pager comes to rest.
+/// The pager is closed at any moment: queued requests end, running fills end, and the pager comes to rest.
 #[test]
 fn closing_at_any_moment_comes_to_rest() {
     for seed in 1..=300 {
@@ -363,8 +363,8 @@ fn regression_an_admission_leaves_the_frames_a_shrink_has_claimed() {
     this.rest();
 }
 
-/// Every pin is a scope's, and no scope lets go before it has all that it wants: whoever waits for each other is told, so
-/// that never everybody waits.
+/// Every pin belongs to a scope, and no scope lets go before it has all that it wants. Where scopes wait for each
+/// other, one of them is told, so that never all of them wait.
 #[test]
 fn scopes_never_wait_for_each_other_for_ever() {
     let seeds = replay::replayed().map_or(1..401, |seed| seed..seed + 1);
@@ -374,14 +374,15 @@ fn scopes_never_wait_for_each_other_for_ever() {
     }
 }
 
-/// A read that can never be refused, in a scope that has nothing of the floor, no lock of the page, and not all frames.
+/// A read that can never be refused. It is made only in a scope that has not pinned the page to write and does not hold
+/// all frames.
 fn never_refused_read(world: &mut World, wanted: PageRun) {
     let mine = |guard: &pager_world::Guard| guard.scope == world.scope;
     let locks = |guard: &pager_world::Guard| guard.exclusive && wanted.pages().any(|page| guard.pages.contains(&page));
     let mut held: Vec<_> = world.guards.iter().filter(|guard| mine(guard)).flat_map(|guard| &guard.pages).collect();
     held.sort_unstable();
     held.dedup();
-    // It would wait for itself, and is not told.
+    // Otherwise it would wait for its own scope, and would not be told.
     if world.guards.iter().any(|guard| mine(guard) && locks(guard)) || held.len() as u32 >= world.budget {
         return;
     }
@@ -428,7 +429,7 @@ fn random_scopes(seed: u64) {
                 if let Some(at) = mine.filter(|_| random.below(4) == 0) {
                     end(&mut world, at, &mut random);
                 }
-                // It has all it wants, or was told.
+                // The scope has all it wants, or was told of a deadlock.
                 let done = pinned.is_none() || world.failed.len() > failed || random.below(6) == 0;
                 if done && !is_waiting(&world, scope) {
                     let end: Vec<usize> =
@@ -439,7 +440,7 @@ fn random_scopes(seed: u64) {
                 }
             }
         }
-        // Who was told meanwhile lets go.
+        // A scope that was told meanwhile lets go.
         for scope in scopes.iter_mut() {
             let Some(id) = *scope else { continue };
             let told = world.told.contains(&id);

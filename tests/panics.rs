@@ -1,4 +1,5 @@
-//! The promise: what panics in the caller's code costs nobody else anything. Every pin is served, everybody is woken.
+//! The promise: a panic in the caller's code costs nobody else anything. Every pin is served, and everybody who waits
+//! is woken.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -28,7 +29,8 @@ on_every_device! {
     a_hook_of_the_device_that_panics_refuses_the_call
 }
 
-// What the kernel or the device may still touch is never given back, which the judge of the emulated driver would find.
+// A runtime that was given up keeps memory that the kernel or the device may still touch. The emulated driver would
+// report it as not given back, so these tests do not run there.
 const JUDGED_BY_NOBODY: Devices = &[On::Host, On::Link, On::Sim, On::SimLink];
 
 #[test]
@@ -56,12 +58,12 @@ fn an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else() {
 }
 
 const PAGE: u64 = 16 << 10;
-/// What those panics say that are made here.
+/// The text of panics that these tests cause.
 const ON_PURPOSE: &str = "on purpose";
-/// What a device's panic says that a hook asks for.
+/// The text of a device's panic that a hook asked for.
 const DEVICE_PANICS: &str = "the device panics";
 
-/// Panics that are made on purpose are not printed.
+/// Keeps panics that are caused on purpose from being printed.
 fn quiet() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -97,7 +99,7 @@ impl CallHook for Gate {
     }
 }
 
-/// Tells that it was woken, and then may panic; when it is dropped, too.
+/// Reports that it was woken, and may then panic. It reports when it is dropped, too.
 struct Told {
     number: usize,
     tell: Mutex<mpsc::Sender<usize>>,
@@ -185,7 +187,7 @@ enum Method {
     Removed,
     Forget,
     Victim,
-    /// In [`Victim`](Self::Victim), when a page has been taken.
+    /// In [`Victim`](Self::Victim), after a page has been taken.
     Taken,
     Declare,
     HasPlan,
@@ -216,7 +218,7 @@ const METHODS: [Method; 18] = [
     Method::HostVictim,
 ];
 
-/// First in, first out, with a plan; it panics in the `nth` call of one method, or when it is dropped.
+/// First in, first out, with a plan. It panics in the `nth` call of one method, or when it is dropped.
 struct Panicking {
     method: Option<Method>,
     nth: u64,
@@ -320,8 +322,8 @@ impl Policy for Panicking {
     }
 }
 
-/// What a program does, so that every method is called: reads and writes of more than there is room for, a plan, a chain, a
-/// budget that changes, tensors that go.
+/// A program that has every method called: it reads and writes more than there is room for, declares a plan and a
+/// chain, changes the budget, and drops tensors.
 fn work(runtime: &Runtime, file: &common::Synthetic) -> Vec<Tensor> {
     let model = runtime.open_model(&file.path).unwrap();
     let table = runtime.alloc(DType::U8, &[12, PAGE]).unwrap();
@@ -448,7 +450,7 @@ fn a_hook_of_the_device_that_panics_refuses_the_call(devices: Devices) {
                     }
                     runtime.trim(Bytes::new(PAGE));
                 }
-                // Giving memory back is no request's.
+                // Giving memory back belongs to no request, so nobody gets the error.
                 assert_eq!(refused, usize::from(call != DeviceCall::Discard), "{on:?} {call:?}");
                 check_at_rest(runtime, vec![table], &format!("{on:?} {call:?}"));
             }
@@ -493,7 +495,7 @@ fn in_page(model: &Model, page: u64) -> Tensor {
     model.tensor("t0").unwrap().rows(page * PAGE..page * PAGE + PAGE / 4).unwrap()
 }
 
-/// What must hold of a runtime in which something panicked: every call ends, what can fail says why, and `close` does.
+/// Checks a runtime in which something panicked: every call ends, those that can fail say why, and so does `close`.
 fn check_given_up(runtime: Runtime, file: &common::Synthetic, tensor: &Tensor, what: &str) {
     let told = |result: outcore::Result<()>| assert_given_up(&result.unwrap_err(), what);
     told(runtime.read(tensor).map(drop));
@@ -514,12 +516,12 @@ fn check_given_up(runtime: Runtime, file: &common::Synthetic, tensor: &Tensor, w
     let health = runtime.health();
     assert_given_up(health.first().unwrap(), what);
     told(runtime.clone().close());
-    // A second time, and when it is dropped.
+    // Closing a second time says the same. This call also drops the last handle.
     told(runtime.close());
 }
 
-/// A task, a thread, a scope and a smaller budget waited; the device panicked under the latch, in the drop of a guard; nobody
-/// was told, and `close` hung.
+/// The bug: a task, a thread, a scope and a smaller budget waited while the device panicked under the latch, in the
+/// drop of a guard. None of them was told, and `close` hung.
 fn every_wait_ends(devices: Devices) {
     quiet();
     watched("a device that panics under the latch", move || {
@@ -533,7 +535,7 @@ fn every_wait_ends(devices: Devices) {
             let (first, second) = (runtime.read(&tensors[0]).unwrap(), runtime.read(&tensors[1]).unwrap());
             let waits = |count: usize| until("a request that waits", || runtime.stats().waiting == count);
             std::thread::scope(|threads| {
-                // What two guards hold.
+                // The smaller budget needs frames that two guards hold.
                 let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
                 waits(1);
                 let thread = threads.spawn(|| runtime.read(&tensors[3]).map(drop));
@@ -557,7 +559,7 @@ fn every_wait_ends(devices: Devices) {
             });
             let host_addressable = runtime.host_addressable();
             check_given_up(runtime, &file, &tensors[3], &what);
-            // Nothing that anybody may still use was freed.
+            // No memory that anybody may still use was freed.
             let from = (model.header().tensors[0].offset + PAGE) as usize;
             match second.try_bytes() {
                 Ok(bytes) => assert!(bytes == &file.bytes[from..from + bytes.len()], "{what}"),
@@ -571,7 +573,7 @@ fn every_wait_ends(devices: Devices) {
     });
 }
 
-/// On the thread that faults, in the drop of a guard, and on the store's.
+/// The device panics on the thread that faults, in the drop of a guard, and on a thread of the store.
 fn a_device_panics_in_any_call(devices: Devices) {
     quiet();
     watched("a device that panics", move || {
@@ -588,7 +590,7 @@ fn a_device_panics_in_any_call(devices: Devices) {
                 device.arm();
                 let mut served = 0;
                 while !device.has_panicked() && served < 100 {
-                    // Zeroed, written back, read: what a device is called for.
+                    // Frames are zeroed, written back and filled: these are the calls that a device gets.
                     let row = table.rows(served % 8..served % 8 + 1).unwrap();
                     let _ = runtime.write(&row).map(drop);
                     let _ = runtime.read(&tensor(served % 4)).map(drop);

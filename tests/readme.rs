@@ -1,5 +1,5 @@
-//! The promise: the README's example does what it says. It has no place for the model it opens, and lines that a doctest
-//! hides are not hidden there, so it is kept a second time, as a program that is run here beside a model of that name.
+//! The promise: the README's example does what it says. It cannot be a doctest: it opens a model, and a README shows
+//! the lines that a doctest hides. So a copy of it is a program that is run here beside a model of that name.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -30,7 +30,7 @@ fn the_readmes_example_runs() {
         64 * 32 * 4,
     );
     std::fs::write(folder.path().join("model.gguf"), model.bytes()).unwrap();
-    // The only test of this program.
+    // The process may change its folder, because this is its only test.
     std::env::set_current_dir(folder.path()).unwrap();
     example::run().unwrap();
 }

@@ -1,4 +1,5 @@
-//! The promise: nobody waits for ever, nobody is passed without end, and what cannot be decided for a program is told it.
+//! The promise: nobody waits for ever, and nobody is passed without end. Where outcore cannot decide for a program, it
+//! tells the program.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -39,7 +40,8 @@ fn row(tensor: &Tensor, n: u64) -> Tensor {
     tensor.rows(n..n + 1).unwrap()
 }
 
-/// A writer that waits for the readers of one page held the others, and a reader needed one of their frames.
+/// The bug: a writer that waited for the readers of one page held the frames of its other pages, and a reader needed
+/// one of these.
 #[test]
 fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
     watched("a writer that waits", || {
@@ -58,7 +60,8 @@ fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
     });
 }
 
-/// A request that was polled and then waited for was begun twice: a read left a pin, a write waited for itself.
+/// The bug: a request that was polled and then waited for was begun twice. So a read left a pin behind, and a write
+/// waited for itself.
 #[test]
 fn regression_a_request_that_was_polled_can_be_waited_for() {
     watched("polled, then waited for", || {
@@ -81,14 +84,15 @@ fn regression_a_request_that_was_polled_can_be_waited_for() {
                 drop(reads.wait().unwrap());
             }
         }
-        // Nothing is pinned: there is room for the other one.
+        // Nothing is pinned, so the other tensor has room.
         drop(runtime.pin_mut(&b).wait().unwrap());
         drop(runtime.pin_mut(&a).wait().unwrap());
         check_at_rest(runtime, vec![a, b], "polled, then waited for");
     });
 }
 
-/// A granted request that was forgotten left its mark on the pages, which a later tensor with the same number inherited.
+/// The bug: a granted request that was forgotten left its mark on the pages, and a later tensor with the same number
+/// inherited it.
 #[test]
 fn regression_a_forgotten_request_concerns_no_later_tensor() {
     watched("a forgotten request", || {
@@ -101,7 +105,7 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             if granted {
                 drop(blocks.take());
-                // The pages are there, and nobody takes them.
+                // The pages are resident, and the request that asked for them is never polled again.
                 while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
                     progress();
                     thread::yield_now();
@@ -119,8 +123,9 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
     });
 }
 
-/// The pages of a granted request of a scope that was forgotten stayed the scope's, after their tensor: a later tensor with
-/// the same number was taken for one that it had pinned, and what it had reserved and spent was lost.
+/// The bug: a scope's granted request was forgotten. Its pages stayed the scope's when the tensor had gone. A later
+/// tensor with the same number was taken for one that the scope had pinned, and the frames that the scope had reserved
+/// and spent were lost.
 #[test]
 fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor() {
     watched("a forgotten request of a scope", || {
@@ -138,7 +143,7 @@ fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor()
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             drop(blocks);
             drop(first);
-            // The pages are there, one of them in a frame that was reserved, and nobody takes them.
+            // The pages are resident, one of them in a frame that was reserved, and the request is never polled again.
             while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
                 progress();
                 thread::yield_now();
@@ -149,7 +154,7 @@ fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor()
             assert_eq!(scope.held(), Bytes::new(0));
             let later = tensor(&runtime, 2);
             drop(scope.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
-            // All that it reserved: the frames are its again.
+            // The scope can pin all that it reserved, so the frames are its again.
             drop(scope.pin(&other.rows(0..2).unwrap()).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
         }
         assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
@@ -158,8 +163,8 @@ fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor()
     });
 }
 
-/// Eight tasks with eight pins each, in scopes, in the room of eight pages: those who would wait for each other for ever
-/// are told, let go and try again, and everybody comes to the end.
+/// Eight tasks with eight pins each, in scopes, in the room of eight pages. Tasks that would wait for each other for
+/// ever are told, let go and try again, and every task ends.
 #[test]
 fn regression_tasks_that_hold_and_wait_are_told() {
     watched("hold and wait", || {
@@ -181,7 +186,7 @@ fn regression_tasks_that_hold_and_wait_are_told() {
                             match scope.pin(row).wait() {
                                 Ok(guard) => {
                                     guards.push(guard);
-                                    // Each has one of the eight frames: all but one have to be told.
+                                    // Each task holds one of the eight frames, so all but one must be told.
                                     if std::mem::take(&mut holds_none) {
                                         together.wait();
                                     }
@@ -211,7 +216,7 @@ fn regression_tasks_that_hold_and_wait_are_told() {
     });
 }
 
-/// Pins outside of scopes that wait for each other are not decided for the program: it can see who waits for what.
+/// Where pins outside of scopes wait for each other, outcore does not decide. The program can see who waits for what.
 #[test]
 fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
     watched("nested pins", || {
@@ -242,7 +247,7 @@ fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
     });
 }
 
-/// What a program may be waiting for without an end is in the statistics a second later, without anybody's asking.
+/// Within a second, the statistics name a request that may wait for ever, without being asked.
 #[test]
 fn a_long_wait_is_in_the_statistics() {
     watched("a long wait", || {
@@ -266,7 +271,7 @@ fn a_long_wait_is_in_the_statistics() {
     });
 }
 
-/// A budget that waited for guards to end was not among those who wait.
+/// The bug: a budget that waited for guards to end was not listed among those who wait.
 #[test]
 fn regression_a_budget_that_waits_for_guards_can_be_seen() {
     watched("a budget that waits", || {
@@ -299,7 +304,7 @@ fn regression_a_budget_that_waits_for_guards_can_be_seen() {
     });
 }
 
-/// A request for nearly all frames was not served for as long as small ones came.
+/// The bug: a request for nearly all frames was not served as long as small ones came.
 #[test]
 fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
     watched("a large request", || {
@@ -309,7 +314,7 @@ fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
         let large = table.rows(30..37).unwrap();
         let mut waits = runtime.pin(&large);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
-        // Readers and writers, blocking and not, of resident pages and of absent ones.
+        // Readers and writers come, with and without blocking, for resident pages and for absent ones.
         let mut passed = 0;
         loop {
             let at = row(&table, 2 + passed % 20);
@@ -343,8 +348,8 @@ fn drop_ok<T>(result: outcore::Result<T>) {
     drop(result.unwrap());
 }
 
-/// The same for a page that a writer waits for, with readers that overlap so that the page is never free. One of a batch
-/// waited for ever: who came later, and stood before it, was tried in its place.
+/// The same for a page that a writer waits for, with readers that overlap so that the page is never free. The bug: a
+/// writer of a batch scope waited for ever, because a later request that stood before it was tried in its place.
 #[test]
 fn regression_a_writer_is_passed_by_a_bounded_number_of_readers() {
     for priority in [ScopePriority::Interactive, ScopePriority::Batch] {
@@ -374,13 +379,13 @@ fn regression_a_writer_is_passed_by_a_bounded_number_of_readers() {
     }
 }
 
-/// What was asked for and is there.
+/// What was granted.
 enum Got {
     Pins(Box<dyn Send>),
     Scope(Scope),
 }
 
-/// A request that was begun, by a task or by a thread that waits.
+/// A request under way, of a task or of a thread that waits.
 enum Answer {
     Task(Pin<Box<dyn Future<Output = outcore::Result<Got>>>>),
     Thread(mpsc::Receiver<outcore::Result<Got>>),
@@ -398,22 +403,22 @@ impl Answer {
     }
 }
 
-/// A request that has no answer, of those that are begun one after the other.
+/// A request without an answer yet. Requests begin one after the other.
 struct Asked {
     number: u64,
     id: Option<RequestId>,
     scope: Option<Arc<Scope>>,
     pages: Range<u64>,
     writes: bool,
-    /// By how many later ones it was passed; none of one that grows.
+    /// By how many later requests it was passed. `None` for growth.
     passed: Option<u32>,
-    /// What it waited for when nothing moved.
+    /// What it waited for at the last moment when nothing moved.
     stood: Option<WaitsFor>,
     answer: Answer,
 }
 
 impl Asked {
-    /// Whether one that gets these pages gets what this one stands for.
+    /// Whether a request that gets these pages gets what this one stands in line for.
     fn is_passed(&self, pages: &Range<u64>) -> bool {
         match self.stood {
             Some(WaitsFor::Frames { .. }) => true,
@@ -426,7 +431,7 @@ impl Asked {
         }
     }
 
-    /// Whether it stands where it stood.
+    /// Whether it still stands in the same line.
     fn stands(&self, now: &WaitsFor) -> bool {
         match (self.stood, now) {
             (Some(WaitsFor::Frames { .. }), WaitsFor::Frames { .. }) => true,
@@ -436,10 +441,10 @@ impl Asked {
     }
 }
 
-/// A guard and its scope, or a scope that has nothing but what it declared.
+/// A guard and its scope, or a scope that has only what it declared.
 type Held = (Option<Arc<Scope>>, Option<Box<dyn Send>>);
 
-/// Many who ask and hold, of whom one does something at a time.
+/// Many who ask and hold. Only one of them does something at a time.
 struct Crowd {
     runtime: Runtime,
     table: Tensor,
@@ -447,9 +452,9 @@ struct Crowd {
     asked: Vec<Asked>,
     held: Vec<Held>,
     begun: u64,
-    /// Moves that have ended.
+    /// How many moves have ended.
     moved: u64,
-    /// Tasks, threads, readers, writers, scopes that grew, that declared, and growth: how many were served.
+    /// How many were served: tasks, threads, readers, writers, scopes that grew, scopes that declared, and growth.
     served: [u64; 7],
     most_passed: u32,
 }
@@ -515,7 +520,7 @@ impl Crowd {
                 self.pin(Some(Arc::new(scope)), false);
             }
             3 => {
-                // One that holds something, or has it set aside, and asks for nothing yet.
+                // Takes a scope that holds something, or has it set aside, and has no request under way.
                 let asks = |scope: &Arc<Scope>| {
                     self.asked.iter().any(|asked| asked.scope.as_ref().is_some_and(|other| Arc::ptr_eq(other, scope)))
                 };
@@ -536,14 +541,14 @@ impl Crowd {
         {
             self.asked.remove(at);
         } else if !self.held.is_empty() {
-            // Mostly what came last: who holds for long is in others' way, and many go past these meanwhile.
+            // Mostly what came last ends. What is held for long is in the way of others, and many pass these meanwhile.
             let last = self.held.len() - 1;
             let at = if self.rng.one_in(6) { self.rng.below(last as u64 + 1) as usize } else { last };
             self.held.remove(at);
         }
     }
 
-    /// What moves of the table have ended, and whether none is under way.
+    /// How many moves of the table have ended, and whether none is under way.
     fn moves(&self) -> (u64, bool) {
         let PagerStats { fills_disk, fills_zero, evictions, write_backs, .. } = self.runtime.stats().pager;
         let rests = |page: &PageView| matches!(page.device.state, State::Empty | State::Clean | State::Dirty);
@@ -551,7 +556,8 @@ impl Crowd {
         (fills_disk + fills_zero + evictions + write_backs, pages.iter().all(rests))
     }
 
-    /// Until nothing moves, and all that was asked for is there or stands in a line. Who was passed by what came is counted.
+    /// Waits until nothing moves and every request is served or stands in a line. Counts who was passed by those that
+    /// were served.
     fn settle(&mut self, begun: u64) {
         let (mut came, mut waiting) = (Vec::new(), Default::default());
         let mut looks = |asked: &mut Vec<Asked>| {
@@ -575,8 +581,8 @@ impl Crowd {
                 && after.1
         });
         self.moved = after.0;
-        // Nothing moved before the call of this round. So who was served by that call itself passed those who stood, and so
-        // did whoever was served by one that moved nothing.
+        // Nothing moved before this round's call. So a request that this call served at once has passed those who stood
+        // in line. If nothing moved in this round, so has every other request that was served.
         let known: HashSet<RequestId> = self.asked.iter().filter_map(|asked| asked.id).collect();
         if let Some(last) = self.asked.last_mut().filter(|asked| asked.id.is_none()) {
             last.id = waiting.waiters.iter().map(|waiter| waiter.id).find(|id| !known.contains(id));
@@ -601,7 +607,7 @@ impl Crowd {
             self.served(asked, result);
         }
         if told {
-            // What they let go of lets others go on.
+            // Whoever was told lets go, and this lets others go on.
             return self.settle(self.begun);
         }
         assert!(self.asked.is_empty() || !self.held.is_empty(), "nobody holds anything: {}", self.runtime.waiting());
@@ -622,7 +628,7 @@ impl Crowd {
                 });
             }
             Err(error) => {
-                // It lets go of all that it has.
+                // A scope that is told lets go of all that it has.
                 assert!(grows, "{error}");
                 assert!(matches!(error.kind(), ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall), "{error}");
                 let told = asked.scope.unwrap();
@@ -632,8 +638,9 @@ impl Crowd {
     }
 }
 
-/// The bound for whoever asks, however and for what: threads and tasks, readers and writers, of resident pages and of absent
-/// ones, outside of scopes and in such that grow or have declared. One thing happens at a time, so who passed whom is known.
+/// The bound holds for every kind of request: of threads and tasks, of readers and writers, for resident pages and
+/// absent ones, outside of scopes and in scopes that grow or have declared. One thing happens at a time, so it is known
+/// who passed whom.
 #[test]
 fn nobody_is_passed_more_often_than_promised_in_a_random_crowd() {
     let seed = seed("nobody_is_passed_more_often_than_promised_in_a_random_crowd");
@@ -651,7 +658,7 @@ fn nobody_is_passed_more_often_than_promised_in_a_random_crowd() {
             served: [0; 7],
             most_passed: 0,
         };
-        // A run that is short, or in which nobody was passed as often as is allowed, shows little.
+        // The run must be long, and some request must be passed as often as is allowed. Otherwise it shows little.
         while crowd.begun < 2000 || crowd.most_passed < PASSES_MAX && crowd.begun < 40_000 {
             let (begun, crowded) = (crowd.begun, crowd.asked.len() >= 24 || crowd.held.len() >= 5);
             if crowded || crowd.rng.one_in(3) {
@@ -673,7 +680,7 @@ fn nobody_is_passed_more_often_than_promised_in_a_random_crowd() {
     });
 }
 
-/// A scope that said what it needs never waits for frames while it holds some, whatever others pin meanwhile.
+/// A scope that declared its needs never waits for frames while it holds some, whatever others pin meanwhile.
 #[test]
 fn a_scope_that_reserved_gets_its_pages() {
     watched("a reserving scope", || {
@@ -708,7 +715,7 @@ fn a_scope_that_reserved_gets_its_pages() {
     });
 }
 
-/// Threads of one scope that ask at once: together they get what it was opened for, and no more.
+/// Threads of one scope that ask at the same time get together what the scope was opened for, and no more.
 #[test]
 fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
     watched("threads of a scope", || {
@@ -716,7 +723,7 @@ fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
         let runtime = open(8);
         let table = tensor(&runtime, THREADS);
         let rows: Vec<Tensor> = (0..THREADS).map(|n| row(&table, n)).collect();
-        // Resident, so that they are pinned without the latch.
+        // The pages are resident, so that they are pinned without the latch.
         drop(runtime.pin_set(&rows).wait().unwrap());
         let scope = runtime.scope().reserve(Bytes::new(PAGE)).wait().unwrap();
         let (together, served, most) = (Barrier::new(3), AtomicU32::new(0), AtomicU64::new(0));
@@ -743,7 +750,8 @@ fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
     });
 }
 
-/// A scope whose frames lay in its purse waited for ever for a frame of the budget that shrank meanwhile.
+/// The bug: a scope had its frames in its purse, and waited for ever for a frame of the budget, which had shrunk
+/// meanwhile.
 #[test]
 fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
     watched("a smaller budget", || {
@@ -754,7 +762,7 @@ fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
         let scopes = [4, 4].map(|pages| runtime.scope().reserve(Bytes::new(pages * PAGE)).wait().unwrap());
         thread::scope(|threads| {
             let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
-            // No more than that is ever pinned from then on.
+            // Once the budget is smaller, no more than five pages are ever pinned.
             until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
             let guards: Vec<_> =
                 rows.iter().zip(scopes.iter().cycle()).map(|(row, scope)| scope.pin(row).wait().unwrap()).collect();
@@ -767,7 +775,8 @@ fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
     });
 }
 
-/// A set of more pages than the smaller budget has was refused to a scope that had declared as many.
+/// The bug: a scope asked for a set of as many pages as it had declared. It was refused because the budget had become
+/// smaller.
 #[test]
 fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrinks() {
     watched("a set and a smaller budget", || {
@@ -787,8 +796,8 @@ fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrink
     });
 }
 
-/// A scope's second request waited for its first one, which had been granted meanwhile, without end and without a word. One
-/// after the other, the second was refused at once.
+/// The bug: a scope's second request waited for its first one, which had been granted meanwhile. It waited for ever and
+/// was not told. If the second request is made after the first was granted, it is refused at once.
 #[test]
 fn regression_a_scope_whose_requests_wait_for_each_other_is_told() {
     watched("one scope's own requests", || {
@@ -827,7 +836,8 @@ fn regression_a_scope_whose_requests_wait_for_each_other_is_told() {
     });
 }
 
-/// A scope that asks for more than the budget has beside what it holds was told that scopes wait for each other.
+/// The bug: a scope that asked for more than the budget has beside what it holds was told that scopes wait for each
+/// other.
 #[test]
 fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
     watched("a scope alone", || {
@@ -849,7 +859,7 @@ fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
     });
 }
 
-/// Scopes in each other's way by pages they write, not by frames.
+/// Scopes that wait for pages that the other one has pinned, rather than for frames.
 #[test]
 fn scopes_that_wait_for_each_others_pages_are_told() {
     watched("locks", || {
@@ -864,11 +874,11 @@ fn scopes_that_wait_for_each_others_pages_are_told() {
         let error = scopes[1].pin(&a).wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
         assert!(error.to_string().contains("\"older\"") && error.advice().is_some(), "{error}");
-        // It keeps what it has, and when it lets go the other one goes on.
+        // The younger scope keeps what it has. When it lets go, the older one goes on.
         assert_eq!(second.bytes()[0], 0);
         drop(second);
         drop(block_on(&mut waits).unwrap());
-        // A scope in its own way is told at once.
+        // A scope that waits for itself is told at once.
         let itself = scopes[0].pin(&a).wait().unwrap_err();
         assert_eq!(itself.kind(), ErrorKind::WouldDeadlock);
         drop((first, waits));
@@ -877,7 +887,7 @@ fn scopes_that_wait_for_each_others_pages_are_told() {
     });
 }
 
-/// Of scopes that wait for each other the batch gives up, and of those that wait in line it comes last.
+/// If scopes wait for each other, the batch scope gives up. If they wait in line, the batch scope comes last.
 #[test]
 fn interactive_scopes_come_before_batch() {
     watched("priorities", || {
@@ -910,7 +920,7 @@ fn interactive_scopes_come_before_batch() {
     });
 }
 
-/// Guards outlive their scope: their pages stay pinned, as those of pins outside of scopes.
+/// Guards may outlive their scope. Their pages stay pinned, as if they had been pinned outside of scopes.
 #[test]
 fn guards_may_outlive_their_scope() {
     watched("guards that outlive", || {
@@ -947,7 +957,7 @@ fn a_scope_of_another_runtime_pins_nothing() {
     });
 }
 
-/// Many tasks, few frames: everybody is served, whatever they mix.
+/// Many tasks and few frames: every task is served, whatever it mixes.
 #[test]
 fn a_crowd_is_served() {
     let seed = seed("a_crowd_is_served");
@@ -1007,7 +1017,7 @@ fn a_crowd_is_served() {
     });
 }
 
-/// Random scopes of many threads: whoever is told lets go and goes on, and everything ends.
+/// Random scopes of many threads. Whoever is told lets go and goes on, and everything ends.
 #[test]
 fn random_scopes_come_to_an_end() {
     let seed = seed("random_scopes_come_to_an_end");
@@ -1051,7 +1061,7 @@ fn random_scopes_come_to_an_end() {
     });
 }
 
-/// Reads and writes that do not come back until they are let.
+/// Reads and writes that do not come back until they are let go.
 #[derive(Default)]
 struct Hangs {
     open: Mutex<bool>,
@@ -1075,7 +1085,7 @@ impl CallHook for Hangs {
     }
 }
 
-/// A runtime of two frames, both of them dirty, whose writes hang; and what is in them.
+/// A runtime of two frames, both dirty, and the tensor in them. Its writes hang.
 fn with_writes_that_hang(io_timeout: Option<Duration>) -> (Runtime, Tensor, Arc<Hangs>) {
     let hangs = Arc::new(Hangs::default());
     let runtime = Runtime::builder()
@@ -1090,7 +1100,7 @@ fn with_writes_that_hang(io_timeout: Option<Duration>) -> (Runtime, Tensor, Arc<
     (runtime, table, hangs)
 }
 
-/// One that waits for write backs, and one that waits for that one.
+/// One reservation waits for write backs, and another one waits for the first.
 #[test]
 fn regression_reservations_that_wait_when_a_runtime_closes_get_closed() {
     watched("reservations at close", || {
@@ -1111,7 +1121,7 @@ fn regression_reservations_that_wait_when_a_runtime_closes_get_closed() {
     });
 }
 
-/// A reservation that waits for a write back that hangs is told; once the disk answers, the next one is served.
+/// A reservation that waits for a hanging write back gets `TimedOut`. Once the disk answers, the next one is served.
 #[test]
 fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
     watched("a reservation and a write that hangs", || {
@@ -1123,7 +1133,7 @@ fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
             progress();
             match block_on(reserve()) {
                 Ok(scope) => break scope,
-                // The disk is as late as before until it has answered.
+                // The write stays late until the disk has answered.
                 Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
             }
         };
@@ -1133,7 +1143,8 @@ fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
-/// A smaller budget that waits for a write back that hangs is told, stays as it was set, and is met once the disk answers.
+/// A smaller budget that waits for a hanging write back gets `TimedOut`. It stays set, and is met once the disk
+/// answers.
 #[test]
 fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
     watched("a budget and a write that hangs", || {
@@ -1152,7 +1163,7 @@ fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
-/// Nobody holds more than the smaller budget has, and it said that guards and scopes had more.
+/// The bug: guards and scopes held no more than the smaller budget has, and yet the message said that they did.
 #[test]
 fn regression_a_budget_that_waits_for_writes_says_so() {
     watched("a budget that waits for writes", || {
@@ -1176,7 +1187,7 @@ fn regression_a_budget_that_waits_for_writes_says_so() {
     });
 }
 
-/// Notes that it woke, or panics.
+/// Counts that it woke, or panics.
 struct Notes {
     woke: AtomicU32,
     panics: bool,
@@ -1189,7 +1200,7 @@ impl Wake for Notes {
     }
 }
 
-/// A runtime that closes although its drive does not answer wakes all who wait, whatever one of their wakers does.
+/// A runtime that closes although its drive does not answer wakes all who wait, even if one of the wakers panics.
 #[test]
 fn regression_a_close_that_gives_up_wakes_all_though_a_waker_panics() {
     watched("a close that gives up", || {
@@ -1215,8 +1226,8 @@ fn regression_a_close_that_gives_up_wakes_all_though_a_waker_panics() {
     });
 }
 
-/// A waker may run on the thread of a caller that is about to read a page itself. If it could wait for that page there, it would
-/// wait for its own thread.
+/// A waker may run on the thread of a caller that is about to carry out a read itself. If the waker could wait for that
+/// page, the thread would wait for itself.
 #[test]
 fn regression_a_waker_on_a_callers_thread_may_not_wait() {
     type Told = Arc<Mutex<Option<ErrorKind>>>;
@@ -1252,7 +1263,7 @@ fn regression_a_waker_on_a_callers_thread_may_not_wait() {
         })))))
         .into();
         assert!(poll(&mut waits, &waker).is_pending());
-        // That closes a circle, and the batch is told, by its waker, on the thread that closed it.
+        // This closes a circle. The batch scope is told through its waker, on the thread that closed the circle.
         let closes = one.pin(&weights);
         let served = thread::scope(|threads| {
             let serves = threads.spawn(|| closes.wait().map(drop));
@@ -1270,7 +1281,8 @@ fn regression_a_waker_on_a_callers_thread_may_not_wait() {
     });
 }
 
-/// Whoever waits for a read that never ends is told, task or thread, and the runtime goes on with what does not need it.
+/// Whoever waits for a read that never ends is told, whether task or thread. The runtime goes on with everything that
+/// does not need this read.
 #[test]
 fn a_read_that_does_not_come_back_ends_the_wait() {
     for backend in [IoBackend::Threads, IoBackend::IoUring] {
@@ -1302,7 +1314,7 @@ fn a_read_does_not_come_back(backend: IoBackend) {
     let zeros = tensor(&runtime, 1);
     drop(runtime.pin_mut(&zeros).wait().unwrap());
     hangs.let_go();
-    // It comes after all, and is used. Until then it is as late as before.
+    // The read comes back after all, and its bytes are used. Until then it stays late.
     let got = loop {
         progress();
         match block_on(runtime.pin(&weights)) {
@@ -1316,8 +1328,8 @@ fn a_read_does_not_come_back(backend: IoBackend) {
     runtime.close().unwrap();
 }
 
-/// Two frames, and reads of both that do not come back. Who waited for the pages was told; who waited for a frame, and a
-/// smaller budget, waited for ever.
+/// Two frames, and reads into both that do not come back. Whoever waited for the pages was told. The bug: a request
+/// that waited for a frame, and a smaller budget, waited for ever.
 #[test]
 fn regression_who_waits_for_the_frame_of_a_read_that_hangs_is_told() {
     watched("frames of reads that hang", || {
@@ -1359,7 +1371,7 @@ fn regression_who_waits_for_the_frame_of_a_read_that_hangs_is_told() {
     });
 }
 
-/// Whose guards are in the way is no matter of the drive's: they are waited for, however late a read is.
+/// A request that waits for guards is not told of a late read: it waits for the guards, however late the read is.
 #[test]
 fn who_waits_for_guards_is_not_told_of_a_read_that_hangs() {
     watched("guards and a read that hangs", || {
@@ -1377,11 +1389,11 @@ fn who_waits_for_guards_is_not_told_of_a_read_that_hangs() {
         let held = runtime.pin(&row(&zeros, 0)).wait().unwrap();
         let told = runtime.pin(&weights).wait().map(drop).unwrap_err();
         assert_eq!(told.kind(), ErrorKind::TimedOut);
-        // One frame is free, the read has one, the guard the third. Two of the frames would be there but for the guard.
+        // One frame is free, the read has one, the guard the third. Two frames could be had if the guard ended.
         let all = tensor(&runtime, 3);
         let mut waits = runtime.pin(&all);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
-        // The keeper looks at it as often as at another one, which waits for the page.
+        // The keeper checks that request as often as this one, which waits for the page and is told.
         let again = runtime.pin(&weights).wait().map(drop).unwrap_err();
         assert_eq!(again.kind(), ErrorKind::TimedOut);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
@@ -1393,14 +1405,14 @@ fn who_waits_for_guards_is_not_told_of_a_read_that_hangs() {
     });
 }
 
-/// What warnings say.
+/// The texts of warnings.
 #[derive(Default)]
 struct Warnings(Mutex<Vec<String>>);
 
-/// Keeps warnings and nothing else.
+/// A subscriber that keeps warnings and nothing else.
 struct Listens(Arc<Warnings>);
 
-/// The warnings so far of which the text has this. The keeper's thread is to be heard, so they are everybody's.
+/// The warnings so far whose text contains `of`. They come from all threads, because the keeper's thread must be heard.
 fn warnings(of: &str) -> Vec<String> {
     static WARNINGS: OnceLock<Arc<Warnings>> = OnceLock::new();
     let warnings = WARNINGS.get_or_init(|| {
@@ -1435,7 +1447,8 @@ impl tracing::Subscriber for Listens {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// A request that waits for what others hold is warned of after ten seconds, once, with who waits for what and who holds it.
+/// A request that waits for what others hold is warned of once, after ten seconds. The warning says who waits for what
+/// and who holds it.
 #[test]
 fn a_long_wait_is_warned_of_once() {
     watched("a long wait", || {
@@ -1450,7 +1463,7 @@ fn a_long_wait_is_warned_of_once() {
         let mut request = waits.pin(&wanted);
         assert!(poll(&mut request, Waker::noop()).is_pending());
         until("a warning", || !told().is_empty());
-        // It goes on waiting, and the keeper looks again.
+        // The request goes on waiting, and the keeper looks again.
         for _ in 0..2 {
             let seen = runtime.stats().long_waits;
             assert!(seen.contains("who waits long"), "{seen}");
@@ -1467,20 +1480,20 @@ fn a_long_wait_is_warned_of_once() {
     });
 }
 
-/// Tasks that nest pins outside of scopes hang where all of them hold what another one needs. Each can be seen, in the
-/// statistics and in one warning too. A guard that goes lets one request go on, whosever it was.
+/// Tasks nest pins outside of scopes, and hang when each of them holds what another one needs. The statistics and one
+/// warning name each of them. When any guard ends, one request goes on.
 #[test]
 fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
     const MIB: u64 = 1 << 20;
     const TASKS: u64 = 8;
     const EACH: u64 = 8;
-    // Of no other test is the budget of that size.
+    // No other test has a budget of that size.
     const BUDGET: &str = "of a budget of 8 (8.0 MiB)";
     watched("nested pins that hang", || {
         assert!(warnings(BUDGET).is_empty());
         let page = PageSize::new(Bytes::new(MIB)).unwrap();
         let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).open().unwrap();
-        // Their shapes tell them apart: they have no names.
+        // The tables have no names, so their shapes tell them apart.
         let tables: Vec<Tensor> =
             (0..TASKS).map(|task| runtime.alloc(DType::U8, &[EACH + task, MIB]).unwrap()).collect();
         let all_hold_one = Barrier::new(TASKS as usize);
@@ -1523,7 +1536,7 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
                 assert!(line.contains("(1.0 MiB): waits for 1 frames of a budget of 8 (8.0 MiB)"), "{line}");
                 assert!(line.ends_with("; held by pins outside of scopes (8 pages)"), "{line}");
             }
-            // Each wants another page, and each page is named.
+            // Each task wants another page, and each page is named.
             let wants: HashSet<&str> = waiting.waiters.iter().map(|waiter| waiter.wants.as_str()).collect();
             assert_eq!(wants.len(), 8, "{waiting}");
             until("a warning", || !warnings(BUDGET).is_empty());
@@ -1538,11 +1551,11 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
                 assert!(warned.contains(wants), "{wants} is not in {warned}");
             }
 
-            // One guard, one request: it goes on, and asks for more.
+            // When one guard ends, one request goes on, and its task asks for more.
             drop(held[0].lock().pop().unwrap());
             until("one goes on", || count(&served) == TASKS + 1 && all_hang(TASKS));
             assert_eq!((count(&ended), runtime.waiting().total), (0, 8), "{}", runtime.waiting());
-            // One task's after the other, as long as they hang.
+            // The guards of one task after the other end, as long as the tasks hang.
             loop {
                 until("all wait or end", || count(&ended) == TASKS || all_hang(TASKS - count(&ended)));
                 if count(&ended) == TASKS {
@@ -1559,7 +1572,8 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
     });
 }
 
-/// Resident pages are pinned without the latch, one or several, to read and to write, and where somebody waits it is seen.
+/// Resident pages are pinned without the latch: one or several, to read and to write. If a request waits, it is
+/// noticed.
 #[test]
 fn a_pin_of_resident_pages_takes_no_latch() {
     watched("hits", || {
@@ -1589,7 +1603,7 @@ fn a_pin_of_resident_pages_takes_no_latch() {
     });
 }
 
-/// Scopes and their requests go from thread to thread.
+/// Scopes and their requests can be sent from thread to thread.
 #[test]
 fn a_scope_is_sent_to_other_threads() {
     watched("a scope that is sent", || {
@@ -1613,7 +1627,7 @@ fn a_scope_is_sent_to_other_threads() {
     });
 }
 
-/// A task that holds a scope and guards across an `.await` goes on where the executor likes.
+/// A task may hold a scope and guards across an `.await`, and go on where the executor likes.
 #[test]
 fn a_task_with_a_scope_and_guards_moves_between_workers() {
     watched("a task that moves", || {
@@ -1639,13 +1653,13 @@ fn a_task_with_a_scope_and_guards_moves_between_workers() {
             });
             let before = began.recv().unwrap();
             until("the task waits", || runtime.waiting().total == 1);
-            // Its worker is kept busy, and the other one is not.
+            // The task's worker is kept busy, and the other one is free.
             let (tell, occupied) = mpsc::channel();
             let occupy = || {
                 let (tell, (release, released)) = (tell.clone(), mpsc::channel::<()>());
                 tokio.spawn(async move {
                     tell.send(thread::current().id()).unwrap();
-                    // Until the sender goes.
+                    // Ends when the sender is dropped.
                     let _ = released.recv();
                 });
                 (occupied.recv().unwrap(), release)
@@ -1665,8 +1679,8 @@ fn a_task_with_a_scope_and_guards_moves_between_workers() {
     });
 }
 
-/// The same without a hook: the drive itself lets nothing through. The thread leaves the read that it has begun, the read
-/// stays where it is, and closing waits for it.
+/// The same without a hook: the drive itself lets nothing through. The thread leaves the read that it has begun. The
+/// read stays under way, and closing waits for it.
 #[test]
 fn regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer() {
     let name = "regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer";
@@ -1693,7 +1707,7 @@ fn regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer() {
         let reading = thread::spawn(move || {
             held.hold_this_thread().unwrap();
             let told = reader.pin(&wanted).wait().map(drop);
-            // Its own read is under way, and others wait for it.
+            // The thread's own read is still under way, and others wait for it.
             (told, reader.pin(&wanted).wait().map(drop))
         });
         let (first, second) = reading.join().unwrap();
@@ -1704,7 +1718,7 @@ fn regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer() {
             progress();
             match runtime.pin(&weights).wait() {
                 Ok(guard) => break drop(guard),
-                // The drive is as late as before until it has answered.
+                // The read stays late until the drive has answered.
                 Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
             }
         }

@@ -1,5 +1,6 @@
-//! The promise: a simulated machine gives the same result for the same seed, bit for bit; its times are those that the model's
-//! arithmetic says; and whatever the machine, the workload and the failures, the pager's invariants hold at every event.
+//! The promise: a simulated machine gives the same result for the same seed, bit for bit. Its times are what the
+//! model's arithmetic says. The pager's invariants hold at every event, whatever the machine, the workload and the
+//! failures.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -25,7 +26,7 @@ use outcore_pager::Backing;
 use simulate_swarm::{bits, random_case, stalled, swarm};
 
 const PAGE: u64 = 1 << 20;
-/// Of the even model below: a page in a millisecond.
+/// At this rate a page of the even model below takes a millisecond.
 const RATE: Bytes = Bytes::new(1_048_576_000);
 
 fn count(n: u32) -> NonZeroU32 {
@@ -52,7 +53,7 @@ fn machine() -> MachineModel {
     }
 }
 
-/// One tensor of a page in each of so many layers.
+/// A tensor of one page in each of `n` layers.
 fn pages(n: u32) -> Workload {
     Workload::even(Even { params: u64::from(n) * PAGE, dtype: DType::U8, layers: n, experts: None }).unwrap()
 }
@@ -168,10 +169,10 @@ fn a_record_stays_small_however_long_the_run_is() {
     assert!(recorded.lanes.iter().any(|lane| lane.count() > 50_000));
     assert_eq!(recorded.residency.rows(), 100);
     assert!((200..=Residency::SAMPLES_MAX).contains(&recorded.residency.samples.len()));
-    // 40 frames of 100 pages are in use for nearly all of the time; a few of these are being filled.
+    // For nearly all of the time 40 frames of 100 pages are in use, and a few of them are being filled.
     let mean = recorded.residency.mean(|sample| &sample.device);
     assert!((0.3..=0.4).contains(&mean) && recorded.peak_frames == 40, "{mean}");
-    // On a cycle MIN hits as often as all frames but one allow.
+    // On a cycle, MIN hits as often as all frames but one allow.
     assert_eq!(recorded.optimum.uses, 100_000);
     assert!((0.38..0.4).contains(&recorded.optimum.ratio()), "{:?}", recorded.optimum);
     assert!(of(2, false).recorded.is_none());
@@ -208,7 +209,7 @@ fn what_is_resident_is_computed_on_and_nothing_else() {
 
 #[test]
 fn a_pass_that_streams_takes_as_long_as_its_link() {
-    // 100 pages, 40 frames: what stays is 40 less those that stream.
+    // There are 100 pages and 40 frames. The pages that stay are 40 less those that stream.
     let done = simulate(&pages(100), &machine(), &settings(40)).unwrap();
     let later = done.link_in.bytes.get() - 100 * PAGE;
     let each = later / 5 / PAGE;
@@ -218,7 +219,7 @@ fn a_pass_that_streams_takes_as_long_as_its_link() {
     assert!(pass >= link && pass <= link + link / 20, "{pass:?} for {link:?} of link");
     assert!(done.link_in.utilisation > 0.95, "{:?}", done.link_in);
     assert_eq!(stalled(&done) + done.compute.busy, done.time);
-    // With as much compute as the link takes, nearly all of it is hidden.
+    // If compute takes as long as the link, nearly all of it is hidden.
     let mut busy = machine();
     busy.compute.step = link / 100;
     let hidden = simulate(&pages(100), &busy, &settings(40)).unwrap().median();
@@ -233,7 +234,7 @@ fn lru_on_a_cycle_hits_nothing_and_plan_does() {
     let (lru, plan) = (of(PolicyKind::Lru), of(PolicyKind::Plan));
     assert_eq!(lru.pager.hits, 0);
     assert!(plan.hit_ratio() > 0.25, "{}", plan.hit_ratio());
-    // On demand a page is read and then copied, with nothing beside it.
+    // On demand, a page is read and then copied, and nothing else happens meanwhile.
     assert_eq!(lru.median(), 100 * Duration::from_nanos(1_100_001));
     assert_eq!(by_cause(&lru, WaitCause::Disk, Tier::Disk), lru.time - lru.compute.busy);
 }
@@ -261,7 +262,7 @@ fn devices_share_the_disk_and_nothing_else() {
     let alone = simulate(&pages(200), &machine, &settings).unwrap();
     machine.devices = count(4);
     let four = simulate(&pages(200), &machine, &settings).unwrap();
-    // Parts of a page each: the devices read what one would.
+    // Each device uses its part of each page, so together they read what one device would.
     assert_eq!(four.disk_read.bytes, alone.disk_read.bytes);
     let (four, alone) = (four.median().as_secs_f64(), alone.median().as_secs_f64());
     assert!((four / alone - 1.0).abs() < 0.05, "{four} s on four, {alone} s on one");
@@ -284,7 +285,7 @@ fn what_is_written_comes_to_the_disk() {
     assert!(done.disk_written.bytes >= Bytes::new(5 * 20 * PAGE), "{:?}", done.disk_written);
     assert_eq!(done.link_out.bytes, done.disk_written.bytes);
     assert!(done.pager.fills_zero >= 30);
-    // What goes down and what comes up share a link that is not duplex.
+    // On a link that is not duplex, moves up and moves down take turns.
     let link = Some(LinkModel::new(RATE, Duration::ZERO, false).unwrap());
     let shared = simulate(&workload, &MachineModel { link, ..machine() }, &settings(10)).unwrap();
     assert!(shared.median() > done.median(), "{:?} shared, {:?} duplex", shared.median(), done.median());
@@ -304,7 +305,8 @@ fn failures_cost_time_and_nothing_else() {
     assert_eq!(error.kind(), ErrorKind::Io);
 }
 
-/// 100 pages in order, of which LRU hits none in 40 frames: a pass is 100 reads of 100 us, copies of 1 ms and steps of 1 ns.
+/// 100 pages in order. LRU hits none of them in 40 frames, so a pass is 100 reads of 100 us, copies of 1 ms and steps
+/// of 1 ns.
 fn in_trouble(trouble: Vec<Trouble>) -> Simulated {
     let settings = Settings { policy: PolicyKind::Lru.into(), trouble, ..settings(40) };
     simulate(&pages(100), &machine(), &settings).unwrap()
@@ -323,13 +325,13 @@ fn a_slow_spell_costs_what_it_slows() {
         spell(Part::Disk, 2, 1),
         spell(Part::Link, 3, 2),
         spell(Part::Compute, 1000, 4),
-        // Both at once.
+        // Two spells at once.
         spell(Part::Disk, 2, 4),
         spell(Part::Disk, 5, 4),
     ]);
     let longer = [0, 10_000_000, 200_000_000, 0, 90_000_000 + 99_900, 0].map(Duration::from_nanos);
     assert_eq!(done.passes, longer.map(|longer| LRU_PASS + longer));
-    // While it lasts, by the clock: the copies of three pages begin within it.
+    // A spell given by the clock: the copies of three pages begin within it.
     let from = LRU_PASS + Duration::from_micros(50);
     let until = from + Duration::from_micros(2200);
     let done = in_trouble(vec![Trouble::from(slow(Part::Link, 2), When::Time(from)).until(When::Time(until))]);
@@ -363,11 +365,11 @@ fn a_smaller_budget_costs_the_faults_of_what_it_holds_no_more() {
     assert_eq!((calm.pager.faults, smaller.pager.faults), (100, 100 + 4 * 100));
     assert_eq!(smaller.passes[..2], calm.passes[..2]);
     assert_eq!(smaller.passes[2..], [LRU_PASS; 4]);
-    // When it is back, the 50 pages that are there hit, and the others come to stay.
+    // When the budget is back, the 50 pages that are resident hit, and the others are filled and stay.
     let done = of(vec![half.until(When::Pass(4))]);
     assert_eq!(done.pager.faults, 100 + 2 * 100 + 50);
     assert_eq!(done.passes[5], calm.passes[5]);
-    // More than the settings say.
+    // A budget larger than the settings say.
     let more = Trouble::from(TroubleKind::DeviceBudget(Bytes::new(100 * PAGE)), When::Pass(1));
     let done = in_trouble(vec![more]);
     assert_eq!((done.pager.faults, done.frames), (100 + 60, 100));
@@ -376,7 +378,7 @@ fn a_smaller_budget_costs_the_faults_of_what_it_holds_no_more() {
 #[test]
 fn a_budget_too_small_for_a_step_ends_the_run_with_that_error() {
     let trouble = vec![Trouble::from(TroubleKind::DeviceBudget(Bytes::new(2 * PAGE)), When::Pass(1))];
-    // Four pages hold what three have from any row on.
+    // Four pages hold what three pages have from any row on.
     let settings = Settings { step_pages: Some(count(4)), trouble, ..settings(40) };
     let step =
         Step { spans: vec![Span { segment: 0, offset: 0, len: 60 * PAGE, row: 1 }], share: Share::All, writes: false };
@@ -386,7 +388,7 @@ fn a_budget_too_small_for_a_step_ends_the_run_with_that_error() {
     assert!(error.to_string().contains("3 pages (3.0 MiB) are wanted at once"), "{error}");
 }
 
-/// Each page of a segment in a step of its own.
+/// One step for each page of a segment.
 fn one_by_one(segment: u32, pages: u64, writes: bool) -> Vec<Step> {
     let span = |page| Span { segment, offset: page * PAGE, len: PAGE, row: 1 };
     (0..pages).map(|page| Step { spans: vec![span(page)], share: Share::All, writes }).collect()
@@ -402,11 +404,12 @@ fn a_tensor_comes_and_goes_with_its_dirty_pages() {
         let trouble = kind.map(|kind| Trouble::from(kind, When::Pass(1)).until(When::Pass(3))).into_iter().collect();
         let settings =
             Settings { policy: PolicyKind::Lru.into(), lookahead: Lookahead::Off, trouble, ..settings(frames) };
-        // Steps that leave it time for its pages.
+        // Each step takes long enough for its pages to come.
         let compute = ComputeModel { step: Duration::from_millis(1), ..machine().compute };
         simulate(&pages(40), &MachineModel { compute, ..machine() }, &settings).unwrap()
     };
-    // Where there is room, ten pages are made, written twice, and gone, and the program does not notice.
+    // Where there is room, a tensor of ten pages is made, written twice, and removed. This does not change the
+    // program's times.
     let (calm, done) = (of(60, None), of(60, Some(guest(Backing::ReadWrite, 10 * PAGE))));
     assert_eq!(done.passes[3..], calm.passes[3..]);
     assert_eq!((done.pager.fills_zero, done.pager.write_backs), (10, 0));
@@ -415,7 +418,7 @@ fn a_tensor_comes_and_goes_with_its_dirty_pages() {
     // Of a file all pages but the last are whole.
     let done = of(60, Some(guest(Backing::File, 9 * PAGE + 5)));
     assert_eq!(done.disk_read.bytes, Bytes::new(49 * PAGE + 5));
-    // Where there is not, what it had dirty is written back, and read again.
+    // Where there is no room, the new tensor's dirty pages are written back and read again.
     let done = of(45, Some(guest(Backing::ReadWrite, 10 * PAGE)));
     assert_eq!(done.disk_written.bytes.get(), done.pager.write_backs * PAGE);
     assert!(done.pager.write_backs > 0 && done.pager.faults > 50, "{:?}", done.pager);
@@ -429,17 +432,17 @@ fn a_full_disk_costs_bytes_only_where_there_is_no_room_for_them() {
     let workload = Workload::new(segments, steps).unwrap();
     let settings = Settings { policy: PolicyKind::Lru.into(), trouble: vec![full], ..settings(20) };
     let done = simulate(&workload, &machine(), &settings).unwrap();
-    // What cannot be written stays, and what can be read again goes.
+    // Pages that cannot be written stay, and pages that can be read again go.
     assert!(done.failures > 0, "{done:?}");
     assert_eq!((done.lost_steps, done.pager.poisoned), (0, 0));
     assert!(done.disk_written.bytes >= Bytes::new(4 * 8 * PAGE), "{:?}", done.disk_written);
-    // All are dirty, and there is room for ten of them: those that had to go are lost, and whoever wants them hears of it.
+    // All 30 pages are dirty, and there is room for ten. The others are lost, and steps that want them are told.
     let full = Trouble::from(TroubleKind::DiskFull, When::Pass(0));
     let all_dirty = Workload::new(vec![(Backing::ReadWrite, 30 * PAGE)], one_by_one(0, 30, true)).unwrap();
     let done =
         simulate(&all_dirty, &machine(), &Settings { trouble: vec![full], ..settings_of(&settings, 10) }).unwrap();
     assert_eq!((done.pager.poisoned, done.lost_steps, done.pager.write_backs), (20, 5 * 20, 0));
-    // After three attempts that somebody waited for, or eight in all.
+    // A write back is tried three times if somebody waits for it, and eight times at most.
     assert!((3 * 20..=8 * 20).contains(&done.failures), "{}", done.failures);
 }
 
@@ -463,17 +466,17 @@ fn a_lost_device_ends_the_run_and_names_what_is_lost_with_it() {
     };
     let text = of(&workload(true), 40, 0, When::Pass(2));
     assert!(text.starts_with("8 pages (8.0 MiB) are lost, 0 to 7 of segment 0: device 0 is lost"), "{text}");
-    // What was read, or never written, is still where it came from.
+    // Pages that were only read, or never written, are still where they came from.
     for at in [When::Pass(2), When::Time(Duration::from_micros(700))] {
         let text = of(&workload(false), 40, 0, at);
         assert!(text.starts_with("device 0 is lost"), "{text}");
     }
-    // What was written back when others came is safe, and so is what the host tier has.
+    // Pages that were written back when others came are safe, and so are those in the host tier.
     for (frames, host) in [(20, 0), (20, 20)] {
         let text = of(&workload(true), frames, host, When::Pass(2));
         assert!(text.starts_with("device 0 is lost"), "{text}");
     }
-    // One that is there for the others has to be there.
+    // Either of two devices can be the lost one, and there is no third one.
     let settings = |device| {
         let trouble = vec![Trouble::from(TroubleKind::DeviceLost { device }, When::Pass(1))];
         Settings { trouble, ..settings(40) }
@@ -499,12 +502,13 @@ fn what_a_program_tells_its_pager_is_done_when_it_says() {
     };
     assert_eq!(of(Vec::new()).faults, 50);
     assert_eq!(of(vec![TroubleKind::Evict(ten.clone())]).faults, 60);
-    // Ten frames are free: they go first, then those of five pages. The first fault finds them on their way and takes one more.
+    // Ten frames are free: they go first, then those of five pages. The first fault comes while they go, and takes one
+    // more.
     assert_eq!(of(vec![TroubleKind::Trim(Bytes::new(15 * PAGE))]).faults, 56);
     let hinted = of(vec![TroubleKind::Evict(ten.clone()), TroubleKind::Hint(ten.clone())]);
     assert_eq!((hinted.faults, hinted.prefetched + hinted.late), (50, 10), "{hinted:?}");
     assert_eq!(of(vec![TroubleKind::Chain(ten.clone())]), of(Vec::new()));
-    // Without its plan the policy fills nothing ahead.
+    // Without its plan, the policy fills nothing ahead.
     let of = |trouble| simulate(&pages(100), &machine(), &Settings { trouble, ..settings(40) }).unwrap();
     let plan = |order| TroubleKind::Plan { order, cyclic: true };
     let withdrawn = of(vec![Trouble::from(plan(Vec::new()), When::Pass(3))]);

@@ -1,5 +1,6 @@
-//! Random work of many threads with injected failures, over all settings and devices: a few seconds in the normal run, as
-//! long as `make soak` says otherwise. On the emulated CUDA driver also a count of operations: every one of them is judged.
+//! Random work of many threads with injected failures, over all settings and devices. It takes a few seconds in the
+//! normal run, and as long as one likes with `make soak`. On the emulated CUDA driver there are also runs of a given
+//! number of operations, and the driver judges every one of them.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -14,12 +15,12 @@ use harness::replay::{Case, first_seed, replayed};
 use harness::{Devices, On, Rng, next_round, watched};
 use workload::{Plan, Until};
 
-/// A round is long enough to fill every tier many times, short enough to see many settings.
+/// A round is long enough to fill every tier many times, and short enough that a run sees many settings.
 const ROUND: Duration = Duration::from_millis(500);
 
 on_every_device! { five_seconds_of_random_work_with_failures }
 
-/// Seeds of rounds: one if it is to be replayed, or else new ones without end.
+/// The seeds of rounds: the one to be replayed, or new ones without end.
 fn rounds() -> impl Iterator<Item = u64> {
     let mut rng = Rng::new(first_seed());
     let first = replayed();
@@ -77,12 +78,12 @@ mod emulated_driver {
         fake.finish();
     }
 
-    /// Steps of one round, of all its threads. A new driver for each: clocks and histories stay short, and many settings
-    /// are seen.
+    /// Steps of all threads in one round. Each round has a new driver, so that clocks and histories stay short and many
+    /// settings are seen.
     const ROUND_STEPS: u64 = 2000;
 
-    /// Random operations until `count` of the runtime's were made, every byte compared, with the driver's streams late by
-    /// chance in some rounds. The driver must have found nothing at all.
+    /// Does random operations until the runtime has made `count` of them, and compares every byte. In some rounds the
+    /// driver's streams are late by chance. The driver must have found nothing.
     fn judged(name: &'static str, count: u64) {
         let Some(fake) = small_pages(name) else { return };
         let (start, mut operations, mut calls, mut work) = (Instant::now(), 0, 0, 0);
@@ -98,7 +99,7 @@ mod emulated_driver {
             let _case = Case::of(name, seed);
             let mut rng = Rng::new(seed);
             let mut plan = Plan::random(&mut rng, CUDA, 0);
-            // A round that is closed early counts what it came to.
+            // A round that is closed early counts the operations that it made.
             plan.close_early = rng.one_in(8);
             let delay = *rng.pick(&[0, 0, 0, 0, 20, 100]);
             fake.set_delay(delay, rng.next());
@@ -112,7 +113,7 @@ mod emulated_driver {
             operations += told.recv().unwrap();
             calls += fake.calls("*");
             work += fake.calls("work");
-            // Fails if anything was found or is left.
+            // This fails if the driver found anything or anything was not given back.
             Fake::start_over();
         }
         fake.finish();

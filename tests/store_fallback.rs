@@ -1,6 +1,6 @@
-//! The promise: what the system refuses costs speed at most. io_uring that a container forbids or a kernel lacks, file
-//! systems that do not preallocate or know no O_DIRECT: the runtime goes on without, reads and writes the right bytes,
-//! and what was asked for by name is an error that says what to do.
+//! The promise: what the system refuses costs speed at most. A container may forbid io_uring, a kernel may lack it, and
+//! a file system may not preallocate or may not know O_DIRECT. The runtime goes on without, and reads and writes the
+//! right bytes. If the caller asked for it by name, there is an error that says what to do.
 //!
 //! A system-call filter makes the refusals. It holds for the thread that installs it and the threads that thread starts,
 //! so each refusal has a thread of its own.
@@ -19,7 +19,7 @@ use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Result, Runtime};
 #[derive(Clone, Copy, Debug)]
 struct Refusal {
     call: libc::c_long,
-    /// Only where this argument has one of these bits.
+    /// The refusal applies only if this argument has one of these bits.
     having: Option<(u32, u32)>,
     errno: i32,
 }
@@ -29,12 +29,12 @@ impl Refusal {
         Self { call, having: None, errno }
     }
 
-    /// Of opening a file with O_DIRECT.
+    /// Refuses to open a file with O_DIRECT.
     const fn of_direct(errno: i32) -> Self {
         Self { call: libc::SYS_openat, having: Some((2, libc::O_DIRECT as u32)), errno }
     }
 
-    /// From here on, for this thread. False where the system takes no filters.
+    /// The refusal applies to this thread from here on. Returns false where the system takes no filters.
     fn install(self) -> bool {
         let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
         let skip_unless = |code: u32, k: u32, jf: u8| libc::sock_filter { code: code as u16, jt: 0, jf, k };
@@ -60,7 +60,7 @@ impl Refusal {
     }
 }
 
-/// Runs `test` on a thread to which `refusals` apply. Says so where they cannot be made.
+/// Runs `test` on a thread to which `refusals` apply, or says that the system cannot refuse them.
 fn refusing(refusals: &[Refusal], test: impl FnOnce() + Send) {
     thread::scope(|scope| {
         let under_filter = scope.spawn(|| {
@@ -127,7 +127,7 @@ fn io_uring_that_is_refused_is_replaced_by_threads() {
             assert_eq!(runtime.stats().io, IoBackend::Threads, "errno {errno}");
             work(&runtime, &file);
             runtime.close().unwrap();
-            // What was chosen by name is not replaced.
+            // A backend that was chosen by name is not replaced.
             let error = open(IoBackend::IoUring, file.dir.path()).unwrap_err();
             assert!(matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::OutOfMemory), "{error}");
             assert!(error.advice().is_some_and(|advice| advice.contains("I/O backend `threads`")), "{error}");
@@ -135,7 +135,7 @@ fn io_uring_that_is_refused_is_replaced_by_threads() {
     }
 }
 
-/// A kernel that sets up rings and then runs nothing in them is as good as none.
+/// A kernel may set up rings and then run nothing in them. That counts as having no io_uring.
 #[test]
 fn io_uring_that_sets_up_and_does_not_run_is_replaced_by_threads() {
     for call in [libc::SYS_io_uring_register, libc::SYS_io_uring_enter] {
@@ -149,7 +149,7 @@ fn io_uring_that_sets_up_and_does_not_run_is_replaced_by_threads() {
     }
 }
 
-/// EFAULT says that the kernel could not read our memory: no fallback makes that good.
+/// EFAULT says that the kernel could not read our memory. This is an error of ours, so there is no fallback.
 #[test]
 fn io_uring_that_faults_is_no_reason_to_go_on() {
     refusing(&[Refusal::of(libc::SYS_io_uring_setup, libc::EFAULT)], || {
@@ -172,7 +172,7 @@ fn a_file_system_that_does_not_preallocate_is_written_all_the_same() {
     }
 }
 
-/// No room is an error of the allocation that wants it, and of nothing else.
+/// If there is no room, only the allocation that wants it fails.
 #[test]
 fn a_disk_that_is_full_at_preallocation_refuses_the_allocation() {
     let file = file();
@@ -208,7 +208,7 @@ fn without_o_direct_files_go_through_the_page_cache() {
     });
 }
 
-/// Where a descriptor cannot be opened anew, the flags of the one there is are changed.
+/// If a file's descriptor cannot be opened anew, the flags of the existing one are changed.
 #[test]
 fn a_file_that_cannot_be_opened_again_is_read_directly_all_the_same() {
     refusing(&[Refusal::of_direct(libc::EACCES)], || {
@@ -221,7 +221,7 @@ fn a_file_that_cannot_be_opened_again_is_read_directly_all_the_same() {
     });
 }
 
-/// A file system without O_DIRECT and without io_uring's help: nothing is left but the page cache.
+/// The system refuses io_uring, preallocation and O_DIRECT at the same time. Only threads and the page cache are left.
 #[test]
 fn everything_refused_at_once_still_works() {
     let refusals = [

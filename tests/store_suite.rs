@@ -1,5 +1,5 @@
-//! The contract of `Store`, run on every backend that works on this machine. What waits, waits for an event, never for
-//! a time; where a call to the kernel must fail, be late or come in a known order, a hook sees to it.
+//! The contract of `Store`, run on every backend that works on this machine. A test that waits, waits for an event and
+//! never for a time. A hook makes calls to the kernel fail, come late, or come in a known order.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that fails should stop")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -22,7 +22,7 @@ const PAGE: usize = 64 << 10;
 
 // ---------------------------------------------------------------------------------------------------------- helpers
 
-/// Runs `test` on each backend that works here, and says which do not.
+/// Runs `test` on each backend that works here, and names those that do not.
 fn on_each_backend(test: impl Fn(IoBackend)) {
     let mut ran = 0;
     for backend in IoBackend::CHOICES {
@@ -37,7 +37,7 @@ fn on_each_backend(test: impl Fn(IoBackend)) {
     assert!(ran >= 2, "threads and buffered work everywhere");
 }
 
-/// Runs `test` where callers carry out reads: they could not leave one of another backend.
+/// Runs `test` on the backends where callers may carry out reads. A caller could not leave a read of another backend.
 fn where_callers_read(test: impl Fn(IoBackend)) {
     on_each_backend(|backend| {
         if backend == IoBackend::IoUring {
@@ -244,7 +244,7 @@ impl Rig {
 }
 
 impl Memory {
-    /// A read of a page that somebody waits for, named by the page's number.
+    /// A demand read of a page, named by the page's number.
     fn demand(&self, file: FileId, page: usize) -> IoOp {
         IoOp {
             token: Token(page as u64),
@@ -287,7 +287,7 @@ impl Random {
 
 // ------------------------------------------------------------------------------------------------------ whole bytes
 
-/// Every page of a file whose length is no multiple of anything, with registered memory and without.
+/// Reads every page of files whose lengths are whole pages or not, with registered memory and without.
 fn reads_a_whole_file(rig: &Rig) {
     for (round, len) in [5 * PAGE + 12_345, 1, 4096, PAGE].into_iter().enumerate() {
         let (file, bytes) = rig.model(len);
@@ -360,7 +360,8 @@ fn random_operations_on_tmpfs() {
     random_operations(&Rig::in_directory(StoreOptions::new(IoBackend::Auto), shm), 500);
 }
 
-/// Reads and writes of 4 KiB to a page, up to sixteen at once, no two on the same block; the oracle is a vector.
+/// Reads and writes of one to four blocks of 4 KiB, up to sixteen at once, no two on the same block. The oracle is a
+/// vector.
 fn random_operations(rig: &Rig, count: u64) {
     const BLOCK: usize = 4096;
     const BLOCKS: usize = 256;
@@ -372,7 +373,7 @@ fn random_operations(rig: &Rig, count: u64) {
     while token < count {
         let mut batch = Vec::new();
         for lane in 0..LANES {
-            // Each lane has its own sixteenth of the file and of the memory.
+            // Each lane has a sixteenth of the file and of the memory.
             let room = BLOCKS / LANES;
             let (first, blocks) = (random.below(room), 1 + random.below(4));
             let blocks = blocks.min(room - first);
@@ -644,7 +645,7 @@ fn a_store_names_the_files_it_reads_through_the_page_cache() {
     assert_eq!(auto.store.buffered_files(), [path]);
     auto.store.remove_file(second);
     assert!(auto.store.buffered_files().is_empty());
-    // Who asked for the page cache knows.
+    // A caller who asked for the page cache need not be told.
     let buffered = Rig::new(IoBackend::Buffered);
     add(&buffered);
     assert!(buffered.store.buffered_files().is_empty());
@@ -674,13 +675,13 @@ fn a_file_that_changes_under_a_read_is_noticed() {
         assert_eq!(error.advice(), Some("reopen the model"));
         let text = error.to_string();
         assert!(text.contains("model changed") && text.contains("131072 to 131076"), "{text}");
-        // Truncated: the read is short as well, and the change is what is told.
+        // The file is truncated: the read is short as well, and the error names the change.
         let error = changed_while_reading(backend, |path| {
             OpenOptions::new().write(true).open(path).unwrap().set_len(100).unwrap();
         });
         assert_eq!(error.kind(), ErrorKind::ModelChanged);
         assert!(error.to_string().contains("131072 to 100"), "{error}");
-        // The same length, another time.
+        // The length is the same and the time differs.
         let error = changed_while_reading(backend, |path| {
             let file = OpenOptions::new().write(true).open(path).unwrap();
             file.set_modified(std::time::UNIX_EPOCH).unwrap();
@@ -718,7 +719,7 @@ fn removing_a_file_lets_its_operations_end() {
         rig.store.remove_file(file);
         rig.store.remove_file(file);
         rig.store.submit(rig.read(4, file, 0));
-        // A file that comes now may get the number the kernel knew the first by, never its operations.
+        // A new file may get the kernel's number of the first one, but never its operations.
         let other = rig.scratch(PAGE);
         rig.store.submit(IoOp { buffer: rig.memory.at(8 * PAGE), ..rig.read(5, other, 0) });
         hook.open_gate();
@@ -761,7 +762,7 @@ fn close_completes_what_was_submitted_and_refuses_what_comes_after() {
     });
 }
 
-/// The drive never answers one read; a second one waits behind it.
+/// The drive never answers one read, and a second one waits behind it.
 #[test]
 fn regression_a_store_whose_drive_never_answers_closes() {
     on_each_backend(|backend| {
@@ -779,7 +780,7 @@ fn regression_a_store_whose_drive_never_answers_closes() {
         assert_eq!(rig.log.kind(1), ErrorKind::Closed);
         rig.store.submit(rig.read(2, file, 1));
         assert_eq!(rig.log.kind(2), ErrorKind::Closed);
-        // It is dropped without waiting; what the kernel has is completed if the drive answers after all.
+        // Dropping the store does not wait. If the drive answers after all, what the kernel has is completed.
         let Rig { store, log, memory, directory } = rig;
         drop(store);
         assert_eq!(log.count(), 2);
@@ -791,7 +792,7 @@ fn regression_a_store_whose_drive_never_answers_closes() {
     });
 }
 
-/// A drive that is slow is waited for: something ends again and again.
+/// A drive that is slow is waited for, because something ends again and again.
 #[test]
 fn a_store_that_gave_up_closes_once_the_drive_has_answered() {
     on_each_backend(|backend| {
@@ -826,7 +827,7 @@ fn a_demand_read_may_be_carried_out_by_the_caller() {
         rig.log.result(0).unwrap();
         assert_eq!(rig.log.ended.lock().unwrap()[0].2, thread::current().id());
         assert_eq!(rig.memory.bytes(0, PAGE), &bytes[..PAGE]);
-        // One that the caller does not carry out is carried out all the same, and so is what is no demand.
+        // A read that the caller leaves is carried out all the same. So are operations that are no demand reads.
         drop(rig.store.begin(demand(rig.read(1, file, 1))));
         assert!(rig.store.begin(rig.read(2, file, 2)).is_none());
         assert!(rig.store.begin(demand(IoOp { valid: 0, ..rig.read(3, file, 3) })).is_none());
@@ -868,7 +869,7 @@ fn close_waits_for_reads_of_callers() {
             let error = rig.store.close_within(Duration::from_millis(1)).unwrap_err();
             assert!(error.to_string().contains("2 operations are outstanding"), "{error}");
             let closing = scope.spawn(|| rig.store.close());
-            // Nobody is left who could carry it out.
+            // The caller has left the read, and no thread of the store carries it out any more.
             drop(left);
             assert_eq!(rig.log.kind(1), ErrorKind::Closed);
             hook.open_gate();
@@ -891,9 +892,9 @@ fn a_file_that_changes_under_a_read_of_the_callers_is_noticed() {
     });
 }
 
-/// Reads that end together are compared together, and each file by itself.
+/// Files of reads that end together are checked together, but each file by itself.
 #[test]
-fn of_reads_that_end_together_those_of_a_changed_file_fail() {
+fn a_changed_file_fails_its_own_reads_among_those_that_end_together() {
     on_each_backend(|backend| {
         let hook = Hook::gated();
         let rig = Rig::with(StoreOptions::new(backend).hook(Arc::clone(&hook) as _));
@@ -915,7 +916,7 @@ fn of_reads_that_end_together_those_of_a_changed_file_fail() {
     });
 }
 
-/// Submissions race with a close: each ends once, with its bytes or with `Closed`.
+/// Submissions race with a close. Each ends once, with its bytes or with `Closed`.
 #[test]
 fn close_racing_with_submissions_loses_nothing() {
     on_each_backend(|backend| {
@@ -943,7 +944,7 @@ fn close_racing_with_submissions_loses_nothing() {
     });
 }
 
-/// Nobody is left who wants the result, at each moment: before the call, during it, after it.
+/// The store is dropped before the call, during it and after it, when nobody wants the result any more.
 #[test]
 fn a_store_dropped_with_work_in_flight_drains_first() {
     on_each_backend(|backend| {
@@ -969,7 +970,7 @@ fn a_store_dropped_with_work_in_flight_drains_first() {
     });
 }
 
-/// The last owner of a store is its own completion: it must neither wait for itself nor leave anything out.
+/// The last owner of a store is its own completion. It must not wait for itself, and must not leave out any operation.
 #[test]
 fn a_store_dropped_by_its_own_completion() {
     struct Last {
@@ -1005,7 +1006,7 @@ fn a_store_dropped_by_its_own_completion() {
     });
 }
 
-/// What takes long to report neither holds up the rest nor is forgotten by a close.
+/// A completion that takes long to report holds up no other one, and a close does not forget it.
 #[test]
 fn a_slow_completion_does_not_hold_up_the_others() {
     /// Holds the completion of the first operation until it is told to go on.
@@ -1048,9 +1049,10 @@ fn a_slow_completion_does_not_hold_up_the_others() {
     });
 }
 
-/// Of what hangs, and of what waits behind it, nothing is heard; of what was reported there is nothing to hear.
+/// An operation that hangs is late, and so are those that wait behind it. One that was reported is not, and neither is
+/// a token that nobody submitted.
 #[test]
-fn what_nothing_is_heard_of_is_late() {
+fn operations_that_nothing_is_heard_of_are_late() {
     on_each_backend(|backend| {
         let hook = Arc::new(Hook::default());
         let memory = Memory::new(3 * PAGE);
@@ -1077,7 +1079,7 @@ fn what_nothing_is_heard_of_is_late() {
     });
 }
 
-/// Whoever takes long over news keeps the store from reporting more, and not from reading.
+/// The receiver of a report may take long. Meanwhile the store reports no more, but it goes on reading.
 #[test]
 fn regression_a_report_that_takes_long_holds_up_no_calls() {
     /// Holds the first report until the calls of all operations were seen.
@@ -1087,7 +1089,7 @@ fn regression_a_report_that_takes_long_holds_up_no_calls() {
     }
     #[derive(Default)]
     struct Calls {
-        /// How many were seen, and whether the first one's end is being reported.
+        /// How many calls were seen, and whether the end of the first operation is being reported.
         state: Mutex<(usize, bool)>,
         changed: Condvar,
     }
@@ -1168,7 +1170,7 @@ fn many_files_come_and_go() {
         let rig = Rig::new(backend);
         let path = rig.directory.path().join("file");
         fs::write(&path, noise(4096, 2)).unwrap();
-        // More than the kernel's table of registered files has room for, some of them open at once.
+        // There are more files than the kernel's table of registered files has room for, and some are open at once.
         let mut open = Vec::new();
         for n in 0..1200u64 {
             let file = rig.store.add_file(File::open(&path).unwrap(), path.clone(), FileUse::Model).unwrap();
@@ -1194,19 +1196,19 @@ fn a_file_is_measured() {
         assert_eq!((probe.backend, probe.size), (backend, Bytes::mib(1)));
         assert_eq!(probe.points.len(), 4, "a block larger than the file is not measured");
         assert!(probe.points.iter().all(|point| point.bytes == Bytes::mib(1) && point.bytes_per_second() > 0.0));
-        // Fewer than that where the machine is slow.
+        // A slow machine takes fewer than 200 samples.
         assert!((1..=200).contains(&probe.page_latency.unwrap().samples));
     });
     let missing = probe_file(Path::new("/nowhere"), IoBackend::Auto, &[], &[], Bytes::ZERO).unwrap_err();
     assert_eq!(missing.kind(), ErrorKind::NotFound);
 }
 
-/// An operation goes on with its own file, whatever has come in that file's place while it waited to be continued.
+/// An operation that is continued keeps its file, even if another file has taken the place of that one meanwhile.
 #[test]
 fn regression_a_continued_read_keeps_its_file_when_another_takes_the_place() {
     on_each_backend(|backend| {
-        // The second call is the rest of a read of which half came. It is held at the gate, and with it whatever serves
-        // the store; meanwhile its file is forgotten and another is taken in.
+        // The second call reads the rest of a page of which half has come. It is held at the gate, and the thread that
+        // serves the store is held with it. Meanwhile the file is removed and another one is added.
         let hook = Hook::scripted([(0, Injected::Short(PAGE as u32 / 2))]);
         let gate = Arc::new(SecondCall { hook: Arc::clone(&hook), open: Mutex::new(false), changed: Condvar::new() });
         let rig = Rig::with(StoreOptions::new(backend).depth(QueueDepth::ONE).hook(Arc::clone(&gate) as _));

@@ -1,4 +1,4 @@
-//! Pins for a stream: they are there before the bytes, and work on the stream finds the bytes all the same.
+//! Pins for a stream: they are granted before the bytes have come, and work on the stream still finds the bytes.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -78,7 +78,7 @@ fn a_stream_reads_the_files_bytes_under_pressure(devices: Devices) {
     });
 }
 
-/// Readers on streams beside writers, on threads of their own: nobody reads what is half written, and everybody ends.
+/// Readers on streams and writers on threads of their own: nobody reads what is half written, and everybody ends.
 fn streams_and_writers_share_pages(devices: Devices) {
     watched("streams_and_writers_share_pages", move || {
         for setting in Setting::tiers(devices) {
@@ -125,7 +125,7 @@ fn requests_given_up_at_any_moment_leave_no_pin_behind(devices: Devices) {
             for _ in 0..200 {
                 let at = random.below(18) as usize;
                 let mut request = pin!(runtime.pin_device_on(&tensors[at..at + 2], &stream));
-                // Before, while and after it is served.
+                // The request is given up before it is served, while it is, or after it.
                 for _ in 0..random.below(3) {
                     if request.as_mut().poll(&mut context).is_ready() {
                         break;
@@ -172,8 +172,8 @@ fn closing_with_pins_of_streams_ends(devices: Devices) {
     });
 }
 
-/// Pins whose guards were dropped counted as held by the task until the stream had passed: it was told that it would wait
-/// for itself.
+/// The bug: after a guard was dropped, its pins counted as held by the task until the stream had passed. So the task
+/// was told that it would wait for itself.
 fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices) {
     watched("regression_what_a_stream_still_uses_is_not_held_by_the_task", move || {
         for on in devices.iter().copied() {
@@ -194,7 +194,7 @@ fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices)
                     false => pin.unpin().unwrap(),
                 }
                 assert_eq!(scope.held(), Bytes::new(0));
-                // All frames of the budget are the stream's, and the scope waits for it, as others do.
+                // The stream uses all frames of the budget. The scope waits for it, as others do.
                 let (mut reads, mut writes) =
                     (scope.pin_device_on(&tensors[2..], &stream), scope.pin_device_mut(&tensors[..2]));
                 let waits = match write {
@@ -211,7 +211,7 @@ fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices)
                 drop((reads, writes));
                 stream.synchronize().unwrap();
             }
-            // What was set aside is anybody's again.
+            // Frames that were set aside can be had by anybody again.
             drop(runtime.scope().reserve(Bytes::new(2 * PAGE)).wait().unwrap());
             drop(stream);
             check_at_rest(runtime, tensors, "what a stream still uses");
@@ -219,7 +219,8 @@ fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices)
     });
 }
 
-/// Scopes with one guard at a time, which a stream ends: more layers are on the streams than the budget holds.
+/// Each scope has one guard at a time, and a stream ends it. There are more layers on the streams than the budget
+/// holds.
 fn regression_scopes_that_stream_layers_are_told_nothing(devices: Devices) {
     watched("regression_scopes_that_stream_layers_are_told_nothing", move || {
         for setting in Setting::tiers(devices) {
@@ -277,7 +278,7 @@ fn wrong_streams_are_refused(devices: Devices) {
     assert!(error.to_string().contains("different runtimes"), "{error}");
 
     let stream = runtime.compute_stream().unwrap();
-    // Nothing, and tensors of nothing, need no pages.
+    // An empty set, and tensors without bytes, need no pages.
     drop(runtime.pin_device_on(&[], &stream).wait().unwrap());
     let pin = runtime.pin_device_on(&tensors[1..], &stream).wait().unwrap();
     pin.copy_out(0, 0, &mut []).unwrap();
@@ -285,7 +286,7 @@ fn wrong_streams_are_refused(devices: Devices) {
     assert_eq!(pin.copy_out(1, 0, &mut []).unwrap_err().kind(), ErrorKind::InvalidArgument);
     drop(pin);
 
-    // What was never written reads as zero bytes, also on a stream, and a writer waits for the stream.
+    // Bytes that were never written read as zero, also on a stream. A writer waits for the stream.
     let pin = runtime.pin_device_on(&tensors, &stream).wait().unwrap();
     assert_eq!(bytes_of(&pin, 0, 100).unwrap(), [0; 100]);
     let mut writer = runtime.writing(&tensors[0]);

@@ -1,4 +1,4 @@
-//! The promise: whatever the budget, policy, page size, backend and tiers, the bytes are the file's.
+//! The promise: the bytes are the file's, whatever the budget, policy, page size, backend and tiers.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
@@ -45,7 +45,7 @@ fn every_byte_is_the_files_for_every_setting(devices: Devices) {
     let lengths: Vec<usize> = (0..60).map(|n| 1000 + n * 997 % 90_000).collect();
     let file = common::synthetic(&lengths);
     for (n, policy) in PolicyKind::ALL.into_iter().enumerate() {
-        // Every policy with every size; of the backends each policy meets one, and the first two meet all.
+        // Every policy runs with every size. Each policy runs with one backend, and the first two run with all of them.
         let backends =
             if n < 2 { &IoBackend::CHOICES[..] } else { &IoBackend::CHOICES[n % IoBackend::CHOICES.len()..][..1] };
         for io in backends.iter().copied() {
@@ -154,7 +154,8 @@ fn a_read_write_tensor_larger_than_memory_keeps_what_was_written(devices: Device
     }
 }
 
-/// The write operations a store was given, by offset. One that the kernel takes in several calls counts once.
+/// The write operations that a store was given, by offset. An operation that takes several calls of the kernel counts
+/// once.
 #[derive(Debug, Default)]
 struct Writes(Mutex<HashSet<(u64, Token)>>);
 
@@ -185,7 +186,8 @@ impl CallHook for Writes {
 /// A page and a row of the table below.
 const ROW: u64 = 64 << 10;
 
-/// Written once from start to end, a tensor larger than memory costs as many writes as it has pages; read afterwards, none.
+/// A tensor larger than memory is written once from start to end. This takes as many writes as it has pages. Reading it
+/// afterwards takes none.
 fn each_dirty_page_is_written_back_once(devices: Devices) {
     const ROWS: u64 = 40;
     for (host, io) in [(0, IoBackend::Auto), (0, IoBackend::Threads), (3, IoBackend::Auto), (3, IoBackend::Buffered)] {
@@ -207,12 +209,12 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
             for row in 0..ROWS {
                 runtime.write(&part(row)).unwrap().fill(row as u8 + 1);
             }
-            // The last ones go when they are told to.
+            // The last pages go when they are evicted.
             while runtime.snapshot(&table).pages.iter().any(|page| page.device.state != State::Empty) {
                 runtime.evict(&table);
                 std::thread::yield_now();
             }
-            // A host tier may keep some, and write them in the background.
+            // A host tier may keep some pages, and write them in the background.
             if host == 0 {
                 check_writes(&runtime, &writes, ROWS, &what);
             }
@@ -222,8 +224,8 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
                     assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "{what}: row {row}, pass {pass}");
                 }
             }
-            // From a host tier, reading may push down what was in memory only. And a page that is read while its copy there
-            // is being written goes up as the newest, so that this write was for nothing.
+            // With a host tier, a read may push pages to the disk that were in memory only. And if a page is read while
+            // its host copy is being written, the page goes up as the newest, so that this write was not needed.
             runtime.clone().close().unwrap();
             let on_disk = runtime.snapshot(&table).pages.iter().filter(|page| page.disk).count() as u64;
             if host == 0 {
@@ -239,7 +241,7 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
     }
 }
 
-/// So many pages were written, each of them once, and the counters say so.
+/// Checks that this many pages were written, each once, and that the counters agree.
 fn check_writes(runtime: &Runtime, writes: &Writes, pages: u64, what: &str) {
     let by_offset = writes.by_offset();
     assert_eq!(by_offset.len() as u64, pages, "{what}");
@@ -275,7 +277,7 @@ fn block_on<F: Future>(future: F) -> F::Output {
     tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
 }
 
-/// Units of several pages, some filled ahead and some late: none may be counted as a hit that was not one.
+/// Units of several pages, some of them filled ahead and some late. A page that was late must not count as a hit.
 fn regression_hits_never_exceed_the_best_possible(devices: Devices) {
     let file = common::synthetic(&[90_000; 40]);
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
@@ -316,7 +318,7 @@ fn regression_a_forgotten_request_ends_with_its_segment(devices: Devices) {
     runtime.close().unwrap();
 }
 
-/// What is right for the budget at the start is too much, or too little, for another.
+/// The lookahead that is right for the first budget is too large or too small for another one.
 fn regression_the_lookahead_follows_the_budget(devices: Devices) {
     let pages = |n: u64| Bytes::kib(16 * n);
     for (asked, at_1024, at_64) in [
@@ -335,7 +337,7 @@ fn regression_the_lookahead_follows_the_budget(devices: Devices) {
     }
 }
 
-/// A budget that has been larger allowed more hits than the present one could.
+/// The best possible is that of the largest budget so far: it allowed more hits than the present one could.
 fn regression_the_best_possible_is_of_the_largest_budget(devices: Devices) {
     let file = common::synthetic(&[16 << 10; 8]);
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 16)).open().unwrap();
@@ -350,7 +352,7 @@ fn regression_the_best_possible_is_of_the_largest_budget(devices: Devices) {
     assert!(optimum.actual_hits > 0 && optimum.actual_hits <= optimum.hits, "{optimum:?}");
 }
 
-/// A wave that cannot hold one row could only be refused later, by the pin.
+/// A wave that cannot hold one row is refused at once. Otherwise only the pin could refuse it later.
 fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
     let wide = [runtime.alloc(DType::U8, &[2, 40 << 10]).unwrap()];
@@ -360,7 +362,7 @@ fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
     for part in ["U8 [2, 40960]", "40.0 KiB", "3 pages", "2 (32.0 KiB)", "at least 3 pages"] {
         assert!(text.contains(part), "{text:?} does not say {part:?}");
     }
-    // A row of a page fits where it begins with one.
+    // A row as large as a page fits if it begins with the page.
     let fitting = [runtime.alloc(DType::U8, &[4, 16 << 10]).unwrap()];
     assert_eq!(runtime.waves(&fitting, 1).unwrap().len(), 4);
     for wave in runtime.waves(&wide, 4).unwrap() {
@@ -369,7 +371,7 @@ fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
     }
 }
 
-/// Every wait has a cause, a tier and a page, and they add up.
+/// Every wait has a cause, a tier and a page, and the sums agree.
 fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
     watched("waits", move || {
         for setting in Setting::tiers(devices) {
@@ -399,7 +401,7 @@ fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
 
             let worst = &runtime.worst_pages(16);
             assert!(worst.len() <= 16 && worst.is_sorted_by_key(|page| std::cmp::Reverse(page.time)), "{worst:?}");
-            // Few enough pages that all of them are there.
+            // There are so few pages that all of them are in the list.
             let counts = stats.stalls.iter().map(|stalls| stalls.count).sum::<u64>();
             assert_eq!(worst.iter().map(|page| page.count).sum::<u64>(), counts, "{worst:?}");
             // A page's time is kept in whole units of 1024 ns a wait.
@@ -409,7 +411,7 @@ fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
                 worst.iter().find(|page| page.page == PageId { index: PageIndex::new(0), ..page.page }).unwrap();
             assert!(first.count > 0 && !first.name.is_empty(), "{first:?}");
             let named = |text: &str| worst.iter().any(|page| page.tensor == text);
-            // The page of t0's end is t1's beginning.
+            // The last page of t0 is the first page of t1.
             assert!(named("t0") && named("t0 and 1 more") && named("U8 [16384]"), "{worst:?}");
             drop(model);
             check_at_rest(runtime, vec![table], "waits");
@@ -417,8 +419,8 @@ fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
     });
 }
 
-/// What a policy of the user's might do: first in, first out, and, where it is `hostile`, against every rule of the
-/// contract that can be broken without hanging.
+/// What a user's policy might do: first in, first out. If it is `hostile`, it breaks every rule of the contract that
+/// can be broken without hanging.
 #[derive(Debug)]
 struct OwnPolicy {
     resident: VecDeque<PageId>,
@@ -488,7 +490,7 @@ fn a_policy_of_the_users_decides_and_cannot_cost_bytes(devices: Devices) {
     });
 }
 
-/// What nobody set follows from the model's disk, the device budget, and nothing else; and the bytes are the file's.
+/// Settings that nobody made follow only from the model's disk and the device budget. The bytes are the file's.
 #[test]
 fn settings_that_nobody_made_are_chosen_and_told() {
     alone("settings_that_nobody_made_are_chosen_and_told", || {
@@ -500,17 +502,17 @@ fn settings_that_nobody_made_are_chosen_and_told() {
             let before = builder.settings().unwrap();
             let runtime = builder.clone().open().unwrap();
             let stats = runtime.stats();
-            // A disk too slow for such pages has smaller ones.
+            // A disk too slow for such pages gets smaller ones.
             let slow = before.disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
             assert!(slow || stats.page_size == kib(page), "{budget}: {:?}", stats.settings);
             assert_eq!((&stats.settings, stats.page_size), (&before, before.page_size.value));
             assert_eq!(stats.lookahead, stats.settings.lookahead.value);
-            // One builder, one measurement.
+            // A builder measures the disk once.
             assert_eq!(builder.settings().unwrap(), before);
             let reasons =
                 [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
             assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
-            // Reasons are not written anew for each look.
+            // Reasons are not written anew each time that they are read.
             let again = runtime.stats().settings;
             let shared = [
                 (&stats.settings.page_size.reason, &again.page_size.reason),
@@ -519,7 +521,7 @@ fn settings_that_nobody_made_are_chosen_and_told() {
                 (&stats.settings.step.reason, &again.step.reason),
             ];
             assert!(shared.iter().all(|(one, other)| Arc::ptr_eq(one, other)), "{again:?}");
-            // They follow the budget, but for the size of pages.
+            // Settings follow the budget, except the page size.
             runtime.set_device_budget(Bytes::mib(2 * budget)).unwrap();
             let after = runtime.stats();
             assert_eq!((after.page_size, after.lookahead), (stats.page_size, after.settings.lookahead.value));
@@ -535,10 +537,10 @@ fn settings_that_nobody_made_are_chosen_and_told() {
             drop(model);
             runtime.close().unwrap();
         }
-        // What was asked for stays; a disk that is known is not measured.
+        // Settings that the user made stay. A disk that is known is not measured.
         let known = DiskProfile::new(Bytes::gib(1), Bytes::mib(4));
         let asked = Runtime::builder().disk(known).for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off);
-        // 8 is what it would be without any of this, and 16 what `depth` takes for that.
+        // Without these options the depth would be 8, and that is also what the default `depth`, 16, gives.
         for (depth, shown) in [(3, 3), (8, 8), (16, 8)] {
             let depth = QueueDepth::new(depth).unwrap();
             let options = StoreOptions::new(IoBackend::Auto);
@@ -550,11 +552,11 @@ fn settings_that_nobody_made_are_chosen_and_told() {
             );
             assert_eq!((settings.disk, settings.depth.reason.contains("asked")), (Some(known), true), "{settings:?}");
         }
-        // Where all is asked for that depends on the disk, it is not measured.
+        // If the user made all settings that depend on the disk, it is not measured.
         let depth = StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap());
         let asked = Runtime::builder().for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off).store(depth);
         assert_eq!(asked.settings().unwrap().disk, None);
-        // A model whose file has gone has settings all the same; to open it is an error.
+        // A model whose file has gone still has settings. Opening it is an error.
         drop(file);
         let runtime = Runtime::builder().for_model(&header).open().unwrap();
         let settings = runtime.stats().settings;

@@ -1,4 +1,4 @@
-//! The promise of `strict` builds: whoever uses a tensor's address without a pin faults at once.
+//! The promise of `strict` builds: using a tensor's address without a pin faults at once.
 #![cfg(feature = "strict")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -31,7 +31,7 @@ fn child_reads_what_was_evicted() {
     let Ok(which) = std::env::var("OUTCORE_CHILD_SETTING") else { return };
     let (_file, runtime, tensor) = resident(&Setting::tiers(HOST)[which.parse::<usize>().unwrap()]);
     assert_eq!(runtime.evict(&tensor), tensor.page_count() as u32);
-    // With a host tier the page is copied down first; its frame goes with the copy's end.
+    // With a host tier the page is copied down first. Its frame goes when the copy ends.
     while runtime.snapshot(&tensor).pages[0].frame.is_some() {
         std::thread::yield_now();
     }

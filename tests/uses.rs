@@ -1,4 +1,4 @@
-//! The promise: a runtime that keeps its uses tells all of them, in order, and says how many it had no room for.
+//! The promise: a runtime that keeps its uses reports all of them, in order, and says how many it had no room for.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -57,7 +57,8 @@ fn it_is_told_which_uses_write() {
     runtime.close().unwrap();
 }
 
-/// What a program tells of its chains reaches the policy, and a record of the run: replayed, it has the hits of the run.
+/// Chains that a program declares reach the policy and a record of the run. When the record is replayed, it gives the
+/// hits of the run.
 #[test]
 fn chains_are_told_and_kept() {
     let page = PageSize::new(Bytes::new(PAGE)).unwrap();
@@ -66,7 +67,7 @@ fn chains_are_told_and_kept() {
         let runtime = builder.policy(PolicyKind::Kv).keep_uses(true).open().unwrap();
         let pool = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &[4096, PAGE]).unwrap();
         let block = |n: u64| pool.rows(n..n + 1).unwrap();
-        // Conversations that take turns: each turn the unfinished last block has become two others.
+        // Conversations take turns. With each turn, the unfinished last block of one has become two other blocks.
         let mut said: Vec<Vec<u64>> = vec![Vec::new(); 6];
         let mut next = 0;
         for turn in 0..60 {
@@ -158,7 +159,7 @@ fn counters_are_objects_of_plain_numbers() {
     runtime.close().unwrap();
 }
 
-/// A use that the pager has not been told of counts all the same, and is not counted twice.
+/// A use that the pager has not been told of yet counts already, and is not counted twice.
 #[test]
 fn counters_are_complete_at_any_moment() {
     let (runtime, tensor) = open(true);
@@ -191,7 +192,7 @@ fn a_snapshot_in_slices_has_every_page_once() {
     runtime.close().unwrap();
 }
 
-/// A set that a writer is in the way of was counted for the pages before the writer's, and counted again when it waited.
+/// The bug: a set of which a writer held one page was counted for the pages before that one, and again when it waited.
 #[test]
 fn regression_a_set_that_has_to_wait_is_counted_once() {
     let (runtime, tensor) = open(true);

@@ -1,5 +1,5 @@
-//! The promise: passes that go on at the same time, each a walker, have their bytes, and share what is resident nearly as well
-//! as could be.
+//! The promise: passes at the same time, each with a walker of its own, get their bytes. They share what is resident
+//! nearly as well as possible.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
@@ -20,8 +20,8 @@ fn builder(pages: usize) -> RuntimeBuilder {
     Runtime::builder().page_size(page).device_budget(Bytes::new((pages * PAGE) as u64))
 }
 
-/// A model of so many tensors of a page each, `t1` and so on, of which each has a page of its own, or shares its two with its
-/// neighbours; behind a small one.
+/// A model of `tensors` tensors of a page each, `t1` and so on, behind a small one. If they are `apart`, each has a
+/// page of its own. Otherwise each lies across two pages that it shares with its neighbours.
 fn model(tensors: usize, apart: bool) -> Synthetic {
     let mut lengths = vec![PAGE; tensors + 1];
     lengths[0] = 10_000;
@@ -31,7 +31,7 @@ fn model(tensors: usize, apart: bool) -> Synthetic {
         if (beyond == 0) == apart {
             return file;
         }
-        // The header's length may change with the numbers in it.
+        // The numbers in the header may change its length.
         lengths[0] = 10_000 + (lengths[0] + 2 * PAGE - beyond - 10_000) % PAGE;
     }
     panic!("no length of the first tensor aligns the others");
@@ -49,17 +49,17 @@ fn expected<'a>(file: &'a Synthetic, model: &Model, n: usize) -> &'a [u8] {
 /// How the uses of a replay are told apart.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
-    /// Not at all; the order is declared.
+    /// Not at all. The order is declared.
     OnePlan,
     Walkers,
-    /// The same, and nobody declares an order.
+    /// By walkers, and nobody declares an order.
     Learned,
     /// Each walker pins in a scope of its own.
     Scopes,
 }
 
-/// Passes at these phases, a step of each in turn, over models of so many tensors: uses that needed no fill of their own, of
-/// all, and the best possible.
+/// Runs a pass at each of these phases, a step of each in turn, over models of `count` tensors. Returns the share of
+/// uses that needed no fill of their own, and the best possible share.
 fn replay(told: Told, files: &[Synthetic], count: usize, phases: &[usize], passes: usize) -> (f64, f64) {
     let runtime = builder(files.len() * count / 2).lookahead(Lookahead::Off).open().unwrap();
     let models: Vec<Model> = files.iter().map(|file| runtime.open_model(&file.path).unwrap()).collect();
@@ -99,15 +99,15 @@ fn walkers_share_what_is_resident_nearly_as_well_as_could_be() {
     let (one_plan, _) = replay(Told::OnePlan, &file, 120, &phases, 8);
     for told in [Told::Walkers, Told::Scopes, Told::Learned] {
         let (hits, best) = replay(told, &file, 120, &phases, 8);
-        // A pass and a quarter of eight are what it takes to learn. In turn, as here, uses of all have an order, which the one
-        // plan finds.
+        // Learning takes a pass and a quarter of the eight. Since the passes take turns here, all uses together have an
+        // order, which the one plan finds.
         let (goal, gain) = if told == Told::Learned { (0.8, 1.0) } else { (0.97, 1.1) };
         assert!(hits >= goal * best, "{told:?}: {hits} of {best}");
         assert!(hits >= gain * one_plan, "{told:?}: {hits}, and with one plan {one_plan}");
     }
 }
 
-/// A page that two tensors share is used once more at the next step, whatever others do in between.
+/// A page that two tensors share is used again at the next step. It stays, whatever others do in between.
 #[test]
 fn a_page_of_two_tensors_stays_until_both_were_used() {
     let file = [model(120, false)];
@@ -126,7 +126,7 @@ fn walkers_of_two_models_share_one_pool() {
     assert!(hits >= 0.95 * best, "{hits} of {best}");
 }
 
-/// Threads that go as they like, with fills ahead of use, walkers that come and go, and pins of no walker between them.
+/// Threads run freely, with fills ahead of use, walkers that come and go, and pins of no walker between them.
 #[test]
 fn every_walker_on_its_thread_has_its_bytes() {
     const COUNT: usize = 96;
@@ -160,7 +160,7 @@ fn every_walker_on_its_thread_has_its_bytes() {
             }
         });
         let stats = runtime.stats();
-        // A tensor that lies across a page boundary is two uses.
+        // A tensor that lies across a page boundary counts as two uses.
         assert!(stats.pager.uses >= (8 * 4 * COUNT) as u64, "{stats:?}");
         assert!(stats.traffic.peak_device <= stats.device.1, "{stats:?}");
         drop((order, model));
@@ -168,7 +168,7 @@ fn every_walker_on_its_thread_has_its_bytes() {
     }
 }
 
-/// What a walker has declared goes with it; what the runtime's own has stays.
+/// The plan that a walker declared goes with it. The runtime's own plan stays.
 #[test]
 fn a_plan_is_followed_as_long_as_somebody_is_in_it() {
     let file = model(40, true);
@@ -195,7 +195,7 @@ fn a_plan_is_followed_as_long_as_somebody_is_in_it() {
     runtime.close().unwrap();
 }
 
-/// A guard, and a scope, may outlive the handle of the walker that has pinned it.
+/// A guard and a scope may outlive the handle of their walker.
 #[test]
 fn guards_and_scopes_outlive_their_walker() {
     let file = model(4, false);
@@ -211,8 +211,8 @@ fn guards_and_scopes_outlive_their_walker() {
     runtime.close().unwrap();
 }
 
-/// The frame of a page that a plan names twice was lost when one of its walkers had come to the end, and a pin of as many
-/// pages as there are frames waited for ever, although nothing was pinned.
+/// The bug: a plan named a page twice. When one of its walkers came to the end, the page's frame was lost. A pin of as
+/// many pages as there are frames then waited for ever, although nothing was pinned.
 #[test]
 fn regression_every_frame_is_to_be_had_after_a_walkers_end() {
     let runtime = builder(3).lookahead(Lookahead::Off).open().unwrap();
@@ -230,14 +230,14 @@ fn regression_every_frame_is_to_be_had_after_a_walkers_end() {
     assert!(rest.is_some(), "nothing is pinned: {}", runtime.waiting());
 }
 
-/// The number of a walker was taken for that of another runtime's walker.
+/// The bug: a walker's number was taken for that of a walker of another runtime.
 #[test]
 fn regression_a_walker_of_another_runtime_pins_nothing() {
     let (one, other) = (builder(2).open().unwrap(), builder(2).open().unwrap());
     let [mine, theirs] = [&one, &other].map(|runtime| runtime.alloc(DType::U8, &[PAGE as u64]).unwrap());
     let walker = one.walker().unwrap();
     let sets = [std::slice::from_ref(&theirs), &[mine.clone(), theirs.clone()]];
-    // Whether its pages are there or not.
+    // It is refused whether its pages are resident or not.
     for _ in 0..2 {
         let refusals = [
             walker.pin(&theirs).wait().map(drop),
@@ -256,7 +256,7 @@ fn regression_a_walker_of_another_runtime_pins_nothing() {
     assert_eq!(other.stats().pager.uses, 2);
 }
 
-/// What each walker has used is its own, and its place is the one in its order.
+/// Each walker's uses are counted separately, and its place is the one in its own order.
 #[test]
 fn walkers_are_told_with_their_uses_and_places() {
     let runtime = builder(16).lookahead(Lookahead::Off).open().unwrap();
@@ -276,7 +276,7 @@ fn walkers_are_told_with_their_uses_and_places() {
     let all = runtime.walkers();
     let uses: Vec<_> = all.iter().map(|walker| (walker.id, walker.uses)).collect();
     assert_eq!(uses, [(WalkerId::DEFAULT, 1), (one.id(), 30), (other.id(), 26)]);
-    // The second one is in the gap that is kept, and finds all that the first has left it.
+    // The second walker is in the gap that is kept, and finds everything that the first one left.
     assert_eq!(all[2].hits, 26);
     let stats = runtime.stats().pager;
     assert_eq!(all.iter().map(|walker| walker.hits).sum::<u64>(), stats.hits);

@@ -93,7 +93,7 @@ def gguf(path, metadata):
 
 
 def frequent_pairs(sequences, count):
-    """Merges by frequency. Words are not told apart: where pre-processing cuts, a merge that would cross is seen to be missing."""
+    """Merges by frequency. They may cross words, so the ids show where pre-processing cuts a text."""
     merges = []
     for _ in range(count):
         found = collections.Counter(pair for s in sequences for pair in zip(s, s[1:]))

@@ -2,8 +2,8 @@
  *
  *     llama-peer MODEL ID,ID,... TOKENS THREADS
  *
- * Prints one line of JSON, whose figures mean what those of `generate --json` mean. In C, because under a memory limit a
- * Python interpreter around the library would take a part of what llama.cpp may use.
+ * Prints one line of JSON, whose figures mean what those of `generate --json` mean. It is written in C because a Python
+ * interpreter around the library would take a part of what llama.cpp may use under a memory limit.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -70,10 +70,10 @@ def passed_tests(output):
 
 def run_tests(path, module, threads, **environment):
     """Runs the tests of a module. How many passed, what they printed, and why the part is to fail, or None."""
-    # What tests print that pass is shown too: what they skipped, and what they measured.
+    # The output of tests that pass is shown too: it says what they skipped, and what they measured.
     status, out, errors = run([path, module, f"--test-threads={threads}", "--show-output"], **environment)
     passed, failed = passed_tests(out)
-    # Not everything can be had on every machine; what was skipped is told, and is no test that passed.
+    # Some tests skip where the machine lacks something. That is reported, and does not count as a test that passed.
     skipped = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
     for line in skipped:
         record("note", text=line)
@@ -90,7 +90,8 @@ def run_tests(path, module, threads, **environment):
 
 
 def tests(arguments, *names):
-    """On the real driver, every binary; what cannot be skipped there is what they are for."""
+    """Runs the `cuda_real` tests of every binary on the real driver. They are made for a GPU, so none of them may
+    skip."""
     reasons = []
     for name in names:
         _, skipped, why = run_tests(binary(arguments, name), "cuda_real", 4, OUTCORE_REAL_CUDA="1")
@@ -107,8 +108,8 @@ def runtime_suite(arguments):
     tests(arguments, "cuda", "cuda_real")
 
 
-# What is computed on the GPU, against the CPU: binary, module, and of which lines the verdicts take the largest error.
-# The CPU rounds the activations that meet some types of weights to eight bits, the GPU never does.
+# What is computed on the GPU, compared with the CPU: binary, module, and the lines whose largest error is judged. For
+# some types of weights the CPU rounds activations to eight bits; the GPU never does.
 ERRORS = [
     ("kernels", "cuda::tests", {"1e-5": ("kernels and cuBLAS against sums in f64", 1e-3)}),
     (
@@ -123,13 +124,14 @@ ERRORS = [
 
 
 def compiled_kernels(arguments):
-    """The file of kernels that were compiled before, where the bundle has one."""
+    """The file of kernels that were compiled beforehand, if the bundle has one."""
     folder = Path(arguments.bundle) / "kernels"
     return next((file for ending in ["fatbin", "cubin", "ptx"] for file in sorted(folder.glob(f"*.{ending}"))), None)
 
 
 def finite(error):
-    """The number in a text. What is none is larger than every number, and JSON can hold it."""
+    """The number in a text. Infinity and NaN become the largest float: JSON cannot hold them, and they must not
+    pass."""
     value = float(error)
     return value if math.isfinite(value) else sys.float_info.max
 
@@ -186,7 +188,7 @@ def sanitizer(arguments):
 
 # ---- models ----
 
-# Layers, width, heads, ... of SmolLM2-135M, whose own file is larger than a bundle may be.
+# SmolLM2-135M's layers, width, heads and so on. Its own file is larger than a bundle may be.
 SMOLLM2 = ["--layers", 30, "--dim", 576, "--heads", 9, "--kv-heads", 3, "--ffn", 1536, "--vocab", 49152, "--tied", "--dtype", "Q4_1"]
 
 
@@ -222,7 +224,7 @@ def generate(arguments):
         record("note", text="no compiled kernels are in this bundle: generate has to compile its own")
     for name, path in models(arguments):
         size = path.stat().st_size
-        # No less than the largest tensors take with the pages that come ahead.
+        # At least what the largest tensors take together with the pages that are filled ahead.
         part = max(size // 4, 64 << 20)
         settings = [
             ("all resident", size + (256 << 20), 0),

@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 
 NOT_POSSIBLE = 3
-# What needs more than a GPU and its driver: PyTorch with accelerate, NVIDIA's sanitizer. A GPU on which another part is not
-# possible has shown less than it should.
+# Parts that need more than a GPU and its driver: PyTorch with accelerate, NVIDIA's sanitizer. If any other part is not
+# possible on a GPU, the check has shown less than it should.
 MAY_BE_ABSENT = ("accelerate", "sanitizer")
-# What `timeout` ends with when it stopped a command, and when it had to kill it.
+# The exit statuses of `timeout`: it stopped a command, or had to kill it.
 STOPPED = (124, 137)
-# A change of a number by less than this is not pointed out.
+# Smaller changes of a number are not marked.
 NOTICED = 0.05
 
 
@@ -34,7 +34,7 @@ def load(path):
 
 
 def save(path, results):
-    """A reader never sees half a file."""
+    """Replaces the file at once, so that a reader never sees half of it."""
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8") as file:
         json.dump(results, file, indent=1, sort_keys=False)
@@ -69,7 +69,7 @@ def start(arguments):
 
 
 def status_of(status, limit, errors):
-    """What became of a part, and what it said about it."""
+    """How a part ended, and why, in its own words."""
     said = " / ".join(line for line in errors.strip().splitlines()[-4:])
     if status == 0:
         return "ok", None
@@ -93,7 +93,7 @@ def add(arguments):
         part["error"] = error
     part.update({"chosen": {}, "numbers": {}, "verdicts": {}, "notes": []})
     for line in Path(arguments.records).read_text(errors="replace").splitlines():
-        # A part that was stopped may have begun a line.
+        # A part that was stopped may have left half a line.
         try:
             record = json.loads(line)
         except ValueError:
@@ -188,7 +188,7 @@ def compare(arguments):
             if was is None or was["unit"] != number["unit"] or not was["median"]:
                 continue
             ratio = number["median"] / was["median"]
-            # Outside of each other's rounds, and by more than a little.
+            # The ranges of the rounds do not overlap, and the change is more than a little.
             apart = number["least"] > was["most"] or number["most"] < was["least"]
             mark = "  <--" if apart and abs(ratio - 1) > NOTICED else ""
             now, then = amount(number["median"], number["unit"]), amount(was["median"], was["unit"])

@@ -54,7 +54,7 @@ for count in "$seconds" "$most"; do
     esac
 done
 
-# Part and the most seconds it may take. What is quick and says most comes first.
+# Parts, and the most seconds that each may take. Those that are quick and say most come first.
 parts=(
     machine:30 copies:60 mapping:60 events:30 device-suite:60 runtime-suite:90 kernels:90 lock:60 disk:100 pin:20 first-page:40
     overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
@@ -89,7 +89,7 @@ if [ -z "$previous" ]; then
 fi
 PYTHONDONTWRITEBYTECODE=1
 export PYTHONDONTWRITEBYTECODE
-# PyTorch brings cuBLAS and NVRTC, where the loader does not look for them.
+# PyTorch brings cuBLAS and NVRTC along, in folders that the loader does not search.
 libraries=$(python3 "${report[@]}" libraries)
 [ -z "$libraries" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries"
 
@@ -125,7 +125,7 @@ for part in "${parts[@]}"; do
     { printf '== %s: status %s\n' "$name" "$status"; cat "$work/part.out" "$work/part.err"; } >>"$log"
     python3 "${report[@]}" add "$results" "$name" --status "$status" --limit "$limit" --begin "$begin" --end "$end" \
         --records "$work/part.out" --errors "$work/part.err"
-    # A part that was stopped leaves what it was making.
+    # A part that was stopped leaves an unfinished file.
     rm -f "$work"/*.partial
 done
 

@@ -94,7 +94,7 @@ pub fn cpu_seconds() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
     let after_name = stat.rsplit_once(')').unwrap().1;
     let ticks: Vec<f64> = after_name.split_whitespace().skip(11).take(2).map(|n| n.parse().unwrap()).collect();
-    // USER_HZ is 100 on every Linux there is.
+    // USER_HZ is 100 on every Linux.
     (ticks[0] + ticks[1]) / 100.0
 }
 
@@ -159,8 +159,8 @@ pub fn gib_s(bytes: u64, seconds: f64) -> f64 {
     bytes as f64 / seconds / Bytes::gib(1).get() as f64
 }
 
-/// Computes: holds the caller until `time` has passed. It sleeps for most of it, as a caller that waits for a device
-/// does, so that a machine with few processors measures overlap and not their scheduling.
+/// Computes: holds the caller until `time` has passed. It sleeps for most of that time, as a caller that waits for a
+/// device does. So a machine with few processors measures overlap, and not how its threads are scheduled.
 pub fn compute(time: Duration) {
     const SPIN: Duration = Duration::from_micros(200);
     let start = Instant::now();

@@ -1,5 +1,5 @@
-//! Must fail. It claims that no GGUF header parses, which every seed contradicts: if a run of this target ends well, the
-//! harness is broken and the silence of the other targets means nothing.
+//! This target must fail. It claims that no GGUF header parses, and every seed contradicts that. If a run of it ends
+//! well, the harness is broken, and the silence of the other targets means nothing.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,4 @@
-//! What several tests need: model files made on the spot, and the real one if it was fetched.
+//! What several tests need: model files that are made here, and the real one if it was fetched.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-/// A safetensors file of U8 tensors `t0, t1, ...` with these lengths, and bytes that differ everywhere.
+/// A safetensors file of U8 tensors `t0, t1, ...` with these lengths. The bytes differ everywhere.
 pub struct Synthetic {
     pub dir: TempDir,
     pub path: PathBuf,
     pub bytes: Vec<u8>,
 }
 
-/// Cargo's folder for files of tests, in the build's folder that holds this test; for a test that was taken elsewhere, the
-/// system's.
+/// Cargo's folder for the files of tests, inside the build folder of this test. If the test runs from another place,
+/// the system's folder.
 fn folder() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let of_build = test.ancestors().nth(3).map(|build| build.join("tmp")).filter(|folder| folder.is_dir());

@@ -30,7 +30,7 @@ pub fn event(context: &Arc<CudaContext>) -> CudaEvent {
     context.new_event(None).unwrap()
 }
 
-/// Runs `work` with the context pushed, as a library does that may not disturb its caller's.
+/// Runs `work` with the context pushed, as a library does that must not change its caller's current context.
 pub fn in_context<T>(context: &Arc<CudaContext>, work: impl FnOnce() -> T) -> T {
     // SAFETY: the context lives for the call, and is popped again below.
     check(unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) }).unwrap();
@@ -73,7 +73,7 @@ impl Locked {
     pub fn pointer(&self) -> *mut u8 {
         self.start
     }
-    /// Only once the copies that write here are waited for.
+    /// May be called only after the copies that write here were waited for.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: allocated with this length, initialised by mmap; the test waits before it looks.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }

@@ -104,7 +104,7 @@ impl Rig {
         self.device.submit(self.fill, op, Some(Token(page)));
     }
 
-    /// The byte of which the whole page consists.
+    /// The byte that the whole page is full of, or `None` if its bytes differ.
     pub fn byte_at(&self, page: u64) -> Option<u8> {
         let host = self.host(19, Some(0xEE));
         self.device.submit(

@@ -1,8 +1,8 @@
-//! Loads the emulated CUDA driver into this process, and says what it shall do and what it found.
+//! Loads the emulated CUDA driver into this process, tells it what to do, and asks what it found.
 //!
 //! A test file has `#[path = "fake-cuda/control.rs"] mod control;` and in each test `let fake = Fake::load();` before
-//! anything of cudarc, so that it is dropped last. One test of a process has the driver at a time. A test that ends with
-//! findings it has not taken fails.
+//! anything of cudarc, so that it is dropped last. Only one test of a process has the driver at a time. A test fails if
+//! it ends with findings that it has not taken.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::expect_used, reason = "a test that cannot go on fails")]
@@ -42,8 +42,8 @@ impl Launch {
     pub fn read<T: Copy>(&self, address: u64, count: usize) -> &[T] {
         let pointer = (api().pointer)(address, (count * size_of::<T>()) as u64, false);
         assert!(pointer != 0, "not declared");
-        // SAFETY: the driver checked the range against what was declared and mapped; only other kernels that race, which
-        // the driver reports, write there meanwhile. Test kernels use types without invalid values.
+        // SAFETY: the driver checked the range against what was declared and mapped; only other kernels that race,
+        // which the driver reports, write there meanwhile. Test kernels use types without invalid values.
         unsafe { std::slice::from_raw_parts(pointer as *const T, count) }
     }
 
@@ -194,8 +194,8 @@ pub fn real_is_wanted() -> bool {
     std::env::var_os(REAL).is_some_and(|value| value == "1")
 }
 
-/// Names what is known to be there, with commas between: `emulated` (the emulated driver's library), `c++` (a compiler),
-/// `nvrtc`, `model`. A test that would skip for want of one of these fails.
+/// Names what is known to be there, separated by commas: `emulated` (the emulated driver's library), `c++` (a
+/// compiler), `nvrtc`, `model`. A test that would skip for want of one of these fails.
 pub const REQUIRE: &str = "OUTCORE_REQUIRE";
 
 /// Says that a test is skipped, because of `why`, for want of `what`.
@@ -214,7 +214,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// [`load`](Self::load), or `None`, said aloud, where the library was not built or a real GPU is wanted.
+    /// [`load`](Self::load), or `None` and a printed line if the library was not built or a real GPU is wanted.
     pub fn load_or_skip(test: &str) -> Option<Self> {
         if real_is_wanted() {
             eprintln!("SKIPPED {test}: {REAL} asks for a real GPU");
@@ -260,10 +260,10 @@ impl Fake {
         self.check_leaks();
         self.expect_clean();
     }
-    /// As [`finish`](Self::finish), for whatever test of this process has the driver; then a new start, with the machine
-    /// as it was set. Clocks and histories are short again.
+    /// As [`finish`](Self::finish), for the test of this process that has the driver. Then starts anew, with the
+    /// machine as it was set, so that clocks and histories are short again.
     pub fn start_over() {
-        // What a thread of the program's was the last to hold is given back when that thread gets there.
+        // A thread of the program may be the last to hold an object. It gives the object back a little later.
         let end = Instant::now() + Duration::from_secs(120);
         while Self::left() > 0 && Instant::now() < end {
             std::thread::yield_now();
@@ -321,11 +321,11 @@ impl Fake {
         let name = CString::new(name).expect("a name without NUL");
         (api().hold_calls)(name.as_ptr(), held);
     }
-    /// The same for one stream, by its `CUstream`.
+    /// As [`hold`](Self::hold), for one stream, by its `CUstream`.
     pub fn hold_stream<T>(&self, stream: *mut T, held: bool) {
         assert!((api().hold_stream)(stream as usize, held), "no such stream");
     }
-    /// Waits until all streams are idle. Nothing is ordered by this: the program does not know.
+    /// Waits until all streams are idle. The program does not learn of it, so this orders nothing.
     pub fn run_dry(&self) {
         assert!((api().run_dry)(), "streams did not become idle");
     }
@@ -347,8 +347,8 @@ impl Fake {
     pub fn set_granularity(&self, bytes: u64) {
         (api().set_granularity)(bytes);
     }
-    /// Calls keep their books and do nothing else: no byte moves, nothing is judged, work ends when it is submitted. To
-    /// be set before anything is mapped.
+    /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
+    /// set before anything is mapped.
     pub fn set_bare(&self, bare: bool) {
         (api().set_bare)(bare);
     }

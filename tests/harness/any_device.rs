@@ -1,7 +1,7 @@
 //! The devices the tests of the whole runtime run on, and pins that work on all of them.
 //!
-//! A test that is to run everywhere is a function of [`Devices`], named in [`on_every_device!`]. It pins with
-//! [`AnyDevice`]: by slices where device memory is this process's, by copies where it is not.
+//! A test that should run on every device is a function of [`Devices`], named in [`on_every_device!`]. It pins with
+//! [`AnyDevice`]: by slices if device memory belongs to this process, and otherwise by copies.
 
 use std::borrow::Cow;
 use std::future::Future;
@@ -19,10 +19,10 @@ use outcore::{
 #[path = "../fake-cuda/control.rs"]
 pub mod control;
 
-/// What a runtime's device tier is on.
+/// The device of a runtime's device tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum On {
-    /// The host device; the store reaches its frames.
+    /// The host device. The store reaches its frames.
     Host,
     /// The host device behind a modelled link.
     Link,
@@ -49,15 +49,15 @@ impl On {
     }
 }
 
-/// What one test runs on: all of these, or the first.
+/// The devices that one test runs on: all of these, or only the first.
 pub type Devices = &'static [On];
 
 pub const HOST: Devices = &[On::Host, On::Link];
 pub const SIM: Devices = &[On::Sim, On::SimLink];
 pub const CUDA: Devices = &[On::Cuda];
 
-/// Makes tests of functions of [`Devices`]: `on_host::...`, `on_sim::...`, and with the feature `cuda` also `on_cuda::...`, which fail if
-/// the emulated driver found anything, or anything was not given back.
+/// Makes tests of functions of [`Devices`]: `on_host::...`, `on_sim::...`, and with the feature `cuda` also
+/// `on_cuda::...`. The last ones fail if the emulated driver found anything, or anything was not given back.
 macro_rules! on_every_device {
     ($($test:ident)*) => {
         mod on_sim {
@@ -67,7 +67,7 @@ macro_rules! on_every_device {
     };
 }
 
-/// The same, but for the simulated device.
+/// The same without the simulated device.
 macro_rules! on_host_and_cuda {
     ($($test:ident)*) => {
         mod on_host {
@@ -84,8 +84,8 @@ macro_rules! on_host_and_cuda {
     };
 }
 
-/// The emulated driver, with an allocation granularity that lets pages be as small as on the host: a GPU's is 2 MiB.
-/// `None`, said aloud, where its library was not built.
+/// The emulated driver, with an allocation granularity that lets pages be as small as on the host. A GPU's is 2 MiB. If
+/// its library was not built, says so and returns `None`.
 #[cfg(feature = "cuda")]
 pub fn small_pages(test: &str) -> Option<control::Fake> {
     let fake = control::Fake::load_or_skip(test)?;
@@ -93,8 +93,8 @@ pub fn small_pages(test: &str) -> Option<control::Fake> {
     Some(fake)
 }
 
-/// Between two rounds of a test that opens many runtimes: an emulated driver is as new, if nothing was found and all was
-/// given back. Its clocks grow with every stream it ever had.
+/// Called between two rounds of a test that opens many runtimes. Checks that the emulated driver found nothing and that
+/// everything was given back, and makes it like new, because its clocks grow with every stream that it ever had.
 pub fn next_round(device: On) {
     #[cfg(feature = "cuda")]
     if device == On::Cuda {
@@ -103,7 +103,7 @@ pub fn next_round(device: On) {
     let _ = device;
 }
 
-/// Waits until a runtime that is closed by another thread has given all back.
+/// Waits until a runtime that is closed by another thread has given everything back.
 pub fn until_given_back(device: On) {
     #[cfg(feature = "cuda")]
     while device == On::Cuda && control::Fake::left() > 0 {
@@ -268,7 +268,7 @@ fn lengths(tensors: &[Tensor]) -> Vec<u64> {
     tensors.iter().map(|tensor| tensor.size().get()).collect()
 }
 
-/// Bytes that no copy leaves as they are by accident.
+/// Copies into a buffer of bytes that no copy is likely to leave as they are.
 fn copied<'a>(len: u64, copy: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Cow<'a, [u8]>> {
     let mut bytes = vec![0xEE; len as usize];
     copy(&mut bytes)?;
@@ -296,7 +296,7 @@ pub enum PinnedMut {
 macro_rules! readable {
     ($($pinned:ident)*) => {$(
         impl $pinned {
-            /// Copies fail where a slice would not, once the runtime is closed.
+            /// Once the runtime is closed, copies fail. A slice would not.
             pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
                 match self {
                     Self::Slice(guard) => Ok(guard.bytes().into()),

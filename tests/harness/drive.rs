@@ -1,4 +1,4 @@
-//! A drive that stops answering, for one thread: a control group lets a byte a second pass.
+//! A drive that stops answering for one thread: a control group lets one byte a second pass.
 
 use std::fs;
 use std::io;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 const GROUPS: &str = "/sys/fs/cgroup/blkio";
 
-/// Reads of this drive by threads in the group do not come back while this lives.
+/// While this lives, reads of this drive by threads in the group do not come back.
 pub struct StalledDrive {
     group: PathBuf,
     device: String,
@@ -50,9 +50,9 @@ impl Drop for StalledDrive {
         if let Err(error) = self.answer() {
             eprintln!("{}: {error}", self.group.display());
         }
-        // What is still in it goes back to where it came from.
+        // Threads that are still in the group go back to where they came from.
         for thread in fs::read_to_string(self.group.join("tasks")).unwrap_or_default().lines() {
-            // It may have ended.
+            // The thread may have ended.
             let _ended = fs::write(Path::new(GROUPS).join("tasks"), thread);
         }
         if let Err(error) = fs::remove_dir(&self.group) {

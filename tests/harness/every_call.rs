@@ -1,4 +1,4 @@
-//! Failing every call of the emulated CUDA driver that a program makes, one by one.
+//! Lets each call of the emulated CUDA driver that a program makes fail, one by one.
 
 use std::sync::{Arc, mpsc};
 
@@ -15,20 +15,21 @@ fn assert_clear(error: &Error, what: &str) {
     assert!(error.to_string().len() > 20, "{what}: {error}");
 }
 
-/// Copies of plain memory are the driver's where it had no locked buffer to give.
+/// Checks that the driver found nothing but copies of plain memory. These happen if it had no locked buffer to give.
 pub fn only_pageable(fake: &Fake, what: &str) {
     let findings = fake.take_findings();
     assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "{what}: {findings:#?}");
 }
 
-/// Runs `program` with its first call failing, then its second, until it makes no more: each run ends with a clear error or
-/// well, and the judge is content. Returns the runs and in how many the program failed; in the last, in which no call did,
-/// it did not.
+/// Runs `program` with its first call failing, then with its second, until there are no more calls. Each run succeeds
+/// or ends with a clear error, and the driver finds nothing. In the last run no call fails, and the program must
+/// succeed. Returns how many runs there were, and in how many of them the program failed.
 pub fn fail_every_call(program: impl Fn() -> Result<()> + Send + Sync + 'static) -> (u64, u64) {
     fail_every_call_with(|_| (), move |()| program())
 }
 
-/// As [`fail_every_call`], of a program with something beside it that is made before calls fail, and goes after them.
+/// As [`fail_every_call`], for a program that uses something else beside it. This is made before calls fail, and
+/// dropped after the program.
 pub fn fail_every_call_with<T>(
     beside: impl Fn(&Fake) -> T + Send + Sync + 'static,
     program: impl Fn(&T) -> Result<()> + Send + Sync + 'static,
@@ -36,7 +37,7 @@ pub fn fail_every_call_with<T>(
     let program = Arc::new((beside, program));
     let mut failed = 0;
     for n in 1.. {
-        // Two ways to go on for who is told; which call gets which does not matter.
+        // Callers handle these two errors differently. Which call gets which does not matter.
         let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
         let (program, (tell, told)) = (Arc::clone(&program), mpsc::channel());
         watched(&format!("failing call {n} with {code}"), move || {

@@ -68,7 +68,7 @@ impl Rng {
     }
 }
 
-/// What is done to a call.
+/// What happens to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     Errno(i32),
@@ -103,12 +103,12 @@ enum Mode {
 /// How often the store tries a read again after EIO.
 const READ_RETRIES: u32 = 2;
 
-/// Failures to order, at the system-call layer. A read that fails with EIO fails again when the store tries it again: what
-/// is ordered is a failed operation, as often as it is called for.
+/// Failures to order, at the layer of system calls. A read that fails with EIO is tried again by the store and fails
+/// again, so that each failure ordered is one failed operation.
 #[derive(Debug, Default)]
 pub struct Faults {
     mode: Mutex<Mode>,
-    /// Reads that fail, and for how many more calls.
+    /// Reads that fail, and for how many more calls they do.
     failing: Mutex<HashMap<Token, u32>>,
     fired: AtomicU64,
 }
@@ -181,7 +181,7 @@ impl CallHook for Faults {
     }
 }
 
-/// One combination of what a runtime can be opened with. Sizes in pages.
+/// One combination of a runtime's settings. Sizes are in pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub io: IoBackend,
@@ -199,7 +199,7 @@ impl Setting {
         for io in IoBackend::CHOICES {
             for host in [0, 3] {
                 for on in devices.iter().copied() {
-                    // With one device the host tier would always meet the same policy.
+                    // With one device, plain alternation would give the host tier the same policy every time.
                     let policy = PolicyKind::ALL[(all.len() + all.len() / 4) % 2];
                     all.push(Self { io, policy, page: Bytes::kib(16), device: 6, host, on });
                 }
@@ -238,14 +238,14 @@ pub struct Refusing {
 }
 
 impl Refusing {
-    /// What a refused call says.
+    /// The message of a refused call.
     pub const MESSAGE: &str = "the device refuses this call";
 
-    /// The `nth` call of a kind, from 1.
+    /// Refuses the `nth` call of a kind, counted from 1.
     pub fn nth(kind: DeviceCall, nth: u64) -> Arc<Self> {
         Arc::new(Self { kind, nth, calls: AtomicU64::new(0) })
     }
-    /// Calls of that kind so far, with the refused one.
+    /// Calls of that kind so far, including the refused one.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::SeqCst)
     }
@@ -263,15 +263,15 @@ impl DeviceHook for Refusing {
     }
 }
 
-/// What must hold when nobody uses a runtime: no pin, nothing in motion, no frame that no page has, and none at all once
-/// the tensors are gone. Closes it.
+/// Checks what must hold when nobody uses a runtime, and closes it: there is no pin, nothing is in motion, every frame
+/// has a page, and no frame is left once the tensors are gone.
 pub fn check_at_rest(runtime: Runtime, tensors: Vec<Tensor>, what: &str) {
     let after = runtime.clone();
     let closed = runtime.close();
     check_closed(after, closed, tensors, what);
 }
 
-/// The same of a runtime that was closed, with that result.
+/// The same for a runtime that was closed, with the result of `close`.
 pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, what: &str) {
     progress();
     let mut frames = 0;
@@ -296,7 +296,7 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
         }
     }
     let stats = after.stats();
-    // Every loss is told, also of tensors that are gone, and nothing else is called one.
+    // Every loss is reported, also of tensors that are gone, and nothing else is reported as a loss.
     assert_eq!(closed.is_err(), stats.pager.poisoned > 0, "{what}: {closed:?}");
     assert!(closed.is_err() || !poisoned, "{what}: a lost page nobody was told of");
     let page = stats.page_size.bytes();
@@ -308,7 +308,7 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
     assert_eq!(stats.host.0, Bytes::ZERO, "{what}: host frames leaked");
 }
 
-/// A runtime on the first GPU, with pages of 2 MiB and tiers of so many frames.
+/// A runtime on the first GPU, with pages of 2 MiB and tiers of `frames` and `host` frames.
 pub fn cuda_builder(frames: u64, host: u64) -> RuntimeBuilder {
     const PAGE: u64 = 2 << 20;
     Runtime::builder()

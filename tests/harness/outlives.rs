@@ -1,4 +1,4 @@
-//! Guards that are left when their scope has ended.
+//! Guards that outlive their scope.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -14,12 +14,12 @@ use super::{On, check_at_rest};
 
 const PAGE: u64 = 16 << 10;
 
-/// How a guard ends that holds pages for somebody else.
+/// How a guard ends its pins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
-    /// When what is on the stream by then has ended, and not at once.
+    /// Its pins end when the work that is on the stream by then has ended. Otherwise they end at once.
     pub behind_the_stream: bool,
-    /// It is the only guard of its pages meanwhile.
+    /// It pins to write, so it is the only guard of its pages.
     pub writes: bool,
 }
 
@@ -27,9 +27,9 @@ fn pins_of(runtime: &Runtime, tensor: &Tensor) -> u32 {
     runtime.snapshot(tensor).pages.iter().map(|page| page.device.pins).sum()
 }
 
-/// `pin` pins tensors in a scope; what it gives outlives the scope and ends the pins when it is dropped. Until then the pages
-/// are pinned by nobody's scope. Other scopes that wait for one of them, or for a frame, are told who has it and nothing else,
-/// and go on when it ends.
+/// `pin` pins tensors in a scope and returns a guard that outlives the scope. Until that guard is dropped, its pages
+/// belong to nobody's scope. Other scopes wait for one of these pages, or for a frame. They can see who has it, they
+/// are not told of a deadlock, and they go on when the guard ends.
 pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Tensor], &ComputeStream) -> G) {
     for reserved in [false, true] {
         let what = format!("{on:?}, {ends:?}, reserved: {reserved}");
@@ -46,12 +46,13 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
         drop(scope);
         assert_eq!((pins_of(&runtime, &tensors[0]), runtime.evict(&tensors[0])), (1, 0), "{what}");
 
-        // What was set aside for the scope and not spent is anybody's: all other frames are there.
+        // Frames that were set aside for the scope and not spent are free for anybody, so all other frames can be
+        // pinned.
         let (grows, writes) =
             (runtime.scope().label("grows").open().unwrap(), runtime.scope().label("writes").open().unwrap());
         let held =
             (grows.pin_device(&tensors[1..3]).wait().unwrap(), writes.pin_device(&tensors[3..4]).wait().unwrap());
-        // Each of them holds pages and waits: one for a frame, one for the very page.
+        // Each of them holds pages and waits: one for a frame, the other for the page of the guard.
         let (mut frame, mut page) = (grows.pin_device(&tensors[4..]), writes.pin_device_mut(&tensors[..1]));
         assert!(poll(&mut frame, Waker::noop()).is_pending() && poll(&mut page, Waker::noop()).is_pending(), "{what}");
         let waiting = runtime.waiting();
@@ -75,7 +76,7 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
 
         let (passes, passed) = mpsc::channel::<()>();
         stream.call(move || _ = passed.recv());
-        // Whoever has it is on a thread of its own.
+        // The guard ends on another thread.
         std::thread::scope(|threads| _ = threads.spawn(|| drop(left)));
         if ends.behind_the_stream {
             assert_eq!(pins_of(&runtime, &tensors[0]), 1, "{what}: work on the stream may use it");

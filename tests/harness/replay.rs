@@ -1,4 +1,4 @@
-//! A random test that fails prints one line that runs the same case again, to be pasted into a shell.
+//! When a random test fails, it prints one line that runs the same case again and can be pasted into a shell.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -6,12 +6,12 @@
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The variable that replays.
+/// The variable that holds the seed to replay.
 const SEED: &str = "OUTCORE_SEED";
-/// Others that a case depends on.
+/// Other variables that a case depends on.
 const SIZES: [&str; 3] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS"];
 
-/// The seed that is to be replayed, if one is.
+/// The seed that is to be replayed, if there is one.
 pub fn replayed() -> Option<u64> {
     std::env::var(SEED).ok().map(|text| text.parse().unwrap())
 }
@@ -21,14 +21,14 @@ pub fn first_seed() -> u64 {
     replayed().unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 >> 10)
 }
 
-/// The seed of a test that is one case. What replays it is printed, and shown if it fails.
+/// The seed of a test with one case. Prints the line that replays it, which is shown if the test fails.
 pub fn seed(test: &str) -> u64 {
     let seed = first_seed();
     eprintln!("{}", line(test, seed));
     seed
 }
 
-/// What replays this case of `test`. To be called on the test's own thread, which has the test's whole name.
+/// The line that replays this case of `test`. Must be called on the test's own thread, which has the test's whole name.
 pub fn line(test: &str, seed: u64) -> String {
     let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
     let built = [("cuda", cfg!(feature = "cuda")), ("strict", cfg!(feature = "strict"))];
@@ -45,11 +45,11 @@ pub fn line(test: &str, seed: u64) -> String {
     )
 }
 
-/// A case of a test that has many. If it fails, what replays it is printed.
+/// A case of a test that has many. If it fails, the line that replays it is printed.
 pub struct Case(String);
 
 impl Case {
-    /// To be called on the test's own thread.
+    /// Must be called on the test's own thread.
     pub fn of(test: &str, seed: u64) -> Self {
         Self(line(test, seed))
     }

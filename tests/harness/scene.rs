@@ -1,5 +1,5 @@
-//! Tests that run in a process of their own: they use up what a process has, end it, or leave something behind. Each has a
-//! cache folder of its own: what the user's programs remember is none of a test's business.
+//! Tests that run in a process of their own, because they use up what a process has, end it, or leave something behind.
+//! Each has a cache folder of its own, so that it does not see what the user's programs remember.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -7,14 +7,14 @@
 use std::ffi::{OsStr, OsString};
 use std::process::{Command, ExitStatus};
 
-/// Names the scene to a child.
+/// The variable that names the scene to a child.
 const SCENE: &str = "OUTCORE_SCENE";
-/// What a child says at the end of its scene.
+/// What a child prints at the end of its scene.
 const ENDED: &str = "the child ran";
-/// What scripts in `scripts/` end with where the machine lacks what they need.
+/// The status with which scripts in `scripts/` end where the machine lacks what they need.
 const SKIPPED: i32 = 77;
 
-/// How a child ended, and what it said.
+/// How a child ended, and what it printed.
 #[derive(Debug)]
 pub struct Ended {
     pub status: ExitStatus,
@@ -22,13 +22,13 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// Fails unless the scene came to its end. Returns what the child said.
+    /// Fails unless the scene came to its end. Returns what the child printed.
     pub fn well(self, what: &str) -> String {
         assert!(self.status.success() && self.text.contains(ENDED), "{what}: {:?}: {}", self.status, self.text);
         self.text
     }
 
-    /// [`well`](Self::well); `None`, said aloud, where the script that was to run it could not.
+    /// As [`well`](Self::well). If the script that was to run the scene could not, says so and returns `None`.
     pub fn well_or_skipped(self, what: &str) -> Option<String> {
         if self.status.code() == Some(SKIPPED) {
             eprintln!("SKIPPED {what}: {}", self.text);
@@ -47,18 +47,18 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// The test must be one that asks whether it [is that process](is_child), and says when its [scene has ended](scene_ended).
+    /// The test must ask whether it [is that process](is_child), and must say when its [scene has ended](scene_ended).
     pub fn of(test: &str) -> Self {
         Self { test: test.to_owned(), script: Vec::new(), variables: Vec::new() }
     }
 
-    /// What the scene is told.
+    /// Sets an environment variable for the scene.
     pub fn tell(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.variables.push((name.to_owned(), value.as_ref().to_owned()));
         self
     }
 
-    /// Has a script of the repository run it, with these arguments before the program.
+    /// Has a script of the repository run the scene, with these arguments before the program.
     pub fn by(mut self, script: &str, arguments: &[&str]) -> Self {
         self.script = vec![format!("{}/{script}", env!("CARGO_MANIFEST_DIR")).into()];
         self.script.extend(arguments.iter().map(OsString::from));
@@ -78,12 +78,12 @@ impl Scene {
     }
 }
 
-/// Whether this is the process that was started for a test. Elsewhere that test does nothing.
+/// Whether this is the process that was started for a test. In other processes that test does nothing.
 pub fn is_child(test: &str) -> bool {
     std::env::var_os(SCENE).is_some_and(|name| name == test)
 }
 
-/// What a child did has come to its end.
+/// The child's work has come to its end.
 pub fn scene_ended() {
     println!("{ENDED}");
 }

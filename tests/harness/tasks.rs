@@ -1,4 +1,4 @@
-//! Requests as tasks have them, without an executor.
+//! Requests that are polled as tasks do, but without an executor.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -18,7 +18,7 @@ pub fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output>
     Pin::new(future).poll(&mut Context::from_waker(waker))
 }
 
-/// What was polled may have parked the thread itself, and so used up an `unpark`: that it was woken is noted here.
+/// Notes that the task was woken. A future that is polled may park the thread itself, and so use up an `unpark`.
 struct Unparks(Thread, AtomicBool);
 
 impl Wake for Unparks {
@@ -42,7 +42,7 @@ pub fn block_on<F: Future + Unpin>(mut future: F) -> F::Output {
     }
 }
 
-/// A request that owns its tensor, and so can go anywhere.
+/// A request that owns its tensor, so that it can be moved anywhere.
 pub fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
     let (runtime, tensor) = (runtime.clone(), tensor.clone());
     Box::pin(async move { runtime.reading(&tensor).await })

@@ -1,4 +1,5 @@
-//! Hangs are noticed by a lack of progress, not by the clock: a machine that is busy with other work is slow, and no hang.
+//! Hangs are found by a lack of progress, and not by the clock: on a machine that is busy with other work, tests are
+//! slow but do not hang.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -12,19 +13,19 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Bumped by what tests do: a pin served, a call of a file seen, a runtime opened, a step of random work done. One for the
-/// process, so that a hang is noticed when the tests beside it have ended, at the latest.
+/// Tests count their progress here: a pin served, a call of a file seen, a runtime opened, a step of random work done.
+/// There is one counter for the process. So a hang is found at the latest when the other tests have ended.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 const TICK: Duration = Duration::from_secs(1);
-/// Whoever has seen so many ticks without progress waits for nothing. A process that was stopped, or got no processor, saw
-/// none of them.
+/// A test that has seen this many ticks without progress hangs. A process that was stopped, or got no processor, sees
+/// no ticks.
 const TICKS_MAX: u32 = 150;
 
-/// What knows why nothing gets on.
+/// Explains why nothing makes progress.
 type Tells = dyn Fn() -> String + Send + Sync;
 static TOLD: Mutex<Vec<Weak<Tells>>> = Mutex::new(Vec::new());
 
-/// Has this be printed if anything hangs, for as long as what is returned lives.
+/// Has `tells` printed if anything hangs, as long as the returned value lives.
 #[must_use = "nothing is printed once it is dropped"]
 pub fn tell_of(tells: impl Fn() -> String + Send + Sync + 'static) -> Arc<Tells> {
     let tells: Arc<Tells> = Arc::new(tells);
@@ -34,12 +35,12 @@ pub fn tell_of(tells: impl Fn() -> String + Send + Sync + 'static) -> Arc<Tells>
     tells
 }
 
-/// Something got on.
+/// Counts some progress.
 pub fn progress() {
     PROGRESS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Waits for as long as anything gets on.
+/// Waits as long as there is progress.
 pub struct Patience {
     seen: u64,
     quiet: u32,
@@ -65,7 +66,7 @@ impl Patience {
         }
     }
 
-    /// Called again and again in a loop that waits.
+    /// Must be called again and again in a loop that waits.
     pub fn wait(&mut self, what: &str) {
         if self.ticked.elapsed() >= TICK {
             self.ticked = Instant::now();
@@ -75,7 +76,7 @@ impl Patience {
     }
 }
 
-/// Waits until something is so, for as long as anything gets on.
+/// Waits until `done` returns true, as long as there is progress.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let mut patience = Patience::new();
     while !done() {

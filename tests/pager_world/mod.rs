@@ -1,5 +1,5 @@
-//! A world for the pager to run: device, host memory and disk as tables of what bytes they hold, moves carried out when
-//! the test says so, actors that pin, write and give up. Every step checks what must always hold.
+//! A world for the pager to run. Device, host memory and disk are tables of the bytes they hold. Moves are carried out
+//! when the test says so, and actors pin, write and give up. Every step checks what must always hold.
 
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, reason = "each test uses a part; a test may panic")]
 
@@ -31,7 +31,7 @@ pub enum Bytes {
 pub enum Use {
     Read,
     Write,
-    /// Reading by a stream, which waits for fills itself.
+    /// A stream reads. The stream itself waits for fills.
     Stream,
 }
 
@@ -52,12 +52,13 @@ pub struct Wish {
     pub runs: Vec<PageRun>,
     pub purpose: Use,
     pub scope: Option<ScopeId>,
-    /// New requests that came later and were granted first, the lock-free ones too, where this one is new.
+    /// If this request is new: how many later new requests were granted first, including those without the latch.
+    /// `None` if it is not new.
     pub passed: Option<u32>,
-    /// What it waits for: a purse, if this is not 0.
+    /// If this is not 0, it waits for a purse of this many frames.
     pub frames: u32,
     pub never_refused: bool,
-    /// It waits for moves only.
+    /// It waits only for moves.
     pub admitted: bool,
     /// Whether it waited for frames after the last call, and the pages in whose lines it stood.
     pub stood: (bool, Vec<PageId>),
@@ -77,11 +78,12 @@ pub struct Guard {
     pub scope: Option<ScopeId>,
     /// Frames of its scope's purse that were spent for it.
     pub spent: u32,
-    /// Whether it could be refused, and counts among what its scope was opened for.
+    /// Whether it could not be refused. Otherwise it counts among what its scope was opened for.
     pub never_refused: bool,
-    /// Pages whose bytes are there when their moves have ended, on a stream's timeline.
+    /// Pages that were lent, with their moves. When a move has ended on the stream's timeline, the page's bytes are
+    /// there.
     pub lent: Vec<(PageId, MoveId)>,
-    /// Those of them whose fill has failed: what the stream computes is void.
+    /// Lent pages whose fill has failed. What the stream computes from them is void.
     pub void: Vec<PageId>,
 }
 
@@ -91,16 +93,16 @@ impl Guard {
     }
 }
 
-/// A guard whose scope holds it no more, and of whose end the pager has not been told.
+/// A guard whose scope no longer holds it, and of whose end the pager has not been told.
 #[derive(Clone, Debug)]
 pub struct Ending {
     guard: Guard,
     runs: Vec<PageRun>,
-    /// Whether somebody waits for the pages, if they are unpinned.
+    /// Whether somebody waits for the pages, if they are unpinned already.
     unpinned: Option<bool>,
 }
 
-/// What is never told to who can never be refused.
+/// Errors that a request that can never be refused must not get.
 fn is_refusal(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall)
 }
@@ -116,9 +118,9 @@ pub struct World {
     disk: HashMap<PageId, Bytes>,
     truth: HashMap<PageId, Bytes>,
     versions: u32,
-    /// Moves under way, with what they read at their start.
+    /// Moves under way, with the bytes that they read at their start.
     pub moves: Vec<(Move, Bytes)>,
-    /// Those of them, fills, that the device has taken up.
+    /// The fills among them that the device has taken up.
     pub taken: Vec<MoveId>,
     points: u64,
     pub discards: Vec<FrameId>,
@@ -131,7 +133,7 @@ pub struct World {
     pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
     pub released: Vec<SegmentId>,
     most_in_use: u32,
-    /// Fail the move completion with this number; 0 is none.
+    /// The completion with this number fails. 0 for none.
     pub fail_nth: u64,
     pub completions: u64,
     log: AccessLog,
@@ -139,19 +141,19 @@ pub struct World {
     gate: Arc<Gate>,
     /// Open scopes, and what they hold.
     pub scopes: Vec<(ScopeId, Arc<Holdings>)>,
-    /// Those of them that declared what they need.
+    /// The open scopes that declared what they need.
     reserved: Vec<ScopeId>,
     /// The scope of pins from now on.
     pub scope: Option<ScopeId>,
     /// Whether requests from now on can never be refused.
     pub never_refused: bool,
     floor: u32,
-    /// Whose uses pins are from now on.
+    /// The walker of pins from now on.
     pub walker: WalkerId,
-    /// The most that any request was passed by, and the most that is allowed.
+    /// The most often that any request was passed, and the limit.
     pub most_passed: u32,
     pub passes: u32,
-    /// Whether every step checks what must hold; for steps that were checked before.
+    /// Whether every step checks what must hold. It is off for steps that were checked before.
     pub checked: bool,
 }
 
@@ -210,23 +212,23 @@ impl World {
         }
     }
 
-    /// Allows a waiting request to be passed so often.
+    /// Allows a waiting request to be passed this many times.
     pub fn set_passes(&mut self, passes: u32) {
         self.passes = passes;
         self.pager.set_passes(passes);
     }
 
-    /// Keeps so many frames for what can never be refused.
+    /// Keeps this many frames for requests that can never be refused.
     pub fn set_floor(&mut self, frames: u32) {
         self.with(|pager, fx| pager.set_floor(frames, fx)).expect("there are more");
         self.floor = frames;
     }
 
     pub fn segment(&mut self, backing: Backing, pages: u32) -> SegmentId {
-        // Every class comes, whatever a runtime would say of such a segment.
+        // Every class is used, whatever class a runtime would give such a segment.
         let class = SegmentClass::ALL[self.words.len() % SegmentClass::ALL.len()];
         let (segment, words) = self.pager.add_segment(backing, class, pages);
-        // Segments of an odd number of pages end in a short one.
+        // A segment with an odd number of pages ends in a short page.
         self.pager.set_tail(segment, u64::from(pages % 2) * 100);
         self.words.insert(segment, words);
         for index in 0..pages {
@@ -238,7 +240,7 @@ impl World {
         segment
     }
 
-    /// The words of a segment, for a thread of their own.
+    /// The page words of a segment, for another thread.
     pub fn words(&self, segment: SegmentId) -> PageWords {
         self.words[&segment].clone()
     }
@@ -247,7 +249,7 @@ impl World {
         &self.words[&page.segment][page.index.get() as usize]
     }
 
-    /// Calls the pager and carries out what it wants.
+    /// Calls the pager and carries out the effects.
     pub fn with<T>(&mut self, call: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
         let mut fx = Effects::default();
         self.pager.record(&self.log);
@@ -288,7 +290,7 @@ impl World {
             match result {
                 Ok(_) if frames > 0 => {}
                 Ok(Granted { after, spent, .. }) => {
-                    // Granted something else by the same call, its scope has grown by this.
+                    // If the same call granted its scope something else, this request has become growth.
                     let all = self.holdings(scope).map_or(0, |holdings| holdings.pages());
                     let grown = all > runs.iter().map(|run| run.count).sum();
                     if passed.is_some() && !admitted && !grown {
@@ -349,7 +351,7 @@ impl World {
     fn start(&mut self, planned: Move) {
         let (page, from, to) = (planned.page, planned.from, planned.to);
         for (other, _) in &self.moves {
-            // Disk places are the page's own.
+            // Two places on disk are the same only if they are of the same page.
             let same = |a: Place, b: Place| a == b && (a != Place::Disk || other.page == page) && a != Place::Zero;
             assert!(!same(other.to, to), "{planned:?} and {other:?} write the same place");
             assert!(!same(other.from, to), "{planned:?} writes what {other:?} reads");
@@ -413,10 +415,10 @@ impl World {
         self.with(|pager, fx| pager.discarded(frame, fx));
     }
 
-    /// A new request, before which `older` ones waited, was granted: whoever of these waits for the same was passed.
+    /// A new request was granted while `older` requests waited. It passed those of them that wait for the same thing.
     fn went_first(&mut self, older: usize, runs: &[PageRun]) {
         for wish in &mut self.waiting[..older] {
-            // Who has changed lines in this call was not in the other's way, or not any more.
+            // A request that has changed lines in this call was not passed.
             let Some((frames, pages)) = self.pager.stands(wish.id).filter(|stands| *stands == wish.stood) else {
                 continue;
             };
@@ -491,7 +493,7 @@ impl World {
         }
     }
 
-    /// What must hold at every moment.
+    /// Checks what must hold at every moment.
     pub fn check(&mut self) {
         if self.checked {
             let told_later = |ending: &&Ending| ending.unpinned == Some(true);
@@ -506,7 +508,7 @@ impl World {
         let (in_use, active) = self.pager.device_frames();
         let bound = self.budget.max(self.most_in_use);
         assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
-        // What a scope was promised is its, and the floor beside it is kept, also where the budget shrinks later.
+        // A scope keeps what it was promised, and the floor beside it is kept, even if the budget shrinks later.
         let declared = self.pager.declared();
         let kept = if declared > 0 { declared + self.floor } else { 0 };
         let promised = (in_use + self.pager.set_aside()).max(kept).min(active);
@@ -518,12 +520,12 @@ impl World {
         self.scopes.iter().find(|(id, _)| Some(*id) == scope).map(|(_, holdings)| holdings)
     }
 
-    /// Pins without the latch if everything is resident, else submits. `None` if it was refused.
+    /// Pins without the latch if everything is resident, and otherwise submits a request. `None` if it was refused.
     pub fn pin(&mut self, runs: &[PageRun], purpose: impl Into<Use>, lock_free: bool) -> Option<Result<(), RequestId>> {
         let purpose = purpose.into();
         let scope = self.scope;
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
-        // Of a scope that holds something, growth: it passes everybody, and may be passed.
+        // A request of a scope that holds something is growth: it passes everybody, and may be passed itself.
         let reserved = |id: &ScopeId| self.reserved.contains(id);
         let new = self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0)
             && !scope.as_ref().is_some_and(reserved)
@@ -607,7 +609,7 @@ impl World {
                         let most = if never_refused { self.budget } else { self.budget.saturating_sub(self.floor) };
                         assert!(pages.len() as u32 > most || scope.is_some() && !never_refused, "{error}")
                     }
-                    // A fill has failed and its page is still lent.
+                    // A fill has failed, and its page is still lent.
                     ErrorKind::Io => {
                         let ending = self.endings.iter().map(|ending| &ending.guard);
                         let guards: Vec<&Guard> = self.guards.iter().chain(ending).collect();
@@ -622,7 +624,7 @@ impl World {
         }
     }
 
-    /// Opens a scope and makes it that of pins from now on.
+    /// Opens a scope. Pins from now on belong to it.
     pub fn open_scope(&mut self, terms: ScopeTerms) -> ScopeId {
         let (id, holdings) = self.pager.open_scope(terms);
         self.scopes.push((id, holdings));
@@ -630,12 +632,13 @@ impl World {
         id
     }
 
-    /// A scope that grows.
+    /// Opens a scope that declares nothing.
     pub fn growing_scope(&mut self) -> ScopeId {
         self.open_scope(ScopeTerms::default())
     }
 
-    /// A scope that declares so many pages. Whether these are set aside, or who waits for them.
+    /// Opens a scope that declares this many frames. The result says whether they are set aside, or which request waits
+    /// for them.
     pub fn reserving_scope(&mut self, frames: u32, priority: ScopePriority) -> (ScopeId, Result<(), RequestId>) {
         let id = self.open_scope(ScopeTerms { priority, at_most: Some(frames), ..ScopeTerms::default() });
         self.reserved.push(id);
@@ -666,8 +669,9 @@ impl World {
         self.end(self.endings.len() - 1);
     }
 
-    /// The first step of a guard's end: its scope holds it no more. Its pins end in the [second](Self::end), as do those of a
-    /// guard that was dropped behind a stream; or at once, if `unpins`, and the pager is told later.
+    /// The first step of a guard's end: its scope no longer holds it. Its pins end in the [second step](Self::end), as
+    /// they do for a guard that was dropped behind a stream. If `unpins`, they end at once, and the pager is told in
+    /// the second step.
     pub fn begin_to_end(&mut self, guard: usize, unpins: bool) {
         self.check_guard(guard);
         let guard = self.guards.remove(guard);
@@ -696,7 +700,7 @@ impl World {
         runs.iter().fold(false, |wanted, run| end(run) | wanted)
     }
 
-    /// The second step: the pins end, and whoever is to hear of that does.
+    /// The second step: the pins end, and the pager is told if anything depends on it.
     pub fn end(&mut self, at: usize) {
         let ending = self.endings.remove(at);
         let wanted = ending.unpinned.unwrap_or_else(|| self.unpin_words(&ending));
@@ -713,7 +717,7 @@ impl World {
         }
     }
 
-    /// Whether this request waits, for whatever it is.
+    /// Whether this request still waits for anything.
     pub fn waits(&self, id: RequestId) -> bool {
         self.waiting.iter().any(|wish| wish.id == id)
     }
@@ -733,7 +737,7 @@ impl World {
         self.settle(fx);
     }
 
-    /// Ends everything: moves, guards, discards; whoever still waits then waits for ever.
+    /// Ends everything: moves, guards, discards. A request that still waits then would wait for ever.
     pub fn drain(&mut self) {
         for _ in 0..100_000 {
             if !self.moves.is_empty() {
@@ -765,7 +769,7 @@ impl World {
         assert!(self.most_passed <= self.passes, "a request was passed {} times", self.most_passed);
     }
 
-    /// Reads every page once: nothing is lost but what was reported lost.
+    /// Reads every page once, and checks that only pages that were reported lost are lost.
     pub fn read_all(&mut self) {
         let lost: HashSet<PageId> = self.pager.lost_pages().iter().map(|(page, _)| *page).collect();
         let mut pages: Vec<PageId> = self.truth.keys().copied().filter(|page| !lost.contains(page)).collect();
@@ -782,7 +786,7 @@ impl World {
         }
     }
 
-    /// Forgets a segment nobody uses.
+    /// Removes a segment that nobody uses.
     pub fn remove(&mut self, segment: SegmentId) {
         assert!(!self.guards.iter().any(|guard| guard.pages.iter().any(|page| page.segment == segment)));
         self.with(|pager, fx| pager.remove_segment(segment, fx));
@@ -800,7 +804,8 @@ impl World {
         self.pager.fingerprint().hash(&mut hasher);
         self.budget.hash(&mut hasher);
         self.most_in_use.hash(&mut hasher);
-        // Moves, and whether they were started, are the pager's; what they carry is the truth.
+        // Moves, and whether they were started, are in the pager's fingerprint. The bytes that they carry follow from
+        // the truth.
         let mut guards: Vec<_> = self.guards.iter().map(Guard::state).collect();
         guards.sort();
         guards.hash(&mut hasher);
@@ -827,7 +832,7 @@ impl World {
     }
 }
 
-/// A small generator of its own, so that a seed means the same run everywhere.
+/// A small generator of its own, so that a seed gives the same run everywhere.
 #[derive(Debug)]
 pub struct Random(pub u64);
 

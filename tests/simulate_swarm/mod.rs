@@ -1,4 +1,4 @@
-//! Random machines, workloads and failures for the simulator, and what has to be true of what comes of them.
+//! Random machines, workloads and failures for the simulator, and checks of the results.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -20,14 +20,14 @@ use outcore_pager::Backing;
 use crate::harness::Rng;
 use crate::harness::replay::{Case as Replayed, first_seed};
 
-/// Of the swarm's machines.
+/// The page size of the swarm's machines.
 const PAGE: u64 = 4096;
 
 fn count(n: u32) -> NonZeroU32 {
     NonZeroU32::new(n).unwrap()
 }
 
-/// A random case; small, so that all its pages can be looked at at every event.
+/// A random case. It is small, so that all its pages can be checked at every event.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub machine: MachineModel,
@@ -83,7 +83,7 @@ fn calm_case(rng: &mut Rng) -> Case {
                 let segment = rng.below(segments.len() as u64);
                 let all = segments[segment as usize].1;
                 let offset = rng.below(all);
-                // Most fit by themselves.
+                // Most spans fit by themselves.
                 let most = (all - offset).min(1 + frames * 4096 / 2 * u64::from(devices));
                 let len = 1 + rng.below(most);
                 Span { segment: segment as u32, offset, len, row: 1 + rng.below(300) }
@@ -100,7 +100,7 @@ fn calm_case(rng: &mut Rng) -> Case {
         };
         steps.push(Step { spans, share, writes });
     }
-    // At least one step is in every pass.
+    // This step makes sure that every pass has one.
     steps.push(Step { spans: vec![Span { segment: 0, offset: 0, len: 1, row: 1 }], share: Share::All, writes: false });
     let settings = Settings {
         policy: (*rng.pick(&PolicyKind::ALL)).into(),
@@ -122,13 +122,13 @@ fn calm_case(rng: &mut Rng) -> Case {
     Case { machine, workload, settings }
 }
 
-/// A case, three in four of them with trouble. Its moments are drawn from the time that the case takes without.
+/// A case. Three in four have trouble, at moments drawn from the time that the case takes without it.
 pub fn random_case(rng: &mut Rng) -> Case {
     let mut case = calm_case(rng);
     if rng.one_in(4) {
         return case;
     }
-    // Most that do not fit are given more: one that ends at once says little.
+    // Most cases that do not fit are given more memory. A case that ends at once shows little.
     let calm = loop {
         let hurried = Settings { checked: false, ..case.settings.clone() };
         match simulate(&case.workload, &case.machine, &hurried) {
@@ -146,7 +146,7 @@ pub fn random_case(rng: &mut Rng) -> Case {
             0 => When::Pass(rng.below(u64::from(passes)) as u32),
             _ => When::Time(Duration::from_nanos(after + rng.below(1 + time - time.min(after)))),
         };
-        // Often several at once.
+        // Often several troubles begin at once.
         let from = match case.settings.trouble.last() {
             Some(last) if rng.one_in(3) => last.from,
             _ => moment(rng, 0),
@@ -183,7 +183,7 @@ fn trouble_kind(rng: &mut Rng, case: &Case) -> TroubleKind {
         },
         4..7 => TroubleKind::DiskFull,
         7 => TroubleKind::DeviceLost { device: rng.below(devices) as u32 },
-        // Most still hold what the case pins at once.
+        // Most budgets still hold what the case pins at once.
         8..12 => TroubleKind::DeviceBudget(Bytes::new((1 + frames / 2 + rng.below(2 * frames)) * PAGE)),
         12 => TroubleKind::DeviceBudget(Bytes::new((1 + rng.below(frames)) * PAGE)),
         13..18 => TroubleKind::Guest(Guest {
@@ -208,7 +208,7 @@ pub fn stalled(done: &Simulated) -> Duration {
     done.stalls.iter().map(|stall| stall.time).sum()
 }
 
-/// What has to be true of every result.
+/// Checks what must be true of every result.
 fn judge(case: &Case, done: &Simulated) {
     let Case { machine, settings, .. } = case;
     assert_eq!(done.passes.len(), settings.passes.get() as usize);
@@ -234,7 +234,7 @@ fn judge(case: &Case, done: &Simulated) {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ends {
     pub well: u64,
-    /// With trouble of some kind, or failures by chance.
+    /// With some trouble, or with failures by chance.
     pub well_in_trouble: u64,
     /// A step could not be computed.
     pub lost_steps: u64,
@@ -263,7 +263,7 @@ fn run(case: &Case, ends: &mut Ends) {
     }
 }
 
-/// Cases of `test` until told to stop; how they ended. One that is to be replayed is the first.
+/// Runs cases of `test` until told to stop, and returns how they ended. A case that is to be replayed comes first.
 pub fn swarm(test: &str, mut go_on: impl FnMut(u64) -> bool) -> Ends {
     let (first, mut ends) = (first_seed(), Ends::default());
     for at in 0.. {
@@ -281,7 +281,7 @@ pub fn swarm(test: &str, mut go_on: impl FnMut(u64) -> bool) -> Ends {
     ends
 }
 
-/// All of it.
+/// The whole result as text.
 pub fn bits(done: &dyn Debug) -> String {
     format!("{done:?}")
 }

@@ -1,4 +1,4 @@
-//! Random work of many threads on one runtime, against an oracle of bytes: for the concurrency test and the soak.
+//! Random work of many threads on one runtime, compared with an oracle of bytes. For the concurrency test and the soak.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -21,7 +21,7 @@ use crate::harness::{
     AnyDevice, Devices, Faults, Pinned, PinnedMut, PinnedSetMut, Rng, Setting, check_at_rest, progress, tell_of, until,
 };
 
-/// What one run is made of.
+/// The parameters of one run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub setting: Setting,
@@ -58,14 +58,15 @@ pub enum Until {
     Time(Instant),
 }
 
-/// No unit needs more pages; budgets never go below, so none is ever refused for size.
+/// No unit needs more pages. Budgets never go below this, so no request is refused for its size.
 const UNIT_PAGES: u64 = 6;
 const DEVICE_MIN: u64 = UNIT_PAGES;
 const DEVICE_MAX: u64 = 40;
 const TENSORS: u64 = 24;
 const ROWS: u64 = 24;
 
-/// A read-write tensor; each row is full of one byte, which is written here by whoever has the row pinned for writing.
+/// A read-write tensor. All bytes of a row are the same, and whoever has pinned the row for writing keeps that byte
+/// here.
 struct Table {
     tensor: Tensor,
     rows: Vec<AtomicU8>,
@@ -165,7 +166,7 @@ impl World {
         (set.iter().map(Tensor::page_count).sum::<u64>() <= UNIT_PAGES).then_some((set, places))
     }
 
-    /// The first row is written, and the other one is not.
+    /// Checks both rows and writes the first one.
     fn check_and_set_two(&self, rng: &mut Rng, places: &TwoRows, guard: &mut PinnedSetMut) {
         for (at, (table, row)) in places.iter().enumerate() {
             self.check_rows(table, *row, guard.try_bytes(at).map(Option::unwrap));
@@ -222,7 +223,7 @@ impl World {
                 }
             }
             25..28 => {
-                // Given up at once, after one look, or after some.
+                // The request is given up at once, after one poll, or after several.
                 let (tensor, n) = self.tensor(rng);
                 let mut request = runtime.reading(&tensor);
                 for _ in 0..rng.below(4) {
@@ -273,7 +274,7 @@ impl World {
                 drop(runtime.snapshot(&self.table(rng).tensor));
             }
             38 => {
-                // The old model goes with its prefetches in flight, unless somebody else still uses it.
+                // The old model goes while its prefetches are in flight, unless somebody else still uses it.
                 if let Some(new) = self.served(runtime.open_model(&self.file.path)) {
                     let old = self.tensor(rng).0;
                     runtime.prefetch(&old);
@@ -297,9 +298,9 @@ impl World {
     }
 }
 
-/// Runs the plan and checks what must hold at its end; returns how many operations of the runtime that were: a step is
-/// one, a pin, a hint, a change of budget, the opening of a model, and what is read and written under it is part of it; so
-/// is a step of a session.
+/// Runs the plan and checks what must hold at its end. Returns how many operations of the runtime there were. An
+/// operation is a step of a thread or of a session: a pin together with the reads and writes under it, a hint, a change
+/// of budget, or the opening of a model.
 pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let page = plan.setting.page.get();
     let mut rng = Rng::new(seed);
@@ -348,7 +349,8 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
         .collect();
     drop(elsewhere);
     if plan.close_early {
-        // Some way in: the number of uses is a clock that needs no sleep.
+        // The run goes on for a while before the close. The number of uses serves as a clock, so that no sleep is
+        // needed.
         while world.runtime.stats().pager.uses < 200 && workers.iter().any(|worker| !worker.is_finished()) {
             thread::yield_now();
         }
@@ -366,7 +368,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     assert_eq!((waiting.total, stats.waiting), (0, 0), "{waiting} in {plan:?}");
     if !plan.close_early {
         await_moves(&world);
-        // No frame is anybody's any more.
+        // No frame belongs to anybody any more.
         drop(world.runtime.scope().reserve(world.runtime.stats().device.1).wait().unwrap());
         read_everything(&world);
     }
@@ -378,10 +380,10 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     operations.into_inner()
 }
 
-/// Waits for the moves that were under way: some may yet fail, and a demand that joins one of them fails with it.
+/// Waits for moves that are under way. Some may still fail, and a demand that joins one of them fails with it.
 fn await_moves(world: &World) {
     let (model, tables) = (world.model(), world.tables.iter().map(|table| table.read().tensor.clone()));
-    // One tensor shows all pages of its file.
+    // The snapshot of one tensor shows all pages of its file.
     for tensor in tables.chain([model.tensor("t0").unwrap()]) {
         let moves = |state| matches!(state, State::Filling | State::WritingBack | State::Evicting);
         let rests = || world.runtime.snapshot(&tensor).pages.iter().all(|page| !moves(page.device.state));
@@ -389,7 +391,7 @@ fn await_moves(world: &World) {
     }
 }
 
-/// With nothing failing any more, every byte can be had, but those of lost pages.
+/// Now that nothing fails any more, every byte can be read, except those of lost pages.
 fn read_everything(world: &World) {
     for n in 0..TENSORS {
         let tensor = world.model().tensor(&format!("t{n}")).unwrap();

@@ -1,4 +1,4 @@
-//! Sessions: tasks that hold guards of a scope and ask for more, until they have had enough, or are given up.
+//! Sessions: tasks that hold guards of a scope and ask for more, until they have enough or are given up.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -15,7 +15,7 @@ use crate::harness::{
     AnyDevice, InScope, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, Rng, Task, block_on, poll, together,
 };
 
-/// What a guard of a session is for.
+/// A guard of a session.
 enum Held {
     Weights(Pinned, u64),
     TwoWeights(PinnedSet, [u64; 2]),
@@ -26,13 +26,13 @@ enum Held {
     RowsOnStream(StreamPin, Arc<Table>, u64, Bytes),
 }
 
-/// How a session asks.
+/// How a session asks for pages.
 #[derive(Clone, Copy)]
 enum How {
-    /// On its thread, which does nothing else meanwhile.
+    /// It blocks its thread, which does nothing else meanwhile.
     Waits,
     Awaits,
-    /// It looks so often, and then awaits or gives up.
+    /// It polls this many times, and then awaits or gives up.
     Looks(u64, bool),
 }
 
@@ -41,19 +41,19 @@ struct Session<'a> {
     rng: Rng,
     pins: InScope<'a>,
     stream: Option<ComputeStream>,
-    /// Whether nothing else runs on its thread.
+    /// Whether no other session runs on its thread.
     alone: bool,
-    /// The pages it said it would have pinned at most, if it did.
+    /// How many pages it declared it would pin at most, if it did.
     most: Option<u64>,
-    /// It pins nothing that anybody writes.
+    /// Whether it pins only pages that nobody writes.
     only_weights: bool,
     held: Vec<(Held, u64)>,
-    /// Pages whose guards ended elsewhere, or will: they may still count as the scope's.
+    /// Pages whose guards ended elsewhere, or will end there. They may still count as the scope's.
     elsewhere: u64,
 }
 
 impl World {
-    /// One or more sessions, to their ends.
+    /// Runs one or more sessions to their ends.
     pub(super) fn sessions(&self, rng: &mut Rng, elsewhere: &Sender<Pinned>) {
         if rng.one_in(2) {
             return block_on(Box::pin(self.session(Rng::new(rng.next()), true, elsewhere)));
@@ -65,7 +65,7 @@ impl World {
         together((0..1 + rng.below(4)).map(|_| session(rng)).collect());
     }
 
-    /// The pages of a set: tensors may share some.
+    /// How many pages a set has. Tensors may share some.
     fn pages_of(&self, tensors: &[Tensor]) -> u64 {
         let page = self.plan.setting.page.get();
         let places = tensors.iter().filter(|tensor| tensor.page_count() > 0);
@@ -132,7 +132,7 @@ impl Session<'_> {
         }
     }
 
-    /// What comes of asking for so many pages, unless it is an answer that a session must expect.
+    /// Asks for this many pages. Returns what was granted, or `None` after a refusal that a session must expect.
     async fn ask<'a, G>(
         &mut self,
         pages: u64,
@@ -182,7 +182,8 @@ impl Session<'_> {
         let plan = &self.world.plan;
         match error.kind() {
             ErrorKind::WouldDeadlock => {
-                // Others can be in its way by frames alone, and those are set aside.
+                // If it only pins weights, others can be in its way only by frames. A scope that declared its needs has
+                // these set aside.
                 assert!(self.most.is_none() || !self.only_weights, "{error:?} in {plan:?}");
                 self.check();
                 self.held.clear();
@@ -262,7 +263,7 @@ impl Session<'_> {
         }
         let stream = self.stream.clone()?;
         let (scope, one, pages) = (self.pins.scope, std::slice::from_ref(tensor), tensor.page_count());
-        // A request that is given up may have been granted, and then ends behind the stream.
+        // A request that is given up may have been granted. Its pin then ends behind the stream.
         self.elsewhere += pages;
         let pin = || scope.pin_device_on(one, &stream);
         self.ask(pages, || pin().wait(), || Box::pin(pin())).await
@@ -282,7 +283,7 @@ impl Session<'_> {
         let (held, pages) = self.held.swap_remove(self.rng.below(self.held.len() as u64) as usize);
         match held {
             Held::Weights(guard, _) | Held::Rows(guard, ..) if self.rng.one_in(2) => {
-                // It may outlive the scope.
+                // The guard may outlive the scope.
                 self.elsewhere += pages;
                 let _ = elsewhere.send(guard);
             }
@@ -290,9 +291,9 @@ impl Session<'_> {
         }
     }
 
-    /// A request is forgotten, and after it what it was for.
+    /// A request is forgotten, and then the tensor that it asked for is dropped.
     fn forgets(&mut self) {
-        // What it has been granted by then is no scope's to spend again.
+        // Frames that the request has been granted by then could not be spent by the scope again.
         if self.most.is_some() {
             return;
         }
@@ -310,7 +311,7 @@ impl Session<'_> {
         std::mem::forget(request);
     }
 
-    /// Nobody has changed what is pinned.
+    /// Checks that nobody has changed what is pinned.
     fn check(&self) {
         for (held, _) in &self.held {
             self.check_one(held);
@@ -343,7 +344,7 @@ impl Session<'_> {
     }
 }
 
-/// The other tasks of the thread go on first.
+/// Lets the other tasks of the thread go on first.
 async fn others_first() {
     let mut yielded = false;
     poll_fn(|cx| {

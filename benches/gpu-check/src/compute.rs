@@ -17,7 +17,7 @@ enum Kind {
     Sums,
 }
 
-/// Computes with tensors of one shape, on one stream. When a call of it that waits returns, its work has ended.
+/// Computes with tensors of one shape, on one stream. When a call that waits returns, all submitted work has ended.
 pub(crate) struct Compute {
     kind: Kind,
     kernels: Kernels,
@@ -30,7 +30,7 @@ pub(crate) struct Compute {
 }
 
 impl Compute {
-    /// With cuBLAS a product is of `tokens` rows.
+    /// With cuBLAS, a product has `tokens` rows.
     pub(crate) fn new(gpu: &Gpu, shape: Shape, tokens: u32, report: &mut Report<'_>) -> Result<Self> {
         let stream = gpu.stream()?;
         let kind = match Blas::load(&stream) {
@@ -55,7 +55,7 @@ impl Compute {
         stream.zero(sums.address, 16)?;
         let read_back = HostMemory::alloc(gpu, 16)?;
         let compute = Self { kind, kernels: gpu.kernels()?, shape, sums, read_back, stream, gpu: gpu.clone() };
-        // What the driver and cuBLAS load at the first use takes time, and memory of the GPU, which is measured later.
+        // At their first use the driver and cuBLAS load code. That takes time, and GPU memory, which is measured later.
         let warm = DeviceMemory::new(gpu, shape.bytes())?;
         compute.stream.zero(warm.address, shape.bytes())?;
         compute.work(warm.address, Amount(1))?;
@@ -64,7 +64,7 @@ impl Compute {
         Ok(compute)
     }
 
-    /// Puts work with the tensor at a device address on the stream. An amount of zero is none.
+    /// Puts work with the tensor at a device address on the stream. An amount of zero means no work.
     pub(crate) fn work(&self, address: u64, amount: Amount) -> Result {
         match &self.kind {
             Kind::Products { blas, tokens, x, y } => {
@@ -82,7 +82,8 @@ impl Compute {
         self.ended_if_failed(self.timed(address, amount, count))
     }
 
-    /// Passes an outcome on. After a failure what was submitted has ended: the caller may unpin.
+    /// Passes an outcome on. After a failure it first waits until all submitted work has ended, so the caller may
+    /// unpin.
     fn ended_if_failed<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.inspect_err(|_| drop(self.stream.synchronize()))
     }
@@ -101,12 +102,12 @@ impl Compute {
     pub(crate) fn amount_for(&self, address: u64, seconds: f64) -> Result<Amount> {
         const REPEATS: u64 = 8;
         let mut amount = 1;
-        // Its first use pays for loading and for clocks that rise.
+        // The first use pays for loading, and for clocks that are still rising.
         self.seconds(address, Amount(amount), REPEATS)?;
         loop {
             let one = self.seconds(address, Amount(amount), REPEATS)? / REPEATS as f64;
             let wanted = seconds / one.max(1e-9) * amount as f64;
-            // Close enough that what is left is rounding: of products there is no half.
+            // Close enough: the remaining difference is rounding, since half a product cannot be computed.
             if one >= seconds / 2.0 || amount > 1 << 20 {
                 return Ok(Amount((wanted.round() as u64).max(1)));
             }

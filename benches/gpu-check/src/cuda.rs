@@ -180,7 +180,7 @@ impl Stream {
         named("wait for a stream", self.stream.synchronize())
     }
 
-    /// The stream as the runtime knows it, for pins that end behind its work.
+    /// The stream as the runtime knows it, for pins that end after its work.
     pub(crate) fn adopted_by(&self, runtime: &Runtime) -> Result<Adopted<'_>> {
         let raw = RawStream::new(self.stream.cu_stream().cast());
         // SAFETY: the handle is this stream's, which is borrowed for as long as the result lives.
@@ -191,14 +191,15 @@ impl Stream {
     /// Copies `len` bytes from `offset` of host memory to a device address.
     pub(crate) fn copy_in(&self, host: &HostMemory, offset: u64, device: u64, len: u64) -> Result {
         let from = host.at(offset, len)?;
-        // SAFETY: the range lies in the host memory, which outlives the copy (invariant 1); the driver checks the address.
+        // SAFETY: the range lies in the host memory, which outlives the copy (invariant 1); the driver checks the
+        // address.
         check("copy to the GPU", unsafe {
             sys::cuMemcpyHtoDAsync_v2(device, from.cast_const().cast(), len as usize, self.stream.cu_stream())
         })
     }
 
-    /// Copies `len` bytes from a device address to `offset` of host memory. What lies there can be seen by nobody before
-    /// the copy has ended (invariant 1).
+    /// Copies `len` bytes from a device address to `offset` of host memory. Nobody can read that memory before the copy
+    /// has ended (invariant 1).
     pub(crate) fn copy_out(&self, device: u64, host: &HostMemory, offset: u64, len: u64) -> Result {
         let to = host.at(offset, len)?;
         // SAFETY: as for `copy_in`; the memory is looked at only after the context was waited for.
@@ -227,8 +228,8 @@ impl Stream {
             flags: 0,
         };
         let mut first = 0;
-        // SAFETY: the lists have the length that is said and are read during the call; the host ranges lie in memory that
-        // outlives the copies (invariant 1); the driver checks the addresses.
+        // SAFETY: the lists have the length that is said and are read during the call; the host ranges lie in memory
+        // that outlives the copies (invariant 1); the driver checks the addresses.
         check("copy a batch to the GPU", unsafe {
             sys::cuMemcpyBatchAsync_v2(
                 to.as_mut_ptr(),
@@ -265,10 +266,10 @@ impl Adopted<'_> {
         Ok(runtime.pin_device_on(tensors, &self.stream).wait()?)
     }
 
-    /// Unpins behind everything that is on the stream by now.
+    /// Unpins after everything that is on the stream by now.
     pub(crate) fn unpin(&self, guard: DevicePin) -> Result {
         guard.unpin_after(&self.stream).map_err(|refused| {
-            // The guard goes with the refusal, and may not go before the work.
+            // The refusal holds the guard, which must not be dropped before the work has ended.
             let ended = self.stream.synchronize();
             ended.err().unwrap_or(refused.error).into()
         })
@@ -288,7 +289,7 @@ pub(crate) struct HostMemory {
 enum Owner {
     /// The driver: `cuMemHostAlloc`.
     Driver,
-    /// This process; the slices that are registered, as first byte and length.
+    /// This process; and the slices that are registered, as first byte and length.
     Process { memory: Vec<u8>, registered: Vec<(u64, u64)> },
 }
 
@@ -383,8 +384,8 @@ impl HostMemory {
     /// Its bytes, once nothing is in flight.
     pub(crate) fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         self.gpu.synchronize()?;
-        // SAFETY: `len` bytes of memory that is ours, initialised by the kernel; no copy is in flight (invariant 1), and
-        // none can be submitted while the slice borrows it.
+        // SAFETY: `len` bytes of memory that is ours, initialised by the kernel; no copy is in flight (invariant 1),
+        // and none can be submitted while the slice borrows it.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start, self.len as usize) })
     }
 }
@@ -643,7 +644,7 @@ pub(crate) fn cublas_found() -> bool {
     unsafe { blas::is_culib_present() }
 }
 
-/// Whether the driver has a function of this name: cudarc panics where one is missing.
+/// Whether the driver has a function of this name. cudarc panics where one is missing.
 fn driver_has(name: &CStr) -> bool {
     // SAFETY: the driver's library is loaded (invariant 3); the symbol is only looked up, not called.
     unsafe { sys::culib().get::<*const c_void>(name.to_bytes_with_nul()) }.is_ok()

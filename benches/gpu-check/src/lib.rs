@@ -1,8 +1,8 @@
-//! The parts of `make gpu-check` that need a GPU: what the driver does by itself (copies, mapping, locking, events), and
-//! what the runtime makes of it (overlap, passes over models larger than the GPU's budget, first page, pins).
+//! The parts of `make gpu-check` that need a GPU: what the driver does by itself (copies, mapping, locking, events),
+//! and what the runtime makes of it (overlap, passes over models larger than the GPU's budget, first page, pins).
 //!
-//! Each part writes `Record`s as it goes, so that a run that is cut short leaves what it had. Every number stands
-//! beside a ceiling that the same part measured. Over the emulated driver of `tests/fake-cuda` the parts run too, which
+//! Each part writes `Record`s as it goes, so that a run that is cut short keeps what it had found. Every number stands
+//! beside a ceiling that the same part measured. The parts also run on the emulated driver of `tests/fake-cuda`. That
 //! shows that they work and that their calls are in order; the numbers then mean nothing.
 
 #![cfg(feature = "cuda")]
@@ -46,7 +46,7 @@ pub enum Failure {
         /// What the system said.
         cause: std::io::Error,
     },
-    /// The machine has not what this needs; no failure of outcore.
+    /// The machine lacks what this needs. This is not a failure of outcore.
     #[error("not possible here: {0}")]
     Impossible(String),
     /// Bytes are not what they should be.
@@ -55,7 +55,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Whether the machine, and not outcore or the driver, is the reason: there is no GPU, say.
+    /// Whether the machine is the reason (it has no GPU, say), and not outcore or the driver.
     pub fn is_of_the_machine(&self) -> bool {
         use outcore::ErrorKind as Kind;
         match self {
@@ -73,7 +73,7 @@ impl Failure {
 /// How large the inputs are, and how many rounds there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// What the results are made with.
+    /// The scale at which results are made.
     Full,
     /// Smaller inputs and fewer rounds.
     Quick,
@@ -92,7 +92,7 @@ pub struct Settings {
     pub dir: PathBuf,
     /// Host memory the parts may use in all.
     pub memory: Bytes,
-    /// Bytes of a page: what the verdicts are about.
+    /// Bytes of a page. The verdicts are about this size.
     pub page: PageSize,
 }
 
@@ -110,7 +110,7 @@ impl Settings {
     }
 }
 
-/// Runs a part. What it found until it failed has been reported.
+/// Runs a part. If it fails, what it found before that has been reported.
 ///
 /// # Errors
 /// What kept it from going on.

@@ -56,7 +56,7 @@ enum Command {
     },
 }
 
-/// What the machine has not.
+/// The exit status where the machine lacks what a part needs.
 const NOT_POSSIBLE: u8 = 3;
 
 fn settings(
@@ -81,7 +81,7 @@ fn settings(
 fn execute(command: Command) -> Result<(), Failure> {
     let out = std::io::stdout();
     let line = |text: &str| {
-        // A reader that is gone does not want to know.
+        // If the reader is gone, the line can be lost.
         let _ = writeln!(out.lock(), "{text}");
     };
     match command {

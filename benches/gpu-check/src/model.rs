@@ -34,15 +34,15 @@ pub(crate) struct ModelFile {
     pub(crate) tensors: u64,
 }
 
-/// Data begins at a multiple of this, and with it every tensor at a page.
+/// The data begins at a multiple of this, so every tensor begins at a page.
 const ALIGNMENT: u64 = 2 << 20;
 /// What is left free on the disk.
 const MARGIN: u64 = 4 << 30;
 const WRITE: u64 = 16 << 20;
 const DIRECT_ALIGNMENT: usize = 4096;
 
-/// Bits of four bf16 values that stay as the generator made them, and those that are set: values from 0.5 to 2, of
-/// either sign, so that no product overflows.
+/// Bits of four bf16 values: those that stay as the generator made them, and those that are set. The values are from
+/// 0.5 to 2, of either sign, so that no product overflows.
 const FREE_BITS: u64 = 0x80FF_80FF_80FF_80FF;
 const SET_BITS: u64 = 0x3F00_3F00_3F00_3F00;
 
@@ -107,7 +107,7 @@ impl ModelFile {
                 )));
             }
             let start = Instant::now();
-            // Half a model is none: it gets its name when it is whole.
+            // The file gets its name only when it is complete.
             let file = Self { path: path.with_extension("partial"), shape, tensors };
             let named = |cause| Failure::io(format!("name {}", path.display()), cause);
             let written = file.write().and_then(|()| std::fs::rename(&file.path, &path).map_err(named));
@@ -140,7 +140,8 @@ impl ModelFile {
         header
     }
 
-    /// Past the page cache where the file system allows it: it shall not fill memory that the tiers will lock.
+    /// Writes past the page cache where the file system allows it: the cache would take memory that the tiers will
+    /// lock.
     fn write(&self) -> Result {
         let failed = |cause| Failure::io(format!("write {}", self.path.display()), cause);
         let header = self.header();
@@ -192,8 +193,8 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
-    /// Opens the file as often as it takes for `count` tensors. Each time counts as a model of its own, with pages of its
-    /// own: a model larger than the disk, whose bytes are read from it nevertheless.
+    /// Opens the file as often as it takes for `count` tensors. Each opening counts as a model with pages of its own.
+    /// So the models may together be larger than the disk, and all their bytes are still read from it.
     pub(crate) fn new(runtime: &Runtime, file: &ModelFile, count: u64) -> Result<Self> {
         let mut opened = Self { tensors: Vec::new(), _models: Vec::new() };
         while (opened.tensors.len() as u64) < count {

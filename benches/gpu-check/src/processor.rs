@@ -8,9 +8,9 @@ use std::fs;
 pub(crate) struct Processor(BTreeMap<String, f64>);
 
 impl Processor {
-    /// Of every thread since it began; nothing where the kernel does not say (`/proc/self/task/*/schedstat`).
+    /// Of every thread since it began. Empty where the kernel does not say (`/proc/self/task/*/schedstat`).
     pub(crate) fn now() -> Self {
-        // The kernel counts a running thread's time when it switches.
+        // The kernel adds a running thread's time to its count only when it switches threads.
         std::thread::yield_now();
         let mut times = BTreeMap::new();
         for task in fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
@@ -54,7 +54,7 @@ mod tests {
             for n in 0..50_000_000_u64 {
                 x = std::hint::black_box(x).wrapping_mul(n | 1);
             }
-            // What it used is counted when it sleeps.
+            // The kernel counts what a thread used when the thread sleeps.
             let _ = begin.send(x);
             let _ = ended.recv();
         });

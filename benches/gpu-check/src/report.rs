@@ -31,7 +31,7 @@ pub enum Unit {
 /// Median, least and most of several rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Spread {
-    /// The one in the middle; of an even number, between the two in the middle.
+    /// The one in the middle; for an even number of rounds, the mean of the two in the middle.
     pub median: f64,
     /// The smallest.
     pub least: f64,
@@ -42,7 +42,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of rounds, of which there is one at least; nothing otherwise.
+    /// The spread of at least one round; `None` for no rounds.
     pub fn of(rounds: &[f64]) -> Option<Self> {
         let mut sorted = rounds.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -86,7 +86,7 @@ pub enum Record {
         /// The rounds.
         #[serde(flatten)]
         spread: Spread,
-        /// The name of the number it is held against, where there is one.
+        /// The name of the number it is compared with, if there is one.
         #[serde(skip_serializing_if = "Option::is_none")]
         ceiling: Option<String>,
     },
@@ -136,7 +136,7 @@ impl<'a> Report<'a> {
         Self { sink: Box::new(sink) }
     }
 
-    /// Reports the rounds of a measurement; the name of what it is held against, where there is one.
+    /// Reports the rounds of a measurement, and the name of the number it is compared with, if there is one.
     pub(crate) fn number(&mut self, name: impl Into<String>, unit: Unit, rounds: &[f64], ceiling: Option<&str>) {
         if let Some(spread) = Spread::of(rounds) {
             let ceiling = ceiling.map(str::to_owned);
@@ -170,7 +170,7 @@ mod tests {
         assert!(Goal::AtLeast(0.9).is_met_by(0.9) && !Goal::AtLeast(0.9).is_met_by(0.89));
         assert!(Goal::AtMost(1.0).is_met_by(1.0) && !Goal::AtMost(1.0).is_met_by(1.01));
         assert_eq!(Spread::of(&[4.0, 1.0]).map(|spread| spread.median), Some(2.5));
-        // What was not measured reaches nothing.
+        // A number that was not measured is NaN, and reaches no goal.
         assert!(!Goal::AtLeast(0.9).is_met_by(f64::NAN) && !Goal::AtMost(1.0).is_met_by(f64::NAN));
     }
 }

@@ -1,4 +1,5 @@
-//! run.sh and its helpers, as they lie in a bundle, over the emulated CUDA driver: what they print, write and end with.
+//! run.sh and its helpers, as they lie in a bundle, over the emulated CUDA driver: what they print, write and exit
+//! with.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -44,7 +45,7 @@ impl Bundle {
         self.folder.path().join(inside)
     }
 
-    /// With the emulated driver.
+    /// Runs run.sh with the emulated driver.
     fn run(&self, options: &[&str], environment: &[(&str, &str)]) -> Output {
         let mut command = Command::new(self.path("run.sh"));
         command.args(["--tiny", "--out"]).arg(self.path("out")).arg("--dir").arg(self.path("work")).args(options);
@@ -75,7 +76,7 @@ fn parts_run_and_their_results_are_written_and_nothing_else_stays() {
     assert_eq!(results["scale"], "tiny");
     let up = &results["parts"]["copies"]["numbers"]["host to device, one copy"];
     assert!(up["unit"] == "GB/s" && up["median"].as_f64().unwrap() > 0.0, "{up}");
-    // What the copies' verdicts say depends on this machine; that they are counted does not.
+    // Whether the copies reach their goals depends on this machine. That missed goals are counted does not.
     let missed =
         results["parts"]["copies"]["verdicts"].as_object().unwrap().values().filter(|v| v["pass"] == false).count();
     assert_eq!(output.status.code(), Some(i32::from(missed > 0)), "{text}");
@@ -89,7 +90,7 @@ fn parts_run_and_their_results_are_written_and_nothing_else_stays() {
 #[test]
 fn a_part_that_fails_is_reported_and_the_others_go_on() {
     let bundle = Bundle::new();
-    // The emulated driver knows no kernels in this process, and refuses what is said here.
+    // In run.sh's processes the emulated driver knows no kernels. It also refuses the call that is named here.
     let output =
         bundle.run(&["--only", "copies,mapping,events,generate"], &[("FAKECUDA_FAIL", "cuMemcpyDtoHAsync:3:2")]);
     let (text, results) = (said(&output), bundle.results());
@@ -128,7 +129,7 @@ fn a_part_that_takes_too_long_leaves_what_it_had() {
     assert_eq!(results["parts"]["copies"]["status"], "skipped", "{text}");
 }
 
-/// A program of the bundle that says what a test wants to hear.
+/// A program of the bundle that prints what a test needs.
 fn says(bundle: &Bundle, name: &str, script: &str) {
     let path = bundle.path("bin").join(name);
     fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
@@ -146,7 +147,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     );
     says(&bundle, "cuda_real", "echo 'SKIPPED one: no reason'; echo 'test result: ok. 3 passed; 0 failed; 0 ignored'");
     says(&bundle, "make_model", ": >\"$1\"");
-    // Hashes that follow the budget, and so differ between the runs.
+    // The hashes depend on the budget, so they differ between the runs.
     let report = r#"{"decode_tok_s":2.0,"pass_s_median":0.5,"peak_device_bytes":1,"device_budget_bytes":2,"logits_xxh3":"'$budget'"}"#;
     let generate = format!(
         "[ \"$1\" = --help ] && echo '--device cuda' && exit\n\
@@ -159,7 +160,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     let part = |name: &str| &results["parts"][name];
     assert_eq!(part("device-suite")["status"], "failed", "{text}");
     assert!(part("device-suite")["error"].as_str().unwrap().contains("nothing was shown"), "{text}");
-    // A test that is for a GPU has nothing to skip on one.
+    // A test that is for a GPU must not skip on one.
     assert_eq!(part("runtime-suite")["status"], "failed", "{text}");
     assert!(part("runtime-suite")["error"].as_str().unwrap().contains("cuda_real skipped 1 tests"), "{text}");
     assert_eq!(part("runtime-suite")["numbers"]["cuda: tests passed"]["median"], 7, "{text}");
@@ -170,7 +171,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     assert!(text.contains("1 missed: generate:"), "{text}");
 }
 
-/// The largest error of each kind is judged, what was skipped is told, and a comparison that is missing is a failure.
+/// The largest error of each kind is judged. A skipped test is reported. A comparison that is missing is a failure.
 #[test]
 fn what_the_gpu_computes_is_judged_by_the_largest_error() {
     let bundle = Bundle::new();
@@ -186,7 +187,7 @@ fn what_the_gpu_computes_is_judged_by_the_largest_error() {
         let lines = [&line(error, "1e-3"), &line("2e-5", "1e-3"), &line("1e-2", "3e-2"), skipped, ended];
         [&[wanted, "[ \"$1\" = on_a_gpu ] || exit 8"], &lines.map(|line| -> &str { line })[..]].concat().join("\n")
     };
-    // By name: the kernels, logits of types that the CPU rounds activations for, all other logits.
+    // In order of name: the kernels, logits of types that the CPU rounds activations for, all other logits.
     let judged = |results: &Value, wanted: [bool; 3]| {
         let part = &results["parts"]["kernels"];
         let verdicts: Vec<_> = part["verdicts"].as_object().unwrap().values().map(|one| one["pass"] == true).collect();
@@ -220,7 +221,7 @@ fn without_a_gpu_it_says_so_and_ends_with_2() {
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(said(&output).contains("no GPU can be used here"), "{}", said(&output));
     assert!(!bundle.path("out").exists(), "nothing is written");
-    // A stub, or a library that is none: what the loader says is passed on, and there is no panic.
+    // These files are not libraries: what the loader says is passed on, and there is no panic.
     let broken = bundle.path("driver/libcuda.so");
     fs::remove_file(&broken).unwrap();
     for name in ["libcuda.so", "libcuda.so.1"] {
@@ -297,7 +298,7 @@ fn two_results_are_compared_number_by_number() {
         "{text}"
     );
     assert_eq!(report(&["table".as_ref(), old.as_ref()]).status.code(), Some(0));
-    // The newest that was packed is taken by itself.
+    // Without --previous, the newest packed results are used.
     fs::create_dir(bundle.path("previous")).unwrap();
     fs::write(bundle.path("previous/gpu-1.json"), first.to_string()).unwrap();
     let text = said(&bundle.run(&["--only", "events"], &[]));

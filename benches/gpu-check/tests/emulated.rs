@@ -1,5 +1,5 @@
-//! Every part over the emulated CUDA driver, with sizes of megabytes: it produces its numbers, its calls are in order, and
-//! a refused call ends it with an error. What the numbers are means nothing here.
+//! Every part over the emulated CUDA driver, with sizes of megabytes: it produces its numbers, its calls are in order,
+//! and a refused call ends it with an error. What the numbers are means nothing here.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -136,7 +136,7 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
     }
 }
 
-/// Numbers that can be zero, or, on a driver without a clock to speak of, less.
+/// Numbers that can be zero; or negative, on a driver without a meaningful clock.
 fn may_be_small(name: &str) -> bool {
     ["cores", "eta", "of which the thread", "part of the host tier", "rounds in which", "overlap"]
         .iter()
@@ -210,7 +210,7 @@ fn memory_beyond_the_budget_is_not_taken() {
         }
         _ => None,
     });
-    // The emulated driver counts exactly.
+    // The emulated driver counts bytes exactly, so the ratio is exact.
     assert_eq!(verdict, Some((1.0, true)));
     fake.expect_clean();
 }
@@ -237,7 +237,7 @@ fn a_refused_call_ends_a_part_with_its_name_and_the_next_part_runs() {
                 fake.check_leaks();
                 fake.expect_clean();
             } else {
-                // A lost device gives nothing back.
+                // On a lost device nothing can be given back, so findings are expected.
                 fake.take_findings();
             }
         }
@@ -250,7 +250,7 @@ fn a_refused_call_ends_a_part_with_its_name_and_the_next_part_runs() {
 #[test]
 fn wrong_bytes_on_the_gpu_are_found() {
     let (fake, folder) = (driver(), folder());
-    // What it sees is not what the file has.
+    // This kernel finds another sum than the file has.
     fake.register_kernel(
         "outcore_sum",
         |launch| vec![Reach::read(launch.parameter(0), launch.parameter(1) * 8), Reach::write(launch.parameter(3), 16)],

@@ -36,38 +36,38 @@ pub(crate) struct Layer {
 /// [`Architecture::ops`], which is the only place that knows the order.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op<'a> {
-    /// The tokens' rows to `x`.
+    /// Puts the tokens' rows into `x`.
     Embed(&'a WeightInfo),
     /// `normed = x / rms(x) * weight`, the input of the matrices that follow.
     Norm(&'a WeightInfo),
-    /// Of `normed`.
+    /// `queries = W normed + b`.
     Query(&'a Linear),
-    /// Of `normed`.
+    /// `keys = W normed + b`.
     Key(&'a Linear),
-    /// Of `normed`.
+    /// `values = W normed + b`.
     Value(&'a Linear),
-    /// Each query's head, in place.
+    /// Normalises each head of the queries, in place.
     NormQueries(&'a WeightInfo),
-    /// Each key's head, in place.
+    /// Normalises each head of the keys, in place.
     NormKeys(&'a WeightInfo),
     /// Turns queries and keys by their positions, adds keys and values to this layer's, and attends.
     Attend(usize),
     /// `x = x + W attended + b`.
     AttentionOutput(&'a Linear),
-    /// Of `normed`.
+    /// `gate = W normed + b`.
     Gate(&'a Linear),
-    /// Of `normed`.
+    /// `up = W normed + b`.
     Up(&'a Linear),
     /// `x = x + W (silu(gate) * up) + b`.
     Down(&'a Linear),
     /// [`Norm`](Self::Norm), for the tokens whose logits are wanted.
     LastNorm(&'a WeightInfo),
-    /// Of `normed`.
+    /// `logits = W normed`.
     Logits(&'a WeightInfo),
 }
 
 impl<'a> Op<'a> {
-    /// The matrix that a step uses, or the vector, and a vector that it uses after that.
+    /// The matrix or vector that a step uses first, and the vector that it uses after that.
     fn weights(self) -> (Option<&'a WeightInfo>, Option<&'a WeightInfo>) {
         match self {
             Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::AttentionOutput(l) => {
@@ -185,8 +185,8 @@ pub(crate) struct Architecture {
     rope_factors: Option<WeightInfo>,
 }
 
-/// Bytes of weights that a pass over one token uses: all but the embeddings of other tokens, where these are a matrix of
-/// their own.
+/// Bytes of weights that a pass over one token uses. The embeddings of other tokens count only if the embeddings are
+/// the output matrix too.
 ///
 /// # Errors
 /// Whatever keeps the model from being loaded.
@@ -259,7 +259,7 @@ impl Architecture {
         Ok(frequencies)
     }
 
-    /// The rows that a pass over `tokens` uses, in order; of the embeddings the rows of the tokens, in ascending order.
+    /// The rows that a pass over `tokens` uses, in order. Of the embeddings these are the tokens' rows, ascending.
     /// `tile_rows` says how many rows of a tensor are a step.
     pub fn pass_order(&self, tokens: &[u32], tile_rows: impl Fn(TensorId) -> u64) -> Vec<Step> {
         let mut order = Vec::with_capacity(self.layers.len() * 12 + tokens.len() + 2);
@@ -280,7 +280,7 @@ impl Architecture {
         order
     }
 
-    /// Refuses a pass over `tokens` that cannot be, in a session that holds `len` of `capacity` tokens.
+    /// Refuses a pass over `tokens` that is not possible in a session that holds `len` of `capacity` tokens.
     pub fn check_pass(&self, tokens: &[u32], len: usize, capacity: usize) -> Result<()> {
         let m = tokens.len();
         if m == 0 {

@@ -141,7 +141,8 @@ impl Config {
         };
         match scaling {
             Some("none") => {}
-            // A factor without a type is one too; the second key is its old name. 0 stands for none.
+            // A factor without a type is linear too. The second key is an old name of the factor. 0 means that there is
+            // none.
             None | Some("linear") => {
                 let keys = [key("rope.scaling.factor"), key("rope.scale_linear")];
                 let set = keys.iter().find(|key| meta.map.get(*key).is_some_and(|v| v.as_f64() != Some(0.0)));
@@ -254,7 +255,8 @@ impl Config {
             let (heads, kv_heads) = (self.heads, self.kv_heads);
             return Err(meta.bad(&format!("{kv_heads} key heads do not divide {heads} query heads evenly")));
         }
-        // Of a layer that the configuration does not count, nothing would be missed but sense.
+        // A layer that the configuration does not count would be left out without an error, and the result would be
+        // wrong.
         let prefix = if model.container() == Container::Gguf { "blk." } else { "model.layers." };
         let layer = |name: &str| name.strip_prefix(prefix)?.split_once('.')?.0.parse::<usize>().ok();
         let uncounted = model.tensors().iter().find(|t| layer(&t.name).is_some_and(|n| n >= self.layers));
@@ -344,12 +346,12 @@ impl Reader<'_> {
         Error::format(self.file.display().to_string(), format!("{why} ({remedy})"))
     }
 
-    /// `what` names the key where it is not the architecture.
+    /// `what` says what is not supported: a key, or the architecture.
     fn unsupported(&self, what: &str) -> Error {
         Error::Unsupported(format!("{}: {what} (run another model, or this one in another form)", self.file.display()))
     }
 
-    /// An error that does not know the file.
+    /// The same for an error that does not name the file.
     fn said(&self, error: &Error) -> Error {
         self.unsupported(&error.to_string())
     }

@@ -1,4 +1,4 @@
-//! What stands in for computing on a GPU in a build without it. None of these can be made.
+//! Stands in for `cuda` in a build that cannot compute on a GPU. No value of these types can be made.
 
 use std::convert::Infallible;
 use std::path::Path;

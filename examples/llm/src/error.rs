@@ -63,7 +63,7 @@ impl Error {
     /// The error with its causes, on one line.
     pub fn in_full(&self) -> String {
         let mut text = self.to_string();
-        // outcore's own already name theirs.
+        // outcore's own errors name their causes already.
         if !matches!(self, Self::Outcore(_)) {
             let mut cause = std::error::Error::source(self);
             while let Some(inner) = cause {

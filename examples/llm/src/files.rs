@@ -87,12 +87,12 @@ impl ModelFiles {
         &self.paths
     }
 
-    /// Every file that belongs to the model: those with tensor bytes, and the JSON and template files that are known beside
-    /// safetensors.
+    /// Every file that belongs to the model: those with tensor bytes, and the JSON and template files that are known
+    /// beside safetensors.
     pub fn all_paths(&self) -> Vec<PathBuf> {
         let mut all = self.paths.clone();
         if self.container == Container::Safetensors {
-            // A folder that cannot be listed was not what the model was found by.
+            // If this folder cannot be listed, the model was found by the path of its file.
             let beside = std::fs::read_dir(self.folder()).into_iter().flatten().flatten().map(|entry| entry.path());
             all.extend(beside.filter(|path| {
                 let name = path.file_name().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
@@ -157,8 +157,8 @@ pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>> {
         .map_err(|e| Error::format(path.display().to_string(), format!("{e} (the file is damaged: fetch it again)")))
 }
 
-/// Vocabularies of hundreds of thousands of tokens would take many times their size as JSON; what the configuration needs
-/// is a number, a text, or a list of one number a layer.
+/// The metadata without its long arrays. As JSON, a vocabulary of hundreds of thousands of tokens would take many times
+/// its size; the configuration needs only numbers, texts, and lists of one number a layer.
 fn short_values(metadata: &gguf::Metadata) -> Map<String, Value> {
     const LONGEST: usize = 1024;
     let short = |value: &gguf::Value<'_>| !matches!(value, gguf::Value::Array(all) if all.len() > LONGEST);
@@ -174,7 +174,7 @@ fn json(value: gguf::Value<'_>) -> Value {
         other => match other.as_i64() {
             Some(v) => v.into(),
             None => match other.as_f64() {
-                // JSON has no such numbers; as text they are at least no absent ones.
+                // JSON has no infinity and no NaN. As a text, such a value is at least not absent.
                 Some(v) if !v.is_finite() => v.to_string().into(),
                 v => v.into(),
             },

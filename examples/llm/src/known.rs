@@ -1,5 +1,5 @@
-//! What a model may say of itself. A key or a tensor that is not known here may change what a pass computes, so the model
-//! is refused: a wrong result that looks right is worse than none.
+//! What a model may say of itself. A key or a tensor that is not known here may change what a pass computes, so the
+//! model is refused: a wrong result that looks right is worse than none.
 //!
 //! Sources: the key list of ggml's `gguf-py`, and the configuration classes of Hugging Face transformers.
 
@@ -15,7 +15,7 @@ enum When {
     Always,
     /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
     Is(&'static [f64]),
-    /// Where it is this text, or a list of nothing else.
+    /// Where it is this text, or a list of this text only.
     Text(&'static str),
     /// Where it is 0, or no less than the context: a window in which every token sees all before it.
     WholeContext,
@@ -58,7 +58,7 @@ const GGUF: &[(&str, When)] = &[
     ("leading_dense_block_count", OFF),
     ("logit_scale", NO_FACTOR),
     ("nextn_predict_layers", OFF),
-    // How the vectors of a text become one vector; a pass gives them in any case.
+    // How the vectors of a text become one vector. A pass gives the vectors in any case.
     ("pooling_type", Always),
     ("residual_scale", NO_FACTOR),
     ("rope.dimension_count", Always),
@@ -69,7 +69,7 @@ const GGUF: &[(&str, When)] = &[
     ("rope.scaling.finetuned", Always),
     ("rope.scaling.original_context_length", Always),
     ("rope.scaling.type", Always),
-    // Of the scaling "yarn" only, which is refused by its name.
+    // For the scaling "yarn" only, which is refused by its name.
     ("rope.scaling.yarn_attn_factor", Always),
     ("rope.scaling.yarn_beta_fast", Always),
     ("rope.scaling.yarn_beta_slow", Always),
@@ -192,7 +192,7 @@ const HF_ROPE: &[(&str, When)] = &[
     ("type", Always),
 ];
 
-/// Ends of the names of tensors that hold what follows from the configuration.
+/// Ends of the names of tensors whose values follow from the configuration.
 const DERIVED: [&str; 2] = [".rotary_emb.inv_freq", ".attn_rot_embd.weight"];
 
 /// The first key of `metadata` that may change what a pass computes, and what it is; `None` if there is none.
@@ -228,7 +228,7 @@ fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, config: &
         long if long.chars().count() > 60 => format!("{}...", long.chars().take(60).collect::<String>()),
         short => short,
     };
-    // Both formats write "not set" so.
+    // Null means "not set" in both formats.
     if value.is_null() {
         return None;
     }

@@ -94,7 +94,8 @@ impl Model {
         self.pool.threads()
     }
 
-    /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the output.
+    /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the
+    /// output.
     pub fn pass_order(&self, tokens: &[u32]) -> Vec<Step> {
         self.arch.pass_order(tokens, |id| self.weights.tile_rows(id))
     }
@@ -239,7 +240,7 @@ impl Input {
     }
 }
 
-/// What a pass works on. What a step is the last to use is given back in it, so that the next one has the room.
+/// What a pass works on. The last step that uses a buffer frees it, so that the next step has the room.
 #[derive(Default)]
 struct Work {
     /// The residual stream: `[tokens x dim]`.

@@ -29,9 +29,9 @@ pub struct PagedWeights {
 #[derive(Debug, Default)]
 struct Declared {
     cycle: Vec<Step>,
-    /// Whether the policy took it: some follow no plans.
+    /// Whether the policy took it: some policies follow no plans.
     taken: bool,
-    /// Whether what no plan names was asked for, too.
+    /// Whether the pages that no plan names have been requested, too.
     all_asked: bool,
 }
 
@@ -100,7 +100,7 @@ impl PagedWeights {
         self.tensors.get(id.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", id.0)))
     }
 
-    /// Rows `range` as a handle: a tile that is kept, or a new one. None of a pass that is given up.
+    /// Rows `range` as a handle: a tile that is kept, or a new one. An error if the pass is given up.
     fn part(&self, id: TensorId, range: &Range<u64>) -> Result<Cow<'_, Tensor>> {
         if self.cancelled.load(Ordering::Relaxed) {
             return Err(Error::Cancelled);
@@ -124,8 +124,8 @@ impl PagedWeights {
         Ok(pin)
     }
 
-    /// Pins rows `rows` of `tensor` for work on `stream`, which is made to wait for them: this waits until their copies have
-    /// been handed to the device.
+    /// Pins rows `rows` of `tensor` for work on `stream`, which is made to wait for them: this waits until their copies
+    /// have been handed to the device.
     pub fn pin_device_on(&self, tensor: TensorId, rows: Range<u64>, stream: &ComputeStream) -> Result<StreamPin> {
         let part = self.part(tensor, &rows)?;
         let since = Instant::now();
@@ -153,9 +153,10 @@ impl Weights for PagedWeights {
         self.tensor(tensor).map_or(1, |tiled| tiled.tile)
     }
 
-    /// The rows of embeddings at the start of a pass differ from pass to pass; what follows does not. The first is
-    /// hinted, the second declared, once. Where everything fits, what no plan names (embeddings of tokens not met yet) is
-    /// asked for once the first pass, whose end somebody waits for, has been served.
+    /// A pass starts with rows of embeddings, which differ from pass to pass. The rest is the same in every pass. The
+    /// rows are hinted each time; the rest is declared once. If everything fits, the pages that no plan names
+    /// (embeddings of tokens not met yet) are requested too. That happens after the first pass has been served, because
+    /// somebody waits for its end.
     fn will_use(&self, order: &[Step]) {
         let Some(first) = order.first() else { return };
         let (changing, cycle) = order.split_at(order.iter().take_while(|step| step.0 == first.0).count());

@@ -4,8 +4,8 @@
 //! spin briefly before they sleep, because a token consists of some hundred operations with microseconds between them
 //! and waking a sleeping thread costs as much as a small matrix.
 //!
-//! A worker that is late, because the system runs something else on its core, is not waited for: the caller computes
-//! all chunks itself then, closes the job, and the worker finds it closed.
+//! A worker may be late, because the system runs something else on its core. The caller does not wait for it: it
+//! computes all chunks itself and closes the job, and the worker finds it closed.
 //!
 //! Invariants: (1) a worker joins a job under the lock, while it is open, and leaves it after its last use of the
 //! closure; (2) the caller returns only after it has closed the job and every joined worker has left; (3) each chunk
@@ -46,7 +46,8 @@ impl Shared {
     }
 
     fn work_on(&self, job: Job) {
-        // SAFETY: the caller of `run` waits until this thread has left the job, which it does after this call (invariant 2).
+        // SAFETY: the caller of `run` waits until this thread has left the job, which it does after this call
+        // (invariant 2).
         let work = unsafe { &*job.work };
         loop {
             let chunk = self.next_chunk.fetch_add(1, Ordering::Relaxed);
@@ -100,14 +101,15 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Most threads of a pool. A process that comes near the system's limits of threads or mappings is ended by the
-    /// standard library while a thread starts, so that limit cannot be left to the system.
+    /// Most threads of a pool. The standard library ends a process that meets the system's limit of threads or mappings
+    /// while a thread starts. So that limit must not be what stops a pool.
     pub const THREADS_MAX: usize = 1024;
 
     /// A pool in which `threads` threads work, the caller being one of them; 0 means one a core.
     ///
     /// # Errors
-    /// `InvalidInput` beyond [`Pool::THREADS_MAX`]; what the system says if it starts no more threads. None is left then.
+    /// `InvalidInput` beyond [`Pool::THREADS_MAX`]; the system's error if it starts no more threads. No thread is left
+    /// in that case.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         let threads = Self::threads_for(threads);
         Self::with(threads, |name, shared| std::thread::Builder::new().name(name).spawn(move || shared.worker()))
@@ -140,7 +142,7 @@ impl Pool {
         });
         let mut pool = Self { shared, workers: Vec::new(), one_caller: Mutex::new(()) };
         for index in 1..threads {
-            // Where one cannot be started, dropping the pool ends those that were.
+            // If one cannot be started, dropping the pool ends those that were.
             let worker = spawn(format!("llm-{index}"), Arc::clone(&pool.shared)).map_err(|cause| {
                 let what = format!("thread {} of {threads} does not start: {cause} (ask for fewer)", index + 1);
                 std::io::Error::new(cause.kind(), what)

@@ -37,7 +37,8 @@ impl Sampler {
         self
     }
 
-    /// What a device needs to choose as [`sample`](Self::sample) would, or `None` where it cannot: it draws from all tokens.
+    /// What a device needs to choose as [`sample`](Self::sample) would, or `None` where it cannot: it draws from all
+    /// tokens.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
     pub(crate) fn draw(&mut self) -> Option<Draw> {
         if self.temperature <= 0.0 {

@@ -51,8 +51,8 @@ const ENDS: [&str; 24] = [
     "<|file_sep|>",
 ];
 
-/// Tokens that frame a text to be filled in, by their names. Like those above they are control tokens, even where a file
-/// does not say so.
+/// Tokens that frame a text to be filled in, by their names. Like those above they are control tokens, even where a
+/// file does not say so.
 const FILLS: [&str; 24] = [
     "<|fim_prefix|>",
     "<|fim_suffix|>",
@@ -102,7 +102,8 @@ pub struct Tokenizer {
     decoder: Decoder,
 }
 
-/// The half of a [`Tokenizer`] that turns ids into text: what is needed once the prompt is encoded, and a small part of it.
+/// The half of a [`Tokenizer`] that turns ids into text. It is all that is needed once the prompt is encoded, and takes
+/// a small part of the memory.
 #[derive(Debug)]
 pub struct Decoder {
     /// Bytes each token stands for, by id; empty for control tokens.
@@ -247,8 +248,8 @@ impl Tokenizer {
         })
     }
 
-    /// The ids of `text`, in which the names of special tokens stand for them. `whole` says that it is a whole text, which
-    /// begins with the model's begin token (and ends with its end token) where the model wants one.
+    /// The ids of `text`, in which the names of special tokens stand for them. `whole` says that it is a whole text,
+    /// which begins with the model's begin token (and ends with its end token) where the model wants one.
     pub fn encode(&self, text: &str, whole: bool) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         if whole && self.add_bos {
@@ -268,8 +269,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of a rendered chat prompt. Where the model wants a begin token, there is one, whether or not the template
-    /// has written it.
+    /// The ids of a rendered chat prompt. Where the model wants a begin token, there is one, whether or not the
+    /// template has written it.
     pub fn encode_chat(&self, prompt: &str) -> Result<Vec<u32>> {
         let bos = self.bos.filter(|_| self.add_bos);
         let written = bos.and_then(|id| self.token(id)).is_some_and(|text| prompt.starts_with(text));
@@ -280,7 +281,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// What is needed to decode; the rest is given up.
+    /// Keeps only what is needed to decode.
     pub fn into_decoder(self) -> Decoder {
         self.decoder
     }
@@ -464,7 +465,7 @@ impl Specials {
     fn cut(&self, text: &str, ids: &mut Vec<u32>, plain: impl Fn(&str, &mut Vec<u32>)) {
         let mut parts = Vec::from_iter((!text.is_empty()).then_some(Part::Text(text)));
         for special in &self.0 {
-            // Most texts hold none of most; only a hit is worth a new list.
+            // Most special tokens are in few texts, so a new list is made only for a hit.
             if !text.contains(&special.text) {
                 continue;
             }
@@ -535,7 +536,8 @@ impl Bpe {
             for piece in merge(&word, rate) {
                 match self.ids.number(piece) {
                     Some(id) => ids.push(id),
-                    // A piece that is no token falls apart into bytes of its text here, most of which are none either.
+                    // A piece that is not a token falls apart into the bytes of its text. Most of these are not tokens
+                    // either.
                     None => ids.extend(piece.bytes().filter_map(|b| self.ascii.get(usize::from(b)).copied().flatten())),
                 }
             }

@@ -1,4 +1,4 @@
-//! The seam between a model and whoever makes its bytes resident.
+//! The interface between a model and the code that makes its bytes resident.
 
 use std::fmt;
 use std::fs::File;
@@ -74,8 +74,8 @@ pub type Step = (TensorId, Range<u64>);
 
 /// Gives a model the bytes of its weights, and decides what is resident.
 ///
-/// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order, one
-/// at a time, each once, and drops a guard before it asks for the next. The bytes of a row are the file's bytes.
+/// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order,
+/// one at a time, each once, and drops a guard before it asks for the next. The bytes of a row are the file's bytes.
 pub trait Weights: Send + Sync {
     /// The bytes of rows `rows` of `tensor`. Blocks until they are resident.
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>>;

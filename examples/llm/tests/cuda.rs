@@ -1,7 +1,7 @@
-//! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's, `generate`
-//! gives the same words, and what cannot be is refused with a remedy. The kernels run from their own source, compiled for
-//! the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one: the tests in `on_a_gpu` then run there,
-//! the others are about the emulated driver.
+//! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's,
+//! `generate` gives the same words, and what is not possible is refused with a remedy. The kernels run from their own
+//! source, compiled for the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one. The tests
+//! in `on_a_gpu` then run there; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -26,8 +26,8 @@ use outcore_llm::{
 };
 use serde_json::Value;
 
-/// The program, which cargo puts a folder above the tests. By where this test is: it is packed for other machines too, and
-/// holds no path of the one that built it.
+/// The program, which cargo puts into the folder above that of the tests. It is found from the place of this test,
+/// which is packed for other machines too and must not hold a path of the machine that built it.
 fn generate_program() -> PathBuf {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     deps.parent().unwrap().join("generate")
@@ -53,9 +53,8 @@ fn spec(arch: Arch, dtype: WeightType) -> Spec {
     }
 }
 
-/// A session on the GPU, with its weights in `frames` pages.
-/// A session whose runtime ends with it. Left to itself, a runtime may end on a thread that has yet to report what its last
-/// operations came to, and the driver's context after the test that used it.
+/// A session whose runtime ends with it. Without this, a runtime may end on a thread that still has to report its last
+/// operations. The driver's context would then end after the test that used it.
 struct OnGpu {
     session: Option<CudaSession>,
     runtime: Runtime,
@@ -78,11 +77,12 @@ impl DerefMut for OnGpu {
 impl Drop for OnGpu {
     fn drop(&mut self) {
         self.session.take();
-        // What a lost device says is what the test is about.
+        // On a lost device this fails. Such a test expects that.
         drop(self.runtime.clone().close());
     }
 }
 
+/// A session on the GPU, with its weights in `frames` pages.
 fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
     session_on(driver, Gpu::open(&driver.device, driver.kernels.as_deref())?, files, frames, pass)
 }
@@ -204,13 +204,13 @@ mod on_a_gpu {
             assert_eq!(session.len(), 0);
             let best = argmax(session.forward(&PROMPT).unwrap());
             assert_eq!(session.sample(&mut Sampler::greedy()).unwrap(), best);
-            // The best few are the host's to choose among.
+            // The host draws from the best few.
             assert_eq!(session.sample(&mut Sampler::new(1.0, 1).top_k(1)).unwrap(), best);
         }
         driver.finish();
     }
 
-    /// Wherever in a pass: what was launched is waited for, the session is as it was before, and goes on.
+    /// Wherever a pass is given up: what was launched is waited for, the session is as it was before, and goes on.
     #[test]
     fn a_pass_that_is_given_up_leaves_the_session_as_it_was() {
         let Some(driver) = driver("a_pass_that_is_given_up_leaves_the_session_as_it_was") else { return };
@@ -242,7 +242,7 @@ mod on_a_gpu {
         driver.finish();
     }
 
-    /// Of the errors that callers tell apart.
+    /// Callers tell this error from others.
     #[test]
     fn a_missing_gpu_is_not_found() {
         let Some(driver) = driver("a_missing_gpu_is_not_found") else { return };
@@ -273,7 +273,7 @@ mod on_a_gpu {
         driver.finish();
     }
 
-    /// Of several tokens together, as products with many vectors: by cuBLAS or by the kernels.
+    /// A prompt of several tokens: products with many vectors, by cuBLAS or by the kernels.
     fn prompts_of_sixteen_bit_weights(driver: &Driver, cublas: bool) {
         let folder = tempfile::tempdir().unwrap();
         for dtype in [WeightType::F16, WeightType::BF16] {
@@ -290,7 +290,7 @@ mod on_a_gpu {
     }
 }
 
-/// Whatever call of the driver fails: an error, nothing left behind, nothing in the wrong order.
+/// Whichever call of the driver fails: there is an error, nothing is left behind, and nothing is in the wrong order.
 #[test]
 fn a_call_that_fails_is_an_error_and_leaves_nothing() {
     const UNKNOWN: u32 = 999;
@@ -325,7 +325,7 @@ fn a_call_that_fails_is_an_error_and_leaves_nothing() {
     driver.finish();
 }
 
-/// Nothing is to be done about it but to start again, and that is said.
+/// The only remedy is to start again, and the error says so.
 #[test]
 fn a_gpu_that_is_lost_in_a_pass_says_what_to_do() {
     const ILLEGAL_ADDRESS: u32 = 700;
@@ -341,7 +341,7 @@ fn a_gpu_that_is_lost_in_a_pass_says_what_to_do() {
         assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
         assert!(error.advice().is_some_and(|advice| advice.contains("start the program again")), "{error}");
     }
-    // What a lost device can no longer be asked to give back.
+    // A lost device cannot be asked to give things back.
     fake.take_findings();
 }
 
@@ -371,7 +371,7 @@ fn generate(folder: &Path, args: &[&str]) -> Option<Command> {
     Some(command)
 }
 
-/// The JSON line of a run that must succeed, and with which the judge must be content.
+/// The JSON line of a run that must succeed, and in which the judge must find nothing.
 fn json_of(output: &Output) -> Value {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}: {err}", output.status);
@@ -409,7 +409,7 @@ fn long_prompt(tokens: u32) -> String {
     (0..tokens).map(|n| (n * 7919 % 4999).to_string()).collect::<Vec<_>>().join(",")
 }
 
-/// Activations of a long prompt in one pass would leave a small GPU no room for pages.
+/// The activations of a long prompt in one pass left a small GPU no room for pages.
 #[test]
 fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     let Some(kernels) = ptx_file("regression_a_long_prompt_leaves_a_gpu_room_for_pages") else { return };
@@ -427,7 +427,7 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     let Some(whole) = run("1000", &["--device-budget", "500MiB"]) else { return };
     let pages = std::fs::metadata(&model).unwrap().len().next_multiple_of(PAGE);
     assert_eq!(whole["device_budget_bytes"].as_u64(), Some(pages), "{whole}");
-    // What the driver and cuBLAS leave of this holds two pages, if the prompt is read in parts.
+    // The driver and cuBLAS leave room for two pages of this, if the prompt is read in parts.
     let cut = run("101", &[]).unwrap();
     assert_eq!(cut["device_budget_bytes"].as_u64().map(|bytes| bytes / PAGE), Some(2), "{cut}");
     let uses = |run: &Value| run["ratio_uses"].as_u64().unwrap();
@@ -437,7 +437,7 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     }
 }
 
-/// Raises a flag when a page is mapped for so many times.
+/// Raises a flag when a page has been mapped so many times.
 struct Raising {
     left: AtomicU32,
     flag: Arc<AtomicBool>,
@@ -452,7 +452,7 @@ impl DeviceHook for Raising {
     }
 }
 
-/// The program, with a report of what was done; and the judge finds nothing.
+/// The program reports what was done, and the judge finds nothing.
 #[test]
 fn an_interrupt_ends_a_pass_on_a_gpu() {
     let Some(kernels) = ptx_file("an_interrupt_ends_a_pass_on_a_gpu") else { return };
@@ -460,14 +460,14 @@ fn an_interrupt_ends_a_pass_on_a_gpu() {
     let model = folder.path().join("m.gguf");
     Spec { context: 512, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
     let (prompt, model) = (long_prompt(300), model.to_str().unwrap());
-    // The pages of a pass come and go, so that it waits for its own kernels from its beginning to its end. The first of them
-    // runs until the program has been interrupted.
+    // Pages come and go throughout a pass, so that the pass waits for its own kernels from beginning to end. The first
+    // kernel runs until the program has been interrupted.
     let pipe = folder.path().join("gate");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let args = ["--model", model, "--prompt-tokens", &prompt, "--tokens", "100", "--json", "--device-budget", "4MiB"];
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
-    // Open to read too, so that this does not wait for the kernel; one that has not begun by the end finds no pipe.
+    // Open for reading too, so that opening does not wait for the kernel. A kernel that begins later finds no pipe.
     let gate = std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
     command.env("RUST_LOG", "info").env("FAKECUDA_GATE", &pipe);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -492,7 +492,7 @@ fn an_interrupt_ends_a_pass_on_a_gpu() {
     assert_eq!(report["tokens"].as_array().unwrap().len(), 0, "{report}");
 }
 
-/// An error on one line, of which the parts in `wanted` are in it.
+/// A refusal: one line of error that has every part of `wanted` in it.
 fn refused(output: &Output, wanted: &[&str]) {
     let err = String::from_utf8_lossy(&output.stderr);
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{err}");
@@ -535,7 +535,7 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     let budget = |size: &'static str| [&with_kernels[..], &["--device-budget", size]].concat();
     refuse(&budget("1MiB"), &[], &["1.0 MiB", "2.0 MiB", "at least"]);
     refuse(&budget("2MiB"), &[], &["2.0 MiB", "at least"]);
-    // Of a budget beyond the model only the model's pages count.
+    // Of a budget larger than the model, only the model's pages count.
     refuse(&budget("8GiB"), &[("FAKECUDA_MEM_MB", "100")], &["6.0 MiB of the model's pages", "100.0 MiB", "at most"]);
     refuse(&[&with_kernels[..], &["--page-size", "64KiB"]].concat(), &[], &["2.0 MiB", "page"]);
     refuse(&[&with_kernels[..], &["--memory", "20MiB"]].concat(), &[], &["--memory 20.0 MiB", "more --memory"]);
@@ -572,7 +572,7 @@ fn cudarc_finds_nvrtc() -> bool {
     })
 }
 
-/// NVRTC's own PTX of the real source, whose kernels the emulated driver then runs: names and parameters agree.
+/// NVRTC compiles the real source, and the emulated driver runs the kernels of that PTX: names and parameters agree.
 #[test]
 fn kernels_are_compiled_once_and_a_damaged_cache_entry_again() {
     let Some(nvrtc) = nvrtc("kernels_are_compiled_once_and_a_damaged_cache_entry_again") else { return };

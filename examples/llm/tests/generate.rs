@@ -59,12 +59,12 @@ fn spec() -> Spec {
     }
 }
 
-/// The model that is fetched, whose size and words some tests know.
+/// The fetched model. Some tests know its size and its words.
 fn real_model() -> Option<PathBuf> {
     there(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 }
 
-/// That one, or the one that the environment names.
+/// The fetched model, or the one that the environment names.
 fn any_real_model() -> Option<PathBuf> {
     std::env::var_os("OUTCORE_MODEL").map_or_else(real_model, |path| there(PathBuf::from(path)))
 }
@@ -84,7 +84,7 @@ fn text(path: &Path) -> &str {
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(GENERATE);
     command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG");
-    // What the user's programs remember of disks is none of a test's business.
+    // Tests must not depend on what the user's programs remember of disks.
     command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
     command
 }
@@ -160,7 +160,7 @@ fn some_settings(len: u64, resident: u64) -> Vec<String> {
     ]
 }
 
-/// Everything with everything.
+/// Every combination of the values.
 fn all_settings(len: u64, resident: u64) -> Vec<String> {
     let mut all = vec![format!("--device-budget {resident}")];
     for percent in [75, 50, 25, 10] {
@@ -174,7 +174,7 @@ fn all_settings(len: u64, resident: u64) -> Vec<String> {
                     ("threads", 0, "off", 1),
                     ("buffered", 16, "auto", 2),
                 ];
-                // Of what fills nothing ahead by itself, half of the ways are the same.
+                // If a policy fills nothing ahead by itself, half of the ways are the same.
                 let ways = if [PolicyKind::Lru, PolicyKind::Plan].contains(&policy) { &ways[..] } else { &ways[1..3] };
                 for (io, host, prefetch, threads) in ways {
                     all.push(format!(
@@ -337,7 +337,7 @@ fn regression_memory_limits_the_whole_process_when_the_prompt_is_long() {
 fn how_a_prompt_is_cut_into_passes_changes_no_word() {
     let prompt = long_prompt(300);
     let base = ["--model", text(&MODELS.large), "--prompt-tokens", &prompt, "--tokens", "3"];
-    // Keys, values and the process leave less room for activations the less memory there is.
+    // The less memory there is, the less room keys, values and the process leave for activations.
     let settings: Vec<String> = [400, 60, 48].iter().map(|memory| format!("--memory {memory}MiB")).collect();
     same_words(&base, &settings);
 }
@@ -392,7 +392,7 @@ fn models_that_cannot_be_run_are_refused() {
 
     let mut untyped = whole.clone();
     let name = b"output_norm.weight";
-    // Behind the name of a vector: its number of extents, the extent, the type.
+    // After the name of a vector come its number of extents, the extent and the type.
     let at = find(&untyped, name, 0) + name.len() + 4 + 8;
     untyped[at..at + 4].copy_from_slice(&99u32.to_le_bytes());
     refused(&run(&file("untyped.gguf", &untyped)), &["untyped.gguf", "output_norm.weight", "99"]);
@@ -406,11 +406,11 @@ fn models_that_cannot_be_run_are_refused() {
     refused(&generate(&ids), &["incomplete"]);
 }
 
-/// The small model with other values behind some of its keys; those are of four bytes.
+/// The small model with other values for some of its keys. These values are of four bytes.
 fn lying(name: &str, lies: &[(&str, [u8; 4])]) -> String {
     let mut bytes = std::fs::read(&MODELS.small).unwrap();
     for (key, value) in lies {
-        // Behind a key stand its value's type and the value.
+        // After a key come its value's type and the value.
         let at = find(&bytes, key.as_bytes(), 0) + key.len() + 4;
         bytes[at..at + 4].copy_from_slice(value);
     }
@@ -524,7 +524,7 @@ fn arguments_that_cannot_be_meant_are_refused() {
         let mut all = vec!["--model", model];
         all.extend(args);
         refused(&generate(&all), wanted);
-        // Programs get no half of an answer either.
+        // Programs get no half of an answer either: standard output stays empty.
         all.push("--json");
         refused(&generate(&all), wanted);
     };
@@ -675,7 +675,7 @@ fn an_interrupt_ends_the_run_with_its_summary() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // What is captured are whole passes.
+    // A capture holds whole passes.
     let run = interrupted(child, "first token");
     assert!(run["tokens"].as_array().unwrap().len() < 60000);
     check_timeline(&timeline, f64::INFINITY);
@@ -724,7 +724,8 @@ fn a_model_that_is_cut_short_while_it_runs_is_an_error() {
     assert!(!rest.contains("panicked"), "{rest}");
 }
 
-/// Looks at where a timeline says that pages were: times in order, and shares of rows that are the files'.
+/// Checks where a timeline says that pages were: times in order, as many rows as the files have pages (at most 256),
+/// and shares of at most 100 percent.
 fn check_residency(residency: &Value, longest_us: f64) {
     let pages: u64 = residency["files"].as_array().unwrap().iter().map(|file| file["pages"].as_u64().unwrap()).sum();
     let samples = residency["samples"].as_array().unwrap();
@@ -846,7 +847,7 @@ fn a_capture_has_every_use_of_a_run() {
         run["tokens"].as_array().unwrap().len(),
         "a pass for the prompt, and one for each other token"
     );
-    // Of all that a pass uses only the embedding depends on its token.
+    // Of all that a pass uses, only the embedding depends on its token.
     let weights = |pass: &Vec<u64>| pass.iter().copied().collect::<HashSet<_>>();
     let common = passes[1..].iter().map(weights).reduce(|all, pass| &all & &pass).unwrap();
     assert!(common.len() + 2 >= weights(&passes[1]).len(), "{} of {}", common.len(), weights(&passes[1]).len());
@@ -883,7 +884,7 @@ fn regression_a_timeline_never_takes_the_place_of_a_model() {
         refused(&generate(&[&args[..], &[path]].concat()), &[path, "no regular file", "--timeline"]);
     }
     assert_eq!(std::fs::read(&victim).unwrap(), std::fs::read(&MODELS.small).unwrap());
-    // What a run that fails would have overwritten is still there, and nothing new is.
+    // A run that fails leaves the old file as it was, and makes no new one.
     let old = folder.join("old.json");
     std::fs::write(&old, "old").unwrap();
     refused(&generate(&[&args[..], &[text(&old), "--page-size", "3MiB"]].concat()), &["power of two"]);

@@ -1,5 +1,5 @@
-//! Token ids equal llama.cpp's: `ids/*.json` holds those that `benches/compare/ids.py` was given by llama-cpp-python
-//! 0.3.36. OUTCORE_IDS names another folder that it has filled, with more random texts.
+//! Token ids equal llama.cpp's. `ids/*.json` holds those that `benches/compare/ids.py` got from llama-cpp-python
+//! 0.3.36. OUTCORE_IDS names another folder that ids.py has filled, with more random texts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -110,7 +110,7 @@ fn an_unknown_pre_processing_is_an_error_that_lists_the_known_ones() {
     assert!(matches!(error, Error::Unsupported(_)));
     let text = error.to_string();
     assert!(text.contains("\"of-tomorrow\"") && text.contains("llama-bpe") && text.contains("qwen2"), "{text}");
-    // llama.cpp takes a file without a name for one with the default.
+    // llama.cpp treats a file without a name like one with the name "default".
     with_pre(&folder().join("words.gguf"), "", &path);
     let unnamed = Tokenizer::load(&ModelFiles::open(&path).unwrap()).unwrap();
     with_pre(&folder().join("words.gguf"), "default", &path);

@@ -1,4 +1,4 @@
-//! Models that say something this crate does not know of themselves are refused, unless it changes nothing.
+//! Models whose files have a key or a tensor that this crate does not know are refused, unless it changes nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -129,7 +129,7 @@ const KEYS: [&str; 114] = [
     "wkv.head_size",
 ];
 
-/// Those that say nothing about a pass.
+/// The keys that do not concern a pass.
 const HARMLESS: [&str; 9] = [
     "pooling_type",
     "rope.scaling.finetuned",
@@ -142,7 +142,7 @@ const HARMLESS: [&str; 9] = [
     "tensor_data_layout",
 ];
 
-/// Those that are followed.
+/// The keys that a pass follows.
 const FOLLOWED: [&str; 2] = ["rope.scaling.factor", "rope.scale_linear"];
 
 fn spec(arch: Arch) -> Spec {
@@ -189,7 +189,7 @@ fn with_key(file: &[u8], key: &str, value: &Kv) -> Vec<u8> {
             text(&mut more, value);
         }
     }
-    // A second key fills up to whole units of alignment, so that the tensors stay aligned.
+    // A second key fills the header up to a multiple of the alignment, so that the tensors stay aligned.
     let mut filler = Vec::new();
     text(&mut filler, "general.description");
     filler.extend(8u32.to_le_bytes());
@@ -244,7 +244,7 @@ fn every_key_of_gguf_is_followed_harmless_or_refused() {
                 assert_eq!(format!("{:?}", found.unwrap()), plain, "{key}");
             } else {
                 let error = found.unwrap_err().to_string();
-                // Some are refused by what they are about.
+                // Some are refused by the name of what they are about.
                 let known = error.contains(key) || (key == "expert_count" && error.contains("mixture-of-experts"));
                 assert!(known, "{key}: {error}");
             }
@@ -311,9 +311,9 @@ fn tensors_that_are_not_known_are_refused() {
     let sinks = renamed(&gguf.bytes, "output.weight", "a_sink.weight");
     let error = load(&gguf.open(&sinks)).unwrap_err().to_string();
     assert!(error.contains("a_sink.weight") && error.contains("llama"), "{error}");
-    // What follows from the configuration changes nothing.
+    // The unchanged file is loaded.
     assert!(load(&gguf.open(&gguf.bytes)).is_ok());
-    // What an architecture cannot do without, and what only another one has.
+    // Qwen2 needs biases, and Qwen3 needs norms of heads: a file that lacks one is refused.
     let gguf = Gguf::new(Arch::Qwen2);
     let error =
         load(&gguf.open(&renamed(&gguf.bytes, "blk.0.attn_k.bias", "blk.0.attn_z.bias"))).unwrap_err().to_string();
@@ -392,7 +392,7 @@ fn every_key_of_config_json_is_known_or_refused() {
     }
 }
 
-/// What a configuration leaves out is what transformers' class for it takes.
+/// For a key that a configuration leaves out, transformers' class has a value. That value is taken.
 #[test]
 fn what_config_json_leaves_out_has_its_classes_values() {
     let absent = json!("absent");
@@ -400,7 +400,7 @@ fn what_config_json_leaves_out_has_its_classes_values() {
     assert_eq!(qwen3.head_dim, 128);
     let llama = Folder::new(Arch::Llama).config(&[("head_dim", absent.clone())]).unwrap();
     assert_eq!(llama.head_dim, 32);
-    // A mistral of 8192 tokens attends within 4096, unless it says otherwise.
+    // A Mistral model of 8192 tokens attends within a window of 4096, unless it says otherwise.
     let mistral = |window: Value| {
         let changes =
             [("model_type", json!("mistral")), ("max_position_embeddings", json!(8192)), ("sliding_window", window)];

@@ -170,7 +170,7 @@ fn weights_are_used_once_and_in_the_declared_order() {
     }
 }
 
-/// Otherwise every token met for the first time waits for the disk, also in a run that has long had all it needs.
+/// Each token that was met for the first time waited for the disk, even late in a run in which everything fits.
 #[test]
 fn regression_where_everything_fits_new_tokens_wait_for_no_disk() {
     let folder = tempfile::tempdir().unwrap();
@@ -181,7 +181,7 @@ fn regression_where_everything_fits_new_tokens_wait_for_no_disk() {
     let opened = runtime.open_parsed(files.header().clone()).unwrap();
     let weights: Arc<dyn Weights> = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
     run_on(&files, weights, threads(1), KvType::F32);
-    // Not by the clock: each page that comes is progress.
+    // No deadline: each page that comes is progress.
     let (mut most, mut since) = (0, Instant::now());
     for info in files.tensors() {
         let tensor = opened.tensor(&info.name).unwrap();

@@ -22,7 +22,7 @@ fn model_files() -> Option<ModelFiles> {
 const PROMPT_IDS: [u32; 17] = [1, 4093, 198, 36971, 5798, 3500, 281, 582, 1890, 8510, 30, 2, 198, 1, 520, 9531, 198];
 
 #[test]
-fn chat_prompt_becomes_known_ids_and_sense_follows() {
+fn a_chat_prompt_becomes_known_ids_and_a_known_answer_follows() {
     let Some(files) = model_files() else { return };
     let tokenizer = Tokenizer::load(&files).unwrap();
     let template = ChatTemplate::load(&files, &tokenizer).unwrap().unwrap();

@@ -1,9 +1,10 @@
-//! A device that outcore does not know: an accelerator with memory of its own, which the processor reaches only by copies.
+//! A device that outcore does not know: an accelerator with memory of its own, which the processor reaches only by
+//! copies.
 //!
-//! The memory is emulated by boxes of bytes. What is real is the contract of [`Device`]: addresses that are reserved for
-//! life, frames that move between them, streams that run in order, completions that are reported exactly once. One thread
-//! runs the operations of all streams in the order in which they were submitted. So each stream is in order, and an event
-//! that was recorded has always been passed before anything that was submitted later runs.
+//! The memory is emulated by boxes of bytes. What is real is the contract of [`Device`]: addresses that are reserved
+//! for life, frames that move between them, streams that run in order, completions that are reported exactly once. One
+//! thread runs the operations of all streams in the order in which they were submitted. So each stream is in order, and
+//! an event that was recorded has always been passed before anything that was submitted later runs.
 //!
 //! ```
 //! use outcore::{Bytes, DType, PageSize, Runtime};
@@ -70,10 +71,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An event is a stream and a count of operations of all streams. Stream numbers are below this.
+/// An event is a stream and a count of operations of all streams, in one number. Stream numbers are below this.
 const STREAMS_MAX: u32 = 1 << 16;
 
-/// The event behind the first `count` operations, for a stream.
+/// The event after the first `count` operations, for a stream.
 fn event(stream: StreamId, count: u64) -> EventId {
     EventId::new(count * u64::from(STREAMS_MAX) + u64::from(stream.get()))
 }
@@ -136,7 +137,7 @@ struct Queue {
     submitted: u64,
     ended: u64,
     streams: u32,
-    /// The first failure of each stream that no token was told of, and how many operations had ended with it.
+    /// The first failure of each stream that had no token to report it, and how many operations had ended with it.
     failed: HashMap<StreamId, (u64, Error)>,
     closing: bool,
 }
@@ -183,8 +184,9 @@ impl Shared {
         match op {
             StreamOp::CopyIn { host, device, len } => {
                 lock(&self.memory).each_part(page, device, len, |bytes, done| {
-                    // SAFETY: the operation's memory is valid for `len` bytes and nobody writes it until its completion is
-                    // reported (rule 5 of the contract); `done + bytes.len() <= len`. The frame's bytes are this device's.
+                    // SAFETY: the operation's memory is valid for `len` bytes and nobody writes it until its completion
+                    // is reported (rule 5 of the contract); `done + bytes.len() <= len`. The frame's bytes are this
+                    // device's.
                     unsafe {
                         std::ptr::copy_nonoverlapping(host.as_ptr().add(done), bytes.as_mut_ptr(), bytes.len());
                     }
@@ -200,7 +202,7 @@ impl Shared {
             }
             StreamOp::Zero { device, len } => lock(&self.memory).each_part(page, device, len, |bytes, _| bytes.fill(0)),
             StreamOp::Call(closure) => catch_unwind(AssertUnwindSafe(closure)).map_err(|payload| {
-                // Its drop is the caller's, and may panic too.
+                // Dropping the payload runs the caller's code, which may panic too.
                 std::mem::forget(payload);
                 Error::new(ErrorKind::Device, "a closure on a stream panicked")
             }),
@@ -322,7 +324,7 @@ impl Device for Opened {
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let Ok(mut queue) = self.open_queue() else {
-            // The caller may hold locks that whoever is told takes: not on its stack.
+            // On another thread, because the caller may hold locks that the receiver of the completion takes.
             if let Some(token) = token {
                 let completions = self.shared.completions.clone();
                 thread::spawn(move || {
@@ -342,7 +344,7 @@ impl Device for Opened {
     }
 
     fn wait(&self, _stream: StreamId, _event: EventId) -> Result<()> {
-        // All that was submitted before the event runs before what is submitted from now on.
+        // Everything submitted before the event runs before everything submitted from now on.
         self.open_queue().map(drop)
     }
 

@@ -4,16 +4,17 @@ use std::collections::{BTreeMap, HashMap};
 
 use outcore::policy::{PageId, Policy, Take, Want};
 
-/// A page that was used once is on probation and leaves first; its next use protects it. At most four fifths of the frames
-/// are protected: beyond that the one whose last use is longest ago is on probation again.
+/// A page that was used once is on probation and leaves first; its next use protects it. At most four fifths of the
+/// frames are protected: beyond that the one whose last use is longest ago is on probation again.
 ///
-/// R. Karedla, J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", Computer 27(3), 1994.
+/// R. Karedla, J. S. Love and B. G. Wherry, "Caching strategies to improve disk system performance", Computer 27(3),
+/// 1994.
 #[derive(Debug, Default)]
 pub struct SegmentedLru {
     frames: usize,
     uses: u64,
     places: HashMap<PageId, Place>,
-    /// First to leave first.
+    /// The page that leaves next is the first.
     order: BTreeMap<Place, PageId>,
     protected: usize,
 }

@@ -35,7 +35,7 @@ fn a_runtime_follows_it() {
     let touch = |row: u64| {
         drop(runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap());
     };
-    // Two rows are used again and again between rows that are used once: these are on probation, and leave.
+    // Two rows are used again and again. The rows between them are used once, so they are on probation and leave.
     (0..4).for_each(|_| [0, 1].into_iter().for_each(touch));
     let before = runtime.stats().pager.faults;
     for row in 2..32 {

@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 pub struct HttpSource {
     url: String,
     len: u64,
-    /// Of the version that the last answer was of.
+    /// The version that the last answer was of.
     identity: AtomicU64,
     agent: ureq::Agent,
 }
@@ -26,8 +26,8 @@ impl HttpSource {
     /// Asks the server for the file's length and version.
     ///
     /// # Errors
-    /// [`Io`](ErrorKind::Io) if the server does not answer, or refuses; [`Unsupported`](ErrorKind::Unsupported) if it does
-    /// not say how long the file is, or which version.
+    /// [`Io`](ErrorKind::Io) if the server does not answer, or refuses; [`Unsupported`](ErrorKind::Unsupported) if it
+    /// does not say how long the file is, or which version.
     pub fn open(url: &str) -> Result<Self> {
         let agent: ureq::Agent = ureq::Agent::config_builder().timeout_global(Some(TIMEOUT)).build().into();
         let answer = agent.head(url).call().map_err(|cause| {
@@ -71,7 +71,7 @@ impl PageSource for HttpSource {
         if answer.status() != StatusCode::PARTIAL_CONTENT {
             return Err(io::Error::other(format!("the server answers {range} by {}", answer.status())));
         }
-        // If it is another version now, the runtime asks, and fails the read.
+        // If the version has changed, the runtime sees that in `identity`, and fails the read.
         self.identity.store(version(answer.headers()).unwrap_or(0), Ordering::Release);
         // A short answer is one call's progress; a connection that breaks before any byte is a failure.
         let mut body = answer.body_mut().as_reader();

@@ -33,7 +33,7 @@ fn read_all(url: &str) -> Result<String> {
         let tensor = model.tensor(&header.name)?;
         let row = header.shape.iter().skip(1).product::<u64>().max(1);
         let rows = header.shape.first().copied().unwrap_or(1);
-        // So many rows that they fit, whatever the tensor's size.
+        // So many rows that they fit into the budget, whatever the tensor's size.
         let step = ((8 << 20) / (header.len / rows.max(1)).max(1)).max(1);
         for from in (0..rows).step_by(step as usize) {
             let part = if row == 1 && rows == 1 { tensor.clone() } else { tensor.rows(from..rows.min(from + step))? };

@@ -102,7 +102,7 @@ fn runtime(io: &str) -> Runtime {
     builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).open().unwrap()
 }
 
-/// Reads a row, which must be of one value.
+/// Reads a row, whose bytes must all be equal.
 fn row(runtime: &Runtime, tensor: &outcore::Tensor, row: u64) -> outcore::Result<u8> {
     let guard = runtime.pin(&tensor.rows(row..row + 1).unwrap()).wait()?;
     let first = guard[0];
@@ -131,7 +131,7 @@ fn a_model_on_a_server_streams_like_a_file() {
         drop((model, tensor));
         runtime.close().unwrap();
     }
-    // Of passes with room for 8 of 48 rows, most pages were fetched again.
+    // The passes had room for 8 of 48 rows, so most pages were fetched again.
     assert!(server.asked.load(Ordering::Relaxed) > 3 * ROWS);
 }
 
@@ -175,7 +175,7 @@ fn a_file_that_is_replaced_on_the_server_is_noticed_at_the_next_read() {
     assert_eq!(error.kind(), ErrorKind::ModelChanged, "{error}");
     assert!(error.to_string().contains(&server.url), "{error}");
     drop((model_one, tensor));
-    // Opened again it is the new one.
+    // The file that is opened again is the new one.
     let model_two = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
     let tensor = model_two.tensor("w").unwrap();
     assert_eq!(row(&runtime, &tensor, 10).unwrap(), 110);

@@ -1,8 +1,8 @@
 //! Vector clocks over timelines.
 //!
-//! A timeline is a stream, a branch of a graph launch, or the host; its operations are numbered from 1. A clock says for
-//! each timeline up to which number everything is known to have happened. Operation `n` of timeline `t` happened before
-//! an operation with clock `c` exactly if `c.get(t) >= n`.
+//! A timeline is a stream, a branch of a graph launch, or the host. Its operations are numbered from 1. A clock says
+//! for each timeline up to which number everything is known to have happened. Operation `n` of timeline `t` happened
+//! before an operation with clock `c` exactly if `c.get(t) >= n`.
 
 /// Index of a timeline; never used twice.
 pub type TimelineId = usize;

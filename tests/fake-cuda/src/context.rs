@@ -13,7 +13,7 @@ use crate::stream;
 #[derive(Default)]
 pub struct Contexts {
     live: HashMap<u64, Context>,
-    /// How often each device's primary context is retained, and its handle once it was made.
+    /// For each device, the handle of its primary context and how often that is retained.
     primary: HashMap<i32, (u64, u32)>,
 }
 
@@ -32,7 +32,7 @@ impl Contexts {
     pub fn current(&self) -> Option<u64> {
         STACK.with_borrow(|stack| stack.last().copied()).filter(|handle| self.live.contains_key(handle))
     }
-    /// The current context; callers come through a door that requires one.
+    /// The current context. Callers have entered with [`Need::Context`], which requires one.
     pub fn required(&self) -> Outcome<u64> {
         self.current().ok_or(ERROR_INVALID_CONTEXT)
     }

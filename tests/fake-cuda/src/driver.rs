@@ -1,4 +1,4 @@
-//! The driver's state, the lock around it, and the door through which every call enters.
+//! The driver's state, the lock around it, and [`enter`], through which every call goes.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use crate::memory::Memory;
 use crate::module::Modules;
 use crate::stream::{Stream, Timeline};
 
-/// Everything. One lock, because the fake is about order and not about speed.
+/// The whole state. It has one lock, because the emulation is about order and not about speed.
 pub struct Driver {
     pub config: Config,
     pub injection: Injection,
@@ -33,7 +33,8 @@ pub struct Driver {
     host_operations: u64,
     pub timelines: Vec<Timeline>,
     pub workers: usize,
-    /// Copies and kernels under way; host functions are not counted, since who loses the device may hold what they wait for.
+    /// Copies and kernels that are running. Host functions are not counted, because the thread that loses the device
+    /// may hold what they wait for.
     pub running: usize,
     /// No stream starts anything while set.
     pub held: bool,
@@ -58,7 +59,7 @@ struct Shared {
 static SHARED: LazyLock<Shared> =
     LazyLock::new(|| Shared { state: Mutex::new(Driver::new(0x10_0000)), changed: Condvar::new() });
 
-/// Where a host function runs: what the host functions of the judge attribute its accesses to.
+/// The host function that a thread is in. The judge attributes the thread's accesses to this operation.
 #[derive(Clone)]
 pub struct InHostFunction {
     pub op: Op,
@@ -152,8 +153,8 @@ pub fn wait_until(driver: &mut Guard, mut done: impl FnMut(&Driver) -> bool) -> 
     told_of_loss(driver).map_or(Ok(()), Err)
 }
 
-/// What the device was lost with, if it was. Once that is told nothing of its work touches memory any more: the program may
-/// free what copies were given.
+/// The error with which the device was lost, if it was. Waits until none of its work touches memory any more, because a
+/// program that knows of the loss may free the memory that copies were given.
 fn told_of_loss(driver: &mut Guard) -> Option<CuResult> {
     while driver.lost.is_some() && driver.running > 0 {
         SHARED.changed.wait(driver);
@@ -166,7 +167,8 @@ pub fn wait(driver: &mut Guard) {
     SHARED.changed.wait(driver);
 }
 
-/// Waits until `done`, the device is lost, or `limit` has passed; says whether `done`.
+/// Waits until `done`, the device is lost, or `limit` has passed. False only if `limit` has passed and it is not
+/// `done`.
 pub fn wait_at_most(driver: &mut Guard, limit: Duration, mut done: impl FnMut(&Driver) -> bool) -> bool {
     let end = std::time::Instant::now() + limit;
     while driver.lost.is_none() && !done(driver) {
@@ -178,7 +180,8 @@ pub fn wait_at_most(driver: &mut Guard, limit: Duration, mut done: impl FnMut(&D
     true
 }
 
-/// Back to the start: everything runs out, every object is gone. Handles from before stay invalid.
+/// Back to the start: queued work is dropped, running work ends, and every object is gone. Handles from before stay
+/// invalid.
 pub fn reset() {
     let mut driver = lock();
     driver.held = false;

@@ -144,7 +144,7 @@ pub extern "C" fn fakecuda_hold_calls(name: In<c_char>, held: bool) {
     }
 }
 
-/// Waits until all streams are idle, without the host getting to know it: for the judge nothing is ordered by this.
+/// Waits until all streams are idle. The host does not learn of it, so for the judge this orders nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_run_dry() -> bool {
     let mut driver = lock();
@@ -179,8 +179,8 @@ pub extern "C" fn fakecuda_set_granularity(bytes: u64) {
     lock().config.granularity = bytes.next_multiple_of(4096).max(4096);
 }
 
-/// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page tables.
-/// What is left of a call is its bookkeeping: for measuring the program above it.
+/// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page
+/// tables. Only a call's bookkeeping is left, so that the program above can be measured.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_bare(bare: bool) {
     let mut driver = lock();
@@ -237,7 +237,8 @@ pub extern "C" fn fakecuda_declare(sink: usize, address: u64, len: u64, write: b
     }
 }
 
-/// Called by a `run` function: where it finds device memory that it declared. Null, and a finding, if it did not.
+/// Called by a `run` function: the host address of device memory that it declared. Null, and a finding, if it did not
+/// declare it.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_pointer(address: u64, len: u64, write: bool) -> usize {
     let mut driver = lock();

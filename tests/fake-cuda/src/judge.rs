@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use crate::clock::{Clock, TimelineId};
 
-/// What bytes are counted in.
+/// The memory in which offsets count.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Space {
     /// A physical allocation, by id; offsets count from its start.
@@ -131,7 +131,7 @@ impl History {
     }
 }
 
-/// What was found, and what it is found with.
+/// The findings, and the histories that they are found with.
 #[derive(Default)]
 pub struct Judge {
     findings: Vec<String>,

@@ -29,7 +29,7 @@ impl Locked {
     fn overlaps(&self, start: u64, len: u64) -> bool {
         self.blocks.range(..start + len).next_back().is_some_and(|(&s, block)| s + block.len > start)
     }
-    /// How a range of host memory stands.
+    /// Whether a range of host memory is locked as a whole, in part, or not at all.
     pub fn covers(&self, start: u64, len: u64) -> HostSide {
         let inside = self.blocks.range(..=start).next_back().is_some_and(|(&s, block)| start + len <= s + block.len);
         if inside || len == 0 {
@@ -60,8 +60,8 @@ fn unmap(start: u64, len: u64) {
     unsafe { libc::munmap(start as *mut libc::c_void, len.next_multiple_of(4096) as usize) };
 }
 
-/// Host memory loses its lock under work that the host does not know to have ended: a finding, and a wait. Says whether
-/// the work may still be running afterwards.
+/// Host memory is unlocked while work uses it that the host does not know to have ended: a finding, and a wait. Says
+/// whether the work may still be running afterwards.
 fn in_flight(driver: &mut Guard, name: &str, start: u64, len: u64) -> bool {
     let known = driver.known.clone();
     let Some(op) = driver.judge.unfinished(Space::Host, start, start + len, &known) else { return false };
@@ -122,7 +122,7 @@ pub extern "C" fn cuMemFreeHost(start: u64) -> CuResult {
         let running = in_flight(driver, "cuMemFreeHost", start, len);
         driver.locked.blocks.remove(&start);
         driver.judge.forget(Space::Host, start, start + len);
-        // Memory that held-back work will still touch is left mapped: the finding is the answer, not a crash.
+        // Memory that held-back work will still touch stays mapped, so that there is a finding and no crash.
         if !running {
             unmap(start, len);
         }

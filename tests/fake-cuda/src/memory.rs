@@ -395,8 +395,8 @@ fn protection(access: u32) -> i32 {
     }
 }
 
-/// Memory is about to go away under work that the host does not know to have ended: a finding, and then, as the real
-/// driver often does, a wait. Says whether the work may still be running afterwards.
+/// Memory is about to go away while work may use it that the host does not know to have ended: a finding, and then a
+/// wait, as the real driver often does. Says whether the work may still be running afterwards.
 pub fn in_flight(driver: &mut Guard, what: &str, uses: &Clock) -> bool {
     let Some((timeline, number)) = uses.ahead_of(&driver.known).next() else { return false };
     let text = format!(

@@ -92,7 +92,7 @@ impl Launch {
     }
     pub fn run(&self) -> Outcome {
         let gate = lock().config.gate.take();
-        // What cannot be read keeps nothing waiting.
+        // A pipe that cannot be opened holds nothing up.
         if let Some(mut pipe) = gate.and_then(|path| File::open(path).ok()) {
             let _ = std::io::copy(&mut pipe, &mut std::io::sink());
         }

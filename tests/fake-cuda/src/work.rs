@@ -1,7 +1,7 @@
 //! What can be put on a stream, and how it becomes something a stream's thread runs.
 //!
-//! Work is described by the addresses the program gave. Only when it is issued are they resolved, checked and given to
-//! the judge, so a graph that is launched again meets the mappings of that day.
+//! Work is described by the addresses the program gave. They are resolved, checked and given to the judge only when the
+//! work is issued. So each launch of a graph uses the mappings of that moment.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -71,7 +71,7 @@ impl Work {
     pub fn new(what: &str, reach: Vec<Reach>, action: Action) -> Self {
         Self { what: what.into(), reach, action, whole: None }
     }
-    /// Whether nothing but memory and time would tell that it did not run.
+    /// Whether only memory and time would show that it did not run.
     pub fn is_quiet(&self) -> bool {
         matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. })
     }

@@ -1,7 +1,7 @@
 //! Copies between locked host memory and the GPU: by page size, up, down and both ways; batches against loops.
 //!
-//! The ceiling is one copy of the whole buffer, measured in the same round. Pages are copied to and from shuffled places
-//! on the device, since that is where frames lie.
+//! The ceiling is one copy of the whole buffer, measured in the same round. Pages are copied to and from shuffled
+//! places on the device, since that is where frames lie.
 
 use std::time::Instant;
 
@@ -14,11 +14,12 @@ use crate::{Failure, Settings};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
 
-/// Pages of a batch, and batches of the page that is judged: the runtime's are of up to 4.
+/// Pages of a batch; and the sizes of batches for the page size that is judged. The runtime's batches are of up to 4.
 const BATCH: usize = 128;
 const BATCHES: [usize; 4] = [1, 4, 16, BATCH];
 
-/// A permutation of `0..count` that leaves little in order: steps of a number without a common divisor.
+/// A permutation of `0..count` that leaves little in order: it steps by a number without a divisor in common with
+/// `count`.
 fn shuffled(count: u64) -> Vec<u64> {
     const STEP: u64 = 0x9E37_79B1;
     // Page counts are powers of two, and the step is odd.
@@ -59,7 +60,7 @@ impl Way {
     }
 }
 
-/// What a run of copies came to.
+/// The result of a run of copies.
 struct Copied {
     /// Bytes a second, in 10^9, both ways added up.
     rate: f64,
@@ -138,7 +139,7 @@ impl Link {
         })
     }
 
-    /// What went up comes down as it was.
+    /// Checks that bytes are the same after they went up and came down.
     fn verify(&mut self, page: u64) -> Result {
         let places = shuffled(self.bytes / page);
         for (n, place) in places.iter().enumerate() {
@@ -209,12 +210,12 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
                 Bytes::new(bytes),
                 shares.len()
             );
-            // Down is not asked for, but of the same kind.
+            // The way down has the goal of the way up, because it is of the same kind.
             let share = Spread::of(&shares).map_or(f64::NAN, |spread| spread.median);
             report.verdict(way.name(), share, Unit::Ratio, Goal::AtLeast(goal), formula);
         }
     }
-    // Last: an old driver has no such call.
+    // Last, because an old driver has no such call.
     let of_one_size = pages.iter().filter(|page| **page <= 4 << 20 && **page != chosen_page).map(|page| (*page, BATCH));
     for (page, batch) in of_one_size.chain(BATCHES.map(|batch| (chosen_page, batch))) {
         let (mut rate, mut submit, mut share) = (Vec::new(), Vec::new(), Vec::new());

@@ -28,7 +28,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         stream.synchronize()?;
         other.synchronize()?;
         each(3, &mut || events.iter().try_for_each(|event| event.happened().map(drop)))?;
-        // Work of next to no time, and the wait for it: what is left is the way there and back.
+        // The work takes next to no time, so the time of the wait is that of the way to the GPU and back.
         for (at, kind) in [(4, EventKind::Plain), (5, EventKind::Blocking)] {
             let event = gpu.event(kind)?;
             each(at, &mut || {

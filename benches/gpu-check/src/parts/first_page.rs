@@ -17,7 +17,7 @@ use super::pass::builder;
 type Result<T = ()> = std::result::Result<T, Failure>;
 
 pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
-    // Loads the driver and makes the context, which no runtime of a program that computes would wait for again.
+    // Loads the driver and makes the context before anything is timed: a program that computes has done so already.
     let gpu = Gpu::open(settings.device)?;
     let file = ModelFile::ensure(settings, report)?;
     let page = settings.page.bytes();
@@ -46,7 +46,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         let part = [tensor.rows(0..page / row)?];
         drop(runtime.pin_device(&part).wait()?);
         firsts.push(start.elapsed().as_secs_f64() * 1e3);
-        // What is locked is resident: the rest is still to come.
+        // Locked memory is resident. What is not resident yet is still to be locked.
         locked.push(ProcessMemory::now()?.resident.saturating_sub(before).get() as f64 / host.get().max(1) as f64);
         drop((part, opened));
         runtime.close()?;

@@ -61,7 +61,7 @@ struct Busy<'a> {
 }
 
 impl Busy<'_> {
-    /// Seconds on the GPU; `beside` runs on this thread meanwhile, and `still` says whether the kernel outlasted it.
+    /// Seconds of the kernel on the GPU, and whether it outlasted `beside`, which runs on this thread meanwhile.
     fn run(&self, gpu: &Gpu, beside: impl FnOnce() -> Result) -> Result<(f64, bool)> {
         let (start, end) = (gpu.event(EventKind::Timed)?, gpu.event(EventKind::Timed)?);
         self.stream.record(&start)?;
@@ -91,7 +91,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let out = DeviceMemory::new(&gpu, kernels.spin_bytes())?;
     let mut busy = Busy { kernels: &kernels, stream: &stream, out: &out, iterations: 1000 };
     let wanted = settings.pick(0.2, 0.2, 0.05);
-    // Grows by steps, so that clocks have risen when it counts.
+    // The iterations grow in steps, so that the clocks have risen before the time counts.
     let mut alone = busy.run(&gpu, || Ok(()))?.0;
     while alone < wanted / 2.0 {
         let factor = (wanted / alone.max(1e-6)).clamp(1.5, 50.0);

@@ -1,6 +1,6 @@
-//! How much of the transfers hides behind matrix products: eta = (serial - measured) / (serial - ideal), where serial is
-//! computing plus transfer and ideal the larger of the two. Computing is measured alone, on a resident tensor; transfer
-//! is the bytes that crossed the link over the rate of one large copy, measured in the same round.
+//! How much of the transfers hides behind matrix products: eta = (serial - measured) / (serial - ideal), where serial
+//! is computing plus transfer and ideal the larger of the two. Computing is measured alone, on a resident tensor;
+//! transfer is the bytes that crossed the link over the rate of one large copy, measured in the same round.
 
 use outcore::Bytes;
 
@@ -75,7 +75,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             let resident = runtime.pin_device(&opened.tensors[..1]).wait()?;
             let alone = compute.seconds(address, *amount, count)?;
             drop(resident);
-            // The first pass after a change of pace settles what is ahead.
+            // After a change of pace, the first pass settles what is filled ahead.
             passes.run(*amount)?;
             let passed = passes.run(*amount)?;
             let transfer = passed.moved as f64 / rate / 1e9;

@@ -1,8 +1,8 @@
 //! Passes over models larger than the device budget: one that is in host memory, one of which most is on disk.
 //!
-//! The roofline of a pass is the largest of: the computing, measured alone; the bytes that no budget of this size could
-//! keep on the device, over the rate of one large copy; the bytes that neither tier could keep, over the rate of the
-//! disk. All are measured by the same run.
+//! The roofline of a pass is the longest of three times: the computing, measured alone; the bytes that no budget of
+//! this size could keep on the device, at the rate of one large copy; the bytes that neither tier could keep, at the
+//! rate of the disk. All are measured by the same run.
 
 use outcore::store::{QueueDepth, probe_file};
 use outcore::{Bytes, IoBackend};
@@ -22,7 +22,7 @@ type Result<T = ()> = std::result::Result<T, Failure>;
 /// Rows of the product with each tensor: a small batch of tokens.
 const TOKENS: u32 = 16;
 
-/// What fits what.
+/// How many tensors there are, and what they have to fit into.
 struct Plan {
     tensors: u64,
     device: Bytes,
@@ -60,7 +60,7 @@ pub(super) fn from_disk(settings: &Settings, report: &mut Report<'_>) -> Result 
     run(settings, report, &gpu, &file, &plan)
 }
 
-/// Bytes a second of the disk, as the store reads it.
+/// Bytes a second that the store reads from the disk.
 fn disk_rate(settings: &Settings, file: &ModelFile) -> Result<f64> {
     let (page, depth) = (Bytes::new(settings.page.bytes()), QueueDepth::new(32)?);
     let bytes = settings.pick(Bytes::mib(512), Bytes::mib(512), Bytes::mib(16));
@@ -80,7 +80,7 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     let sums = expected_sums(file);
     let link = Link::new(gpu, settings.pick(1 << 30, 1 << 30, 8 << 20))?;
     let mut compute = Compute::new(gpu, file.shape, TOKENS, report)?;
-    // Before the runtime takes its frames, after everything else was taken.
+    // Asked before the runtime takes its frames, after everything else has been taken.
     gpu.synchronize()?;
     let free = gpu.memory()?.0;
     let runtime = builder(settings)?.device_budget(plan.device).host_budget(plan.host).open()?;
@@ -97,7 +97,7 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     let alone = compute.seconds(opened.tensors[0].address(), Amount(1), plan.tensors)?;
     drop(resident);
 
-    // No order of eviction keeps more than the budget for the next pass.
+    // Whatever the order of eviction, no more than the budget is kept for the next pass.
     let through_link = total.saturating_sub(plan.device.get());
     let through_disk = through_link.saturating_sub(plan.host.get());
     let (mut seconds, mut shares, mut rates, mut disks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());

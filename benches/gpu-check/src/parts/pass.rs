@@ -1,5 +1,5 @@
-//! A pass over tensors in order: pin, compute, unpin behind the computing. What every part that runs the runtime
-//! does. Pins are for whoever asks, and waited for by the thread that launches, or for the stream, which then waits itself.
+//! A pass over tensors in order: pin, compute, unpin after the computing. Every part that runs the runtime does this. A
+//! pin is for the thread that launches, which waits for it, or for the stream, which waits by itself.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -29,7 +29,7 @@ pub(super) enum Pinned {
     ForStream,
 }
 
-/// What a pass came to.
+/// The result of a pass.
 #[derive(Clone, Debug)]
 pub(super) struct Passed {
     pub(super) seconds: f64,
@@ -41,8 +41,8 @@ pub(super) struct Passed {
     pub(super) processor: Processor,
 }
 
-/// Runs passes. The thread that pins runs ahead of the GPU, by [`IN_FLIGHT`] tensors at most: with all frames pinned
-/// nothing could come ahead.
+/// Runs passes. The thread that pins is ahead of the GPU by at most [`IN_FLIGHT`] tensors: if all frames were pinned,
+/// no page could be filled ahead.
 pub(super) struct Passes<'a> {
     runtime: &'a Runtime,
     tensors: &'a [Tensor],
@@ -137,7 +137,7 @@ pub(super) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, pas
         }
     }
     report.number(format!("{of}: processor time for a page moved"), Unit::Microseconds, &all, None);
-    // A thread that did nothing worth a line in any pass has none.
+    // A thread that did next to nothing in every pass gets no line.
     for (name, spent) in threads.iter().filter(|(_, spent)| spent.iter().any(|spent| *spent > 0.05)) {
         report.number(format!("{of}: of which the thread {name}"), Unit::Microseconds, spent, None);
     }

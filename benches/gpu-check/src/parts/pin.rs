@@ -1,5 +1,6 @@
-//! Pinning a tensor that is resident: what a model pays for each tensor of each token. For whoever asks, and for a stream,
-//! of which the driver then has to be asked whether it is being captured, and to record an event.
+//! Pinning a tensor that is resident: what a model pays for each tensor of each token. Pins are for the calling thread,
+//! or for a stream. For a stream, the driver has to say whether the stream is being captured, and has to record an
+//! event.
 
 use std::time::Instant;
 

@@ -36,7 +36,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let mut ceilings = Vec::new();
     for (page, lookahead) in page_sizes.into_iter().chain(lookaheads) {
         let bytes = page.bytes();
-        // Tensors do not begin at multiples of large pages: a page more than they fill.
+        // A page more than the tensors fill, because they do not begin at multiples of large pages.
         let host = Bytes::new((count * tensor).next_multiple_of(bytes) + bytes);
         let settings = Settings { page, ..settings.clone() };
         let runtime = builder(&settings)?.device_budget(device).host_budget(host).lookahead(lookahead).open()?;

@@ -88,8 +88,8 @@ fn compile(architecture: &str) -> Result<Vec<u8>> {
     Ok(compiled.to_src().into_bytes())
 }
 
-/// A file that holds what was compiled behind a line with its hash, which is a comment in PTX: a file that was cut off or
-/// changed is not used.
+/// A file with what was compiled, after a line with its hash. That line is a comment in PTX. A file that was cut off or
+/// changed has another hash, and is not used.
 struct Cache(PathBuf);
 
 impl Cache {
@@ -115,7 +115,7 @@ impl Cache {
         whole.then(|| image.to_vec())
     }
 
-    /// Others see the old file or the whole new one.
+    /// Replaces the file at once: others see the old file or the whole new one.
     fn put(&self, image: &[u8]) -> std::io::Result<()> {
         let folder = self.0.parent().unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;

@@ -30,8 +30,8 @@ impl Gemm {
         }
     }
 
-    /// `out[j * stride + r] = sum of x[j * k + i] * w[r * k + i]` with `x` of the weights' 16-bit type; added to what is in
-    /// `out` where the product accumulates. Sums are in f32.
+    /// `out[j * stride + r] = sum of x[j * k + i] * w[r * k + i]` with `x` of the weights' 16-bit type; added to what
+    /// is in `out` where the product accumulates. Sums are in f32.
     pub fn multiply(&self, p: &Product) -> Result<()> {
         let kind = match p.dtype {
             WeightType::F16 => cudaDataType::CUDA_R_16F,
@@ -39,9 +39,9 @@ impl Gemm {
         };
         let (one, beta) = (1f32, if p.accumulate { 1f32 } else { 0f32 });
         // cuBLAS counts columns first: our rows of weights are columns of a k x rows matrix, which it transposes.
-        // SAFETY: the handle is alive; the three matrices are device memory of the sizes given (the session allocated `x`
-        // and `out`, the weights are pinned until the stream has passed); the constants are host memory that is read
-        // before the call returns.
+        // SAFETY: the handle is alive; the three matrices are device memory of the sizes given (the session allocated
+        // `x` and `out`, the weights are pinned until the stream has passed); the constants are host memory that is
+        // read before the call returns.
         let outcome = unsafe {
             result::gemm_ex(
                 *self.0.handle(),

@@ -63,16 +63,16 @@ impl Gpu {
     /// `scripts/check_kernels.sh`, or compiled by NVRTC, whose results are kept in the user's cache folder.
     ///
     /// # Errors
-    /// `Unsupported` if there is no CUDA driver, or neither `kernels` nor NVRTC; `NotFound` if there is no such GPU or file;
-    /// `Device` for what the driver refuses. Each with a remedy.
+    /// `Unsupported` if there is no CUDA driver, or neither `kernels` nor NVRTC; `NotFound` if there is no such GPU or
+    /// file; `Device` for what the driver refuses. Each with a remedy.
     pub fn open(device: &CudaDeviceSelector, kernels: Option<&Path>) -> Result<Self> {
         // This looks for libcuda; cudarc panics where there is none.
         let info = cuda_device(device)?;
         let name = format!("cuda:{}", info.ordinal);
         let context =
             CudaContext::new(info.ordinal as usize).map_err(|e| failed(format!("open a context on {name}"), e))?;
-        // SAFETY: the events would order streams that share a buffer. There is one stream here, and weights are ordered by
-        // their pins.
+        // SAFETY: the events would order streams that share a buffer. There is one stream here, and weights are ordered
+        // by their pins.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(|e| failed(format!("make a stream on {name}"), e))?;
         let code = compile::kernels(&info, kernels)?;
@@ -86,7 +86,7 @@ impl Gpu {
         self.gemm.is_some()
     }
 
-    /// The same GPU, all of whose products are this program's kernels'.
+    /// The same GPU, on which this program's kernels compute all products.
     #[must_use]
     pub fn without_cublas(mut self) -> Self {
         self.gemm = None;

@@ -28,8 +28,8 @@ typedef unsigned long long u64;
 #define ROWS 4
 #define VECTORS 8
 
-// The host launches only kernels whose sources have its own number. Raise both with every change of what it has to know:
-// names, parameters, which block and lane does what.
+// The host launches only kernels whose source has the host's own interface number. Raise both numbers with every change
+// of what the host has to know: names, parameters, which block and lane does what.
 #define INTERFACE kernels_interface_1
 
 #define DEVICE static __device__ __forceinline__
@@ -256,7 +256,8 @@ struct Q8_0 {
     }
 };
 
-// Scales and minima for 16 weights in 16 bytes, then two bits a weight: the same byte has four weights 32 apart.
+// 16 bytes, each with the scale and the minimum of 16 weights, then two bits a weight: one byte has four weights that
+// are 32 apart.
 struct Q2_K {
     enum { ELEMENTS = 256, BYTES = 84, PLAIN = 0 };
     DEVICE void decode(const u8 *block, u32 part, float *out) {
@@ -272,7 +273,8 @@ struct Q2_K {
     }
 };
 
-// The high bit of each weight, two low bits as in Q2_K, then 16 scales of six bits: four of them, and two further on.
+// The high bit of each weight, two low bits as in Q2_K, then 16 scales of six bits: four bits of each, and further on
+// the other two.
 struct Q3_K {
     enum { ELEMENTS = 256, BYTES = 110, PLAIN = 0 };
     DEVICE void decode(const u8 *block, u32 part, float *out) {
@@ -352,7 +354,7 @@ template <class Format> DEVICE void decode_group(const u8 *row, u32 group, u32 k
     Format::decode(row + (u64)(group / parts) * Format::BYTES, group % parts, out);
 }
 
-// Plain formats have the one function that quantised ones never need.
+// Quantised formats never call `one`. They get it here, so that all formats have the same functions.
 template <class Format, int PLAIN> struct Of : Format {};
 template <class Format> struct Of<Format, 0> : Format {
     DEVICE float one(const u8 *) {
@@ -391,8 +393,8 @@ DEVICE float warp_sum(float value) {
     return value;
 }
 
-// N sums over a warp, a power of two: lane l has that of values[l / (LANES / N)]. In each step half of the values that are
-// left go to the other half of the lanes. Every sum is made in the order of `warp_sum`.
+// N sums over a warp, a power of two: lane l has that of values[l / (LANES / N)]. In each step half of the values that
+// are left go to the other half of the lanes. Every sum is made in the order of `warp_sum`.
 template <int N> DEVICE float warp_sums(float *values) {
     u32 lane = threadIdx.x % LANES;
     int distance = LANES / 2;
@@ -453,7 +455,7 @@ DEVICE void multiply(const u8 *weights, const float *x, float *out, u32 k, u32 r
         float w[R][8];
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            // Beyond the last row the last one again: its sums are not stored.
+            // Beyond the last row, the last row is decoded again: its sums are not stored.
             decode_group<F>(from + min((u32)r, rows - 1 - row) * row_bytes, group, k, w[r]);
         }
 #pragma unroll
@@ -573,8 +575,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const float *k, con
     values[to] = v[at];
 }
 
-// One head (x) of one of m positions (y): softmax(q k^T * scale) v over the `past + y + 1` positions so far. The warps of
-// the block share the positions; each keeps a running maximum, and what it has summed is rescaled when that grows.
+// One head (x) of one of m positions (y): softmax(q k^T * scale) v over the `past + y + 1` positions so far. The warps
+// of the block share the positions; each keeps a running maximum, and what it has summed is rescaled when that grows.
 // A lane has elements lane, lane + 32, .. of the head: E of them at most.
 template <int E>
 DEVICE void attend(const float *q, const float *keys, const float *values, float *out, u32 heads, u32 kv_heads,
@@ -671,8 +673,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(float *x, const float 
 
 // ---- choosing a token ----
 
-// The largest of n logits and where it is, for every lane of the one block; of equals the first. NaN never wins; where
-// nothing wins, the first.
+// The largest of n logits and where it is, for every lane of the one block; of equals the first. NaN never wins. If
+// nothing wins, it is the first.
 DEVICE void largest(const float *logits, u32 n, float *peak, u32 *where) {
     __shared__ float peaks[THREADS_ALL / LANES];
     __shared__ u32 places[THREADS_ALL / LANES];
@@ -791,8 +793,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) split_f16(const float *x, 
     for (int i = 0; i < WARPS; i++) {
         peak = fmaxf(peak, peaks[i]);
     }
-    // The exponent of the largest, so that it comes to lie in [1, 2); a vector of zeros, and one of subnormal numbers,
-    // as they are.
+    // The exponent of the largest number, so that this number comes to lie in [1, 2). A vector of zeros, or of
+    // subnormal numbers, stays as it is.
     u32 exponent = __float_as_uint(peak) >> 23;
     float scale = exponent == 0 || exponent >= 254 ? 1.0f : __uint_as_float(exponent << 23);
     float inverse = 1.0f / scale;
@@ -807,8 +809,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) split_f16(const float *x, 
     }
 }
 
-// Undoes the scaling for m vectors (y) of n products, of which every vector has `stride`. Adds to `sums` where
-// `accumulate` is not 0.
+// Undoes the scaling for m vectors (y) of n products. In `out`, the vectors are `stride` apart; the products are added
+// to what is there if `accumulate` is not 0.
 extern "C" __global__ void __launch_bounds__(THREADS) unscale(const float *products, const float *scales, float *out,
     u32 n, u32 stride, u32 accumulate) {
     u32 i = blockIdx.x * THREADS + threadIdx.x;

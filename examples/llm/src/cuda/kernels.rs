@@ -161,9 +161,9 @@ impl Kernels {
             };
         }
         let config = LaunchConfig { grid_dim: (grid.0, grid.1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
-        // SAFETY: the functions below give each kernel the parameters that its source declares, in order. Addresses are of
-        // the session's memory, which it made large enough for the sizes given, or of weights that are pinned until the
-        // stream has passed.
+        // SAFETY: the functions below give each kernel the parameters that its source declares, in order. Addresses are
+        // of the session's memory, which it made large enough for the sizes given, or of weights that are pinned until
+        // the stream has passed.
         let launched = unsafe { launch.launch(config) };
         launched.map_err(|error| failed(format!("start the kernel {what}"), error))?;
         Ok(())

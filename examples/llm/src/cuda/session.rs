@@ -1,8 +1,9 @@
 //! The forward pass on a GPU: the same formulas in the same order as on the CPU, launched on one stream.
 //!
-//! Weights are in the runtime's pages and are pinned for the stream: it waits for those that are still on their way, while
-//! the thread that launches goes on, and they stay for as long as the kernels that read them run. Everything else (what a
-//! pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when it begins.
+//! Weights are in the runtime's pages and are pinned for the stream: it waits for those that are still on their way,
+//! while the thread that launches goes on, and they stay for as long as the kernels that read them run. Everything else
+//! (what a pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when
+//! it begins.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,7 +36,7 @@ const ALIGNMENT: u128 = 256;
 pub struct CudaModel {
     arch: Architecture,
     weights: Arc<PagedWeights>,
-    /// The GPU's stream as the weights' runtime knows it. Before the GPU, which owns it.
+    /// The GPU's stream as the weights' runtime knows it. Declared before the GPU, which owns it, to be dropped first.
     stream: ComputeStream,
     gpu: Arc<Gpu>,
     frequencies: Vec<f32>,
@@ -46,8 +47,8 @@ impl CudaModel {
     /// factors of Llama 3 GGUF files.
     ///
     /// # Errors
-    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements; `InvalidArgument` if the
-    /// pages are not on `gpu`.
+    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements; `InvalidArgument` if
+    /// the pages are not on `gpu`.
     pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
         let arch = Architecture::new(files)?;
         let head = arch.config.head_dim;
@@ -179,8 +180,8 @@ impl Places {
     }
 }
 
-/// Rows on the GPU, for kernels on the model's stream. When this is dropped they stay until what was launched so far has
-/// ended, which nobody waits for.
+/// Rows on the GPU, for kernels on the model's stream. When this is dropped, the rows stay pinned until what was
+/// launched so far has ended. Nobody waits for that.
 struct Pinned {
     address: u64,
     _pin: StreamPin,
@@ -224,8 +225,8 @@ impl std::fmt::Debug for CudaSession {
 
 impl Drop for CudaSession {
     fn drop(&mut self) {
-        // A pass that ended in an error may have left work on the stream, which uses this memory and holds pins. A device
-        // that cannot be waited for is lost, and says so wherever it is asked again.
+        // A pass that ended in an error may have left work on the stream, which uses this memory and holds pins. A
+        // device that cannot be waited for is lost, and says so wherever it is asked again.
         if let Err(error) = self.model.stream.synchronize() {
             tracing::debug!(%error, "a session ends on a GPU that fails");
         }
@@ -242,8 +243,8 @@ impl CudaSession {
         Ok(Bytes::new(Places::new(config, capacity, pass)?.total))
     }
 
-    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less). A prompt of more
-    /// than `pass` tokens takes several passes over the weights.
+    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less). A prompt of
+    /// more than `pass` tokens takes several passes over the weights.
     ///
     /// # Errors
     /// `OutOfMemory` if the GPU has less than [`memory`](Self::memory) left; what the driver refuses.
@@ -320,8 +321,8 @@ impl CudaSession {
     ///
     /// # Errors
     /// `Invalid` for tokens that the session has no room for or the model does not know; what making weights resident
-    /// ends with, and what the driver refuses. After an error the session is as it was before the call, unless the GPU is
-    /// lost.
+    /// ends with, and what the driver refuses. After an error the session is as it was before the call, unless the GPU
+    /// is lost.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<&[f32]> {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
@@ -537,8 +538,8 @@ where
 {
     let copying = |e| failed("copy a result from the GPU", e);
     let to = &mut to.as_mut_slice().map_err(copying)?[..count];
-    // SAFETY: `from` is a place in the session's memory with room for `count`; `to` is locked memory of the session, which
-    // is not looked at before the stream has been waited for.
+    // SAFETY: `from` is a place in the session's memory with room for `count`; `to` is locked memory of the session,
+    // which is not looked at before the stream has been waited for.
     let copied = unsafe { cudarc::driver::result::memcpy_dtoh_async(to, from, gpu.stream.cu_stream()) };
     Ok(copied.map_err(copying)?)
 }

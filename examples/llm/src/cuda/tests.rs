@@ -155,7 +155,7 @@ fn every_weight_type_is_multiplied_with_one_vector_and_with_many() {
     });
 }
 
-/// The halves that a prompt's vectors are split into, beside the kernels' own product.
+/// cuBLAS's products, compared with sums in f64.
 #[test]
 fn cublas_multiplies_sixteen_bit_matrices_with_many_vectors() {
     const NAME: &str = "cublas_multiplies_sixteen_bit_matrices_with_many_vectors";
@@ -362,7 +362,7 @@ fn splitting_keeps_what_one_sixteen_bit_number_loses() {
     on_gpu("splitting_keeps_what_one_sixteen_bit_number_loses", |gpu| {
         let (m, k) = (4, 300);
         let mut x = numbers(m * k, 14);
-        // Beyond what f16 holds, below it, and nothing at all.
+        // Numbers above what f16 holds, numbers below it, and zeros.
         x[k..2 * k].iter_mut().for_each(|x| *x *= 1e6);
         x[2 * k..3 * k].iter_mut().for_each(|x| *x *= 1e-9);
         x[3 * k..].fill(0.0);
@@ -378,7 +378,7 @@ fn splitting_keeps_what_one_sixteen_bit_number_loses() {
         gpu.kernels.split_f16(input.address, high.address, low.address, scales.address, m as u32, k as u32).unwrap();
         let wide = |bits: &u16| half::f16::from_bits(*bits).to_f32();
         let sums: Vec<f32> = get(gpu, &high).iter().zip(&get(gpu, &low)).map(|(h, l)| wide(h) + wide(l)).collect();
-        // Put back by the kernel, onto what is there.
+        // The kernel puts the scales back, and adds to what is there.
         let (products, out) = (put(gpu, &sums), put(gpu, &vec![0f32; m * k]));
         let product = Product {
             dtype: WeightType::F16,

@@ -1,5 +1,5 @@
-//! Many short strings in one allocation. A vocabulary has some hundred thousand of some six bytes, of which each would take
-//! several times that by itself.
+//! Many short strings in one allocation. A vocabulary has some hundred thousand strings of some six bytes. In an
+//! allocation of its own, each would take several times that.
 
 use std::hash::BuildHasher;
 
@@ -39,7 +39,7 @@ impl<S: AsRef<[u8]>> FromIterator<S> for Strings {
     }
 }
 
-/// Of several equal strings, the one whose number counts.
+/// Which number counts if several strings are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
     First,

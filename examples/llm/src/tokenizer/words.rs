@@ -1,8 +1,8 @@
 //! How text is cut into words before byte-level BPE merges within each, by the name that `tokenizer.ggml.pre` gives.
 //!
-//! The patterns are those that llama.cpp uses for each name, where necessary rewritten so that none looks ahead: the
-//! `regex` crate then takes linear time whatever the text. `\s+(?!\S)|\s+` at the end of a pattern is `\s+` here, and
-//! [`Pattern::cut`] leaves the last space of such a run to the next word.
+//! The patterns are those that llama.cpp uses for each name. Where necessary they are rewritten so that none looks
+//! ahead: the `regex` crate then takes linear time for every text. `\s+(?!\S)|\s+` at the end of a pattern is `\s+`
+//! here, and [`Pattern::cut`] leaves the last space of such a run to the next word.
 
 use regex::Regex;
 
@@ -16,9 +16,10 @@ const SEED: &str = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{L}--a-z]*[\p{L}--A-Z]+|[^\r\n\p{L}\p{N}]?[\p{L}--a-z]+[\p{L}--A-Z]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{L}--a-z]*[\p{L}--A-Z]+(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?|[^\r\n\p{L}\p{N}]?[\p{L}--a-z]+[\p{L}--A-Z]*(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+";
 const DEEPSEEK3: &str = r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+"##;
-// Six are written as numbers, since Unicode normalisation would turn them into others.
+// Six characters are written as numbers, since Unicode normalisation would turn them into others.
 const DEEPSEEK_LETTERS: &str = r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\x{1F7D}ᾀ-ᾴᾶ-ᾼ\x{1FBE}ῂ-ῄῆ-ῌῐ-\x{1FD3}ῖ-\x{1FDB}ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\x{2126}ℨ\x{212A}-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+";
-// These two without spaces: llama.cpp reads every kind of space as one of ASCII's before it looks at a class.
+// The classes of these two have no spaces: llama.cpp reads every kind of space as an ASCII one before it looks at a
+// class.
 const DEEPSEEK_MARKS: &str = r"\s?[!-/:-~！-／：-～‘-‟、。]+";
 const DEEPSEEK_CJK: &str = r"[[一-龥ࠀ-一가-퟿]--\s]+";
 const DIGIT: &str = r"\p{N}";
@@ -127,8 +128,8 @@ struct Pattern {
 
 impl Pattern {
     fn new(pattern: &str) -> Result<Self> {
-        // llama.cpp's tables are Unicode 15.1's: a letter that came later is none to it. And so the ids do not change
-        // with the tables of the `regex` crate.
+        // llama.cpp's tables are those of Unicode 15.1, so a letter that was added later is not a letter to it. This
+        // also keeps the ids the same when the tables of the `regex` crate change.
         let dated = ["L", "M", "N", "P", "S"].iter().fold(pattern.to_owned(), |dated, class| {
             dated.replace(&format!(r"\p{{{class}}}"), &format!(r"[\p{{{class}}}&&\p{{age:15.1}}]"))
         });
@@ -139,14 +140,14 @@ impl Pattern {
         })
     }
 
-    /// What matches is a word, and so is what lies between.
+    /// The matches are words, and so are the parts between them.
     fn cut<'t>(&self, text: &'t str, words: &mut Vec<&'t str>) {
         let mut from = 0;
         while let Some(found) = self.regex.find_at(text, from) {
             let word = found.as_str();
             let mut end = found.end();
             if self.gives_back && end < text.len() && !(self.lines && word.ends_with(['\r', '\n'])) {
-                // A run of spaces before a word leaves it the last one, unless that is all it has.
+                // A run of spaces before a word leaves its last space to the word, if it has more than one.
                 let last = word.char_indices().next_back().map_or(0, |(at, _)| at);
                 if last > 0 && word.chars().all(char::is_whitespace) {
                     end = found.start() + last;

@@ -1,5 +1,5 @@
-//! A CUDA driver for the tests of the forward pass on a GPU: the emulated one (`tests/fake-cuda`), with the kernels' own
-//! source compiled for the CPU; or the machine's, where `OUTCORE_TEST_GPU` names a GPU.
+//! A CUDA driver for the tests of the forward pass on a GPU: the emulated one (`tests/fake-cuda`), with the kernels'
+//! own source compiled for the CPU; or the machine's, where `OUTCORE_TEST_GPU` names a GPU.
 
 #![allow(dead_code, reason = "each user takes its own part")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -17,8 +17,8 @@ pub use control::{Fake, skipped};
 use outcore::device::CudaDeviceSelector;
 use twox_hash::XxHash3_64;
 
-/// What the library is made of, by their places in the package. They are in the test, which may run where no sources are,
-/// and holds no path of the machine that built it.
+/// The files that the library is made of, by their places in the package. Their texts are in the test, which may run
+/// where no sources are, and must not hold a path of the machine that built it.
 const SOURCES: [(&str, &str); 3] = [
     ("src/cuda/kernels.cu", include_str!("../../src/cuda/kernels.cu")),
     ("tests/cuda/emulation.h", include_str!("emulation.h")),
@@ -38,8 +38,8 @@ pub fn driver_library() -> Option<PathBuf> {
     places.into_iter().find(|path| path.exists())
 }
 
-/// The kernels as a library of host functions; built once for each state of their source. `None`, said aloud, where there
-/// is no C++ compiler.
+/// The kernels as a library of host functions; built once for each state of their source. `None`, said aloud, where
+/// there is no C++ compiler.
 pub fn kernel_library(test: &str) -> Option<&'static Path> {
     static LIBRARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     match LIBRARY.get_or_init(build) {
@@ -51,10 +51,10 @@ pub fn kernel_library(test: &str) -> Option<&'static Path> {
     }
 }
 
-/// What is said of a machine without a C++ compiler is the error.
+/// The error says what to tell a user whose machine has no C++ compiler.
 fn build() -> Result<PathBuf, String> {
     let options = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"];
-    // Its check of longjmp knows one stack only.
+    // The fortified longjmp knows only one stack, and fibers have many.
     let fortify = "-U_FORTIFY_SOURCE";
     let key = format!("{}{options:?}", SOURCES.map(|(_, text)| text).concat());
     let library = folder().join(format!("libemulated_kernels_{:016x}.so", XxHash3_64::oneshot(key.as_bytes())));

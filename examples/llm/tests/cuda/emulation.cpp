@@ -27,7 +27,7 @@ const unsigned WARP = 32;
     abort();
 }
 
-// Lanes that go on when as many have come as are expected.
+// Lanes that wait for each other, and go on when as many have come as are expected.
 struct Meeting {
     unsigned expected, arrived;
     uint64_t number;
@@ -35,8 +35,8 @@ struct Meeting {
 
 struct Warp {
     Meeting meeting;
-    // What the lanes exchange, by turns, and in which exchange each was left: before a lane can come to the next but one,
-    // all have read this one.
+    // What the lanes exchange, in two slots that take turns, and in which exchange each was left. Before a lane can
+    // come to the next exchange but one, all lanes have read this one.
     uint64_t slots[2][WARP];
     unsigned left_in[2][WARP];
 };
@@ -58,7 +58,7 @@ static std::vector<Fiber *> fibers;
 static std::vector<Warp> warps;
 static Meeting everyone;
 static unsigned living;
-// Times that lanes gave way since something last happened.
+// How often lanes gave way since something last happened.
 static unsigned idle;
 static jmp_buf caller;
 static void (*kernel)(void *);
@@ -164,7 +164,7 @@ static Fiber *new_fiber(unsigned index) {
     fiber->index = index;
     getcontext(&fiber->start);
     fiber->start.uc_stack.ss_sp = fiber->stack.data();
-    // At distances that are no power of two: what all lanes have on their stacks would share a few lines of the cache.
+    // The stacks' distances are not powers of two, or what all lanes have on them would share a few lines of the cache.
     fiber->start.uc_stack.ss_size = STACK_BYTES - index % 61 * 192;
     fiber->start.uc_link = nullptr;
     makecontext(&fiber->start, run_lane, 0);
@@ -292,7 +292,7 @@ static void product(Reach &r, const char *format, const u8 *weights, const float
     u32 stride) {
     r.reads(weights, rows * row_bytes(format, k));
     r.reads(x, (u64)m * k);
-    // Vector by vector: what lies between belongs to other rows.
+    // Vector by vector, because what lies between belongs to other rows.
     for (u32 j = 0; j < m; j++) {
         r.writes(out + (u64)j * stride, rows);
     }
@@ -543,7 +543,7 @@ EXPORT const char *emulated_kernels_ptx() {
     return text.c_str();
 }
 
-// A program that is run with this library preloaded needs to know nothing of it.
+// A program that is run with this library preloaded need not know of it.
 __attribute__((constructor)) static void at_load() {
     emulated_kernels_register();
 }

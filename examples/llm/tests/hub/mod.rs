@@ -21,8 +21,8 @@ const MOST: usize = 64;
 const LONGEST: u64 = 16 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What of the hub's protocol a download needs: the list of files, and files by range, directly or by way of a redirect
-/// to where large files are kept.
+/// The part of the hub's protocol that a download needs: the list of files, and files by range, either directly or
+/// through a redirect to where large files are kept.
 struct Hub {
     address: SocketAddr,
     log: Arc<Mutex<Vec<String>>>,
@@ -121,7 +121,7 @@ fn answer(stream: &TcpStream, shelf: &Shelf, address: SocketAddr, log: &Mutex<Ve
     let Some((name, body)) = direct.or(path.strip_prefix("/store/")).and_then(|n| shelf.files.get_key_value(n)) else {
         return reply(stream, "404 Not Found", "", b"Entry not found", 15);
     };
-    // As on the hub, what is large lies elsewhere.
+    // As on the hub, large files lie elsewhere.
     let about = format!("X-Repo-Commit: c0ffee\r\nETag: \"tag-of-{name}\"\r\n");
     if direct.is_some() && !name.ends_with(".json") {
         let more = format!("{about}X-Linked-ETag: \"tag-of-{name}\"\r\nLocation: http://{address}/store/{name}\r\n");

@@ -4,24 +4,24 @@ use outcore::machine::{LimitSource, MemoryLimit, ProcessMemory};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use outcore_llm::{Config, kernels};
 
-/// Left to the rest of the system where nothing limits the process but the machine: an eighth, at most this.
+/// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
-/// Left within a control group: what the kernel charges to it for page tables, rings and the program's own file.
+/// Left free within a control group, because the kernel charges page tables, rings and the program's own file to it.
 const GROUP_HEADROOM: Bytes = Bytes::mib(2);
-/// What the process grows by after the budgets are set, beyond what computing takes: the store's threads, page tables, the
-/// page table of the pager, allocator slack.
+/// What the process grows by after the budgets are set, beyond what computing takes: the store's threads, page tables,
+/// the page table of the pager, allocator slack.
 const OWN_GROWTH: Bytes = Bytes::mib(4);
-/// What the runtime locks of the host's memory for pages on their way to a GPU, at most.
+/// The most host memory that the runtime locks for pages on their way to a GPU.
 const STAGING: Bytes = Bytes::mib(64);
-/// Left of a GPU's memory: the driver's own, and the workspace of cuBLAS.
+/// Left free in a GPU's memory, for the driver and the workspace of cuBLAS.
 const GPU_HEADROOM: Bytes = Bytes::mib(96);
 
 /// Least room for pages that a run is begun with.
 const LEAST_FOR_PAGES: Bytes = Bytes::mib(1);
-/// What else a thread that computes takes: its stack as far as it is used, and the allocator's arena.
+/// What else a compute thread takes: the part of its stack that is used, and the allocator's arena.
 const A_THREAD: Bytes = Bytes::kib(32);
-/// Of what is left for pages and activations, the part that activations may take. More of them save passes over the
-/// weights while the prompt is read, more pages save reads in every pass of the answer.
+/// Activations may take one part in so many of what is left for them and for pages. More activations save passes over
+/// the weights while the prompt is read; more pages save reads in every pass of the answer.
 const ACTIVATIONS_SHARE: u64 = 8;
 /// Fewest tokens worth a pass over the weights, where a prompt is read in several.
 const PASS_MIN: usize = 32;
@@ -30,7 +30,7 @@ const PASS_MIN: usize = 32;
 #[derive(Clone, Copy, Debug)]
 pub struct Budgets {
     pub device: Bytes,
-    /// What was asked for, where that is more than the model's pages.
+    /// What was asked for, if that is more than the model's pages.
     pub device_asked: Option<Bytes>,
     pub host: Bytes,
     /// Most tokens of one pass.
@@ -88,14 +88,14 @@ impl Working {
         // The logits, their bytes for the hash, and the sampler's odds of 16 bytes each.
         let logits = 6 * vocab;
         let scores = threads * positions;
-        // Of a vector that enters a matrix, its quantised copy: bytes with two scales a block.
+        // The quantised copy of a vector that enters a matrix: bytes with two scales a block.
         let copy = |elements: u128| elements * size_of::<kernels::Q8Block>() as u128 / kernels::BLOCK as u128 / FLOAT;
         // A product of several vectors exists twice for a while, by rows and by vectors.
         let attention = 2 * (q + kv) + copy(q) + 2 * dim;
         let feed_forward = 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
-        // Throughout: the residual stream, its norm and that one's copy, the sines and cosines.
+        // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
-        // A quarter for what the allocator cannot reuse at once; the order of the token's steps.
+        // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
         let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, context).get()));
@@ -132,8 +132,8 @@ fn check_host(used: Bytes, limit: &MemoryLimit) -> Result<()> {
     .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"))
 }
 
-/// Divides the host's memory. `files` are the lengths of the model's files; `page_of` chooses the size of pages for a device
-/// budget, where none was asked for.
+/// Divides the host's memory. `files` are the lengths of the model's files; `page_of` chooses the size of pages for a
+/// device budget, where none was asked for.
 ///
 /// # Errors
 /// `BudgetTooSmall` if `--memory` leaves no room for pages, or a host budget holds none; `OutOfMemory` if what would be
@@ -156,7 +156,7 @@ fn divide_of(
     limit: &MemoryLimit,
 ) -> Result<Budgets> {
     let page_of = |device| wishes.page_size.map_or_else(|| page_of(device), PageSize::new);
-    // More than the model's pages is of no use.
+    // More frames than the model has pages are of no use.
     let pages =
         |page: PageSize| Bytes::new(files.iter().map(|len| page.pages_for(len.get())).sum::<u64>() * page.bytes());
     let besides = resident + OWN_GROWTH + wishes.host;
@@ -206,12 +206,12 @@ fn divide_of(
     Ok(Budgets { device, device_asked, host, pass, working })
 }
 
-/// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says what
-/// one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`.
+/// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
+/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`.
 ///
 /// # Errors
-/// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if a
-/// budget is more than the GPU, the machine or the control group has; what `working` ends with.
+/// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if
+/// a budget is more than the GPU, the machine or the control group has; the errors of `working`.
 pub fn divide_gpu(
     wishes: Wishes,
     files: &[Bytes],
@@ -241,7 +241,7 @@ fn divide_gpu_of(
 ) -> outcore_llm::Result<Budgets> {
     let page_size = wishes.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
     let page = Bytes::new(page_size.bytes());
-    // More than the model's pages is of no use.
+    // More frames than the model has pages are of no use.
     let pages = Bytes::new(files.iter().map(|len| page_size.pages_for(len.get())).sum::<u64>() * page.get());
     let asked = wishes.device.map(|asked| asked.min(pages));
     let room = free.saturating_sub(GPU_HEADROOM);
@@ -267,7 +267,7 @@ fn divide_gpu_of(
         .remedy(format!("give a --device-budget of at most {left}, a shorter prompt or fewer tokens"))
         .into());
     }
-    // A budget that was asked for is the runtime's to refuse.
+    // If a budget was asked for and is too small, the runtime refuses it.
     if asked.is_none() && device < page {
         return Err(Error::new(
             ErrorKind::BudgetTooSmall,
@@ -280,8 +280,8 @@ fn divide_gpu_of(
     Ok(Budgets { device, device_asked, host: wishes.host.min(pages), pass, working: taken })
 }
 
-/// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of equal
-/// length. `working` grows with the pass.
+/// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of
+/// equal length. `working` grows with the pass.
 fn longest_pass(
     prompt: usize,
     room: Bytes,
@@ -295,8 +295,8 @@ fn longest_pass(
     Ok(in_equal_passes(prompt, fits))
 }
 
-/// The length of passes of which none is longer than `fitting`, as few and as equal as will do; but none is shorter than
-/// is worth it.
+/// The length of passes of which none is longer than `fitting`, as few and as equal as will do; but none is shorter
+/// than is worth it.
 fn in_equal_passes(prompt: usize, fitting: usize) -> usize {
     let passes = prompt.div_ceil(fitting.max(PASS_MIN)).max(1);
     prompt.div_ceil(passes)
@@ -380,7 +380,7 @@ mod tests {
         // One pass would have left pages less than 9 MiB.
         let budgets = divided_gpu(None, Bytes::mib(184)).unwrap();
         assert!(budgets.device >= Bytes::mib(40) && budgets.pass < WORKING.prompt, "{budgets:?}");
-        // With a budget that was asked for, the rest is the activations'.
+        // If a budget was asked for, the activations get the rest.
         let budgets = divided_gpu(Some(Bytes::mib(4)), Bytes::mib(184)).unwrap();
         assert_eq!((budgets.device, budgets.pass), (Bytes::mib(4), WORKING.prompt));
     }

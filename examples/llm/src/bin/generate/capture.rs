@@ -20,7 +20,7 @@ impl Capture {
     /// Begins the capture of what `runtime`, which keeps its uses, does with `model`.
     ///
     /// # Errors
-    /// What the file says.
+    /// Those of the file.
     pub fn begin(file: NewFile, runtime: &Runtime, model: &Model, page_size: PageSize, about: &str) -> Result<Self> {
         let header = model.header();
         let segment = |file| {
@@ -35,7 +35,7 @@ impl Capture {
     /// Writes what was used since the last call.
     ///
     /// # Errors
-    /// `Unsupported` if there was no room to keep all of it; what the file says.
+    /// `Unsupported` if there was no room to keep all uses; errors of the file.
     pub fn take(&mut self, runtime: &Runtime) -> Result<()> {
         let uses = runtime.take_uses();
         self.writer.take(&uses)?;

@@ -34,12 +34,12 @@ use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
 const INTERRUPTED: u8 = 130;
-/// How many of the pages that were waited for longest a run tells.
+/// How many pages a run reports, of those that were waited for longest.
 const WORST_PAGES: usize = 16;
 
-/// What an interrupt means: before the first pass there is nothing to report and the program ends at once; from then on
-/// the pass in progress is given up and what was done is reported, unless the user insists. It says so, because a page that
-/// is on its way may take a while to come.
+/// What an interrupt does. Before the first pass there is nothing to report, and the program ends at once. From then
+/// on, the pass in progress is given up and what was done is reported; a second interrupt ends the program at once. The
+/// program says so, because a page that is on its way may take a while to come.
 #[derive(Debug, Default)]
 struct Interrupt {
     working: AtomicBool,
@@ -181,7 +181,7 @@ impl Sequence {
 
 fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
-    // Before a model is fetched, perhaps: most of what can be wrong with a GPU is known at once.
+    // Opened before a model is fetched: most of what can be wrong with a GPU is known at once.
     let gpu = match &args.device {
         DeviceChoice::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
         _ => None,
@@ -221,7 +221,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         }
     }
     let (stats, optimum, worst_pages) = (runtime.stats(), runtime.optimum(), runtime.worst_pages(WORST_PAGES));
-    // Whatever failed behind the calls is told here, and nowhere else.
+    // What failed outside of the calls is reported only here.
     runtime.close()?;
     Ok(Run {
         model: args.model.to_string_lossy().into_owned(),
@@ -247,7 +247,7 @@ struct Outputs {
 }
 
 impl Outputs {
-    /// Tries them first: a run is too long to find out at its end that nobody can keep its timeline.
+    /// Creates them before the run, which is too long to find out only at its end that a file cannot be written.
     fn create(args: &Args, files: &ModelFiles) -> Result<Self> {
         let of_model = |path| Input { path, is: "it is a file of the model" };
         let inputs: Vec<Input> = files.all_paths().into_iter().map(of_model).collect();
@@ -265,12 +265,12 @@ impl Outputs {
 fn prompt(args: &Args, files: &ModelFiles) -> Result<(Vec<u32>, Option<Decoder>)> {
     let tokenizer = match (Tokenizer::load(files), &args.prompt_tokens) {
         (Ok(tokenizer), _) => Some(tokenizer),
-        // With ids in, ids out are enough.
+        // With a prompt of ids, ids are printed, and no tokenizer is needed.
         (Err(_), Some(_)) => None,
         (Err(error), None) => return Err(error),
     };
     let prompt = prompt_tokens(args, files, tokenizer.as_ref())?;
-    // Pages have more use for the memory that an encoder takes.
+    // The memory that an encoder takes is of more use for pages.
     Ok((prompt, tokenizer.map(Tokenizer::into_decoder)))
 }
 
@@ -378,8 +378,8 @@ impl<'a> Generation<'a> {
         Ok(())
     }
 
-    /// Reads `input` and chooses the next token; `None` if a pass was given up. A long prompt is read in several passes;
-    /// the logits after its last token are the ones that count.
+    /// Reads `input` and chooses the next token; `None` if a pass was given up. A long prompt is read in several
+    /// passes; the logits after its last token are the ones that count.
     fn token(&mut self, input: &[u32]) -> Result<Option<u32>> {
         let start = Instant::now();
         let (mut pass, mut next) = (PassTime::default(), 0);
@@ -432,7 +432,7 @@ impl<'a> Generation<'a> {
     }
 }
 
-/// A model's name without the folders it is in, which are nobody's business.
+/// A model's name without the folders it is in, which are private.
 fn model_name(model: &std::ffi::OsStr) -> std::borrow::Cow<'_, str> {
     std::path::Path::new(model).file_name().unwrap_or(model).to_string_lossy()
 }

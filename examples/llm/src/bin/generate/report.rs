@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 pub struct Memory {
     /// Of the model's files.
     pub weights: Vec<ClassBytes>,
-    /// Of files' last pages, what is beyond the files' ends.
+    /// The tails: what lies beyond the files' ends in the frames of their last pages.
     pub tails: Bytes,
     pub keys_values: Bytes,
     /// Activations, logits, and what else computing takes.
@@ -59,7 +59,7 @@ pub struct Generated {
     pub passes: Vec<Duration>,
     /// All passes, the first included.
     pub total: Duration,
-    /// Of that, waiting for weights.
+    /// The part of that time spent waiting for weights.
     pub waited: Duration,
     /// A hash of every logit of every pass, in order.
     pub logits_hash: u64,
@@ -71,11 +71,11 @@ pub struct Run {
     pub model: String,
     pub device: String,
     pub device_budget: Bytes,
-    /// What was asked for, where the model has fewer pages.
+    /// What was asked for, if the model has fewer pages.
     pub device_asked: Option<Bytes>,
     pub host_budget: Bytes,
     pub memory: Memory,
-    /// Of weights, that a pass over one token uses.
+    /// Bytes of the weights that a pass over one token uses.
     pub pass_bytes: Bytes,
     pub prompt_tokens: Vec<u32>,
     pub done: Generated,
@@ -155,7 +155,8 @@ impl Run {
             "disk_busy_s": stats.traffic.disk_busy.as_secs_f64(),
             "link_busy_s": stats.traffic.link_busy.as_secs_f64(),
             "pass_bytes": self.pass_bytes.get(),
-            // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
+            // These two ratios are over the same uses, `ratio_uses` of them. `hits` and `uses` cover all uses of a long
+            // run.
             "hit_ratio": self.optimum.actual_ratio(),
             "opt_hit_ratio": self.optimum.ratio(),
             "ratio_uses": self.optimum.uses,

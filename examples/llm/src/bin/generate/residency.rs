@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use outcore::{Model, PageSize, Runtime, Tensor, Tier};
 use outcore_lab::residency::{PagedFile, Residency, Sample};
 
-/// Between samples, at first: each time there are too many, every second one goes and the time between them doubles.
+/// The time between samples, at first. When there are too many samples, every second one goes and the time doubles.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// A sample holds up the runtime, and may do so for this part of the time.
+/// A sample holds up the runtime. It may do so for one part in so many of the time.
 const COST: u32 = 100;
 
-/// Looks now and then, and when it is asked for what it saw.
+/// Takes samples on a thread of its own, until it is asked for them.
 #[derive(Debug)]
 pub struct Watch {
     stop: Option<Sender<()>>,
@@ -55,7 +55,7 @@ impl Watch {
         Self { stop: Some(stop), thread: std::thread::Builder::new().name("residency".into()).spawn(watched).ok() }
     }
 
-    /// What was seen; nothing if there was no thread to look.
+    /// The samples; none if the thread could not be started.
     pub fn finish(mut self) -> Residency {
         self.end().unwrap_or_default()
     }
@@ -67,7 +67,7 @@ impl Watch {
 }
 
 impl Drop for Watch {
-    /// So that the runtime, which it uses, ends where its owner lets it go.
+    /// Ends the thread. It uses the runtime, which is then able to end where its owner drops it.
     fn drop(&mut self) {
         self.end();
     }

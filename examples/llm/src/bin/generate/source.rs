@@ -37,7 +37,7 @@ fn fetch(name: &str) -> Result<PathBuf> {
     };
     let Name { repo, file } = Name::parse(name)?;
     let mut builder = ApiBuilder::from_env().with_progress(std::io::stderr().is_terminal());
-    // The crate itself only looks for the file that a login leaves.
+    // hf-hub itself looks only for the file that a login leaves.
     if let Ok(token) = std::env::var("HF_TOKEN") {
         builder = builder.with_token(Some(token));
     }
@@ -83,8 +83,8 @@ struct Name<'a> {
 
 #[cfg(any(feature = "hub", test))]
 impl<'a> Name<'a> {
-    /// Takes what follows `hf:` apart. Both parts become parts of URLs and of paths in the cache, so nothing is let
-    /// through that means more there than a name.
+    /// Takes apart what follows `hf:`. Both parts become parts of URLs and of paths in the cache, so anything with a
+    /// special meaning there is refused.
     fn parse(name: &'a str) -> Result<Self> {
         let (repo, file) = match name.split_once(':') {
             Some((repo, file)) => (repo, Some(file)),
