@@ -7,6 +7,7 @@
 A finding is one line, `path:line: rule: what`. The exit status is 1 if there is any.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -84,6 +85,7 @@ BLOB_BYTES_MAX = 1 << 20
 # ---- a small reader of Rust: blanks out what is not code, keeping line numbers ----
 
 
+@functools.lru_cache(maxsize=None)
 def split_rust(text):
     """(code, comments): `text` with comments and literals blanked, and `text` with all but comments blanked."""
     code, notes = list(text), [c if c == "\n" else " " for c in text]
@@ -284,6 +286,88 @@ def links(path, text, root):
                     yield number, f"link to {target}: no such heading"
 
 
+# ---- import circles ----
+
+# The folders that are a crate's sources, and whether its modules are checked. In the others a few pairs of modules still
+# import each other. Folders of crates of their own within them do not count.
+CRATES = {"runtime": True, "runtime/pager": False, "runtime/lab": False, "runtime/cli": False, "examples/llm/src": False}
+
+
+def module_of(crate, path):
+    """The module path of a source file, as a tuple; the crate's root is ()."""
+    parts = path[len(crate) + 1 : -len(".rs")].split("/")
+    return tuple(parts[:-1] if parts[-1] in ("mod", "lib", "main") else parts)
+
+
+def paths_of(tree, prefix=()):
+    """Every path of a use tree: `a::{b, c::{d as e}}` gives a::b and a::c::d."""
+    tree = tree.strip()
+    if not tree.startswith("{"):
+        head, brace, rest = tree.partition("{")
+        names = [n for n in head.split(" as ")[0].replace(" ", "").split("::") if n and n != "*"]
+        if not brace:
+            yield prefix + tuple(names)
+            return
+        prefix, tree = prefix + tuple(names), "{" + rest
+    depth, start = 0, 1
+    for i, c in enumerate(tree):
+        depth += (c == "{") - (c == "}")
+        if (c == "," and depth == 1) or (c == "}" and depth == 0):
+            if tree[start:i].strip():
+                yield from paths_of(tree[start:i], prefix)
+            start = i + 1
+            if depth == 0:
+                return
+
+
+def imports(module, code, modules, exported):
+    """The modules that a module's code names, outside of its tests. A parent that passes a child's name on does not
+    count as its user, and who takes the name from the parent uses the child."""
+    found = set()
+    for hit in re.finditer(r"\b(?:use\s+)?((?:crate|super)\s*::[\w:\s]*(?:\{[^;]*?\}(?=\s*;))?)", code):
+        for path in paths_of(hit.group(1)):
+            base = () if path[0] == "crate" else module[:-1]
+            rest = list(path[1:])
+            while rest and rest[0] == "super":
+                base, rest = base[:-1], rest[1:]
+            while rest and base + (rest[0],) in modules:
+                base, rest = base + (rest[0],), rest[1:]
+            if rest:
+                base = exported.get((base, rest[0]), base)
+            if base and base != module:
+                found.add(base)
+    return found
+
+
+def circles(files):
+    """(path, what) of each circle of a crate's modules; `files` are the tree's Rust sources by path."""
+    for crate in (crate for crate, checked in CRATES.items() if checked):
+        inner = tuple(f"{other}/" for other in CRATES if other.startswith(crate + "/"))
+        ours = {p: t for p, t in files.items() if p.startswith(crate + "/") and not p.startswith(inner or ("\0",))}
+        ours = {p: t for p, t in ours.items() if "/tests/" not in p and "/src/bin/" not in p}
+        modules = {module_of(crate, p): p for p in ours}
+        codes = {m: without_tests(split_rust(ours[p])[0]) for m, p in modules.items()}
+        exported = {}
+        for module, code in codes.items():
+            for hit in re.finditer(r"\bpub(?:\([\w ]+\))?\s+use\s+(?:self\s*::\s*)?(\w+)\s*::\s*([^;]*);", code):
+                if module + (hit.group(1),) in modules:
+                    for path in paths_of(hit.group(2)):
+                        exported[(module, path[-1])] = module + (hit.group(1),)
+        edges = {m: imports(m, code, modules, exported) & set(modules) for m, code in codes.items() if m}
+        # Whatever uses nothing that is left, or is used by nothing that is left, is in no circle.
+        left = set(edges)
+        while True:
+            used = set().union(*(edges[m] & left for m in left)) if left else set()
+            free = {m for m in left if not edges[m] & left or m not in used}
+            if not free:
+                break
+            left -= free
+        if left:
+            first = min(left)
+            names = ", ".join("::".join(m) for m in sorted(left))
+            yield modules[first], f"modules that import each other in a circle are among {names}"
+
+
 RULES = [
     ("unsafe-place", unsafe_place),
     ("unsafe-reason", unsafe_reason),
@@ -321,6 +405,7 @@ def tracked(root):
 
 def check(root):
     count = 0
+    sources = {}
     for path in tracked(root):
         full = os.path.join(root, path)
         size = os.path.getsize(full)
@@ -336,6 +421,10 @@ def check(root):
             yield f"{path}:1: ascii: not UTF-8"
             continue
         yield from check_text(path, text, root)
+        if path.endswith(".rs"):
+            sources[path] = text
+    for path, what in circles(sources):
+        yield f"{path}:1: circle: {what}"
     if count == 0:
         yield f"{root}:1: tree: no text files found"
 
@@ -394,9 +483,14 @@ def self_test():
     with tempfile.TemporaryDirectory() as root:
         if not list(check(root)):
             failures.append("an empty tree passed")
+    line = {"runtime/a.rs": "use crate::b::B;", "runtime/b/mod.rs": "mod c;\npub use c::C;", "runtime/b/c.rs": "use crate::d;"}
+    if list(circles({**line, "runtime/d.rs": "fn f() {}\n#[cfg(test)]\nmod tests { use crate::a::A; }"})):
+        failures.append("modules in a line were taken for a circle")
+    if not list(circles({**line, "runtime/d.rs": "use crate::b::C;"})):
+        failures.append("a circle passed: b::c, d")
     for failure in failures:
         print(failure)
-    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 1 - len(failures)} passed, {len(failures)} failed")
+    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 3 - len(failures)} passed, {len(failures)} failed")
     return 1 if failures else 0
 
 
