@@ -263,7 +263,8 @@ impl Config {
         if let Some(t) = uncounted {
             return Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name)));
         }
-        match known::unknown_key(&self, model.container(), meta.map) {
+        let sizes = known::Sizes { context: self.context, head_dim: self.head_dim };
+        match known::unknown_key(sizes, model.container(), meta.map) {
             Some(what) => Err(meta.unsupported(&what)),
             None => Ok(self),
         }

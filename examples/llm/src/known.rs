@@ -5,13 +5,21 @@
 
 use serde_json::{Map, Value};
 
-use crate::config::Config;
 use crate::files::Container;
 
-/// When a key changes nothing beyond what [`Config`] holds.
+/// What some keys are compared with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    /// The longest sequence, in tokens.
+    pub context: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+}
+
+/// When a key changes nothing beyond what [`Config`](crate::Config) holds.
 #[derive(Clone, Copy, Debug)]
 enum When {
-    /// Always: [`Config`] reads it, or it does not concern a pass.
+    /// Always: [`Config`](crate::Config) reads it, or it does not concern a pass.
     Always,
     /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
     Is(&'static [f64]),
@@ -196,23 +204,23 @@ const HF_ROPE: &[(&str, When)] = &[
 const DERIVED: [&str; 2] = [".rotary_emb.inv_freq", ".attn_rot_embd.weight"];
 
 /// The first key of `metadata` that may change what a pass computes, and what it is; `None` if there is none.
-pub(crate) fn unknown_key(config: &Config, container: Container, metadata: &Map<String, Value>) -> Option<String> {
+pub(crate) fn unknown_key(sizes: Sizes, container: Container, metadata: &Map<String, Value>) -> Option<String> {
     match container {
         Container::Gguf => {
             let arch = metadata.get("general.architecture").and_then(Value::as_str).unwrap_or_default();
             let ours = |key: &str| key.strip_prefix(arch)?.strip_prefix('.').map(str::to_owned);
-            let kind = metadata.get("general.type").filter(|kind| !Text("model").holds(kind, config));
+            let kind = metadata.get("general.type").filter(|kind| !Text("model").holds(kind, sizes));
             let kind = kind.map(|kind| format!("general.type is {kind}, not \"model\": it is not a whole model"));
-            kind.or_else(|| metadata.iter().find_map(|(key, value)| stop(GGUF, key, &ours(key)?, value, config)))
+            kind.or_else(|| metadata.iter().find_map(|(key, value)| stop(GGUF, key, &ours(key)?, value, sizes)))
         }
         Container::Safetensors => {
             let rope = ["rope_scaling", "rope_parameters"].into_iter().find_map(|place| {
                 let of_place = metadata.get(place)?.as_object()?;
-                of_place.iter().find_map(|(key, v)| stop(HF_ROPE, &format!("{place}.{key}"), key, v, config))
+                of_place.iter().find_map(|(key, v)| stop(HF_ROPE, &format!("{place}.{key}"), key, v, sizes))
             });
             // Those of one underscore are transformers' own notes.
             let mut said = metadata.iter().filter(|(key, _)| !key.starts_with('_'));
-            rope.or_else(|| said.find_map(|(key, value)| stop(HF, key, key, value, config)))
+            rope.or_else(|| said.find_map(|(key, value)| stop(HF, key, key, value, sizes)))
         }
     }
 }
@@ -223,7 +231,7 @@ pub(crate) fn unused_tensor(name: &str) -> bool {
 }
 
 /// Why `key`, called `short` in `known`, stops a model.
-fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, config: &Config) -> Option<String> {
+fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, sizes: Sizes) -> Option<String> {
     let shown = match value.to_string() {
         long if long.chars().count() > 60 => format!("{}...", long.chars().take(60).collect::<String>()),
         short => short,
@@ -233,27 +241,27 @@ fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, config: &
         return None;
     }
     match known.binary_search_by_key(&short, |(name, _)| name) {
-        Ok(at) if known[at].1.holds(value, config) => None,
+        Ok(at) if known[at].1.holds(value, sizes) => None,
         Ok(at) => Some(format!("{key} is {shown}: supported is {}", known[at].1)),
         Err(_) => Some(format!("{key} ({shown}) is not known here, and may change what the model computes")),
     }
 }
 
 impl When {
-    fn holds(self, value: &Value, config: &Config) -> bool {
+    fn holds(self, value: &Value, sizes: Sizes) -> bool {
         if let Value::Array(all) = value
             && !matches!(self, Always)
         {
-            return all.iter().all(|one| self.holds(one, config));
+            return all.iter().all(|one| self.holds(one, sizes));
         }
         let number = value.as_f64().or_else(|| value.as_bool().map(|set| f64::from(u8::from(set))));
         match self {
             Always => true,
             Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
             Text(text) => value.as_str() == Some(text),
-            WholeContext => number.is_some_and(|n| n == 0.0 || n >= config.context as f64),
+            WholeContext => number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
             UsualScale => number.is_some_and(|n| {
-                let usual = 1.0 / (config.head_dim as f64).sqrt();
+                let usual = 1.0 / (sizes.head_dim as f64).sqrt();
                 n == 0.0 || (n - usual).abs() <= 1e-6 * usual
             }),
         }

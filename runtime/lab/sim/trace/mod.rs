@@ -1,6 +1,7 @@
 //! Traces of any length. A use takes four bytes, in a temporary file once there are many.
 
 mod captured;
+mod forms;
 mod mooncake;
 mod numbers;
 mod oracle;
@@ -10,8 +11,8 @@ mod table;
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 
+pub use self::forms::{Column, TraceForm, TraceOptions};
 use self::numbers::{BLOCK, Cursor, Numbers, halves};
-pub use self::read::{Column, TraceForm, TraceOptions};
 use super::capture::TensorClass;
 use super::reuse::ReuseDistances;
 use super::{Counts, Replay};

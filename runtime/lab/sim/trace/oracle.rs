@@ -6,7 +6,8 @@
 
 use std::io::{self, BufRead};
 
-use super::{Progress, TraceWriter, read, tell};
+use super::forms::failed;
+use super::{Progress, TraceWriter, tell};
 use crate::error::{Error, ErrorKind, Result};
 
 const RECORD: usize = 24;
@@ -21,7 +22,7 @@ pub(super) fn read(mut input: impl BufRead, name: &str, progress: Progress<'_>) 
                 Ok(0) => break,
                 Ok(read) => len += read,
                 Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
-                Err(cause) => return Err(read::failed(name, cause)),
+                Err(cause) => return Err(failed(name, cause)),
             }
         }
         if len == 0 {

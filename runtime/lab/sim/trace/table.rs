@@ -5,7 +5,7 @@ use std::io::{self, BufRead, Read};
 
 use csv::{ByteRecord, ReaderBuilder};
 
-use super::read::{Column, failed};
+use super::forms::{Column, failed};
 use super::{LINE_BYTES_MAX, Progress, TraceOptions, TraceWriter, tell};
 use crate::error::{Error, ErrorKind, Result};
 
