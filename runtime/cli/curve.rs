@@ -6,8 +6,8 @@ use outcore::{Error, ErrorKind, Result};
 use outcore_lab::output::NewFile;
 use plotters::prelude::*;
 
+use super::comparison::{Found, Ratio};
 use super::output::printable;
-use super::policies::{Found, Ratio};
 
 const SIZE: (u32, u32) = (1000, 620);
 
@@ -55,7 +55,7 @@ fn draw(found: &Found, text: &mut String) -> Result<(), Box<dyn std::error::Erro
     line("optimum", best.collect(), BLACK, 3)?;
     let names = capacities.first().map(|capacity| capacity.policies.as_slice()).unwrap_or_default();
     for (at, policy) in names.iter().enumerate() {
-        let of = |capacity: &&super::policies::Capacity| {
+        let of = |capacity: &&super::comparison::Capacity| {
             let outcome = capacity.policies.get(at)?;
             Some((capacity.pages.get(), misses(&outcome.ratio)))
         };

@@ -4,6 +4,7 @@
 //! line was not understood.
 
 mod bar;
+mod comparison;
 mod config;
 mod curve;
 mod doctor;

@@ -10,47 +10,12 @@
 
 use super::line::{Class, Line, Room, Source, Turn, Wanted};
 use super::policy::Want;
-use super::scope::{Scope, pages_of};
+use super::request::{Purpose, ScopePriority, Terms, pages_of};
+use super::scope::Scope;
 use super::state::{Claim, State, TryPin};
-use super::{Effects, Granted, PageRun, Pager, Place, Priority, ScopePriority, Submitted, WaitCause};
+use super::{Effects, Granted, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
-
-/// The use that pins are wanted for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Purpose {
-    /// To read.
-    #[default]
-    Read,
-    /// To read and write. Nobody else has the pages meanwhile.
-    Write,
-    /// To be read by work on a stream. The stream waits for pages that are not there yet, so pages may be *lent*: see
-    /// [`Pager::taken`].
-    ReadOnStream,
-}
-
-/// The terms of a request: all but its pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Terms {
-    /// What the pins are for.
-    pub purpose: Purpose,
-    /// The scope it belongs to. Without one, the request is a scope of its own.
-    pub scope: Option<ScopeId>,
-    /// The walker that uses the pages.
-    pub walker: WalkerId,
-    /// The priority of a request without a scope.
-    pub priority: ScopePriority,
-    /// Whether the request cannot be refused. Such a request may use the [floor](Pager::set_floor). It does not count
-    /// towards what its scope declared; it spends from the scope's purse only what the floor does not have. It waits
-    /// where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
-    pub never_refused: bool,
-}
-
-impl From<Purpose> for Terms {
-    fn from(purpose: Purpose) -> Self {
-        Self { purpose, ..Self::default() }
-    }
-}
+use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {

@@ -17,65 +17,12 @@
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::fmt::Write;
 
-use super::scope::{Change, Counted, Scope, pages_of};
-use super::{Effects, PageRun, Pager, Purpose};
+use super::known::{Asks, Known};
+use super::request::{Purpose, pages_of};
+use super::scope::{Change, Counted, Scope};
+use super::{Effects, Pager};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
-
-/// What the search knows of a scope that waits.
-#[derive(Debug, Default)]
-pub(super) struct Known {
-    /// The rank of a member: see the [module documentation](self).
-    rank: Option<i64>,
-    /// The pages it holds.
-    held: HashMap<PageId, Times>,
-    /// The frames it [claims](Scope::claim).
-    claim: u32,
-    /// What a member's requests ask for.
-    asks: HashMap<RequestId, Asks>,
-    /// Waiting requests that are not in `asks` yet.
-    unasked: BTreeSet<RequestId>,
-}
-
-/// How often a scope holds a page, and how often exclusively.
-#[derive(Clone, Copy, Debug, Default)]
-struct Times {
-    all: u32,
-    exclusive: u32,
-}
-
-#[derive(Clone, Debug)]
-struct Asks {
-    runs: Vec<PageRun>,
-    writes: bool,
-    reserves: u32,
-}
-
-impl Asks {
-    fn pages(&self) -> impl Iterator<Item = PageId> {
-        self.runs.iter().flat_map(|run| run.pages())
-    }
-
-    /// The most frames it may want.
-    fn most(&self) -> u64 {
-        pages_of(&self.runs) + u64::from(self.reserves)
-    }
-}
-
-impl Known {
-    pub(super) fn begins_to_wait(&mut self, request: RequestId) {
-        self.unasked.insert(request);
-    }
-
-    pub(super) fn is_nothing(&self) -> bool {
-        self.rank.is_none() && self.held.is_empty() && self.asks.is_empty() && self.unasked.is_empty()
-    }
-
-    /// How many edges to pages it has: one for each page held, and one for each page asked for.
-    fn size(&self) -> u64 {
-        self.held.len() as u64 + self.asks.values().map(|asks| pages_of(&asks.runs)).sum::<u64>()
-    }
-}
 
 /// A member's rank and key.
 type Member = (i64, usize);

@@ -41,6 +41,7 @@ mod deadlock;
 pub mod error;
 mod frames;
 pub mod ids;
+mod known;
 mod line;
 mod links;
 mod lookahead;
@@ -52,6 +53,7 @@ pub mod policy;
 #[doc(hidden)]
 pub mod random;
 mod reclaim;
+mod request;
 pub mod scope;
 pub mod state;
 mod table;
@@ -68,7 +70,6 @@ use slab::Slab;
 
 use access::Part;
 pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
-pub use admit::{Purpose, Terms};
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
     Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
@@ -77,7 +78,8 @@ pub use ids::{
 pub use line::PASSES_MAX;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};
-pub use scope::{Holdings, ScopePriority, ScopeTerms};
+pub use request::{Purpose, ScopePriority, Terms};
+pub use scope::{Holdings, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 

@@ -17,22 +17,12 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::deadlock::Known;
-use super::{Effects, PageRun, Pager, Purpose, Terms};
+use super::known::Known;
+use super::request::{Purpose, ScopePriority, Terms, pages_of};
+use super::{Effects, PageRun, Pager};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 use crate::sync::{AtomicU64, Mutex, Ordering};
-
-/// Which scopes and pins are served first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ScopePriority {
-    /// Somebody waits for an answer.
-    #[default]
-    Interactive,
-    /// Nobody waits for an answer. Served when no interactive scope waits, or after 16 interactive requests have
-    /// passed it.
-    Batch,
-}
 
 /// The pins of one scope. Whoever pins for the scope keeps them up to date; the pager reads them when a request has to
 /// wait.
@@ -773,10 +763,6 @@ impl Pager {
         self.look_again(id);
         self.pump(fx);
     }
-}
-
-pub(super) fn pages_of(runs: &[PageRun]) -> u64 {
-    runs.iter().map(|run| u64::from(run.count)).sum()
 }
 
 #[cfg(test)]

@@ -150,7 +150,7 @@ impl Pager {
             scope: scope.map(|scope| (scope, label())),
             holds: turn.class == Class::Growing,
             first: runs.first().and_then(|run| run.pages().next()),
-            pages: super::scope::pages_of(runs),
+            pages: super::request::pages_of(runs),
             purpose,
             waits_for,
             holders: Vec::new(),

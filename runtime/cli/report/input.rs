@@ -13,7 +13,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::super::policies::{self, Found};
+use super::super::comparison::Found;
+use super::super::policies;
 use super::part::file_name;
 use super::timeline::{Event, RecordedLane, Timeline};
 
@@ -261,8 +262,8 @@ impl Inputs {
             self.timelines.push(Timeline::new(name, events, object.residency)?);
         } else if has("capacities") && has("pages") {
             let found: Found = fields(object.fields, &name, "outcore policies --json")?;
-            let same = |capacity: &super::super::policies::Capacity| {
-                let names = |of: &super::super::policies::Capacity| {
+            let same = |capacity: &super::super::comparison::Capacity| {
+                let names = |of: &super::super::comparison::Capacity| {
                     of.policies.iter().map(|policy| policy.policy.clone()).collect::<Vec<_>>()
                 };
                 found.capacities.first().is_some_and(|first| names(first) == names(capacity))

@@ -1,7 +1,7 @@
 //! The parts of a trace that was run through policies.
 
+use super::super::comparison::{Capacity, Class, Found, Ratio};
 use super::super::output::{percent, size};
-use super::super::policies::{Capacity, Class, Found, Ratio};
 use super::bars::{Bars, Unit};
 use super::part::{self, Cell, MEMORY, OPTIMUM, POLICIES, Part, head, ratio};
 

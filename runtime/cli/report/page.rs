@@ -6,8 +6,8 @@ use minijinja::{AutoEscape, Environment, context};
 use outcore::{Error, ErrorKind, Result};
 use serde::Serialize;
 
+use super::super::comparison::Found;
 use super::super::output::size;
-use super::super::policies::Found;
 use super::bars::Bars;
 use super::input::{Inputs, Simulated};
 use super::part::{NEEDS, OPTIMUM, Part, file_name};

@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 
-use super::active::{RETURNING, STEPS};
+use super::active::RETURNING;
+use super::place::STEPS;
 use super::{PlanPolicy, Policy, Take, Want};
 use crate::PageRun;
 use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};

@@ -25,6 +25,7 @@ mod mru;
 mod names;
 pub mod opt;
 mod outside;
+mod place;
 mod plan;
 mod queues;
 mod random;

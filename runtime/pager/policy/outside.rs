@@ -6,7 +6,8 @@
 
 use smallvec::SmallVec;
 
-use super::active::{RETURNING, Stopped, step};
+use super::active::{RETURNING, Stopped};
+use super::place::step;
 use super::{Take, Want};
 use crate::ids::PageId;
 use crate::links::{Links, List};

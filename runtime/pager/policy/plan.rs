@@ -51,10 +51,11 @@ use std::collections::BinaryHeap;
 use slab::Slab;
 use smallvec::SmallVec;
 
-use super::active::{Active, Keep, NEVER, Place, RESYNC_RUN, Steps, Stopped, Stretch, step};
+use super::active::{Active, Keep, Steps, Stopped};
 use super::cycle::CycleRecorder;
 use super::names::Names;
 use super::outside::{Outside, offer_each};
+use super::place::{NEVER, Place, RESYNC_RUN, Stretch, step};
 use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
 use crate::PageRun;

@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use super::active::{Active, NEVER, Place, Stretch, step};
+use super::place::{NEVER, Place, Stretch, step};
 
 #[derive(Clone, Copy, Debug)]
 struct Stand {
@@ -110,12 +110,6 @@ impl Standing {
             let end = self.stands.get(nth).map_or(self.len, |stand| stand.place);
             [false, true].map(|kept| Stretch { kept, start, end })
         })
-    }
-}
-
-impl Active {
-    pub(super) fn standing(&self) -> Standing {
-        Standing::new(&self.places, self.order.len(), self.cyclic)
     }
 }
 

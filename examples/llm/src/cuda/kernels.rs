@@ -8,7 +8,7 @@ use cudarc::nvrtc::Ptx;
 use outcore::{Error, ErrorKind};
 
 use super::compile::Code;
-use super::gpu::failed;
+use super::failed::failed;
 use crate::config::RopePairs;
 use crate::dtype::WeightType;
 use crate::error::Result;

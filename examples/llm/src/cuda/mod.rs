@@ -7,6 +7,7 @@
 //! 3. Weights stay pinned until the stream has passed the kernels that read them.
 
 mod compile;
+mod failed;
 mod gemm;
 mod gpu;
 mod kernels;

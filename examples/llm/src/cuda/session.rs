@@ -13,7 +13,8 @@ use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
 use outcore::device::RawStream;
 use outcore::{Bytes, ComputeStream, StreamPin};
 
-use super::gpu::{Gpu, failed};
+use super::failed::failed;
+use super::gpu::Gpu;
 use super::kernels::{Attention, HEAD_MAX, Product};
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::Config;

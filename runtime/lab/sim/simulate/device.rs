@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::Nanos;
+use super::client::Walker;
 use super::contents::Contents;
 use super::units::Unit;
-use super::walker::Walker;
 use crate::device::LinkSchedule;
 use crate::ids::{MoveId, PageId, RequestId, SegmentClass, SegmentId, Tier};
 use crate::pager::pin::{self, Pinned};

@@ -11,6 +11,7 @@
 //! 2. A simulation ends with an error or with its last pass: an event that does not come is an error.
 //! 3. Trouble, checks and records that are not asked for draw no random number, make no event, and change nothing.
 
+mod client;
 mod contents;
 mod device;
 mod rest;
@@ -307,7 +308,9 @@ impl<'a> World<'a> {
 
     fn cut(&self) -> Cut<'a> {
         let devices = self.devices.len() as u64;
-        Cut { settings: self.settings, devices, frames: self.done.frames, segments: self.workload.segments() }
+        let Settings { page_size, step_pages, seed, .. } = *self.settings;
+        let (frames, segments) = (self.done.frames, self.workload.segments());
+        Cut { page_size, step_pages, seed, devices, frames, segments }
     }
 
     fn begin_pass(&mut self) -> Result<()> {

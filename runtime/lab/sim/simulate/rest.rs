@@ -1,6 +1,6 @@
 //! The end of a simulation: the program stops, everything in flight ends, and nothing may be left behind.
 
-use super::walker::Walker;
+use super::client::Walker;
 use super::{World, internal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, PageIndex, SegmentId};

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::walker::Walker;
+use super::client::Walker;
 use super::{Event, Nanos, World, device_frames, internal, invalid, lost_device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, PageIndex, SegmentClass};

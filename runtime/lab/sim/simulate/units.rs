@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
+use std::num::NonZeroU32;
+
 use super::internal;
-use super::settings::Settings;
 use crate::error::Result;
-use crate::ids::{PageIndex, SegmentId};
+use crate::ids::{PageIndex, PageSize, SegmentId};
 use crate::pager::{Backing, PageRun};
 use crate::random::Random;
 use crate::sim::workload::{Share, Span, Step};
@@ -29,7 +30,10 @@ pub(super) struct Unit {
 /// How spans are cut into units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut<'a> {
-    pub(super) settings: &'a Settings,
+    /// As in the simulation's settings.
+    pub(super) page_size: PageSize,
+    pub(super) step_pages: Option<NonZeroU32>,
+    pub(super) seed: u64,
     /// The number of devices. Each has an equal part of every span.
     pub(super) devices: u64,
     /// The number of frames of each device.
@@ -41,10 +45,10 @@ pub(super) struct Cut<'a> {
 impl Cut<'_> {
     /// Returns the units of a pass.
     pub(super) fn units(&self, steps: &[Step], pass: u32) -> Result<Vec<Unit>> {
-        let page = self.settings.page_size;
+        let page = self.page_size;
         let needed: u64 = self.segments.iter().map(|(_, len)| page.pages_for(len.div_ceil(self.devices))).sum();
         let whole = u64::from(self.frames) >= needed;
-        let most = match self.settings.step_pages {
+        let most = match self.step_pages {
             Some(pages) => u64::from(pages.get()),
             None if whole => u64::MAX,
             None => u64::from(self.frames / STEP_SHARE).min(page.pages_for(STEP_BYTES)).max(2),
@@ -56,7 +60,7 @@ impl Cut<'_> {
                 .entry((group, parts, used))
                 .or_insert_with(|| {
                     // Depends on the seed, the pass and the group alone, so steps of a group may come in any order.
-                    let mut random = Random(self.settings.seed ^ (u64::from(pass) << 32 | u64::from(group)));
+                    let mut random = Random(self.seed ^ (u64::from(pass) << 32 | u64::from(group)));
                     random.0 = random.next_u64();
                     let mut drawn = Vec::with_capacity(used as usize);
                     while drawn.len() < used as usize && drawn.len() < parts as usize {
@@ -136,7 +140,7 @@ impl Cut<'_> {
     }
 
     fn run_of(&self, span: &Span) -> Result<PageRun> {
-        let page = self.settings.page_size;
+        let page = self.page_size;
         let first = page.page_of(span.offset);
         let count = page.page_of(span.offset + span.len - 1) - first + 1;
         let (Ok(first), Ok(count)) = (u32::try_from(first), u32::try_from(count)) else {

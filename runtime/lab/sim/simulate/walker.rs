@@ -1,38 +1,10 @@
 //! Walkers: clients that use pages one by one, beside the program on a device.
 
 use super::device::Device;
-use super::{Event, Nanos, World, internal};
+use super::{Event, World, internal};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, RequestId};
+use crate::ids::PageId;
 use crate::pager::{PageRun, Purpose, Submitted};
-
-/// A walker uses each of its pages once, then rests.
-#[derive(Debug)]
-pub(super) struct Walker {
-    pages: Vec<PageId>,
-    writes: bool,
-    hold: Nanos,
-    /// Pages that it hints at when it begins.
-    hints: Vec<PageRun>,
-    /// Index of the page that it uses next; the number of pages when it rests.
-    next: usize,
-    /// Whether it has asked for a page and has not unpinned it yet.
-    busy: bool,
-    pub(super) request: Option<RequestId>,
-    /// The page that it has pinned.
-    held: Option<PageId>,
-}
-
-impl Walker {
-    pub(super) fn new(pages: Vec<PageId>, writes: bool, hold: Nanos, hints: Vec<PageRun>) -> Self {
-        let next = pages.len();
-        Self { pages, writes, hold, hints, next, busy: false, request: None, held: None }
-    }
-
-    pub(super) fn rests(&self) -> bool {
-        !self.busy && self.next == self.pages.len()
-    }
-}
 
 /// Returns a run of one page.
 const fn alone(page: PageId) -> PageRun {

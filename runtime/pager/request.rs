@@ -1,0 +1,56 @@
+//! What a request says of itself: what it is for, whose it is, how urgent.
+
+use crate::PageRun;
+use crate::ids::{ScopeId, WalkerId};
+
+/// The use that pins are wanted for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// To read.
+    #[default]
+    Read,
+    /// To read and write. Nobody else has the pages meanwhile.
+    Write,
+    /// To be read by work on a stream. The stream waits for pages that are not there yet, so pages may be *lent*: see
+    /// [`Pager::taken`](crate::Pager::taken).
+    ReadOnStream,
+}
+
+/// The terms of a request: all but its pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
+    /// What the pins are for.
+    pub purpose: Purpose,
+    /// The scope it belongs to. Without one, the request is a scope of its own.
+    pub scope: Option<ScopeId>,
+    /// The walker that uses the pages.
+    pub walker: WalkerId,
+    /// The priority of a request without a scope.
+    pub priority: ScopePriority,
+    /// Whether the request cannot be refused. Such a request may use the [floor](crate::Pager::set_floor). It does not count
+    /// towards what its scope declared; it spends from the scope's purse only what the floor does not have. It waits
+    /// where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
+    pub never_refused: bool,
+}
+
+impl From<Purpose> for Terms {
+    fn from(purpose: Purpose) -> Self {
+        Self { purpose, ..Self::default() }
+    }
+}
+
+/// Which scopes and pins are served first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ScopePriority {
+    /// Somebody waits for an answer.
+    #[default]
+    Interactive,
+    /// Nobody waits for an answer. Served when no interactive scope waits, or after 16 interactive requests have
+    /// passed it.
+    Batch,
+}
+
+/// How many pages runs have.
+pub(super) fn pages_of(runs: &[PageRun]) -> u64 {
+    runs.iter().map(|run| u64::from(run.count)).sum()
+}
