@@ -17,6 +17,7 @@
 //! their operations, for ever if need be, because the kernel may still write to their memory. Operations that were
 //! never started complete with `Closed`.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
@@ -28,8 +29,8 @@ use parking_lot::Mutex;
 
 use super::IoBackend;
 use super::contract::Store;
+use super::descriptors::Descriptors;
 use super::file::{DirectIo, FileUse, OpenFile};
-use super::files::{Files, Taken};
 use super::operation::{Active, IoKind, IoOp};
 use super::own::OwnRead;
 use super::shared::{Driver, Shared, Started, closed, report_late};
@@ -39,13 +40,19 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 use crate::pager::Priority;
 
+struct Files {
+    next: u32,
+    open: HashMap<FileId, Arc<OpenFile>>,
+}
+
 pub(super) struct Engine {
     backend: IoBackend,
     direct: DirectIo,
     shared: Arc<Shared>,
     driver: Arc<dyn Driver>,
     close_limit: Duration,
-    files: Files,
+    files: Mutex<Files>,
+    descriptors: Arc<Descriptors>,
     handles: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -56,28 +63,30 @@ impl Engine {
         close_limit: Duration,
         Started { driver, handles }: Started,
     ) -> Self {
-        let (files, handles) = (Files::new(), Mutex::new(handles));
-        Self { backend, direct, shared, driver, close_limit, files, handles }
+        let files = Mutex::new(Files { next: 0, open: HashMap::new() });
+        let (descriptors, handles) = (Arc::new(Descriptors::new()), Mutex::new(handles));
+        Self { backend, direct, shared, driver, close_limit, files, descriptors, handles }
     }
 
     fn accept(&self, op: IoOp) -> Result<Active> {
-        let Taken { file, opened, closed } = self.files.take(op.file)?;
-        if let Some(closed) = closed {
-            self.driver.file_removed(closed);
-        }
-        if opened {
-            self.driver.file_added(op.file, &file);
-        }
+        let file = self.files.lock().open.get(&op.file).map(Arc::clone);
+        let file = file.ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("{:?} is not in the store", op.file))
+                .remedy("add the file first, and remove it after its last operation")
+        })?;
         Active::check(&op, &file)?;
         Ok(Active::new(op, file))
     }
 
     fn add(&self, file: OpenFile) -> Result<FileId> {
         let file = Arc::new(file);
-        let (id, closed) = self.files.add(&file)?;
-        if let Some(closed) = closed {
-            self.driver.file_removed(closed);
-        }
+        let mut files = self.files.lock();
+        let id = FileId::new(files.next);
+        files.next = files.next.checked_add(1).ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "this store has taken in 2^32 files").remedy("open a new store")
+        })?;
+        files.open.insert(id, Arc::clone(&file));
+        drop(files);
         self.driver.file_added(id, &file);
         Ok(id)
     }
@@ -117,7 +126,7 @@ impl Store for Engine {
         if self.shared.state.lock().closing {
             return Err(closed().context(format!("add {}", path.display())));
         }
-        self.add(OpenFile::open(file, path, usage, self.direct)?)
+        self.add(OpenFile::open(file, path, usage, self.direct, &self.descriptors)?)
     }
 
     fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
@@ -131,11 +140,15 @@ impl Store for Engine {
         if self.direct != DirectIo::Preferred {
             return Vec::new();
         }
-        self.files.buffered()
+        let files = self.files.lock();
+        let mut buffered: Vec<_> = files.open.iter().filter(|(_, file)| !file.is_direct()).collect();
+        buffered.sort_by_key(|(id, _)| **id);
+        buffered.into_iter().map(|(_, file)| file.path().to_owned()).collect()
     }
 
     fn remove_file(&self, file: FileId) {
-        if self.files.remove(file) {
+        let removed = self.files.lock().open.remove(&file);
+        if removed.is_some() {
             self.driver.file_removed(file);
         }
     }
@@ -143,10 +156,9 @@ impl Store for Engine {
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
         if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
             // An operation that fails these checks is refused by `submit` below.
-            if let Some(file) = self
-                .files
-                .if_open(op.file)
-                .filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
+            let file = self.files.lock().open.get(&op.file).map(Arc::clone);
+            if let Some(file) =
+                file.filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
             {
                 let mut state = self.shared.state.lock();
                 let now = Instant::now();

@@ -3,12 +3,13 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::IO_ALIGNMENT;
+use super::descriptors::{Descriptors, Number};
 use super::source::PageSource;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -103,17 +104,12 @@ pub(super) struct OpenFile {
     identity: Option<Identity>,
 }
 
-/// What it takes to open a file of a model again.
-pub(super) struct Origin {
-    pub path: PathBuf,
-    pub direct: bool,
-    pub remote: bool,
-    identity: FileIdentity,
-}
-
 /// Where a file's bytes come from.
 enum Content {
-    Kernel(File),
+    /// A file that stays open: it may have no name any more, or a file system that may not answer serves it.
+    Kept(Arc<File>),
+    /// A file that may be closed, and is opened again by its path.
+    Closable(Arc<Descriptors>, Number),
     Source(Arc<dyn PageSource>),
 }
 
@@ -133,12 +129,12 @@ impl OpenFile {
     /// The source that has the bytes; none for a file, which the kernel reads.
     pub fn source(&self) -> Option<&dyn PageSource> {
         match &self.content {
-            Content::Kernel(_) => None,
             Content::Source(source) => Some(&**source),
+            _ => None,
         }
     }
 
-    pub fn open(file: File, path: PathBuf, usage: FileUse, direct: DirectIo) -> Result<Self> {
+    pub fn open(file: File, path: PathBuf, usage: FileUse, direct: DirectIo, table: &Arc<Descriptors>) -> Result<Self> {
         let failed = |cause| Error::io(format!("open {}", path.display()), cause);
         let kind = file.metadata().map_err(failed)?.file_type();
         if !(kind.is_file() || kind.is_block_device()) {
@@ -153,6 +149,10 @@ impl OpenFile {
             DirectIo::Never => None,
             DirectIo::Required | DirectIo::Preferred => match open_direct(&file, writable) {
                 Ok(direct_file) => Some(direct_file),
+                // Only the file system may refuse it: what the process lacks is not the file's fault.
+                Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+                    return Err(failed(cause).remedy("see how many files a process may have open (ulimit -n)"));
+                }
                 Err(cause) if direct == DirectIo::Required => return Err(direct_refused(&file, &path, cause)),
                 Err(cause) => {
                     tracing::info!(
@@ -165,42 +165,53 @@ impl OpenFile {
                 }
             },
         };
-        Ok(match direct_file {
-            Some(file) => Self { content: Content::Kernel(file), path, direct: true, writable, remote, identity },
-            None => {
-                // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
-                advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-                Self { content: Content::Kernel(file), path, direct: false, writable, remote, identity }
-            }
-        })
+        let direct = direct_file.is_some();
+        let file = direct_file.unwrap_or_else(|| {
+            // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
+            advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
+            file
+        });
+        // A later change of the current folder changes nothing.
+        let named =
+            std::path::absolute(&path).ok().filter(|path| !(path.starts_with("/proc") || path.starts_with("/dev")));
+        let (content, path) = match named.filter(|_| usage == FileUse::Model && !remote) {
+            Some(named) => (Content::Closable(Arc::clone(table), table.add(file)), named),
+            None => (Content::Kept(Arc::new(file)), path),
+        };
+        Ok(Self { content, path, direct, writable, remote, identity })
     }
 
-    /// How to open it again; `None` for a file that is kept open, and for a source.
-    pub fn origin(&self) -> Option<Origin> {
-        match (&self.identity, &self.content) {
-            (Some(Identity::File(identity)), Content::Kernel(_)) => {
-                Some(Origin { path: self.path.clone(), direct: self.direct, remote: self.remote, identity: *identity })
-            }
-            _ => None,
-        }
-    }
-
-    /// Opens a file again.
+    /// The file, for an operation that begins: opened again if it was closed. `None` for a source.
     ///
     /// # Errors
-    /// `ModelChanged` if its path has another file by now, or the file has changed.
-    pub fn again(origin: &Origin) -> Result<Self> {
-        let Origin { path, direct, remote, identity } = origin;
-        let flags = libc::O_NONBLOCK | if *direct { libc::O_DIRECT } else { 0 };
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
-        let file = file.map_err(|cause| Error::io(format!("open {} again", path.display()), cause))?;
-        if !direct {
-            advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
+    /// `ModelChanged` if its path has another file by now, or the file has changed; errors of opening it.
+    pub fn handle(&self) -> Result<Option<Arc<File>>> {
+        let (table, number) = match &self.content {
+            Content::Kept(file) => return Ok(Some(Arc::clone(file))),
+            Content::Source(_) => return Ok(None),
+            Content::Closable(table, number) => (table, *number),
+        };
+        let again = || {
+            let flags = libc::O_NONBLOCK | if self.direct { libc::O_DIRECT } else { 0 };
+            let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
+            if !self.direct {
+                advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
+            }
+            Ok(file)
+        };
+        let file = table.take(number, again).map_err(|cause| {
+            let error = Error::io(format!("open {} again", self.path.display()), cause);
+            error.remedy(
+                "leave the model's files where they are while they are in use, and see how many a process may \
+                          have open (ulimit -n)",
+            )
+        })?;
+        if let Err(error) = self.check_identity(Some(&file)) {
+            // Nobody else is to take it for the one it was.
+            table.forget(number);
+            return Err(error);
         }
-        let (content, identity) = (Content::Kernel(file), Some(Identity::File(*identity)));
-        let opened = Self { content, path: path.clone(), direct: *direct, writable: false, remote: *remote, identity };
-        opened.check_identity()?;
-        Ok(opened)
+        Ok(Some(file))
     }
 
     pub fn path(&self) -> &Path {
@@ -216,27 +227,20 @@ impl OpenFile {
     pub fn is_remote(&self) -> bool {
         self.remote
     }
-    /// The descriptor of a file; of a source one that no call accepts.
-    pub fn fd(&self) -> RawFd {
-        match &self.content {
-            Content::Kernel(file) => file.as_raw_fd(),
-            Content::Source(_) => -1,
-        }
-    }
-
     pub fn has_identity(&self) -> bool {
         self.identity.is_some()
     }
 
-    /// Fails if the file has changed since it was opened. Never fails for a file without identity.
-    pub fn check_identity(&self) -> Result<()> {
-        let difference = match (&self.identity, &self.content) {
-            (Some(Identity::File(then)), Content::Kernel(file)) => {
+    /// Fails if the file, of which an operation has this handle, has changed since it was taken in. Never fails for a file
+    /// without identity.
+    pub fn check_identity(&self, handle: Option<&File>) -> Result<()> {
+        let difference = match (&self.identity, &self.content, handle) {
+            (Some(Identity::File(then)), _, Some(file)) => {
                 let now = FileIdentity::of(file)
                     .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
                 then.difference(&now)
             }
-            (Some(Identity::Source(then)), Content::Source(source)) => {
+            (Some(Identity::Source(then)), Content::Source(source), _) => {
                 let now = source.identity();
                 (*then != now).then(|| format!("its identity went from {then:#x} to {now:#x}"))
             }
@@ -254,11 +258,19 @@ impl OpenFile {
 
     /// Drops a range from the page cache, so that buffered I/O takes no memory outside the budgets. Dirty pages start
     /// to be written out; a later call drops them.
-    pub fn drop_cache(&self, offset: u64, len: u32) {
-        if let Content::Kernel(file) = &self.content
+    pub fn drop_cache(&self, handle: Option<&File>, offset: u64, len: u32) {
+        if let Some(file) = handle
             && !self.direct
         {
             advise(file, offset, u64::from(len), libc::POSIX_FADV_DONTNEED);
+        }
+    }
+}
+
+impl Drop for OpenFile {
+    fn drop(&mut self) {
+        if let Content::Closable(table, number) = &self.content {
+            table.forget(*number);
         }
     }
 }
@@ -477,7 +489,7 @@ mod tests {
     fn refusal_of_direct_io_is_an_error_only_where_required() {
         let open = |direct| {
             let path = PathBuf::from("/proc/version");
-            OpenFile::open(File::open(&path).unwrap(), path, FileUse::Model, direct)
+            OpenFile::open(File::open(&path).unwrap(), path, FileUse::Model, direct, &Arc::new(Descriptors::new()))
         };
         let error = open(DirectIo::Required).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);

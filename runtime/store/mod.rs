@@ -4,14 +4,14 @@
 // `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only the
 // loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
 // which operation may start. `operation.rs` says what a result from the kernel means. `file.rs` opens files and sees
-// whether they changed; `files.rs` keeps those open that were used last.
+// whether they changed; `descriptors.rs` keeps those open that were used last.
 
 mod blocks;
 pub(crate) mod contract;
+mod descriptors;
 mod disk;
 mod engine;
 pub(crate) mod file;
-mod files;
 pub(crate) mod operation;
 mod options;
 pub(crate) mod own;

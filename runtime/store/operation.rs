@@ -1,7 +1,9 @@
 //! One operation from submission to completion: what to ask the kernel next, and what its answer means.
 
 use std::fmt;
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 use super::IO_ALIGNMENT;
@@ -114,10 +116,12 @@ pub trait CallHook: Send + Sync {
     }
 }
 
-/// An operation the store has accepted. Holds its file open.
+/// An operation the store has accepted.
 pub(super) struct Active {
     pub op: IoOp,
     pub file: Arc<OpenFile>,
+    /// The file's descriptor, from the operation's begin on; none of a source.
+    handle: Option<Arc<File>>,
     /// Bytes transferred so far, counted from `op.offset`.
     done: u32,
     /// EINTR and EAGAIN answers since the last progress.
@@ -140,7 +144,36 @@ pub(super) struct Remainder {
 impl Active {
     /// An operation that has been [checked](Self::check).
     pub fn new(op: IoOp, file: Arc<OpenFile>) -> Self {
-        Self { op, file, done: 0, repeats: 0, failed: 0, retries: 0, believe: u32::MAX }
+        Self { op, file, handle: None, done: 0, repeats: 0, failed: 0, retries: 0, believe: u32::MAX }
+    }
+
+    /// Takes hold of the file, which may have been closed. To be called before the first call of the operation.
+    ///
+    /// # Errors
+    /// Those of [`OpenFile::handle`].
+    pub fn open(&mut self) -> Result<()> {
+        self.handle = self.file.handle()?;
+        Ok(())
+    }
+
+    /// Whether it has hold of its file.
+    pub fn is_open(&self) -> bool {
+        self.handle.is_some()
+    }
+
+    /// The file's descriptor; of a source, or before it was [opened](Self::open), one that no call accepts.
+    pub fn fd(&self) -> RawFd {
+        self.handle.as_ref().map_or(-1, |file| file.as_raw_fd())
+    }
+
+    /// What the end of a call leaves to do: see [`OpenFile::drop_cache`].
+    pub fn drop_cache(&self) {
+        self.file.drop_cache(self.handle.as_deref(), self.op.offset, self.op.len);
+    }
+
+    /// Fails if the file has changed: see [`OpenFile::check_identity`].
+    pub fn check_identity(&self) -> Result<()> {
+        self.file.check_identity(self.handle.as_deref())
     }
 
     /// Checks what can be checked without the disk.

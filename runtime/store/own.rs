@@ -36,6 +36,11 @@ struct Running {
 impl Running {
     /// Goes on until the read has ended, or until `until`: then `None`.
     fn go_on(&mut self, shared: &Shared, until: Option<Instant>) -> Option<Result<()>> {
+        if !self.active.is_open()
+            && let Err(error) = self.active.open()
+        {
+            return Some(Err(error));
+        }
         loop {
             let answer = if self.issued {
                 self.ring.wait(until)

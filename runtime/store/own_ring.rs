@@ -34,7 +34,7 @@ impl OwnRing {
     /// Hands the next call of an operation to the kernel.
     pub(super) fn issue(&mut self, active: &Active) {
         let rest = active.remainder();
-        let fd = types::Fd(active.file.fd());
+        let fd = types::Fd(active.fd());
         let entry = opcode::Read::new(fd, rest.buffer.as_ptr(), rest.len).offset(rest.offset).build();
         // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the
         // store contract). `own::Running` keeps operation and ring together until the answer has come, also when its caller

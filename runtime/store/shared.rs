@@ -169,13 +169,13 @@ impl Shared {
         let mut checked: Vec<(*const OpenFile, Result<()>)> = Vec::new();
         let mut retries = 0;
         for Ended { active, outcome } in ended.iter_mut() {
-            active.file.drop_cache(active.op.offset, active.op.len);
+            active.drop_cache();
             retries += u64::from(active.retries);
             if active.op.kind == IoKind::Read && active.file.has_identity() {
                 let file = Arc::as_ptr(&active.file);
                 let known = checked.iter().find(|(other, _)| *other == file).map(|(_, result)| result.clone());
                 let identity = known.unwrap_or_else(|| {
-                    let result = active.file.check_identity();
+                    let result = active.check_identity();
                     checked.push((file, result.clone()));
                     result
                 });

@@ -91,6 +91,9 @@ fn serve(shared: &Shared, work: &Condvar) {
 
 /// Carries out an operation on the calling thread.
 pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
+    if let Err(error) = active.open() {
+        return Ended { active, outcome: Err(error) };
+    }
     loop {
         let answer = match active.consult(shared.hook.as_deref()) {
             Some(injected) => injected,
@@ -137,7 +140,7 @@ fn ask(source: &dyn PageSource, active: &Active) -> Result<i32> {
 /// One call into the kernel: a byte count, or a negated `errno`.
 fn call(active: &Active) -> i32 {
     let rest = active.remainder();
-    let (fd, address) = (active.file.fd(), rest.buffer.as_ptr().cast());
+    let (fd, address) = (active.fd(), rest.buffer.as_ptr().cast());
     let (len, offset) = (rest.len as usize, rest.offset as libc::off_t);
     let answer = match active.op.kind {
         // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the

@@ -436,7 +436,12 @@ impl Ring {
 
     fn run(&mut self) {
         while self.admit() {
-            for (active, lane) in mem::take(&mut self.starting) {
+            for (mut active, lane) in mem::take(&mut self.starting) {
+                if let Err(error) = active.open() {
+                    self.lanes.push(lane);
+                    self.ended.push(Ended { active, outcome: Err(error) });
+                    continue;
+                }
                 let key = self.in_flight.insert(InFlight { active, lane, slot: None });
                 self.issue(key);
             }
@@ -532,7 +537,7 @@ impl Ring {
         }
         let entry = match slot {
             Some(slot) => entry!(types::Fixed(slot)),
-            None => entry!(types::Fd(active.file.fd())),
+            None => entry!(types::Fd(active.fd())),
         };
         // Through the page cache an operation copies or even waits within the submission: the kernel's workers do that
         // instead of this thread.
@@ -604,9 +609,9 @@ impl Ring {
     }
 
     fn add_file(&mut self, id: FileId, file: &OpenFile) {
-        // A file that was closed to make room may be open again before its closing is told.
-        self.remove_file(id);
         let Some(files) = &mut self.fixed_files else { return };
+        // The kernel keeps a registered file open, also where its descriptor is closed to make room.
+        let Ok(Some(handle)) = file.handle() else { return };
         let slot = match files.free.pop() {
             Some(slot) => slot,
             None if files.next < FIXED_FILES => {
@@ -616,7 +621,7 @@ impl Ring {
             }
             None => return,
         };
-        match self.ring.submitter().register_files_update(slot, &[file.fd()]) {
+        match self.ring.submitter().register_files_update(slot, &[handle.as_raw_fd()]) {
             Ok(_) => {
                 files.slots.insert(id, slot);
             }
