@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Bytes, PageSize};
 
 /// What is chosen ahead of use, of an unknown disk.
-pub(crate) const AHEAD: Bytes = Bytes::mib(16);
+pub(crate) const AHEAD: Bytes = Bytes::mib(32);
 
 /// How far ahead of use fills start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ pub enum Lookahead {
 
 impl Lookahead {
     /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at
-    /// least one. By itself 16 MiB, but at most a sixteenth of the frames, or eight pages where that is no more than an
+    /// least one. By itself 32 MiB, but at most a sixteenth of the frames, or eight pages where that is no more than an
     /// eighth of them, or four where that is no more than a quarter: a stream of fewer pages stalls at every
     /// unevenness. Where more is asked for, up to a quarter.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {

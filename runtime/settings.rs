@@ -67,6 +67,8 @@ const DEPTH_LEAST: u64 = 2;
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
 /// The least that is chosen ahead of use. Less made a pass wait at every unevenness; more took frames from pages that stay.
 const AHEAD_LEAST: Bytes = Bytes::mib(8);
+/// The same in pages, for pages larger than usual: two are read while two wait.
+const AHEAD_LEAST_PAGES: u64 = 4;
 /// The least in flight where pages are copied to a device besides: they also come from the host tier, which is faster
 /// than a disk.
 const IN_FLIGHT_LINKED: Bytes = Bytes::mib(16);
@@ -162,8 +164,14 @@ impl Wanted {
 
     /// The bytes ahead of use that are enough: twice what is in flight, so that some pages wait for the pass while others
     /// come. Where all are in flight they end together, and the disk has nothing to do until the pass has gone on.
-    fn ahead(&self) -> Bytes {
-        Bytes::new(2 * self.in_flight().get()).max(AHEAD_LEAST)
+    fn ahead(&self, page: PageSize) -> Bytes {
+        let least = AHEAD_LEAST.get().max(AHEAD_LEAST_PAGES * page.bytes());
+        Bytes::new((2 * self.in_flight().get()).max(least))
+    }
+
+    /// Whether the disk's rate depends on how many reads it has at once: then a burst is better than fewer reads.
+    fn is_far(&self) -> bool {
+        self.disk.is_some_and(|disk| read_within(&disk, disk.latency) > AHEAD_LEAST.get() / 4)
     }
 
     /// Chooses the page size.
@@ -224,14 +232,16 @@ impl Wanted {
             ),
             None => self.unknown.as_deref().unwrap_or("no disk was measured").to_owned(),
         };
-        let pages = self.lookahead.pages_where(page, frames, self.ahead());
+        let pages = self.lookahead.pages_where(page, frames, self.ahead(page));
         let depth = match self.depth {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
                 let needed = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                let most = u64::from(pages / 2).max(DEPTH_LEAST);
-                let reason =
-                    format!("{needs}, at most half of what is ahead, from {DEPTH_LEAST} to {DEPTH_MOST} reads");
+                // Of what is ahead by itself: hints and write-backs begin also where no fill does ahead of use.
+                let ahead = Lookahead::Auto.pages_where(page, frames, self.ahead(page));
+                let most = if self.is_far() { needed } else { u64::from(ahead / 2).max(DEPTH_LEAST) };
+                let bounds = format!("from {DEPTH_LEAST} to {DEPTH_MOST} reads");
+                let reason = format!("{needs}, at most half of what is ahead, {bounds}");
                 Chosen { value: needed.min(most) as u32, reason: reason.into() }
             }
         };
@@ -408,7 +418,7 @@ mod tests {
             (150, 5_000, 1, 2 << 10, 2, 8),
             (150, 9_000, 1, 2 << 10, 2, 8),
             (150, 13_000, 1, 2 << 10, 2, 8),
-            (250, 9_000, 8, 2 << 10, 2, 10),
+            (250, 9_000, 8, 2 << 10, 3, 10),
             // Drives.
             (7_000, 80, 8, 2 << 10, 2, 8),
             (2_000, 150, 8, 2 << 10, 2, 8),
@@ -417,7 +427,7 @@ mod tests {
             (1_000, 25_000, 16, 2 << 10, 24, 96),
             (1_000, 25_000, 1, 2 << 10, 24, 96),
             (40, 100_000, 1, 2 << 10, 4, 16),
-            (12_000, 1_000, 32, 2 << 10, 11, 46),
+            (12_000, 1_000, 32, 2 << 10, 12, 46),
             // Cards, and what is slower.
             (20, 1_000, 1, 256, 2, 8),
             (5, 1_000, 1, 64, 8, 8),
@@ -445,7 +455,7 @@ mod tests {
     fn why_a_disk_is_not_known_is_told() {
         let wanted = Wanted { unknown: Some("it is in memory".into()), ..wanted(Bytes::gib(1), None) };
         let settings = wanted.settings(wanted.page_size(), Some(512));
-        assert_eq!((settings.depth.value, settings.page_size.value), (4, PageSize::DEFAULT));
+        assert_eq!((settings.depth.value, settings.page_size.value), (8, PageSize::DEFAULT));
         assert!(settings.depth.reason.contains("in memory") && settings.lookahead.reason.contains("in memory"));
     }
 
@@ -486,16 +496,24 @@ mod tests {
     /// to a third of the speed. So at most half of the pages ahead are read at once, however few frames there are.
     #[test]
     fn regression_pages_ahead_are_not_all_in_flight() {
-        for (rate, latency, in_flight) in [(3_300, 110, 4), (3_300, 110, 8), (1_000, 25_000, 16), (12_000, 1_000, 32)] {
+        for (rate, latency, in_flight) in [(3_300, 110, 4), (3_300, 110, 8), (2_000, 150, 2), (500, 200, 1)] {
             let disk = DiskProfile::new(Bytes::new(rate * 1_000_000), Bytes::mib(in_flight));
             let disk = disk.latency(Duration::from_micros(latency));
-            for frames in [16, 24, 40, 64, 100, 128, 1000, 10_000] {
-                let wanted = wanted(Bytes::new(u64::from(frames) * PageSize::DEFAULT.bytes()), Some(disk));
-                let settings = wanted.settings(wanted.page_size(), Some(frames));
-                let page = settings.page_size.value;
-                let ahead = page.pages_for(settings.lookahead.value.get());
-                assert!(2 * u64::from(settings.depth.value) <= ahead, "{frames}: {settings:?}");
+            for page in [1, 2, 4, 16, 64].map(|mib| PageSize::new(Bytes::mib(mib)).unwrap()) {
+                for frames in [16, 24, 40, 64, 100, 128, 1000, 10_000] {
+                    let budget = Bytes::new(u64::from(frames) * page.bytes());
+                    let wanted = Wanted { page_size: Some(page), ..wanted(budget, Some(disk)) };
+                    let settings = wanted.settings(wanted.page_size(), Some(frames));
+                    let ahead = page.pages_for(settings.lookahead.value.get());
+                    assert!(2 * u64::from(settings.depth.value) <= ahead, "{frames}: {settings:?}");
+                    let off = Wanted { lookahead: Lookahead::Off, ..wanted };
+                    assert_eq!(off.settings(off.page_size(), Some(frames)).depth, settings.depth);
+                }
             }
         }
+        // A far disk gets what it needs, also where little is ahead.
+        let far = DiskProfile::new(Bytes::new(1_000_000_000), Bytes::mib(16)).latency(Duration::from_millis(25));
+        let wanted = wanted(Bytes::mib(256), Some(far));
+        assert_eq!(wanted.settings(wanted.page_size(), Some(128)).depth.value, 24);
     }
 }
