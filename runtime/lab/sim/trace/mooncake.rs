@@ -9,6 +9,7 @@ use std::io::{BufRead, Read};
 
 use serde::Deserialize;
 
+use super::forms::failed;
 use super::{LINE_BYTES_MAX, Progress, TraceWriter, tell};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -43,9 +44,7 @@ pub(super) fn read(
         // The longest line, its end, and one byte more.
         let most = LINE_BYTES_MAX as u64 + 2;
         let read = input.by_ref().take(most).read_until(b'\n', &mut line);
-        let read = read.map_err(|cause| {
-            Error::io(format!("read line {number} of the trace {name}"), cause).remedy("check the file and its disk")
-        })?;
+        let read = read.map_err(|cause| failed(name, cause).context(format!("line {number}")))?;
         if read == 0 {
             break;
         }

@@ -87,7 +87,11 @@ fn form_of(input: &Start<impl BufRead>, name: &str) -> Result<TraceForm> {
         return Ok(TraceForm::Capture);
     }
     let file = Path::new(name).file_name().unwrap_or_default().to_string_lossy().to_lowercase();
-    if file.contains("oraclegeneral") {
+    // Not oracleGeneralOpNS and the like, whose records are longer.
+    let mut ends = file.match_indices("oraclegeneral").map(|(at, name)| &file[at + name.len()..]);
+    if ends.any(|end| end.is_empty() || end.starts_with(['.', '_', '-']) || end.starts_with("bin"))
+        && start.contains(&0)
+    {
         return Ok(TraceForm::OracleGeneral);
     }
     if start.trim_ascii_start().first() == Some(&b'{') {

@@ -36,6 +36,11 @@ const READS: [&str; 7] = ["get", "gets", "read", "r", "lookup", "fetch", "nop"];
 /// What takes a page away, which is no use of it.
 const REMOVALS: [&str; 4] = ["delete", "remove", "evict", "del"];
 
+/// The longest id, in bytes: each different text is kept.
+const ID_BYTES_MAX: usize = 4096;
+/// The most columns.
+const COLUMNS_MAX: usize = 1024;
+
 /// What the lines have.
 struct Columns {
     id: usize,
@@ -63,12 +68,12 @@ pub(super) fn read(
     if header {
         (record, more) = (second, has_second);
     } else if has_second {
-        columns.take(&record, &mut ids, &mut writer, options, name)?;
+        columns.take(&record, &mut ids, &mut writer, name)?;
         record = second;
     }
     while more {
         tell(progress, writer.uses());
-        columns.take(&record, &mut ids, &mut writer, options, name)?;
+        columns.take(&record, &mut ids, &mut writer, name)?;
         more = lines.next(&mut record)?;
     }
     if writer.uses() == 0 {
@@ -85,16 +90,21 @@ fn lower(field: &[u8]) -> String {
     String::from_utf8_lossy(field).trim().to_lowercase()
 }
 
-/// Whether the first line names the columns: by a name that columns of ids have, or because it has no number where the
-/// second has one.
+/// Whether the first line names the columns: by a name that columns of ids have, or, where there are several, because it
+/// has no number and the second line has one.
 fn is_header(first: &ByteRecord, second: Option<&ByteRecord>) -> bool {
     let named = first.iter().any(|field| IDS.contains(&&*lower(field)));
     let numbers = |record: &ByteRecord| record.iter().any(is_number);
-    named || (!numbers(first) && second.is_some_and(numbers))
+    // Of one column, a text before a number may well be an id.
+    named || (first.len() > 1 && !numbers(first) && second.is_some_and(numbers))
 }
 
 impl Columns {
     fn of(first: &ByteRecord, header: bool, name: &str, options: &TraceOptions) -> Result<Self> {
+        if first.len() > COLUMNS_MAX {
+            let what = format!("the trace {name} has {} columns, more than {COLUMNS_MAX}", first.len());
+            return Err(Error::new(ErrorKind::Format, what).remedy("give the column of ids alone, one id a line"));
+        }
         let names: Vec<String> = first.iter().map(lower).collect();
         let wrong = |what: String| Error::new(ErrorKind::InvalidArgument, what);
         let all = || {
@@ -126,17 +136,11 @@ impl Columns {
             Some(column) => Some(find(column)?),
             None => called(&OPS).filter(|op| *op != id),
         };
+        let op = op.filter(|_| !options.read_only);
         Ok(Self { id, op })
     }
 
-    fn take(
-        &self,
-        record: &ByteRecord,
-        ids: &mut Ids,
-        writer: &mut TraceWriter,
-        options: &TraceOptions,
-        name: &str,
-    ) -> Result<()> {
+    fn take(&self, record: &ByteRecord, ids: &mut Ids, writer: &mut TraceWriter, name: &str) -> Result<()> {
         let line = record.position().map_or(0, csv::Position::line);
         let bad = |what: String| Error::new(ErrorKind::Format, format!("line {line} of the trace {name} {what}"));
         let field = |at: usize| {
@@ -162,8 +166,14 @@ impl Columns {
                 is(&WRITES)
             }
         };
-        let id = ids.of(field(self.id)?);
-        if write && !options.read_only { writer.written(id, || 0) } else { writer.used(id, || 0) }
+        let text = field(self.id)?;
+        if text.len() > ID_BYTES_MAX {
+            return Err(
+                bad(format!("has an id of {} bytes, more than {ID_BYTES_MAX}", text.len())).remedy("shorten the ids")
+            );
+        }
+        let id = ids.of(text);
+        if write { writer.written(id, || 0) } else { writer.used(id, || 0) }
     }
 }
 
@@ -192,16 +202,30 @@ impl Ids {
 
 /// A text's lines as fields.
 struct Lines<'a, R> {
-    reader: csv::Reader<Bounded<R>>,
+    reader: csv::Reader<Bounded<io::Chain<io::Cursor<Vec<u8>>, R>>>,
+    /// Lines before the first one of the reader.
+    skipped: u64,
+    /// Fields lie one or more spaces apart.
+    spaces: bool,
     name: &'a str,
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
     fn of(mut input: R, name: &'a str) -> Result<Self> {
-        let start = input.fill_buf().map_err(|cause| failed(name, cause))?;
-        let lines = start.split(|byte| *byte == b'\n');
-        let first = lines.map(<[u8]>::trim_ascii).find(|line| !line.is_empty() && line[0] != b'#').unwrap_or_default();
-        let delimiter = [b',', b'\t', b';', b' '].into_iter().find(|delimiter| first.contains(delimiter));
+        // The first line that is no comment tells what is between fields.
+        let (mut first, mut skipped) = (Vec::new(), 0);
+        loop {
+            first.clear();
+            let read = input.by_ref().take(LINE_BYTES_MAX as u64 + 2).read_until(b'\n', &mut first);
+            let read = read.map_err(|cause| failed(name, cause))?;
+            let line = first.trim_ascii();
+            if read == 0 || !(line.is_empty() || line.starts_with(b"#")) {
+                break;
+            }
+            skipped += 1;
+        }
+        let line = first.trim_ascii();
+        let delimiter = [b',', b'\t', b';', b' '].into_iter().find(|delimiter| line.contains(delimiter));
         // Fields are not quoted: a quote would hide the end of a line, and so of the longest one.
         let reader = ReaderBuilder::new()
             .has_headers(false)
@@ -209,13 +233,13 @@ impl<'a, R: BufRead> Lines<'a, R> {
             .quoting(false)
             .comment(Some(b'#'))
             .delimiter(delimiter.unwrap_or(b','))
-            .from_reader(Bounded { inner: input, line: 0 });
-        Ok(Self { reader, name })
+            .from_reader(Bounded { inner: io::Cursor::new(first).chain(input), line: 0 });
+        Ok(Self { reader, skipped, spaces: delimiter == Some(b' '), name })
     }
 
     fn next(&mut self, into: &mut ByteRecord) -> Result<bool> {
-        let line = self.reader.position().line();
-        self.reader.read_byte_record(into).map_err(|error| match error.into_kind() {
+        let line = self.skipped + self.reader.position().line();
+        let read = self.reader.read_byte_record(into).map_err(|error| match error.into_kind() {
             csv::ErrorKind::Io(cause) if cause.kind() == io::ErrorKind::FileTooLarge => {
                 let longest = LINE_BYTES_MAX >> 20;
                 let what =
@@ -228,7 +252,14 @@ impl<'a, R: BufRead> Lines<'a, R> {
                 format!("line {line} of the trace {} is not understood: {other:?}", self.name),
             )
             .remedy("give one use a line"),
-        })
+        })?;
+        let mut position = into.position().cloned().unwrap_or_else(csv::Position::new);
+        position.set_line(self.skipped + position.line());
+        if self.spaces {
+            *into = into.iter().filter(|field| !field.trim_ascii().is_empty()).collect();
+        }
+        into.set_position(Some(position));
+        Ok(read)
     }
 }
 
@@ -267,9 +298,7 @@ mod tests {
     #[test]
     fn one_id_a_line() {
         let none = TraceOptions::default();
-        for text in
-            ["7\n3\n7\n", "7\r\n3\r\n\r\n7", "# ids\n7\n3\n7", "id\n7\n3\n7", "x\n3\n7\n3", "a\nb\na\n", "7\n007\n7"]
-        {
+        for text in ["7\n3\n7\n", "7\r\n3\r\n\r\n7", "# ids\n7\n3\n7", "id\n7\n3\n7", "a\nb\na\n", "7\n007\n7"] {
             let mut trace = read(text.as_bytes(), &none).unwrap();
             assert_eq!((pages_of(&mut trace), trace.writes()), (vec![0, 1, 0], 0), "{text:?}");
         }
@@ -287,6 +316,7 @@ mod tests {
             ("time,obj_id,size\n1,9,100\n2,8,100\n3,9,100\n", none.clone()),
             ("time\tKey\tsize\n1\t9\t100\n2\t8\t100\n3\t9\t100\n", none.clone()),
             ("when what\n1 9\n2 8\n3 9\n", column("what")),
+            ("# a comment, with a comma\n\n  1 9\n 10  8\n100 9\n", column("2")),
         ] {
             let mut trace = read(text.as_bytes(), &options).unwrap();
             assert_eq!(pages_of(&mut trace), [0, 1, 0], "{text:?}");
@@ -316,6 +346,25 @@ mod tests {
         assert!(error.to_string().contains("line 3") && error.to_string().contains("think"), "{error}");
         let by_number = TraceOptions { op_column: Some("1".parse().unwrap()), ..column("2") };
         assert_eq!(read(b"R,5\nW,5\n", &by_number).unwrap().writes(), 1);
+    }
+
+    /// In a text of one column, the first id was taken for a name where the second one is a number.
+    #[test]
+    fn regression_the_first_of_ids_in_hexadecimal_is_a_use() {
+        let mut trace = read(b"3fa2\n1234\n3fa2\n", &TraceOptions::default()).unwrap();
+        assert_eq!(pages_of(&mut trace), [0, 1, 0]);
+    }
+
+    /// Ids are kept, so a small packed file of long ones would take any amount of memory.
+    #[test]
+    fn regression_ids_and_columns_have_limits() {
+        let long = format!("{}\n", "x".repeat(ID_BYTES_MAX + 1));
+        let wide = ",".repeat(COLUMNS_MAX);
+        for (text, part) in [(long, "more than 4096"), (wide, "more than 1024")] {
+            let error = read(text.as_bytes(), &TraceOptions::default()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Format);
+            assert!(error.to_string().contains(part), "{error}");
+        }
     }
 
     #[test]
