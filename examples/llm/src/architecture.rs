@@ -136,39 +136,38 @@ impl Names<'_> {
         self.optional(gguf, rows, cols)?.ok_or_else(|| Error::MissingTensor(self.translate(gguf)))
     }
 
-    fn linear(&self, stem: &str, rows: usize, cols: usize) -> Result<Linear> {
+    /// `biased` says whether it has a bias; `None` where the tensors say so.
+    fn linear(&self, stem: &str, [rows, cols]: [usize; 2], biased: Option<bool>) -> Result<Linear> {
         let weight = self.need(&format!("{stem}.weight"), rows, cols)?;
-        Ok(Linear { weight, bias: self.optional(&format!("{stem}.bias"), 1, rows)? })
+        let name = format!("{stem}.bias");
+        let bias = match biased {
+            None => self.optional(&name, 1, rows)?,
+            Some(true) => Some(self.need(&name, 1, rows)?),
+            Some(false) => None,
+        };
+        Ok(Linear { weight, bias })
     }
 
     fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
         let name = |stem: &str| format!("blk.{i}.{stem}");
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let biased = |stem: &str, rows| {
-            let linear = self.linear(&name(stem), rows, c.dim)?;
-            match &linear.bias {
-                None if c.arch == Arch::Qwen2 => {
-                    Err(Error::MissingTensor(self.translate(&name(&format!("{stem}.bias")))))
-                }
-                _ => Ok(linear),
-            }
-        };
+        let [of_inputs, of_output, of_ffn] = c.biases;
         let head_norm = |stem: &str| {
             let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.head_dim);
             (c.arch == Arch::Qwen3).then(norm).transpose()
         };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
-            q: biased("attn_q", q_dim)?,
-            k: biased("attn_k", kv_dim)?,
-            v: biased("attn_v", kv_dim)?,
+            q: self.linear(&name("attn_q"), [q_dim, c.dim], of_inputs)?,
+            k: self.linear(&name("attn_k"), [kv_dim, c.dim], of_inputs)?,
+            v: self.linear(&name("attn_v"), [kv_dim, c.dim], of_inputs)?,
             q_norm: head_norm("attn_q_norm")?,
             k_norm: head_norm("attn_k_norm")?,
-            o: self.linear(&name("attn_output"), c.dim, q_dim)?,
+            o: self.linear(&name("attn_output"), [c.dim, q_dim], of_output)?,
             ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
-            gate: self.linear(&name("ffn_gate"), c.ffn_dim, c.dim)?,
-            up: self.linear(&name("ffn_up"), c.ffn_dim, c.dim)?,
-            down: self.linear(&name("ffn_down"), c.dim, c.ffn_dim)?,
+            gate: self.linear(&name("ffn_gate"), [c.ffn_dim, c.dim], of_ffn)?,
+            up: self.linear(&name("ffn_up"), [c.ffn_dim, c.dim], of_ffn)?,
+            down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
         })
     }
 }

@@ -100,6 +100,9 @@ pub struct Config {
     pub eos: Vec<u32>,
     /// Whether the embeddings are the output matrix too, whatever else the files hold.
     pub tied: bool,
+    /// Whether there are biases of queries, keys and values; of attention's output; of the feed-forward layer. `None`
+    /// where the tensors that there are say so.
+    pub biases: [Option<bool>; 3],
 }
 
 impl Config {
@@ -162,13 +165,14 @@ impl Config {
             ffn_dim: meta.size(&key("feed_forward_length"), MOST_FFN)?,
             vocab: vocab.ok_or_else(|| Error::MissingTensor("token_embd.weight".into()))?,
             context: meta.size(&key("context_length"), MOST_CONTEXT)?,
-            norm_eps: meta.positive(meta.map, &key("attention.layer_norm_rms_epsilon"), 1e-5)? as f32,
+            norm_eps: meta.required(&key("attention.layer_norm_rms_epsilon"))? as f32,
             rope_pairs: if arch == Arch::Llama { RopePairs::Adjacent } else { RopePairs::Halves },
             rope_frequencies,
             rope_factors_tensor: arch == Arch::Llama && model.tensor("rope_freqs.weight").is_some(),
             bos: meta.token("tokenizer.ggml.bos_token_id")?,
             eos: meta.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
             tied: false,
+            biases: [(arch == Arch::Qwen2).then_some(true), None, None],
         })
     }
 
@@ -182,7 +186,11 @@ impl Config {
             None => defaults.window,
             Some(_) => meta.optional_count("sliding_window", usize::MAX)?,
         };
-        let used = map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(model_type == "mistral");
+        // Mistral's class has no switch; Qwen's has, and Llama's no window at all.
+        let used = match model_type {
+            "mistral" => true,
+            _ => map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false),
+        };
         if let Some(window) = window.filter(|window| used && *window < context) {
             let what = format!("attention within a window (sliding_window {window}) is not supported");
             return Err(meta.unsupported(&what));
@@ -206,8 +214,27 @@ impl Config {
             None if map.contains_key("num_key_value_heads") => heads,
             None => defaults.kv_heads.unwrap_or(heads),
         };
-        let object = |key: &str| map.get(key).and_then(Value::as_object);
-        let scaling = object("rope_scaling").or_else(|| object("rope_parameters"));
+        let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let biases = match model_type {
+            "mistral" => [false; 3],
+            "qwen2" => [true, false, false],
+            "qwen3" => [says("attention_bias"), says("attention_bias"), false],
+            _ => [says("attention_bias"), says("attention_bias"), says("mlp_bias")],
+        };
+        let object = |key: &str| match map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Object(object)) => Ok(Some(object)),
+            Some(other) => Err(meta.unsupported(&format!("{key} is {other}, and no object"))),
+        };
+        let scaling = match (object("rope_scaling")?, object("rope_parameters")?) {
+            (Some(_), Some(_)) => return Err(meta.unsupported("rope_scaling and rope_parameters are both given")),
+            (one, other) => one.or(other),
+        };
+        if let Some(inner) = scaling.and_then(|scaling| scaling.get("rope_theta"))
+            && map.get("rope_theta").is_some_and(|outer| outer != inner)
+        {
+            return Err(meta.unsupported(&format!("rope_theta is given twice, and once as {inner}")));
+        }
         for place in [Some(map), scaling].into_iter().flatten() {
             if meta.positive(place, "partial_rotary_factor", 1.0)? != 1.0 {
                 return Err(meta.unsupported("partial_rotary_factor other than 1 is not supported"));
@@ -244,6 +271,7 @@ impl Config {
             bos: ids("bos_token_id").first().copied(),
             eos: ids("eos_token_id"),
             tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
+            biases: biases.map(Some),
         })
     }
 
@@ -303,8 +331,12 @@ const MOST_CONTEXT: usize = 1 << 40;
 /// The scalings of transformers' `modeling_rope_utils.py`: `default`, `linear` and `llama3`.
 fn scale_frequencies(frequencies: &mut [f32], scaling: &Map<String, Value>, meta: &Reader<'_>) -> Result<()> {
     let number = |key: &str, default: f64| meta.positive(scaling, key, default);
-    let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
-    match kind.unwrap_or("default") {
+    let kind = ["rope_type", "type"].into_iter().find_map(|key| scaling.get(key).filter(|kind| !kind.is_null()));
+    let kind = match kind {
+        None => "default",
+        Some(kind) => kind.as_str().ok_or_else(|| meta.unsupported(&format!("rope_type is {kind}, and no text")))?,
+    };
+    match kind {
         "default" => {}
         "linear" => {
             let factor = number("factor", 1.0)? as f32;
@@ -409,6 +441,14 @@ impl Reader<'_> {
             Some(n) => Ok(n),
             None => Err(self.bad(&format!("{key} is {value}, not a finite number above 0"))),
         }
+    }
+
+    /// As [`positive`](Self::positive), of a key that has to be there.
+    fn required(&self, key: &str) -> Result<f64> {
+        if self.map.get(key).is_none_or(Value::is_null) {
+            return Err(self.bad(&format!("{key} is missing")));
+        }
+        self.positive(self.map, key, 0.0)
     }
 
     /// `base^(-2i / rotary)`, after Su et al., RoFormer (2021).

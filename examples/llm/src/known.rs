@@ -78,10 +78,11 @@ const GGUF: &[(&str, When)] = &[
     ("rope.scaling.original_context_length", Always),
     ("rope.scaling.type", Always),
     // For the scaling "yarn" only, which is refused by its name.
-    ("rope.scaling.yarn_attn_factor", Always),
+    ("rope.scaling.yarn_attn_factor", NO_FACTOR),
     ("rope.scaling.yarn_beta_fast", Always),
     ("rope.scaling.yarn_beta_slow", Always),
-    ("rope.scaling.yarn_ext_factor", Always),
+    // -1 stands for "not set".
+    ("rope.scaling.yarn_ext_factor", Is(&[-1.0, 0.0])),
     ("rope.scaling.yarn_log_multiplier", Always),
     // The layout of the checkpoint that the file was made from.
     ("tensor_data_layout", Always),

@@ -130,14 +130,12 @@ const KEYS: [&str; 114] = [
 ];
 
 /// The keys that do not concern a pass.
-const HARMLESS: [&str; 9] = [
+const HARMLESS: [&str; 7] = [
     "pooling_type",
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
-    "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_log_multiplier",
     "tensor_data_layout",
 ];
