@@ -953,7 +953,9 @@ impl Runtime {
         }
         let mut last = self.shared.settings.lock();
         if last.0 != frames {
-            *last = (frames, found());
+            // The store keeps the depth that it was opened with.
+            let depth = last.1.depth.clone();
+            *last = (frames, Settings { depth, ..found() });
         }
         last.1.clone()
     }

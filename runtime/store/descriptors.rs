@@ -16,7 +16,7 @@ use std::sync::Arc;
 use lru::LruCache;
 use parking_lot::Mutex;
 
-use super::file::most_descriptors;
+use super::limits::most_descriptors;
 
 /// The descriptors of one store.
 pub(super) struct Descriptors(Mutex<Table>);

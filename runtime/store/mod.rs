@@ -12,6 +12,7 @@ mod descriptors;
 mod disk;
 mod engine;
 pub(crate) mod file;
+mod limits;
 pub(crate) mod operation;
 mod options;
 pub(crate) mod own;

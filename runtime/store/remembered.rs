@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use super::disk::{BLOCK, DiskProfile, MOST, WAIT};
-use super::file::{effective_user, file_system, filesystem_name, longest_file};
+use super::file::{effective_user, file_system, filesystem_name};
+use super::limits::longest_file;
 use super::place::{cache_folder, make_cache_folder};
 use crate::error::{Error, Result};
 use crate::ids::Bytes;

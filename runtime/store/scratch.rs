@@ -33,7 +33,8 @@ use parking_lot::{Condvar, Mutex};
 #[cfg(any(test, feature = "testing"))]
 use twox_hash::XxHash3_64;
 
-use super::file::{effective_user, file_system, filesystem_name, is_memory, is_remote, longest_file};
+use super::file::{effective_user, file_system, filesystem_name, is_memory, is_remote};
+use super::limits::longest_file;
 use super::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
