@@ -57,32 +57,36 @@ impl Descriptors {
         number
     }
 
-    /// The file, which `open` opens if it is not. If the process has no descriptor left, half of those here are closed,
-    /// and it is tried again.
+    /// The file, if it is open.
+    pub fn get(&self, number: Number) -> Option<Arc<File>> {
+        self.0.lock().open.get(&number).map(Arc::clone)
+    }
+
+    /// Opens a file. If the process has no descriptor left, half of those here are closed, and it is tried again.
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn take(&self, number: Number, open: impl Fn() -> io::Result<File>) -> io::Result<Arc<File>> {
-        if let Some(file) = self.0.lock().open.get(&number) {
-            return Ok(Arc::clone(file));
-        }
-        let opened = match open() {
+    pub fn open(&self, open: impl Fn() -> io::Result<File>) -> io::Result<File> {
+        match open() {
             Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
                 self.close_half();
                 open()
             }
             opened => opened,
-        };
-        let file = Arc::new(opened?);
+        }
+    }
+
+    /// Takes a file in that was opened again. If another thread was first, its file is returned, and this one closed.
+    pub fn put(&self, number: Number, file: File) -> Arc<File> {
+        let file = Arc::new(file);
         let mut table = self.0.lock();
-        // Another thread may have opened it meanwhile: then this one is closed again.
         if let Some(first) = table.open.get(&number) {
-            return Ok(Arc::clone(first));
+            return Arc::clone(first);
         }
         let closed = table.open.push(number, Arc::clone(&file));
         drop(table);
         drop(closed);
-        Ok(file)
+        file
     }
 
     fn close_half(&self) {
@@ -159,9 +163,11 @@ mod tests {
             tries.set(tries.get() + 1);
             if tries.get() == 1 { Err(io::Error::from_raw_os_error(libc::EMFILE)) } else { open() }
         };
-        assert!(table.take(numbers[7], refused_once).is_ok());
-        assert_eq!((tries.get(), table.0.lock().open.len()), (2, 7 - 4 + 1));
-        let error = table.take(numbers[0], || Err(io::Error::from_raw_os_error(libc::ENOENT))).unwrap_err();
+        let opened = table.open(refused_once).unwrap();
+        assert_eq!((tries.get(), table.0.lock().open.len()), (2, 7 - 4));
+        let first = table.put(numbers[7], opened);
+        assert!(Arc::ptr_eq(&table.put(numbers[7], open().unwrap()), &first));
+        let error = table.open(|| Err(io::Error::from_raw_os_error(libc::ENOENT))).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

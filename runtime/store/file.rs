@@ -191,6 +191,9 @@ impl OpenFile {
             Content::Source(_) => return Ok(None),
             Content::Closable(table, number) => (table, *number),
         };
+        if let Some(file) = table.get(number) {
+            return Ok(Some(file));
+        }
         let again = || {
             let flags = libc::O_NONBLOCK | if self.direct { libc::O_DIRECT } else { 0 };
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
@@ -199,19 +202,15 @@ impl OpenFile {
             }
             Ok(file)
         };
-        let file = table.take(number, again).map_err(|cause| {
+        let file = table.open(again).map_err(|cause| {
             let error = Error::io(format!("open {} again", self.path.display()), cause);
             error.remedy(
-                "leave the model's files where they are while they are in use, and see how many a process may \
-                          have open (ulimit -n)",
+                "leave the model's files where they are while they are in use, and see how many a process may have open \
+                 (ulimit -n)",
             )
         })?;
-        if let Err(error) = self.check_identity(Some(&file)) {
-            // Nobody else is to take it for the one it was.
-            table.forget(number);
-            return Err(error);
-        }
-        Ok(Some(file))
+        self.check_identity(Some(&file))?;
+        Ok(Some(table.put(number, file)))
     }
 
     pub fn path(&self) -> &Path {
