@@ -46,7 +46,7 @@ fn child_reads_more_files_than_it_may_open() {
     setrlimit(Resource::Nofile, Rlimit { current: Some(LIMIT), maximum: Some(LIMIT) }).unwrap();
     for io in [IoBackend::Auto, IoBackend::Threads] {
         let page = PageSize::new(Bytes::kib(4)).unwrap();
-        let builder = Runtime::builder().page_size(page).device_budget(Bytes::kib(256)).host_budget(Bytes::ZERO).io(io);
+        let builder = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).host_budget(Bytes::ZERO).io(io);
         let runtime = builder.open().unwrap();
         let model = runtime.open_model(&folder).unwrap();
         let reads = |shard: usize| {
@@ -58,11 +58,18 @@ fn child_reads_more_files_than_it_may_open() {
         };
         // First in order, then far apart.
         (0..SHARDS).chain((0..SHARDS).map(|n| n * 777 % SHARDS)).for_each(|shard| reads(shard).unwrap());
+        // More at once than may be open: operations that wait hold no descriptor.
+        let tensors: Vec<_> = (900..1300).map(|shard| model.tensor(&format!("t{shard}")).unwrap()).collect();
+        let set = runtime.pin_set(&tensors).wait().unwrap();
+        let right = |(at, shard)| set.bytes(at).unwrap().iter().all(|found| *found == byte(shard));
+        assert!((900..1300).enumerate().all(right));
+        drop((set, tensors));
         // A file that the store has closed by now is replaced by another of the same length.
         let replaced = folder.join(name(5));
         let (kept, other) = (fs::read(&replaced).unwrap(), folder.join("other"));
         fs::write(&other, kept.iter().map(|_| 1).collect::<Vec<u8>>()).unwrap();
         fs::rename(&other, &replaced).unwrap();
+        runtime.evict(&model.tensor("t5").unwrap());
         let error = reads(5).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ModelChanged, "{error}");
         assert!(error.to_string().contains(&name(5)), "{error}");
