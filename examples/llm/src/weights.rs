@@ -24,7 +24,7 @@ pub struct WeightInfo {
     pub rows: u64,
     /// Inner extent, contiguous.
     pub cols: u64,
-    /// Index of its file in [`ModelFiles::paths`].
+    /// Index of its file in [`ModelFiles::paths`](crate::ModelFiles::paths).
     pub file: u32,
     /// First byte, from the start of the file.
     pub offset: u64,
