@@ -1,0 +1,1 @@
+//! What the tests and benches of outcore share.
