@@ -14,10 +14,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a measurement that cannot be made should end")]
 
-#[path = "../tests/fake-cuda/control.rs"]
-mod control;
-#[path = "../tests/cuda_calls/mod.rs"]
-mod cuda_calls;
 mod support;
 
 use std::collections::BTreeMap;
@@ -25,13 +21,14 @@ use std::fs;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
-use control::Fake;
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, FrameId,
     StagingId, StreamId, StreamKind, StreamOp, Token,
 };
 use outcore::testing::{HostSlab, HostSlabConfig, SlabRegion};
 use outcore::{Bytes, DeviceChoice, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore_testkit::cuda_calls;
+use outcore_testkit::fake_cuda::Fake;
 use serde_json::json;
 use support::{Random, Spread};
 

@@ -647,7 +647,6 @@ mod tests {
     use crate::Runtime;
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
-    use crate::scene;
 
     #[test]
     fn regression_of_a_model_on_several_disks_the_slowest_counts() {
@@ -749,31 +748,34 @@ mod tests {
     /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on it.
     #[test]
     fn regression_settings_say_why_no_disk_was_measured_and_agree() {
-        scene::alone("config::tests::regression_settings_say_why_no_disk_was_measured_and_agree", || {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("model");
-            fs::write(&path, "short").unwrap();
-            let state = FileState::of(&fs::metadata(&path).unwrap());
-            let files = vec![ModelFile { path: path.clone(), len: 5, state }];
-            let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
-            let builder = Runtime::builder().for_model(&header);
-            let before = builder.clone().device_budget(Bytes::mib(32)).settings().unwrap();
-            assert_eq!((before.disk, before.page_size.value), (None, PageSize::DEFAULT));
-            assert!(before.lookahead.reason.contains("model"), "{before:?}");
-            fs::remove_file(&path).unwrap();
-            assert_eq!(builder.clone().device_budget(Bytes::mib(32)).settings().unwrap(), before);
-            let runtime = builder.device_budget(Bytes::mib(32)).open().unwrap();
-            assert_eq!(runtime.stats().settings, before);
-            runtime.close().unwrap();
-            // A file that is not there is no error before the model is opened.
-            let builder = Runtime::builder().for_model(&header);
-            let reason = builder.settings().unwrap().lookahead.reason;
-            assert!(reason.contains("model") && reason != before.lookahead.reason, "{reason}");
-            // Where all was asked for, the disk is not asked.
-            let all = Runtime::builder().for_model(&header).page_size(PageSize::DEFAULT).lookahead(Lookahead::Off);
-            let all = all.store(StoreOptions::new(IoBackend::Auto).depth(crate::store::QueueDepth::ONE));
-            assert!(all.wanted().unknown.is_some_and(|why| why.contains("asked for")));
-            assert!(all.model.is_some_and(|model| model.found.get().is_none()));
-        });
+        outcore_testkit::harness::alone(
+            "config::tests::regression_settings_say_why_no_disk_was_measured_and_agree",
+            || {
+                let folder = tempfile::tempdir().unwrap();
+                let path = folder.path().join("model");
+                fs::write(&path, "short").unwrap();
+                let state = FileState::of(&fs::metadata(&path).unwrap());
+                let files = vec![ModelFile { path: path.clone(), len: 5, state }];
+                let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
+                let builder = Runtime::builder().for_model(&header);
+                let before = builder.clone().device_budget(Bytes::mib(32)).settings().unwrap();
+                assert_eq!((before.disk, before.page_size.value), (None, PageSize::DEFAULT));
+                assert!(before.lookahead.reason.contains("model"), "{before:?}");
+                fs::remove_file(&path).unwrap();
+                assert_eq!(builder.clone().device_budget(Bytes::mib(32)).settings().unwrap(), before);
+                let runtime = builder.device_budget(Bytes::mib(32)).open().unwrap();
+                assert_eq!(runtime.stats().settings, before);
+                runtime.close().unwrap();
+                // A file that is not there is no error before the model is opened.
+                let builder = Runtime::builder().for_model(&header);
+                let reason = builder.settings().unwrap().lookahead.reason;
+                assert!(reason.contains("model") && reason != before.lookahead.reason, "{reason}");
+                // Where all was asked for, the disk is not asked.
+                let all = Runtime::builder().for_model(&header).page_size(PageSize::DEFAULT).lookahead(Lookahead::Off);
+                let all = all.store(StoreOptions::new(IoBackend::Auto).depth(crate::store::QueueDepth::ONE));
+                assert!(all.wanted().unknown.is_some_and(|why| why.contains("asked for")));
+                assert!(all.model.is_some_and(|model| model.found.get().is_none()));
+            },
+        );
     }
 }

@@ -60,9 +60,6 @@ mod observe;
 pub mod pin;
 mod ranges;
 mod runtime;
-#[cfg(test)]
-#[path = "../tests/harness/scene.rs"]
-mod scene;
 mod segment;
 mod settings;
 mod shared;
@@ -130,6 +127,9 @@ pub mod testing {
     pub use crate::store::own::OwnRead;
     pub use crate::store::probe::open_store;
     pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
+
+    /// Whether this build keeps internal assertions and makes evicted ranges inaccessible.
+    pub const STRICT: bool = cfg!(feature = "strict");
 }
 
 /// Rules of the runtime that the laboratory follows, so that both are the same. Not for programs: they change without
@@ -143,7 +143,7 @@ pub mod rules {
     pub use crate::store::queue::{Depth, Lane, Queue};
 }
 
-/// The README's example has to compile; `tests/readme.rs` runs it.
+/// The README's example has to compile; `tests/runtime/readme.rs` runs it.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

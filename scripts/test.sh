@@ -72,10 +72,10 @@ step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
-# The tests that touch pages, again with evicted ranges inaccessible; and device_choice: what a build without CUDA says.
-# The tests of the pager, the store and the formats touch no pages. All members are named, so that the dependencies are
+# The tests that touch pages, again with evicted ranges inaccessible. Those of the pager and the formats touch none. All
+# members are named, so that the dependencies are
 # those that `workspace` built.
-strict_tests=(strict device_suite streaming concurrency scopes failure compute stream_pins model_changed memory soak device_choice panics)
+strict_tests=(runtime device store process)
 build_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run
 }

@@ -68,8 +68,8 @@ def passed_tests(output):
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
 
 
-def run_tests(path, module, threads, **environment):
-    """Runs the tests of a module. How many passed, what they printed, and why the part is to fail, or None."""
+def run_tests(name, path, module, threads, **environment):
+    """Runs the tests of a module, which the results call `name`. How many passed, what they printed, and why the part is to fail, or None."""
     # The output of tests that pass is shown too: it says what they skipped, and what they measured.
     status, out, errors = run([path, module, f"--test-threads={threads}", "--show-output"], **environment)
     passed, failed = passed_tests(out)
@@ -77,35 +77,35 @@ def run_tests(path, module, threads, **environment):
     skipped = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
     for line in skipped:
         record("note", text=line)
-    number(f"{path.name}: tests passed", "tests", [passed - len(skipped)])
-    number(f"{path.name}: tests failed", "tests", [failed])
+    number(f"{name}: tests passed", "tests", [passed - len(skipped)])
+    number(f"{name}: tests failed", "tests", [failed])
     why = None
     if status != 0 or failed:
-        names = re.findall(r"^test (\S+) \.\.\. FAILED$", out, re.M)
+        which = re.findall(r"^test (\S+) \.\.\. FAILED$", out, re.M)
         print(out[-4000:], errors[-4000:], sep="\n", file=sys.stderr)
-        why = f"{failed} tests failed: {', '.join(names)}" if names else f"{path.name} ended with {status}"
+        why = f"{failed} tests failed: {', '.join(which)}" if which else f"{name} ended with {status}"
     elif passed <= len(skipped):
-        why = f"{path.name}: {passed} tests passed, of which {len(skipped)} were skipped: nothing was shown"
+        why = f"{name}: {passed} tests passed, of which {len(skipped)} were skipped: nothing was shown"
     return out, skipped, why
 
 
-def tests(arguments, *names):
-    """Runs the `cuda_real` tests of every binary on the real driver. They are made for a GPU, so none of them may
-    skip."""
+def tests(arguments, *modules):
+    """Runs modules of tests on the real driver. They are made for a GPU, so none of them may skip."""
     reasons = []
-    for name in names:
-        _, skipped, why = run_tests(binary(arguments, name), "cuda_real", 4, OUTCORE_REAL_CUDA="1")
+    for module in modules:
+        name = module.split("::")[0]
+        _, skipped, why = run_tests(name, binary(arguments, "device"), module, 4, OUTCORE_REAL_CUDA="1")
         reasons += [why] if why else [f"{name} skipped {len(skipped)} tests"] if skipped else []
     if reasons:
         fail("; ".join(reasons))
 
 
 def device_suite(arguments):
-    tests(arguments, "device_suite")
+    tests(arguments, "suite::cuda_real")
 
 
 def runtime_suite(arguments):
-    tests(arguments, "cuda", "cuda_real")
+    tests(arguments, "cuda::cuda_real", "pins_on_streams::cuda_real")
 
 
 # What is computed on the GPU, compared with the CPU: binary, module, and the lines whose largest error is judged. For
@@ -145,7 +145,7 @@ def kernels(arguments):
         record("note", text="no compiled kernels are in this bundle: NVRTC has to compile them")
     reasons = []
     for name, module, wanted in ERRORS:
-        out, _, why = run_tests(binary(arguments, name), module, 1, **environment)
+        out, _, why = run_tests(name, binary(arguments, name), module, 1, **environment)
         reasons += [why] if why else []
         found = re.findall(r"^relative error (\S+), (\S+) allowed: (.*)$", out, re.M)
         for allowed, (what, most) in wanted.items():
@@ -167,7 +167,7 @@ def sanitizer(arguments):
         not_possible("compute-sanitizer is not installed")
     options = [tool, "--tool", "memcheck", "--error-exitcode", "99"]
     runs = [
-        ("device suite", [binary(arguments, "device_suite"), "cuda_real", "--test-threads=1"]),
+        ("device suite", [binary(arguments, "device"), "suite::cuda_real", "--test-threads=1"]),
         ("overlap, small", [binary(arguments, "gpu-probe"), "run", "overlap", "--scale", "tiny", "--dir", arguments.dir + "/sanitizer"]),
     ]
     os.makedirs(arguments.dir + "/sanitizer", exist_ok=True)

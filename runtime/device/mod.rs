@@ -4,7 +4,7 @@
 //! page each), and streams (queues of operations that run in order). It knows nothing of tiers, policies or pages in
 //! flight: the pager decides, the transfer engine calls.
 //!
-//! # Contract (every device passes `tests/device_suite.rs`)
+//! # Contract (every device passes `tests/device/suite.rs`)
 //!
 //! 1. `map(frame, address)` puts `frame` behind `address`; the bytes the frame held travel with it. Afterwards the
 //!    address the frame was behind before holds nothing and any access there faults. A frame that was behind

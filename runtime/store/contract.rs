@@ -18,7 +18,7 @@ use crate::pager::Priority;
 
 /// Reads and writes pages of files. There is one, in `engine.rs`, over three backends.
 ///
-/// # Contract (every store passes `tests/store_suite.rs`)
+/// # Contract (every store passes `tests/store/suite.rs`)
 ///
 /// 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may hand a demand
 ///    read back to its caller instead: `OwnRead::run` does both.

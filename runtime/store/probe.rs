@@ -423,7 +423,6 @@ impl Drop for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scene;
 
     #[test]
     fn latency_of_few_samples() {
@@ -473,21 +472,24 @@ mod tests {
     /// A depth above the number of reads takes no more memory than these reads.
     #[test]
     fn regression_a_probe_takes_no_more_memory_than_it_reads() {
-        scene::alone("store::probe::tests::regression_a_probe_takes_no_more_memory_than_it_reads", || {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("file");
-            std::fs::write(&path, vec![7; 4 << 20]).unwrap();
-            let peak = || {
-                let status = std::fs::read_to_string("/proc/self/status").unwrap();
-                let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-                line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
-            };
-            let before = peak();
-            let depths = [512, 1024].map(|depth| QueueDepth::new(depth).unwrap());
-            let probe = probe_file(&path, IoBackend::Auto, &[Bytes::mib(1)], &depths, Bytes::mib(4)).unwrap();
-            assert!(probe.points.len() == 2 && probe.points.iter().all(|point| point.bytes == Bytes::mib(4)));
-            assert!(peak() - before < 64 << 10, "{} KiB", peak() - before);
-        });
+        outcore_testkit::harness::alone(
+            "store::probe::tests::regression_a_probe_takes_no_more_memory_than_it_reads",
+            || {
+                let folder = tempfile::tempdir().unwrap();
+                let path = folder.path().join("file");
+                std::fs::write(&path, vec![7; 4 << 20]).unwrap();
+                let peak = || {
+                    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+                    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+                    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+                };
+                let before = peak();
+                let depths = [512, 1024].map(|depth| QueueDepth::new(depth).unwrap());
+                let probe = probe_file(&path, IoBackend::Auto, &[Bytes::mib(1)], &depths, Bytes::mib(4)).unwrap();
+                assert!(probe.points.len() == 2 && probe.points.iter().all(|point| point.bytes == Bytes::mib(4)));
+                assert!(peak() - before < 64 << 10, "{} KiB", peak() - before);
+            },
+        );
     }
 
     #[test]

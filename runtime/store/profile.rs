@@ -374,7 +374,6 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::scene;
     use crate::testing::{CallHook, Injected, IoCall};
 
     const MIB: u64 = 1 << 20;
@@ -418,7 +417,7 @@ mod tests {
     #[test]
     fn regression_holes_and_room_that_was_never_written_are_not_measured() {
         let test = "store::profile::tests::regression_holes_and_room_that_was_never_written_are_not_measured";
-        scene::alone(test, || {
+        outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("model");
             let mut file = File::create_new(&path).unwrap();
@@ -507,7 +506,7 @@ mod tests {
     #[test]
     fn regression_those_that_ask_at_once_get_one_answer() {
         let test = "store::profile::tests::regression_those_that_ask_at_once_get_one_answer";
-        scene::alone(test, || {
+        outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = file_of(folder.path(), 40 * MIB);
             let answers: Vec<_> = thread::scope(|scope| {
@@ -528,7 +527,7 @@ mod tests {
     fn regression_disks_that_do_not_answer_cost_a_second_together() {
         const ASKED: usize = 8;
         let test = "store::profile::tests::regression_disks_that_do_not_answer_cost_a_second_together";
-        scene::alone(test, || {
+        outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = file_of(folder.path(), 40 * MIB);
             let disk = Disk::of(&open_to_read(&path).unwrap(), &path).unwrap();

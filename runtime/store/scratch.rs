@@ -683,7 +683,6 @@ mod tests {
 
     use super::super::operation::IoCall;
     use super::*;
-    use crate::scene;
 
     fn scratch(directory: &Path) -> ScratchFile {
         ScratchFile::create(directory, PageSize::new(Bytes::kib(64)).unwrap()).unwrap()
@@ -706,7 +705,7 @@ mod tests {
     fn regression_checksums_take_no_memory_until_they_are_used() {
         const PAGES: u64 = 1 << 26;
         let test = "store::scratch::tests::regression_checksums_take_no_memory_until_they_are_used";
-        scene::alone(test, || {
+        outcore_testkit::harness::alone(test, || {
             let status = || fs::read_to_string("/proc/self/status").unwrap();
             let peak = || status().lines().find_map(|line| line.strip_prefix("VmHWM:").map(str::to_owned)).unwrap();
             let kib = |text: String| text.trim().trim_end_matches(" kB").parse::<u64>().unwrap();

@@ -3,8 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[path = "../../../tests/fake-cuda/control.rs"]
-mod control;
+use outcore_testkit::fake_cuda as control;
 
 use control::{Fake, Reach};
 use outcore::{Bytes, PageSize};

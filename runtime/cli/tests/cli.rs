@@ -3,11 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-#[path = "../../../tests/common/mod.rs"]
-mod common;
-#[path = "../../../tests/support/mod.rs"]
-mod support;
-
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -16,6 +11,7 @@ use outcore::policy::{PageId, PageIndex, SegmentId};
 use outcore::stats::PageUse;
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
+use outcore_testkit::{headers, models};
 use serde_json::Value;
 
 /// Returns the program, with a cache folder that is not the user's.
@@ -71,7 +67,7 @@ fn scratch() -> tempfile::TempDir {
 fn inspect_counts_tensors_types_and_pages() {
     let dir = scratch();
     let path = dir.path().join("rich.gguf");
-    fs::write(&path, support::rich_gguf().bytes()).unwrap();
+    fs::write(&path, headers::rich_gguf().bytes()).unwrap();
     let found = json(&["inspect", string(&path), "--json", "--page-size", "4KiB", "--tensors"]);
     let file_bytes = fs::metadata(&path).unwrap().len();
     assert_eq!(found["format"], "GGUF");
@@ -99,7 +95,7 @@ fn inspect_counts_tensors_types_and_pages() {
 
 #[test]
 fn inspect_says_which_page_size_it_assumes() {
-    let model = common::synthetic(&[5000, 70_000]);
+    let model = models::synthetic(&[5000, 70_000]);
     let table = text(&["inspect", string(&model.path), "--page-size", "64KiB"]);
     assert!(table.contains("assumed") && table.contains("pages of 64.0 KiB (--page-size)"), "{table}");
 }
@@ -107,7 +103,7 @@ fn inspect_says_which_page_size_it_assumes() {
 #[test]
 fn inspect_counts_pages_that_tensors_share() {
     // Two tensors begin in the first page. The second one ends in the second page, where the third one lies.
-    let file = common::synthetic(&[1000, 4000, 100, 20_000]);
+    let file = models::synthetic(&[1000, 4000, 100, 20_000]);
     let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
     let start = file.bytes.len() as u64 - 25_100;
     let page = |offset: u64| (start + offset) / 4096;
@@ -122,7 +118,7 @@ fn inspect_counts_pages_that_tensors_share() {
 #[test]
 fn inspect_reads_folders_and_the_config_beside_safetensors() {
     let dir = scratch();
-    fs::write(dir.path().join("model.safetensors"), support::rich_safetensors()).unwrap();
+    fs::write(dir.path().join("model.safetensors"), headers::rich_safetensors()).unwrap();
     fs::write(dir.path().join("config.json"), r#"{"model_type":"qwen2","num_hidden_layers":24,"x":[1]}"#).unwrap();
     let found = json(&["inspect", string(dir.path()), "--json"]);
     assert_eq!(found["metadata"]["architecture"], "qwen2");
@@ -136,7 +132,7 @@ fn inspect_reads_folders_and_the_config_beside_safetensors() {
 #[test]
 fn inspect_says_what_budgets_hold() {
     let lengths = [300_000; 40];
-    let file = common::synthetic(&lengths);
+    let file = models::synthetic(&lengths);
     let total = file.bytes.len() as u64;
     let path = string(&file.path);
     let found =
@@ -176,7 +172,7 @@ fn inspect_says_what_budgets_hold() {
 
 #[test]
 fn the_least_budget_runs_and_less_does_not() {
-    let file = common::synthetic(&[5000, 70_000, 9000]);
+    let file = models::synthetic(&[5000, 70_000, 9000]);
     let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
     let least = found["whole_tensor_budget_bytes"].as_u64().unwrap();
     for (budget, fits) in [(least, true), (least - 4096, false)] {
@@ -201,12 +197,12 @@ fn inspect_refuses_what_is_not_a_model() {
     refused(&["inspect", string(&at("empty.gguf"))], 1, &["empty.gguf is empty"]);
     fs::write(at("text"), "hello, this is no model at all").unwrap();
     refused(&["inspect", string(&at("text"))], 1, &["not a model"]);
-    let whole = support::rich_gguf().bytes();
+    let whole = headers::rich_gguf().bytes();
     for len in [5, 30, 400, whole.len() - 1] {
         fs::write(at("cut.gguf"), &whole[..len]).unwrap();
         refused(&["inspect", string(&at("cut.gguf")), "--json"], 1, &["cut.gguf", "incomplete"]);
     }
-    fs::write(at("deep.safetensors"), support::safetensors(&"[".repeat(100_000), 0)).unwrap();
+    fs::write(at("deep.safetensors"), headers::safetensors(&"[".repeat(100_000), 0)).unwrap();
     refused(&["inspect", string(&at("deep.safetensors"))], 1, &["deep.safetensors"]);
 }
 
@@ -214,7 +210,7 @@ fn inspect_refuses_what_is_not_a_model() {
 fn escape_sequences_in_a_model_do_not_reach_the_terminal() {
     let dir = scratch();
     let path = dir.path().join("rude.gguf");
-    let rude = support::GgufFile::default().kv("general.architecture", support::Kv::str("\u{1b}[31mred")).tensor(
+    let rude = headers::GgufFile::default().kv("general.architecture", headers::Kv::str("\u{1b}[31mred")).tensor(
         "\u{1b}[2Jgone\n",
         &[8],
         0,
@@ -226,9 +222,9 @@ fn escape_sequences_in_a_model_do_not_reach_the_terminal() {
 }
 
 /// A GGUF model of the Llama family with `layers` layers: 64 wide, 4 heads of 16, 2 of keys and values, 128 tokens.
-fn small_llama(layers: u32, without: &str) -> support::GgufFile {
-    use support::Kv;
-    let mut file = support::GgufFile::default().kv("general.architecture", Kv::str("llama"));
+fn small_llama(layers: u32, without: &str) -> headers::GgufFile {
+    use headers::Kv;
+    let mut file = headers::GgufFile::default().kv("general.architecture", Kv::str("llama"));
     for (key, value) in [
         ("block_count", layers),
         ("embedding_length", 64),
@@ -303,7 +299,7 @@ fn plan_counts_a_models_classes_from_its_header() {
 #[test]
 fn plan_reads_the_config_beside_safetensors() {
     let dir = scratch();
-    fs::write(dir.path().join("model.safetensors"), support::rich_safetensors()).unwrap();
+    fs::write(dir.path().join("model.safetensors"), headers::rich_safetensors()).unwrap();
     let config = dir.path().join("config.json");
     let run = ["plan", string(dir.path()), "--device-memory", "1GiB", "--disk", "1GB/s", "--json"];
     refused(&run, 1, &["config.json", "beside"]);
@@ -502,8 +498,8 @@ fn plan_shows_what_checkpointing_saves() {
 }
 
 /// A GGUF model of two layers of 16 experts each, 64 wide.
-fn small_mixture(count: u32, used: Option<u32>) -> support::GgufFile {
-    use support::Kv;
+fn small_mixture(count: u32, used: Option<u32>) -> headers::GgufFile {
+    use headers::Kv;
     let mut file = small_llama(2, "").kv("llama.expert_count", Kv::U32(count));
     if let Some(used) = used {
         file = file.kv("llama.expert_used_count", Kv::U32(used));
@@ -522,7 +518,7 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     let dir = scratch();
     let path = dir.path().join("mixture.gguf");
     let fixed = ["plan", string(&path), "--machine", "laptop", "--context", "1", "--json"];
-    let run = |file: support::GgufFile, more: &[&'static str]| {
+    let run = |file: headers::GgufFile, more: &[&'static str]| {
         fs::write(&path, file.bytes()).unwrap();
         json(&[&fixed[..], more].concat())
     };
@@ -569,8 +565,8 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     assert!(all["assumed"].to_string().contains("llama.expert_used_count"), "{all}");
     assert!(run(small_mixture(0, Some(0)), &[])["shape"]["experts"].is_null());
     // Experts that no tensor's name shows do no harm.
-    let nameless = small_llama(2, "").kv("llama.expert_count", support::Kv::U32(16));
-    let nameless = run(nameless.kv("llama.expert_used_count", support::Kv::U32(2)), &["--device-memory", "300KiB"]);
+    let nameless = small_llama(2, "").kv("llama.expert_count", headers::Kv::U32(16));
+    let nameless = run(nameless.kv("llama.expert_used_count", headers::Kv::U32(2)), &["--device-memory", "300KiB"]);
     assert_eq!(
         (&nameless["pass"]["filled_ahead"], &nameless["recommended"]["policy"]),
         (&Value::from(true), &Value::from("plan"))
@@ -589,7 +585,7 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
 /// The expected use of experts is what a pager fills when they are drawn.
 #[test]
 fn plan_and_simulate_agree_on_experts() {
-    use support::Kv;
+    use headers::Kv;
     let dir = scratch();
     let path = dir.path().join("mixture.gguf");
     let mut file = small_llama(0, "block_count").kv("llama.block_count", Kv::U32(8));
@@ -643,7 +639,7 @@ fn plan_reads_experts_beside_safetensors() {
     }
     tensor("model.layers.0.self_attn.q_proj.weight", 1000);
     let header = format!("{{{}}}", entries.join(","));
-    fs::write(dir.path().join("model.safetensors"), support::safetensors(&header, at as usize)).unwrap();
+    fs::write(dir.path().join("model.safetensors"), headers::safetensors(&header, at as usize)).unwrap();
     let config = |experts: &str| {
         let text = format!(
             r#"{{"num_hidden_layers":1,"hidden_size":64,"num_attention_heads":4,
@@ -799,11 +795,11 @@ fn plan_refuses_bad_input() {
     assert_eq!(json(&with(&["--json"]))["shape"]["kv_heads"], 4, "as many as there are heads");
     let odd = |key: &str, value| small_llama(2, key).kv(&format!("llama.{key}"), value).bytes();
     for (bytes, parts) in [
-        (odd("block_count", support::Kv::U32(0)), ["llama.block_count", "from 1"]),
-        (odd("block_count", support::Kv::str("two")), ["llama.block_count", "string"]),
-        (odd("attention.head_count", support::Kv::U32(65)), ["65 heads", "check both"]),
+        (odd("block_count", headers::Kv::U32(0)), ["llama.block_count", "from 1"]),
+        (odd("block_count", headers::Kv::str("two")), ["llama.block_count", "string"]),
+        (odd("attention.head_count", headers::Kv::U32(65)), ["65 heads", "check both"]),
         (
-            odd("attention.head_count_kv", support::Kv::Array(4, vec![support::Kv::U32(2); 2])),
+            odd("attention.head_count_kv", headers::Kv::Array(4, vec![headers::Kv::U32(2); 2])),
             ["llama.attention.head_count_kv", "layers that differ"],
         ),
     ] {
@@ -936,7 +932,7 @@ fn policies_refuses_bad_input() {
     refused(&["policies", "--workload", "kv", "--uses", "0"], 1, &["0 uses", "at least 1"]);
     refused(&["policies", "--workload", "kv", "--model", "m.gguf"], 1, &["m.gguf"]);
     // A truncated header, and one whose tensors are in no layers.
-    let model = common::synthetic(&[5000, 70_000]);
+    let model = models::synthetic(&[5000, 70_000]);
     let decode = ["policies", "--workload", "decode", "--model", string(&model.path)];
     refused(&decode, 1, &["numbered layers", "give another one"]);
     // A drawing must not replace the model that it was made from.
@@ -1038,7 +1034,7 @@ fn simulate_keeps_what_happened_when_that_is_asked_for() {
 fn simulate_reads_real_headers_and_machine_files() {
     let dir = scratch();
     let model = dir.path().join("model.gguf");
-    fs::write(&model, support::rich_gguf().bytes()).unwrap();
+    fs::write(&model, headers::rich_gguf().bytes()).unwrap();
     let machine = dir.path().join("mine.json");
     let fields = r#"{"name": "mine", "devices": 2, "device_memory": 1e9, "host_memory": 1e9, "link": null,
         "disk": {"read_bytes_per_second": 1e9, "write_bytes_per_second": 1e9, "latency_us": 100, "depth": 8},
@@ -1189,8 +1185,8 @@ fn policies_reads_captures_and_draws_them() {
 }
 
 /// A model of twelve layers. Sorted by name, the tenth would come before the second.
-fn dense_model() -> common::Synthetic {
-    let mut model = common::synthetic(&[]);
+fn dense_model() -> models::Synthetic {
+    let mut model = models::synthetic(&[]);
     let mut entries = vec![
         "\"model.embed_tokens.weight\":{\"dtype\":\"U8\",\"shape\":[64,512],\"data_offsets\":[0,32768]}".to_owned(),
     ];
@@ -1201,7 +1197,7 @@ fn dense_model() -> common::Synthetic {
         entries.push(format!("\"{name}\":{{\"dtype\":\"U8\",\"shape\":[90,100],\"data_offsets\":[{end},{next}]}}"));
         end = next;
     }
-    model.bytes = support::safetensors(&format!("{{{}}}", entries.join(",")), end);
+    model.bytes = headers::safetensors(&format!("{{{}}}", entries.join(",")), end);
     fs::write(&model.path, &model.bytes).unwrap();
     model
 }
@@ -1221,7 +1217,7 @@ fn policies_makes_workloads() {
             assert_eq!(at["hit_ratio"], capacity["policies"][0]["hit_ratio"], "{name}: {}", capacity["pages"]);
         }
     }
-    let model = common::synthetic(&[5000, 70_000]);
+    let model = models::synthetic(&[5000, 70_000]);
     let path = string(&model.path);
     refused(&["policies", "--workload", "decode", "--model", path], 1, &["numbered layers", "give another"]);
     let layers = dense_model();
@@ -1835,7 +1831,7 @@ fn probe_measures_a_file_without_changing_it() {
 
 #[test]
 fn a_closed_pipe_is_no_error_and_a_full_disk_is_one() {
-    let file = common::synthetic(&[100; 2000]);
+    let file = models::synthetic(&[100; 2000]);
     let command = || {
         let mut command = program();
         command.args(["inspect", string(&file.path), "--tensors"]).stderr(Stdio::piped());

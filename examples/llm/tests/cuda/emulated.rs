@@ -4,17 +4,14 @@
 #![allow(dead_code, reason = "each user takes its own part")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-#[path = "../../../../tests/fake-cuda/control.rs"]
-mod control;
-
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-pub use control::{Fake, skipped};
 use outcore::device::CudaDeviceSelector;
+pub use outcore_testkit::fake_cuda::{Fake, skipped};
 use twox_hash::XxHash3_64;
 
 /// The files that the library is made of, by their places in the package. Their texts are in the test, which may run

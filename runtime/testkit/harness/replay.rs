@@ -1,0 +1,66 @@
+//! When a random test fails, it prints one line that runs the same case again and can be pasted into a shell.
+
+use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The variable that holds the seed to replay.
+const SEED: &str = "OUTCORE_SEED";
+/// Other variables that a case depends on.
+const SIZES: [&str; 3] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS"];
+
+/// The seed that is to be replayed, if there is one.
+pub fn replayed() -> Option<u64> {
+    std::env::var(SEED).ok().map(|text| text.parse().unwrap())
+}
+
+/// The seed of a test's first case: the one that is to be replayed, or a new one.
+pub fn first_seed() -> u64 {
+    replayed().unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 >> 10)
+}
+
+/// The seed of a test with one case. Prints the line that replays it, which is shown if the test fails.
+pub fn seed(test: &str) -> u64 {
+    let seed = first_seed();
+    eprintln!("{}", line(test, seed));
+    seed
+}
+
+/// The name of this test program: that of its file, without the hash that cargo gives it.
+fn program() -> String {
+    let file = std::env::current_exe().unwrap();
+    let name = file.file_stem().unwrap().to_string_lossy().into_owned();
+    name.rsplit_once('-').map_or(name.clone(), |(program, _)| program.to_owned())
+}
+
+/// The line that replays this case of `test`. Must be called on the test's own thread, which has the test's whole name.
+pub fn line(test: &str, seed: u64) -> String {
+    let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
+    let features = if outcore::testing::STRICT { " --features strict" } else { "" };
+    let release = if cfg!(debug_assertions) { "" } else { " --release" };
+    let thread = thread::current();
+    let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
+    let exact = if name.len() > test.len() { "--exact " } else { "" };
+    format!(
+        "replay: {SEED}={seed} {}cargo test{release}{features} --test {} -- {exact}--include-ignored {name}",
+        sizes.collect::<String>(),
+        program(),
+    )
+}
+
+/// A case of a test that has many. If it fails, the line that replays it is printed.
+pub struct Case(String);
+
+impl Case {
+    /// Must be called on the test's own thread.
+    pub fn of(test: &str, seed: u64) -> Self {
+        Self(line(test, seed))
+    }
+}
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("{}", self.0);
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! How the CUDA device learns which operations have ended, over the emulated driver. One thread serves all streams, and
+//! no stream holds up another. When the device is lost, every operation is reported with the first cause. No GPU takes
+//! part.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::sync::Arc;
+use std::task::Poll;
+
+use super::cuda_rig::Rig;
+use control::Fake;
+use cudarc::driver::CudaStream;
+use outcore::ErrorKind;
+use outcore::device::{Device, RawStream, StreamId, StreamKind, StreamOp, Token};
+use outcore_testkit::{cuda_calls, fake_cuda as control, harness};
+
+const ILLEGAL_ADDRESS: u32 = 700;
+const UNKNOWN: u32 = 999;
+
+fn adopt(rig: &Rig, stream: &Arc<CudaStream>) -> StreamId {
+    // SAFETY: the tests keep the stream until the device is closed.
+    unsafe { rig.device.adopt_stream(RawStream::new(stream.cu_stream().cast())) }.unwrap()
+}
+
+fn mark(rig: &Rig, stream: StreamId, token: u64) {
+    rig.device.submit(stream, StreamOp::Mark, Some(Token(token)));
+}
+
+/// Waits until the device's threads are these, by name. A thread takes its name a little after it was made, and is
+/// listed until a little after it was joined.
+fn await_threads(expected: &[&str]) {
+    harness::until(&format!("threads {expected:?}"), || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        let mut names: Vec<_> =
+            names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("cuda-")).collect();
+        names.sort();
+        names == expected
+    });
+}
+
+#[test]
+fn one_thread_reports_on_all_streams_and_none_holds_up_another() {
+    let Some(fake) = Fake::load_or_skip("one_thread_reports_on_all_streams_and_none_holds_up_another") else { return };
+    {
+        let context = cuda_calls::context();
+        let foreign = context.new_stream().unwrap();
+        let rig = Rig::new(4);
+        let mut streams: Vec<StreamId> =
+            (0..6).map(|_| rig.device.create_stream(StreamKind::Compute).unwrap()).collect();
+        streams.push(adopt(&rig, &foreign));
+        await_threads(&["cuda-map", "cuda-reap"]);
+        let hold = |stream: StreamId, held| fake.hold_stream(rig.device.raw_stream(stream).unwrap().as_ptr(), held);
+        for (n, stream) in streams.iter().enumerate() {
+            hold(*stream, true);
+            mark(&rig, *stream, 100 + n as u64);
+        }
+        // The device's own two streams go on while seven others are held.
+        for n in 0..20 {
+            rig.map(1, n);
+            rig.copy_in(1, n as u8 + 1, n);
+            rig.sink.take(1).pop().unwrap().1.unwrap();
+            assert_eq!(rig.byte_at(n), Some(n as u8 + 1));
+        }
+        for (n, stream) in streams.iter().enumerate().rev() {
+            let event = rig.device.record(*stream).unwrap();
+            assert_eq!(rig.device.poll(event).unwrap(), Poll::Pending);
+            hold(*stream, false);
+            let (token, result) = rig.sink.take(1).pop().unwrap();
+            assert_eq!((token, result.is_ok()), (100 + n as u64, true));
+            assert_eq!(rig.device.poll(event).unwrap(), Poll::Ready(()));
+        }
+        rig.device.close().unwrap();
+        await_threads(&[]);
+        drop(rig);
+    }
+    fake.finish();
+}
+
+#[test]
+fn of_a_lost_device_everything_is_reported_with_the_first_cause() {
+    let Some(fake) = Fake::load_or_skip("of_a_lost_device_everything_is_reported_with_the_first_cause") else { return };
+    {
+        let context = cuda_calls::context();
+        let foreign = context.new_stream().unwrap();
+        let rig = Rig::new(8);
+        let made = rig.device.create_stream(StreamKind::Compute).unwrap();
+        let streams = [rig.fill, made, adopt(&rig, &foreign)];
+        (0..4).for_each(|n| rig.map(n, u64::from(n)));
+        rig.copy_in(0, 1, 0);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+        fake.hold(true);
+        (1..4).for_each(|n| rig.copy_in(n, 1, u64::from(n)));
+        for (n, stream) in streams.iter().enumerate() {
+            mark(&rig, *stream, 100 + n as u64);
+        }
+        rig.device.submit(made, StreamOp::Call(Box::new(|| ())), Some(Token(200)));
+        // This operation has no token, so only the event behind it reports the failure.
+        rig.device.submit(rig.back, StreamOp::Call(Box::new(|| ())), None);
+        let event = rig.device.record(rig.back).unwrap();
+        fake.lose_device(ILLEGAL_ADDRESS);
+        let mut tokens: Vec<u64> = Vec::new();
+        for (token, result) in rig.sink.take(7) {
+            let error = result.unwrap_err();
+            let text = error.to_string();
+            assert!(error.kind() == ErrorKind::Device && text.contains("ILLEGAL_ADDRESS"), "{token}: {text}");
+            tokens.push(token);
+        }
+        tokens.sort_unstable();
+        assert_eq!(tokens, [1, 2, 3, 100, 101, 102, 200]);
+        assert!(rig.device.poll(event).unwrap_err().to_string().contains("ILLEGAL_ADDRESS"));
+        // Later operations fail too, and are reported.
+        mark(&rig, made, 300);
+        let (token, result) = rig.sink.take(1).pop().unwrap();
+        assert_eq!((token, result.unwrap_err().kind()), (300, ErrorKind::Device));
+        assert!(rig.device.lost().unwrap().to_string().contains("ILLEGAL_ADDRESS"));
+        assert!(rig.device.close().unwrap_err().to_string().contains("ILLEGAL_ADDRESS"));
+        drop(rig);
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again() {
+    let Some(fake) = Fake::load_or_skip("a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again") else {
+        return;
+    };
+    {
+        let context = cuda_calls::context();
+        let (first, second) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let rig = Rig::new(2);
+        let (mut last, mut other) = (adopt(&rig, &first), adopt(&rig, &second));
+        for round in 0..50 {
+            fake.hold_stream(first.cu_stream(), true);
+            mark(&rig, last, round);
+            rig.device.forget_stream(last);
+            // The number of a forgotten stream is free at once if the stream is idle, but not while it is busy.
+            rig.device.forget_stream(other);
+            assert_eq!(adopt(&rig, &second), other);
+            let third = adopt(&rig, &second);
+            assert!(third != last && third != other);
+            fake.hold_stream(first.cu_stream(), false);
+            let (token, result) = rig.sink.take(1).pop().unwrap();
+            assert_eq!((token, result.is_ok()), (round, true));
+            assert_eq!(adopt(&rig, &second), last);
+            rig.device.forget_stream(last);
+            rig.device.forget_stream(other);
+            rig.device.forget_stream(third);
+            (last, other) = (adopt(&rig, &first), adopt(&rig, &second));
+        }
+        rig.device.close().unwrap();
+        drop(rig);
+    }
+    fake.finish();
+}
+
+/// If the driver refuses to say whether an event has been reached, the reaper waits for the event.
+#[test]
+fn what_the_driver_will_not_say_is_waited_for() {
+    let Some(fake) = Fake::load_or_skip("what_the_driver_will_not_say_is_waited_for") else { return };
+    let rig = Rig::new(4);
+    rig.map(1, 1);
+    fake.fail_from("cuEventQuery", 1, UNKNOWN);
+    for byte in 1..5 {
+        rig.copy_in(1, byte, 1);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+        assert_eq!(rig.byte_at(1), Some(byte));
+    }
+    assert!(fake.fired() > 0 && fake.calls("cuEventSynchronize") > 0);
+    rig.finish(&fake);
+}
+
+#[test]
+fn nothing_is_asked_while_nothing_is_submitted() {
+    let Some(fake) = Fake::load_or_skip("nothing_is_asked_while_nothing_is_submitted") else { return };
+    let rig = Rig::new(4);
+    rig.map(1, 1);
+    rig.copy_in(1, 9, 1);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    let asked = fake.calls("cuEventQuery");
+    assert!(asked > 0);
+    // Streams are made, and events recorded on them, without any work.
+    for _ in 0..200 {
+        let stream = rig.device.create_stream(StreamKind::Compute).unwrap();
+        rig.device.record(stream).unwrap();
+        std::thread::yield_now();
+    }
+    assert_eq!(fake.calls("cuEventQuery"), asked);
+    rig.finish(&fake);
+}

@@ -1,0 +1,18 @@
+//! The runtime as programs see it.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod compute;
+mod concurrency;
+mod dlpack;
+mod failure;
+mod panics;
+mod readme;
+mod scopes;
+mod soak;
+mod stream_pins;
+mod streaming;
+mod strict;
+mod uses;
+mod walkers;
+mod workload;
