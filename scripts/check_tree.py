@@ -22,6 +22,7 @@ UNSAFE_ALLOWED = {
     "runtime/store/": "hands buffers to the kernel",
     "runtime/streams.rs": "adopts streams of the caller's, whose handles are raw pointers",
     "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
+    "runtime/testkit/sim.rs": "a simulated device copies raw memory",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",

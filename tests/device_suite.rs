@@ -25,8 +25,9 @@ use outcore::device::{
     Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, LinkModel, StagingId,
     StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice, SimDeviceConfig};
+use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use outcore::{Bytes, ErrorKind, PageSize, Result};
+use outcore_testkit::sim::{SimClock, SimDevice, SimDeviceConfig};
 
 /// Collects completions.
 #[derive(Default)]

@@ -15,11 +15,12 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use harness::{Scene, alone, scene_ended};
-use outcore::device::{Completion, Completions, Device, FrameId};
+use outcore::device::{Completion, Completions, Device, FrameId, Host};
 use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
 use outcore::store::{ScratchAllocation, StoreOptions};
-use outcore::testing::{CallHook, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig, Injected, IoCall, IoKind};
+use outcore::testing::{CallHook, HostDevice, HostDeviceConfig, Injected, IoCall, IoKind};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder, Tensor};
+use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 
@@ -587,7 +588,7 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
         .device_budget(Bytes::new(8 * PAGE))
         .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
         .lookahead(Lookahead::Off)
-        .device_hook(keeping.clone())
+        .device(Hooked::new(Host, keeping.clone()))
         .open()
         .unwrap();
     let table = runtime.alloc(DType::U8, &[16, PAGE]).unwrap();

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Completions, CudaDeviceInfo, CudaDeviceSelector, Device, DeviceFactory, DeviceSettings, has_a_link};
+use super::parts::has_a_link;
+use super::{Completions, CudaDeviceInfo, CudaDeviceSelector, Device, DeviceFactory, DeviceSettings};
 use crate::error::{Error, ErrorKind, Result};
 
 fn absent() -> Error {

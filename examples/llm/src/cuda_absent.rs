@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 
-use outcore::device::{CudaDeviceInfo, CudaDeviceSelector};
+pub use outcore::device::CudaDeviceSelector;
 use outcore::{Bytes, Error, ErrorKind};
 
 use crate::config::Config;
@@ -40,11 +40,6 @@ impl Gpu {
     #[must_use]
     pub fn without_cublas(self) -> Self {
         self
-    }
-
-    /// What the driver says of it.
-    pub fn info(&self) -> &CudaDeviceInfo {
-        match self.0 {}
     }
 
     /// Memory of the GPU that nobody has taken.

@@ -29,7 +29,7 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::super::stream::closed;
+use super::super::parts::closed;
 use super::super::{StreamId, StreamOp, Token};
 use super::Core;
 use super::frames::{Layout, Range, carry_out, refuse_all};

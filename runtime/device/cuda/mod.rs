@@ -32,10 +32,10 @@ use parking_lot::{Mutex, RwLock};
 
 pub use driver::{cuda_device, cuda_devices};
 
-use super::stream::{STREAMS_MAX, closed, event_of, event_parts, report_apart};
+use super::parts::{closed, has_a_link, report_apart};
 use super::{
     Completions, CudaDeviceSelector, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, HostPointer,
-    RawStream, SlabRegion, StreamId, StreamKind, StreamOp, Token, has_a_link,
+    HostRegion, RawStream, StreamId, StreamKind, StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
@@ -205,7 +205,7 @@ impl Core {
         ops: Vec<(StreamOp, Option<Token>)>,
     ) -> Vec<(Token, EventId)> {
         match stream.submit_all(self, ops) {
-            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, event_of(id, number))).collect(),
+            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, EventId::of(id, number))).collect(),
             Err(tokens) => {
                 tokens.into_iter().for_each(|token| report_apart(&self.sink, token, closed(&self.name)));
                 Vec::new()
@@ -388,8 +388,8 @@ impl CudaDevice {
         }
         let spent = streams.all.iter().position(|stream| stream.is_spent());
         let index = spent.unwrap_or(streams.all.len());
-        if index >= STREAMS_MAX {
-            let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
+        if index >= EventId::STREAMS_MAX {
+            let message = format!("{} has its limit of {} streams", core.name, EventId::STREAMS_MAX);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
         }
         let stream = make()?;
@@ -515,7 +515,7 @@ impl Device for CudaDevice {
         self.core.discard(frame)
     }
 
-    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn lock_host(&self, memory: HostRegion) -> Result<()> {
         let core = &self.core;
         let current = core.enter()?;
         core.done(core.context.lock(&current, memory.base, memory.len.get())).map_err(|error| {
@@ -527,7 +527,7 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn unlock_host(&self, memory: HostRegion) -> Result<()> {
         let core = &self.core;
         core.locked.write().remove(&(memory.base.as_ptr() as u64));
         core.not_in_closure()?;
@@ -589,20 +589,20 @@ impl Device for CudaDevice {
         self.core.not_in_closure()?;
         self.core.mapper.catch_up(&recorded);
         let number = recorded.record(&self.core)?;
-        Ok(event_of(stream, number))
+        Ok(EventId::of(stream, number))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let (recorded, number) = event_parts(event);
-        let (other, waiting) = (self.stream(recorded)?, self.stream(stream.0)?);
+        let (recorded, number) = event.parts();
+        let (other, waiting) = (self.stream(recorded.0)?, self.stream(stream.0)?);
         self.core.not_in_closure()?;
         self.core.mapper.catch_up(&waiting);
         waiting.wait(&self.core, &other, number)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, number) = event_parts(event);
-        self.stream(stream)?.poll(&self.core, number)
+        let (stream, number) = event.parts();
+        self.stream(stream.0)?.poll(&self.core, number)
     }
 
     fn lost(&self) -> Option<Error> {

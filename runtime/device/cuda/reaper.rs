@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::super::stream::{BATCH_OPERATIONS_MAX, report};
+use super::super::parts::{BATCH_OPERATIONS_MAX, report};
 use super::super::{Completion, sys};
 use super::Core;
 use super::driver::{Current, EventHandle, Outcome};

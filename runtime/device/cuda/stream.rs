@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::super::stream::{call_caught, unknown_event};
+use super::super::parts::{closed, run_call, unknown_event};
 use super::super::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
 use super::Core;
 use super::driver::{BatchedCopy, Current, EventHandle, Failure, Locked, Outcome, StreamHandle};
@@ -85,7 +85,7 @@ impl Job {
         // A job that was already ended, because the device was taken for lost, stays ended.
         let ended = JobState::Ended(Ok(()));
         *state = JobState::Ended(match std::mem::replace(&mut *state, ended) {
-            JobState::Waiting(Work::Call(call)) => call_caught(call),
+            JobState::Waiting(Work::Call(call)) => run_call(call),
             JobState::Waiting(Work::Copy { from, to, len }) => {
                 // SAFETY: one side is the stream's own buffer, which the stream's order keeps from other use. The other
                 // side is borrowed until the operation is reported, which waits for this lock (invariant 2).
@@ -533,7 +533,7 @@ impl Stream {
     pub(super) fn can_mark(&self, core: &Core) -> Result<()> {
         let state = self.state.lock();
         if state.closing {
-            return Err(super::super::stream::closed(&core.name));
+            return Err(closed(&core.name));
         }
         if IN_HOST_FUNCTION.get() {
             // The driver is asked when the mark is handed on.
@@ -588,7 +588,7 @@ impl Stream {
             return Ok(());
         }
         if self.state.lock().closing {
-            return Err(super::super::stream::closed(&core.name));
+            return Err(closed(&core.name));
         }
         {
             let theirs = other.state.lock();
