@@ -27,11 +27,12 @@ use std::thread;
 
 use control::Fake;
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, FrameId,
-    HostRegion, StagingId, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, FrameId, HostRegion, StagingId, StreamId, StreamKind, StreamOp,
+    Token,
 };
 use outcore::testing::{HostSlab, HostSlabConfig};
 use outcore::{Bytes, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore_cuda::{CudaDevice, CudaDeviceConfig, CudaDeviceSelector};
 use serde_json::json;
 use support::{Random, Spread};
 
@@ -132,7 +133,7 @@ impl Moves {
     fn new(page_size: PageSize, window: u64) -> Self {
         let sink = Arc::new(Sink::default());
         let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: FRAMES };
-        let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+        let device = Arc::new(config.open(sink.clone()).unwrap());
         let slab = HostSlabConfig { page_size, frames: 0, staging: window as u32, lock: false };
         let slab = HostSlab::new(slab, device.clone()).unwrap();
         if let Some(base) = slab.staging(StagingId::new(0)) {

@@ -81,7 +81,7 @@ for pair in sys.argv[2:]:
     shutil.copy(found[name], sys.argv[1] + "/bin/" + packed)
 ' "$out" "$@"
 }
-pack_tests outcore cuda device_suite=device_suite cuda=cuda cuda_real=cuda_real
+pack_tests outcore '' device_suite=device_suite cuda=cuda cuda_real=cuda_real
 pack_tests outcore-llm cuda lib=kernels cuda=forward
 strip "$out"/bin/*
 

@@ -12,11 +12,9 @@ use std::sync::Arc;
 use common::{Synthetic, synthetic};
 use harness::control::Fake;
 use harness::{cuda_builder as builder, fail_every_call, only_pageable, watched};
-use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, LinkModel, StreamKind, StreamOp,
-    cuda_devices,
-};
+use outcore::device::{Completion, Completions, Device, LinkModel, StreamKind, StreamOp};
 use outcore::{Bytes, DType, DeviceBudget, Error, ErrorKind, Model, PageSize, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::{CudaDeviceConfig, CudaDeviceSelector, cuda_devices};
 
 const PAGE: u64 = 2 << 20;
 const OUT_OF_MEMORY: u32 = 2;
@@ -621,7 +619,7 @@ fn a_closure_holds_the_last_owner() {
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
     let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
     let sink = Arc::new(Ignore);
-    let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+    let device = Arc::new(config.open(sink.clone()).unwrap());
     let stream = device.create_stream(StreamKind::Compute).unwrap();
     let (go, gone) = std::sync::mpsc::channel::<()>();
     let last = Arc::clone(&device);

@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
-use outcore::device::{CudaDeviceSelector, DeviceFactory, Host};
+use outcore::device::{DeviceFactory, Host};
 use outcore::{Bytes, DType, DeviceBudget, Error, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+use outcore_cuda::CudaDeviceSelector;
 use outcore_testkit::sim::Simulated;
 
 fn builder() -> RuntimeBuilder {
@@ -76,27 +77,10 @@ fn a_share_of_what_is_free_is_what_the_runtime_has() {
     }
 }
 
-#[cfg(not(feature = "cuda"))]
-#[test]
-fn a_build_without_the_feature_says_so() {
-    let error = builder().device(CudaDeviceSelector::default()).open().unwrap_err();
-    let says = ["open the device cuda:0", "this build of outcore has no CUDA device"];
-    assert_explained(&error, ErrorKind::Unsupported, &says, &["--features cuda", "host device"]);
-    assert_explained(
-        &outcore::device::cuda_devices().unwrap_err(),
-        ErrorKind::Unsupported,
-        &["no CUDA device"],
-        &["cuda"],
-    );
-    // After the refusal the host device still opens.
-    builder().open().unwrap().close().unwrap();
-}
-
 /// Skipped where there is a driver.
-#[cfg(feature = "cuda")]
 #[test]
 fn a_machine_without_a_driver_says_so() {
-    if let Ok(found) = outcore::device::cuda_devices() {
+    if let Ok(found) = outcore_cuda::cuda_devices() {
         eprintln!("SKIPPED a_machine_without_a_driver_says_so: there is one, with {} GPUs", found.len());
         return;
     }

@@ -45,7 +45,6 @@ fn a_device_that_panics_in_any_call_costs_the_runtime_and_nothing_else() {
 }
 
 /// In a process of its own, because the driver's other tests would find what stays.
-#[cfg(feature = "cuda")]
 #[test]
 fn an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else() {
     harness::alone("an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else", || {

@@ -33,17 +33,13 @@
 //!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
 //!    dropped.
 
-// The device is chosen by file; everything above sees the same names.
 mod ballast;
-#[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
-mod cuda;
 mod factory;
 pub(crate) mod host;
 mod link;
 mod mappings;
 pub mod parts;
 mod process;
-mod select;
 pub(crate) mod slab;
 mod stream;
 mod sys;
@@ -60,14 +56,10 @@ use crate::machine::MemoryLimit;
 
 #[doc(inline)]
 pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
-#[cfg(feature = "cuda")]
-pub use cuda::{CudaDevice, CudaDeviceConfig};
-pub use cuda::{cuda_device, cuda_devices};
 pub use factory::{DeviceFactory, DeviceSettings, Host};
 pub(crate) use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub(crate) use process::Opened;
-pub use select::{CudaDeviceInfo, CudaDeviceSelector};
 pub(crate) use slab::{HostSlab, HostSlabConfig};
 pub(crate) use sys::HUGE_PAGE_BYTES;
 

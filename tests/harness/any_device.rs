@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use super::progress;
 use bytemuck::{AnyBitPattern, NoUninit};
-use outcore::device::{CudaDeviceSelector, DeviceFactory, Host, LinkModel};
+use outcore::device::{DeviceFactory, Host, LinkModel};
 use outcore::{Bytes, DevicePin, PinGuard, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write};
+use outcore_cuda::CudaDeviceSelector;
 use outcore_testkit::sim::Simulated;
 
-#[cfg(feature = "cuda")]
 #[path = "../fake-cuda/control.rs"]
 pub mod control;
 
@@ -80,7 +80,6 @@ macro_rules! on_host_and_cuda {
         mod on_host {
             $(#[test] fn $test() { super::$test(crate::harness::HOST); })*
         }
-        #[cfg(feature = "cuda")]
         mod on_cuda {
             $(#[test] fn $test() {
                 let Some(fake) = crate::harness::small_pages(stringify!($test)) else { return };
@@ -93,7 +92,6 @@ macro_rules! on_host_and_cuda {
 
 /// The emulated driver, with an allocation granularity that lets pages be as small as on the host. A GPU's is 2 MiB. If
 /// its library was not built, says so and returns `None`.
-#[cfg(feature = "cuda")]
 pub fn small_pages(test: &str) -> Option<control::Fake> {
     let fake = control::Fake::load_or_skip(test)?;
     fake.set_granularity(4096);
@@ -103,7 +101,6 @@ pub fn small_pages(test: &str) -> Option<control::Fake> {
 /// Called between two rounds of a test that opens many runtimes. Checks that the emulated driver found nothing and that
 /// everything was given back, and makes it like new, because its clocks grow with every stream that it ever had.
 pub fn next_round(device: On) {
-    #[cfg(feature = "cuda")]
     if device == On::Cuda {
         control::Fake::start_over();
     }
@@ -112,7 +109,6 @@ pub fn next_round(device: On) {
 
 /// Waits until a runtime that is closed by another thread has given everything back.
 pub fn until_given_back(device: On) {
-    #[cfg(feature = "cuda")]
     while device == On::Cuda && control::Fake::left() > 0 {
         std::thread::yield_now();
     }

@@ -6,7 +6,6 @@
 #[macro_use]
 mod any_device;
 mod drive;
-#[cfg(feature = "cuda")]
 mod every_call;
 mod outlives;
 pub mod replay;
@@ -18,10 +17,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::device::{CudaDeviceSelector, Token};
+use outcore::device::Token;
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
 use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::CudaDeviceSelector;
 use outcore_pager::state::State;
 use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use parking_lot::Mutex;
@@ -30,10 +30,8 @@ pub use any_device::{
     AnyDevice, CUDA, Devices, HOST, InScope, On, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, SIM, next_round,
     until_given_back,
 };
-#[cfg(feature = "cuda")]
 pub use any_device::{control, small_pages};
 pub use drive::StalledDrive;
-#[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 pub use outlives::{Ends, outlives_its_scope};
 pub use replay::seed;

@@ -31,9 +31,7 @@ pub fn seed(test: &str) -> u64 {
 /// The line that replays this case of `test`. Must be called on the test's own thread, which has the test's whole name.
 pub fn line(test: &str, seed: u64) -> String {
     let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
-    let built = [("cuda", cfg!(feature = "cuda")), ("strict", cfg!(feature = "strict"))];
-    let features: Vec<&str> = built.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
-    let features = if features.is_empty() { String::new() } else { format!(" --features {}", features.join(",")) };
+    let features = if cfg!(feature = "strict") { " --features strict" } else { "" };
     let release = if cfg!(debug_assertions) { "" } else { " --release" };
     let thread = thread::current();
     let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
-use outcore::device::CudaDeviceSelector;
 use outcore::{PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::CudaDeviceSelector;
 
 use crate::compute::{Amount, Compute};
 use crate::cuda::{Adopted, Event, EventKind, Gpu};

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 pub use control::{Fake, skipped};
-use outcore::device::CudaDeviceSelector;
+use outcore_cuda::CudaDeviceSelector;
 use twox_hash::XxHash3_64;
 
 /// The files that the library is made of, by their places in the package. Their texts are in the test, which may run
