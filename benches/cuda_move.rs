@@ -22,11 +22,12 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, FrameId,
-    StagingId, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, FrameId, HostRegion, StagingId, StreamId, StreamKind, StreamOp,
+    Token,
 };
-use outcore::testing::{HostSlab, HostSlabConfig, SlabRegion};
-use outcore::{Bytes, DeviceChoice, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::testing::{HostSlab, HostSlabConfig};
+use outcore::{Bytes, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore_cuda::{CudaDevice, CudaDeviceConfig, CudaDeviceSelector};
 use outcore_testkit::cuda_calls;
 use outcore_testkit::fake_cuda::Fake;
 use serde_json::json;
@@ -129,11 +130,11 @@ impl Moves {
     fn new(page_size: PageSize, window: u64) -> Self {
         let sink = Arc::new(Sink::default());
         let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: FRAMES };
-        let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+        let device = Arc::new(config.open(sink.clone()).unwrap());
         let slab = HostSlabConfig { page_size, frames: 0, staging: window as u32, lock: false };
         let slab = HostSlab::new(slab, device.clone()).unwrap();
         if let Some(base) = slab.staging(StagingId::new(0)) {
-            device.lock_host(SlabRegion { base, len: Bytes::new(window * page_size.bytes()) }).unwrap();
+            device.lock_host(HostRegion { base, len: Bytes::new(window * page_size.bytes()) }).unwrap();
         }
         let base = device.reserve(PAGES).unwrap();
         let streams = [StreamKind::Fill, StreamKind::WriteBack].map(|kind| device.create_stream(kind).unwrap());
@@ -232,7 +233,7 @@ impl Pins {
         let (policy, lookahead) =
             if declared { (PolicyKind::Plan, Lookahead::Auto) } else { (PolicyKind::Lru, Lookahead::Off) };
         let runtime = Runtime::builder()
-            .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
+            .device(CudaDeviceSelector::default())
             .page_size(page_size)
             .device_budget(Bytes::new(u64::from(FRAMES) * SMALL))
             .host_budget(Bytes::new(u64::from(2 * PAGES) * SMALL))

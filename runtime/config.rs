@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::budget::device_frames_of;
-use crate::device::{CudaDeviceSelector, DeviceFactory, DeviceHook, HostDevice, HostFactory, LinkModel, SimFactory};
+use crate::device::{DeviceFactory, Host, HostDevice, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
@@ -31,78 +31,6 @@ pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
     };
     // Two: one for a demand, one for whatever else is under way.
     pages.clamp(2, u64::from(u32::MAX)) as u32
-}
-
-/// Where the device tier is.
-#[derive(Clone, Debug, Default)]
-#[non_exhaustive]
-pub enum DeviceChoice {
-    /// This process's own memory.
-    #[default]
-    Host,
-    /// A device that exists in this process's memory only, to test on: its accesses are checked, its streams run in orders
-    /// that the seed chooses, on a virtual clock that the [link](RuntimeBuilder::link), if there is one, moves on.
-    Simulated {
-        /// Chooses among streams that nothing orders.
-        seed: u64,
-    },
-    /// The memory of a GPU. Only builds with the feature `cuda` can open one.
-    Cuda(CudaDeviceSelector),
-    /// A device of a crate that outcore does not know.
-    Custom(Arc<dyn DeviceFactory>),
-}
-
-impl DeviceChoice {
-    /// What opens it.
-    pub(crate) fn factory(&self) -> Arc<dyn DeviceFactory> {
-        match self {
-            Self::Host => Arc::new(HostFactory),
-            Self::Simulated { seed } => Arc::new(SimFactory { seed: *seed }),
-            Self::Cuda(selector) => Arc::new(selector.clone()),
-            Self::Custom(factory) => factory.clone(),
-        }
-    }
-}
-
-/// Two custom devices are equal if one factory opens them.
-impl PartialEq for DeviceChoice {
-    fn eq(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Host, Self::Host) => true,
-            (Self::Simulated { seed }, Self::Simulated { seed: other }) => seed == other,
-            (Self::Cuda(selector), Self::Cuda(other)) => selector == other,
-            (Self::Custom(factory), Self::Custom(other)) => Arc::ptr_eq(factory, other),
-            _ => false,
-        }
-    }
-}
-
-impl Eq for DeviceChoice {}
-
-impl FromStr for DeviceChoice {
-    type Err = Error;
-
-    /// `host`, `sim`, `sim:` and a seed, `cuda`, or `cuda:` and a [selector](CudaDeviceSelector).
-    fn from_str(text: &str) -> Result<Self> {
-        let named = text.split_once(':');
-        if let Some(seed) = named.and_then(|(kind, seed)| seed.parse().ok().filter(|_| kind == "sim")) {
-            return Ok(Self::Simulated { seed });
-        }
-        match named {
-            None if text == "host" => Ok(Self::Host),
-            None if text == "sim" => Ok(Self::Simulated { seed: 0 }),
-            None if text == "cuda" => Ok(Self::Cuda(CudaDeviceSelector::default())),
-            Some(("cuda", selector)) => selector.parse().map(Self::Cuda),
-            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("device {text:?} does not exist"))
-                .remedy("choose host, sim, cuda, or cuda: and a GPU's number, UUID or PCI address")),
-        }
-    }
-}
-
-impl fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.factory().name())
-    }
 }
 
 /// How much device memory frames may take. [`Bytes`] become one by `into`.
@@ -256,8 +184,7 @@ fn slowest(found: impl Iterator<Item = Result<DiskProfile>>) -> std::result::Res
 #[derive(Clone)]
 #[must_use]
 pub struct RuntimeBuilder {
-    pub(crate) device: DeviceChoice,
-    pub(crate) device_hook: Option<Arc<dyn DeviceHook>>,
+    pub(crate) device: Arc<dyn DeviceFactory>,
     pub(crate) device_budget: DeviceBudget,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: Option<PageSize>,
@@ -296,8 +223,7 @@ impl fmt::Debug for RuntimeBuilder {
 impl RuntimeBuilder {
     pub(crate) fn new() -> Self {
         Self {
-            device: DeviceChoice::default(),
-            device_hook: None,
+            device: Arc::new(Host),
             device_budget: Bytes::gib(1).into(),
             host_budget: Bytes::ZERO,
             page_size: None,
@@ -320,21 +246,11 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Where the device tier is; this process's own memory by default. What the bytes of a GPU's tier are used by is a
-    /// kernel, so they are pinned with [`Runtime::pin_device`](crate::Runtime::pin_device).
-    pub fn device(mut self, device: DeviceChoice) -> Self {
-        self.device = device;
-        self
-    }
-
-    /// The device of another crate; see [`DeviceFactory`].
-    pub fn custom_device(self, factory: impl DeviceFactory + 'static) -> Self {
-        self.device(DeviceChoice::Custom(Arc::new(factory)))
-    }
-
-    /// Shows every call of the device to `hook` before the device gets it, from the first stream on.
-    pub fn device_hook(mut self, hook: Arc<dyn DeviceHook>) -> Self {
-        self.device_hook = Some(hook);
+    /// Where the device tier is: this process's own memory ([`Host`](crate::device::Host)) unless it is set. The crate
+    /// `outcore-cuda` has the memory of a GPU; see [`DeviceFactory`] for a device of your own. What uses the bytes of a
+    /// GPU's tier is a kernel, so pin them with [`Runtime::pin_device`](crate::Runtime::pin_device).
+    pub fn device(mut self, factory: impl DeviceFactory + 'static) -> Self {
+        self.device = Arc::new(factory);
         self
     }
 
@@ -412,7 +328,7 @@ impl RuntimeBuilder {
 
     /// How many frames a device budget holds, which was asked for as it stands here and has come to so many bytes.
     pub(crate) fn device_frames(&self, budget: Bytes, page_size: PageSize) -> Result<u32> {
-        let frames = device_frames_of(budget, page_size, self.device.factory().tables_of_a_frame(page_size))?;
+        let frames = device_frames_of(budget, page_size, self.device.tables_of_a_frame(page_size))?;
         if frames > 0 {
             return Ok(frames);
         }
@@ -425,7 +341,7 @@ impl RuntimeBuilder {
 
     /// What settings are chosen from.
     pub(crate) fn wanted(&self) -> Wanted {
-        let linked = !self.device.factory().is_process_memory();
+        let linked = !self.device.is_process_memory();
         let budget = match self.device_budget {
             _ if linked => Err("pages of a GPU's memory have this size whatever it holds"),
             DeviceBudget::Bytes(budget) => Ok(budget),
@@ -645,6 +561,7 @@ mod tests {
 
     use super::*;
     use crate::Runtime;
+    use crate::device::{Completions, Device, DeviceSettings};
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
 
@@ -688,6 +605,19 @@ mod tests {
 
     const DISK: DiskProfile = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
 
+    /// A device whose memory is not this process's.
+    #[derive(Debug)]
+    struct Elsewhere;
+
+    impl DeviceFactory for Elsewhere {
+        fn name(&self) -> String {
+            "elsewhere".to_owned()
+        }
+        fn open(&self, _: DeviceSettings, _: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+            Err(Error::new(ErrorKind::Unsupported, "it is not here"))
+        }
+    }
+
     /// A share of what is free is so many bytes, and settings follow from it as from any others.
     #[test]
     fn regression_settings_of_a_share_of_what_is_free() {
@@ -706,7 +636,7 @@ mod tests {
         assert!(runtime.stats().page_size.bytes() <= 256 << 10, "{:?}", runtime.stats().settings);
         runtime.close().unwrap();
         // A GPU is asked when it is open.
-        let gpu = builder.device("cuda".parse().unwrap()).device_budget(share(90)).settings().unwrap();
+        let gpu = builder.device(Elsewhere).device_budget(share(90)).settings().unwrap();
         assert!(gpu.page_size.reason.contains("GPU") && gpu.lookahead.reason.contains("not known"), "{gpu:?}");
         assert_eq!(gpu.lookahead.value, Bytes::mib(32), "{gpu:?}");
         assert!(Runtime::builder().settings().unwrap().page_size.reason.contains("no model"));

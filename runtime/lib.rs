@@ -69,10 +69,10 @@ mod tensor;
 mod transfer;
 mod verify;
 
-use pager::{error, ids, random, sync};
+use pager::{error, ids, sync};
 
 pub use compute::ComputeStream;
-pub use config::{DeviceBudget, DeviceChoice, RuntimeBuilder};
+pub use config::{DeviceBudget, RuntimeBuilder};
 pub use dtype::DType;
 #[doc(inline)]
 pub use error::{Error, ErrorKind, Result};
@@ -113,14 +113,11 @@ pub mod policy {
     pub use crate::pager::policy::{Policy, PolicyKind, Take, WalkerPlace, Want};
 }
 
-/// What the tests of outcore and of its extensions use: devices that are simulated or made to fail, and the parts below
-/// the runtime. It changes without notice.
+/// What the tests of outcore and of its extensions use: the parts below the runtime. It changes without notice.
 #[cfg(any(test, feature = "testing"))]
 pub mod testing {
-    pub use crate::device::hooked::{DeviceCall, DeviceHook};
     pub use crate::device::host::{HostDevice, HostDeviceConfig};
-    pub use crate::device::sim::{SimClock, SimDevice, SimDeviceConfig};
-    pub use crate::device::slab::{HostSlab, HostSlabConfig, SlabRegion};
+    pub use crate::device::slab::{HostSlab, HostSlabConfig};
     pub use crate::store::contract::Store;
     pub use crate::store::file::{DirectIo, FileUse};
     pub use crate::store::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};

@@ -257,8 +257,7 @@ pub fn max_map_count() -> Result<u64> {
 }
 
 /// The node of the machine's memory that is nearest to a PCI device (`0000:3b:00.0`), if the kernel knows.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked of GPUs only"))]
-pub(crate) fn numa_node_of(pci: &str) -> Option<u32> {
+pub fn numa_node_of(pci: &str) -> Option<u32> {
     // The file says -1 where the kernel does not know.
     fs::read_to_string(Path::new("/sys/bus/pci/devices").join(pci).join("numa_node")).ok()?.trim().parse().ok()
 }

@@ -14,7 +14,7 @@ use serde::ser::{SerializeStruct, Serializer};
 use crate::budget::{device_frames_of, host_frames_of};
 use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, RuntimeBuilder, staging_pages};
-use crate::device::{Completions, DeviceAddress, DeviceSettings, Hooked, HookedSink, HostSlab, HostSlabConfig, Opened};
+use crate::device::{DeviceAddress, DeviceSettings, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelFile, ModelHeader};
@@ -251,8 +251,7 @@ impl Runtime {
         let page_bytes = page_size.bytes();
         let host_frames = host_frames_of(config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
-        let factory = config.device.factory();
-        let frame_tables = factory.tables_of_a_frame(page_size);
+        let frame_tables = config.device.tables_of_a_frame(page_size);
         // A share is of what the open device has free; its frames are made then.
         let known = match config.device_budget {
             DeviceBudget::Bytes(budget) => Some(config.device_frames(budget, page_size)?),
@@ -260,17 +259,8 @@ impl Runtime {
         };
         let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
-        let hooked = config.device_hook.clone().map(|hook| (hook, Arc::new(HookedSink::new(sink.clone()))));
-        let told: Arc<dyn Completions> = match &hooked {
-            Some((_, sink)) => sink.clone(),
-            None => sink.clone(),
-        };
         let settings = DeviceSettings { page_size, frames, link: config.link, warm: config.warm };
-        let device = factory.open(settings, told)?;
-        let device = match hooked {
-            Some((hook, sink)) => Arc::new(Hooked { device, hook, sink }),
-            None => device,
-        };
+        let device = config.device.open(settings, sink.clone())?;
         let frames = match known {
             Some(frames) => frames,
             None => {

@@ -64,7 +64,7 @@ def hardware(folder):
 
 
 def cargo_bench(name):
-    done = run(["cargo", "bench", "--features", "cuda", "--bench", name], cwd=ROOT)
+    done = run(["cargo", "bench", "--bench", name], cwd=ROOT)
     print(done.stdout, end="", flush=True)
     found = last_json(done.stdout)
     if done.returncode or found is None:

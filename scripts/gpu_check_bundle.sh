@@ -81,7 +81,7 @@ for pair in sys.argv[2:]:
     shutil.copy(found[name], sys.argv[1] + "/bin/" + packed)
 ' "$out" "$@"
 }
-pack_tests outcore cuda device=device
+pack_tests outcore '' device=device
 pack_tests outcore-llm cuda lib=kernels cuda=forward
 strip "$out"/bin/*
 

@@ -29,7 +29,7 @@ step_checker() {
 
 # All members with all their features, so that nothing is built twice. Memory of a GPU is tested over an emulated
 # driver: no GPU is needed, and none is used. Builds without these features are for the step `strict` and for lint.
-everything=(--workspace --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
+everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {
@@ -51,17 +51,18 @@ step_kernels() {
     : # they are only compiled
 }
 
-# What generate says of a GPU in a build that cannot compute on one. The packages are those of `workspace`, so that only
-# outcore-llm is built again. A filter that matches nothing would pass, so the tests are counted.
+# What generate and `outcore doctor` say of a GPU in a build that knows none. The packages are those of `workspace`, so that
+# only outcore-llm and outcore-cli are built again. A filter that matches nothing would pass, so the tests are counted.
 # Nothing is computed here, so nothing has to be fast.
 without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
-    --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda --test generate)
+    --features outcore-gpu-check/cuda --test generate --test cli)
 build_without-cuda() {
     cargo test "${without_cuda[@]}" --no-run
 }
 step_without-cuda() {
     cargo test "${without_cuda[@]}" without_the_feature 2>&1 | tee "$target/without-cuda.log"
-    grep -qE '^test result: ok\. 1 passed' "$target/without-cuda.log" || { echo "without-cuda: no test ran" >&2; exit 1; }
+    [ "$(grep -cE '^test result: ok\. 1 passed' "$target/without-cuda.log")" = 2 ] ||
+        { echo "without-cuda: a test did not run" >&2; exit 1; }
 }
 
 # Cargo compiles doctests only to run them, so only what they need is built before.
@@ -73,8 +74,7 @@ step_doctests() {
 }
 
 # The tests that touch pages, again with evicted ranges inaccessible. Those of the pager and the formats touch none. All
-# members are named, so that the dependencies are
-# those that `workspace` built.
+# members are named, so that the dependencies are those that `workspace` built.
 strict_tests=(runtime device store process)
 build_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run

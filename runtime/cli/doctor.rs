@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use outcore::device::{CudaDeviceInfo, cuda_devices};
 use outcore::machine::{self, HugePages, LimitSource, Machine};
 use outcore::rules::HostDevice;
 use outcore::stats::Settings;
@@ -16,6 +15,7 @@ use outcore::{Bytes, Error, IoBackend, PageSize, Result, Runtime};
 use serde::Serialize;
 
 use super::Report;
+use super::cuda;
 use super::output::{Table, rate, size};
 use super::probe::LatencyReport;
 use super::trial::TrialFile;
@@ -282,12 +282,10 @@ fn huge_page_mode(file: &str) -> Option<String> {
 
 /// Returns what the CUDA driver says or, without a driver, what the kernel knows.
 fn gpus() -> Gpus {
-    let error = match cuda_devices() {
-        Ok(devices) => {
-            let driver = devices.first().map(|gpu| format!("CUDA {}.{}", gpu.driver.0, gpu.driver.1));
-            let usable = devices.iter().any(|gpu| gpu.virtual_memory);
+    let error = match cuda::gpus() {
+        Ok(cuda::Gpus { found, driver, usable }) => {
             let why_not = (!usable).then(|| "no GPU has virtual memory management".to_owned());
-            return Gpus { found: devices.iter().map(gpu).collect(), driver, usable, why_not };
+            return Gpus { found, driver, usable, why_not };
         }
         Err(error) => error,
     };
@@ -308,20 +306,6 @@ fn gpus() -> Gpus {
     let version = fs::read_to_string("/proc/driver/nvidia/version").ok();
     let driver = version.and_then(|text| text.lines().next().map(str::to_owned));
     Gpus { found, driver, usable: false, why_not: Some(error.to_string()) }
-}
-
-fn gpu(gpu: &CudaDeviceInfo) -> String {
-    let memory = if gpu.virtual_memory { "can map memory" } else { "cannot map memory, so cannot be used" };
-    let (major, minor) = gpu.capability;
-    let near = gpu.numa_node.map(|node| format!(", near memory node {node}")).unwrap_or_default();
-    format!(
-        "cuda:{} {}, {}, compute {major}.{minor}{near}, {memory} ({}, {})",
-        gpu.ordinal,
-        gpu.name,
-        size(gpu.memory.get()),
-        gpu.pci,
-        gpu.uuid
-    )
 }
 
 fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {

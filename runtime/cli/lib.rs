@@ -6,6 +6,9 @@
 mod bar;
 mod comparison;
 mod config;
+// Who asks for GPUs is chosen by file; everything above sees the same names.
+#[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
+mod cuda;
 mod curve;
 mod doctor;
 mod inspect;

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Completions, Device, HostDevice, HostDeviceConfig, LinkModel, SimClock, SimDevice, SimDeviceConfig};
-use crate::error::{Error, ErrorKind, Result};
+use super::{Completions, Device, HostDevice, HostDeviceConfig, LinkModel};
+use crate::error::Result;
 use crate::ids::{Bytes, PageSize};
 
 /// What a runtime asks of the device that it opens.
@@ -22,8 +22,8 @@ pub struct DeviceSettings {
     pub warm: bool,
 }
 
-/// Opens the device of a runtime: [`RuntimeBuilder::custom_device`](crate::RuntimeBuilder::custom_device) takes one from
-/// any crate. `examples/own_device` is such a crate.
+/// Opens the device of a runtime: [`RuntimeBuilder::device`](crate::RuntimeBuilder::device) takes one from any crate.
+/// `outcore-cuda` is such a crate, and `examples/own_device` shows the smallest.
 pub trait DeviceFactory: Send + Sync + fmt::Debug {
     /// What users call the device: `host`, `cuda:0`.
     fn name(&self) -> String;
@@ -31,7 +31,7 @@ pub trait DeviceFactory: Send + Sync + fmt::Debug {
     /// Opens the device. It reports the ends of operations to `completions`.
     ///
     /// # Errors
-    /// Of any kind. [`InvalidArgument`](ErrorKind::InvalidArgument) for a setting that the device cannot have.
+    /// Of any kind. [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a setting that the device cannot have.
     fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>>;
 
     /// Whether frames are memory of this process. Then a runtime that nobody gave a page size chooses one by how much
@@ -46,17 +46,26 @@ pub trait DeviceFactory: Send + Sync + fmt::Debug {
     }
 }
 
-/// The error of a device that has a link of its own.
-pub(super) fn has_a_link(device: &str) -> Error {
-    let message = format!("a modelled link was asked for, and the device {device} has a link of its own");
-    Error::new(ErrorKind::InvalidArgument, message).remedy("leave the link out, or use the host device")
+impl<F: DeviceFactory + ?Sized> DeviceFactory for Arc<F> {
+    fn name(&self) -> String {
+        (**self).name()
+    }
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        (**self).open(settings, completions)
+    }
+    fn is_process_memory(&self) -> bool {
+        (**self).is_process_memory()
+    }
+    fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
+        (**self).tables_of_a_frame(page_size)
+    }
 }
 
-/// The host device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HostFactory;
+/// The host device: frames are this process's own memory. A runtime has it unless it is given another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Host;
 
-impl DeviceFactory for HostFactory {
+impl DeviceFactory for Host {
     fn name(&self) -> String {
         "host".to_owned()
     }
@@ -72,27 +81,5 @@ impl DeviceFactory for HostFactory {
 
     fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
         HostDevice::tables_of_a_frame(page_size)
-    }
-}
-
-/// The simulated device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SimFactory {
-    pub seed: u64,
-}
-
-impl DeviceFactory for SimFactory {
-    fn name(&self) -> String {
-        format!("sim:{}", self.seed)
-    }
-
-    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
-        let DeviceSettings { page_size, frames, link, .. } = settings;
-        let config = SimDeviceConfig { page_size, frames, link, seed: self.seed, clock: SimClock::Free };
-        Ok(Arc::new(SimDevice::new(config, completions)?))
-    }
-
-    fn is_process_memory(&self) -> bool {
-        true
     }
 }

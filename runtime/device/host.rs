@@ -49,7 +49,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use super::ballast::{BALLAST, Ballast};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
-use super::stream::{Copier, STREAMS_MAX, Stream, closed, event_of, event_parts, report_apart};
+use super::parts::{closed, report_apart};
+use super::stream::{Copier, Stream};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
@@ -990,8 +991,8 @@ impl Device for HostDevice {
         if streams.closed {
             return Err(closed("host"));
         }
-        if index >= STREAMS_MAX {
-            let message = format!("the host device has its limit of {STREAMS_MAX} streams");
+        if index >= EventId::STREAMS_MAX {
+            let message = format!("the host device has its limit of {} streams", EventId::STREAMS_MAX);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
         }
         let name = match kind {
@@ -1018,7 +1019,7 @@ impl Device for HostDevice {
         };
         drop(streams);
         match queued {
-            Ok(number) => token.map(|_| event_of(stream, number)),
+            Ok(number) => token.map(|_| EventId::of(stream, number)),
             Err((token, error)) => {
                 report_apart(&self.sink, token, error);
                 None
@@ -1028,18 +1029,18 @@ impl Device for HostDevice {
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
         let count = self.streams.read().get(stream.0 as usize)?.record();
-        Ok(event_of(stream, count))
+        Ok(EventId::of(stream, count))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
         let streams = self.streams.read();
-        let (recorded, count) = event_parts(event);
-        streams.get(stream.0 as usize)?.wait(streams.get(recorded as usize)?, count)
+        let (recorded, count) = event.parts();
+        streams.get(stream.0 as usize)?.wait(streams.get(recorded.0 as usize)?, count)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, count) = event_parts(event);
-        self.streams.read().get(stream as usize)?.poll(count)
+        let (stream, count) = event.parts();
+        self.streams.read().get(stream.0 as usize)?.poll(count)
     }
 
     fn close(&self) -> Result<()> {
@@ -1461,7 +1462,7 @@ mod tests {
         // Two blocks, and some frames that fill none.
         const FRAMES: u32 = 70;
         let device = device(FRAMES);
-        let mut random = crate::random::Random(5);
+        let mut random = crate::pager::random::Random(5);
         let mut below = |n: u64| random.next_u64() % n;
         let mut segments: Vec<(DeviceAddress, u32)> = Vec::new();
         for step in 0..3000 {

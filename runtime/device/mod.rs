@@ -33,18 +33,13 @@
 //!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
 //!    dropped.
 
-// The device is chosen by file; everything above sees the same names.
 mod ballast;
-#[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
-mod cuda;
 mod factory;
-pub(crate) mod hooked;
 pub(crate) mod host;
 mod link;
 mod mappings;
+pub mod parts;
 mod process;
-mod select;
-pub(crate) mod sim;
 pub(crate) mod slab;
 mod stream;
 mod sys;
@@ -61,19 +56,11 @@ use crate::machine::MemoryLimit;
 
 #[doc(inline)]
 pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
-#[cfg(feature = "cuda")]
-pub use cuda::{CudaDevice, CudaDeviceConfig};
-pub use cuda::{cuda_device, cuda_devices};
-use factory::has_a_link;
-pub use factory::{DeviceFactory, DeviceSettings};
-pub(crate) use factory::{HostFactory, SimFactory};
-pub(crate) use hooked::{DeviceHook, Hooked, HookedSink};
+pub use factory::{DeviceFactory, DeviceSettings, Host};
 pub(crate) use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub(crate) use process::Opened;
-pub use select::{CudaDeviceInfo, CudaDeviceSelector};
-pub(crate) use sim::{SimClock, SimDevice, SimDeviceConfig};
-pub(crate) use slab::{HostSlab, HostSlabConfig, SlabRegion};
+pub(crate) use slab::{HostSlab, HostSlabConfig};
 pub(crate) use sys::HUGE_PAGE_BYTES;
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
@@ -143,6 +130,20 @@ impl StreamId {
 pub struct EventId(pub(crate) u64);
 
 impl EventId {
+    /// Bits that count items; the other bits are the stream.
+    const COUNT_BITS: u32 = 44;
+    /// How many streams [`of`](Self::of) tells apart.
+    pub const STREAMS_MAX: usize = 1 << (64 - Self::COUNT_BITS);
+
+    /// The event of the first `count` items of a stream, for devices that count the items of each stream: a count fits 44
+    /// bits, and nothing has to be freed.
+    pub const fn of(stream: StreamId, count: u64) -> Self {
+        Self((stream.0 as u64) << Self::COUNT_BITS | count)
+    }
+    /// The stream and the count of an event that [`of`](Self::of) made.
+    pub const fn parts(self) -> (StreamId, u64) {
+        (StreamId((self.0 >> Self::COUNT_BITS) as u32), self.0 & ((1 << Self::COUNT_BITS) - 1))
+    }
     /// The event to which a device gave this number. Of two events of one stream the later one has the greater number.
     pub const fn new(number: u64) -> Self {
         Self(number)
@@ -208,7 +209,7 @@ impl HostPointer {
         twox_hash::XxHash3_64::oneshot(bytes)
     }
     /// The memory `bytes` after this, which belongs to the same operation.
-    pub(crate) fn offset(self, bytes: u64) -> Self {
+    pub fn offset(self, bytes: u64) -> Self {
         // Within the operation's range, which does not wrap around; the constructor's promise covers it.
         Self(self.0.map_addr(|at| at.saturating_add(bytes as usize)))
     }
@@ -223,6 +224,15 @@ impl HostPointer {
 unsafe impl Send for HostPointer {}
 // SAFETY: as above; sharing the address grants no access.
 unsafe impl Sync for HostPointer {}
+
+/// A range of host memory that a device [locks](Device::lock_host).
+#[derive(Clone, Copy, Debug)]
+pub struct HostRegion {
+    /// The first byte.
+    pub base: HostPointer,
+    /// Its length.
+    pub len: Bytes,
+}
 
 /// One operation on a stream. Lengths are in bytes.
 pub enum StreamOp {
@@ -350,11 +360,11 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// Locks host memory, so that the device copies from and to it directly; rule 5 of the contract covers it until
     /// [`unlock_host`](Self::unlock_host) returns. By default it is locked in memory and no more.
-    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn lock_host(&self, memory: HostRegion) -> Result<()> {
         sys::lock(memory.base.as_ptr() as u64, memory.len.get()).map_err(|cause| sys::lock_refused(memory.len, cause))
     }
     /// Undoes a [`lock_host`](Self::lock_host) of the same range. No operation in flight uses it.
-    fn unlock_host(&self, _memory: SlabRegion) -> Result<()> {
+    fn unlock_host(&self, _memory: HostRegion) -> Result<()> {
         Ok(())
     }
 

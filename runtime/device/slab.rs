@@ -19,7 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::tables::Tables;
-use super::{Device, HostPointer};
+use super::{Device, HostPointer, HostRegion};
 use crate::error::{Error, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
@@ -42,17 +42,8 @@ pub struct HostSlabConfig {
     pub lock: bool,
 }
 
-/// A range of host memory, for a GPU driver.
-#[derive(Clone, Copy, Debug)]
-pub struct SlabRegion {
-    /// The first byte.
-    pub base: HostPointer,
-    /// Its length.
-    pub len: Bytes,
-}
-
 /// Locks a slice. It is the device's function, except in tests.
-type Lock = fn(&dyn Device, SlabRegion) -> Result<()>;
+type Lock = fn(&dyn Device, HostRegion) -> Result<()>;
 
 /// Decides for each slice who touches its memory first: the locker, or the caller that was given it.
 ///
@@ -400,11 +391,11 @@ impl Drop for HostSlab {
     }
 }
 
-fn range(address: u64, len: u64) -> SlabRegion {
+fn range(address: u64, len: u64) -> HostRegion {
     let pointer = std::ptr::with_exposed_provenance_mut(address as usize);
     // SAFETY: the slab keeps the memory until it has unlocked it, which `Drop` ensures.
     let base = unsafe { HostPointer::new(NonNull::new(pointer).unwrap_or(NonNull::dangling())) };
-    SlabRegion { base, len: Bytes::new(len) }
+    HostRegion { base, len: Bytes::new(len) }
 }
 
 #[cfg(test)]
@@ -439,7 +430,7 @@ mod tests {
     /// Whether locking may go on in this test.
     static MAY_LOCK: (Mutex<bool>, parking_lot::Condvar) = (Mutex::new(false), parking_lot::Condvar::new());
 
-    fn lock_when_allowed(_: &dyn Device, _: SlabRegion) -> Result<()> {
+    fn lock_when_allowed(_: &dyn Device, _: HostRegion) -> Result<()> {
         let mut may = MAY_LOCK.0.lock();
         while !*may {
             MAY_LOCK.1.wait(&mut may);
@@ -490,7 +481,7 @@ mod tests {
     /// meanwhile.
     #[test]
     fn regression_memory_is_touched_before_it_is_locked() {
-        fn resident(_: &dyn Device, memory: SlabRegion) -> Result<()> {
+        fn resident(_: &dyn Device, memory: HostRegion) -> Result<()> {
             let there = sys::resident(memory.base.as_ptr() as u64, memory.len.get());
             let all = there.is_ok_and(|there| there == memory.len.get());
             if all { Ok(()) } else { Err(sys::lock_refused(memory.len, io::ErrorKind::OutOfMemory.into())) }

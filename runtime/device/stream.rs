@@ -12,34 +12,19 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Completion, Completions, EventId, StreamId, StreamOp, Token, sys};
+use super::parts::{BATCH_OPERATIONS_MAX, closed, report, run_call, unknown_event};
+use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Completions are reported after at most this many operations ...
-pub(super) const BATCH_OPERATIONS_MAX: usize = 64;
-/// ... or this many bytes: about as many as are copied in the time a waiter takes to wake up.
+/// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to wake
+/// up. Or after [`BATCH_OPERATIONS_MAX`] operations.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
-
-/// Bits of an event that count items; the other bits are the stream.
-const EVENT_COUNT_BITS: u32 = 44;
-pub(super) const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
-
-/// The event of `count` items of a stream.
-pub(super) fn event_of(stream: StreamId, count: u64) -> EventId {
-    EventId(u64::from(stream.0) << EVENT_COUNT_BITS | count)
-}
-
-/// The stream and the count of an event.
-pub(super) fn event_parts(event: EventId) -> (u32, u64) {
-    ((event.0 >> EVENT_COUNT_BITS) as u32, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
-}
 
 /// Runs the copies in a stream's queue. The stream runs closures itself.
 pub(super) trait Copier: Send + Sync + 'static {
@@ -187,28 +172,6 @@ impl Stream {
     }
 }
 
-/// The error with which a submission to a closed device completes.
-pub(super) fn closed(device: &str) -> Error {
-    Error::new(ErrorKind::Closed, format!("the device {device} is closed"))
-}
-
-/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes.
-pub(super) fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
-    let Some(token) = token else {
-        tracing::warn!(%error, "a stream operation was not run");
-        return;
-    };
-    let sink = Arc::clone(sink);
-    let report = move || sink.completed(&mut vec![Completion { token, result: Err(error) }]);
-    if let Err(cause) = thread::Builder::new().name("device-late".into()).spawn(report) {
-        tracing::error!(%cause, ?token, "cannot report the end of an operation");
-    }
-}
-
-pub(super) fn unknown_event() -> Error {
-    Error::new(ErrorKind::InvalidArgument, "the event was not recorded on this device")
-}
-
 struct Batch {
     sink: Arc<dyn Completions>,
     done: Vec<Completion>,
@@ -220,18 +183,6 @@ impl Batch {
         self.bytes = 0;
         report(&self.sink, &mut self.done);
     }
-}
-
-/// Reports the completions and clears the list.
-pub(super) fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
-    if done.is_empty() {
-        return;
-    }
-    // A panic here is the caller's bug. It must not end the stream, because every waiter would be lost with it.
-    if catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
-        tracing::error!("the receiver of completions panicked");
-    }
-    done.clear();
 }
 
 struct Worker {
@@ -253,7 +204,7 @@ impl Worker {
                 }
                 Item::Op(StreamOp::Call(call), token) => {
                     self.batch.report();
-                    (token, call_caught(call))
+                    (token, run_call(call))
                 }
                 Item::Op(StreamOp::Mark, token) => (token, Ok(())),
                 Item::Op(op, token) => (token, self.copier.run(op, &mut || self.batch.report())),
@@ -300,12 +251,4 @@ impl Worker {
             self.batch.report();
         }
     }
-}
-
-pub(super) fn call_caught(call: Box<dyn FnOnce() + Send>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
-        let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
-        let message = format!("a closure on a stream panicked: {}", text.unwrap_or("no message"));
-        Error::new(ErrorKind::Internal, message)
-    })
 }

@@ -3,7 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use outcore::{Bytes, DType, DeviceBudget, DeviceChoice, Error, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+use std::sync::Arc;
+
+use outcore::device::{DeviceFactory, Host};
+use outcore::{Bytes, DType, DeviceBudget, Error, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+use outcore_cuda::CudaDeviceSelector;
+use outcore_testkit::sim::Simulated;
 
 fn builder() -> RuntimeBuilder {
     Runtime::builder().page_size(PageSize::new(Bytes::kib(64)).unwrap()).device_budget(Bytes::mib(1))
@@ -19,22 +24,19 @@ fn assert_explained(error: &Error, kind: ErrorKind, says: &[&str], remedy: &[&st
 #[test]
 fn devices_have_names_that_can_be_read_back() {
     let uuid = "0f0e0d0c-0b0a-0908-0706-050403020100";
-    let (gpu, mig) = (format!("cuda:GPU-{uuid}"), format!("cuda:MIG-{uuid}"));
-    for name in ["host", "sim:0", "sim:7", "cuda:0", "cuda:12", "cuda:0000:3b:00.0", &gpu, &mig] {
-        let choice: DeviceChoice = name.parse().unwrap();
-        assert_eq!(choice.to_string(), name);
-        assert_eq!(choice.to_string().parse::<DeviceChoice>().unwrap(), choice);
+    let (gpu, mig) = (format!("GPU-{uuid}"), format!("MIG-{uuid}"));
+    for text in ["0", "12", "0000:3b:00.0", &gpu, &mig] {
+        let selector: CudaDeviceSelector = text.parse().unwrap();
+        assert_eq!((selector.to_string(), selector.name()), (text.to_owned(), format!("cuda:{text}")));
+        assert_eq!(selector.to_string().parse::<CudaDeviceSelector>().unwrap(), selector);
     }
-    assert_eq!("cuda".parse::<DeviceChoice>().unwrap(), "cuda:0".parse().unwrap());
-    assert_eq!("sim".parse::<DeviceChoice>().unwrap(), "sim:0".parse().unwrap());
-    assert_eq!(mig.to_uppercase().replacen("CUDA", "cuda", 1).parse::<DeviceChoice>().unwrap(), mig.parse().unwrap());
-    for wrong in
-        ["", "gpu", "cuda:", "cuda:-1", "cuda:GPU-12", "cuda:MIG-GPU-1/2/3", "sim:", "sim:x", "host:0", "cuda:3b:00.0"]
-    {
-        let error = wrong.parse::<DeviceChoice>().unwrap_err();
-        let quoted = wrong.split_once("cuda:").map_or(wrong, |(_, selector)| selector);
-        assert_explained(&error, ErrorKind::InvalidArgument, &[quoted], &["PCI address"]);
+    assert_eq!(CudaDeviceSelector::default(), "0".parse().unwrap());
+    assert_eq!(mig.to_uppercase().parse::<CudaDeviceSelector>().unwrap(), mig.parse().unwrap());
+    for wrong in ["", "gpu", "-1", "GPU-12", "MIG-GPU-1/2/3", "3b:00.0"] {
+        let error = wrong.parse::<CudaDeviceSelector>().unwrap_err();
+        assert_explained(&error, ErrorKind::InvalidArgument, &[wrong], &["PCI address"]);
     }
+    assert_eq!((Host.name(), Simulated { seed: 7 }.name()), ("host".to_owned(), "sim:7".to_owned()));
 }
 
 #[test]
@@ -56,8 +58,8 @@ fn budgets_are_sizes_or_shares_of_what_is_free() {
 
 #[test]
 fn a_share_of_what_is_free_is_what_the_runtime_has() {
-    for device in ["host", "sim"] {
-        let device: DeviceChoice = device.parse().unwrap();
+    let devices: [Arc<dyn DeviceFactory>; 2] = [Arc::new(Host), Arc::new(Simulated::default())];
+    for device in devices {
         // Free memory changes all the time, so the budget is only checked against bounds.
         let runtime =
             builder().device(device.clone()).device_budget("1%".parse::<DeviceBudget>().unwrap()).open().unwrap();
@@ -75,31 +77,14 @@ fn a_share_of_what_is_free_is_what_the_runtime_has() {
     }
 }
 
-#[cfg(not(feature = "cuda"))]
-#[test]
-fn a_build_without_the_feature_says_so() {
-    let error = builder().device("cuda".parse().unwrap()).open().unwrap_err();
-    let says = ["open the device cuda:0", "this build of outcore has no CUDA device"];
-    assert_explained(&error, ErrorKind::Unsupported, &says, &["--features cuda", "host device"]);
-    assert_explained(
-        &outcore::device::cuda_devices().unwrap_err(),
-        ErrorKind::Unsupported,
-        &["no CUDA device"],
-        &["cuda"],
-    );
-    // After the refusal the host device still opens.
-    builder().open().unwrap().close().unwrap();
-}
-
 /// Skipped where there is a driver.
-#[cfg(feature = "cuda")]
 #[test]
 fn a_machine_without_a_driver_says_so() {
-    if let Ok(found) = outcore::device::cuda_devices() {
+    if let Ok(found) = outcore_cuda::cuda_devices() {
         eprintln!("SKIPPED a_machine_without_a_driver_says_so: there is one, with {} GPUs", found.len());
         return;
     }
-    let error = builder().device("cuda".parse().unwrap()).open().unwrap_err();
+    let error = builder().device(CudaDeviceSelector::default()).open().unwrap_err();
     if error.kind() != ErrorKind::Unsupported || !error.to_string().contains("libcuda") {
         // There is a driver, but no GPU.
         assert_explained(&error, error.kind(), &["open the device cuda:0"], &[""]);

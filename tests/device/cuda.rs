@@ -9,14 +9,9 @@ use std::sync::Arc;
 use control::Fake;
 use harness::{cuda_builder as builder, fail_every_call, only_pageable, watched};
 use models::{Synthetic, synthetic};
-use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, LinkModel, StreamKind, StreamOp,
-    cuda_devices,
-};
-use outcore::{
-    Bytes, DType, DeviceBudget, DeviceChoice, Error, ErrorKind, Model, PageSize, Result, Runtime, RuntimeBuilder,
-    Tensor,
-};
+use outcore::device::{Completion, Completions, Device, LinkModel, StreamKind, StreamOp};
+use outcore::{Bytes, DType, DeviceBudget, Error, ErrorKind, Model, PageSize, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::{CudaDeviceConfig, CudaDeviceSelector, cuda_devices};
 use outcore_testkit::{fake_cuda as control, harness, models};
 
 const PAGE: u64 = 2 << 20;
@@ -25,6 +20,11 @@ const ILLEGAL_ADDRESS: u32 = 700;
 const NOT_PERMITTED: u32 = 800;
 const NOT_SUPPORTED: u32 = 801;
 const VIRTUAL_MEMORY: i32 = 102;
+
+/// The GPU that `cuda`, or `cuda:` and a selector, names.
+fn gpu(name: &str) -> CudaDeviceSelector {
+    name.strip_prefix("cuda:").map_or_else(CudaDeviceSelector::default, |selector| selector.parse().unwrap())
+}
 
 fn refusal(builder: RuntimeBuilder) -> Error {
     let error = builder.open().unwrap_err();
@@ -48,7 +48,7 @@ fn assert_explained(error: &Error, kind: ErrorKind, says: &[&str], remedy: &[&st
 #[test]
 fn what_cannot_be_opened_says_why_and_what_to_do() {
     let Some(fake) = Fake::load_or_skip("what_cannot_be_opened_says_why_and_what_to_do") else { return };
-    let cuda = |text: &str| builder(1, 0).device(text.parse().unwrap());
+    let cuda = |text: &str| builder(1, 0).device(gpu(text));
     fake.set_devices(0);
     assert_refused(
         builder(1, 0),
@@ -312,8 +312,7 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
     let mig = second.uuid.replacen("GPU", "MIG", 1);
     let names = [second.uuid.clone(), mig, second.pci.to_uppercase()].map(|name| format!("cuda:{name}"));
     for name in names.into_iter().chain(["cuda".to_owned()]) {
-        let choice: DeviceChoice = name.parse().unwrap();
-        let runtime = builder(2, 0).device(choice).open().unwrap();
+        let runtime = builder(2, 0).device(gpu(&name)).open().unwrap();
         let on_second = fake.used_bytes(1);
         assert_eq!(on_second, if name == "cuda" { 0 } else { 2 * PAGE }, "{name}");
         runtime.close().unwrap();
@@ -618,7 +617,7 @@ fn a_closure_holds_the_last_owner() {
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
     let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
     let sink = Arc::new(Ignore);
-    let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+    let device = Arc::new(config.open(sink.clone()).unwrap());
     let stream = device.create_stream(StreamKind::Compute).unwrap();
     let (go, gone) = std::sync::mpsc::channel::<()>();
     let last = Arc::clone(&device);
@@ -669,8 +668,8 @@ mod cuda_real {
 
     fn refusals() {
         let gpus = cuda_devices().unwrap();
-        let missing = format!("cuda:{}", gpus.len()).parse().unwrap();
-        assert_eq!(refusal(builder(1, 0).device(missing)).kind(), ErrorKind::NotFound);
+        let missing = format!("cuda:{}", gpus.len());
+        assert_eq!(refusal(builder(1, 0).device(gpu(&missing))).kind(), ErrorKind::NotFound);
         let small = PageSize::new(Bytes::kib(64)).unwrap();
         assert_eq!(refusal(builder(1, 0).page_size(small)).kind(), ErrorKind::InvalidArgument);
         let frames = gpus[0].memory.get() / PAGE + 1;

@@ -6,11 +6,12 @@
 use std::sync::{Arc, Condvar, Mutex};
 
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, EventId, FrameId, HostFrameId,
-    HostPointer, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, StreamId, StreamKind,
+    StreamOp, Token,
 };
 use outcore::testing::{HostSlab, HostSlabConfig};
 use outcore::{Bytes, PageSize, Result};
+use outcore_cuda::{CudaDevice, CudaDeviceConfig};
 
 use outcore_testkit::fake_cuda::Fake;
 
@@ -71,7 +72,7 @@ impl Rig {
         let sink = Arc::new(Sink::default());
         let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
         let config = CudaDeviceConfig { device: Default::default(), page_size, frames };
-        let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+        let device = Arc::new(config.open(sink.clone()).unwrap());
         let config = HostSlabConfig { page_size, frames: 20, staging: 0, lock: true };
         let slab = HostSlab::new(config, device.clone()).unwrap();
         slab.wait_locked();

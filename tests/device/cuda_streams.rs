@@ -16,11 +16,10 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, DriverErr
 use cudarc::nvrtc::Ptx;
 use harness::{Rng, cuda_builder as builder, fail_every_call, fail_every_call_with, until as wait_for, watched};
 use models::synthetic;
-use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, RawStream, StreamOp, Token,
-};
+use outcore::device::{Completion, Completions, Device, DeviceAddress, RawStream, StreamOp, Token};
 use outcore::dlpack::DLDeviceType;
 use outcore::{Bytes, ComputeStream, DType, ErrorKind, PageSize, Result, Runtime, StreamPin, Tensor};
+use outcore_cuda::CudaDeviceConfig;
 use outcore_pager::State;
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness, models};
 
@@ -1286,7 +1285,7 @@ fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_st
         fake.register_kernel("copy", |_| Vec::new(), move |_| ran.store(true, Ordering::Release));
         let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
         let config = CudaDeviceConfig { device: Default::default(), page_size, frames: 1 };
-        let device = CudaDevice::new(config, marks.clone()).unwrap();
+        let device = config.open(marks.clone()).unwrap();
         // SAFETY: the stream outlives the device.
         let stream = unsafe { device.adopt_stream(RawStream::new(foreign.stream.cu_stream().cast())) }.unwrap();
         fake.hold_stream(foreign.stream.cu_stream(), true);

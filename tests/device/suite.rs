@@ -21,9 +21,10 @@ use outcore::device::{
     Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, LinkModel, StagingId,
     StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice, SimDeviceConfig};
+use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use outcore::{Bytes, ErrorKind, PageSize, Result};
 use outcore_testkit::fake_cuda as control;
+use outcore_testkit::sim::{SimClock, SimDevice, SimDeviceConfig};
 
 /// Collects completions.
 #[derive(Default)]
@@ -621,16 +622,13 @@ mod simulated_behind_a_link {
     });
 }
 
-#[cfg(feature = "cuda")]
-fn cuda_device(page: Bytes, frames: u32, sink: Arc<Sink>) -> outcore::device::CudaDevice {
-    use outcore::device::{CudaDevice, CudaDeviceConfig};
+fn cuda_device(page: Bytes, frames: u32, sink: Arc<Sink>) -> outcore_cuda::CudaDevice {
     let page_size = PageSize::new(page.max(Bytes::mib(2))).unwrap();
-    CudaDevice::new(CudaDeviceConfig { device: Default::default(), page_size, frames }, sink).unwrap()
+    outcore_cuda::CudaDeviceConfig { device: Default::default(), page_size, frames }.open(sink).unwrap()
 }
 
 /// On the emulated driver, which also fails the test if nothing orders two conflicting operations, or if memory is
 /// taken away while an operation uses it.
-#[cfg(feature = "cuda")]
 mod cuda_emulated {
     use super::control::Fake;
 
@@ -645,7 +643,6 @@ mod cuda_emulated {
 }
 
 /// On the machine's own driver, if that is asked for.
-#[cfg(feature = "cuda")]
 mod cuda_real {
     fn chosen() -> Result<(), &'static str> {
         if super::control::real_is_wanted() { Ok(()) } else { Err("OUTCORE_REAL_CUDA is not 1") }

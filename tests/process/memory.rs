@@ -12,12 +12,13 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use harness::{Scene, alone, scene_ended, whole_name};
-use outcore::device::{Completion, Completions, Device, FrameId};
+use outcore::device::{Completion, Completions, Device, FrameId, Host};
 use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
 use outcore::store::{ScratchAllocation, StoreOptions};
-use outcore::testing::{CallHook, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig, Injected, IoCall, IoKind};
+use outcore::testing::{CallHook, HostDevice, HostDeviceConfig, Injected, IoCall, IoKind};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder, Tensor};
 use outcore_testkit::harness;
+use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 
@@ -585,7 +586,7 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
         .device_budget(Bytes::new(8 * PAGE))
         .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
         .lookahead(Lookahead::Off)
-        .device_hook(keeping.clone())
+        .device(Hooked::new(Host, keeping.clone()))
         .open()
         .unwrap();
     let table = runtime.alloc(DType::U8, &[16, PAGE]).unwrap();

@@ -17,9 +17,10 @@ use harness::{
     progress, scene_ended, seed, until_given_back, watched,
 };
 use outcore::store::StoreOptions;
-use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind, RoomCall, RoomKind};
+use outcore::testing::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
 use outcore_pager::state::State;
+use outcore_testkit::hooked::{DeviceCall, DeviceHook};
 use outcore_testkit::{harness, models, on_every_device};
 use parking_lot::{Condvar, Mutex};
 
@@ -913,7 +914,7 @@ fn child_every_move_fails() {
         let setting = Setting { page: Bytes::kib(4), ..setting(On::Host, 1) };
         // All refusals happen while one guard is dropped. Meanwhile only the device calls show that the test makes
         // progress.
-        let runtime = setting.builder(None).device_hook(Arc::new(GetsOn)).open().unwrap();
+        let runtime = setting.hooked(Arc::new(GetsOn)).open().unwrap();
         let table = runtime.alloc(DType::U8, &[REQUESTS + 1, 4096]).unwrap();
         let rows: Vec<Tensor> = (0..=REQUESTS).map(|n| table.rows(n..n + 1).unwrap()).collect();
         let guard = runtime.pin(&rows[0]).wait().unwrap();

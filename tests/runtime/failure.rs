@@ -16,9 +16,10 @@ use harness::{
 };
 use outcore::device::Token;
 use outcore::store::{ScratchAllocation, StoreOptions};
-use outcore::testing::{CallHook, DeviceCall, Injected, IoCall, IoKind};
+use outcore::testing::{CallHook, Injected, IoCall, IoKind};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
 use outcore_pager::state::State;
+use outcore_testkit::hooked::DeviceCall;
 use outcore_testkit::{harness, models, on_every_device};
 use parking_lot::{Condvar, Mutex};
 
@@ -53,7 +54,7 @@ impl Failing {
     fn builder(&self, setting: &Setting) -> RuntimeBuilder {
         match self {
             Self::Io(faults, _) => setting.builder(Some(faults)),
-            Self::Device(hook) => setting.builder(None).device_hook(hook.clone()),
+            Self::Device(hook) => setting.hooked(hook.clone()),
         }
     }
 

@@ -12,9 +12,10 @@ use std::task::{Context, Poll, Wake, Waker};
 use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, until, watched};
 use outcore::policy::{PageId, SegmentClass, SegmentId};
 use outcore::store::StoreOptions;
-use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind};
+use outcore::testing::{CallHook, Injected, IoCall, IoKind};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Runtime, Tensor};
 use outcore_pager::policy::{Policy, Take, Want};
+use outcore_testkit::hooked::{DeviceCall, DeviceHook};
 use outcore_testkit::{harness, models, on_every_device};
 use parking_lot::{Condvar, Mutex};
 
@@ -41,7 +42,6 @@ fn a_device_that_panics_in_any_call_costs_the_runtime_and_nothing_else() {
 }
 
 /// In a process of its own, because the driver's other tests would find what stays.
-#[cfg(feature = "cuda")]
 #[test]
 fn an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else() {
     harness::alone("an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else", || {
@@ -434,7 +434,7 @@ fn a_hook_of_the_device_that_panics_refuses_the_call(devices: Devices) {
         for on in devices.iter().copied() {
             for call in [DeviceCall::Map, DeviceCall::Submit, DeviceCall::Discard] {
                 let hook = Arc::new(PanickingHook { call, left: AtomicU64::new(3) });
-                let runtime = setting(on, 3).builder(None).device_hook(hook).open().unwrap();
+                let runtime = setting(on, 3).hooked(hook).open().unwrap();
                 let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
                 let mut refused = 0;
                 for row in (0..8).chain(0..8) {
@@ -526,7 +526,7 @@ fn every_wait_ends(devices: Devices) {
         for on in devices.iter().copied() {
             let what = format!("{on:?}");
             let device = PanickingDevice::in_call(DeviceCall::Protect);
-            let runtime = setting(on, 8).builder(None).device_hook(device.clone()).open().unwrap();
+            let runtime = setting(on, 8).hooked(device.clone()).open().unwrap();
             let model = runtime.open_model(&file.path).unwrap();
             let tensors: Vec<Tensor> = (0..4).map(|page| in_page(&model, page)).collect();
             let (first, second) = (runtime.read(&tensors[0]).unwrap(), runtime.read(&tensors[1]).unwrap());
@@ -579,7 +579,7 @@ fn a_device_panics_in_any_call(devices: Devices) {
             for call in [DeviceCall::Map, DeviceCall::Submit, DeviceCall::Protect, DeviceCall::Discard] {
                 let what = format!("{on:?} {call:?}");
                 let device = PanickingDevice::in_call(call);
-                let runtime = setting(on, 3).builder(None).device_hook(device.clone()).open().unwrap();
+                let runtime = setting(on, 3).hooked(device.clone()).open().unwrap();
                 let model = runtime.open_model(&file.path).unwrap();
                 let tensor = |page| in_page(&model, page);
                 let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();

@@ -61,7 +61,6 @@ fn soak_for_long() {
     soak("soak_for_long", EVERYWHERE, soak_seconds());
 }
 
-#[cfg(feature = "cuda")]
 mod emulated_driver {
     use super::*;
     use harness::{CUDA, small_pages};

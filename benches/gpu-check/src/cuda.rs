@@ -5,7 +5,7 @@
 //! 1. Host memory that copies use belongs to a [`HostMemory`]. It is freed, and its bytes are looked at, only after the
 //!    whole context has been waited for; so no copy can outlive its memory.
 //! 2. Device memory and addresses go back after the context has been waited for, and are never dereferenced here.
-//! 3. Nothing of cudarc is called before `outcore::device::cuda_devices` has found a driver and a GPU: it panics where
+//! 3. Nothing of cudarc is called before `outcore_cuda::cuda_devices` has found a driver and a GPU: it panics where
 //!    the library is missing.
 
 use std::ffi::{CStr, c_void};
@@ -46,7 +46,7 @@ pub(crate) struct Gpu {
 impl Gpu {
     pub(crate) fn open(ordinal: u32) -> Result<Self> {
         // Answers with an error, and a remedy, where there is no driver or no GPU.
-        let count = outcore::device::cuda_devices()?.len();
+        let count = outcore_cuda::cuda_devices()?.len();
         if ordinal as usize >= count {
             return Err(Failure::Impossible(format!("there is no GPU {ordinal}: the driver sees {count}")));
         }

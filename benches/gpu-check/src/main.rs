@@ -87,7 +87,7 @@ fn execute(command: Command) -> Result<(), Failure> {
     match command {
         Command::Parts => Part::ALL.iter().for_each(|part| line(part.name())),
         Command::Gpu { device } => {
-            let found = outcore::device::cuda_devices()?;
+            let found = outcore_cuda::cuda_devices()?;
             let count = found.len();
             let gpu = found.into_iter().nth(device as usize).ok_or_else(|| {
                 Failure::Impossible(format!("there is no GPU {device}: the CUDA driver sees {count}"))

@@ -1,10 +1,12 @@
-//! Stands in for `cuda` in a build that cannot compute on a GPU. No value of these types can be made.
+//! Stands in for `cuda` in a build that cannot compute on a GPU. No GPU can be opened.
 
 use std::convert::Infallible;
+use std::fmt;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::Arc;
 
-use outcore::device::{CudaDeviceInfo, CudaDeviceSelector};
+use outcore::device::{Completions, Device, DeviceFactory, DeviceSettings};
 use outcore::{Bytes, Error, ErrorKind};
 
 use crate::config::Config;
@@ -13,6 +15,48 @@ use crate::files::ModelFiles;
 use crate::model::PassTime;
 use crate::paged::PagedWeights;
 use crate::sampler::Sampler;
+
+/// Names a GPU, in whatever words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CudaDeviceSelector(String);
+
+impl CudaDeviceSelector {
+    fn refused(&self) -> Error {
+        Error::new(ErrorKind::Unsupported, format!("this build cannot compute on cuda:{self}")).remedy(
+            "build it with the feature `cuda` (cargo build -p outcore-llm --features cuda), or use --device host",
+        )
+    }
+}
+
+impl Default for CudaDeviceSelector {
+    fn default() -> Self {
+        Self("0".to_owned())
+    }
+}
+
+impl FromStr for CudaDeviceSelector {
+    type Err = Error;
+
+    fn from_str(text: &str) -> outcore::Result<Self> {
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for CudaDeviceSelector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl DeviceFactory for CudaDeviceSelector {
+    fn name(&self) -> String {
+        format!("cuda:{self}")
+    }
+
+    fn open(&self, _: DeviceSettings, _: Arc<dyn Completions>) -> outcore::Result<Arc<dyn Device>> {
+        Err(self.refused())
+    }
+}
 
 /// A GPU that is ready to compute.
 #[derive(Debug)]
@@ -24,11 +68,7 @@ impl Gpu {
     /// # Errors
     /// `Unsupported`: this build cannot compute on a GPU.
     pub fn open(device: &CudaDeviceSelector, _kernels: Option<&Path>) -> Result<Self> {
-        Err(Error::new(ErrorKind::Unsupported, format!("this build cannot compute on cuda:{device}"))
-            .remedy(
-                "build it with the feature `cuda` (cargo build -p outcore-llm --features cuda), or use --device host",
-            )
-            .into())
+        Err(device.refused().into())
     }
 
     /// Whether cuBLAS multiplies.
@@ -40,11 +80,6 @@ impl Gpu {
     #[must_use]
     pub fn without_cublas(self) -> Self {
         self
-    }
-
-    /// What the driver says of it.
-    pub fn info(&self) -> &CudaDeviceInfo {
-        match self.0 {}
     }
 
     /// Memory of the GPU that nobody has taken.

@@ -59,7 +59,7 @@ mod weights;
 pub use architecture::pass_bytes;
 pub use chat::{ChatTemplate, Message};
 pub use config::{Arch, Config, RopePairs};
-pub use cuda::{CudaModel, CudaSession, Gpu};
+pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::WeightType;
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};

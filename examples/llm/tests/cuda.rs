@@ -16,14 +16,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use emulated::{Driver, driver, driver_library, folder, kernel_library, ptx_file, skipped};
-use outcore::testing::{DeviceCall, DeviceHook};
-use outcore::{Bytes, DeviceChoice, ErrorKind, Lookahead, Runtime};
+use outcore::{Bytes, ErrorKind, Lookahead, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
     Arch, CudaModel, CudaSession, Error, Gpu, KvType, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result,
     Sampler, Session, WeightType, argmax,
 };
+use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use serde_json::Value;
 
 /// The program, which cargo puts into the folder above that of the tests. It is found from the place of this test,
@@ -88,10 +88,7 @@ fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Res
 }
 
 fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
-    let runtime = Runtime::builder()
-        .device(DeviceChoice::Cuda(driver.device.clone()))
-        .device_budget(Bytes::new(frames * PAGE))
-        .open()?;
+    let runtime = Runtime::builder().device(driver.device.clone()).device_budget(Bytes::new(frames * PAGE)).open()?;
     let mut opened = OnGpu { session: None, runtime };
     let model = opened.runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&opened.runtime, &model, files)?);
@@ -223,10 +220,9 @@ mod on_a_gpu {
             let hook = Raising { left: AtomicU32::new(maps), flag: flag.clone() };
             let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
             let runtime = Runtime::builder()
-                .device(DeviceChoice::Cuda(driver.device.clone()))
+                .device(Hooked::new(driver.device.clone(), Arc::new(hook)))
                 .device_budget(Bytes::new(2 * PAGE))
                 .lookahead(Lookahead::Off)
-                .device_hook(Arc::new(hook))
                 .open()
                 .unwrap();
             let model = runtime.open_parsed(files.header().clone()).unwrap();

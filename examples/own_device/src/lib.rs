@@ -10,7 +10,7 @@
 //! use outcore::{Bytes, DType, PageSize, Runtime};
 //! use outcore_own_device::Accelerator;
 //!
-//! let builder = Runtime::builder().custom_device(Accelerator).page_size(PageSize::new(Bytes::kib(64))?);
+//! let builder = Runtime::builder().device(Accelerator).page_size(PageSize::new(Bytes::kib(64))?);
 //! let runtime = builder.device_budget(Bytes::mib(1)).open()?;
 //! let tensors = [runtime.alloc(DType::U8, &[1 << 19])?];
 //! runtime.pin_device_mut(&tensors).wait()?.copy_in(0, 1000, &[7; 10])?;

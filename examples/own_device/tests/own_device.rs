@@ -13,7 +13,7 @@ const PAGE: u64 = 64 << 10;
 
 fn builder() -> RuntimeBuilder {
     Runtime::builder()
-        .custom_device(Accelerator)
+        .device(Accelerator)
         .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
         .device_budget(Bytes::new(8 * PAGE))
         .scratch_dir(env!("CARGO_TARGET_TMPDIR"))

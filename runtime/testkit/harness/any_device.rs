@@ -6,14 +6,15 @@
 use std::borrow::Cow;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::progress;
+use crate::sim::Simulated;
 use bytemuck::{AnyBitPattern, NoUninit};
-use outcore::device::{CudaDeviceSelector, LinkModel};
-use outcore::{
-    Bytes, DeviceChoice, DevicePin, PinGuard, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write,
-};
+use outcore::device::{DeviceFactory, Host, LinkModel};
+use outcore::{Bytes, DevicePin, PinGuard, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write};
+use outcore_cuda::CudaDeviceSelector;
 
 use crate::fake_cuda as control;
 
@@ -33,16 +34,23 @@ pub enum On {
 }
 
 impl On {
+    /// What opens the device.
+    pub fn factory(self) -> Arc<dyn DeviceFactory> {
+        match self {
+            Self::Host | Self::Link => Arc::new(Host),
+            Self::Sim => Arc::new(Simulated { seed: 1 }),
+            Self::SimLink => Arc::new(Simulated { seed: 2 }),
+            Self::Cuda => Arc::new(CudaDeviceSelector::default()),
+        }
+    }
+
     /// Settings of a runtime on this device.
     pub fn builder(self) -> RuntimeBuilder {
         let link = LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap();
-        let builder = Runtime::builder();
+        let builder = Runtime::builder().device(self.factory());
         match self {
-            Self::Host => builder,
-            Self::Link => builder.link(link),
-            Self::Sim => builder.device(DeviceChoice::Simulated { seed: 1 }),
-            Self::SimLink => builder.device(DeviceChoice::Simulated { seed: 2 }).link(link),
-            Self::Cuda => builder.device(DeviceChoice::Cuda(CudaDeviceSelector::default())),
+            Self::Link | Self::SimLink => builder.link(link),
+            Self::Host | Self::Sim | Self::Cuda => builder,
         }
     }
 }

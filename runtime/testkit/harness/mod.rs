@@ -13,12 +13,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::device::{CudaDeviceSelector, Token};
+use crate::hooked::{DeviceCall, DeviceHook, Hooked};
+use outcore::device::Token;
 use outcore::store::StoreOptions;
-use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind};
-use outcore::{
-    Bytes, DeviceChoice, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
-};
+use outcore::testing::{CallHook, Injected, IoCall, IoKind};
+use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::CudaDeviceSelector;
 use outcore_pager::state::State;
 use parking_lot::Mutex;
 
@@ -220,6 +220,11 @@ impl Setting {
             .scratch_dir(crate::models::folder())
             .store(store)
     }
+
+    /// The same, where every call of the device is shown to a hook.
+    pub fn hooked(&self, hook: Arc<dyn DeviceHook>) -> RuntimeBuilder {
+        self.builder(None).device(Hooked::new(self.on.factory(), hook))
+    }
 }
 
 /// Refuses one call of a device.
@@ -305,7 +310,7 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
 pub fn cuda_builder(frames: u64, host: u64) -> RuntimeBuilder {
     const PAGE: u64 = 2 << 20;
     Runtime::builder()
-        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
+        .device(CudaDeviceSelector::default())
         .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
         .device_budget(Bytes::new(frames * PAGE))
         .host_budget(Bytes::new(host * PAGE))

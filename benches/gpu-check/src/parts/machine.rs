@@ -11,7 +11,7 @@ use crate::report::{Report, Unit};
 use crate::{Failure, Settings};
 
 pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result<(), Failure> {
-    let gpus = outcore::device::cuda_devices()?;
+    let gpus = outcore_cuda::cuda_devices()?;
     let gpu = Gpu::open(settings.device)?;
     if let Some(info) = gpus.get(settings.device as usize) {
         report.chosen("gpu", &info.name);

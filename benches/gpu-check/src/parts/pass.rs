@@ -4,7 +4,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
-use outcore::{DeviceChoice, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore::{PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore_cuda::CudaDeviceSelector;
 
 use crate::compute::{Amount, Compute};
 use crate::cuda::{Adopted, Event, EventKind, Gpu};
@@ -16,7 +17,7 @@ type Result<T = ()> = std::result::Result<T, Failure>;
 
 /// A runtime on the settings' GPU, with the settings' pages.
 pub(super) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
-    let device: DeviceChoice = format!("cuda:{}", settings.device).parse()?;
+    let device: CudaDeviceSelector = settings.device.to_string().parse()?;
     Ok(Runtime::builder().device(device).page_size(settings.page).policy(PolicyKind::Plan).scratch_dir(&settings.dir))
 }
 

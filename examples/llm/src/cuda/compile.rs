@@ -5,8 +5,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::{self, CompileError, CompileOptions};
-use outcore::device::CudaDeviceInfo;
 use outcore::{Error, ErrorKind};
+use outcore_cuda::CudaDeviceInfo;
 use twox_hash::XxHash3_64;
 
 use crate::error::Result;

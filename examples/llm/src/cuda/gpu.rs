@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
 use outcore::Bytes;
-use outcore::device::{CudaDeviceInfo, CudaDeviceSelector, cuda_device};
+use outcore_cuda::{CudaDeviceInfo, CudaDeviceSelector, cuda_device};
 
 use super::compile;
 use super::failed::failed;

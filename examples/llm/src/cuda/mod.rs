@@ -14,6 +14,7 @@ mod kernels;
 mod session;
 
 pub use gpu::Gpu;
+pub use outcore_cuda::CudaDeviceSelector;
 pub use session::{CudaModel, CudaSession};
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use outcore::device::CudaDeviceSelector;
+use outcore_cuda::CudaDeviceSelector;
 pub use outcore_testkit::fake_cuda::{Fake, skipped};
 use twox_hash::XxHash3_64;
 

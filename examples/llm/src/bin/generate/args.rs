@@ -4,8 +4,10 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Parser;
-use outcore::{Bytes, DeviceChoice, IoBackend, Lookahead, PolicyKind, Verify};
+use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
 use outcore_llm::{Error, Pool, Result};
+
+use crate::device::Device;
 
 /// Runs a Llama-family model whose weights may exceed the memory it is given.
 #[derive(Debug, Parser)]
@@ -26,7 +28,7 @@ pub struct Args {
     pub tokens: usize,
     /// Where weights are paged to and computed with: host, cuda, or cuda: and a GPU's number, UUID or PCI address.
     #[arg(long, default_value_t)]
-    pub device: DeviceChoice,
+    pub device: Device,
     /// With --device cuda: a PTX, cubin or fatbin file with the kernels, in place of compiling them with NVRTC.
     #[arg(long)]
     pub kernels: Option<PathBuf>,
@@ -111,10 +113,7 @@ impl Args {
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
         }
-        if !matches!(self.device, DeviceChoice::Host | DeviceChoice::Cuda(_)) {
-            return wrong(&format!("--device {} computes nothing: choose host or cuda", self.device));
-        }
-        if self.kernels.is_some() && self.device == DeviceChoice::Host {
+        if self.kernels.is_some() && self.device == Device::Host {
             return wrong("--kernels is of no use on the host device: ask for --device cuda, or leave it out");
         }
         Ok(())

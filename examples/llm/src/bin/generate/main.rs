@@ -3,6 +3,7 @@
 mod args;
 mod budget;
 mod capture;
+mod device;
 mod progress;
 mod report;
 mod residency;
@@ -18,7 +19,7 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::store::{QueueDepth, StoreOptions};
-use outcore::{Bytes, DeviceChoice, PageSize, Runtime};
+use outcore::{Bytes, PageSize, Runtime};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
@@ -28,6 +29,7 @@ use outcore_llm::{
 use args::Args;
 use budget::{Budgets, Wishes, Working};
 use capture::Capture;
+use device::Device;
 use progress::Progress;
 use report::{Generated, Memory, Run, Timeline};
 use residency::Watch;
@@ -183,7 +185,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
     // Opened before a model is fetched: most of what can be wrong with a GPU is known at once.
     let gpu = match &args.device {
-        DeviceChoice::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
+        Device::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
         _ => None,
     };
     let files = ModelFiles::open(source::resolve(&args.model)?)?;
@@ -307,7 +309,7 @@ fn open_runtime(
         }
     };
     let runtime = builder
-        .device(args.device.clone())
+        .device(args.device.factory())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
         .policy(args.policy)

@@ -2,7 +2,7 @@
 //!
 //! A segment is a range of device addresses that the driver reserves once. A frame is a physical allocation that is
 //! mapped behind the page it holds. Copies from and to host memory run at full speed once the memory is locked
-//! ([`Device::lock_host`](super::Device::lock_host)); other memory goes through a small locked buffer of the stream.
+//! ([`Device::lock_host`](outcore::device::Device::lock_host)); other memory goes through a small locked buffer of the stream.
 //!
 //! # Failure
 //!
@@ -16,12 +16,6 @@
 //! Driver calls whose order matters are made under these locks. None of them waits for the device, except copies of
 //! unlocked memory if the driver could not provide even a small buffer. Mappings change without a lock held.
 
-mod driver;
-mod frames;
-mod mapper;
-mod reaper;
-mod stream;
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::AtomicBool;
@@ -30,20 +24,19 @@ use std::task::Poll;
 
 use parking_lot::{Mutex, RwLock};
 
-pub use driver::{cuda_device, cuda_devices};
-
-use super::stream::{STREAMS_MAX, closed, event_of, event_parts, report_apart};
-use super::{
-    Completions, CudaDeviceSelector, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, HostPointer,
-    RawStream, SlabRegion, StreamId, StreamKind, StreamOp, Token, has_a_link,
+use outcore::device::parts::{STRICT, closed, has_a_link, report_apart};
+use outcore::device::{
+    Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, HostPointer, HostRegion,
+    RawStream, StreamId, StreamKind, StreamOp, Token,
 };
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FrameId, PageSize};
-use driver::{Context, Current, EventHandle, Failure, Locked, Outcome};
-use frames::Layout;
-use mapper::{Deferred, GiveBack, Mapper};
-use reaper::Reaper;
-use stream::{BOUNCE_BYTES, IN_HOST_FUNCTION, Stream};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+
+use crate::driver::{Context, Current, EventHandle, Failure, Locked, Outcome, cuda_device};
+use crate::frames::Layout;
+use crate::mapper::{Deferred, GiveBack, Mapper};
+use crate::reaper::Reaper;
+use crate::select::CudaDeviceSelector;
+use crate::stream::{BOUNCE_BYTES, IN_HOST_FUNCTION, Stream};
 
 /// Settings of a CUDA device.
 #[derive(Clone, Debug)]
@@ -57,34 +50,34 @@ pub struct CudaDeviceConfig {
 }
 
 #[derive(Debug, Default)]
-struct Streams {
-    all: Vec<Arc<Stream>>,
+pub(crate) struct Streams {
+    pub(crate) all: Vec<Arc<Stream>>,
     closed: bool,
 }
 
-struct Core {
-    name: String,
-    ordinal: u32,
-    numa_node: Option<u32>,
-    page_size: PageSize,
+pub(crate) struct Core {
+    pub(crate) name: String,
+    pub(crate) ordinal: u32,
+    pub(crate) numa_node: Option<u32>,
+    pub(crate) page_size: PageSize,
     /// The lowest and the highest priority of a stream.
-    priorities: (i32, i32),
-    mapper: Mapper,
-    reaper: Reaper,
+    pub(crate) priorities: (i32, i32),
+    pub(crate) mapper: Mapper,
+    pub(crate) reaper: Reaper,
     /// Whether several copies may go to the driver in one call.
-    batches: AtomicBool,
+    pub(crate) batches: AtomicBool,
     /// Events for reuse.
-    events: Mutex<Vec<EventHandle>>,
+    pub(crate) events: Mutex<Vec<EventHandle>>,
     /// Locked buffers of adopted streams that were forgotten.
-    bounces: Mutex<Vec<Locked>>,
+    pub(crate) bounces: Mutex<Vec<Locked>>,
     /// Host memory that is locked: length by address.
-    locked: RwLock<BTreeMap<u64, u64>>,
-    streams: RwLock<Streams>,
-    poison: OnceLock<Error>,
+    pub(crate) locked: RwLock<BTreeMap<u64, u64>>,
+    pub(crate) streams: RwLock<Streams>,
+    pub(crate) poison: OnceLock<Error>,
     /// Declared, and so dropped, after everything that lives in it.
-    context: Context,
+    pub(crate) context: Context,
     /// Dropped last: when it goes, nothing is left.
-    sink: Arc<dyn Completions>,
+    pub(crate) sink: Arc<dyn Completions>,
 }
 
 impl fmt::Debug for Core {
@@ -100,7 +93,7 @@ impl fmt::Debug for Core {
 
 impl Core {
     /// Fails with the first error that cost the device.
-    fn healthy(&self) -> Result<()> {
+    pub(crate) fn healthy(&self) -> Result<()> {
         match self.poison.get() {
             Some(error) => Err(error.clone()),
             None => Ok(()),
@@ -108,7 +101,7 @@ impl Core {
     }
 
     /// Marks the device as lost, with `error` as the cause unless it is lost already. Returns the first cause.
-    fn poison(&self, error: Error) -> Error {
+    pub(crate) fn poison(&self, error: Error) -> Error {
         let name = &self.name;
         let poison = self.poison.get_or_init(|| {
             let error = Error::new(ErrorKind::Device, format!("the GPU {name} failed, and what was on it is lost"))
@@ -123,24 +116,24 @@ impl Core {
         poison.clone()
     }
 
-    fn note(&self, failure: Failure) -> Error {
+    pub(crate) fn note(&self, failure: Failure) -> Error {
         if failure.fatal { self.poison(failure.error) } else { failure.error }
     }
 
-    fn done<T>(&self, outcome: Outcome<T>) -> Result<T> {
+    pub(crate) fn done<T>(&self, outcome: Outcome<T>) -> Result<T> {
         outcome.map_err(|failure| self.note(failure))
     }
 
     /// # Errors
     /// The first error that cost the device; a refusal in a closure on a stream; errors of the driver.
-    fn enter(&self) -> Result<Current<'_>> {
+    pub(crate) fn enter(&self) -> Result<Current<'_>> {
         self.healthy()?;
         self.not_in_closure()?;
         self.done(self.context.enter())
     }
 
     /// Refuses calls of the driver, and waits for it, on a thread on which the driver runs a closure.
-    fn not_in_closure(&self) -> Result<()> {
+    pub(crate) fn not_in_closure(&self) -> Result<()> {
         if !IN_HOST_FUNCTION.get() {
             return Ok(());
         }
@@ -151,7 +144,7 @@ impl Core {
     }
 
     /// Takes frames from where they are, at once, and then changes the layout.
-    fn vacate_and<T>(
+    pub(crate) fn vacate_and<T>(
         &self,
         vacate: impl FnOnce(&mut Layout) -> Result<Vec<FrameId>>,
         change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>,
@@ -166,7 +159,7 @@ impl Core {
     }
 
     /// Gives a reservation back.
-    fn release(&self, base: u64, pages: u32) -> Result<()> {
+    pub(crate) fn release(&self, base: u64, pages: u32) -> Result<()> {
         self.vacate_and(
             |layout| layout.vacate_range(base, pages),
             |layout, context, current| layout.release(context, current, base, pages),
@@ -174,7 +167,7 @@ impl Core {
     }
 
     /// Gives the memory of a frame back, unless the frame is wanted behind an address by then.
-    fn discard_unwanted(&self, frame: FrameId) -> Result<()> {
+    pub(crate) fn discard_unwanted(&self, frame: FrameId) -> Result<()> {
         self.vacate_and(
             |layout| Ok(if layout.is_wanted(frame) { Vec::new() } else { vec![frame] }),
             |layout, context, current| {
@@ -184,7 +177,7 @@ impl Core {
     }
 
     /// Gives the memory of a frame back.
-    fn discard(&self, frame: FrameId) -> Result<()> {
+    pub(crate) fn discard(&self, frame: FrameId) -> Result<()> {
         self.vacate_and(
             |layout| layout.vacate(frame).map(|()| vec![frame]),
             |layout, context, current| layout.discard(context, current, frame),
@@ -192,20 +185,20 @@ impl Core {
     }
 
     /// A bounce buffer for a stream: an unused one, or a new one.
-    fn take_bounce(&self, current: &Current<'_>) -> Result<Locked> {
+    pub(crate) fn take_bounce(&self, current: &Current<'_>) -> Result<Locked> {
         let unused = self.bounces.lock().pop();
         unused.map_or_else(|| self.done(self.context.alloc_locked(current, BOUNCE_BYTES)), Ok)
     }
 
     /// Submits operations to a stream, in order; returns those with tokens that it has taken up.
-    fn hand_over(
+    pub(crate) fn hand_over(
         &self,
         id: StreamId,
         stream: &Arc<Stream>,
         ops: Vec<(StreamOp, Option<Token>)>,
     ) -> Vec<(Token, EventId)> {
         match stream.submit_all(self, ops) {
-            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, event_of(id, number))).collect(),
+            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, EventId::of(id, number))).collect(),
             Err(tokens) => {
                 tokens.into_iter().for_each(|token| report_apart(&self.sink, token, closed(&self.name)));
                 Vec::new()
@@ -213,25 +206,25 @@ impl Core {
         }
     }
 
-    fn take_event(&self, current: &Current<'_>) -> Result<EventHandle> {
+    pub(crate) fn take_event(&self, current: &Current<'_>) -> Result<EventHandle> {
         let pooled = self.events.lock().pop();
         pooled.map_or_else(|| self.done(self.context.create_event(current)), Ok)
     }
 
-    fn return_event(&self, event: EventHandle) {
+    pub(crate) fn return_event(&self, event: EventHandle) {
         self.events.lock().push(event);
     }
 
     /// Bytes of frames that other devices of this process have on the same GPU. A device that is making frames right
     /// now is left out: nobody may wait for it while holding a layout.
-    fn other_frames(&self) -> Bytes {
+    pub(crate) fn other_frames(&self) -> Bytes {
         let others: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| !std::ptr::eq(&***other, self) && other.name == self.name);
         Bytes::new(others.filter_map(|other| other.mapper.try_lock().map(|mapper| mapper.layout.held())).sum())
     }
 
     /// Whether a range of host memory lies in one piece that was locked.
-    fn is_locked(&self, host: HostPointer, len: u64) -> bool {
+    pub(crate) fn is_locked(&self, host: HostPointer, len: u64) -> bool {
         let start = host.as_ptr() as u64;
         let locked = self.locked.read();
         locked.range(..=start).next_back().is_some_and(|(base, size)| start + len <= base + size)
@@ -281,7 +274,7 @@ fn no_room(name: &str, new: Bytes, held: Bytes, free: Bytes, total: Bytes, other
 /// The devices of this process, for [`Core::other_frames`].
 static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 
-/// A device in the memory of one GPU. See the [device contract](super) and `runtime/device/cuda/mod.rs`.
+/// A device in the memory of one GPU. See the [device contract](outcore::device).
 pub struct CudaDevice {
     core: Arc<Core>,
 }
@@ -303,12 +296,12 @@ impl DeviceFactory for CudaDeviceSelector {
             return Err(has_a_link(&self.name()));
         }
         let config = CudaDeviceConfig { device: self.clone(), page_size, frames };
-        let device = CudaDevice::new(config, completions);
+        let device = config.open(completions);
         Ok(Arc::new(device.map_err(|error| error.context(format!("open the device {}", self.name())))?))
     }
 }
 
-impl CudaDevice {
+impl CudaDeviceConfig {
     /// A device that reports completions to `sink`.
     ///
     /// # Errors
@@ -318,8 +311,8 @@ impl CudaDevice {
     /// - [`ErrorKind::InvalidArgument`] if a page is no multiple of the GPU's allocation granularity.
     /// - [`ErrorKind::OutOfMemory`] if the frames need more than is free.
     /// - [`ErrorKind::Device`] for other refusals of the driver.
-    pub fn new(config: CudaDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
-        let gpu = cuda_device(&config.device)?;
+    pub fn open(self, sink: Arc<dyn Completions>) -> Result<CudaDevice> {
+        let gpu = cuda_device(&self.device)?;
         let name = format!("cuda:{}", gpu.ordinal);
         if !gpu.virtual_memory {
             let message = format!("{name} ({}) has no virtual memory management", gpu.name);
@@ -334,14 +327,14 @@ impl CudaDevice {
             let granularity = context.granularity(&current).map_err(plain)?;
             (granularity, context.priorities(&current).map_err(plain)?)
         };
-        let page_size = config.page_size;
+        let page_size = self.page_size;
         if !page_size.bytes().is_multiple_of(granularity.max(1)) {
             let (page, granularity) = (Bytes::new(page_size.bytes()), Bytes::new(granularity));
             let message = format!("pages of {page} do not suit {name}, which allocates multiples of {granularity}");
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .remedy(format!("choose pages of {granularity}, or a multiple")));
         }
-        let device = Self {
+        let device = CudaDevice {
             core: Arc::new(Core {
                 name,
                 ordinal: gpu.ordinal,
@@ -364,12 +357,14 @@ impl CudaDevice {
         open.retain(|core| core.strong_count() > 0);
         open.push(Arc::downgrade(&device.core));
         drop(open);
-        device.grow_frames(config.frames)?;
+        device.grow_frames(self.frames)?;
         Mapper::start(&device.core)?;
         Reaper::start(&device.core)?;
         Ok(device)
     }
+}
 
+impl CudaDevice {
     fn stream(&self, index: u32) -> Result<Arc<Stream>> {
         let streams = self.core.streams.read();
         let count = streams.all.len();
@@ -388,8 +383,8 @@ impl CudaDevice {
         }
         let spent = streams.all.iter().position(|stream| stream.is_spent());
         let index = spent.unwrap_or(streams.all.len());
-        if index >= STREAMS_MAX {
-            let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
+        if index >= EventId::STREAMS_MAX {
+            let message = format!("{} has its limit of {} streams", core.name, EventId::STREAMS_MAX);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
         }
         let stream = make()?;
@@ -403,7 +398,7 @@ impl CudaDevice {
             }
             None => streams.all.push(stream),
         }
-        Ok(StreamId(index as u32))
+        Ok(StreamId::new(index as u32))
     }
 
     /// Changes the layout in the device's context.
@@ -445,7 +440,7 @@ impl Device for CudaDevice {
             return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages")
                 .remedy("reserve at least one page"));
         }
-        self.change(|layout, context, current| layout.reserve(context, current, pages)).map(DeviceAddress)
+        self.change(|layout, context, current| layout.reserve(context, current, pages)).map(DeviceAddress::new)
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
@@ -502,7 +497,7 @@ impl Device for CudaDevice {
 
     fn protect(&self, frame: FrameId) -> Result<()> {
         // Left out in a closure, because it only narrows access.
-        if !cfg!(feature = "strict") || IN_HOST_FUNCTION.get() {
+        if !STRICT || IN_HOST_FUNCTION.get() {
             return Ok(());
         }
         self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
@@ -515,7 +510,7 @@ impl Device for CudaDevice {
         self.core.discard(frame)
     }
 
-    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn lock_host(&self, memory: HostRegion) -> Result<()> {
         let core = &self.core;
         let current = core.enter()?;
         core.done(core.context.lock(&current, memory.base, memory.len.get())).map_err(|error| {
@@ -527,7 +522,7 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn unlock_host(&self, memory: HostRegion) -> Result<()> {
         let core = &self.core;
         core.locked.write().remove(&(memory.base.as_ptr() as u64));
         core.not_in_closure()?;
@@ -552,22 +547,22 @@ impl Device for CudaDevice {
     }
 
     fn forget_stream(&self, stream: StreamId) {
-        if let Ok(stream) = self.stream(stream.0) {
+        if let Ok(stream) = self.stream(stream.get()) {
             stream.begin_close();
         }
     }
 
     fn raw_stream(&self, stream: StreamId) -> Result<RawStream> {
-        Ok(self.stream(stream.0)?.raw())
+        Ok(self.stream(stream.get())?.raw())
     }
 
     fn can_mark(&self, stream: StreamId) -> Result<()> {
-        self.stream(stream.0)?.can_mark(&self.core)
+        self.stream(stream.get())?.can_mark(&self.core)
     }
 
     fn submit(&self, id: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let core = &self.core;
-        let stream = match self.stream(id.0) {
+        let stream = match self.stream(id.get()) {
             Ok(stream) => stream,
             Err(error) => {
                 report_apart(&core.sink, token, error);
@@ -585,24 +580,24 @@ impl Device for CudaDevice {
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
-        let recorded = self.stream(stream.0)?;
+        let recorded = self.stream(stream.get())?;
         self.core.not_in_closure()?;
         self.core.mapper.catch_up(&recorded);
         let number = recorded.record(&self.core)?;
-        Ok(event_of(stream, number))
+        Ok(EventId::of(stream, number))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let (recorded, number) = event_parts(event);
-        let (other, waiting) = (self.stream(recorded)?, self.stream(stream.0)?);
+        let (recorded, number) = event.parts();
+        let (other, waiting) = (self.stream(recorded.get())?, self.stream(stream.get())?);
         self.core.not_in_closure()?;
         self.core.mapper.catch_up(&waiting);
         waiting.wait(&self.core, &other, number)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, number) = event_parts(event);
-        self.stream(stream)?.poll(&self.core, number)
+        let (stream, number) = event.parts();
+        self.stream(stream.get())?.poll(&self.core, number)
     }
 
     fn lost(&self) -> Option<Error> {

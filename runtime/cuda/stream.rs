@@ -30,20 +30,20 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::super::stream::{call_caught, unknown_event};
-use super::super::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
-use super::Core;
-use super::driver::{BatchedCopy, Current, EventHandle, Failure, Locked, Outcome, StreamHandle};
-use super::frames::Range;
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::Bytes;
+use outcore::device::parts::{closed, run_call, unknown_event};
+use outcore::device::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
+use outcore::{Bytes, Error, ErrorKind, Result};
+
+use crate::device::Core;
+use crate::driver::{BatchedCopy, Current, EventHandle, Failure, Locked, Outcome, StreamHandle};
+use crate::frames::Range;
 
 /// How many copies go to the driver in one call. They are reported together, so the first waits for the last.
-pub(super) const COPIES_AT_ONCE: usize = 4;
+pub(crate) const COPIES_AT_ONCE: usize = 4;
 
 /// Size of the buffer through which copies of unlocked memory go: large enough that its host functions cost little
 /// beside the copies.
-pub(super) const BOUNCE_BYTES: usize = 1 << 20;
+pub(crate) const BOUNCE_BYTES: usize = 1 << 20;
 
 const LEFT_TO_THE_DRIVER: &str =
     "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy";
@@ -85,7 +85,7 @@ impl Job {
         // A job that was already ended, because the device was taken for lost, stays ended.
         let ended = JobState::Ended(Ok(()));
         *state = JobState::Ended(match std::mem::replace(&mut *state, ended) {
-            JobState::Waiting(Work::Call(call)) => call_caught(call),
+            JobState::Waiting(Work::Call(call)) => run_call(call),
             JobState::Waiting(Work::Copy { from, to, len }) => {
                 // SAFETY: one side is the stream's own buffer, which the stream's order keeps from other use. The other
                 // side is borrowed until the operation is reported, which waits for this lock (invariant 2).
@@ -135,7 +135,7 @@ extern "C" fn run_job(argument: *mut c_void) {
 
 thread_local! {
     /// Whether the driver is running a host function on this thread. The driver must not be called from one.
-    pub(super) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    pub(crate) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
 /// An operation that the reaper watches, to report its end or its failure.
@@ -172,7 +172,7 @@ struct State {
 }
 
 /// What has to happen before the first item counts as ended.
-pub(super) enum First {
+pub(crate) enum First {
     /// There is no item.
     Nothing,
     /// The driver has nothing of the item, so nothing has to happen.
@@ -182,12 +182,12 @@ pub(super) enum First {
     Unmarked,
 }
 
-pub(super) struct Stream {
+pub(crate) struct Stream {
     raw: StreamHandle,
     /// Whether the stream was made here, and is destroyed here. Any other may be gone once nothing is submitted to it.
     owned: bool,
     /// Operations that the mapper has yet to hand on. Changes under the mapper's lock.
-    pub(super) deferred: AtomicU32,
+    pub(crate) deferred: AtomicU32,
     /// How long the last work took, in nanoseconds. Written by the reaper.
     pace: AtomicU32,
     state: Mutex<State>,
@@ -217,7 +217,7 @@ impl fmt::Debug for Stream {
 }
 
 impl Stream {
-    pub(super) fn create(core: &Core, priority: i32) -> Result<Arc<Self>> {
+    pub(crate) fn create(core: &Core, priority: i32) -> Result<Arc<Self>> {
         let current = core.enter()?;
         let raw = core.done(core.context.create_stream(&current, priority))?;
         let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
@@ -233,8 +233,8 @@ impl Stream {
     /// A stream that somebody else owns.
     ///
     /// # Safety
-    /// As for [`Device::adopt_stream`](super::super::Device::adopt_stream).
-    pub(super) unsafe fn adopt(core: &Core, raw: RawStream) -> Result<Arc<Self>> {
+    /// As for [`Device::adopt_stream`](outcore::device::Device::adopt_stream).
+    pub(crate) unsafe fn adopt(core: &Core, raw: RawStream) -> Result<Arc<Self>> {
         let current = core.enter()?;
         // SAFETY: the caller's promise.
         let raw = core.done(unsafe { core.context.adopt_stream(&current, raw) })?;
@@ -248,7 +248,7 @@ impl Stream {
     }
 
     /// Destroys what the driver made for the stream. Nothing on it is in flight.
-    pub(super) fn destroy(self, core: &Core) {
+    pub(crate) fn destroy(self, core: &Core) {
         let current = match core.context.enter() {
             Ok(current) => current,
             Err(failure) => return tracing::warn!(error = %failure.error, "destroy a CUDA stream"),
@@ -268,7 +268,7 @@ impl Stream {
 
     /// Submits operations, in order. Returns the tokens and numbers of those that the driver has taken. A closed stream
     /// takes none, and returns the tokens.
-    pub(super) fn submit_all(
+    pub(crate) fn submit_all(
         self: &Arc<Self>,
         core: &Core,
         ops: Vec<(StreamOp, Option<Token>)>,
@@ -420,7 +420,7 @@ impl Stream {
     }
 
     /// Takes the buffer of a stream that [is spent](Self::is_spent).
-    pub(super) fn take_bounce(&self) -> Option<Locked> {
+    pub(crate) fn take_bounce(&self) -> Option<Locked> {
         self.state.lock().bounce.take()
     }
 
@@ -524,16 +524,16 @@ impl Stream {
     }
 
     /// The handle, for use by others.
-    pub(super) fn raw(&self) -> RawStream {
+    pub(crate) fn raw(&self) -> RawStream {
         self.state.lock().shared = true;
         self.raw.raw()
     }
 
     /// Refuses a mark if an event would not cover the work that runs.
-    pub(super) fn can_mark(&self, core: &Core) -> Result<()> {
+    pub(crate) fn can_mark(&self, core: &Core) -> Result<()> {
         let state = self.state.lock();
         if state.closing {
-            return Err(super::super::stream::closed(&core.name));
+            return Err(closed(&core.name));
         }
         if IN_HOST_FUNCTION.get() {
             // The driver is asked when the mark is handed on.
@@ -567,7 +567,7 @@ impl Stream {
     }
 
     /// The number of the last operation, with an event behind it unless everything has ended.
-    pub(super) fn record(self: &Arc<Self>, core: &Core) -> Result<u64> {
+    pub(crate) fn record(self: &Arc<Self>, core: &Core) -> Result<u64> {
         let mut state = self.state.lock();
         let number = state.submitted;
         if state.completed < number && state.marked < number && !state.closing {
@@ -583,12 +583,12 @@ impl Stream {
     }
 
     /// Makes operations submitted from now on wait until `number` of `other` has ended.
-    pub(super) fn wait(&self, core: &Core, other: &Self, number: u64) -> Result<()> {
+    pub(crate) fn wait(&self, core: &Core, other: &Self, number: u64) -> Result<()> {
         if std::ptr::eq(self, other) {
             return Ok(());
         }
         if self.state.lock().closing {
-            return Err(super::super::stream::closed(&core.name));
+            return Err(closed(&core.name));
         }
         {
             let theirs = other.state.lock();
@@ -613,7 +613,7 @@ impl Stream {
     }
 
     /// Whether everything up to `number` has ended; an error if fewer were submitted, or if something failed.
-    pub(super) fn poll(&self, core: &Core, number: u64) -> Result<Poll<()>> {
+    pub(crate) fn poll(&self, core: &Core, number: u64) -> Result<Poll<()>> {
         let state = self.state.lock();
         if number > state.submitted {
             return Err(unknown_event());
@@ -648,18 +648,18 @@ impl Stream {
     }
 
     /// Lets the queue run dry; later submissions are given back.
-    pub(super) fn begin_close(&self) {
+    pub(crate) fn begin_close(&self) {
         self.state.lock().closing = true;
     }
 
     /// Whether the stream is adopted, was forgotten, and everything on it has ended.
-    pub(super) fn is_spent(&self) -> bool {
+    pub(crate) fn is_spent(&self) -> bool {
         let state = self.state.lock();
         !self.owned && state.closing && state.items.is_empty()
     }
 
     /// The first failure that was not reported by token.
-    pub(super) fn failure(&self) -> Result<()> {
+    pub(crate) fn failure(&self) -> Result<()> {
         match &self.state.lock().failure {
             Some((_, error)) => Err(error.clone()),
             None => Ok(()),
@@ -667,17 +667,17 @@ impl Stream {
     }
 
     /// How long the last work took, as an estimate for the next. Zero at first.
-    pub(super) fn pace(&self) -> Duration {
+    pub(crate) fn pace(&self) -> Duration {
         Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
     }
 
     /// Sets the pace, which must be less than four seconds.
-    pub(super) fn set_pace(&self, pace: Duration) {
+    pub(crate) fn set_pace(&self, pace: Duration) {
         self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
     }
 
     /// What the reaper waits for next.
-    pub(super) fn first(&self) -> First {
+    pub(crate) fn first(&self) -> First {
         let mut state = self.state.lock();
         let first = match state.items.front() {
             None => First::Nothing,
@@ -690,7 +690,7 @@ impl Stream {
     }
 
     /// Gives up an event that was captured, because the driver will not say when it happens.
-    pub(super) fn unmark(&self, core: &Core, event: Arc<EventHandle>) {
+    pub(crate) fn unmark(&self, core: &Core, event: Arc<EventHandle>) {
         let mut state = self.state.lock();
         for item in &mut state.items {
             if item.event.as_ref().is_some_and(|own| Arc::ptr_eq(own, &event)) {
@@ -703,7 +703,7 @@ impl Stream {
     }
 
     /// Takes out the first item, which has ended or never will, and later items with the same event.
-    pub(super) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
+    pub(crate) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
         let mut state = self.state.lock();
         let mut jobs = Ok(());
         if let Some(first) = state.items.front().filter(|first| !first.jobs.is_empty()) {
@@ -736,7 +736,7 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver. The device is lost then, unless the error is that a capture forbids the call for now.
-    pub(super) fn finish(&self, core: &Core) -> Outcome {
+    pub(crate) fn finish(&self, core: &Core) -> Outcome {
         let finish = || {
             let current = core.context.enter()?;
             if !self.owned {
@@ -753,7 +753,7 @@ impl Stream {
     }
 
     /// Ends the stream, when everything with a token was reported. Waits for the rest, unless the stream is adopted.
-    pub(super) fn end(&self, core: &Core) {
+    pub(crate) fn end(&self, core: &Core) {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
         state.completed = state.submitted;

@@ -26,18 +26,20 @@
 //! error. But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
 //! again after a nap.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::super::stream::{BATCH_OPERATIONS_MAX, report};
-use super::super::{Completion, sys};
-use super::Core;
-use super::driver::{Current, EventHandle, Outcome};
-use super::stream::{First, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use outcore::device::Completion;
+use outcore::device::parts::{BATCH_OPERATIONS_MAX, report};
+use outcore::{Error, ErrorKind, Result};
+
+use crate::device::Core;
+use crate::driver::{Current, EventHandle, Outcome};
+use crate::stream::{First, Stream};
 
 /// How long it polls without a nap where work ends soon: about the cost of a nap where timers are cheap.
 const RESTLESS: Duration = Duration::from_micros(3);
@@ -59,14 +61,14 @@ struct State {
 }
 
 #[derive(Default)]
-pub(super) struct Reaper {
+pub(crate) struct Reaper {
     state: Mutex<State>,
     work: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Reaper {
-    pub(super) fn start(core: &Arc<Core>) -> Result<()> {
+    pub(crate) fn start(core: &Arc<Core>) -> Result<()> {
         let worker = Worker { watched: Vec::new(), done: Vec::new(), core: Arc::clone(core) };
         let thread = thread::Builder::new().name("cuda-reap".into()).spawn(move || worker.run()).map_err(|cause| {
             Error::io("start the thread that reports what a GPU has done", cause)
@@ -77,22 +79,22 @@ impl Reaper {
     }
 
     /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
-    pub(super) fn watch(&self, stream: Arc<Stream>) {
+    pub(crate) fn watch(&self, stream: Arc<Stream>) {
         self.state.lock().inbox.push(stream);
     }
 
-    pub(super) fn wake(&self) {
+    pub(crate) fn wake(&self) {
         self.work.notify_one();
     }
 
     /// Lets the thread end when all work on the streams has been reported. The streams accept no more by now.
-    pub(super) fn begin_close(&self) {
+    pub(crate) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_one();
     }
 
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
-    pub(super) fn join(&self) -> Result<()> {
+    pub(crate) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
         // A receiver of completions may hold the device's last owner. The thread cannot wait for itself, and ends soon.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
@@ -130,7 +132,7 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
-        sys::exact_timers();
+        exact_timers();
         let core = Arc::clone(&self.core);
         // The context is entered while there is anything to poll, but not while others' code runs, which may enter
         // other contexts.
@@ -215,6 +217,12 @@ impl Worker {
             more
         });
     }
+}
+
+/// Lets timers of the calling thread fire on time instead of up to 50 us late.
+fn exact_timers() {
+    // Where it is refused, naps are longer.
+    let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
 }
 
 fn happened<'a>(core: &'a Core, current: &mut Option<Current<'a>>, event: &EventHandle) -> Outcome<bool> {

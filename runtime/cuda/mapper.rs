@@ -29,22 +29,22 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::super::stream::closed;
-use super::super::{StreamId, StreamOp, Token};
-use super::Core;
-use super::frames::{Layout, Range, carry_out, refuse_all};
-use super::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::FrameId;
+use outcore::device::parts::closed;
+use outcore::device::{FrameId, StreamId, StreamOp, Token};
+use outcore::{Error, ErrorKind, Result};
+
+use crate::device::Core;
+use crate::frames::{Layout, Range, carry_out, refuse_all};
+use crate::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
 
 /// How many frames change together: enough to form runs, and few enough that nobody waits long for the last.
 const FRAMES_AT_ONCE: usize = 16;
 
-pub(super) struct Deferred {
-    pub(super) id: StreamId,
-    pub(super) stream: Arc<Stream>,
-    pub(super) op: StreamOp,
-    pub(super) token: Option<Token>,
+pub(crate) struct Deferred {
+    pub(crate) id: StreamId,
+    pub(crate) stream: Arc<Stream>,
+    pub(crate) op: StreamOp,
+    pub(crate) token: Option<Token>,
 }
 
 enum Job {
@@ -54,7 +54,7 @@ enum Job {
 }
 
 /// Something that is given back because a closure has dropped its owner.
-pub(super) enum GiveBack {
+pub(crate) enum GiveBack {
     /// A reservation: its base and its number of pages.
     Addresses(u64, u32),
     /// The memory of a frame, unless the frame is wanted again by then.
@@ -69,8 +69,8 @@ struct Batch {
     given_back: Vec<GiveBack>,
 }
 
-pub(super) struct State {
-    pub(super) layout: Layout,
+pub(crate) struct State {
+    pub(crate) layout: Layout,
     jobs: VecDeque<Job>,
     /// The thread is working on jobs it has taken up.
     at_work: bool,
@@ -81,7 +81,7 @@ pub(super) struct State {
     ended: bool,
 }
 
-pub(super) struct Mapper {
+pub(crate) struct Mapper {
     state: Mutex<State>,
     work: Condvar,
     /// Signalled when changes of frames have ended, or operations were handed on.
@@ -90,13 +90,13 @@ pub(super) struct Mapper {
 }
 
 impl Mapper {
-    pub(super) fn new(layout: Layout) -> Self {
+    pub(crate) fn new(layout: Layout) -> Self {
         let (jobs, at_work, others_at_work, closing, ended) = Default::default();
         let state = State { layout, jobs, at_work, others_at_work, closing, ended };
         Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
     }
 
-    pub(super) fn start(core: &Arc<Core>) -> Result<()> {
+    pub(crate) fn start(core: &Arc<Core>) -> Result<()> {
         let mapper = Arc::clone(core);
         let thread = thread::Builder::new().name("cuda-map".into()).spawn(move || run(&mapper)).map_err(|cause| {
             Error::io("start the thread that maps device memory", cause).remedy("raise the thread limit (ulimit -u)")
@@ -105,16 +105,16 @@ impl Mapper {
         Ok(())
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
     /// The locked state, unless it is locked already.
-    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock()
     }
 
-    pub(super) fn get_mut(&mut self) -> &mut Layout {
+    pub(crate) fn get_mut(&mut self) -> &mut Layout {
         &mut self.state.get_mut().layout
     }
 
@@ -124,7 +124,7 @@ impl Mapper {
     /// # Errors
     /// If there is no such frame or page; if the device is closed or lost. Errors of the driver go to the operations
     /// that use the page.
-    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
+    pub(crate) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
         core.healthy()?;
         let mut state = self.state.lock();
         if state.closing {
@@ -152,7 +152,7 @@ impl Mapper {
     }
 
     /// Carries out the wanted changes of these frames now. Nobody else changes them meanwhile.
-    pub(super) fn settle<'a>(
+    pub(crate) fn settle<'a>(
         &'a self,
         core: &Core,
         mut state: MutexGuard<'a, State>,
@@ -177,7 +177,7 @@ impl Mapper {
 
     /// Queues an operation that must wait for mappings, or that this thread must not submit. Returns the operation if
     /// it can be submitted at once, or if the mapper has ended.
-    pub(super) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
+    pub(crate) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
         let mut state = self.state.lock();
         if state.ended {
             return Some(deferred);
@@ -203,7 +203,7 @@ impl Mapper {
     ///
     /// # Errors
     /// If there is no such frame.
-    pub(super) fn give_back_later(&self, what: GiveBack) -> Result<bool> {
+    pub(crate) fn give_back_later(&self, what: GiveBack) -> Result<bool> {
         let mut state = self.state.lock();
         if state.ended {
             return Ok(false);
@@ -220,7 +220,7 @@ impl Mapper {
 
     /// Waits until every operation that was submitted to the stream has been handed to it. That waits for mappings, but
     /// for no work of the device.
-    pub(super) fn catch_up(&self, stream: &Stream) {
+    pub(crate) fn catch_up(&self, stream: &Stream) {
         if stream.deferred.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -231,13 +231,13 @@ impl Mapper {
     }
 
     /// Accepts no more mappings; jobs that are queued are still done.
-    pub(super) fn begin_close(&self) {
+    pub(crate) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_all();
     }
 
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
-    pub(super) fn join(&self) -> Result<()> {
+    pub(crate) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
         // The thread may drop the device's last owner, and cannot wait for itself.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());

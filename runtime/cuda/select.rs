@@ -1,15 +1,14 @@
-//! Which GPU is meant, and what is known of the GPUs there are. The same with and without the feature `cuda`.
+//! Which GPU is meant, and what is known of the GPUs there are.
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::Bytes;
+use outcore::{Bytes, Error, ErrorKind, Result};
 
 /// Names one GPU. Ordinals follow `CUDA_VISIBLE_DEVICES` and may change between starts; the other two do not.
 ///
 /// ```
-/// use outcore::device::CudaDeviceSelector;
+/// use outcore_cuda::CudaDeviceSelector;
 ///
 /// assert_eq!("1".parse::<CudaDeviceSelector>()?, CudaDeviceSelector::Ordinal(1));
 /// let pci: CudaDeviceSelector = "0000:3b:00.0".parse()?;
@@ -38,7 +37,6 @@ impl Default for CudaDeviceSelector {
 
 impl CudaDeviceSelector {
     /// Whether it means this GPU.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is nothing to select from"))]
     pub(crate) fn means(&self, gpu: &CudaDeviceInfo) -> bool {
         match self {
             Self::Ordinal(ordinal) => gpu.ordinal == *ordinal,
@@ -50,7 +48,6 @@ impl CudaDeviceSelector {
 }
 
 /// A UUID without its prefix.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is nothing to select from"))]
 fn digits(uuid: &str) -> &str {
     uuid.split_once('-').map_or(uuid, |(_, digits)| digits)
 }

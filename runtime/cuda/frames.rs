@@ -12,9 +12,10 @@
 
 use std::collections::BTreeMap;
 
-use super::driver::{Context, Current, Failure, Outcome};
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FrameId, PageSize};
+use outcore::device::FrameId;
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+
+use crate::driver::{Context, Current, Failure, Outcome};
 
 /// Marks a page of a reservation without a frame.
 const NO_FRAME: u32 = u32::MAX;
@@ -34,7 +35,7 @@ impl Frame {
 }
 
 #[derive(Debug)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     page: u64,
     frames: Vec<Frame>,
     /// The frame wanted behind each page, by the reservation's base.
@@ -46,7 +47,7 @@ pub(super) struct Layout {
 }
 
 /// Whether a range of device memory can be used.
-pub(super) enum Range {
+pub(crate) enum Range {
     Mapped,
     /// The mapping is under way.
     Pending,
@@ -55,7 +56,7 @@ pub(super) enum Range {
 
 /// A change of a frame's place in the driver's state.
 #[derive(Debug)]
-pub(super) struct Change {
+pub(crate) struct Change {
     frame: u32,
     handle: Option<u64>,
     /// The address at which the driver has the frame.
@@ -67,17 +68,17 @@ pub(super) struct Change {
 }
 
 impl Layout {
-    pub(super) fn new(page: PageSize) -> Self {
+    pub(crate) fn new(page: PageSize) -> Self {
         let (frames, reservations, held, refused) = Default::default();
         Self { page: page.bytes(), frames, reservations, held, refused }
     }
 
-    pub(super) fn frame_count(&self) -> u32 {
+    pub(crate) fn frame_count(&self) -> u32 {
         self.frames.len() as u32
     }
 
     /// Bytes of the GPU's memory that frames have.
-    pub(super) fn held(&self) -> u64 {
+    pub(crate) fn held(&self) -> u64 {
         self.frames.iter().filter(|frame| frame.handle.is_some()).count() as u64 * self.page
     }
 
@@ -100,7 +101,7 @@ impl Layout {
     }
 
     /// Whether the whole range can be used.
-    pub(super) fn range(&mut self, address: u64, len: u64) -> Range {
+    pub(crate) fn range(&mut self, address: u64, len: u64) -> Range {
         let mut pending = false;
         let mut at = address - address % self.page;
         let end = address.saturating_add(len);
@@ -121,7 +122,7 @@ impl Layout {
         if pending { Range::Pending } else { Range::Mapped }
     }
 
-    pub(super) fn reserve(&mut self, context: &Context, current: &Current<'_>, pages: u32) -> Outcome<u64> {
+    pub(crate) fn reserve(&mut self, context: &Context, current: &Current<'_>, pages: u32) -> Outcome<u64> {
         let len = u64::from(pages) * self.page;
         let base = context.reserve(current, len, self.page)?;
         if !base.is_multiple_of(self.page) {
@@ -134,7 +135,7 @@ impl Layout {
     }
 
     /// Stops wanting frames behind a whole reservation; returns the frames that have to leave.
-    pub(super) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
+    pub(crate) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
         let refuse = |message: String| {
             let error = Error::new(ErrorKind::InvalidArgument, message);
             Err(error.remedy("release what was reserved, as a whole and once"))
@@ -154,7 +155,7 @@ impl Layout {
     }
 
     /// Gives back a reservation without frames.
-    pub(super) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
+    pub(crate) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
         let len = u64::from(pages) * self.page;
         context.free_addresses(current, base, len)?;
         self.reservations.remove(&base);
@@ -163,7 +164,7 @@ impl Layout {
     }
 
     /// Makes frames `0..count` exist. On an error there are as many frames as before.
-    pub(super) fn grow(&mut self, context: &Context, current: &Current<'_>, count: u32) -> Outcome {
+    pub(crate) fn grow(&mut self, context: &Context, current: &Current<'_>, count: u32) -> Outcome {
         let before = self.frames.len();
         while self.frames.len() < count as usize {
             match context.create(current, self.page) {
@@ -184,7 +185,7 @@ impl Layout {
     }
 
     /// Stops wanting a frame behind any address.
-    pub(super) fn vacate(&mut self, frame: FrameId) -> Result<()> {
+    pub(crate) fn vacate(&mut self, frame: FrameId) -> Result<()> {
         if let Some(at) = self.frame(frame)?.wanted.take()
             && let Some(occupant) = self.slot(at)
         {
@@ -194,12 +195,12 @@ impl Layout {
     }
 
     /// Whether a frame is wanted behind an address.
-    pub(super) fn is_wanted(&self, frame: FrameId) -> bool {
+    pub(crate) fn is_wanted(&self, frame: FrameId) -> bool {
         self.frames.get(frame.index()).is_some_and(|frame| frame.wanted.is_some())
     }
 
     /// Wants a frame behind an address. Returns the frames this moves, in the order in which they have to move.
-    pub(super) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
+    pub(crate) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
         let wanted = self.frame(frame)?.wanted;
         let aligned = address.is_multiple_of(self.page);
         let Some(occupant) = self.slot(address).filter(|_| aligned).map(|occupant| *occupant) else {
@@ -227,7 +228,7 @@ impl Layout {
 
     /// Whether these frames can be changed now. Adds frames that have to leave first, from addresses where these are
     /// wanted.
-    pub(super) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
+    pub(crate) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
         let mut at = 0;
         while let Some(frame) = frames.get(at).and_then(|frame| self.frames.get(frame.index())) {
             let holder = frame.wanted.and_then(|wanted| self.held.get(&wanted));
@@ -240,7 +241,7 @@ impl Layout {
     }
 
     /// Begins to change the driver's state of these frames, which [can begin](Self::can_begin), into the wanted one.
-    pub(super) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change> {
+    pub(crate) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change> {
         let mut changes = Vec::with_capacity(frames.len());
         for id in frames {
             // A frame that is named twice is busy the second time.
@@ -260,7 +261,7 @@ impl Layout {
     }
 
     /// Notes the results of changes. Returns the first error.
-    pub(super) fn end(&mut self, changes: Vec<Change>, mut note: impl FnMut(Failure) -> Error) -> Result<()> {
+    pub(crate) fn end(&mut self, changes: Vec<Change>, mut note: impl FnMut(Failure) -> Error) -> Result<()> {
         let mut outcome = Ok(());
         for Change { frame: id, handle, at, to, refused, .. } in changes {
             let id = FrameId::new(id);
@@ -286,7 +287,7 @@ impl Layout {
     }
 
     /// Gives back the memory of a frame that is behind no address.
-    pub(super) fn discard(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
+    pub(crate) fn discard(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
         let state = self.frame(frame)?;
         if let Some(handle) = state.handle {
             context.release(current, handle)?;
@@ -296,7 +297,7 @@ impl Layout {
     }
 
     /// Gives everything back, as far as the driver allows. No change is under way.
-    pub(super) fn clear(&mut self, context: &Context, current: &Current<'_>) {
+    pub(crate) fn clear(&mut self, context: &Context, current: &Current<'_>) {
         let log = |outcome: Outcome| {
             if let Err(failure) = outcome {
                 tracing::warn!(error = %failure.error, "give memory of the GPU back");
@@ -357,7 +358,7 @@ fn in_runs(
 
 /// Carries out changes in the driver: first unmaps all frames from where they were, then maps them where they are
 /// wanted, then makes them accessible, with as few calls as the addresses allow.
-pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, current: &Current<'_>) {
+pub(crate) fn carry_out(changes: &mut [Change], page: u64, context: &Context, current: &Current<'_>) {
     let from = |(index, change): (usize, &Change)| Some((change.bases[0], change.at?, index));
     let pages = changes.iter().enumerate().filter_map(from).collect();
     let unmap = |address, len| context.unmap(current, address, len);
@@ -396,7 +397,7 @@ pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
 }
 
 /// Marks all changes as refused, because the driver could not be called.
-pub(super) fn refuse_all(changes: &mut [Change], error: &Error) {
+pub(crate) fn refuse_all(changes: &mut [Change], error: &Error) {
     changes.iter_mut().for_each(|change| change.refused = Some(error.clone().into()));
 }
 

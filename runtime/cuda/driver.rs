@@ -1,5 +1,5 @@
 //! The calls of the CUDA driver that the device makes, each checked and named in its error. cudarc's types stay within
-//! this folder.
+//! this file.
 //!
 //! # Invariants
 //!
@@ -18,10 +18,10 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{DriverError, result, sys};
 
-use super::super::{CudaDeviceInfo, CudaDeviceSelector, DeviceAddress, HostPointer, RawStream};
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::Bytes;
-use crate::machine;
+use outcore::device::{DeviceAddress, HostPointer, RawStream};
+use outcore::{Bytes, Error, ErrorKind, Result, machine};
+
+use crate::select::{CudaDeviceInfo, CudaDeviceSelector};
 
 /// CUDA 12.0. It has every function used here; older drivers were not examined.
 const OLDEST_DRIVER: i32 = 12000;
@@ -31,7 +31,7 @@ const NUMA_DRIVER: i32 = 12020;
 const BATCHES_DRIVER: (u32, u32) = (13, 0);
 
 /// An error of the driver during `what`.
-pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
+pub(crate) fn failed(what: impl Into<String>, error: DriverError) -> Error {
     let kind = match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
         CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => ErrorKind::NotFound,
@@ -304,10 +304,10 @@ unsafe impl<T> Sync for Handle<T> {}
 
 /// A stream of the driver; destroyed by [`Context::destroy_stream`] if it was made here.
 #[derive(Debug)]
-pub(super) struct StreamHandle(Handle<sys::CUstream_st>);
+pub(crate) struct StreamHandle(Handle<sys::CUstream_st>);
 
 impl StreamHandle {
-    pub(super) fn raw(&self) -> RawStream {
+    pub(crate) fn raw(&self) -> RawStream {
         RawStream::new(self.0.0.cast())
     }
 }
@@ -317,17 +317,17 @@ const PER_THREAD_STREAM: usize = 2;
 
 /// An event of the driver, without a time; destroyed by [`Context::destroy_event`].
 #[derive(Debug)]
-pub(super) struct EventHandle(Handle<sys::CUevent_st>);
+pub(crate) struct EventHandle(Handle<sys::CUevent_st>);
 
 /// Page-locked memory; freed by [`Context::free_locked`].
 #[derive(Debug)]
-pub(super) struct Locked {
-    pub(super) base: HostPointer,
+pub(crate) struct Locked {
+    pub(crate) base: HostPointer,
 }
 
 /// While this lives, a context is current on this thread, and captures of graphs do not limit its calls.
 #[must_use]
-pub(super) struct Current<'a> {
+pub(crate) struct Current<'a> {
     /// The thread's own capture mode, if it was changed.
     mode: Option<sys::CUstreamCaptureMode>,
     stays: PhantomData<(&'a Context, *const ())>,
@@ -357,15 +357,15 @@ impl Drop for Current<'_> {
 
 /// One of several copies between locked host memory and the device, by unified addresses. Lengths are in bytes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct BatchedCopy {
-    pub(super) to: u64,
-    pub(super) from: u64,
-    pub(super) len: u64,
+pub(crate) struct BatchedCopy {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) len: u64,
 }
 
 /// The primary context of one GPU, which frameworks use too.
 #[derive(Debug)]
-pub(super) struct Context {
+pub(crate) struct Context {
     device: sys::CUdevice,
     batches: bool,
     raw: Handle<sys::CUctx_st>,
@@ -390,12 +390,12 @@ type Call<T = ()> = std::result::Result<T, DriverError>;
 
 /// The failure of a call of the driver.
 #[derive(Clone, Debug)]
-pub(super) struct Failure {
-    pub(super) error: Error,
+pub(crate) struct Failure {
+    pub(crate) error: Error,
     /// The device is lost.
-    pub(super) fatal: bool,
+    pub(crate) fatal: bool,
     /// A capture forbids the call, or the call asks about something captured.
-    pub(super) captured: bool,
+    pub(crate) captured: bool,
 }
 
 impl Failure {
@@ -404,7 +404,7 @@ impl Failure {
     }
 
     /// The failure for not waiting for a stream that is being captured, because the wait would spoil the capture.
-    pub(super) fn captured(error: Error) -> Self {
+    pub(crate) fn captured(error: Error) -> Self {
         Self { error, fatal: false, captured: true }
     }
 }
@@ -416,7 +416,7 @@ impl From<Error> for Failure {
     }
 }
 
-pub(super) type Outcome<T = ()> = std::result::Result<T, Failure>;
+pub(crate) type Outcome<T = ()> = std::result::Result<T, Failure>;
 
 fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
     outcome.map_err(|error| Failure::of(what, error))
@@ -424,7 +424,7 @@ fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
 
 impl Context {
     /// Retains the primary context of GPU `ordinal`.
-    pub(super) fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
+    pub(crate) fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
         let ordinal = gpu.ordinal;
         let open = |error| failed(format!("open GPU {ordinal}"), error);
         let device = result::device::get(ordinal as i32).map_err(open)?;
@@ -448,7 +448,7 @@ impl Context {
     }
 
     /// Makes the context current on this thread.
-    pub(super) fn enter(&self) -> Outcome<Current<'_>> {
+    pub(crate) fn enter(&self) -> Outcome<Current<'_>> {
         // SAFETY: the context lives as long as `self`. The returned value, which stays on this thread, pops it.
         named("enter the CUDA context", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) }.result())?;
         let mut current = Current { mode: None, stays: PhantomData };
@@ -456,7 +456,7 @@ impl Context {
         Ok(current)
     }
 
-    pub(super) fn granularity(&self, _: &Current<'_>) -> Outcome<u64> {
+    pub(crate) fn granularity(&self, _: &Current<'_>) -> Outcome<u64> {
         let mut bytes = 0;
         let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: both pointers are to values of the types asked for.
@@ -466,40 +466,40 @@ impl Context {
     }
 
     /// Free and total bytes.
-    pub(super) fn memory(&self, _: &Current<'_>) -> Outcome<(u64, u64)> {
+    pub(crate) fn memory(&self, _: &Current<'_>) -> Outcome<(u64, u64)> {
         let (free, total) = named("ask for the GPU's free memory", result::mem_get_info())?;
         Ok((free as u64, total as u64))
     }
 
     // Virtual memory. These calls concern only device addresses, which are no memory of this program.
 
-    pub(super) fn reserve(&self, _: &Current<'_>, len: u64, align: u64) -> Outcome<u64> {
+    pub(crate) fn reserve(&self, _: &Current<'_>, len: u64, align: u64) -> Outcome<u64> {
         let mut base = 0;
         // SAFETY: `base` is a place for the result.
         let outcome = unsafe { sys::cuMemAddressReserve(&raw mut base, len as usize, align as usize, 0, 0) };
         named("reserve device addresses", outcome.result())?;
         Ok(base)
     }
-    pub(super) fn free_addresses(&self, _: &Current<'_>, base: u64, len: u64) -> Outcome {
+    pub(crate) fn free_addresses(&self, _: &Current<'_>, base: u64, len: u64) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range is refused.
         named("free device addresses", unsafe { sys::cuMemAddressFree(base, len as usize) }.result())
     }
-    pub(super) fn create(&self, _: &Current<'_>, len: u64) -> Outcome<u64> {
+    pub(crate) fn create(&self, _: &Current<'_>, len: u64) -> Outcome<u64> {
         let mut handle = 0;
         // SAFETY: `handle` is a place for the result, and `prop` describes the memory.
         let outcome = unsafe { sys::cuMemCreate(&raw mut handle, len as usize, &raw const self.prop, 0) };
         named("take memory of the GPU", outcome.result())?;
         Ok(handle)
     }
-    pub(super) fn release(&self, _: &Current<'_>, handle: u64) -> Outcome {
+    pub(crate) fn release(&self, _: &Current<'_>, handle: u64) -> Outcome {
         // SAFETY: concerns device memory only; a wrong handle is refused.
         named("give memory of the GPU back", unsafe { sys::cuMemRelease(handle) }.result())
     }
-    pub(super) fn map(&self, _: &Current<'_>, address: u64, len: u64, handle: u64) -> Outcome {
+    pub(crate) fn map(&self, _: &Current<'_>, address: u64, len: u64, handle: u64) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range or handle is refused.
         named("map memory of the GPU", unsafe { sys::cuMemMap(address, len as usize, 0, handle, 0) }.result())
     }
-    pub(super) fn allow_access(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+    pub(crate) fn allow_access(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
         let access = sys::CUmemAccessDesc {
             location: self.prop.location,
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
@@ -508,24 +508,24 @@ impl Context {
         let outcome = unsafe { sys::cuMemSetAccess(address, len as usize, &raw const access, 1) };
         named("allow the GPU access to its memory", outcome.result())
     }
-    pub(super) fn unmap(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+    pub(crate) fn unmap(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range is refused.
         named("unmap memory of the GPU", unsafe { sys::cuMemUnmap(address, len as usize) }.result())
     }
 
     // Host memory.
 
-    pub(super) fn lock(&self, _: &Current<'_>, base: HostPointer, len: u64) -> Outcome {
+    pub(crate) fn lock(&self, _: &Current<'_>, base: HostPointer, len: u64) -> Outcome {
         // SAFETY: the maker of the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
         let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), len as usize, 0) };
         named("lock host memory for the GPU", outcome.result())
     }
-    pub(super) fn unlock(&self, _: &Current<'_>, base: HostPointer) -> Outcome {
+    pub(crate) fn unlock(&self, _: &Current<'_>, base: HostPointer) -> Outcome {
         // SAFETY: the caller of `Device::unlock_host` promises that no operation uses it.
         let outcome = unsafe { sys::cuMemHostUnregister(base.as_ptr().cast()) };
         named("unlock host memory", outcome.result())
     }
-    pub(super) fn alloc_locked(&self, _: &Current<'_>, len: usize) -> Outcome<Locked> {
+    pub(crate) fn alloc_locked(&self, _: &Current<'_>, len: usize) -> Outcome<Locked> {
         // SAFETY: asks for new memory. No flags, because the CPU reads it too.
         let base = named("take locked host memory", unsafe { result::malloc_host(len, 0) })?;
         let Some(base) = std::ptr::NonNull::new(base.cast()) else {
@@ -534,7 +534,7 @@ impl Context {
         // SAFETY: the memory is freed after the last operation on its stream has ended.
         Ok(Locked { base: unsafe { HostPointer::new(base) } })
     }
-    pub(super) fn free_locked(&self, _: &Current<'_>, memory: Locked) -> Outcome {
+    pub(crate) fn free_locked(&self, _: &Current<'_>, memory: Locked) -> Outcome {
         // SAFETY: `alloc_locked` made it, it is consumed, and its stream is idle.
         named("free locked host memory", unsafe { result::free_host(memory.base.as_ptr().cast()) })
     }
@@ -542,10 +542,10 @@ impl Context {
     // Streams and events.
 
     /// The lowest and the highest priority of a stream.
-    pub(super) fn priorities(&self, _: &Current<'_>) -> Outcome<(i32, i32)> {
+    pub(crate) fn priorities(&self, _: &Current<'_>) -> Outcome<(i32, i32)> {
         named("ask for stream priorities", result::stream::get_priority_range())
     }
-    pub(super) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<StreamHandle> {
+    pub(crate) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<StreamHandle> {
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = named("create a CUDA stream", result::stream::create_with_priority(kind, priority))?;
         Ok(StreamHandle(Handle(raw)))
@@ -554,7 +554,7 @@ impl Context {
     ///
     /// # Safety
     /// The handle is that of a stream, and stays valid as long as the returned value is used.
-    pub(super) unsafe fn adopt_stream(&self, _: &Current<'_>, raw: RawStream) -> Outcome<StreamHandle> {
+    pub(crate) unsafe fn adopt_stream(&self, _: &Current<'_>, raw: RawStream) -> Outcome<StreamHandle> {
         let stream: sys::CUstream = raw.as_ptr().cast();
         if raw.as_ptr() as usize == PER_THREAD_STREAM {
             let message = "the per-thread default stream is another one on each thread, so it cannot be adopted";
@@ -573,7 +573,7 @@ impl Context {
         Ok(StreamHandle(Handle(stream)))
     }
     /// Whether operations put on the stream go into a graph instead of running.
-    pub(super) fn is_capturing(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome<bool> {
+    pub(crate) fn is_capturing(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream is not destroyed while it is borrowed; `status` is a place for the result.
         let outcome = unsafe { sys::cuStreamIsCapturing(stream.0.0, &raw mut status) };
@@ -581,18 +581,18 @@ impl Context {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
     /// Waits for everything in the context.
-    pub(super) fn finish(&self, _: &Current<'_>) -> Outcome {
+    pub(crate) fn finish(&self, _: &Current<'_>) -> Outcome {
         named("wait for the GPU", result::ctx::synchronize())
     }
-    pub(super) fn destroy_stream(&self, _: &Current<'_>, stream: StreamHandle) -> Outcome {
+    pub(crate) fn destroy_stream(&self, _: &Current<'_>, stream: StreamHandle) -> Outcome {
         // SAFETY: `create_stream` made it, and it is consumed.
         named("destroy a CUDA stream", unsafe { result::stream::destroy(stream.0.0) })
     }
-    pub(super) fn finish_stream(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome {
+    pub(crate) fn finish_stream(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome {
         // SAFETY: the stream is not destroyed while it is borrowed.
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
-    pub(super) fn create_event(&self, _: &Current<'_>) -> Outcome<EventHandle> {
+    pub(crate) fn create_event(&self, _: &Current<'_>) -> Outcome<EventHandle> {
         let flags =
             sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let mut raw = std::ptr::null_mut();
@@ -600,21 +600,21 @@ impl Context {
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
         Ok(EventHandle(Handle(raw)))
     }
-    pub(super) fn destroy_event(&self, _: &Current<'_>, event: EventHandle) -> Outcome {
+    pub(crate) fn destroy_event(&self, _: &Current<'_>, event: EventHandle) -> Outcome {
         // SAFETY: `create_event` made it, and it is consumed.
         named("destroy a CUDA event", unsafe { result::event::destroy(event.0.0) })
     }
-    pub(super) fn record(&self, _: &Current<'_>, event: &EventHandle, stream: &StreamHandle) -> Outcome {
+    pub(crate) fn record(&self, _: &Current<'_>, event: &EventHandle, stream: &StreamHandle) -> Outcome {
         // SAFETY: neither is destroyed while it is borrowed.
         named("record a CUDA event", unsafe { result::event::record(event.0.0, stream.0.0) })
     }
-    pub(super) fn wait(&self, _: &Current<'_>, stream: &StreamHandle, event: &EventHandle) -> Outcome {
+    pub(crate) fn wait(&self, _: &Current<'_>, stream: &StreamHandle, event: &EventHandle) -> Outcome {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: neither is destroyed while it is borrowed.
         named("make a CUDA stream wait", unsafe { result::stream::wait_event(stream.0.0, event.0.0, flags) })
     }
     /// Whether the event has happened. Only the answer "not ready" means that it has not.
-    pub(super) fn happened(&self, _: &Current<'_>, event: &EventHandle) -> Outcome<bool> {
+    pub(crate) fn happened(&self, _: &Current<'_>, event: &EventHandle) -> Outcome<bool> {
         // SAFETY: the event is not destroyed while it is borrowed.
         match unsafe { result::event::query(event.0.0) } {
             Ok(()) => Ok(true),
@@ -622,7 +622,7 @@ impl Context {
             Err(error) => named("ask about a CUDA event", Err(error)),
         }
     }
-    pub(super) fn finish_event(&self, _: &Current<'_>, event: &EventHandle) -> Outcome {
+    pub(crate) fn finish_event(&self, _: &Current<'_>, event: &EventHandle) -> Outcome {
         // SAFETY: the event is not destroyed while it is borrowed.
         named("wait for a CUDA event", unsafe { result::event::synchronize(event.0.0) })
     }
@@ -631,7 +631,7 @@ impl Context {
 
     /// # Safety
     /// The host memory stays valid, and is not written, until the copy has ended.
-    pub(super) unsafe fn copy_in(
+    pub(crate) unsafe fn copy_in(
         &self,
         _: &Current<'_>,
         stream: &StreamHandle,
@@ -646,7 +646,7 @@ impl Context {
     }
     /// # Safety
     /// The host memory stays valid, and is not accessed, until the copy has ended.
-    pub(super) unsafe fn copy_out(
+    pub(crate) unsafe fn copy_out(
         &self,
         _: &Current<'_>,
         stream: &StreamHandle,
@@ -660,14 +660,14 @@ impl Context {
         named("copy from the GPU", outcome.result())
     }
     /// Whether [`copy_batch`](Self::copy_batch) can be called.
-    pub(super) fn has_batches(&self) -> bool {
+    pub(crate) fn has_batches(&self) -> bool {
         self.batches
     }
     /// Carries out several copies, in no order among each other. Only if the driver [has batches](Self::has_batches).
     ///
     /// # Safety
     /// The host memory of all of them is locked, stays valid, and is accessed by nobody else until they have ended.
-    pub(super) unsafe fn copy_batch(&self, _: &Current<'_>, stream: &StreamHandle, copies: &[BatchedCopy]) -> Outcome {
+    pub(crate) unsafe fn copy_batch(&self, _: &Current<'_>, stream: &StreamHandle, copies: &[BatchedCopy]) -> Outcome {
         let mut to: Vec<u64> = copies.iter().map(|copy| copy.to).collect();
         let mut from: Vec<u64> = copies.iter().map(|copy| copy.from).collect();
         let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len as usize).collect();
@@ -686,7 +686,7 @@ impl Context {
         let outcome = unsafe { sys::cuMemcpyBatchAsync_v2(to, from, lens, count, attributes, first, 1, stream.0.0) };
         named("copy a batch", outcome.result())
     }
-    pub(super) fn zero(&self, _: &Current<'_>, stream: &StreamHandle, device: DeviceAddress, len: u64) -> Outcome {
+    pub(crate) fn zero(&self, _: &Current<'_>, stream: &StreamHandle, device: DeviceAddress, len: u64) -> Outcome {
         // SAFETY: concerns device memory only, whose addresses the device checks.
         let outcome = unsafe { sys::cuMemsetD8Async(device.get(), 0, len as usize, stream.0.0) };
         named("zero memory of the GPU", outcome.result())
@@ -694,7 +694,7 @@ impl Context {
     /// # Safety
     /// `function` may be called with `argument` on any thread, as often as graphs that captured it are launched. It
     /// neither panics nor calls the driver.
-    pub(super) unsafe fn call(
+    pub(crate) unsafe fn call(
         &self,
         _: &Current<'_>,
         stream: &StreamHandle,

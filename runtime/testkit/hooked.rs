@@ -5,14 +5,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::task::Poll;
 
-use parking_lot::Mutex;
-
-use super::{
-    Completion, Completions, Device, DeviceAddress, EventId, RawStream, SlabRegion, StreamId, StreamKind, StreamOp,
-    Token,
+use outcore::device::{
+    Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, HostRegion,
+    RawStream, StreamId, StreamKind, StreamOp, Token,
 };
-use crate::error::{Error, ErrorKind, Result, caught};
-use crate::ids::{Bytes, FrameId, PageSize};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use outcore_pager::error::caught;
+use parking_lot::Mutex;
 
 /// The calls of a [`Device`] that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,16 +71,47 @@ pub trait DeviceHook: Send + Sync {
     }
 }
 
-/// Reports refused operations as failed, in the order of their streams. [`Hooked`] submits a mark in place of each.
-pub(crate) struct HookedSink {
-    sink: Arc<dyn Completions>,
-    refused: Mutex<HashMap<Token, Error>>,
+/// Opens a device and shows every call of it to a hook before the device gets it, from the first stream on.
+#[derive(Clone)]
+pub struct Hooked {
+    factory: Arc<dyn DeviceFactory>,
+    hook: Arc<dyn DeviceHook>,
 }
 
-impl HookedSink {
-    pub(crate) fn new(sink: Arc<dyn Completions>) -> Self {
-        Self { sink, refused: Mutex::default() }
+impl Hooked {
+    /// The device that `factory` opens, with a hook.
+    pub fn new(factory: impl DeviceFactory + 'static, hook: Arc<dyn DeviceHook>) -> Self {
+        Self { factory: Arc::new(factory), hook }
     }
+}
+
+impl fmt::Debug for Hooked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Hooked").field(&self.factory).finish()
+    }
+}
+
+impl DeviceFactory for Hooked {
+    fn name(&self) -> String {
+        self.factory.name()
+    }
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        let sink = Arc::new(HookedSink { sink: completions, refused: Mutex::default() });
+        let device = self.factory.open(settings, sink.clone())?;
+        Ok(Arc::new(HookedDevice { device, hook: self.hook.clone(), sink }))
+    }
+    fn is_process_memory(&self) -> bool {
+        self.factory.is_process_memory()
+    }
+    fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
+        self.factory.tables_of_a_frame(page_size)
+    }
+}
+
+/// Reports refused operations as failed, in the order of their streams. [`HookedDevice`] submits a mark in place of each.
+struct HookedSink {
+    sink: Arc<dyn Completions>,
+    refused: Mutex<HashMap<Token, Error>>,
 }
 
 impl Completions for HookedSink {
@@ -105,15 +135,15 @@ impl Completions for HookedSink {
     }
 }
 
-/// A device with a hook: see the module documentation.
-pub(crate) struct Hooked {
-    pub device: Arc<dyn Device>,
-    pub hook: Arc<dyn DeviceHook>,
+/// A device with a hook.
+struct HookedDevice {
+    device: Arc<dyn Device>,
+    hook: Arc<dyn DeviceHook>,
     /// The sink to which the device reports.
-    pub sink: Arc<HookedSink>,
+    sink: Arc<HookedSink>,
 }
 
-impl Hooked {
+impl HookedDevice {
     /// Asks the hook. If it panics, the call is refused, and the caller handles that like any refusal.
     fn ask(&self, call: DeviceCall) -> Result<()> {
         caught(|| self.hook.before(call)).unwrap_or_else(|panic| {
@@ -124,13 +154,13 @@ impl Hooked {
     }
 }
 
-impl fmt::Debug for Hooked {
+impl fmt::Debug for HookedDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Hooked").field(&self.device).finish()
+        f.debug_tuple("HookedDevice").field(&self.device).finish()
     }
 }
 
-impl Device for Hooked {
+impl Device for HookedDevice {
     fn name(&self) -> &str {
         self.device.name()
     }
@@ -193,11 +223,11 @@ impl Device for Hooked {
         self.ask(DeviceCall::Discard)?;
         self.device.discard(frame)
     }
-    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn lock_host(&self, memory: HostRegion) -> Result<()> {
         self.ask(DeviceCall::LockHost)?;
         self.device.lock_host(memory)
     }
-    fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
+    fn unlock_host(&self, memory: HostRegion) -> Result<()> {
         let refused = self.ask(DeviceCall::UnlockHost);
         self.device.unlock_host(memory).and(refused)
     }

@@ -31,17 +31,14 @@ use std::task::Poll;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-
-use super::link::{Direction, LinkModel, LinkSchedule};
-use super::stream::{STREAMS_MAX, call_caught, closed, event_of, event_parts, report, report_apart, unknown_event};
-use super::{
-    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, SlabRegion, StreamId, StreamKind, StreamOp,
-    Token,
+use outcore::device::parts::{STRICT, closed, report, report_apart, run_call, unknown_event};
+use outcore::device::{
+    Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, Direction, EventId, FrameId,
+    HostPointer, HostRegion, LinkModel, LinkSchedule, StreamId, StreamKind, StreamOp, Token,
 };
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FrameId, PageSize};
-use crate::random::Random;
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use outcore_pager::random::Random;
+use parking_lot::{Condvar, Mutex};
 
 /// Marks a page of a reservation without a frame.
 const NO_FRAME: u32 = u32::MAX;
@@ -460,7 +457,7 @@ thread_local! {
 impl Core {
     fn run_call(&self, index: u32, call: Call) {
         let outside = IN_CLOSURE.replace(true);
-        let result = call_caught(call);
+        let result = run_call(call);
         IN_CLOSURE.set(outside);
         self.state.lock().returned.push_back((index, result));
         self.changed.notify_all();
@@ -524,13 +521,13 @@ impl Core {
     }
 }
 
-/// A device without a machine. See the [device contract](super) and `runtime/device/sim.rs`.
+/// A device without a machine. See the [device contract](outcore::device) and the [module](self).
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
 /// use std::time::Duration;
 /// use outcore::device::{Completion, Completions, Device, FrameId};
-/// use outcore::testing::{SimClock, SimDevice, SimDeviceConfig};
+/// use outcore_testkit::sim::{SimClock, SimDevice, SimDeviceConfig};
 /// use outcore::device::{LinkModel, StreamKind, StreamOp, Token};
 /// use outcore::Bytes;
 ///
@@ -630,7 +627,6 @@ impl SimDevice {
 }
 
 /// The clock, for tests that move it.
-#[cfg(any(test, feature = "testing"))]
 impl SimDevice {
     /// The time on the device's clock.
     pub fn now(&self) -> Duration {
@@ -677,7 +673,7 @@ impl Device for SimDevice {
     }
 
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
-        self.core.state.lock().layout.reserve(pages).map(DeviceAddress)
+        self.core.state.lock().layout.reserve(pages).map(DeviceAddress::new)
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
@@ -702,7 +698,7 @@ impl Device for SimDevice {
     fn protect(&self, frame: FrameId) -> Result<()> {
         let mut state = self.core.state.lock();
         let frame = state.layout.idle(frame, "the protection")?;
-        frame.protected = cfg!(feature = "strict");
+        frame.protected = STRICT;
         Ok(())
     }
 
@@ -723,7 +719,7 @@ impl Device for SimDevice {
     }
 
     /// Locked memory is not copied faster here.
-    fn lock_host(&self, _: SlabRegion) -> Result<()> {
+    fn lock_host(&self, _: HostRegion) -> Result<()> {
         Ok(())
     }
 
@@ -733,22 +729,22 @@ impl Device for SimDevice {
             return Err(closed(NAME));
         }
         let index = state.streams.len();
-        if index >= STREAMS_MAX {
-            let message = format!("the simulated device has its limit of {STREAMS_MAX} streams");
+        if index >= EventId::STREAMS_MAX {
+            let message = format!("the simulated device has its limit of {} streams", EventId::STREAMS_MAX);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
         }
         state.streams.push(Queue::default());
-        Ok(StreamId(index as u32))
+        Ok(StreamId::new(index as u32))
     }
 
     fn can_mark(&self, stream: StreamId) -> Result<()> {
         let mut state = self.core.state.lock();
-        if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) }
+        if state.closing { Err(closed(NAME)) } else { state.stream(stream.get()).map(drop) }
     }
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let mut state = self.core.state.lock();
-        let known = if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) };
+        let known = if state.closing { Err(closed(NAME)) } else { state.stream(stream.get()).map(drop) };
         if let Err(error) = known {
             if let (SimClock::Owned, Some(token)) = (self.core.clock, token) {
                 state.refused.push_back(Completion { token, result: Err(error) });
@@ -773,10 +769,10 @@ impl Device for SimDevice {
         };
         let good = item.is_ok();
         let mut taken_up = None;
-        if let Ok(queue) = state.stream(stream.0) {
+        if let Ok(queue) = state.stream(stream.get()) {
             queue.items.push_back((item.unwrap_or_else(Item::Wrong), token));
             queue.queued += 1;
-            taken_up = token.filter(|_| good).map(|_| event_of(stream, queue.queued));
+            taken_up = token.filter(|_| good).map(|_| EventId::of(stream, queue.queued));
         }
         drop(state);
         self.core.changed.notify_all();
@@ -784,19 +780,20 @@ impl Device for SimDevice {
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
-        let queued = self.core.state.lock().stream(stream.0)?.queued;
-        Ok(event_of(stream, queued))
+        let queued = self.core.state.lock().stream(stream.get())?.queued;
+        Ok(EventId::of(stream, queued))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let (other, count) = event_parts(event);
+        let (other, count) = event.parts();
+        let (other, own) = (other.get(), stream.get());
         let mut state = self.core.state.lock();
         if count > state.stream(other)?.queued {
             return Err(unknown_event());
         }
         let closing = state.closing;
-        let waiting = state.stream(stream.0)?;
-        if other == stream.0 {
+        let waiting = state.stream(own)?;
+        if other == own {
             return Ok(());
         }
         if closing {
@@ -810,9 +807,9 @@ impl Device for SimDevice {
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, count) = event_parts(event);
+        let (stream, count) = event.parts();
         let mut state = self.core.state.lock();
-        let stream = state.stream(stream)?;
+        let stream = state.stream(stream.get())?;
         if count > stream.queued {
             return Err(unknown_event());
         }
@@ -854,5 +851,28 @@ impl Drop for SimDevice {
         if let Err(error) = self.close() {
             tracing::debug!(%error, "close the simulated device");
         }
+    }
+}
+
+/// Opens simulated devices with a [free](SimClock::Free) clock.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Simulated {
+    /// Chooses among streams that nothing orders.
+    pub seed: u64,
+}
+
+impl DeviceFactory for Simulated {
+    fn name(&self) -> String {
+        format!("sim:{}", self.seed)
+    }
+
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        let DeviceSettings { page_size, frames, link, .. } = settings;
+        let config = SimDeviceConfig { page_size, frames, link, seed: self.seed, clock: SimClock::Free };
+        Ok(Arc::new(SimDevice::new(config, completions)?))
+    }
+
+    fn is_process_memory(&self) -> bool {
+        true
     }
 }

@@ -1,0 +1,26 @@
+//! The CUDA device of [`outcore`]: frames in the memory of one GPU.
+//!
+//! ```no_run
+//! use outcore::{Bytes, Runtime};
+//! use outcore_cuda::CudaDeviceSelector;
+//!
+//! let first = CudaDeviceSelector::default();
+//! let runtime = Runtime::builder().device(first).device_budget(Bytes::gib(8)).open()?;
+//! let model = runtime.open_model("model.gguf")?;
+//! # Ok::<(), outcore::Error>(())
+//! ```
+//!
+//! A [`CudaDeviceSelector`] names a GPU and is what [opens](outcore::device::DeviceFactory) it; [`cuda_devices`] lists those
+//! that there are. libcuda is looked for at run time: a program that links this crate starts on a machine without it.
+
+mod device;
+mod driver;
+mod frames;
+mod mapper;
+mod reaper;
+mod select;
+mod stream;
+
+pub use device::{CudaDevice, CudaDeviceConfig};
+pub use driver::{cuda_device, cuda_devices};
+pub use select::{CudaDeviceInfo, CudaDeviceSelector};

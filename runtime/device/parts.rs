@@ -1,0 +1,69 @@
+//! What devices with streams of their own have in common, for authors of a [`Device`](super::Device): reports, closures,
+//! and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+
+use super::{Completion, Completions, Token};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Completions are reported after at most this many operations.
+pub const BATCH_OPERATIONS_MAX: usize = 64;
+
+/// Whether frames that are [protected](super::Device::protect) must be inaccessible: the feature `strict`.
+pub const STRICT: bool = cfg!(feature = "strict");
+
+/// Reports the completions and clears the list. If the receiver panics, that is logged, and the device goes on.
+pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
+    if done.is_empty() {
+        return;
+    }
+    // A panic here is the caller's bug. It must not end the stream, because every waiter would be lost with it.
+    if catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
+        tracing::error!("the receiver of completions panicked");
+    }
+    done.clear();
+}
+
+/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the error
+/// is logged.
+pub fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
+    let Some(token) = token else {
+        tracing::warn!(%error, "a stream operation was not run");
+        return;
+    };
+    let sink = Arc::clone(sink);
+    let report = move || sink.completed(&mut vec![Completion { token, result: Err(error) }]);
+    if let Err(cause) = thread::Builder::new().name("device-late".into()).spawn(report) {
+        tracing::error!(%cause, ?token, "cannot report the end of an operation");
+    }
+}
+
+/// Runs the closure of a [`StreamOp::Call`](super::StreamOp::Call).
+///
+/// # Errors
+/// [`Internal`](ErrorKind::Internal) with the closure's message, if it panics.
+pub fn run_call(call: Box<dyn FnOnce() + Send>) -> Result<()> {
+    catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
+        let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
+        let message = format!("a closure on a stream panicked: {}", text.unwrap_or("no message"));
+        Error::new(ErrorKind::Internal, message)
+    })
+}
+
+/// The error with which a submission to a closed device completes.
+pub fn closed(device: &str) -> Error {
+    Error::new(ErrorKind::Closed, format!("the device {device} is closed"))
+}
+
+/// The error for an event that this device has not recorded.
+pub fn unknown_event() -> Error {
+    Error::new(ErrorKind::InvalidArgument, "the event was not recorded on this device")
+}
+
+/// The error for a modelled link that was asked of a device with a link of its own.
+pub fn has_a_link(device: &str) -> Error {
+    let message = format!("a modelled link was asked for, and the device {device} has a link of its own");
+    Error::new(ErrorKind::InvalidArgument, message).remedy("leave the link out, or use the host device")
+}
