@@ -31,12 +31,14 @@ fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: B
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::HostDevice;
+    use crate::device::KernelPages;
 
     #[test]
     fn page_tables_count_beyond_what_is_beside_the_budget() {
-        for page in [4, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap()) {
-            let tables = HostDevice::tables_of_a_frame(page);
+        let sizes = [4, 16, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap());
+        let pairs = KernelPages::ALL.into_iter().flat_map(|kernel| sizes.map(|page| (kernel, page)));
+        for (kernel, page) in pairs.filter(|(kernel, page)| kernel.check(*page).is_ok()) {
+            let tables = kernel.tables_of_a_frame(page);
             let held = |frames: u64| frames * (page.bytes() + tables.get());
             for frames in [1, 2, 12, 1000, 4096, 4097, 31_000, 1 << 20] {
                 let budget = Bytes::new(frames * page.bytes() + page.bytes() / 2);
@@ -52,8 +54,11 @@ mod tests {
             }
         }
         let (page, budget) = (PageSize::DEFAULT, Bytes::gib(64));
-        // Of 64 GiB and 8 MiB each frame takes a 512th more.
-        assert_eq!(host_frames_of(budget, page).unwrap(), 32708);
+        // Of 64 GiB and 8 MiB each frame takes a 512th more, or a 2048th or 8192th where the kernel's pages are larger.
+        for (kernel, frames) in KernelPages::ALL.into_iter().zip([32_708, 32_756, 32_768]) {
+            let tables = kernel.tables_among_others(page);
+            assert_eq!(frames_of("host", budget, page, tables, HOST_TABLES_BESIDE).unwrap(), frames, "{kernel:?}");
+        }
         // A GPU's memory is in no table of this process.
         assert_eq!(device_frames_of(budget, page, Bytes::ZERO).unwrap(), 32768);
         assert!(host_frames_of(Bytes::new(u64::MAX), page).is_err());

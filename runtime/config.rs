@@ -256,14 +256,14 @@ impl RuntimeBuilder {
 
     /// Memory for pages in the device tier, in bytes or as a share of what is free there. Whole pages count; the rest is
     /// left. In this machine's memory page tables count too, as far as [those of all pages](HostDevice::tables_of_a_frame) can come
-    /// to more than 16 MiB: with pages of up to 2 MiB that is from 4,097 pages on.
+    /// to more than 16 MiB: with pages of up to 2 MiB, on a kernel with pages of 4 KiB, that is from 4,097 pages on.
     pub fn device_budget(mut self, budget: impl Into<DeviceBudget>) -> Self {
         self.device_budget = budget.into();
         self
     }
 
     /// Memory for pages in the host tier. Zero, the default, means that pages go between disk and device directly. Page tables,
-    /// a 512th of it, count as far as they are more than 8 MiB.
+    /// a 512th of it on a kernel with pages of 4 KiB, count as far as they are more than 8 MiB.
     pub fn host_budget(mut self, budget: Bytes) -> Self {
         self.host_budget = budget;
         self

@@ -160,6 +160,12 @@ fn huge_pages(text: &str) -> Option<HugePages> {
     }
 }
 
+/// Bytes of a transparent huge page: the largest folio of anonymous memory. `None` on kernels without them.
+pub(crate) fn huge_page() -> Option<Bytes> {
+    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok()?;
+    parse_bytes(&text).filter(|bytes| bytes.get().is_power_of_two())
+}
+
 fn cpu_features(cpuinfo: &str) -> Vec<String> {
     let list = cpuinfo.lines().find_map(|line| {
         let (name, list) = line.split_once(':')?;

@@ -837,8 +837,8 @@ impl Runtime {
     /// First goes the memory of frames that no page has, of the device tier and of the host tier; then copies in the host tier
     /// that are on disk or in the device tier too; then clean pages of the device tier that nobody uses. Nothing is written
     /// back for it, nothing is copied, and dirty pages stay. On a GPU it is the GPU's memory that is given back; its driver has
-    /// locked the host tier, which stays as it is. The staging ring stays anywhere. Pages of the host tier smaller than 2 MiB are
-    /// parts of huge pages: the kernel keeps one until all of it was given back, or until memory runs short.
+    /// locked the host tier, which stays as it is. The staging ring stays anywhere. Pages of the host tier smaller than a huge
+    /// page of 2 MiB are parts of one: the kernel keeps one until all of it was given back, or until memory runs short.
     ///
     /// Budgets stay too: frames get memory again when pages come, and what was locked is locked again then. Fills ahead of use
     /// go on, where an order of use is known: they take some of it again, at most the [lookahead](Stats::lookahead).

@@ -54,7 +54,7 @@ pub struct Settings {
 const FRAMES_LEAST: u64 = 12;
 /// The smallest budget that holds this many pages of the usual size.
 pub const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
-/// The smallest page that is chosen: below it, moving pages costs more than reading them.
+/// The smallest page that is chosen: below it, moving pages costs more than reading them. No kernel has larger ones.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
 /// The disk transfers a page within this time, or within its latency if that is longer: a fault waits at least for one
 /// page. The latency is the same for every size, so it makes no page smaller: small reads cost most where it is long.
@@ -63,7 +63,7 @@ const PAGE_TIME: Duration = Duration::from_millis(20);
 const DEPTH_MOST: u64 = 32;
 /// The smallest depth that is chosen: one read begins while the other one's bytes come.
 const DEPTH_LEAST: u64 = 2;
-/// The most bytes that are kept in flight: the largest depth, of huge pages.
+/// The most bytes that are kept in flight: the largest depth, of pages of the usual size.
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
 /// The least that is chosen ahead of use. Less made a pass wait at every unevenness; more took frames from pages that stay.
 const AHEAD_LEAST: Bytes = Bytes::mib(8);
@@ -106,6 +106,11 @@ pub(crate) struct Wanted {
     pub unknown: Option<Arc<str>>,
 }
 
+/// The bytes that a disk reads in the time that it takes to begin.
+fn read_while_it_begins(disk: &DiskProfile) -> u64 {
+    read_within(disk, disk.latency)
+}
+
 /// The bytes that a disk reads in `time`.
 fn read_within(disk: &DiskProfile, time: Duration) -> u64 {
     let bytes = u128::from(disk.bytes_per_second.get()).saturating_mul(time.as_micros()) / 1_000_000;
@@ -135,7 +140,7 @@ fn expert_page(piece: Bytes, disk: Option<DiskProfile>) -> u64 {
 }
 
 /// The page for a device budget in this machine's memory: the largest of which the budget holds 12. It is no larger
-/// than a huge page, nor than is best for `piece`, the bytes that one expert has of a tensor. Where that would come to
+/// than usual, nor than is best for `piece`, the bytes that one expert has of a tensor. Where that would come to
 /// more than `frames` frames, the most that the kernel allows, the page is larger in spite of these limits: smaller
 /// ones could not be had at all.
 pub fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile>, frames: u64) -> PageSize {
@@ -157,7 +162,7 @@ impl Wanted {
     /// begin, or half of what it needed for its rate by measurement. More would be a burst: the reads end together.
     fn in_flight(&self) -> Bytes {
         let disk = self.disk.unwrap_or(USUAL);
-        let while_it_begins = read_within(&disk, disk.latency).saturating_mul(2);
+        let while_it_begins = read_while_it_begins(&disk).saturating_mul(2);
         let least = if self.linked { IN_FLIGHT_LINKED } else { Bytes::ZERO };
         Bytes::new(while_it_begins.max(disk.in_flight.get() / 2)).max(least).min(IN_FLIGHT_MOST)
     }
@@ -171,7 +176,7 @@ impl Wanted {
 
     /// Whether the disk's rate depends on how many reads it has at once: then a burst is better than fewer reads.
     fn is_far(&self) -> bool {
-        self.disk.is_some_and(|disk| read_within(&disk, disk.latency) > AHEAD_LEAST.get() / 4)
+        self.disk.is_some_and(|disk| read_while_it_begins(&disk) > AHEAD_LEAST.get() / 4)
     }
 
     /// Chooses the page size.
@@ -182,11 +187,11 @@ impl Wanted {
         }
         let usual = PageSize::DEFAULT;
         if !self.model {
-            return chosen(usual, "a huge page; no model was named".into());
+            return chosen(usual, "the usual size; no model was named".into());
         }
         let budget = match self.budget {
             Ok(budget) => budget,
-            Err(why) => return chosen(usual, format!("a huge page; {why}")),
+            Err(why) => return chosen(usual, format!("the usual size; {why}")),
         };
         let fits = page_within(budget, self.piece, self.disk, u64::MAX);
         let quick = self.disk.and_then(|disk| {
@@ -214,7 +219,7 @@ impl Wanted {
             return chosen(fits, format!("one expert's part of a tensor is {piece}: {part}"));
         }
         if fits == usual {
-            return chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"));
+            return chosen(usual, format!("the usual size, of which the device budget holds {FRAMES_LEAST}"));
         }
         chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
     }
@@ -232,16 +237,19 @@ impl Wanted {
             ),
             None => self.unknown.as_deref().unwrap_or("no disk was measured").to_owned(),
         };
-        let pages = self.lookahead.pages_where(page, frames, self.ahead(page));
+        let pages_where = |lookahead: Lookahead| lookahead.pages_where(page, frames, self.ahead(page));
+        // What would be ahead by itself also bounds the depth: hints and write-backs begin even where no fill does ahead
+        // of use.
+        let automatic = pages_where(Lookahead::Auto);
+        let pages = if self.lookahead == Lookahead::Auto { automatic } else { pages_where(self.lookahead) };
         let depth = match self.depth {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
                 let needed = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                // Of what is ahead by itself: hints and write-backs begin also where no fill does ahead of use.
-                let ahead = Lookahead::Auto.pages_where(page, frames, self.ahead(page));
-                let most = if self.is_far() { needed } else { u64::from(ahead / 2).max(DEPTH_LEAST) };
-                let bounds = format!("from {DEPTH_LEAST} to {DEPTH_MOST} reads");
-                let reason = format!("{needs}, at most half of what is ahead, {bounds}");
+                let half = u64::from(automatic / 2).max(DEPTH_LEAST);
+                let (most, bound) =
+                    if self.is_far() { (needed, "") } else { (half, "at most half of what is ahead, ") };
+                let reason = format!("{needs}, {bound}from {DEPTH_LEAST} to {DEPTH_MOST} reads");
                 Chosen { value: needed.min(most) as u32, reason: reason.into() }
             }
         };
@@ -290,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_huge_pages_unless_few_fit_or_the_disk_is_slow() {
+    fn pages_have_the_usual_size_unless_few_fit_or_the_disk_is_slow() {
         assert_eq!(page(Bytes::gib(60), Some(DISK)), Bytes::mib(2));
         assert_eq!(page(Bytes::mib(24), Some(DISK)), Bytes::mib(2));
         assert_eq!(page(Bytes::mib(23), Some(DISK)), Bytes::mib(1));
@@ -328,7 +336,7 @@ mod tests {
         assert_eq!(above.value.bytes(), 512 << 10);
         assert!(above.reason.contains("vm.max_map_count") && above.reason.contains("256.0 KiB"), "{above:?}");
         assert_eq!(of(18_575_400_000, piece, Some(DISK)).value.bytes(), 1 << 20);
-        // A slow disk, which would have smaller pages; and budgets above what huge pages come to.
+        // A slow disk, which would have smaller pages; and budgets above what pages of the usual size come to.
         let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
         for budget in [1 << 20, 8 << 30, 16 << 30, 32 << 30, 63 << 30, 64 << 30, 1 << 40, 5 << 40] {
             for piece in [1, 3_584, piece, 14 << 20, u64::MAX] {
@@ -442,7 +450,7 @@ mod tests {
             let found =
                 (settings.page_size.value.bytes() >> 10, settings.depth.value, settings.lookahead.value.get() >> 20);
             assert_eq!(found, (page, depth, ahead), "{disk:?}");
-            // A page read alone comes to at least half of a huge page's rate.
+            // A page read alone comes to at least half of the usual page's rate.
             let alone = |bytes: f64| bytes / (latency as f64 / 1e6 + bytes / (rate as f64 * 1e6));
             let share = alone(settings.page_size.value.bytes() as f64) / alone(PageSize::DEFAULT.bytes() as f64);
             assert!(share > 0.9 || rate <= 20 && share > 0.5, "{disk:?}: {share}");
@@ -514,6 +522,11 @@ mod tests {
         // A far disk gets what it needs, also where little is ahead.
         let far = DiskProfile::new(Bytes::new(1_000_000_000), Bytes::mib(16)).latency(Duration::from_millis(25));
         let wanted = wanted(Bytes::mib(256), Some(far));
-        assert_eq!(wanted.settings(wanted.page_size(), Some(128)).depth.value, 24);
+        let depth = wanted.settings(wanted.page_size(), Some(128)).depth;
+        assert_eq!(depth.value, 24);
+        assert!(!depth.reason.contains("half") && depth.reason.contains("from 2 to 32 reads"), "{depth:?}");
+        let near = Wanted { disk: Some(DISK), ..wanted };
+        let near = near.settings(near.page_size(), Some(128)).depth;
+        assert!(near.reason.contains("at most half of what is ahead"), "{near:?}");
     }
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks what the compiler does not: where `unsafe` may stand, what the pager may use of `std`, what texts may say.
+"""Checks what the compiler does not: where `unsafe` may stand, which file may name a processor, what the pager may use of
+`std`, what texts may say.
 
     check_tree.py               check the repository this script lies in
     check_tree.py --self-test   check that every rule can fail
@@ -56,6 +57,15 @@ UNSAFE_ALLOWED = {
     "benches/frame_moves.rs": "moves raw memory in both ways that are compared",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
+}
+
+# Which files may name a processor's architecture, and why: all others compile to the same everywhere.
+ARCHITECTURE = re.compile(
+    r"\b(?:target_arch|target_feature|is_\w+_feature_detected)\b|\b(?:std|core)\s*::\s*arch\b|\b(?:\w+_)?asm\s*!"
+)
+ARCHITECTURE_ALLOWED = {
+    "examples/llm/src/kernels.rs": "vector instructions, chosen at run time, with a portable way beside them",
+    "runtime/cli/doctor.rs": "says whether the build has the vector instructions that the processor has",
 }
 
 # What runtime/pager may not use of std, and the file that may: the pager's errors are made of the system's. Its
@@ -179,6 +189,14 @@ def unsafe_reason(path, text):
             above -= 1
         if not found:
             yield row + 1, "unsafe without a SAFETY comment"
+
+
+def architecture(path, text):
+    if not path.endswith(".rs") or path in ARCHITECTURE_ALLOWED:
+        return
+    code, _ = split_rust(text)
+    for hit in ARCHITECTURE.finditer(code):
+        yield line_of(code, hit.start()), f"`{hit.group(0)}` outside the places listed in scripts/check_tree.py"
 
 
 def without_tests(code):
@@ -374,6 +392,7 @@ def circles(files):
 RULES = [
     ("unsafe-place", unsafe_place),
     ("unsafe-reason", unsafe_reason),
+    ("architecture", architecture),
     ("pager-pure", pager_pure),
     ("words", words),
     ("ascii", ascii_only),
@@ -442,6 +461,10 @@ BAD = [
     ("unsafe-reason", "runtime/device/host.rs", "// SAFETY: for f only\nfn f() {\n    g();\n    unsafe { g() }\n}\n"),
     ("unsafe-reason", "runtime/device/host.rs", 'fn f() {\n    g("SAFETY: no");\n    unsafe { g() }\n}\n'),
     ("unsafe-reason", "runtime/store/mod.rs", "struct P;\nunsafe impl Send for P {}\n"),
+    ("architecture", "runtime/ranges.rs", '#[cfg(target_arch = "x86_64")]\nfn f() {}\n'),
+    ("architecture", "runtime/ranges.rs", "use std::arch::x86_64::*;\n"),
+    ("architecture", "examples/llm/src/model.rs", 'fn f() -> bool { is_x86_feature_detected!("avx2") }\n'),
+    ("architecture", "runtime/ranges.rs", 'fn f() { asm!("nop") }\n'),
     ("pager-pure", "runtime/pager/table.rs", "use std::{sync::Arc, time::Instant};\n"),
     ("pager-pure", "runtime/pager/table.rs", "fn f() { std::thread::yield_now(); }\n"),
     ("pager-pure", "runtime/pager/table.rs", "#[cfg(test)]\nmod tests { use std::fs; }\nuse std::fs;\n"),
@@ -462,6 +485,8 @@ GOOD = [
     ("runtime/pin/host.rs", "// SAFETY: pinned.\nlet s = unsafe { slice(p, n) };\n"),
     ("runtime/lib.rs", "// unsafe { in a comment }\nconst S: &str = \"unsafe { x }\";\nconst R: &str = r#\"unsafe \" { y }\"#;\n"),
     ("runtime/lib.rs", "fn f<'a>(x: &'a str) -> char { 'u' }\n/* /* unsafe */ { */\n"),
+    ("examples/llm/src/kernels.rs", '#[cfg(target_arch = "x86_64")]\nuse std::arch::x86_64::*;\n'),
+    ("runtime/lib.rs", "// target_arch in a comment\nconst S: &str = \"asm!\";\n"),
     ("runtime/pager/table.rs", "//! [`Store`](crate::store::Store)\nuse std::{collections::BTreeMap, fmt};\nuse slab::Slab;\n"),
     ("runtime/pager/table.rs", "use super::state::Word;\n#[cfg(test)]\nmod tests {\n    use std::time::Instant;\n    use proptest::prelude::*;\n}\n"),
     ("runtime/pager/table.rs", "#[cfg(all(test, loom))]\nmod loom_word { use loom::thread; use crate::store::Store; }\n"),

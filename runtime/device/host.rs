@@ -19,8 +19,9 @@
 //! # Pages smaller than a huge page
 //!
 //! Such frames get memory in *blocks*: all frames whose homes share a huge page, in one piece. So the kernel hands the
-//! disk one range for each frame. Frames of scattered small pages take one range for every 4 KiB, and the disk then
-//! reads at half its rate or less. The last frames, where they fill no huge page, are in no block.
+//! disk one range for each frame. Frames of scattered small pages take one range for every page of the kernel. Where
+//! such a page has 4 KiB, the disk then reads at half its rate or less. The last frames, where they fill no huge page,
+//! are in no block. Nor are any where a huge page is large ([`KernelPages::block`]).
 //!
 //! A huge page of which a part is in use stays whole, with all its memory, and it cannot be split while the disk reads
 //! into it. So it is split as soon as it is there, before anybody has it: its pages stay side by side, and each can go
@@ -47,20 +48,21 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use super::ballast::{BALLAST, Ballast};
+use super::kernel_pages::{AT_ONCE, KernelPages};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
 use super::parts::{closed, report_apart};
 use super::stream::{Copier, Stream};
-use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use super::sys::{self, Region};
 use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::ranges::FreeRanges;
 
-/// The warmer touches this many bytes at a time: one huge page, or 5 ms on a machine that brings memory in at 0.4 GB/s.
-/// It is the longest that a `map` waits for the warmer.
-const WARM_SLICE_BYTES: u64 = 2 << 20;
+/// The warmer touches this many bytes at a time. It is the longest that a `map` waits for the warmer, unless a huge
+/// page has more.
+const WARM_SLICE_BYTES: u64 = AT_ONCE;
 /// Mappings that [`HostDevice::frames_allowed`] leaves to other uses than frames: to the rest of the process, to the
 /// ballast, and to the regions of a runtime.
 const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + MAPPINGS_OF_OURS;
@@ -116,8 +118,9 @@ struct Space {
 }
 
 impl Space {
-    fn new(region: Region, occupants: usize) -> Self {
-        Self { tables: Tables::new(&region), region, occupants: vec![0; occupants] }
+    fn new(region: Region, occupants: usize, kernel: KernelPages) -> Self {
+        let range = region.base()..region.base() + region.len();
+        Self { tables: Tables::new(range, kernel), region, occupants: vec![0; occupants] }
     }
 
     fn range(&self) -> Range<u64> {
@@ -230,9 +233,9 @@ impl Drop for Layout {
 #[derive(Debug)]
 struct Core {
     page_size: PageSize,
-    huge: bool,
-    /// Whether frames smaller than a huge page get their memory in blocks.
-    blocks: bool,
+    kernel: KernelPages,
+    /// Bytes of the blocks in which frames get their memory, if they do.
+    block: Option<u64>,
     layout: Mutex<Layout>,
     /// How many page tables the frames have where they are.
     tables: AtomicU64,
@@ -326,25 +329,22 @@ impl Core {
         self.carry(layout, frame, home, || format!("move {frame:?} out of the way"))
     }
 
-    /// The block that `frame` is in: its first frame, the number of its frames, and the first one's home. None if the
-    /// frame is in no block.
-    fn block(&self, layout: &Layout, frame: FrameId) -> Option<(usize, usize, u64)> {
-        if self.huge || !self.blocks {
-            return None;
-        }
+    /// The block that `frame` is in: its frames, and the addresses of their homes. None if the frame is in no block.
+    fn block(&self, layout: &Layout, frame: FrameId) -> Option<(Range<usize>, Range<u64>)> {
+        let bytes = self.block?;
         let home = layout.frames.get(frame.index())?.home;
-        let start = home & !(HUGE_PAGE_BYTES - 1);
-        let count = (HUGE_PAGE_BYTES / self.page_bytes()) as usize;
+        let start = home - home % bytes;
+        let count = (bytes / self.page_bytes()) as usize;
         let first = frame.index().checked_sub(self.page_size.page_of(home - start) as usize)?;
         let last = layout.frames.get(first + count - 1)?;
-        (last.home == start + HUGE_PAGE_BYTES - self.page_bytes()).then_some((first, count, start))
+        (last.home == start + bytes - self.page_bytes()).then_some((first..first + count, start..start + bytes))
     }
 
     /// Gives memory to the whole block that `frame` is in, if this is the first use of any of its frames. A frame whose
     /// memory was given back stays without until it is mapped itself: it may have left the budget.
     fn make_block(&self, layout: &mut MutexGuard<'_, Layout>, frame: FrameId) -> Result<()> {
-        let Some((first, count, start)) = self.block(layout, frame) else { return Ok(()) };
-        let block = first..first + count;
+        let Some((block, home)) = self.block(layout, frame) else { return Ok(()) };
+        let (start, bytes) = (home.start, home.end - home.start);
         let Some(of_all) = layout.first else {
             layout.first = Some(frame);
             return Ok(());
@@ -353,21 +353,21 @@ impl Core {
             let state = &layout.frames[n];
             state.at.is_none() && !state.warming && (n == frame.index() || !state.used)
         };
-        let holed = layout.holes.iter().any(|hole| (start..start + HUGE_PAGE_BYTES).contains(hole));
+        let holed = layout.holes.iter().any(|hole| home.contains(hole));
         let has_first = block.contains(&of_all.index());
         if holed || !block.clone().all(|n| untouched(n) || n == of_all.index()) {
             return Ok(());
         }
         if has_first {
-            self.make_rest(layout, block, of_all.index());
+            self.make_rest(layout, block, of_all.index(), bytes);
             return Ok(());
         }
         self.ballast.lock().hold(|| format!("give memory to {frame:?}"))?;
         let homes = (start..).step_by(self.page_bytes() as usize);
         // SAFETY: homes are the core's, and none of these frames has memory, so nothing is there.
-        if let Err(cause) = unsafe { sys::commit(start, HUGE_PAGE_BYTES, true) } {
-            let error = self.refused(format!("give memory to the {count} frames beside {frame:?}"), cause);
-            self.has_lost(layout, start..start + HUGE_PAGE_BYTES);
+        if let Err(cause) = unsafe { sys::commit(start, bytes, true) } {
+            let error = self.refused(format!("give memory to the {} frames beside {frame:?}", block.len()), cause);
+            self.has_lost(layout, home);
             tracing::debug!(%error, "frames get their memory one by one");
             return Ok(());
         }
@@ -379,7 +379,7 @@ impl Core {
         };
         warming(layout, true);
         // SAFETY: committed above; `warming` keeps the frames at home, where nobody uses them.
-        let populated = MutexGuard::unlocked(layout, || unsafe { sys::populate_side_by_side(start, HUGE_PAGE_BYTES) });
+        let populated = MutexGuard::unlocked(layout, || unsafe { sys::populate_side_by_side(start, bytes, bytes) });
         if let Err(cause) = populated {
             tracing::debug!(%cause, "frames get their memory at their first uses, in small pages");
             for n in block.clone() {
@@ -393,9 +393,9 @@ impl Core {
         Ok(())
     }
 
-    /// Gives memory to all frames of a block except `but`, which may be anywhere.
-    fn make_rest(&self, layout: &mut MutexGuard<'_, Layout>, block: Range<usize>, but: usize) {
-        let region = match Region::reserve(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "frames that get their memory") {
+    /// Gives memory to all frames of a block of `bytes` except `but`, which may be anywhere.
+    fn make_rest(&self, layout: &mut MutexGuard<'_, Layout>, block: Range<usize>, but: usize, bytes: u64) {
+        let region = match Region::reserve(bytes, bytes, "frames that get their memory") {
             Ok(region) => region,
             Err(error) => {
                 tracing::debug!(%error, "frames get their memory one by one");
@@ -409,9 +409,9 @@ impl Core {
         warming(layout, true);
         let made = MutexGuard::unlocked(layout, || {
             // SAFETY: the region is this call's, and nobody else knows its addresses.
-            unsafe { sys::commit(region.base(), HUGE_PAGE_BYTES, true) }
+            unsafe { sys::commit(region.base(), bytes, true) }
                 // SAFETY: as above, and committed.
-                .and_then(|()| unsafe { sys::populate_side_by_side(region.base(), HUGE_PAGE_BYTES) })
+                .and_then(|()| unsafe { sys::populate_side_by_side(region.base(), bytes, bytes) })
         });
         if let Err(cause) = made {
             tracing::debug!(%cause, "frames get their memory at their first uses, in small pages");
@@ -506,7 +506,7 @@ impl Core {
         let len = self.page_bytes();
         self.take_hole_back(layout, at)?;
         // SAFETY: the core owns the range (invariant 1), and nothing is there.
-        if let Err(cause) = unsafe { sys::commit(at, len, self.huge) } {
+        if let Err(cause) = unsafe { sys::commit(at, len, self.kernel.in_huge_pages(self.page_size)) } {
             let error = self.refused(what(), cause);
             self.has_lost(layout, at..at + len);
             return Err(error);
@@ -530,7 +530,7 @@ impl Core {
         if let Some(base) = layout.free.take(len) {
             return Ok(base);
         }
-        let align = self.page_bytes().max(HUGE_PAGE_BYTES);
+        let align = self.kernel.alignment(self.page_size);
         let usual = layout.arena_bytes.clamp(ARENA_LEAST, ARENA_MOST).next_multiple_of(align);
         let region = match Region::reserve(usual.max(len), align, "segments") {
             // Addresses may be short too: then try a smaller region.
@@ -542,7 +542,7 @@ impl Core {
         let arena = region.base()..region.base() + region.len();
         let pages = usize::try_from(region.len() / self.page_bytes()).unwrap_or(usize::MAX);
         layout.arena_bytes += region.len();
-        layout.spaces.insert(arena.start, Space::new(region, pages));
+        layout.spaces.insert(arena.start, Space::new(region, pages, self.kernel));
         layout.free.give(arena.start + len, arena.end - arena.start - len, &arena);
         Ok(arena.start)
     }
@@ -740,10 +740,11 @@ impl HostDevice {
         max_map_count.saturating_sub(MAPPINGS_FOR_OTHERS) / 2
     }
 
-    /// The most bytes of page tables that one frame needs for itself, wherever it is: 4 KiB for a page of up to 2 MiB,
-    /// and 4 KiB for each 2 MiB of a larger one.
+    /// The most bytes of page tables that one frame needs for itself, wherever it is: a page of the kernel for each
+    /// range that one table describes. With pages of 4 KiB that is 4 KiB for each 2 MiB or less; with pages of 64 KiB
+    /// it is 64 KiB for each 512 MiB or less.
     pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
-        Tables::of_a_frame(page_size)
+        KernelPages::here().tables_of_a_frame(page_size)
     }
 
     /// How many frames one more host device can have beside all mappings of this process; `None` if the kernel does not
@@ -761,19 +762,18 @@ impl HostDevice {
     /// - [`ErrorKind::Unsupported`] if the kernel cannot move mappings (before Linux 5.7).
     /// - [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
     pub fn new(config: HostDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
-        let kernel_page = sys::system_page_bytes();
+        Self::on(KernelPages::here(), config, sink)
+    }
+
+    /// As [`new`](Self::new), for a kernel with these page sizes.
+    fn on(kernel: KernelPages, config: HostDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
         let page_size = config.page_size;
-        if page_size.bytes() < kernel_page {
-            let message = format!("pages of {page_size:?} are smaller than the kernel's, {}", Bytes::new(kernel_page));
-            return Err(Error::new(ErrorKind::InvalidArgument, message)
-                .remedy(format!("choose pages of at least {}", Bytes::new(kernel_page))));
-        }
+        kernel.check(page_size)?;
         sys::probe_relocate()?;
-        let huge = page_size.bytes() >= HUGE_PAGE_BYTES;
         let core = Arc::new(Core {
             page_size,
-            huge,
-            blocks: !huge && sys::splits_huge_pages(),
+            kernel,
+            block: kernel.block(page_size).filter(|huge| sys::splits_huge_pages(*huge)),
             layout: Mutex::default(),
             tables: AtomicU64::new(0),
             ballast: Mutex::new(Ballast::new()?),
@@ -899,7 +899,7 @@ impl Device for HostDevice {
     }
 
     fn page_tables(&self) -> Bytes {
-        Bytes::new(self.core.tables.load(Ordering::Relaxed) * Tables::table_bytes())
+        Bytes::new(self.core.tables.load(Ordering::Relaxed) * self.core.kernel.page())
     }
 
     fn frame_count(&self) -> u32 {
@@ -915,12 +915,12 @@ impl Device for HostDevice {
                 return Ok(());
             }
             let claim = claim_mappings(new, count, page)?;
-            let align = page.bytes().max(HUGE_PAGE_BYTES);
+            let align = self.core.kernel.alignment(page);
             let pool = Region::reserve(new * page.bytes(), align, "the frames of the host device")?;
             let homes = (0..new).map(|i| pool.base() + i * page.bytes());
             let fresh = |home| Frame { home, at: None, accessible: false, warming: false, used: false };
             layout.frames.extend(homes.map(fresh));
-            layout.spaces.insert(pool.base(), Space::new(pool, 0));
+            layout.spaces.insert(pool.base(), Space::new(pool, 0, self.core.kernel));
             layout.claims.push(claim);
         }
         if self.warm {
@@ -965,7 +965,7 @@ impl Device for HostDevice {
 
     fn makes_bare_frames(&self) -> bool {
         // Frames that are warmed get memory at any time, and frames of a block get it together.
-        !self.warm && self.core.page_bytes() >= HUGE_PAGE_BYTES
+        !self.warm && self.core.kernel.block(self.core.page_size).is_none()
     }
 
     fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
@@ -1080,9 +1080,14 @@ mod tests {
     const PAGE: u64 = 64 << 10;
 
     fn device(frames: u32) -> HostDevice {
+        device_on(KernelPages::here(), frames)
+    }
+
+    /// A device for a kernel with these page sizes.
+    fn device_on(kernel: KernelPages, frames: u32) -> HostDevice {
         let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
         let config = HostDeviceConfig { page_size, frames, link: None, warm: false };
-        HostDevice::new(config, Arc::new(Ignore)).unwrap()
+        HostDevice::on(kernel, config, Arc::new(Ignore)).unwrap()
     }
 
     /// Permissions of the mapping around an address, as the kernel reports them.
@@ -1231,7 +1236,7 @@ mod tests {
 
     #[test]
     fn small_frames_get_their_memory_a_huge_page_at_a_time() {
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(BLOCK + 8);
         let base = device.reserve(2 * BLOCK).unwrap();
         let at = |page: u32| base.offset(u64::from(page) * PAGE);
@@ -1255,7 +1260,7 @@ mod tests {
         );
         write(7, 3);
         device.map(FrameId::new(4), at(9)).unwrap();
-        if device.core.blocks {
+        if device.core.block.is_some() {
             assert_eq!(count(memory()), u64::from(BLOCK), "the whole block, and nothing else");
         }
         assert_eq!(read(7), vec![3; PAGE as usize]);
@@ -1306,7 +1311,7 @@ mod tests {
     /// Memory that others of its block gave back would have stayed.
     #[test]
     fn regression_frames_leave_a_block_while_the_kernel_holds_another_of_it() {
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(BLOCK);
         let base = device.reserve(BLOCK).unwrap();
         let at = |page: u32| base.offset(u64::from(page) * PAGE);
@@ -1335,9 +1340,9 @@ mod tests {
     #[test]
     fn the_pages_of_a_block_lie_side_by_side() {
         use std::os::unix::fs::FileExt;
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(BLOCK);
-        if !device.core.blocks {
+        if device.core.block.is_none() {
             return eprintln!("SKIPPED: the kernel has no huge pages, or does not split them");
         }
         let base = device.reserve(2).unwrap();
@@ -1360,7 +1365,7 @@ mod tests {
     /// A block whose address has a hole is left alone.
     #[test]
     fn frames_beside_a_hole_get_their_own_memory() {
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(BLOCK);
         let base = device.reserve(2).unwrap();
         device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
@@ -1379,7 +1384,7 @@ mod tests {
     /// were given back, however they are spread.
     #[test]
     fn regression_frames_that_were_given_back_get_no_memory_with_a_neighbour() {
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(2 * BLOCK);
         let base = device.reserve(2 * BLOCK).unwrap();
         let at = |page: u32| base.offset(u64::from(page) * PAGE);
@@ -1405,7 +1410,7 @@ mod tests {
     #[test]
     fn frames_of_huge_pages_and_larger_ones_get_their_own_memory() {
         for huge in [1, 2, 8] {
-            let page_size = PageSize::new(Bytes::new(huge * HUGE_PAGE_BYTES)).unwrap();
+            let page_size = PageSize::new(Bytes::new(huge * AT_ONCE)).unwrap();
             let config = HostDeviceConfig { page_size, frames: 3, link: None, warm: false };
             let device = HostDevice::new(config, Arc::new(Ignore)).unwrap();
             let base = device.reserve(3).unwrap();
@@ -1425,7 +1430,7 @@ mod tests {
     /// Memory is brought in without the lock: threads that want frames of the same block wait, and all get theirs.
     #[test]
     fn many_threads_want_the_frames_of_one_block() {
-        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        const BLOCK: u32 = (AT_ONCE / PAGE) as u32;
         let device = device(8 * BLOCK);
         let base = device.reserve(8 * BLOCK).unwrap();
         thread::scope(|scope| {
@@ -1456,12 +1461,16 @@ mod tests {
     }
 
     /// After any cycle the tables that are counted are those of the slots with frames in them, and the ranges that are
-    /// handed out are disjoint.
+    /// handed out are disjoint, whatever the page sizes of the kernel are.
     #[test]
     fn tables_are_counted_as_frames_come_and_go() {
+        KernelPages::ALL.into_iter().for_each(tables_are_counted_on);
+    }
+
+    fn tables_are_counted_on(kernel: KernelPages) {
         // Two blocks, and some frames that fill none.
         const FRAMES: u32 = 70;
-        let device = device(FRAMES);
+        let device = device_on(kernel, FRAMES);
         let mut random = crate::pager::random::Random(5);
         let mut below = |n: u64| random.next_u64() % n;
         let mut segments: Vec<(DeviceAddress, u32)> = Vec::new();
@@ -1488,15 +1497,14 @@ mod tests {
                 layout.handed.iter().map(|(at, pages)| (*at, at + u64::from(*pages) * PAGE)).collect();
             spans.sort_unstable();
             assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0), "step {step}: {spans:x?}");
-            let page = sys::system_page_bytes();
-            let (slot, upper) = (page * page / 8, page * page / 8 * page / 8);
+            let (slot, upper) = (kernel.slot(), kernel.upper());
             let mut tables = std::collections::BTreeSet::new();
             for at in layout.frames.iter().filter_map(|frame| frame.at) {
                 let space = layout.spaces.range(..=at).next_back().map(|(base, _)| *base);
                 tables.extend([(space, slot, at / slot), (space, upper, at / upper)]);
             }
-            let counted = device.page_tables().get() / Tables::table_bytes();
-            assert_eq!(counted, tables.len() as u64, "step {step}");
+            let counted = device.page_tables().get() / kernel.page();
+            assert_eq!(counted, tables.len() as u64, "{kernel:?}, step {step}");
         }
     }
 
@@ -1524,6 +1532,6 @@ mod tests {
         );
         drop(layout);
         // The pool's: a table for its only slot, and one above it.
-        assert_eq!(device.page_tables().get(), 2 * Tables::table_bytes());
+        assert_eq!(device.page_tables().get(), 2 * sys::system_page_bytes());
     }
 }

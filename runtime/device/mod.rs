@@ -36,6 +36,7 @@
 mod ballast;
 mod factory;
 pub(crate) mod host;
+mod kernel_pages;
 mod link;
 mod mappings;
 pub mod parts;
@@ -58,10 +59,10 @@ use crate::machine::MemoryLimit;
 pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
 pub use factory::{DeviceFactory, DeviceSettings, Host};
 pub(crate) use host::{HostDevice, HostDeviceConfig};
+pub(crate) use kernel_pages::KernelPages;
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub(crate) use process::Opened;
 pub(crate) use slab::{HostSlab, HostSlabConfig};
-pub(crate) use sys::HUGE_PAGE_BYTES;
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -329,7 +330,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     }
     /// Bytes of page tables that the kernel keeps for the device's addresses, of this process's memory. Counted as frames come
     /// and go, and not looked up: those of the frames, of which each has at most [so many](HostDevice::tables_of_a_frame), and one
-    /// for each GiB of addresses in which a frame is. By default none.
+    /// for each table of tables (1 GiB of addresses, with pages of 4 KiB) in which a frame is. By default none.
     fn page_tables(&self) -> Bytes {
         Bytes::ZERO
     }

@@ -17,15 +17,14 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::sys::{self, HUGE_PAGE_BYTES, Region};
-use super::tables::Tables;
+use super::kernel_pages::{AT_ONCE, KernelPages};
+use super::sys::{self, Region};
 use super::{Device, HostPointer, HostRegion};
 use crate::error::{Error, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker touches and locks this much at a time: a huge page. [`HostSlab::give_back`] and drop wait for at most
-/// this. Memory that is touched for the first time may come at only some hundred MB/s.
-const SLICE_BYTES: u64 = HUGE_PAGE_BYTES;
+/// The locker touches and locks this much at a time. [`HostSlab::give_back`] and drop wait for at most this.
+const SLICE_BYTES: u64 = AT_ONCE;
 /// The same where a device locks the memory: it keeps a record of each slice.
 const DEVICE_SLICE_BYTES: u64 = 8 << 20;
 
@@ -246,15 +245,17 @@ impl Slab {
 }
 
 impl HostSlab {
-    /// Bytes of the page tables that each frame adds: a 512th of the frame.
+    /// Bytes of the page tables that each frame adds: eight for each page of the kernel. With pages of 4 KiB that is a
+    /// 512th of the frame.
     pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
-        Tables::of_a_frame_among_others(page_size)
+        KernelPages::here().tables_among_others(page_size)
     }
 
     /// Maps a slab. The device that copies from and to it locks its memory. Memory is committed as it is locked or
     /// first used.
     ///
     /// # Errors
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) if a page is smaller than the kernel's;
     /// [`OutOfMemory`](crate::ErrorKind::OutOfMemory) if the kernel gives no address space.
     pub fn new(config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
         Self::locked_by(|device, memory| device.lock_host(memory), config, device)
@@ -262,7 +263,9 @@ impl HostSlab {
 
     fn locked_by(lock: Lock, config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
         let page = config.page_size;
-        let align = page.bytes().max(HUGE_PAGE_BYTES);
+        let kernel = KernelPages::here();
+        kernel.check(page)?;
+        let (align, huge) = (kernel.alignment(page), kernel.puts_in_huge_pages(page));
         let staging = Region::reserve(u64::from(config.staging) * page.bytes(), align, "the staging buffers")?;
         let frames = Region::reserve(u64::from(config.frames) * page.bytes(), align, "the host tier")?;
         let slab = Slab {
@@ -283,7 +286,7 @@ impl HostSlab {
         for (region, what) in [(&slab.staging, "map the staging buffers"), (&slab.frames, "map the host tier")] {
             if region.len() > 0 {
                 // SAFETY: the region is new, ours, and known to nobody.
-                unsafe { sys::commit(region.base(), region.len(), true) }.map_err(|e| Error::io(what, e))?;
+                unsafe { sys::commit(region.base(), region.len(), huge) }.map_err(|e| Error::io(what, e))?;
                 slab.prefer_near(region.base(), region.len());
             }
         }

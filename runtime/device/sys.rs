@@ -17,9 +17,6 @@ use super::mappings::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
-/// Bytes of a huge page on the machines where this matters; elsewhere only an alignment.
-pub(crate) const HUGE_PAGE_BYTES: u64 = 2 << 20;
-
 const RESERVE_FLAGS: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
 fn size(len: u64) -> io::Result<usize> {
@@ -38,7 +35,8 @@ fn check(result: libc::c_int) -> io::Result<()> {
 pub(super) fn system_page_bytes() -> u64 {
     // SAFETY: sysconf has no preconditions.
     let n = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(n).unwrap_or(4096)
+    // It always answers; if it did not, the largest page of any kernel would do for all.
+    u64::try_from(n).unwrap_or(64 << 10)
 }
 
 /// A reserved address range; unmapped on drop.
@@ -268,16 +266,16 @@ pub(super) unsafe fn populate(address: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Brings in the memory of a committed range, a huge page at a time, and splits it into small pages that lie side by
-/// side. Each part can then go back to the system by itself; a huge page stays whole as long as any part of it is in
-/// use.
+/// Brings in the memory of a committed range, a huge page of `huge` bytes at a time, and splits it into small pages
+/// that lie side by side. Each part can then go back to the system by itself; a huge page stays whole as long as any
+/// part of it is in use.
 ///
 /// # Errors
 /// The kernel's. The range may still be in huge pages then.
 ///
 /// # Safety
 /// As for [`populate`], and nothing has been written to the range.
-pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result<()> {
+pub(super) unsafe fn populate_side_by_side(address: u64, len: u64, huge: u64) -> io::Result<()> {
     // SAFETY: the caller's promise.
     unsafe { populate(address, len) }?;
     let mark = |byte: u8| {
@@ -292,10 +290,10 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result
     // SAFETY: advice about a range the caller owns; it changes no content.
     let _ = unsafe { libc::madvise(pointer(address), size(len)?, libc::MADV_NOHUGEPAGE) };
     let page = system_page_bytes();
-    for start in (address..address + len).step_by(HUGE_PAGE_BYTES as usize) {
+    for start in (address..address + len).step_by(huge as usize) {
         // The kernel splits a huge page when a part of it is advised to be cold. It skips a page that something else,
         // such as its own migration, holds at that moment. For small pages it only notes the advice.
-        for part in [start, start + HUGE_PAGE_BYTES / 2] {
+        for part in [start, start + huge / 2] {
             // SAFETY: advice, which changes no content.
             check(unsafe { libc::madvise(pointer(part), size(page)?, libc::MADV_COLD) })?;
         }
@@ -304,10 +302,10 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result
     Ok(())
 }
 
-/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. A process finds this
-/// out once, or in several threads at once. There is no lock: a child by `fork` would wait for ever for a thread of its
+/// Whether this kernel splits its huge pages, of `huge` bytes, when [`populate_side_by_side`] asks for it. A process
+/// finds this out once, or in several threads at once. There is no lock: a child by `fork` would wait for ever for a thread of its
 /// parent that was finding out.
-pub(super) fn splits_huge_pages() -> bool {
+pub(super) fn splits_huge_pages(huge: u64) -> bool {
     const UNKNOWN: u8 = 0;
     const NO: u8 = 1;
     const YES: u8 = 2;
@@ -315,11 +313,11 @@ pub(super) fn splits_huge_pages() -> bool {
     const TRIED: u64 = 2;
     let try_it = || {
         let before = huge_pages_split();
-        let tried = Region::reserve(TRIED * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "a probe").and_then(|region| {
+        let tried = Region::reserve(TRIED * huge, huge, "a probe").and_then(|region| {
             // SAFETY: the region is ours and nobody else knows its addresses.
             let made = unsafe { commit(region.base(), region.len(), true) }
                 // SAFETY: as above, and committed.
-                .and_then(|()| unsafe { populate_side_by_side(region.base(), region.len()) });
+                .and_then(|()| unsafe { populate_side_by_side(region.base(), region.len(), huge) });
             made.map_err(|cause| Error::io("try how huge pages are split", cause))
         });
         // Others may split some at the same time. That is rare and harmless: blocks that are made as huge pages may

@@ -1,14 +1,13 @@
 //! The kernel's page tables for the addresses of a region, and how they are given back.
 //!
-//! The kernel frees the table of a slot (2 MiB, with pages of 4 KiB) only when mappings that cover the whole slot go. A
-//! smaller frame that leaves would leave its table behind, so a walk over many slots would leave a table in each. So
-//! whoever takes the last frame out of a slot replaces the mappings of the whole slot, or of the GiB it is in if that
+//! The kernel frees the table of a [slot](KernelPages::slot) only when mappings that cover the whole slot go. A smaller
+//! frame that leaves would leave its table behind, so a walk over many slots would leave a table in each. So whoever
+//! takes the last frame out of a slot replaces the mappings of the whole slot, or of the whole table of tables if that
 //! is empty too.
 
 use std::ops::Range;
 
-use super::sys::{self, Region};
-use crate::ids::{Bytes, PageSize};
+use super::kernel_pages::KernelPages;
 
 /// Counts what is in each slot of a region.
 #[derive(Debug)]
@@ -23,31 +22,11 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    pub(super) fn new(region: &Region) -> Self {
-        let page = sys::system_page_bytes();
-        let slot = page * (page / 8);
-        let upper = slot * (page / 8);
-        let range = region.base()..region.base() + region.len();
+    /// For a region at these addresses.
+    pub(super) fn new(range: Range<u64>, kernel: KernelPages) -> Self {
+        let (slot, upper) = (kernel.slot(), kernel.upper());
         let count = |unit: u64| (range.end.div_ceil(unit) - range.start / unit) as usize;
         Self { frames: vec![0; count(slot)], slots: vec![0; count(upper)], range, slot, upper }
-    }
-
-    /// Bytes of one table.
-    pub(super) fn table_bytes() -> u64 {
-        sys::system_page_bytes()
-    }
-
-    /// Bytes of the tables of the slots that a frame is in: the most that a frame can need for itself. Tables above
-    /// them, one for each GiB of addresses, count for the addresses and not for the frame.
-    pub(super) fn of_a_frame(frame: PageSize) -> Bytes {
-        let page = sys::system_page_bytes();
-        let slot = page * (page / 8);
-        Bytes::new(frame.bytes().div_ceil(slot) * page)
-    }
-
-    /// Bytes of tables for a frame that shares its slots with frames right beside it: its share.
-    pub(super) fn of_a_frame_among_others(frame: PageSize) -> Bytes {
-        Bytes::new(frame.bytes() / (sys::system_page_bytes() / 8))
     }
 
     fn at(&self, unit: u64, address: u64) -> usize {
@@ -109,36 +88,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_has_a_table_for_each_slot_it_is_in() {
-        let page = sys::system_page_bytes();
-        let tables = |len: u64| Tables::of_a_frame(PageSize::new(Bytes::new(len)).unwrap()).get() / page;
-        let slot = page * page / 8;
-        assert_eq!([page, slot / 2, slot, 4 * slot].map(tables), [1, 1, 1, 4]);
-        let shared = Tables::of_a_frame_among_others(PageSize::new(Bytes::new(slot)).unwrap());
-        assert_eq!(shared.get(), page);
-    }
-
-    #[test]
     fn the_last_frame_of_a_slot_takes_the_table_with_it() {
-        let region = Region::reserve(3 << 30, 2 << 20, "a test").unwrap();
-        let mut tables = Tables::new(&region);
-        let page = sys::system_page_bytes();
-        let (slot, upper) = (page * page / 8, page * page / 8 * page / 8);
-        let first = region.base().next_multiple_of(upper);
-        let (near, next, far) = (first + slot, first + slot + 16 * page, first + 5 * slot);
-        let len = 16 * page;
-        assert_eq!(tables.enter(near, len), 2);
-        assert_eq!(tables.enter(next, len), 0);
-        assert_eq!(tables.enter(far, len), 1);
-        assert_eq!(tables.leave(near, len), 0);
-        assert_eq!(tables.around(near, len), near..near + len);
-        assert_eq!(tables.leave(next, len), 1);
-        assert_eq!(tables.around(next, len), first + slot..first + 2 * slot);
-        assert_eq!(tables.leave(far, len), 2);
-        let end = region.base() + region.len();
-        assert_eq!(tables.around(far, len), first..(first + upper).min(end));
-        // A frame of several slots.
-        assert_eq!(tables.enter(first, 4 * slot), 5);
-        assert_eq!(tables.leave(first, 4 * slot), 5);
+        for kernel in KernelPages::ALL {
+            let (slot, upper) = (kernel.slot(), kernel.upper());
+            // It begins within a slot, as a region may.
+            let range = 5 * upper - 3 * slot + 7 * kernel.page()..8 * upper - kernel.page();
+            let mut tables = Tables::new(range.clone(), kernel);
+            let len = 16 * kernel.page();
+            let first = 5 * upper;
+            let (near, next, far) = (first + slot, first + slot + len, first + 5 * slot);
+            assert_eq!(tables.enter(near, len), 2);
+            assert_eq!(tables.enter(next, len), 0);
+            assert_eq!(tables.enter(far, len), 1);
+            assert_eq!(tables.leave(near, len), 0);
+            assert_eq!(tables.around(near, len), near..near + len);
+            assert_eq!(tables.leave(next, len), 1);
+            assert_eq!(tables.around(next, len), first + slot..first + 2 * slot);
+            assert_eq!(tables.leave(far, len), 2);
+            assert_eq!(tables.around(far, len), first..first + upper);
+            // A frame of several slots.
+            assert_eq!(tables.enter(first, 4 * slot), 5);
+            assert_eq!(tables.leave(first, 4 * slot), 5);
+            // At the ends only what is the region's.
+            assert_eq!(tables.around(range.start, len), range.start..first);
+            assert_eq!(tables.around(range.end - len, len), 7 * upper..range.end);
+        }
     }
 }

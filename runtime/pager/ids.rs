@@ -114,14 +114,15 @@ impl FromStr for Bytes {
     }
 }
 
-/// The size of a page and of a frame: a power of two from 4 KiB to 1 GiB.
+/// The size of a page and of a frame: a power of two from 4 KiB to 1 GiB. A runtime refuses pages that are smaller than
+/// those of the kernel it runs on.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageSize {
     log2: u8,
 }
 
 impl PageSize {
-    /// 2 MiB: the size of a huge page on x86-64, and the default of every device (see
+    /// 2 MiB: a huge page where the kernel's pages have 4 KiB, and the default of every device (see
     /// `docs/decisions/0014-page-size-on-a-gpu.md`).
     pub const DEFAULT: Self = Self { log2: 21 };
     const MIN_LOG2: u8 = 12;

@@ -14,7 +14,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use lru::LruCache;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::limits::most_descriptors;
 
@@ -51,9 +51,7 @@ impl Descriptors {
         let mut table = self.0.lock();
         let number = Number(table.next);
         table.next += 1;
-        let closed = table.open.push(number, Arc::new(file));
-        drop(table);
-        drop(closed);
+        insert(table, number, Arc::new(file));
         number
     }
 
@@ -83,9 +81,7 @@ impl Descriptors {
         if let Some(first) = table.open.get(&number) {
             return Arc::clone(first);
         }
-        let closed = table.open.push(number, Arc::clone(&file));
-        drop(table);
-        drop(closed);
+        insert(table, number, Arc::clone(&file));
         file
     }
 
@@ -102,6 +98,13 @@ impl Descriptors {
         let closed = self.0.lock().open.pop(&number);
         drop(closed);
     }
+}
+
+/// Puts a file in. The one that makes room for it is closed after the lock was given up (invariant 3).
+fn insert(mut table: MutexGuard<'_, Table>, number: Number, file: Arc<File>) {
+    let closed = table.open.push(number, file);
+    drop(table);
+    drop(closed);
 }
 
 #[cfg(test)]

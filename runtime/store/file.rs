@@ -12,6 +12,7 @@ use super::IO_ALIGNMENT;
 use super::descriptors::{Descriptors, Number};
 use super::source::PageSource;
 use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,11 +167,8 @@ impl OpenFile {
             },
         };
         let direct = direct_file.is_some();
-        let file = direct_file.unwrap_or_else(|| {
-            // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
-            advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-            file
-        });
+        let file = direct_file.unwrap_or(file);
+        stop_readahead(&file, direct);
         // A later change of the current folder changes nothing.
         let named =
             std::path::absolute(&path).ok().filter(|path| !(path.starts_with("/proc") || path.starts_with("/dev")));
@@ -197,9 +195,7 @@ impl OpenFile {
         let again = || {
             let flags = libc::O_NONBLOCK | if self.direct { libc::O_DIRECT } else { 0 };
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
-            if !self.direct {
-                advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-            }
+            stop_readahead(&file, self.direct);
             Ok(file)
         };
         let file = table.open(again).map_err(|cause| {
@@ -280,10 +276,54 @@ impl fmt::Debug for OpenFile {
     }
 }
 
+/// Pages are read whole and in an order of our own: what the kernel reads ahead of them would be thrown away. Direct I/O
+/// has no read-ahead.
+fn stop_readahead(file: &File, direct: bool) {
+    if !direct {
+        advise(file, 0, 0, libc::POSIX_FADV_RANDOM);
+    }
+}
+
 fn advise(file: &File, offset: u64, len: u64, advice: libc::c_int) {
     // SAFETY: the descriptor is open for as long as `file` is borrowed; the call touches no memory of ours.
     // It is advice: a refusal changes nothing but the size of the page cache.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
+}
+
+/// The alignment that O_DIRECT needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirectAlignment {
+    /// Memory addresses are multiples of this.
+    pub memory: Bytes,
+    /// File offsets and lengths are multiples of this.
+    pub offset: Bytes,
+}
+
+impl DirectAlignment {
+    /// Why operations, which are multiples of [`IO_ALIGNMENT`], cannot be direct; `None` if they can.
+    fn refusal(self) -> Option<String> {
+        let fits = |needed: Bytes| needed == Bytes::ZERO || IO_ALIGNMENT.is_multiple_of(needed.get());
+        let least = Bytes::new(IO_ALIGNMENT);
+        let Self { memory, offset } = self;
+        (!(fits(memory) && fits(offset))).then(|| {
+            format!("it needs offsets in multiples of {offset} and memory in multiples of {memory}, more than {least}")
+        })
+    }
+}
+
+/// `STATX_DIOALIGN` of a file, where the kernel tells (Linux 6.1 on).
+pub(super) fn direct_alignment(file: &File) -> Option<DirectAlignment> {
+    // SAFETY: statx is plain data, for which all zero bytes is a value.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let (fd, mask) = (file.as_raw_fd(), libc::STATX_DIOALIGN);
+    // SAFETY: the descriptor is open, the path is an empty C string, and `stat` is valid for writing.
+    if unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &raw mut stat) } != 0 {
+        return None;
+    }
+    (stat.stx_mask & mask != 0 && stat.stx_dio_offset_align != 0).then(|| DirectAlignment {
+        memory: Bytes::new(stat.stx_dio_mem_align.into()),
+        offset: Bytes::new(stat.stx_dio_offset_align.into()),
+    })
 }
 
 /// Opens the same file again with O_DIRECT, and reads once to see that it works.
@@ -304,6 +344,9 @@ pub(super) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
             ours
         }
     };
+    if let Some(why) = direct_alignment(&direct).and_then(DirectAlignment::refusal) {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+    }
     let mut page = AlignedPage([0; IO_ALIGNMENT as usize]);
     loop {
         // SAFETY: `page` is valid for IO_ALIGNMENT bytes and outlives the call, which blocks.
@@ -355,15 +398,15 @@ fn set_direct(file: &File) -> io::Result<()> {
 }
 
 fn direct_refused(file: &File, path: &Path, cause: io::Error) -> Error {
-    if cause.raw_os_error() != Some(libc::EINVAL) {
-        return Error::io(format!("open {} for direct I/O", path.display()), cause);
-    }
-    Error::new(
-        ErrorKind::Unsupported,
-        format!("the file system of {} ({}) does not support O_DIRECT", path.display(), filesystem_name(file)),
-    )
-    .remedy("use the I/O backend `buffered` (RuntimeBuilder::io), or a file system such as ext4 or xfs")
-    .caused_by(cause)
+    let why = match cause.kind() {
+        io::ErrorKind::Unsupported => format!(" for outcore: {cause}"),
+        _ if cause.raw_os_error() == Some(libc::EINVAL) => String::new(),
+        _ => return Error::io(format!("open {} for direct I/O", path.display()), cause),
+    };
+    let what = format!("the file system of {} ({}) does not support O_DIRECT", path.display(), filesystem_name(file));
+    Error::new(ErrorKind::Unsupported, what + &why)
+        .remedy("use the I/O backend `buffered` (RuntimeBuilder::io), or a file system such as ext4 or xfs")
+        .caused_by(cause)
 }
 
 /// The name of an overlay file system that keeps its files in memory.
@@ -386,7 +429,7 @@ fn has_extents(file: &File) -> bool {
         room: u32,
         reserved: u32,
     }
-    const FS_IOC_FIEMAP: libc::Ioctl = 0xC020_660B_u32 as libc::Ioctl;
+    const FS_IOC_FIEMAP: libc::Ioctl = libc::_IOWR::<Count>(b'f' as u32, 11);
     let mut count = Count { start: 0, length: u64::MAX, flags: 0, mapped: 0, room: 0, reserved: 0 };
     // SAFETY: the descriptor is open, and the kernel writes no more than `count`, which has room for no extent.
     unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut count) == 0 }
@@ -445,6 +488,21 @@ mod tests {
         assert_eq!(then.difference(&shorter).unwrap(), "its size went from 30 to 29 bytes");
         let all = FileIdentity { inode: 3, size: 29, modified_nanoseconds: 6, ..then };
         assert_eq!(then.difference(&all).unwrap().matches(", its ").count(), 2);
+    }
+
+    #[test]
+    fn direct_io_in_larger_blocks_than_ours_is_refused() {
+        let of = |memory, offset| DirectAlignment { memory: Bytes::new(memory), offset: Bytes::new(offset) }.refusal();
+        for (memory, offset) in [(1, 512), (4, 4096), (512, 512), (4096, 4096), (0, 4096)] {
+            assert_eq!(of(memory, offset), None);
+        }
+        let blocks = of(512, 16 << 10).unwrap();
+        assert!(blocks.contains("16.0 KiB") && blocks.contains("more than 4.0 KiB"), "{blocks}");
+        assert!(of(8192, 512).is_some());
+        let file = tempfile::tempfile().unwrap();
+        let error = direct_refused(&file, Path::new("a"), io::Error::new(io::ErrorKind::Unsupported, blocks));
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("16.0 KiB"), "{error}");
     }
 
     #[test]

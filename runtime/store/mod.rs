@@ -40,13 +40,13 @@ use crate::pager::Priority;
 
 pub(crate) use self::contract::Store;
 pub use self::disk::DiskProfile;
-pub use self::file::FileIdentity;
 pub(crate) use self::file::FileUse;
+pub use self::file::{DirectAlignment, FileIdentity};
 pub(crate) use self::operation::{IoKind, IoOp};
 pub use self::options::StoreOptions;
 pub(crate) use self::own::OwnRead;
 pub(crate) use self::place::scratch_on_a_disk;
-pub use self::probe::{BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
+pub use self::probe::{BackendProbe, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
 pub(crate) use self::queue::Depth;
 pub use self::queue::QueueDepth;
 pub use self::scratch::ScratchAllocation;
@@ -55,8 +55,8 @@ pub use self::source::PageSource;
 #[doc(inline)]
 pub use crate::ids::FileId;
 
-/// Offsets, lengths and buffers of operations are multiples of this many bytes: enough for O_DIRECT on every common
-/// file system and device.
+/// Offsets, lengths and buffers of operations are multiples of this many bytes, whatever the kernel's page size is:
+/// enough for O_DIRECT on every common file system and device. A file that needs more is not read with O_DIRECT.
 pub const IO_ALIGNMENT: u64 = 4096;
 
 /// How files are read and written.

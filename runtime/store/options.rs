@@ -105,7 +105,7 @@ impl StoreOptions {
     }
 
     /// A store for [sources](PageSource): they are read by calls that block.
-    pub(super) fn start_sources(&self, sink: Arc<dyn Completions>) -> Result<Engine> {
+    fn start_sources(&self, sink: Arc<dyn Completions>) -> Result<Engine> {
         self.start(IoBackend::Threads, DirectIo::Never, sink)
     }
 

@@ -1,24 +1,26 @@
 //! Opens a store by probing which backend works, and measures a file through the store that will serve it.
 
-use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
 use std::fs::File;
 use std::iter;
 use std::mem::ManuallyDrop;
-use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use memmap2::{Advice, MmapOptions, MmapRaw};
+
 use super::blocks::Blocks;
-use super::file::{filesystem_name, is_memory, not_a_file, open_direct, open_to_read};
+use super::file::{
+    DirectAlignment, direct_alignment, filesystem_name, is_memory, not_a_file, open_direct, open_to_read,
+};
 use super::{
     Completion, Completions, FileUse, IO_ALIGNMENT, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, StoreOptions,
     uring,
 };
-use crate::device::{HUGE_PAGE_BYTES, HostPointer, Token};
+use crate::device::{HostPointer, KernelPages, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FileId};
 
@@ -96,15 +98,6 @@ impl FileProbe {
     pub fn is_in_memory(&self) -> bool {
         is_memory(&self.filesystem)
     }
-}
-
-/// The alignment that O_DIRECT needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DirectAlignment {
-    /// Memory addresses are multiples of this.
-    pub memory: Bytes,
-    /// File offsets and lengths are multiples of this.
-    pub offset: Bytes,
 }
 
 /// The median and the 99th percentile of some times.
@@ -241,21 +234,6 @@ pub fn probe_file(
     Ok(probe)
 }
 
-/// `STATX_DIOALIGN` of a file.
-fn direct_alignment(file: &File) -> Option<DirectAlignment> {
-    // SAFETY: statx is plain data, for which all zero bytes is a value.
-    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    let (fd, mask) = (file.as_raw_fd(), libc::STATX_DIOALIGN);
-    // SAFETY: the descriptor is open, the path is an empty C string, and `stat` is valid for writing.
-    if unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &raw mut stat) } != 0 {
-        return None;
-    }
-    (stat.stx_mask & mask != 0 && stat.stx_dio_offset_align != 0).then(|| DirectAlignment {
-        memory: Bytes::new(stat.stx_dio_mem_align.into()),
-        offset: Bytes::new(stat.stx_dio_offset_align.into()),
-    })
-}
-
 fn process_cpu() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for writing.
@@ -312,7 +290,7 @@ impl Reader {
     pub(super) fn read(&mut self, offsets: &mut dyn Iterator<Item = u64>, reads: &Reads) -> Result<u64> {
         let Reads { block, depth, until, end } = *reads;
         let block = block.get() as usize;
-        let parts = (self.buffer.layout.size() / block).max(1) as u64;
+        let parts = (self.buffer.len / block).max(1) as u64;
         let (mut begun, mut in_flight) = (0, 0);
         let mut free: Vec<u64> = (0..u64::from(depth.get())).collect();
         let mut outcome = Ok(());
@@ -368,55 +346,44 @@ impl Drop for Reader {
     }
 }
 
-const HUGE_PAGE: usize = HUGE_PAGE_BYTES as usize;
-
-/// Aligned memory.
+/// Memory of its own mapping, aligned for operations.
 struct Buffer {
-    memory: NonNull<u8>,
-    layout: Layout,
+    memory: MmapRaw,
+    /// Bytes before its first.
+    skip: usize,
+    len: usize,
 }
 
 impl Buffer {
     fn new(len: usize) -> Result<Self> {
-        // Aligned as the runtime's frames are. The kernel splits requests to memory in small pages, and the disk would
-        // look slower than it is.
-        let align = if len < HUGE_PAGE { IO_ALIGNMENT as usize } else { HUGE_PAGE };
-        let layout = Layout::from_size_align(len, align).ok().filter(|layout| layout.size() > 0).ok_or_else(|| {
+        let kernel = KernelPages::here();
+        // In huge pages where the runtime's frames are. The kernel splits requests to memory in small pages, and the
+        // disk would look slower than it is.
+        let huge = kernel.quick_huge().map(|huge| huge as usize).filter(|huge| len >= *huge);
+        let room = len.checked_add(huge.unwrap_or(0)).filter(|_| len > 0).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
                 .remedy("measure with smaller blocks or a smaller depth")
         })?;
-        // SAFETY: the layout's size is not zero.
-        let memory = unsafe { alloc(layout) };
-        let memory = NonNull::new(memory).ok_or_else(|| {
+        let mut memory = MmapOptions::new().len(room).map_anon().map_err(|cause| {
             let message = format!("no memory for a buffer of {}", Bytes::new(len as u64));
             Error::new(ErrorKind::OutOfMemory, message)
                 .remedy("raise the limit on this process's memory (ulimit -v, or its control group)")
+                .caused_by(cause)
         })?;
-        if len >= HUGE_PAGE {
-            // SAFETY: the range is this allocation's own; the advice changes no byte of it, and refusal changes
-            // nothing.
-            unsafe { libc::madvise(memory.as_ptr().cast(), len & !(HUGE_PAGE - 1), libc::MADV_HUGEPAGE) };
+        let skip = huge.map_or(0, |huge| memory.as_ptr().align_offset(huge));
+        if huge.is_some() {
+            // Refusal changes nothing.
+            let _ = memory.advise_range(Advice::HugePage, skip, len);
         }
         // The kernel provides memory when it is first touched. That must not be part of a measurement.
-        for page in (0..len).step_by(IO_ALIGNMENT as usize) {
-            // SAFETY: `page` is inside the allocation, which nobody else has yet.
-            unsafe { memory.add(page).write_volatile(0) };
-        }
-        Ok(Self { memory, layout })
+        memory.iter_mut().skip(skip).take(len).step_by(kernel.page() as usize).for_each(|byte| *byte = 1);
+        Ok(Self { memory: memory.into(), skip, len })
     }
 
     fn at(&self, offset: usize) -> HostPointer {
-        invariant!(offset < self.layout.size(), "a part lies at {offset}, behind a buffer of {}", self.layout.size());
-        // SAFETY: `offset` is inside the allocation: it is the offset of a part, and only as many parts are used as
-        // fit.
-        HostPointer(unsafe { self.memory.add(offset) })
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout. The owner drops it only when no operation uses it.
-        unsafe { dealloc(self.memory.as_ptr(), self.layout) };
+        invariant!(offset < self.len, "a part lies at {offset}, behind a buffer of {}", self.len);
+        let at = self.memory.as_mut_ptr().wrapping_add(self.skip + offset);
+        HostPointer(NonNull::new(at).unwrap_or(NonNull::dangling()))
     }
 }
 
