@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use outcore::{Bytes, Runtime, Tensor};
+/// Numbers without a pattern, the same in every run.
+pub use outcore_testkit::harness::Rng as Random;
 use serde_json::{Map, Value, json};
 
 /// `--name value` on the command line, else `OUTCORE_BENCH_NAME` in the environment, else `default`.
@@ -96,26 +98,6 @@ pub fn cpu_seconds() -> f64 {
     let ticks: Vec<f64> = after_name.split_whitespace().skip(11).take(2).map(|n| n.parse().unwrap()).collect();
     // USER_HZ is 100 on every Linux.
     (ticks[0] + ticks[1]) / 100.0
-}
-
-/// Numbers without a pattern, the same in every run.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
-        for at in (1..items.len()).rev() {
-            items.swap(at, (self.next() % (at as u64 + 1)) as usize);
-        }
-    }
 }
 
 /// A file that is removed at the end.

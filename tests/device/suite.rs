@@ -24,6 +24,7 @@ use outcore::device::{
 use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use outcore::{Bytes, ErrorKind, PageSize, Result};
 use outcore_testkit::fake_cuda as control;
+use outcore_testkit::harness::Rng;
 use outcore_testkit::sim::{SimClock, SimDevice, SimDeviceConfig};
 
 /// Collects completions.
@@ -198,19 +199,6 @@ fn host(bytes: &mut [u8]) -> HostPointer {
     unsafe { HostPointer::new(NonNull::new(bytes.as_mut_ptr()).unwrap()) }
 }
 
-/// A small deterministic generator (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (z ^ (z >> 31)) % n
-    }
-}
-
 const SMALL: Bytes = Bytes::kib(64);
 
 fn bytes_travel_with_the_frame(make: Make) {
@@ -263,7 +251,7 @@ fn random_cycles_agree_with_an_oracle(make: Make) {
     let rig = Rig::new(make, Bytes::kib(4), FRAMES);
     let bases = [rig.device.reserve(PAGES as u32 / 2).unwrap(), rig.device.reserve(PAGES as u32 / 2).unwrap()];
     let address = |page: u64| rig.page(bases[(page % 2) as usize], page / 2);
-    let mut random = Random(7);
+    let mut random = Rng::new(7);
     let mut frame_at: Vec<Option<u32>> = vec![None; PAGES as usize];
     let mut byte_of: Vec<Option<u8>> = vec![None; FRAMES as usize];
     for step in 0..rig.rounds(4_000) {
@@ -306,7 +294,7 @@ fn threads_map_different_frames_at_once(make: Make) {
         for (thread, base) in bases.into_iter().enumerate() {
             let rig = &rig;
             scope.spawn(move || {
-                let mut random = Random(thread as u64);
+                let mut random = Rng::new(thread as u64);
                 for step in 0..rig.rounds(3_000) {
                     let frame = FrameId::new(thread as u32 * FRAMES + random.below(FRAMES.into()) as u32);
                     let at = rig.page(base, random.below(32));
@@ -681,7 +669,7 @@ fn simulated(seed: u64, link: Option<LinkModel>) -> (Vec<(u64, bool, std::time::
     }
     let streams: Vec<_> = (0..4).map(|_| device.create_stream(StreamKind::Fill).unwrap()).collect();
     let mut buffers: Vec<Vec<u8>> = Vec::new();
-    let mut random = Random(17);
+    let mut random = Rng::new(17);
     for token in 0..400 {
         let stream = streams[random.below(4) as usize];
         let (at, len) = (base.offset(random.below(PAGES * 4096 - 5000)), random.below(5000));
@@ -802,7 +790,7 @@ fn mappings_stay_bounded_after_many_random_maps() {
     let device = host_device(Bytes::kib(4), FRAMES, None, false, Arc::default());
     let base = device.reserve(4096).unwrap();
     let before = mappings();
-    let mut random = Random(3);
+    let mut random = Rng::new(3);
     for _ in 0..100_000 {
         let frame = FrameId::new(random.below(FRAMES.into()) as u32);
         let at = base.offset(random.below(4096) * 4096);

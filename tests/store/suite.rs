@@ -17,6 +17,7 @@ use outcore::store::{FileId, IoBackend, QueueDepth, StoreOptions, probe_backend,
 use outcore::testing::{CallHook, FileUse, Injected, IoCall, IoKind, IoOp, Store, open_store};
 use outcore::{Bytes, Error, ErrorKind, Result};
 use outcore_pager::Priority;
+use outcore_testkit::harness::Rng;
 
 const PAGE: usize = 64 << 10;
 
@@ -260,29 +261,13 @@ impl Memory {
 }
 
 fn noise(len: usize, seed: u64) -> Vec<u8> {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let mut bytes: Vec<u8> = Vec::with_capacity(len + 8);
     while bytes.len() < len {
         bytes.extend(random.next().to_le_bytes());
     }
     bytes.truncate(len);
     bytes
-}
-
-/// splitmix64
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
 }
 
 // ------------------------------------------------------------------------------------------------------ whole bytes
@@ -368,14 +353,14 @@ fn random_operations(rig: &Rig, count: u64) {
     const LANES: usize = 16;
     let file = rig.scratch(BLOCKS * BLOCK);
     let mut oracle = vec![0u8; BLOCKS * BLOCK];
-    let mut random = Random(42);
+    let mut random = Rng::new(42);
     let mut token = 0;
     while token < count {
         let mut batch = Vec::new();
         for lane in 0..LANES {
             // Each lane has a sixteenth of the file and of the memory.
             let room = BLOCKS / LANES;
-            let (first, blocks) = (random.below(room), 1 + random.below(4));
+            let (first, blocks) = (random.below(room as u64) as usize, 1 + random.below(4) as usize);
             let blocks = blocks.min(room - first);
             let start = (lane * room + first) * BLOCK;
             let len = blocks * BLOCK;
@@ -393,7 +378,7 @@ fn random_operations(rig: &Rig, count: u64) {
                 buffer: rig.memory.at(start),
                 len: len as u32,
                 valid: len as u32,
-                priority: priorities[random.below(4)],
+                priority: *random.pick(&priorities),
                 ..rig.op(token, kind, file, 0)
             });
             batch.push((token, start, len));

@@ -19,6 +19,7 @@ use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
 use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
 use outcore_cuda::CudaDeviceSelector;
+use outcore_pager::random::Random;
 use outcore_pager::state::State;
 use parking_lot::Mutex;
 
@@ -35,29 +36,31 @@ pub use scene::{Scene, alone, is_child, scene_ended, whole_name};
 pub use tasks::{Task, block_on, owned, poll, together};
 pub use watch::{progress, tell_of, until, watched};
 
-/// xorshift64*: small, fast and the same everywhere.
+/// Random numbers that are the same everywhere.
 #[derive(Clone, Debug)]
-pub struct Rng(u64);
+pub struct Rng(Random);
 
 impl Rng {
     pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+        Self(Random(seed))
     }
     pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+        self.0.next_u64()
     }
-    /// A number below `n`.
+    /// A number below `n`; 0 if `n` is 0.
     pub fn below(&mut self, n: u64) -> u64 {
-        (self.next() >> 16) % n.max(1)
+        self.next() % n.max(1)
     }
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
     pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]
+    }
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for at in (1..items.len()).rev() {
+            items.swap(at, self.below(at as u64 + 1) as usize);
+        }
     }
 }
 
