@@ -40,7 +40,8 @@
 //!
 //! Beside what is named here there are [`mod@pin`] (which guard to use), [`mod@stats`] (what a runtime tells of itself),
 //! [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`machine`] (what the machine
-//! gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. Policies on traces,
+//! gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. A GPU's memory is
+//! the crate `outcore-cuda`'s. Policies on traces,
 //! machines that are not there, and what a job needs are the crate `outcore-lab`'s.
 
 // The state machine that decides, a crate of its own; and its macro `invariant`.

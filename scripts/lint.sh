@@ -27,12 +27,13 @@ cargo clippy --workspace --all-targets -- -D warnings
 say "clippy, feature strict"
 cargo clippy --workspace --all-targets --features outcore/strict -- -D warnings
 say "documentation, and the public surface"
-RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps \
+# Without the test kit, which would have outcore documented with its feature `testing`.
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude outcore-testkit --no-deps \
     --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
 python3 scripts/public_api.py "${CARGO_TARGET_DIR:-target}/doc/outcore"
 # In the order in which they depend on each other; each is compiled from what would be published.
 say "packages"
-packages=(-p outcore-pager -p outcore -p outcore-cuda -p outcore-lab -p outcore-cli)
+packages=(-p outcore-pager -p outcore -p outcore-gpu -p outcore-cuda -p outcore-lab -p outcore-cli)
 # It warns of each test that is left out on purpose.
 if ! said=$(cargo publish --dry-run --allow-dirty "${packages[@]}" 2>&1); then
     printf '%s\n' "$said" >&2

@@ -5,7 +5,7 @@
 //!
 //! 1. Nothing of cudarc is called before [`load`] has found the driver's library and [`require`] the functions that are
 //!    used: cudarc panics where one is missing.
-//! 2. Every call that needs a context is made with the device's own context current ([`Context::enter`]), and the
+//! 2. Every call that needs a context is made with the device's own context current ([`CudaDriver::enter`]), and the
 //!    caller's current context is restored afterwards. So is the caller's capture mode: while somebody captures a
 //!    graph, calls from other threads may be forbidden and spoil the capture, unless the calling thread has set the
 //!    relaxed mode.
@@ -20,6 +20,7 @@ use cudarc::driver::{DriverError, result, sys};
 
 use outcore::device::{DeviceAddress, HostPointer, RawStream};
 use outcore::{Bytes, Error, ErrorKind, Result, machine};
+use outcore_gpu::{BatchedCopy, Driver, Failure, Locked, Outcome};
 
 use crate::select::{CudaDeviceInfo, CudaDeviceSelector};
 
@@ -31,7 +32,7 @@ const NUMA_DRIVER: i32 = 12020;
 const BATCHES_DRIVER: (u32, u32) = (13, 0);
 
 /// An error of the driver during `what`.
-pub(crate) fn failed(what: impl Into<String>, error: DriverError) -> Error {
+fn failed(what: impl Into<String>, error: DriverError) -> Error {
     let kind = match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
         CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => ErrorKind::NotFound,
@@ -302,35 +303,24 @@ unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
 
-/// A stream of the driver; destroyed by [`Context::destroy_stream`] if it was made here.
+/// A stream of the driver; destroyed by [`Driver::destroy_stream`] if it was made here.
 #[derive(Debug)]
-pub(crate) struct StreamHandle(Handle<sys::CUstream_st>);
-
-impl StreamHandle {
-    pub(crate) fn raw(&self) -> RawStream {
-        RawStream::new(self.0.0.cast())
-    }
-}
+pub struct StreamHandle(Handle<sys::CUstream_st>);
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD_STREAM: usize = 2;
 
-/// An event of the driver, without a time; destroyed by [`Context::destroy_event`].
+/// An event of the driver, without a time; destroyed by [`Driver::destroy_event`].
 #[derive(Debug)]
-pub(crate) struct EventHandle(Handle<sys::CUevent_st>);
-
-/// Page-locked memory; freed by [`Context::free_locked`].
-#[derive(Debug)]
-pub(crate) struct Locked {
-    pub(crate) base: HostPointer,
-}
+pub struct EventHandle(Handle<sys::CUevent_st>);
 
 /// While this lives, a context is current on this thread, and captures of graphs do not limit its calls.
+#[derive(Debug)]
 #[must_use]
-pub(crate) struct Current<'a> {
+pub struct Current<'a> {
     /// The thread's own capture mode, if it was changed.
     mode: Option<sys::CUstreamCaptureMode>,
-    stays: PhantomData<(&'a Context, *const ())>,
+    stays: PhantomData<(&'a CudaDriver, *const ())>,
 }
 
 /// Sets this thread's capture mode; returns the earlier one.
@@ -355,17 +345,9 @@ impl Drop for Current<'_> {
     }
 }
 
-/// One of several copies between locked host memory and the device, by unified addresses. Lengths are in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct BatchedCopy {
-    pub(crate) to: u64,
-    pub(crate) from: u64,
-    pub(crate) len: u64,
-}
-
-/// The primary context of one GPU, which frameworks use too.
+/// The CUDA driver's calls for one GPU, in its primary context, which frameworks use too.
 #[derive(Debug)]
-pub(crate) struct Context {
+pub struct CudaDriver {
     device: sys::CUdevice,
     batches: bool,
     raw: Handle<sys::CUctx_st>,
@@ -373,11 +355,11 @@ pub(crate) struct Context {
 }
 
 // SAFETY: the pointer in `prop` is null and stays so.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaDriver {}
 // SAFETY: as above; nothing in it changes.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaDriver {}
 
-impl Drop for Context {
+impl Drop for CudaDriver {
     fn drop(&mut self) {
         // SAFETY: retained in `open`, released once.
         if let Err(error) = unsafe { result::primary_ctx::release(self.device) } {
@@ -388,41 +370,16 @@ impl Drop for Context {
 
 type Call<T = ()> = std::result::Result<T, DriverError>;
 
-/// The failure of a call of the driver.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) error: Error,
-    /// The device is lost.
-    pub(crate) fatal: bool,
-    /// A capture forbids the call, or the call asks about something captured.
-    pub(crate) captured: bool,
+/// The failure of a call of the driver, by its code.
+fn failure(what: impl Into<String>, error: DriverError) -> Failure {
+    Failure { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
 }
-
-impl Failure {
-    fn of(what: impl Into<String>, error: DriverError) -> Self {
-        Self { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
-    }
-
-    /// The failure for not waiting for a stream that is being captured, because the wait would spoil the capture.
-    pub(crate) fn captured(error: Error) -> Self {
-        Self { error, fatal: false, captured: true }
-    }
-}
-
-/// A refusal of this crate's, not of the driver's.
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self { error, fatal: false, captured: false }
-    }
-}
-
-pub(crate) type Outcome<T = ()> = std::result::Result<T, Failure>;
 
 fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
-    outcome.map_err(|error| Failure::of(what, error))
+    outcome.map_err(|error| failure(what, error))
 }
 
-impl Context {
+impl CudaDriver {
     /// Retains the primary context of GPU `ordinal`.
     pub(crate) fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
         let ordinal = gpu.ordinal;
@@ -446,9 +403,30 @@ impl Context {
         let batches = gpu.driver >= BATCHES_DRIVER && has_function(c"cuMemcpyBatchAsync_v2");
         Ok(Self { device, batches, raw: Handle(raw), prop })
     }
+}
+
+/// Physical memory of the GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryHandle(sys::CUmemGenericAllocationHandle);
+
+const fn size(len: Bytes) -> usize {
+    len.get() as usize
+}
+
+impl Driver for CudaDriver {
+    type Current<'a> = Current<'a>;
+    type Stream = StreamHandle;
+    type Event = EventHandle;
+    type Memory = MemoryHandle;
+
+    const NAME: &'static str = "CUDA";
+    const WHEN_LOST: &'static str = "start the program again: CUDA does not let this process use the GPU any more. The \
+                                     kernel log may have more about it (Xid)";
+    const WHO_HOLDS_MEMORY: &'static str =
+        "`nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv` lists the processes";
 
     /// Makes the context current on this thread.
-    pub(crate) fn enter(&self) -> Outcome<Current<'_>> {
+    fn enter(&self) -> Outcome<Self::Current<'_>> {
         // SAFETY: the context lives as long as `self`. The returned value, which stays on this thread, pops it.
         named("enter the CUDA context", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) }.result())?;
         let mut current = Current { mode: None, stays: PhantomData };
@@ -456,105 +434,99 @@ impl Context {
         Ok(current)
     }
 
-    pub(crate) fn granularity(&self, _: &Current<'_>) -> Outcome<u64> {
+    fn granularity(&self, _: &Self::Current<'_>) -> Outcome<Bytes> {
         let mut bytes = 0;
         let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: both pointers are to values of the types asked for.
         let outcome = unsafe { sys::cuMemGetAllocationGranularity(&raw mut bytes, &raw const self.prop, minimum) };
         named("ask for the allocation granularity", outcome.result())?;
-        Ok(bytes as u64)
+        Ok(Bytes::new(bytes as u64))
     }
 
-    /// Free and total bytes.
-    pub(crate) fn memory(&self, _: &Current<'_>) -> Outcome<(u64, u64)> {
+    fn memory(&self, _: &Self::Current<'_>) -> Outcome<(Bytes, Bytes)> {
         let (free, total) = named("ask for the GPU's free memory", result::mem_get_info())?;
-        Ok((free as u64, total as u64))
+        Ok((Bytes::new(free as u64), Bytes::new(total as u64)))
     }
 
     // Virtual memory. These calls concern only device addresses, which are no memory of this program.
 
-    pub(crate) fn reserve(&self, _: &Current<'_>, len: u64, align: u64) -> Outcome<u64> {
+    fn reserve(&self, _: &Self::Current<'_>, len: Bytes, align: Bytes) -> Outcome<DeviceAddress> {
         let mut base = 0;
         // SAFETY: `base` is a place for the result.
-        let outcome = unsafe { sys::cuMemAddressReserve(&raw mut base, len as usize, align as usize, 0, 0) };
+        let outcome = unsafe { sys::cuMemAddressReserve(&raw mut base, size(len), size(align), 0, 0) };
         named("reserve device addresses", outcome.result())?;
-        Ok(base)
+        Ok(DeviceAddress::new(base))
     }
-    pub(crate) fn free_addresses(&self, _: &Current<'_>, base: u64, len: u64) -> Outcome {
+    fn free_addresses(&self, _: &Self::Current<'_>, base: DeviceAddress, len: Bytes) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range is refused.
-        named("free device addresses", unsafe { sys::cuMemAddressFree(base, len as usize) }.result())
+        named("free device addresses", unsafe { sys::cuMemAddressFree(base.get(), size(len)) }.result())
     }
-    pub(crate) fn create(&self, _: &Current<'_>, len: u64) -> Outcome<u64> {
+    fn create(&self, _: &Self::Current<'_>, len: Bytes) -> Outcome<Self::Memory> {
         let mut handle = 0;
         // SAFETY: `handle` is a place for the result, and `prop` describes the memory.
-        let outcome = unsafe { sys::cuMemCreate(&raw mut handle, len as usize, &raw const self.prop, 0) };
+        let outcome = unsafe { sys::cuMemCreate(&raw mut handle, size(len), &raw const self.prop, 0) };
         named("take memory of the GPU", outcome.result())?;
-        Ok(handle)
+        Ok(MemoryHandle(handle))
     }
-    pub(crate) fn release(&self, _: &Current<'_>, handle: u64) -> Outcome {
+    fn release(&self, _: &Self::Current<'_>, memory: Self::Memory) -> Outcome {
         // SAFETY: concerns device memory only; a wrong handle is refused.
-        named("give memory of the GPU back", unsafe { sys::cuMemRelease(handle) }.result())
+        named("give memory of the GPU back", unsafe { sys::cuMemRelease(memory.0) }.result())
     }
-    pub(crate) fn map(&self, _: &Current<'_>, address: u64, len: u64, handle: u64) -> Outcome {
+    fn map(&self, _: &Self::Current<'_>, at: DeviceAddress, len: Bytes, memory: Self::Memory) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range or handle is refused.
-        named("map memory of the GPU", unsafe { sys::cuMemMap(address, len as usize, 0, handle, 0) }.result())
+        named("map memory of the GPU", unsafe { sys::cuMemMap(at.get(), size(len), 0, memory.0, 0) }.result())
     }
-    pub(crate) fn allow_access(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+    fn allow_access(&self, _: &Self::Current<'_>, at: DeviceAddress, len: Bytes) -> Outcome {
         let access = sys::CUmemAccessDesc {
             location: self.prop.location,
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         // SAFETY: one description is passed; otherwise this concerns device addresses only.
-        let outcome = unsafe { sys::cuMemSetAccess(address, len as usize, &raw const access, 1) };
+        let outcome = unsafe { sys::cuMemSetAccess(at.get(), size(len), &raw const access, 1) };
         named("allow the GPU access to its memory", outcome.result())
     }
-    pub(crate) fn unmap(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+    fn unmap(&self, _: &Self::Current<'_>, at: DeviceAddress, len: Bytes) -> Outcome {
         // SAFETY: concerns device addresses only; a wrong range is refused.
-        named("unmap memory of the GPU", unsafe { sys::cuMemUnmap(address, len as usize) }.result())
+        named("unmap memory of the GPU", unsafe { sys::cuMemUnmap(at.get(), size(len)) }.result())
     }
 
     // Host memory.
 
-    pub(crate) fn lock(&self, _: &Current<'_>, base: HostPointer, len: u64) -> Outcome {
+    fn lock(&self, _: &Self::Current<'_>, base: HostPointer, len: Bytes) -> Outcome {
         // SAFETY: the maker of the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
-        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), len as usize, 0) };
+        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), size(len), 0) };
         named("lock host memory for the GPU", outcome.result())
     }
-    pub(crate) fn unlock(&self, _: &Current<'_>, base: HostPointer) -> Outcome {
+    fn unlock(&self, _: &Self::Current<'_>, base: HostPointer) -> Outcome {
         // SAFETY: the caller of `Device::unlock_host` promises that no operation uses it.
         let outcome = unsafe { sys::cuMemHostUnregister(base.as_ptr().cast()) };
         named("unlock host memory", outcome.result())
     }
-    pub(crate) fn alloc_locked(&self, _: &Current<'_>, len: usize) -> Outcome<Locked> {
+    fn alloc_locked(&self, _: &Self::Current<'_>, len: Bytes) -> Outcome<Locked> {
         // SAFETY: asks for new memory. No flags, because the CPU reads it too.
-        let base = named("take locked host memory", unsafe { result::malloc_host(len, 0) })?;
+        let base = named("take locked host memory", unsafe { result::malloc_host(size(len), 0) })?;
         let Some(base) = std::ptr::NonNull::new(base.cast()) else {
             return named("take locked host memory", Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
         };
-        // SAFETY: the memory is freed after the last operation on its stream has ended.
-        Ok(Locked { base: unsafe { HostPointer::new(base) } })
+        // SAFETY: new memory, which is freed when the value is given back, after the last operation on its stream.
+        Ok(unsafe { Locked::new(HostPointer::new(base)) })
     }
-    pub(crate) fn free_locked(&self, _: &Current<'_>, memory: Locked) -> Outcome {
+    fn free_locked(&self, _: &Self::Current<'_>, memory: Locked) -> Outcome {
         // SAFETY: `alloc_locked` made it, it is consumed, and its stream is idle.
-        named("free locked host memory", unsafe { result::free_host(memory.base.as_ptr().cast()) })
+        named("free locked host memory", unsafe { result::free_host(memory.base().as_ptr().cast()) })
     }
 
     // Streams and events.
 
-    /// The lowest and the highest priority of a stream.
-    pub(crate) fn priorities(&self, _: &Current<'_>) -> Outcome<(i32, i32)> {
+    fn priorities(&self, _: &Self::Current<'_>) -> Outcome<(i32, i32)> {
         named("ask for stream priorities", result::stream::get_priority_range())
     }
-    pub(crate) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<StreamHandle> {
+    fn create_stream(&self, _: &Self::Current<'_>, priority: i32) -> Outcome<Self::Stream> {
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = named("create a CUDA stream", result::stream::create_with_priority(kind, priority))?;
         Ok(StreamHandle(Handle(raw)))
     }
-    /// A stream that somebody else made.
-    ///
-    /// # Safety
-    /// The handle is that of a stream, and stays valid as long as the returned value is used.
-    pub(crate) unsafe fn adopt_stream(&self, _: &Current<'_>, raw: RawStream) -> Outcome<StreamHandle> {
+    unsafe fn adopt_stream(&self, _: &Self::Current<'_>, raw: RawStream) -> Outcome<Self::Stream> {
         let stream: sys::CUstream = raw.as_ptr().cast();
         if raw.as_ptr() as usize == PER_THREAD_STREAM {
             let message = "the per-thread default stream is another one on each thread, so it cannot be adopted";
@@ -572,27 +544,28 @@ impl Context {
         }
         Ok(StreamHandle(Handle(stream)))
     }
-    /// Whether operations put on the stream go into a graph instead of running.
-    pub(crate) fn is_capturing(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome<bool> {
+    fn raw_stream(&self, stream: &Self::Stream) -> RawStream {
+        RawStream::new(stream.0.0.cast())
+    }
+    fn is_capturing(&self, _: &Self::Current<'_>, stream: &Self::Stream) -> Outcome<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream is not destroyed while it is borrowed; `status` is a place for the result.
         let outcome = unsafe { sys::cuStreamIsCapturing(stream.0.0, &raw mut status) };
         named("ask whether a CUDA stream is captured", outcome.result())?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
-    /// Waits for everything in the context.
-    pub(crate) fn finish(&self, _: &Current<'_>) -> Outcome {
+    fn finish(&self, _: &Self::Current<'_>) -> Outcome {
         named("wait for the GPU", result::ctx::synchronize())
     }
-    pub(crate) fn destroy_stream(&self, _: &Current<'_>, stream: StreamHandle) -> Outcome {
+    fn destroy_stream(&self, _: &Self::Current<'_>, stream: Self::Stream) -> Outcome {
         // SAFETY: `create_stream` made it, and it is consumed.
         named("destroy a CUDA stream", unsafe { result::stream::destroy(stream.0.0) })
     }
-    pub(crate) fn finish_stream(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome {
+    fn finish_stream(&self, _: &Self::Current<'_>, stream: &Self::Stream) -> Outcome {
         // SAFETY: the stream is not destroyed while it is borrowed.
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
-    pub(crate) fn create_event(&self, _: &Current<'_>) -> Outcome<EventHandle> {
+    fn create_event(&self, _: &Self::Current<'_>) -> Outcome<Self::Event> {
         let flags =
             sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let mut raw = std::ptr::null_mut();
@@ -600,21 +573,20 @@ impl Context {
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
         Ok(EventHandle(Handle(raw)))
     }
-    pub(crate) fn destroy_event(&self, _: &Current<'_>, event: EventHandle) -> Outcome {
+    fn destroy_event(&self, _: &Self::Current<'_>, event: Self::Event) -> Outcome {
         // SAFETY: `create_event` made it, and it is consumed.
         named("destroy a CUDA event", unsafe { result::event::destroy(event.0.0) })
     }
-    pub(crate) fn record(&self, _: &Current<'_>, event: &EventHandle, stream: &StreamHandle) -> Outcome {
+    fn record(&self, _: &Self::Current<'_>, event: &Self::Event, stream: &Self::Stream) -> Outcome {
         // SAFETY: neither is destroyed while it is borrowed.
         named("record a CUDA event", unsafe { result::event::record(event.0.0, stream.0.0) })
     }
-    pub(crate) fn wait(&self, _: &Current<'_>, stream: &StreamHandle, event: &EventHandle) -> Outcome {
+    fn wait(&self, _: &Self::Current<'_>, stream: &Self::Stream, event: &Self::Event) -> Outcome {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: neither is destroyed while it is borrowed.
         named("make a CUDA stream wait", unsafe { result::stream::wait_event(stream.0.0, event.0.0, flags) })
     }
-    /// Whether the event has happened. Only the answer "not ready" means that it has not.
-    pub(crate) fn happened(&self, _: &Current<'_>, event: &EventHandle) -> Outcome<bool> {
+    fn happened(&self, _: &Self::Current<'_>, event: &Self::Event) -> Outcome<bool> {
         // SAFETY: the event is not destroyed while it is borrowed.
         match unsafe { result::event::query(event.0.0) } {
             Ok(()) => Ok(true),
@@ -622,55 +594,46 @@ impl Context {
             Err(error) => named("ask about a CUDA event", Err(error)),
         }
     }
-    pub(crate) fn finish_event(&self, _: &Current<'_>, event: &EventHandle) -> Outcome {
+    fn finish_event(&self, _: &Self::Current<'_>, event: &Self::Event) -> Outcome {
         // SAFETY: the event is not destroyed while it is borrowed.
         named("wait for a CUDA event", unsafe { result::event::synchronize(event.0.0) })
     }
 
     // Operations.
 
-    /// # Safety
-    /// The host memory stays valid, and is not written, until the copy has ended.
-    pub(crate) unsafe fn copy_in(
+    unsafe fn copy_in(
         &self,
-        _: &Current<'_>,
-        stream: &StreamHandle,
+        _: &Self::Current<'_>,
+        stream: &Self::Stream,
         host: HostPointer,
         device: DeviceAddress,
-        len: u64,
+        len: Bytes,
     ) -> Outcome {
         let source = host.as_ptr().cast_const().cast();
         // SAFETY: the caller's promise; the device checks its own addresses.
-        let outcome = unsafe { sys::cuMemcpyHtoDAsync_v2(device.get(), source, len as usize, stream.0.0) };
+        let outcome = unsafe { sys::cuMemcpyHtoDAsync_v2(device.get(), source, size(len), stream.0.0) };
         named("copy to the GPU", outcome.result())
     }
-    /// # Safety
-    /// The host memory stays valid, and is not accessed, until the copy has ended.
-    pub(crate) unsafe fn copy_out(
+    unsafe fn copy_out(
         &self,
-        _: &Current<'_>,
-        stream: &StreamHandle,
+        _: &Self::Current<'_>,
+        stream: &Self::Stream,
         device: DeviceAddress,
         host: HostPointer,
-        len: u64,
+        len: Bytes,
     ) -> Outcome {
         let target = host.as_ptr().cast();
         // SAFETY: the caller's promise; the device checks its own addresses.
-        let outcome = unsafe { sys::cuMemcpyDtoHAsync_v2(target, device.get(), len as usize, stream.0.0) };
+        let outcome = unsafe { sys::cuMemcpyDtoHAsync_v2(target, device.get(), size(len), stream.0.0) };
         named("copy from the GPU", outcome.result())
     }
-    /// Whether [`copy_batch`](Self::copy_batch) can be called.
-    pub(crate) fn has_batches(&self) -> bool {
+    fn has_batches(&self) -> bool {
         self.batches
     }
-    /// Carries out several copies, in no order among each other. Only if the driver [has batches](Self::has_batches).
-    ///
-    /// # Safety
-    /// The host memory of all of them is locked, stays valid, and is accessed by nobody else until they have ended.
-    pub(crate) unsafe fn copy_batch(&self, _: &Current<'_>, stream: &StreamHandle, copies: &[BatchedCopy]) -> Outcome {
-        let mut to: Vec<u64> = copies.iter().map(|copy| copy.to).collect();
-        let mut from: Vec<u64> = copies.iter().map(|copy| copy.from).collect();
-        let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len as usize).collect();
+    unsafe fn copy_batch(&self, _: &Self::Current<'_>, stream: &Self::Stream, copies: &[BatchedCopy]) -> Outcome {
+        let mut to: Vec<u64> = copies.iter().map(BatchedCopy::target).collect();
+        let mut from: Vec<u64> = copies.iter().map(BatchedCopy::source).collect();
+        let mut lens: Vec<usize> = copies.iter().map(|copy| size(copy.len)).collect();
         // The hints are for memory that the driver moves by itself.
         let nowhere = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
         let mut attributes = sys::CUmemcpyAttributes {
@@ -686,18 +649,15 @@ impl Context {
         let outcome = unsafe { sys::cuMemcpyBatchAsync_v2(to, from, lens, count, attributes, first, 1, stream.0.0) };
         named("copy a batch", outcome.result())
     }
-    pub(crate) fn zero(&self, _: &Current<'_>, stream: &StreamHandle, device: DeviceAddress, len: u64) -> Outcome {
+    fn zero(&self, _: &Self::Current<'_>, stream: &Self::Stream, device: DeviceAddress, len: Bytes) -> Outcome {
         // SAFETY: concerns device memory only, whose addresses the device checks.
-        let outcome = unsafe { sys::cuMemsetD8Async(device.get(), 0, len as usize, stream.0.0) };
+        let outcome = unsafe { sys::cuMemsetD8Async(device.get(), 0, size(len), stream.0.0) };
         named("zero memory of the GPU", outcome.result())
     }
-    /// # Safety
-    /// `function` may be called with `argument` on any thread, as often as graphs that captured it are launched. It
-    /// neither panics nor calls the driver.
-    pub(crate) unsafe fn call(
+    unsafe fn call(
         &self,
-        _: &Current<'_>,
-        stream: &StreamHandle,
+        _: &Self::Current<'_>,
+        stream: &Self::Stream,
         function: unsafe extern "C" fn(*mut c_void),
         argument: *mut c_void,
     ) -> Outcome {

@@ -11,16 +11,12 @@
 //! ```
 //!
 //! A [`CudaDeviceSelector`] names a GPU and is what [opens](outcore::device::DeviceFactory) it; [`cuda_devices`] lists those
-//! that there are. libcuda is looked for at run time: a program that links this crate starts on a machine without it.
+//! that there are. What the device does with the driver is in [`outcore_gpu`]. libcuda is looked for at run time: a program that links this crate starts on a machine without it.
 
 mod device;
 mod driver;
-mod frames;
-mod mapper;
-mod reaper;
 mod select;
-mod stream;
 
 pub use device::{CudaDevice, CudaDeviceConfig};
-pub use driver::{cuda_device, cuda_devices};
+pub use driver::{CudaDriver, cuda_device, cuda_devices};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};

@@ -3,7 +3,8 @@
 //! made here, and the emulated CUDA driver.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
-#![allow(missing_debug_implementations, missing_docs, reason = "nothing prints these")]
+#![allow(missing_debug_implementations, reason = "nothing prints these")]
+#![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "the names are the plain ones")]
 
 pub mod cuda_calls;
 pub mod fake_cuda;

@@ -62,8 +62,8 @@ pub const HOST: Devices = &[On::Host, On::Link];
 pub const SIM: Devices = &[On::Sim, On::SimLink];
 pub const CUDA: Devices = &[On::Cuda];
 
-/// Makes tests of functions of [`Devices`]: `on_host::...`, `on_sim::...`, and with the feature `cuda` also
-/// `on_cuda::...`. The last ones fail if the emulated driver found anything, or anything was not given back.
+/// Makes tests of functions of [`Devices`]: `on_host::...`, `on_sim::...` and `on_cuda::...`. The last ones fail if the
+/// emulated driver found anything, or anything was not given back.
 #[macro_export]
 macro_rules! on_every_device {
     ($($test:ident)*) => {

@@ -12,32 +12,37 @@
 
 use std::collections::BTreeMap;
 
-use outcore::device::FrameId;
+use outcore::device::{DeviceAddress, FrameId};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
-use crate::driver::{Context, Current, Failure, Outcome};
+use crate::driver::{Driver, Failure, Outcome};
 
 /// Marks a page of a reservation without a frame.
 const NO_FRAME: u32 = u32::MAX;
 
-#[derive(Debug, Default)]
-struct Frame {
-    handle: Option<u64>,
+#[derive(Debug)]
+struct Frame<M> {
+    memory: Option<M>,
     at: Option<u64>,
     wanted: Option<u64>,
     busy: bool,
 }
 
-impl Frame {
+impl<M> Frame<M> {
+    /// A frame with memory, behind no address.
+    fn new(memory: M) -> Self {
+        Self { memory: Some(memory), at: None, wanted: None, busy: false }
+    }
+
     fn is_settled(&self) -> bool {
         self.at == self.wanted && !self.busy
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Layout {
+pub(super) struct Layout<D: Driver> {
     page: u64,
-    frames: Vec<Frame>,
+    frames: Vec<Frame<D::Memory>>,
     /// The frame wanted behind each page, by the reservation's base.
     reservations: BTreeMap<u64, Vec<u32>>,
     /// The frame that the driver has, or is being told to put, at each address.
@@ -47,7 +52,7 @@ pub(crate) struct Layout {
 }
 
 /// Whether a range of device memory can be used.
-pub(crate) enum Range {
+pub(super) enum Range {
     Mapped,
     /// The mapping is under way.
     Pending,
@@ -56,9 +61,9 @@ pub(crate) enum Range {
 
 /// A change of a frame's place in the driver's state.
 #[derive(Debug)]
-pub(crate) struct Change {
+pub(super) struct Change<M> {
     frame: u32,
-    handle: Option<u64>,
+    memory: Option<M>,
     /// The address at which the driver has the frame.
     at: Option<u64>,
     to: Option<u64>,
@@ -67,25 +72,25 @@ pub(crate) struct Change {
     refused: Option<Failure>,
 }
 
-impl Layout {
-    pub(crate) fn new(page: PageSize) -> Self {
+impl<D: Driver> Layout<D> {
+    pub(super) fn new(page: PageSize) -> Self {
         let (frames, reservations, held, refused) = Default::default();
         Self { page: page.bytes(), frames, reservations, held, refused }
     }
 
-    pub(crate) fn frame_count(&self) -> u32 {
+    pub(super) fn frame_count(&self) -> u32 {
         self.frames.len() as u32
     }
 
     /// Bytes of the GPU's memory that frames have.
-    pub(crate) fn held(&self) -> u64 {
-        self.frames.iter().filter(|frame| frame.handle.is_some()).count() as u64 * self.page
+    pub(super) fn held(&self) -> u64 {
+        self.frames.iter().filter(|frame| frame.memory.is_some()).count() as u64 * self.page
     }
 
-    fn frame(&mut self, frame: FrameId) -> Result<&mut Frame> {
+    fn frame(&mut self, frame: FrameId) -> Result<&mut Frame<D::Memory>> {
         let count = self.frames.len();
         self.frames.get_mut(frame.index()).ok_or_else(|| {
-            let message = format!("{frame:?} does not exist: the CUDA device has {count} frames");
+            let message = format!("{frame:?} does not exist: the {} device has {count} frames", D::NAME);
             Error::new(ErrorKind::InvalidArgument, message).remedy("grow the frames first, or name one of those")
         })
     }
@@ -101,7 +106,7 @@ impl Layout {
     }
 
     /// Whether the whole range can be used.
-    pub(crate) fn range(&mut self, address: u64, len: u64) -> Range {
+    pub(super) fn range(&mut self, address: u64, len: u64) -> Range {
         let mut pending = false;
         let mut at = address - address % self.page;
         let end = address.saturating_add(len);
@@ -122,11 +127,12 @@ impl Layout {
         if pending { Range::Pending } else { Range::Mapped }
     }
 
-    pub(crate) fn reserve(&mut self, context: &Context, current: &Current<'_>, pages: u32) -> Outcome<u64> {
-        let len = u64::from(pages) * self.page;
-        let base = context.reserve(current, len, self.page)?;
+    pub(super) fn reserve(&mut self, driver: &D, current: &D::Current<'_>, pages: u32) -> Outcome<u64> {
+        let len = Bytes::new(u64::from(pages) * self.page);
+        let reserved = driver.reserve(current, len, Bytes::new(self.page))?;
+        let base = reserved.get();
         if !base.is_multiple_of(self.page) {
-            context.free_addresses(current, base, len)?;
+            driver.free_addresses(current, reserved, len)?;
             let message = format!("the driver gives no addresses aligned to pages of {}", Bytes::new(self.page));
             return Err(Error::new(ErrorKind::Unsupported, message).remedy("choose smaller pages").into());
         }
@@ -135,7 +141,7 @@ impl Layout {
     }
 
     /// Stops wanting frames behind a whole reservation; returns the frames that have to leave.
-    pub(crate) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
+    pub(super) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
         let refuse = |message: String| {
             let error = Error::new(ErrorKind::InvalidArgument, message);
             Err(error.remedy("release what was reserved, as a whole and once"))
@@ -155,24 +161,24 @@ impl Layout {
     }
 
     /// Gives back a reservation without frames.
-    pub(crate) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
+    pub(super) fn release(&mut self, driver: &D, current: &D::Current<'_>, base: u64, pages: u32) -> Outcome {
         let len = u64::from(pages) * self.page;
-        context.free_addresses(current, base, len)?;
+        driver.free_addresses(current, DeviceAddress::new(base), Bytes::new(len))?;
         self.reservations.remove(&base);
         self.refused.retain(|page, _| !(base..base + len).contains(page));
         Ok(())
     }
 
     /// Makes frames `0..count` exist. On an error there are as many frames as before.
-    pub(crate) fn grow(&mut self, context: &Context, current: &Current<'_>, count: u32) -> Outcome {
+    pub(super) fn grow(&mut self, driver: &D, current: &D::Current<'_>, count: u32) -> Outcome {
         let before = self.frames.len();
         while self.frames.len() < count as usize {
-            match context.create(current, self.page) {
-                Ok(handle) => self.frames.push(Frame { handle: Some(handle), ..Frame::default() }),
+            match driver.create(current, Bytes::new(self.page)) {
+                Ok(memory) => self.frames.push(Frame::new(memory)),
                 Err(failure) => {
                     for frame in self.frames.drain(before..) {
-                        if let Some(handle) = frame.handle
-                            && let Err(failure) = context.release(current, handle)
+                        if let Some(memory) = frame.memory
+                            && let Err(failure) = driver.release(current, memory)
                         {
                             tracing::warn!(error = %failure.error, "give a frame back");
                         }
@@ -185,7 +191,7 @@ impl Layout {
     }
 
     /// Stops wanting a frame behind any address.
-    pub(crate) fn vacate(&mut self, frame: FrameId) -> Result<()> {
+    pub(super) fn vacate(&mut self, frame: FrameId) -> Result<()> {
         if let Some(at) = self.frame(frame)?.wanted.take()
             && let Some(occupant) = self.slot(at)
         {
@@ -195,12 +201,12 @@ impl Layout {
     }
 
     /// Whether a frame is wanted behind an address.
-    pub(crate) fn is_wanted(&self, frame: FrameId) -> bool {
+    pub(super) fn is_wanted(&self, frame: FrameId) -> bool {
         self.frames.get(frame.index()).is_some_and(|frame| frame.wanted.is_some())
     }
 
     /// Wants a frame behind an address. Returns the frames this moves, in the order in which they have to move.
-    pub(crate) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
+    pub(super) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
         let wanted = self.frame(frame)?.wanted;
         let aligned = address.is_multiple_of(self.page);
         let Some(occupant) = self.slot(address).filter(|_| aligned).map(|occupant| *occupant) else {
@@ -228,7 +234,7 @@ impl Layout {
 
     /// Whether these frames can be changed now. Adds frames that have to leave first, from addresses where these are
     /// wanted.
-    pub(crate) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
+    pub(super) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
         let mut at = 0;
         while let Some(frame) = frames.get(at).and_then(|frame| self.frames.get(frame.index())) {
             let holder = frame.wanted.and_then(|wanted| self.held.get(&wanted));
@@ -241,7 +247,7 @@ impl Layout {
     }
 
     /// Begins to change the driver's state of these frames, which [can begin](Self::can_begin), into the wanted one.
-    pub(crate) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change> {
+    pub(super) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change<D::Memory>> {
         let mut changes = Vec::with_capacity(frames.len());
         for id in frames {
             // A frame that is named twice is busy the second time.
@@ -249,9 +255,9 @@ impl Layout {
                 continue;
             };
             frame.busy = true;
-            let (handle, at, to) = (frame.handle, frame.at, frame.wanted);
+            let (memory, at, to) = (frame.memory, frame.at, frame.wanted);
             let base = |address: Option<u64>| address.and_then(|address| self.base_of(address)).unwrap_or(0);
-            changes.push(Change { frame: id.get(), handle, at, to, bases: [base(at), base(to)], refused: None });
+            changes.push(Change { frame: id.get(), memory, at, to, bases: [base(at), base(to)], refused: None });
         }
         // After all changes are noted: a frame may come to where another leaves.
         for Change { frame, to, .. } in &changes {
@@ -261,13 +267,17 @@ impl Layout {
     }
 
     /// Notes the results of changes. Returns the first error.
-    pub(crate) fn end(&mut self, changes: Vec<Change>, mut note: impl FnMut(Failure) -> Error) -> Result<()> {
+    pub(super) fn end(
+        &mut self,
+        changes: Vec<Change<D::Memory>>,
+        mut note: impl FnMut(Failure) -> Error,
+    ) -> Result<()> {
         let mut outcome = Ok(());
-        for Change { frame: id, handle, at, to, refused, .. } in changes {
+        for Change { frame: id, memory, at, to, refused, .. } in changes {
             let id = FrameId::new(id);
             let Some(frame) = self.frames.get_mut(id.index()) else { continue };
             let before = std::mem::replace(&mut frame.at, at);
-            (frame.busy, frame.handle) = (false, handle);
+            (frame.busy, frame.memory) = (false, memory);
             let wanted = frame.wanted;
             for address in [before, to].into_iter().flatten().filter(|address| Some(*address) != at) {
                 if self.held.get(&address) == Some(&id) {
@@ -287,17 +297,17 @@ impl Layout {
     }
 
     /// Gives back the memory of a frame that is behind no address.
-    pub(crate) fn discard(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
+    pub(super) fn discard(&mut self, driver: &D, current: &D::Current<'_>, frame: FrameId) -> Outcome {
         let state = self.frame(frame)?;
-        if let Some(handle) = state.handle {
-            context.release(current, handle)?;
-            state.handle = None;
+        if let Some(memory) = state.memory {
+            driver.release(current, memory)?;
+            state.memory = None;
         }
         Ok(())
     }
 
     /// Gives everything back, as far as the driver allows. No change is under way.
-    pub(crate) fn clear(&mut self, context: &Context, current: &Current<'_>) {
+    pub(super) fn clear(&mut self, driver: &D, current: &D::Current<'_>) {
         let log = |outcome: Outcome| {
             if let Err(failure) = outcome {
                 tracing::warn!(error = %failure.error, "give memory of the GPU back");
@@ -307,17 +317,17 @@ impl Layout {
         for frame in std::mem::take(&mut self.frames) {
             if let Some(at) = frame.at {
                 // Tried twice: the first error may be one of an earlier operation.
-                let unmap = || context.unmap(current, at, self.page);
+                let unmap = || driver.unmap(current, DeviceAddress::new(at), Bytes::new(self.page));
                 log(unmap().or_else(|_| unmap()).inspect_err(|_| stuck.push(at)));
             }
-            if let Some(handle) = frame.handle {
-                log(context.release(current, handle));
+            if let Some(memory) = frame.memory {
+                log(driver.release(current, memory));
             }
         }
         for (base, pages) in std::mem::take(&mut self.reservations) {
             let len = pages.len() as u64 * self.page;
             if !stuck.iter().any(|at| (base..base + len).contains(at)) {
-                log(context.free_addresses(current, base, len));
+                log(driver.free_addresses(current, DeviceAddress::new(base), Bytes::new(len)));
             }
         }
     }
@@ -342,9 +352,10 @@ fn runs(mut pages: Vec<(u64, u64, usize)>, page: u64) -> Vec<Vec<(u64, usize)>> 
 fn in_runs(
     pages: Vec<(u64, u64, usize)>,
     page: u64,
-    call: impl Fn(u64, u64) -> Outcome,
+    call: impl Fn(DeviceAddress, Bytes) -> Outcome,
     mut done: impl FnMut(usize, Outcome),
 ) {
+    let call = |address, len| call(DeviceAddress::new(address), Bytes::new(len));
     for run in runs(pages, page) {
         match call(run[0].0, run.len() as u64 * page) {
             Err(failure) if run.len() > 1 && !failure.fatal => {
@@ -358,10 +369,10 @@ fn in_runs(
 
 /// Carries out changes in the driver: first unmaps all frames from where they were, then maps them where they are
 /// wanted, then makes them accessible, with as few calls as the addresses allow.
-pub(crate) fn carry_out(changes: &mut [Change], page: u64, context: &Context, current: &Current<'_>) {
-    let from = |(index, change): (usize, &Change)| Some((change.bases[0], change.at?, index));
+pub(super) fn carry_out<D: Driver>(changes: &mut [Change<D::Memory>], page: u64, driver: &D, current: &D::Current<'_>) {
+    let from = |(index, change): (usize, &Change<D::Memory>)| Some((change.bases[0], change.at?, index));
     let pages = changes.iter().enumerate().filter_map(from).collect();
-    let unmap = |address, len| context.unmap(current, address, len);
+    let unmap = |address, len| driver.unmap(current, address, len);
     in_runs(pages, page, unmap, |index, outcome| match outcome {
         Ok(()) => changes[index].at = None,
         Err(failure) => changes[index].refused = Some(failure),
@@ -369,10 +380,10 @@ pub(crate) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
     let mut placed = Vec::new();
     for (index, change) in changes.iter_mut().enumerate().filter(|(_, change)| change.refused.is_none()) {
         let Some(to) = change.to else { continue };
-        let handle = change.handle.map_or_else(|| context.create(current, page), Ok);
-        let mapped = handle.and_then(|handle| {
-            change.handle = Some(handle);
-            context.map(current, to, page, handle)
+        let memory = change.memory.map_or_else(|| driver.create(current, Bytes::new(page)), Ok);
+        let mapped = memory.and_then(|memory| {
+            change.memory = Some(memory);
+            driver.map(current, DeviceAddress::new(to), Bytes::new(page), memory)
         });
         match mapped {
             Ok(()) => {
@@ -382,12 +393,12 @@ pub(crate) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
             Err(failure) => change.refused = Some(failure),
         }
     }
-    let allow = |address, len| context.allow_access(current, address, len);
+    let allow = |address, len| driver.allow_access(current, address, len);
     in_runs(placed, page, allow, |index, outcome| {
         let Err(failure) = outcome else { return };
         // No page may look usable that is not.
         if let Some(at) = changes[index].at {
-            match context.unmap(current, at, page) {
+            match driver.unmap(current, DeviceAddress::new(at), Bytes::new(page)) {
                 Ok(()) => changes[index].at = None,
                 Err(failure) => tracing::warn!(error = %failure.error, "unmap a frame that cannot be accessed"),
             }
@@ -397,7 +408,7 @@ pub(crate) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
 }
 
 /// Marks all changes as refused, because the driver could not be called.
-pub(crate) fn refuse_all(changes: &mut [Change], error: &Error) {
+pub(super) fn refuse_all<M>(changes: &mut [Change<M>], error: &Error) {
     changes.iter_mut().for_each(|change| change.refused = Some(error.clone().into()));
 }
 

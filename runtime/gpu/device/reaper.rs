@@ -17,7 +17,7 @@
 //! 1. A stream with items is in the inbox or watched, once; `watched` in its state says so. `watched` is set with the
 //!    stream locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
 //! 2. The thread ends when the device is closed and no stream has items: no stream gets any more then.
-//! 3. The sink is called with no lock held and no context entered.
+//! 3. The sink is called with no lock held, and the driver [left](Driver::enter).
 //!
 //! # Failure
 //!
@@ -31,15 +31,14 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-
 use outcore::device::Completion;
 use outcore::device::parts::{BATCH_OPERATIONS_MAX, report};
 use outcore::{Error, ErrorKind, Result};
+use parking_lot::{Condvar, Mutex};
 
-use crate::device::Core;
-use crate::driver::{Current, EventHandle, Outcome};
-use crate::stream::{First, Stream};
+use super::Core;
+use super::stream::{First, Stream};
+use crate::driver::{Driver, Outcome};
 
 /// How long it polls without a nap where work ends soon: about the cost of a nap where timers are cheap.
 const RESTLESS: Duration = Duration::from_micros(3);
@@ -53,48 +52,54 @@ const NAP_PARTS: u32 = 8;
 /// but no longer than this: so a kernel of 10 ms is seen to end at most this late.
 const NAP_MAX: Duration = Duration::from_millis(1);
 
-#[derive(Default)]
-struct State {
+struct State<D: Driver> {
     /// Streams that the thread is to watch.
-    inbox: Vec<Arc<Stream>>,
+    inbox: Vec<Arc<Stream<D>>>,
     closing: bool,
 }
 
-#[derive(Default)]
-pub(crate) struct Reaper {
-    state: Mutex<State>,
+pub(super) struct Reaper<D: Driver> {
+    state: Mutex<State<D>>,
     work: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Reaper {
-    pub(crate) fn start(core: &Arc<Core>) -> Result<()> {
+impl<D: Driver> Reaper<D> {
+    pub(super) fn new() -> Self {
+        let state = State { inbox: Vec::new(), closing: false };
+        Self { state: Mutex::new(state), work: Condvar::new(), thread: Mutex::default() }
+    }
+
+    pub(super) fn start(core: &Arc<Core<D>>) -> Result<()> {
         let worker = Worker { watched: Vec::new(), done: Vec::new(), core: Arc::clone(core) };
-        let thread = thread::Builder::new().name("cuda-reap".into()).spawn(move || worker.run()).map_err(|cause| {
-            Error::io("start the thread that reports what a GPU has done", cause)
-                .remedy("raise the thread limit (ulimit -u)")
-        })?;
+        let thread = thread::Builder::new()
+            .name(format!("{}-reap", D::NAME.to_lowercase()))
+            .spawn(move || worker.run())
+            .map_err(|cause| {
+                Error::io("start the thread that reports what a GPU has done", cause)
+                    .remedy("raise the thread limit (ulimit -u)")
+            })?;
         *core.reaper.thread.lock() = Some(thread);
         Ok(())
     }
 
     /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
-    pub(crate) fn watch(&self, stream: Arc<Stream>) {
+    pub(super) fn watch(&self, stream: Arc<Stream<D>>) {
         self.state.lock().inbox.push(stream);
     }
 
-    pub(crate) fn wake(&self) {
+    pub(super) fn wake(&self) {
         self.work.notify_one();
     }
 
     /// Lets the thread end when all work on the streams has been reported. The streams accept no more by now.
-    pub(crate) fn begin_close(&self) {
+    pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_one();
     }
 
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
-    pub(crate) fn join(&self) -> Result<()> {
+    pub(super) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
         // A receiver of completions may hold the device's last owner. The thread cannot wait for itself, and ends soon.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
@@ -106,13 +111,13 @@ impl Reaper {
 }
 
 /// A stream with items.
-struct Watched {
-    stream: Arc<Stream>,
+struct Watched<D: Driver> {
+    stream: Arc<Stream<D>>,
     /// When its first item became the first.
     since: Instant,
 }
 
-impl Watched {
+impl<D: Driver> Watched<D> {
     /// How long to wait before polling it; `None` to poll at once.
     fn nap(&self) -> Option<Duration> {
         let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
@@ -123,19 +128,19 @@ impl Watched {
     }
 }
 
-struct Worker {
+struct Worker<D: Driver> {
     /// Before the core in the order of drops: if the core goes with it, it destroys the streams that nobody else holds.
-    watched: Vec<Watched>,
+    watched: Vec<Watched<D>>,
     done: Vec<Completion>,
-    core: Arc<Core>,
+    core: Arc<Core<D>>,
 }
 
-impl Worker {
+impl<D: Driver> Worker<D> {
     fn run(mut self) {
         exact_timers();
         let core = Arc::clone(&self.core);
-        // The context is entered while there is anything to poll, but not while others' code runs, which may enter
-        // other contexts.
+        // The driver is entered while there is anything to poll, but not while others' code runs, which may enter it for
+        // another GPU.
         let mut current = None;
         while self.rest(&mut current) {
             self.ask(&core, &mut current);
@@ -150,9 +155,9 @@ impl Worker {
         }
     }
 
-    /// Waits until there may be something to learn; `false` when there never will be. Leaves the context if that may
+    /// Waits until there may be something to learn; `false` when there never will be. Leaves the driver if that may
     /// take long.
-    fn rest(&mut self, current: &mut Option<Current<'_>>) -> bool {
+    fn rest(&mut self, current: &mut Option<D::Current<'_>>) -> bool {
         // `None` if one of them is to be polled at once.
         let nap = self.watched.iter().map(Watched::nap).min();
         let reaper = &self.core.reaper;
@@ -178,7 +183,7 @@ impl Worker {
     }
 
     /// Takes out the items that have ended, of every stream.
-    fn ask<'a>(&mut self, core: &'a Core, current: &mut Option<Current<'a>>) {
+    fn ask<'a>(&mut self, core: &'a Core<D>, current: &mut Option<D::Current<'a>>) {
         let Self { watched, done, .. } = self;
         watched.retain_mut(|watched| {
             let stream = &watched.stream;
@@ -225,22 +230,22 @@ fn exact_timers() {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
 }
 
-fn happened<'a>(core: &'a Core, current: &mut Option<Current<'a>>, event: &EventHandle) -> Outcome<bool> {
+fn happened<'a, D: Driver>(core: &'a Core<D>, current: &mut Option<D::Current<'a>>, event: &D::Event) -> Outcome<bool> {
     let current = match current {
         Some(current) => current,
-        None => current.insert(core.context.enter()?),
+        None => current.insert(core.driver.enter()?),
     };
-    core.context.happened(current, event)
+    core.driver.happened(current, event)
 }
 
 /// Waits for an event that cannot be polled. If that fails too the device is lost.
-fn wait_for(core: &Core, stream: &Stream, event: &EventHandle) {
-    let outcome = match core.context.enter() {
-        Ok(current) => core.context.finish_event(&current, event),
+fn wait_for<D: Driver>(core: &Core<D>, stream: &Stream<D>, event: &D::Event) {
+    let outcome = match core.driver.enter() {
+        Ok(current) => core.driver.finish_event(&current, event),
         Err(failure) => Err(failure),
     };
     if let Err(failure) = outcome {
-        // The context may be lost, or only this call may have failed. Before memory is given back, make sure that
+        // The device may be lost, or only this call may have failed. Before memory is given back, make sure that
         // nothing uses it any more, as far as the driver still answers.
         core.poison(failure.error);
         let _ = stream.finish(core);

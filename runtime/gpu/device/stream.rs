@@ -28,22 +28,21 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
+use outcore::device::parts::{closed, run_call, unknown_event};
+use outcore::device::{Completion, DeviceAddress, Direction, HostPointer, RawStream, StreamOp, Token};
+use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::{Mutex, MutexGuard};
 
-use outcore::device::parts::{closed, run_call, unknown_event};
-use outcore::device::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
-use outcore::{Bytes, Error, ErrorKind, Result};
-
-use crate::device::Core;
-use crate::driver::{BatchedCopy, Current, EventHandle, Failure, Locked, Outcome, StreamHandle};
-use crate::frames::Range;
+use super::Core;
+use super::frames::Range;
+use crate::driver::{BatchedCopy, Driver, Failure, Locked, Outcome};
 
 /// How many copies go to the driver in one call. They are reported together, so the first waits for the last.
-pub(crate) const COPIES_AT_ONCE: usize = 4;
+pub(super) const COPIES_AT_ONCE: usize = 4;
 
 /// Size of the buffer through which copies of unlocked memory go: large enough that its host functions cost little
 /// beside the copies.
-pub(crate) const BOUNCE_BYTES: usize = 1 << 20;
+pub(super) const BOUNCE_BYTES: usize = 1 << 20;
 
 const LEFT_TO_THE_DRIVER: &str =
     "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy";
@@ -135,24 +134,23 @@ extern "C" fn run_job(argument: *mut c_void) {
 
 thread_local! {
     /// Whether the driver is running a host function on this thread. The driver must not be called from one.
-    pub(crate) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    pub(super) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
 /// An operation that the reaper watches, to report its end or its failure.
-struct Item {
+struct Item<D: Driver> {
     number: u64,
     token: Option<Token>,
     /// Whether the driver got any part of it.
     queued: bool,
     /// Shared by the copies of a batch, and with the reaper while it asks.
-    event: Option<Arc<EventHandle>>,
+    event: Option<Arc<D::Event>>,
     jobs: Vec<Arc<Job>>,
     result: Result<()>,
 }
 
-#[derive(Default)]
-struct State {
-    items: VecDeque<Item>,
+struct State<D: Driver> {
+    items: VecDeque<Item<D>>,
     submitted: u64,
     /// All operations up to this number have ended.
     completed: u64,
@@ -172,25 +170,25 @@ struct State {
 }
 
 /// What has to happen before the first item counts as ended.
-pub(crate) enum First {
+pub(super) enum First<D: Driver> {
     /// There is no item.
     Nothing,
     /// The driver has nothing of the item, so nothing has to happen.
     Unqueued,
-    Event(Arc<EventHandle>),
+    Event(Arc<D::Event>),
     /// No event is behind the item: everything on the stream has to end.
     Unmarked,
 }
 
-pub(crate) struct Stream {
-    raw: StreamHandle,
+pub(super) struct Stream<D: Driver> {
+    raw: D::Stream,
     /// Whether the stream was made here, and is destroyed here. Any other may be gone once nothing is submitted to it.
     owned: bool,
     /// Operations that the mapper has yet to hand on. Changes under the mapper's lock.
-    pub(crate) deferred: AtomicU32,
+    pub(super) deferred: AtomicU32,
     /// How long the last work took, in nanoseconds. Written by the reaper.
     pace: AtomicU32,
-    state: Mutex<State>,
+    state: Mutex<State<D>>,
 }
 
 fn captured() -> Error {
@@ -205,22 +203,22 @@ fn is_refusal(error: &Error) -> bool {
 
 /// Whether one copy writes memory that the other reads or writes.
 fn overlap(a: BatchedCopy, b: BatchedCopy) -> bool {
-    let touch = |x: u64, y: u64| x < y.saturating_add(b.len) && y < x.saturating_add(a.len);
-    touch(a.to, b.to) || touch(a.to, b.from) || touch(a.from, b.to)
+    let touch = |x: u64, y: u64| x < y.saturating_add(b.len.get()) && y < x.saturating_add(a.len.get());
+    touch(a.target(), b.target()) || touch(a.target(), b.source()) || touch(a.source(), b.target())
 }
 
-impl fmt::Debug for Stream {
+impl<D: Driver> fmt::Debug for Stream<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.state.lock();
         write!(f, "Stream({} of {} operations ended)", state.completed, state.submitted)
     }
 }
 
-impl Stream {
-    pub(crate) fn create(core: &Core, priority: i32) -> Result<Arc<Self>> {
+impl<D: Driver> Stream<D> {
+    pub(super) fn create(core: &Core<D>, priority: i32) -> Result<Arc<Self>> {
         let current = core.enter()?;
-        let raw = core.done(core.context.create_stream(&current, priority))?;
-        let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
+        let raw = core.done(core.driver.create_stream(&current, priority))?;
+        let bounce = match core.driver.alloc_locked(&current, Bytes::new(BOUNCE_BYTES as u64)) {
             Ok(bounce) => Some(bounce),
             Err(failure) => {
                 tracing::warn!(error = %core.note(failure), "{LEFT_TO_THE_DRIVER}");
@@ -234,43 +232,54 @@ impl Stream {
     ///
     /// # Safety
     /// As for [`Device::adopt_stream`](outcore::device::Device::adopt_stream).
-    pub(crate) unsafe fn adopt(core: &Core, raw: RawStream) -> Result<Arc<Self>> {
+    pub(super) unsafe fn adopt(core: &Core<D>, raw: RawStream) -> Result<Arc<Self>> {
         let current = core.enter()?;
         // SAFETY: the caller's promise.
-        let raw = core.done(unsafe { core.context.adopt_stream(&current, raw) })?;
+        let raw = core.done(unsafe { core.driver.adopt_stream(&current, raw) })?;
         Ok(Self::of(raw, false, None))
     }
 
-    fn of(raw: StreamHandle, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
+    fn of(raw: D::Stream, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
         let (deferred, pace) = Default::default();
-        let state = Mutex::new(State { shared: !owned, bounce, ..State::default() });
+        let state = State {
+            items: VecDeque::new(),
+            submitted: 0,
+            completed: 0,
+            marked: 0,
+            failure: None,
+            shared: !owned,
+            bounce,
+            watched: false,
+            closing: false,
+        };
+        let state = Mutex::new(state);
         Arc::new(Self { raw, owned, deferred, pace, state })
     }
 
     /// Destroys what the driver made for the stream. Nothing on it is in flight.
-    pub(crate) fn destroy(self, core: &Core) {
-        let current = match core.context.enter() {
+    pub(super) fn destroy(self, core: &Core<D>) {
+        let current = match core.driver.enter() {
             Ok(current) => current,
-            Err(failure) => return tracing::warn!(error = %failure.error, "destroy a CUDA stream"),
+            Err(failure) => return tracing::warn!(error = %failure.error, "destroy a stream of the GPU"),
         };
         let mut outcomes = Vec::new();
         if self.owned {
-            outcomes.push(core.context.destroy_stream(&current, self.raw));
+            outcomes.push(core.driver.destroy_stream(&current, self.raw));
         }
         let State { bounce, items, .. } = self.state.into_inner();
-        outcomes.extend(bounce.map(|bounce| core.context.free_locked(&current, bounce)));
+        outcomes.extend(bounce.map(|bounce| core.driver.free_locked(&current, bounce)));
         let left = items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
-        outcomes.extend(left.map(|event| core.context.destroy_event(&current, event)));
+        outcomes.extend(left.map(|event| core.driver.destroy_event(&current, event)));
         for failure in outcomes.into_iter().filter_map(Outcome::err) {
-            tracing::warn!(error = %failure.error, "destroy a CUDA stream");
+            tracing::warn!(error = %failure.error, "destroy a stream of the GPU");
         }
     }
 
     /// Submits operations, in order. Returns the tokens and numbers of those that the driver has taken. A closed stream
     /// takes none, and returns the tokens.
-    pub(crate) fn submit_all(
+    pub(super) fn submit_all(
         self: &Arc<Self>,
-        core: &Core,
+        core: &Core<D>,
         ops: Vec<(StreamOp, Option<Token>)>,
     ) -> std::result::Result<Vec<(Token, u64)>, Vec<Option<Token>>> {
         let mut state = self.state.lock();
@@ -293,7 +302,7 @@ impl Stream {
             }
         }
         // An operation without an event has not been taken up: others could wait only for its end.
-        let good = |item: &&Item| item.queued && item.event.is_some() && item.result.is_ok();
+        let good = |item: &&Item<D>| item.queued && item.event.is_some() && item.result.is_ok();
         let new = state.items.iter().rev().take_while(|item| item.number > before).filter(good);
         let mut taken_up: Vec<_> = new.filter_map(|item| Some((item.token?, item.number))).collect();
         taken_up.reverse();
@@ -303,7 +312,7 @@ impl Stream {
     }
 
     /// Tells the reaper of items, if it does not know of any.
-    fn tell(self: &Arc<Self>, core: &Core, mut state: MutexGuard<'_, State>) {
+    fn tell(self: &Arc<Self>, core: &Core<D>, mut state: MutexGuard<'_, State<D>>) {
         if state.watched || state.items.is_empty() {
             return;
         }
@@ -317,9 +326,9 @@ impl Stream {
     /// reported one by one, when all have ended.
     fn submit_batch(
         &self,
-        core: &Core,
-        current: &Current<'_>,
-        state: &mut State,
+        core: &Core<D>,
+        current: &D::Current<'_>,
+        state: &mut State<D>,
         ops: &[(StreamOp, Option<Token>)],
     ) -> bool {
         if !core.batches.load(Ordering::Relaxed) {
@@ -334,16 +343,15 @@ impl Stream {
             if len == 0 || !core.is_locked(host, len) || core.check_mapped(device, len).is_err() {
                 return false;
             }
-            let (there, here) = (device.get(), host.as_ptr() as u64);
-            let (to, from) = if matches!(op, StreamOp::CopyIn { .. }) { (there, here) } else { (here, there) };
-            let copy = BatchedCopy { to, from, len };
+            let direction = if matches!(op, StreamOp::CopyIn { .. }) { Direction::In } else { Direction::Out };
+            let copy = BatchedCopy { direction, host, device, len: Bytes::new(len) };
             if copies.iter().any(|other| overlap(copy, *other)) {
                 return false;
             }
             copies.push(copy);
         }
         // SAFETY: contract rule 5 keeps the callers' memory until each copy is reported, and it is locked.
-        if let Err(failure) = unsafe { core.context.copy_batch(current, &self.raw, &copies) } {
+        if let Err(failure) = unsafe { core.driver.copy_batch(current, &self.raw, &copies) } {
             if failure.error.kind() == ErrorKind::Unsupported {
                 core.batches.store(false, Ordering::Relaxed);
             }
@@ -368,9 +376,9 @@ impl Stream {
 
     fn submit_one(
         &self,
-        core: &Core,
-        (current, captured): (&Result<Current<'_>>, &Result<()>),
-        state: &mut State,
+        core: &Core<D>,
+        (current, captured): (&Result<D::Current<'_>>, &Result<()>),
+        state: &mut State<D>,
         op: StreamOp,
         token: Option<Token>,
     ) {
@@ -407,7 +415,13 @@ impl Stream {
     }
 
     /// The buffer for an operation's bytes, if they need one and there is one.
-    fn bounce(&self, core: &Core, current: &Current<'_>, state: &mut State, op: &StreamOp) -> Option<HostPointer> {
+    fn bounce(
+        &self,
+        core: &Core<D>,
+        current: &D::Current<'_>,
+        state: &mut State<D>,
+        op: &StreamOp,
+    ) -> Option<HostPointer> {
         let (StreamOp::CopyIn { host, len, .. } | StreamOp::CopyOut { host, len, .. }) = op else { return None };
         if core.is_locked(*host, *len) {
             return None;
@@ -416,22 +430,22 @@ impl Stream {
             let taken = core.take_bounce(current);
             state.bounce = taken.inspect_err(|error| tracing::warn!(%error, "{LEFT_TO_THE_DRIVER}")).ok();
         }
-        state.bounce.as_ref().map(|bounce| bounce.base)
+        state.bounce.as_ref().map(Locked::base)
     }
 
     /// Takes the buffer of a stream that [is spent](Self::is_spent).
-    pub(crate) fn take_bounce(&self) -> Option<Locked> {
+    pub(super) fn take_bounce(&self) -> Option<Locked> {
         self.state.lock().bounce.take()
     }
 
     /// Hands an operation to the driver.
     fn queue(
         &self,
-        core: &Core,
-        current: &Current<'_>,
+        core: &Core<D>,
+        current: &D::Current<'_>,
         op: StreamOp,
         bounce: Option<HostPointer>,
-        item: &mut Item,
+        item: &mut Item<D>,
     ) -> Result<()> {
         match op {
             StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, (host, bounce), device, len, true),
@@ -443,7 +457,7 @@ impl Stream {
                 if len == 0 {
                     return Ok(());
                 }
-                core.done(core.context.zero(current, &self.raw, device, len))?;
+                core.done(core.driver.zero(current, &self.raw, device, Bytes::new(len)))?;
                 item.queued = true;
                 Ok(())
             }
@@ -458,9 +472,9 @@ impl Stream {
     #[expect(clippy::too_many_arguments, reason = "a copy, and where it is noted")]
     fn copy(
         &self,
-        core: &Core,
-        current: &Current<'_>,
-        item: &mut Item,
+        core: &Core<D>,
+        current: &D::Current<'_>,
+        item: &mut Item<D>,
         (host, bounce): (HostPointer, Option<HostPointer>),
         device: DeviceAddress,
         len: u64,
@@ -475,9 +489,9 @@ impl Stream {
             // and is used only in the stream's order.
             core.done(unsafe {
                 if into {
-                    core.context.copy_in(current, &self.raw, host, device, len)
+                    core.driver.copy_in(current, &self.raw, host, device, Bytes::new(len))
                 } else {
-                    core.context.copy_out(current, &self.raw, device, host, len)
+                    core.driver.copy_out(current, &self.raw, device, host, Bytes::new(len))
                 }
             })
         };
@@ -504,12 +518,12 @@ impl Stream {
         Ok(())
     }
 
-    fn queue_job(&self, core: &Core, current: &Current<'_>, item: &mut Item, work: Work) -> Result<()> {
+    fn queue_job(&self, core: &Core<D>, current: &D::Current<'_>, item: &mut Item<D>, work: Work) -> Result<()> {
         let job = Job::new(work);
         let argument = std::ptr::without_provenance_mut(job.number);
         // SAFETY: `run_job` accepts any number, also of a job that is gone, catches panics, and does not call the
         // driver.
-        let outcome = unsafe { core.context.call(current, &self.raw, run_job, argument) };
+        let outcome = unsafe { core.driver.call(current, &self.raw, run_job, argument) };
         match outcome {
             Ok(()) => {
                 item.queued = true;
@@ -524,13 +538,13 @@ impl Stream {
     }
 
     /// The handle, for use by others.
-    pub(crate) fn raw(&self) -> RawStream {
+    pub(super) fn raw(&self, core: &Core<D>) -> RawStream {
         self.state.lock().shared = true;
-        self.raw.raw()
+        core.driver.raw_stream(&self.raw)
     }
 
     /// Refuses a mark if an event would not cover the work that runs.
-    pub(crate) fn can_mark(&self, core: &Core) -> Result<()> {
+    pub(super) fn can_mark(&self, core: &Core<D>) -> Result<()> {
         let state = self.state.lock();
         if state.closing {
             return Err(closed(&core.name));
@@ -547,17 +561,17 @@ impl Stream {
     ///
     /// # Errors
     /// [A refusal](is_refusal) while the stream is being captured; the driver's error if it does not answer.
-    fn not_captured(&self, core: &Core, current: &Current<'_>, state: &State) -> Result<()> {
-        if state.shared && core.done(core.context.is_capturing(current, &self.raw))? {
+    fn not_captured(&self, core: &Core<D>, current: &D::Current<'_>, state: &State<D>) -> Result<()> {
+        if state.shared && core.done(core.driver.is_capturing(current, &self.raw))? {
             return Err(captured());
         }
         Ok(())
     }
 
     /// Records an event at the current end.
-    fn mark(&self, core: &Core, current: &Current<'_>) -> Result<EventHandle> {
+    fn mark(&self, core: &Core<D>, current: &D::Current<'_>) -> Result<D::Event> {
         let event = core.take_event(current)?;
-        match core.context.record(current, &event, &self.raw) {
+        match core.driver.record(current, &event, &self.raw) {
             Ok(()) => Ok(event),
             Err(failure) => {
                 core.return_event(event);
@@ -567,7 +581,7 @@ impl Stream {
     }
 
     /// The number of the last operation, with an event behind it unless everything has ended.
-    pub(crate) fn record(self: &Arc<Self>, core: &Core) -> Result<u64> {
+    pub(super) fn record(self: &Arc<Self>, core: &Core<D>) -> Result<u64> {
         let mut state = self.state.lock();
         let number = state.submitted;
         if state.completed < number && state.marked < number && !state.closing {
@@ -583,7 +597,7 @@ impl Stream {
     }
 
     /// Makes operations submitted from now on wait until `number` of `other` has ended.
-    pub(crate) fn wait(&self, core: &Core, other: &Self, number: u64) -> Result<()> {
+    pub(super) fn wait(&self, core: &Core<D>, other: &Self, number: u64) -> Result<()> {
         if std::ptr::eq(self, other) {
             return Ok(());
         }
@@ -605,7 +619,7 @@ impl Stream {
                 Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
                     .remedy("record another one, or wait for the first stream itself")
             })?;
-            core.done(core.context.wait(&current, &self.raw, event))?;
+            core.done(core.driver.wait(&current, &self.raw, event))?;
         }
         // An event recorded behind the wait needs a number of its own.
         self.state.lock().submitted += 1;
@@ -613,7 +627,7 @@ impl Stream {
     }
 
     /// Whether everything up to `number` has ended; an error if fewer were submitted, or if something failed.
-    pub(crate) fn poll(&self, core: &Core, number: u64) -> Result<Poll<()>> {
+    pub(super) fn poll(&self, core: &Core<D>, number: u64) -> Result<Poll<()>> {
         let state = self.state.lock();
         if number > state.submitted {
             return Err(unknown_event());
@@ -627,7 +641,7 @@ impl Stream {
         let current = core.enter()?;
         let after = state.items.iter().filter(|item| item.number >= number);
         let Some(event) = after.filter_map(|item| item.event.as_ref()).next() else { return Ok(Poll::Pending) };
-        match core.context.happened(&current, event) {
+        match core.driver.happened(&current, event) {
             Ok(true) => {}
             Ok(false) => return Ok(Poll::Pending),
             // The reaper learns of the end in another way.
@@ -648,18 +662,18 @@ impl Stream {
     }
 
     /// Lets the queue run dry; later submissions are given back.
-    pub(crate) fn begin_close(&self) {
+    pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
     }
 
     /// Whether the stream is adopted, was forgotten, and everything on it has ended.
-    pub(crate) fn is_spent(&self) -> bool {
+    pub(super) fn is_spent(&self) -> bool {
         let state = self.state.lock();
         !self.owned && state.closing && state.items.is_empty()
     }
 
     /// The first failure that was not reported by token.
-    pub(crate) fn failure(&self) -> Result<()> {
+    pub(super) fn failure(&self) -> Result<()> {
         match &self.state.lock().failure {
             Some((_, error)) => Err(error.clone()),
             None => Ok(()),
@@ -667,17 +681,17 @@ impl Stream {
     }
 
     /// How long the last work took, as an estimate for the next. Zero at first.
-    pub(crate) fn pace(&self) -> Duration {
+    pub(super) fn pace(&self) -> Duration {
         Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
     }
 
     /// Sets the pace, which must be less than four seconds.
-    pub(crate) fn set_pace(&self, pace: Duration) {
+    pub(super) fn set_pace(&self, pace: Duration) {
         self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
     }
 
     /// What the reaper waits for next.
-    pub(crate) fn first(&self) -> First {
+    pub(super) fn first(&self) -> First<D> {
         let mut state = self.state.lock();
         let first = match state.items.front() {
             None => First::Nothing,
@@ -690,7 +704,7 @@ impl Stream {
     }
 
     /// Gives up an event that was captured, because the driver will not say when it happens.
-    pub(crate) fn unmark(&self, core: &Core, event: Arc<EventHandle>) {
+    pub(super) fn unmark(&self, core: &Core<D>, event: Arc<D::Event>) {
         let mut state = self.state.lock();
         for item in &mut state.items {
             if item.event.as_ref().is_some_and(|own| Arc::ptr_eq(own, &event)) {
@@ -703,7 +717,7 @@ impl Stream {
     }
 
     /// Takes out the first item, which has ended or never will, and later items with the same event.
-    pub(crate) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
+    pub(super) fn retire(&self, core: &Core<D>, done: &mut Vec<Completion>) {
         let mut state = self.state.lock();
         let mut jobs = Ok(());
         if let Some(first) = state.items.front().filter(|first| !first.jobs.is_empty()) {
@@ -736,24 +750,24 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver. The device is lost then, unless the error is that a capture forbids the call for now.
-    pub(crate) fn finish(&self, core: &Core) -> Outcome {
+    pub(super) fn finish(&self, core: &Core<D>) -> Outcome {
         let finish = || {
-            let current = core.context.enter()?;
+            let current = core.driver.enter()?;
             if !self.owned {
-                // The stream may be gone by now, but its work may still run: wait for the whole context.
-                return core.context.finish(&current);
+                // The stream may be gone by now, but its work may still run: wait for all that is on the GPU.
+                return core.driver.finish(&current);
             }
-            if self.state.lock().shared && core.context.is_capturing(&current, &self.raw)? {
+            if self.state.lock().shared && core.driver.is_capturing(&current, &self.raw)? {
                 return Err(Failure::captured(captured()));
             }
-            core.context.finish_stream(&current, &self.raw)
+            core.driver.finish_stream(&current, &self.raw)
         };
-        // Tried twice: a lost context gives its error again.
+        // Tried twice: a lost device gives its error again.
         finish().or_else(|failure| finish().map_err(|_| failure))
     }
 
     /// Ends the stream, when everything with a token was reported. Waits for the rest, unless the stream is adopted.
-    pub(crate) fn end(&self, core: &Core) {
+    pub(super) fn end(&self, core: &Core<D>) {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
         state.completed = state.submitted;
@@ -764,8 +778,8 @@ impl Stream {
     }
 }
 
-impl Core {
-    /// Refuses a range that is not wholly mapped, because a GPU would lose the context by it. If the mapper was
+impl<D: Driver> Core<D> {
+    /// Refuses a range that is not wholly mapped, because the GPU could be lost by it. If the mapper was
     /// refused, the error is the mapper's.
     fn check_mapped(&self, device: DeviceAddress, len: u64) -> Result<()> {
         match self.mapper.lock().layout.range(device.get(), len) {

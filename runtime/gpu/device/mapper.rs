@@ -27,34 +27,34 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-
 use outcore::device::parts::closed;
 use outcore::device::{FrameId, StreamId, StreamOp, Token};
 use outcore::{Error, ErrorKind, Result};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::device::Core;
-use crate::frames::{Layout, Range, carry_out, refuse_all};
-use crate::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
+use super::Core;
+use super::frames::{Layout, Range, carry_out, refuse_all};
+use super::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
+use crate::driver::Driver;
 
 /// How many frames change together: enough to form runs, and few enough that nobody waits long for the last.
 const FRAMES_AT_ONCE: usize = 16;
 
-pub(crate) struct Deferred {
-    pub(crate) id: StreamId,
-    pub(crate) stream: Arc<Stream>,
-    pub(crate) op: StreamOp,
-    pub(crate) token: Option<Token>,
+pub(super) struct Deferred<D: Driver> {
+    pub(super) id: StreamId,
+    pub(super) stream: Arc<Stream<D>>,
+    pub(super) op: StreamOp,
+    pub(super) token: Option<Token>,
 }
 
-enum Job {
+enum Job<D: Driver> {
     Frame(FrameId),
-    Op(Deferred),
+    Op(Deferred<D>),
     GiveBack(GiveBack),
 }
 
 /// Something that is given back because a closure has dropped its owner.
-pub(crate) enum GiveBack {
+pub(super) enum GiveBack {
     /// A reservation: its base and its number of pages.
     Addresses(u64, u32),
     /// The memory of a frame, unless the frame is wanted again by then.
@@ -62,16 +62,15 @@ pub(crate) enum GiveBack {
 }
 
 /// The jobs that [`Mapper::next`] takes up together.
-#[derive(Default)]
-struct Batch {
+struct Batch<D: Driver> {
     frames: Vec<FrameId>,
-    ops: Vec<Deferred>,
+    ops: Vec<Deferred<D>>,
     given_back: Vec<GiveBack>,
 }
 
-pub(crate) struct State {
-    pub(crate) layout: Layout,
-    jobs: VecDeque<Job>,
+pub(super) struct State<D: Driver> {
+    pub(super) layout: Layout<D>,
+    jobs: VecDeque<Job<D>>,
     /// The thread is working on jobs it has taken up.
     at_work: bool,
     /// A caller is mapping a page itself.
@@ -81,40 +80,44 @@ pub(crate) struct State {
     ended: bool,
 }
 
-pub(crate) struct Mapper {
-    state: Mutex<State>,
+pub(super) struct Mapper<D: Driver> {
+    state: Mutex<State<D>>,
     work: Condvar,
     /// Signalled when changes of frames have ended, or operations were handed on.
     settled: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Mapper {
-    pub(crate) fn new(layout: Layout) -> Self {
+impl<D: Driver> Mapper<D> {
+    pub(super) fn new(layout: Layout<D>) -> Self {
         let (jobs, at_work, others_at_work, closing, ended) = Default::default();
         let state = State { layout, jobs, at_work, others_at_work, closing, ended };
         Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
     }
 
-    pub(crate) fn start(core: &Arc<Core>) -> Result<()> {
+    pub(super) fn start(core: &Arc<Core<D>>) -> Result<()> {
         let mapper = Arc::clone(core);
-        let thread = thread::Builder::new().name("cuda-map".into()).spawn(move || run(&mapper)).map_err(|cause| {
-            Error::io("start the thread that maps device memory", cause).remedy("raise the thread limit (ulimit -u)")
-        })?;
+        let thread = thread::Builder::new()
+            .name(format!("{}-map", D::NAME.to_lowercase()))
+            .spawn(move || run(&mapper))
+            .map_err(|cause| {
+                Error::io("start the thread that maps device memory", cause)
+                    .remedy("raise the thread limit (ulimit -u)")
+            })?;
         *core.mapper.thread.lock() = Some(thread);
         Ok(())
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State<D>> {
         self.state.lock()
     }
 
     /// The locked state, unless it is locked already.
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State<D>>> {
         self.state.try_lock()
     }
 
-    pub(crate) fn get_mut(&mut self) -> &mut Layout {
+    pub(super) fn get_mut(&mut self) -> &mut Layout<D> {
         &mut self.state.get_mut().layout
     }
 
@@ -124,7 +127,7 @@ impl Mapper {
     /// # Errors
     /// If there is no such frame or page; if the device is closed or lost. Errors of the driver go to the operations
     /// that use the page.
-    pub(crate) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
+    pub(super) fn map(&self, core: &Core<D>, frame: FrameId, address: u64, here: bool) -> Result<()> {
         core.healthy()?;
         let mut state = self.state.lock();
         if state.closing {
@@ -152,12 +155,12 @@ impl Mapper {
     }
 
     /// Carries out the wanted changes of these frames now. Nobody else changes them meanwhile.
-    pub(crate) fn settle<'a>(
+    pub(super) fn settle<'a>(
         &'a self,
-        core: &Core,
-        mut state: MutexGuard<'a, State>,
+        core: &Core<D>,
+        mut state: MutexGuard<'a, State<D>>,
         frames: &[FrameId],
-    ) -> (MutexGuard<'a, State>, Result<()>) {
+    ) -> (MutexGuard<'a, State<D>>, Result<()>) {
         let mut frames = frames.to_vec();
         while !state.layout.can_begin(&mut frames) {
             self.settled.wait(&mut state);
@@ -167,7 +170,7 @@ impl Mapper {
             return (state, Ok(()));
         }
         MutexGuard::unlocked(&mut state, || match core.enter() {
-            Ok(current) => carry_out(&mut changes, core.page_size.bytes(), &core.context, &current),
+            Ok(current) => carry_out(&mut changes, core.page_size.bytes(), &core.driver, &current),
             Err(error) => refuse_all(&mut changes, &error),
         });
         let outcome = state.layout.end(changes, |failure| core.note(failure));
@@ -177,7 +180,7 @@ impl Mapper {
 
     /// Queues an operation that must wait for mappings, or that this thread must not submit. Returns the operation if
     /// it can be submitted at once, or if the mapper has ended.
-    pub(crate) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
+    pub(super) fn defer(&self, deferred: Deferred<D>) -> Option<Deferred<D>> {
         let mut state = self.state.lock();
         if state.ended {
             return Some(deferred);
@@ -203,7 +206,7 @@ impl Mapper {
     ///
     /// # Errors
     /// If there is no such frame.
-    pub(crate) fn give_back_later(&self, what: GiveBack) -> Result<bool> {
+    pub(super) fn give_back_later(&self, what: GiveBack) -> Result<bool> {
         let mut state = self.state.lock();
         if state.ended {
             return Ok(false);
@@ -220,7 +223,7 @@ impl Mapper {
 
     /// Waits until every operation that was submitted to the stream has been handed to it. That waits for mappings, but
     /// for no work of the device.
-    pub(crate) fn catch_up(&self, stream: &Stream) {
+    pub(super) fn catch_up(&self, stream: &Stream<D>) {
         if stream.deferred.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -231,13 +234,13 @@ impl Mapper {
     }
 
     /// Accepts no more mappings; jobs that are queued are still done.
-    pub(crate) fn begin_close(&self) {
+    pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_all();
     }
 
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
-    pub(crate) fn join(&self) -> Result<()> {
+    pub(super) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
         // The thread may drop the device's last owner, and cannot wait for itself.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
@@ -249,7 +252,7 @@ impl Mapper {
 
     /// The next jobs: frames, then operations, then memory to give back. `None` when the device closes and nothing is
     /// left.
-    fn next(&self) -> Option<Batch> {
+    fn next(&self) -> Option<Batch<D>> {
         let mut state = self.state.lock();
         state.at_work = false;
         while state.jobs.is_empty() || state.others_at_work {
@@ -260,7 +263,7 @@ impl Mapper {
             self.work.wait(&mut state);
         }
         state.at_work = true;
-        let Batch { mut frames, mut ops, mut given_back } = Batch::default();
+        let (mut frames, mut ops, mut given_back) = (Vec::new(), Vec::new(), Vec::new());
         while frames.len() < FRAMES_AT_ONCE
             && let Some(job) = state.jobs.pop_front()
         {
@@ -281,7 +284,7 @@ impl Mapper {
     }
 }
 
-fn run(core: &Arc<Core>) {
+fn run<D: Driver>(core: &Arc<Core<D>>) {
     let mapper = &core.mapper;
     while let Some(Batch { frames, ops, given_back }) = mapper.next() {
         let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
@@ -309,7 +312,7 @@ fn note_refusal(outcome: Result<()>) {
 
 /// Hands operations to their streams, in order. Consecutive copies on one stream go together. Tells the sink which
 /// operations were taken up.
-fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
+fn hand_on<D: Driver>(core: &Arc<Core<D>>, ops: Vec<Deferred<D>>) {
     let mut ops = ops.into_iter().peekable();
     while let Some(Deferred { id, stream, op, token }) = ops.next() {
         let mut group = vec![(op, token)];
