@@ -39,16 +39,18 @@ impl Watch {
         let mut residency = Residency { page_bytes: page_size.bytes(), files, samples: Vec::new() };
         let runtime = runtime.clone();
         let watched = move || {
-            let (mut interval, mut stopped) = (INTERVAL, false);
+            let (mut interval, mut pause, mut stopped) = (INTERVAL, INTERVAL, false);
             while !stopped {
-                stopped = told.recv_timeout(interval) != Err(RecvTimeoutError::Timeout);
+                stopped = told.recv_timeout(pause) != Err(RecvTimeoutError::Timeout);
                 let now = Instant::now();
                 let sample = look(&runtime, &tensors, (now - opened).as_nanos() as f64 / 1e3);
-                interval = interval.max(now.elapsed() * COST);
+                let cost = now.elapsed() * COST;
                 // The last one stays, and is the end of the run if it was stopped.
                 if residency.push(sample) {
                     interval *= 2;
                 }
+                // One look that took long, as on a busy machine, delays the next one only.
+                pause = interval.max(cost);
             }
             residency
         };
