@@ -4,9 +4,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 use super::world::{Random, Use, World, config, run};
-use outcore::policy::{SegmentId, WalkerId};
-use outcore::stats::ScopeId;
-use outcore::{Error, ErrorKind};
+use outcore_pager::error::{Error, ErrorKind};
+use outcore_pager::ids::ScopeId;
+use outcore_pager::ids::{SegmentId, WalkerId};
 use outcore_pager::{Backing, PageRun, PolicyKind, ScopePriority};
 use outcore_testkit::harness::replay;
 use proptest::prelude::*;

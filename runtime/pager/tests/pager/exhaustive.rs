@@ -25,7 +25,7 @@ use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 
 use super::world::{Use, World, config, page, run};
-use outcore::policy::SegmentId;
+use outcore_pager::ids::SegmentId;
 use outcore_pager::{Backing, PolicyKind, ScopePriority};
 
 /// How many hints may wait for room at once. The pager itself has no such limit.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use outcore::policy::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
-use outcore::stats::RequestId;
+use outcore_pager::ids::RequestId;
+use outcore_pager::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use outcore_pager::policy::{Policy, Take, Want};
 use outcore_pager::{
     Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, ScopeTerms, Submitted, Terms, TryPin, Unpin,
@@ -685,7 +685,7 @@ fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
     }
     for at in order {
         let asked = ask(scopes[at as usize].0, asks(at));
-        let told = matches!(&asked, Err(error) if error.kind() == outcore::ErrorKind::WouldDeadlock);
+        let told = matches!(&asked, Err(error) if error.kind() == outcore_pager::error::ErrorKind::WouldDeadlock);
         assert!(told == (matches!(waits, Waits::Circle) && at + 1 == count), "{waits:?}, {at}: {asked:?}");
         assert!(told || matches!(asked, Ok(Submitted::Waiting(_))), "{waits:?}, {at}: {asked:?}");
     }

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use super::world::{Random, Use, World, config, page, run};
-use outcore::policy::SegmentId;
-use outcore::{Error, ErrorKind};
+use outcore_pager::error::{Error, ErrorKind};
+use outcore_pager::ids::SegmentId;
 use outcore_pager::{
     Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin,
     WaitCause, WaitsFor, pin,

@@ -7,11 +7,11 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use outcore::device::{FillPoint, FrameId};
-use outcore::policy::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
-use outcore::stats::{RequestId, ScopeId};
-use outcore::{Error, ErrorKind};
+use outcore_pager::error::{Error, ErrorKind};
 use outcore_pager::ids::MoveId;
+use outcore_pager::ids::{FillPoint, FrameId};
+use outcore_pager::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use outcore_pager::ids::{RequestId, ScopeId};
 use outcore_pager::pin::{self, Pinned};
 use outcore_pager::{
     AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager, PagerConfig,
