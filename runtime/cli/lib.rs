@@ -9,6 +9,7 @@ mod config;
 mod curve;
 mod doctor;
 mod inspect;
+mod named;
 mod output;
 mod plan;
 mod policies;
