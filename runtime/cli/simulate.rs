@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Args;
 use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, Result, format};
+use outcore_lab::planning::Shape;
 use outcore_lab::residency::{PagedFile, Residency};
 use outcore_lab::sim::{
     self, AnyPolicy, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind,
@@ -14,6 +15,7 @@ use outcore_lab::sim::{
 };
 use serde::Serialize;
 
+use super::named;
 use super::output::{Side, Table, percent, printable, size};
 use super::{Report, page_size};
 
@@ -21,22 +23,23 @@ use super::{Report, page_size};
 #[derive(Debug, Args)]
 pub struct Options {
     /// A GGUF or safetensors model: a file, one file of a split model, an index.json, or a folder; only headers are
-    /// read
-    #[arg(value_name = "MODEL", required_unless_present = "params", conflicts_with_all = ["params", "layers", "dtype"])]
+    /// read. Or the name of a well-known model, such as llama-3.3-70b
+    #[arg(value_name = "MODEL", required_unless_present = "params", conflicts_with_all = ["params", "layers"])]
     model: Option<PathBuf>,
     /// In place of a model: the number of parameters in equal layers, such as 70B or 1T
     #[arg(long, value_name = "N", value_parser = params)]
     params: Option<u64>,
-    /// With --params: the parameters' type
-    #[arg(long, value_name = "TYPE", default_value = "bf16")]
-    dtype: DType,
+    /// With --params or a name: the type of the weights, such as bf16 (the default), q8_0 or q4_k
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<DType>,
     /// With --params: the number of layers, from 1 to 16777216
     #[arg(long, value_name = "N", default_value_t = 80)]
     layers: u32,
     /// With --params: the number of experts of each layer
     #[arg(long, value_name = "N", requires = "params")]
     experts: Option<u32>,
-    /// How many experts of a layer a pass uses. Default: the number in a GGUF model's metadata, else all
+    /// How many experts of a layer a pass uses. Default: the number in a GGUF model's metadata, or of the model of that
+    /// name, else all
     #[arg(long, value_name = "N")]
     experts_used: Option<u32>,
     /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one (docs/simulator.md)
@@ -281,6 +284,9 @@ pub fn run(options: &Options) -> Result<Found> {
 
 fn model(options: &Options) -> Result<Model> {
     if let Some(path) = &options.model {
+        if let Some(shape) = named::shape(path, options.dtype)? {
+            return named_model(path.display().to_string(), shape, options);
+        }
         let header = format::open(path)?;
         let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         return Ok(Model {
@@ -290,8 +296,9 @@ fn model(options: &Options) -> Result<Model> {
             files: header.files.iter().map(|file| name(&file.path)).collect(),
         });
     }
-    let Options { params, dtype, layers, .. } = *options;
+    let Options { params, layers, .. } = *options;
     let params = params.unwrap_or_default();
+    let dtype = options.dtype.unwrap_or(DType::BF16);
     if let (Some(used), None) = (options.experts_used, options.experts) {
         let what = format!("--experts-used {used} has no effect without --experts");
         return Err(wrong(what, "give --experts too, how many each layer has"));
@@ -303,6 +310,31 @@ fn model(options: &Options) -> Result<Model> {
         name: format!("{params} parameters of {} in {layers} layers", dtype.name()),
         weights: vec![ClassBytes::new(class, workload.bytes())],
         files: vec!["layers".to_owned()],
+        workload,
+    })
+}
+
+/// A model that is known by name.
+fn named_model(name: String, mut shape: Shape, options: &Options) -> Result<Model> {
+    if let Some(used) = options.experts_used {
+        let Some(experts) = &mut shape.experts else {
+            let what = format!("--experts-used {used} has no effect: {name} has no experts");
+            return Err(wrong(what, "leave it out"));
+        };
+        if !(1..=experts.count).contains(&u64::from(used)) {
+            let what = format!("a pass cannot use {used} of {} experts", experts.count);
+            return Err(wrong(what, "give from 1 to as many as there are"));
+        }
+        experts.active = u64::from(used);
+    }
+    let workload = shape.workload()?;
+    let of_experts = shape.experts.map_or(0, |experts| experts.weights.get());
+    let classes = [(TensorClass::Experts, of_experts), (TensorClass::Other, workload.bytes() - of_experts)];
+    let weights = classes.into_iter().filter(|(_, bytes)| *bytes > 0);
+    Ok(Model {
+        name: format!("{name} in {}", shape.dtype),
+        weights: weights.map(|(class, bytes)| ClassBytes::new(class, bytes)).collect(),
+        files: vec![name],
         workload,
     })
 }

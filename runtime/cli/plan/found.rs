@@ -151,12 +151,10 @@ pub struct PassReport {
     pub compute_by: Option<&'static str>,
     pub link_s: Option<f64>,
     pub disk_s: f64,
-    /// The longest of these, or the sum of computing and moves where they cannot overlap; none if nothing moves and the
-    /// compute time is not known.
+    /// Simulated; none if nothing moves and the compute time is not known.
     pub pass_s: Option<f64>,
     pub bottleneck: Option<&'static str>,
-    /// A resource that takes more than half as long as the bottleneck; a pass then takes longer than the bottleneck
-    /// alone.
+    /// A resource that takes more than half as long as the bottleneck.
     pub beside: Option<&'static str>,
     pub tokens: u64,
     /// An upper bound, unless the compute time was given.

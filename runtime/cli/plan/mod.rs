@@ -9,14 +9,16 @@ use std::time::Duration;
 
 use clap::Args;
 use outcore::format::{self, Metadata};
+use outcore::store::QueueDepth;
 use outcore::{Bytes, DType, Error, ErrorKind, Result};
 use outcore_lab::planning::{
-    self, Bandwidth, Checkpointing, Compute, Given, GivenExperts, Job, KnownModel, KvType, Optimizer, Parameters,
-    Resources, Shape, Work,
+    self, Bandwidth, Checkpointing, Compute, Given, GivenExperts, Job, KvType, Optimizer, Parameters, Resources, Shape,
+    Work,
 };
 use outcore_lab::sim::MachineModel;
 
 use super::config::config_beside;
+use super::named;
 use found::{Model, Plan};
 
 /// The options of `outcore plan`.
@@ -237,6 +239,8 @@ fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -
         host: options.host_memory.or(known.map(|known| known.host)).unwrap_or(Bytes::ZERO),
         disk,
         disk_write: known.and_then(|known| known.disk_write).filter(|_| options.disk.is_none()),
+        disk_latency: known.filter(|_| options.disk.is_none()).map_or(Duration::ZERO, |known| known.disk_latency),
+        disk_depth: known.map_or(QueueDepth::DEFAULT, |known| known.disk_depth),
         link: options.link.or(known.and_then(|known| known.link)),
         link_shared: options.link.is_none() && known.is_some_and(|known| known.link_shared),
         link_latency: match options.link {
@@ -268,17 +272,8 @@ fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
         return Ok((Shape::estimate(&given)?, None));
     }
     let path = options.model.clone().unwrap_or_default();
-    // A file comes before a name, and what looks like a file is one.
-    let like_a_file = |name: &str| {
-        let ends = ["gguf", "safetensors", "json"];
-        name.contains('/') || path.extension().is_some_and(|end| ends.iter().any(|known| end == *known))
-    };
-    if let Some(name) = path.to_str().filter(|name| !path.exists() && !like_a_file(name)) {
-        return Ok((KnownModel::find(name)?.shape(options.dtype.unwrap_or(DType::BF16)), None));
-    }
-    if let Some(dtype) = options.dtype {
-        let what = format!("{} has the types of its weights itself, so they are not {dtype}", path.display());
-        return Err(wrong(what, "leave --dtype out, or give a model's name or --params instead of the file"));
+    if let Some(shape) = named::shape(&path, options.dtype)? {
+        return Ok((shape, None));
     }
     let header = format::open(&path)?;
     let (config, format) = match (&header.metadata, header.files.first()) {

@@ -25,6 +25,10 @@ fn thousands(n: f64) -> String {
     format!("{} {prefix}", digits(n / scale))
 }
 
+fn bottleneck(pass: &PassReport) -> &'static str {
+    pass.bottleneck.unwrap_or("all else")
+}
+
 fn time(seconds: f64) -> String {
     if seconds >= 1.0 { format!("{} s", digits(seconds)) } else { format!("{} ms", digits(seconds * 1e3)) }
 }
@@ -245,10 +249,7 @@ impl Report for Plan {
                     verdict.pair("", "which experts come next is not known: computing waits for missing pages");
                 }
                 if let Some(beside) = pass.beside {
-                    verdict.pair(
-                        "",
-                        format!("expect less: {beside} takes more than half as long, and they slow each other down"),
-                    );
+                    verdict.pair("", format!("{beside} takes more than half as long as {}", bottleneck(pass)));
                 }
                 verdict.pair(
                     "budgets",

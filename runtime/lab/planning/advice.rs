@@ -3,8 +3,9 @@
 use std::fmt;
 
 use super::compute::Compute;
-use super::forecast::{Forecast, Resources, Run, forecast};
+use super::forecast::{Forecast, Resources, Run, forecast, forecast_as};
 use super::memory::{Checkpointing, Job, KvType, Optimizer, Work};
+use super::simulated::Extent;
 use super::units::Bandwidth;
 use crate::error::Result;
 use crate::ids::Bytes;
@@ -12,8 +13,6 @@ use outcore::DType;
 
 /// The least speedup that counts as faster.
 const WORTH: f64 = 1.02;
-/// The most halvings in a search for the least number that suffices.
-const HALVINGS: u32 = 48;
 
 /// One change to a job or to its resources.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -226,7 +225,7 @@ pub fn target(job: &Job, resources: &Resources, now: &Forecast, wanted: f64) -> 
     }
     let attempt = |change: Change| -> Option<Outcome> {
         let (job, resources) = change.made(job, resources);
-        let run = forecast(&job, &resources).ok()?.run.filter(enough)?;
+        let run = forecast_as(&job, &resources, Extent::Quick).ok()?.run.filter(enough)?;
         let before = now.run.and_then(|run| run.tokens_per_second());
         let speedup = before.zip(run.tokens_per_second()).map(|(before, after)| after / before);
         Some(Outcome { change, run, speedup })
@@ -251,15 +250,14 @@ pub fn target(job: &Job, resources: &Resources, now: &Forecast, wanted: f64) -> 
     Ok(Target { wanted, reached: Some(false), ways })
 }
 
-/// The least number that suffices, rounded up to four binary digits; `None` if `most` does not suffice.
+/// The least number that suffices, up to an eighth of it, rounded up to four binary digits; `None` if `most` does not
+/// suffice.
 fn least(from: u64, most: u64, attempt: impl Fn(u64) -> Option<Outcome>) -> Option<Outcome> {
     attempt(most)?;
     let (mut fails, mut suffices) = (from, most);
-    for _ in 0..HALVINGS {
-        let middle = fails + (suffices - fails) / 2;
-        if middle == fails {
-            break;
-        }
+    while suffices - fails > suffices / 16 {
+        // The middle of the logarithms: the answer is to be near as a share of itself.
+        let middle = ((fails as f64 * suffices as f64).sqrt() as u64).clamp(fails + 1, suffices - 1);
         if attempt(middle).is_some() {
             suffices = middle;
         } else {

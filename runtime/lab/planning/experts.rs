@@ -1,6 +1,6 @@
 //! Mixtures of experts: their sizes, and the part that a pass uses.
 
-use crate::ids::{Bytes, PageSize};
+use crate::ids::Bytes;
 
 /// The experts among which each layer's router chooses. A shared expert, which all tokens use, is not one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,14 +40,6 @@ impl Experts {
     pub fn share(&self, tokens: u64) -> f64 {
         self.distinct(tokens) / self.count.max(1) as f64
     }
-
-    /// The share of the experts' pages that `tokens` tokens touch, if one expert's contiguous bytes are `piece`:
-    /// `1 - (1 - q)^(1 + page / piece)`, with the [share](Self::share) `q` of bytes. A page spans `1 + page / piece`
-    /// pieces on average, and is touched if any of them is drawn.
-    pub fn page_share(&self, tokens: u64, page: PageSize, piece: f64) -> f64 {
-        let across = 1.0 + page.bytes() as f64 / piece.max(1.0);
-        -(across * (-self.share(tokens)).ln_1p()).exp_m1()
-    }
 }
 
 #[cfg(test)]
@@ -68,17 +60,6 @@ mod tests {
         near(experts(1, 1).distinct(1), 1.0);
         near(experts(1 << 24, 1).distinct(1), 1.0);
         near(experts(8, 1).distinct(u64::MAX), 8.0);
-    }
-
-    #[test]
-    fn pages_are_touched_by_any_expert_they_hold() {
-        let (experts, page) = (experts(16, 2), PageSize::DEFAULT);
-        let of = |pieces_a_page: f64| experts.page_share(1, page, page.bytes() as f64 / pieces_a_page);
-        assert!((of(1e-9) - 0.125).abs() < 1e-6, "large pieces are whole pages");
-        assert!((of(1.0) - (1.0 - 0.875f64.powi(2))).abs() < 1e-12);
-        assert!(of(1000.0) > 0.999_999, "a page of many small ones is always touched");
-        assert_eq!(Experts { active: 16, ..experts }.page_share(1, page, 1e9), 1.0);
-        assert_eq!(experts.page_share(1, page, 0.0), 1.0);
     }
 
     /// Expected numbers agree with drawn ones.

@@ -1,12 +1,14 @@
 //! Where a job's pages would be, what moves in each pass, and how long that takes.
 
 use std::fmt;
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::compute::Compute;
 use super::memory::{Job, Memory, Work};
 use super::policy::recommend;
 use super::shape::Shape;
+use super::simulated::{self, Extent, Pass, Placed};
 use super::units::Bandwidth;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
@@ -15,6 +17,7 @@ use crate::pager::PolicyKind;
 use crate::pager::policy::found;
 use crate::rules::{HUGE_PAGES_LEAST, HostDevice, page_within};
 use crate::sim::MachineModel;
+use crate::store::QueueDepth;
 use outcore::Lookahead;
 
 /// The most that a request pins where not everything fits: tiles as large as the example's.
@@ -37,6 +40,10 @@ pub struct Resources {
     pub disk: Bandwidth,
     /// The disk's write bandwidth; `None` if it equals `disk`. The disk either reads or writes at a time.
     pub disk_write: Option<Bandwidth>,
+    /// The time from the start of an operation of the disk to its first byte; 0 if it is not known.
+    pub disk_latency: Duration,
+    /// The most operations that the disk is given at once.
+    pub disk_depth: QueueDepth,
     /// Bandwidth between host and device, each way; `None` if the device is the host itself.
     pub link: Option<Bandwidth>,
     /// Whether the two ways share the link, one at a time.
@@ -61,6 +68,8 @@ impl Resources {
             host: if one { Bytes::ZERO } else { machine.host_memory },
             disk: Bandwidth::new(machine.disk.read).map_err(of_machine)?,
             disk_write: Some(Bandwidth::new(machine.disk.write).map_err(of_machine)?),
+            disk_latency: machine.disk.latency,
+            disk_depth: machine.disk.depth,
             link: machine.link.map(|link| Bandwidth::new(link.bandwidth()).map_err(of_machine)).transpose()?,
             link_shared: machine.link.is_some_and(|link| !link.duplex()),
             link_latency: machine.link.map_or(Duration::ZERO, |link| link.latency()),
@@ -129,9 +138,9 @@ pub struct Run {
     pub streamed: Bytes,
     /// Streamed bytes that the host tier holds.
     pub in_host: Bytes,
-    /// Bytes that one pass fills, in whole pages; an expected value if there are experts.
+    /// Bytes that one pass fills, in whole pages.
     pub filled: Bytes,
-    /// Bytes that one pass copies down from the device.
+    /// Bytes that one pass copies down from the device: changed pages, and pages that go to the host tier.
     pub copied_down: Bytes,
     /// Bytes that one pass reads from disk.
     pub disk_read: Bytes,
@@ -143,6 +152,8 @@ pub struct Run {
     pub disk_s: f64,
     /// Seconds of computing, if known.
     pub compute_s: Option<f64>,
+    /// Seconds of a pass, simulated.
+    pass: Option<f64>,
     /// Tokens of a pass or a step, of all sequences together.
     pub tokens: u64,
 }
@@ -168,12 +179,9 @@ impl Run {
         self.times().max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// Seconds of a pass or a step. If fills start [ahead](Self::ahead) of use: the longest of computing, link and
-    /// disk, which work side by side. If not: their sum, because each page is waited for. `None` if nothing moves and
-    /// the compute time is not known.
+    /// Seconds of a pass or a step, simulated. `None` if nothing moves and the compute time is not known.
     pub fn pass_s(&self) -> Option<f64> {
-        let (longest, _) = self.longest()?;
-        Some(if self.ahead { longest } else { self.times().map(|(seconds, _)| seconds).sum() })
+        self.pass
     }
 
     /// The cause of the longest time.
@@ -181,10 +189,10 @@ impl Run {
         self.longest().map(|(_, what)| what)
     }
 
-    /// A second cause that takes more than half as long as the bottleneck. The two cannot hide behind each other
-    /// entirely, so a pass takes longer than either.
+    /// A second cause that takes more than half as long as the bottleneck. The two do not hide behind each other
+    /// entirely: a pass takes longer than either.
     pub fn beside(&self) -> Option<Bottleneck> {
-        // Times that add up do not hide behind each other.
+        // Without fills ahead nothing is hidden.
         let (longest, bottleneck) = self.longest().filter(|_| self.ahead)?;
         let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
         others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
@@ -208,36 +216,19 @@ pub struct Forecast {
     pub run: Option<Run>,
 }
 
-/// Pages that are used alike.
-struct Group {
-    bytes: u64,
-    /// How many of these bytes a pass uses.
-    used: f64,
-    /// Bytes that a pass fills, and copies down, if no page has a place in the device tier.
-    filled: f64,
-    copied_down: f64,
-    /// Whether the policy keeps these pages first, because a pass uses them more often.
-    first: bool,
-}
-
-impl Group {
-    fn new(bytes: Bytes, fills: u64, copies_down: u64) -> Self {
-        let all = bytes.get() as f64;
-        let (filled, copied_down) = (all * fills as f64, all * copies_down as f64);
-        Self { bytes: bytes.get(), used: all, filled, copied_down, first: fills > 1 }
-    }
-}
-
 /// Forecasts how `job` would run with `resources`, once the first passes are over.
 ///
-/// Tiers are exclusive. Streamed pages are filled once for each use in a pass: those in the host tier over the link
-/// alone, those on disk over both. Pages that a pass changed are copied down once. Which pages stay and which stream is
-/// decided as by the policy `plan`. Experts are drawn evenly: each of their pages has the same chance to be used in a
-/// pass, and pages that all passes use stay before them.
+/// Which pages stay follows from the policy `plan`'s own rules. What a pass moves and how long it takes are simulated:
+/// the runtime's pager runs the job, or an even part of it, under a virtual clock. Experts are drawn evenly.
 ///
 /// # Errors
 /// As [`Job::memory`]; [`ErrorKind::InvalidArgument`] if there are more than 2^32 pages.
 pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
+    forecast_as(job, resources, Extent::Usual)
+}
+
+/// As [`forecast`], of so much of the job.
+pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> Result<Forecast> {
     let gpu = resources.link.is_some();
     let memory = job.memory(gpu)?;
     let within = |size: Bytes| {
@@ -262,16 +253,10 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
 
     let room = usable.saturating_sub(besides);
     // A budget is no larger than the paged bytes.
-    let paged = groups(job, &memory, kv_paged, PageSize::DEFAULT)
-        .iter()
-        .fold(0, |sum: u64, group| sum.saturating_add(group.bytes));
-    let page = page_of(room.min(Bytes::new(paged.max(HUGE_PAGES_LEAST.get()))));
-    let groups = groups(job, &memory, kv_paged, page);
-    let pages_of = |group: &Group| page.pages_for(group.bytes);
-    let (all, first) = groups.iter().fold((0u64, 0u64), |(all, first), group| {
-        let pages = pages_of(group);
-        (all.saturating_add(pages), first + if group.first { pages } else { 0 })
-    });
+    let paged = paged(job, &memory, kv_paged);
+    let paged_bytes = paged.iter().fold(0, |sum: u64, size| sum.saturating_add(size.get()));
+    let page = page_of(room.min(Bytes::new(paged_bytes.max(HUGE_PAGES_LEAST.get()))));
+    let all = paged.iter().fold(0u64, |all, size| all.saturating_add(page.pages_for(size.get())));
     let all = u32::try_from(all).map_err(|_| {
         Error::new(
             ErrorKind::InvalidArgument,
@@ -280,42 +265,51 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
         .remedy("give more device memory, so that pages are larger, or a smaller model")
     })?;
     let frames = u32::try_from(room.get() / page.bytes()).unwrap_or(u32::MAX).min(all.max(1));
-    let used: f64 = groups.iter().map(|group| group.used).sum();
     let resident = all <= frames;
     let (policy, policy_because) = recommend(job, resident, kv_paged, draws(job));
     let ahead = resident || !draws(job);
     let lookahead = Lookahead::Auto.pages(page, frames);
+    let lookahead_bytes = Bytes::new(u64::from(lookahead) * page.bytes());
     let unit =
         (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
     // Without a known order nothing is filled ahead, and no frames are kept for it.
-    let stays = u64::from(found(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
-    let first_stay = first.min(stays);
-    let rest = u64::from(all) - first;
-    let rest_stay = rest.min(stays - first_stay);
-    let streams = |stay: u64, of: u64| if of == 0 { 0.0 } else { (of - stay) as f64 / of as f64 };
-    let shares = [streams(rest_stay, rest), streams(first_stay, first)];
-    let sum = |part: fn(&Group) -> f64| -> f64 {
-        groups.iter().map(|group| part(group) * shares[usize::from(group.first)]).sum()
-    };
-    let streamed = sum(|group| group.bytes as f64);
+    let stay = u64::from(found(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
+    let streaming = u64::from(all) - stay;
+    let streamed = paged_bytes as f64 * streaming as f64 / f64::from(all.max(1));
 
     let staging = if gpu { Bytes::new(page.bytes() * STAGING_PAGES) } else { Bytes::ZERO };
-    let host_pages = within(resources.host).saturating_sub(staging).get() / page.bytes();
-    let wanted_of_host = (streamed / page.bytes() as f64).ceil() as u64;
-    let host_budget = Bytes::new(host_pages.min(wanted_of_host) * page.bytes());
-    let in_host = streamed.min(host_budget.get() as f64);
-    let from_disk = if streamed > 0.0 { 1.0 - in_host / streamed } else { 0.0 };
+    let host_frames = within(resources.host).saturating_sub(staging).get() / page.bytes();
+    // All that streams, and as many frames as pages are on their way.
+    let of_use = if streaming == 0 { 0 } else { streaming + (u64::from(frames) - stay) };
+    let host_frames = host_frames.min(of_use);
+    let host_budget = Bytes::new(host_frames * page.bytes());
+    let compute_s = resources.compute.and_then(|compute| compute.seconds(job, &memory));
+    let (pass, pass_s) = if streaming == 0 {
+        let seconds = compute_s.map(|s| simulated::resident(job, &memory, s, resources, page)).transpose()?;
+        (Pass::default(), seconds)
+    } else {
+        let placed = Placed {
+            page,
+            pages: u64::from(all),
+            stay,
+            frames: u64::from(frames),
+            host_frames,
+            lookahead: lookahead_bytes,
+            policy,
+            // A range of any bytes may lie across two pages.
+            unit: NonZeroU32::MIN.saturating_add(unit.max(2) as u32 - 1),
+            kv_paged,
+            draws: draws(job),
+        };
+        let pass = simulated::pass(job, &memory, resources, &placed, extent)?;
+        (pass, Some(pass.seconds))
+    };
     let bytes = |n: f64| Bytes::new(n.round() as u64);
-    let (filled, copied_down) = (sum(|group| group.filled), sum(|group| group.copied_down));
-    let (disk_read, disk_written) = (bytes(filled * from_disk), bytes(copied_down * from_disk));
-    let write = resources.disk_write.unwrap_or(resources.disk);
-    let (filled, copied_down) = (bytes(filled), bytes(copied_down));
-    let through_link = if resources.link_shared { filled + copied_down } else { filled.max(copied_down) };
     let run = Run {
         device_budget: Bytes::new(u64::from(frames) * page.bytes()),
         host_budget,
         page_size: page,
-        lookahead: Bytes::new(u64::from(lookahead) * page.bytes()),
+        lookahead: lookahead_bytes,
         policy,
         policy_because,
         ahead,
@@ -325,20 +319,23 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
             Work::Train { .. } => memory.weights + memory.gradients + memory.optimizer,
         },
         kv_paged,
-        paged: Bytes::new(paged),
-        used: bytes(used),
+        paged: Bytes::new(paged_bytes),
+        used: match job.work {
+            Work::Infer { .. } => {
+                bytes(job.shape.used_by(job.tokens())) + if kv_paged { memory.kv } else { Bytes::ZERO }
+            }
+            Work::Train { .. } => Bytes::new(paged_bytes),
+        },
         streamed: bytes(streamed),
-        in_host: bytes(in_host),
-        filled,
-        copied_down,
-        disk_read,
-        disk_written,
-        link_s: resources.link.map(|link| {
-            let copies = through_link.get() as f64 / page.bytes() as f64;
-            link.seconds(through_link) + copies * resources.link_latency.as_secs_f64()
-        }),
-        disk_s: resources.disk.seconds(disk_read) + write.seconds(disk_written),
-        compute_s: resources.compute.and_then(|compute| compute.seconds(job, &memory)),
+        in_host: bytes(streamed.min(host_budget.get() as f64)),
+        filled: bytes(pass.filled),
+        copied_down: bytes(pass.copied_down),
+        disk_read: bytes(pass.disk_read),
+        disk_written: bytes(pass.disk_written),
+        link_s: resources.link.map(|_| pass.link_s),
+        disk_s: pass.disk_s,
+        compute_s,
+        pass: pass_s,
         tokens: job.tokens(),
     };
     Ok(Forecast { memory, least_device, run: Some(run) })
@@ -350,42 +347,11 @@ fn draws(job: &Job) -> bool {
         && job.shape.experts.is_some_and(|experts| experts.weights > Bytes::ZERO && experts.share(job.tokens()) < 1.0)
 }
 
-/// The groups of paged bytes, and what a pass or a step does with each.
-fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Group> {
-    let shape = &job.shape;
-    let share = shape.experts.map_or(1.0, |experts| experts.share(job.tokens()));
+/// The sizes of what is paged, class by class.
+fn paged(job: &Job, memory: &Memory, kv_paged: bool) -> [Bytes; 3] {
     match job.work {
-        Work::Infer { .. } => {
-            let drawn = shape.experts.filter(|_| draws(job)).map_or(Bytes::ZERO, |experts| experts.weights);
-            let mut groups = vec![Group::new(shape.used.saturating_sub(drawn), 1, 0)];
-            if kv_paged && memory.kv > Bytes::ZERO {
-                // In each layer, a sequence's newest keys are in one page and its newest values in another.
-                let changed = 2 * u128::from(shape.layers) * u128::from(job.batch) * u128::from(page.bytes());
-                let kv = memory.kv.get();
-                let mut group = Group::new(memory.kv, 1, 0);
-                group.copied_down = changed.min(u128::from(kv)) as f64;
-                groups.push(group);
-            }
-            if drawn > Bytes::ZERO {
-                // Every pass uses all of the groups so far, but only a part of the experts.
-                groups.iter_mut().for_each(|group| group.first = true);
-                let all = drawn.get() as f64;
-                let pages =
-                    shape.experts.map_or(1.0, |experts| experts.page_share(job.tokens(), page, shape.expert_piece()));
-                groups.push(Group { used: all * share, filled: all * pages, ..Group::new(drawn, 1, 0) });
-            }
-            groups
-        }
-        // The forward pass, the backward pass and the update read the weights, and the update changes them. The
-        // backward pass writes gradients; the update reads them. Only the update uses the optimizer's state. It is of
-        // all experts.
-        Work::Train { .. } => {
-            let mut weights = Group::new(memory.weights, 3, 1);
-            let of_experts =
-                shape.experts.map_or(0.0, |experts| experts.parameters as f64 / shape.parameters.max(1) as f64);
-            weights.filled -= 2.0 * (1.0 - share) * of_experts * memory.weights.get() as f64;
-            vec![weights, Group::new(memory.gradients, 2, 1), Group::new(memory.optimizer, 1, 1)]
-        }
+        Work::Infer { .. } => [job.shape.used, if kv_paged { memory.kv } else { Bytes::ZERO }, Bytes::ZERO],
+        Work::Train { .. } => [memory.weights, memory.gradients, memory.optimizer],
     }
 }
 

@@ -1,8 +1,8 @@
 //! What memory a job needs, what moves in each pass, and how long a pass takes.
 //!
-//! Pure arithmetic: no file is opened and nothing is measured here. [`Shape`] comes from a header that was read, or
-//! from numbers. [`Job::memory`] counts bytes class by class. [`forecast`] says where pages would be and what a pass
-//! moves, by the rules of the runtime and its policy `plan`, and how long the pass computes if that or the
+//! No file is opened and nothing is measured here. [`Shape`] comes from a header that was read, or from numbers.
+//! [`Job::memory`] counts bytes class by class. [`forecast`] says where pages would be by the rules of the runtime and
+//! its policy `plan`, and simulates what a pass moves and how long it takes. It counts computing if its time or the
 //! [machine](Compute) is known. [`advice`] and [`target`] make changes and forecast again. The formulas and their
 //! sources are in `docs/planning.md`.
 //!
@@ -32,6 +32,8 @@
 //!     host: Bytes::gib(64),
 //!     disk: "5GB/s".parse()?,
 //!     disk_write: None,
+//!     disk_latency: std::time::Duration::ZERO,
+//!     disk_depth: outcore::store::QueueDepth::DEFAULT,
 //!     link: Some("50GB/s".parse()?),
 //!     link_shared: false,
 //!     link_latency: std::time::Duration::ZERO,
@@ -43,7 +45,7 @@
 //! // For a known machine, the compute time of a pass can be estimated, too.
 //! let resources = Resources { device: Bytes::gib(200), ..Resources::of(&MachineModel::named("h200")?)? };
 //! let run = forecast(&job, &resources)?.run.expect("200 GiB hold all of it");
-//! assert!(run.is_resident() && run.pass_s() > Some(0.028) && run.pass_s() < Some(0.032));
+//! assert!(run.is_resident() && run.pass_s() > Some(0.028) && run.pass_s() < Some(0.035));
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
@@ -53,9 +55,11 @@ mod estimate;
 mod experts;
 mod forecast;
 mod known;
+mod layout;
 mod memory;
 mod policy;
 mod shape;
+mod simulated;
 mod units;
 
 pub use advice::{Change, Outcome, Target, advice, target};
@@ -68,5 +72,7 @@ pub use memory::{Checkpointing, Job, KvType, Memory, Optimizer, Work};
 pub use shape::Shape;
 pub use units::{Bandwidth, Parameters};
 
+#[cfg(test)]
+mod measured;
 #[cfg(test)]
 mod tests;

@@ -48,7 +48,7 @@ pub use any_policy::{AnyPolicy, OwnPolicy};
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
-pub use simulate::{Flow, Guest, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
+pub use simulate::{Computing, Flow, Guest, Moved, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
 pub use trace::{ClassUses, Column, LINE_BYTES_MAX, Progress, Trace, TraceForm, TraceOptions, TraceWriter};
 pub use weights::ClassBytes;
 pub use workload::{Even, Share, Span, Step, Workload};

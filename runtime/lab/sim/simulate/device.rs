@@ -21,8 +21,10 @@ pub(super) struct InFlight {
     pub(super) planned: Move,
     /// The lane it takes in the store's queue while the disk has it.
     pub(super) lane: Option<Lane>,
-    /// How long the operation under way takes the disk or its stream, in nanoseconds.
+    /// How long the operation under way takes the disk or its stream, in nanoseconds, if nothing slows it.
     pub(super) time: Nanos,
+    /// When the disk has ended its part, on the disk's clock.
+    pub(super) due: Nanos,
 }
 
 /// A stream of copies.
@@ -50,6 +52,9 @@ pub(super) struct Caller {
     /// Units that are pinned and not computed yet, in order: the wait for it, if any, and whether its bytes are valid.
     pub(super) pinned: VecDeque<(Option<Wait>, bool)>,
     pub(super) computing: bool,
+    /// Of the unit that is computed: when that began, and when it ends on the clock of computing.
+    pub(super) began: Nanos,
+    pub(super) due: Nanos,
     /// How many units of this pass have been computed.
     pub(super) ended: usize,
     pub(super) attempts: u32,

@@ -11,6 +11,7 @@
 //! 2. A simulation ends with an error or with its last pass: an event that does not come is an error.
 //! 3. Trouble, checks and records that are not asked for draw no random number, make no event, and change nothing.
 
+mod beside;
 mod client;
 mod contents;
 mod device;
@@ -39,10 +40,11 @@ use crate::rules::staging_pages;
 use crate::rules::{Depth, Queue};
 use outcore::stats::{StallStats, WaitCause};
 
-pub use settings::Settings;
-pub use simulated::{Flow, Simulated};
+pub use settings::{Computing, Settings};
+pub use simulated::{Flow, Moved, Simulated};
 pub use trouble::{Guest, Part, Trouble, TroubleKind, When};
 
+use beside::Clocks;
 use contents::Contents;
 use device::{Caller, Device, InFlight, Stream, Wait};
 use rest::EVENTS_MAX;
@@ -100,6 +102,7 @@ enum Event {
 /// The disk, which all devices share.
 #[derive(Debug, Default)]
 struct Disk {
+    /// When it is free, on its [clock](Clocks::disk).
     free: Nanos,
     /// For reads and for writes.
     busy: [Nanos; 2],
@@ -112,8 +115,11 @@ struct World<'a> {
     settings: &'a Settings,
     devices: Vec<Device>,
     disk: Disk,
+    clocks: Clocks,
     /// The units of the pass under way, the same on every device.
     units: Vec<Unit>,
+    /// Their bytes, on one device.
+    units_bytes: u64,
     /// The unit that devices may compute, how many devices have computed it, and since when they may.
     current: usize,
     arrived: usize,
@@ -125,6 +131,8 @@ struct World<'a> {
     /// The queue takes `Instant`s, of which only the differences matter. The virtual clock starts here.
     epoch: Instant,
     pass_from: Nanos,
+    /// What had moved when the pass began.
+    moved_before: Moved,
     computed: (u64, Nanos),
     stalls: [[(u64, Nanos); Tier::ALL.len()]; WaitCause::ALL.len()],
     recorder: Option<Recorder>,
@@ -208,6 +216,7 @@ impl<'a> World<'a> {
         });
         let done = Simulated {
             passes: Vec::new(),
+            moved: Vec::new(),
             time: Duration::ZERO,
             stalls: Vec::new(),
             disk_read: Flow::default(),
@@ -232,7 +241,9 @@ impl<'a> World<'a> {
             settings,
             devices,
             disk: Disk::default(),
+            clocks: Clocks::new(machine, settings),
             units: Vec::new(),
+            units_bytes: 0,
             current: 0,
             arrived: 0,
             opened: 0,
@@ -242,6 +253,7 @@ impl<'a> World<'a> {
             random: Random(settings.seed),
             epoch: Instant::now(),
             pass_from: 0,
+            moved_before: Moved::default(),
             computed: (0, 0),
             stalls: Default::default(),
             recorder,
@@ -289,6 +301,11 @@ impl<'a> World<'a> {
     fn next_event(&mut self) -> Result<bool> {
         let Some(Reverse((now, _, at, event))) = self.events.pop() else { return Ok(false) };
         self.now = now;
+        self.clocks.advance(now);
+        if let Some(later) = self.slowed(at, event) {
+            self.schedule(later, at, event);
+            return Ok(true);
+        }
         self.done.events += 1;
         self.idle_events += 1;
         if self.settings.checked && self.idle_events > EVENTS_MAX {
@@ -316,6 +333,7 @@ impl<'a> World<'a> {
     fn begin_pass(&mut self) -> Result<()> {
         let pass = self.done.passes.len() as u32;
         self.units = self.cut().units(self.workload.steps(), pass)?;
+        self.units_bytes = self.units.iter().map(|unit| unit.bytes).sum();
         self.current = 0;
         self.opened = self.now;
         self.pass_from = self.now;
@@ -438,7 +456,7 @@ impl<'a> World<'a> {
     fn start(&mut self, at: usize, planned: Move) -> Result<()> {
         let Move { id, from, to, .. } = planned;
         let device = &mut self.devices[at];
-        device.moves.insert(id, InFlight { planned, lane: None, time: 0 });
+        device.moves.insert(id, InFlight { planned, lane: None, time: 0, due: 0 });
         if let Some(contents) = &mut device.contents {
             contents.begin(&planned).map_err(internal)?;
         }
@@ -473,12 +491,14 @@ impl<'a> World<'a> {
             let times = self.slowness(Part::Disk);
             let time = self.jittered(time_of(bytes, rate)).saturating_mul(times);
             let latency = self.jittered(self.machine.disk.latency).saturating_mul(times);
-            let begin = self.disk.free.max(self.now.saturating_add(latency));
+            let clock = self.clocks.disk();
+            let begin = self.disk.free.max(clock.saturating_add(latency));
             self.disk.free = begin.saturating_add(time);
+            self.clocks.transfers(begin, self.disk.free, rate);
             if let Some(entry) = self.devices[at].moves.get_mut(&id) {
-                (entry.lane, entry.time) = (Some(lane), time);
+                (entry.lane, entry.time, entry.due) = (Some(lane), time, self.disk.free);
             }
-            self.schedule(self.disk.free, at, Event::Disk(id));
+            self.schedule(self.now.saturating_add(self.disk.free - clock), at, Event::Disk(id));
         }
     }
 
@@ -600,15 +620,17 @@ impl<'a> World<'a> {
             let unit = &self.units[current];
             let bytes = if valid { unit.bytes } else { 0 };
             let compute = &self.machine.compute;
-            let time = compute.step.saturating_add(time_of(bytes, compute.bandwidth));
+            let of_bytes = match self.settings.computing {
+                Some(computing) => computing.pass.mul_f64(bytes as f64 / self.units_bytes.max(1) as f64),
+                None => time_of(bytes, compute.bandwidth),
+            };
+            let time = compute.step.saturating_add(of_bytes);
             let times = self.slowness(Part::Compute);
             let time = self.jittered(time).saturating_mul(times);
             self.computed.0 += bytes;
-            self.computed.1 += time;
-            let now = self.now;
-            if let Some(recorder) = self.recorder(at) {
-                recorder.span(Row::Compute, now, now.saturating_add(time));
-            }
+            self.clocks.begins_computing();
+            let caller = &mut self.devices[at].caller;
+            (caller.began, caller.due) = (self.now, self.clocks.computing().saturating_add(time));
             self.schedule(self.now.saturating_add(time), at, Event::Computed);
             return Ok(true);
         }
@@ -691,7 +713,24 @@ impl<'a> World<'a> {
         Ok(())
     }
 
+    /// Returns when to look again, if a share of the memory's bandwidth was taken from what should end now.
+    fn slowed(&self, at: usize, event: Event) -> Option<Nanos> {
+        let device = &self.devices[at];
+        let left = match event {
+            Event::Disk(id) => device.moves.get(&id)?.due.saturating_sub(self.clocks.disk()),
+            Event::Computed => device.caller.due.saturating_sub(self.clocks.computing()),
+            _ => 0,
+        };
+        (left > beside::NOTHING).then(|| self.now.saturating_add(left))
+    }
+
     fn computed(&mut self, at: usize) -> Result<()> {
+        self.clocks.ends_computing();
+        let (began, now) = (self.devices[at].caller.began, self.now);
+        self.computed.1 += now - began;
+        if let Some(recorder) = self.recorder(at) {
+            recorder.span(Row::Compute, began, now);
+        }
         let Self { devices, units, .. } = self;
         let device = &mut devices[at];
         let unit = &units[device.caller.ended];
@@ -713,10 +752,35 @@ impl<'a> World<'a> {
             return (0..self.devices.len()).try_for_each(|at| self.go_on(at));
         }
         self.done.passes.push(Duration::from_nanos(self.now - self.pass_from));
+        let moved = self.moved();
+        self.done.moved.push(moved.since(&self.moved_before));
+        self.moved_before = moved;
         if self.done.passes.len() < self.settings.passes.get() as usize {
             self.begin_pass()?;
         }
         Ok(())
+    }
+
+    /// What has moved so far, on all devices.
+    fn moved(&self) -> Moved {
+        let [disk_read, disk_written] = self.disk.bytes.map(Bytes::new);
+        let [read_busy, write_busy] = self.disk.busy;
+        let devices = self.devices.len() as u64;
+        let way = |way: usize| {
+            let streams = self.devices.iter().map(|device| &device.streams[way]);
+            let (bytes, busy) = streams.fold((0, 0), |(b, t), stream| (b + stream.bytes, t + stream.busy));
+            (Bytes::new(bytes), Duration::from_nanos(busy / devices))
+        };
+        let ((link_in, link_in_busy), (link_out, link_out_busy)) = (way(0), way(1));
+        Moved {
+            disk_read,
+            disk_written,
+            disk_busy: Duration::from_nanos(read_busy + write_busy),
+            link_in,
+            link_out,
+            link_in_busy,
+            link_out_busy,
+        }
     }
 
     fn report(&mut self) -> Simulated {

@@ -1,12 +1,25 @@
 //! The settings of a simulation.
 
 use std::num::NonZeroU32;
+use std::time::Duration;
 
 use super::super::any_policy::AnyPolicy;
 use super::trouble::Trouble;
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
 use outcore::Lookahead;
+
+/// How long passes compute, where the machine's rate for bytes of weights does not say it: several sequences at a time,
+/// or a time that was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Computing {
+    /// Time of a pass that waits for nothing, without the fixed time of its steps. Each step has the share that it has
+    /// of the pass's bytes.
+    pub pass: Duration,
+    /// Bytes a second of the memory's bandwidth that computing takes meanwhile. What is left of the machine's
+    /// `compute.bandwidth` is the disk's, where there is no link.
+    pub memory: Bytes,
+}
 
 /// The settings of a simulation, besides the machine and the workload.
 #[derive(Clone, Debug)]
@@ -27,6 +40,8 @@ pub struct Settings {
     /// How many steps beyond the computed one are pinned: none where the caller computes, as on the host; one or more
     /// where it is ahead of a stream, as with a GPU.
     pub steps_ahead: u32,
+    /// How long passes compute; `None` if the machine's rates say it.
+    pub computing: Option<Computing>,
     /// How many passes run, one after the other.
     pub passes: NonZeroU32,
     /// The seed of all random numbers.
@@ -54,6 +69,7 @@ impl Settings {
             lookahead: Lookahead::Auto,
             step_pages: None,
             steps_ahead: 0,
+            computing: None,
             passes: NonZeroU32::MIN.saturating_add(3),
             seed: 0,
             fail_one_in: None,

@@ -19,12 +19,48 @@ pub struct Flow {
     pub utilisation: f64,
 }
 
+/// What moved in a pass, over all devices. Times are means of the devices, and those that the moves take by themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Moved {
+    /// Bytes read from the disk.
+    pub disk_read: Bytes,
+    /// Bytes written to the disk.
+    pub disk_written: Bytes,
+    /// Time that the disk takes for both.
+    pub disk_busy: Duration,
+    /// Bytes copied to device memory. Without a link: from the host tier.
+    pub link_in: Bytes,
+    /// Bytes copied from device memory.
+    pub link_out: Bytes,
+    /// Time of the copies to the device.
+    pub link_in_busy: Duration,
+    /// Time of the copies from the device.
+    pub link_out_busy: Duration,
+}
+
+impl Moved {
+    pub(super) fn since(&self, before: &Self) -> Self {
+        Self {
+            disk_read: self.disk_read.saturating_sub(before.disk_read),
+            disk_written: self.disk_written.saturating_sub(before.disk_written),
+            disk_busy: self.disk_busy.saturating_sub(before.disk_busy),
+            link_in: self.link_in.saturating_sub(before.link_in),
+            link_out: self.link_out.saturating_sub(before.link_out),
+            link_in_busy: self.link_in_busy.saturating_sub(before.link_in_busy),
+            link_out_busy: self.link_out_busy.saturating_sub(before.link_out_busy),
+        }
+    }
+}
+
 /// The result of a simulation.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
     /// How long each pass took.
     pub passes: Vec<Duration>,
+    /// What each pass moved.
+    pub moved: Vec<Moved>,
     /// The sum of the passes.
     pub time: Duration,
     /// Time in which a device had nothing to compute because pages were missing, by cause, summed over all devices.
