@@ -28,7 +28,7 @@ use crate::segment::Segment;
 use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
-    FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
+    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
     scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
@@ -109,8 +109,8 @@ pub struct Stats {
     pub stalls: Vec<StallStats>,
     /// The policy.
     pub policy: &'static str,
-    /// The policy of the caller's that panicked, and that this one has replaced.
-    pub policy_panicked: Option<&'static str>,
+    /// The policy of the caller's that this one has replaced: it panicked, or offered nothing where a page could go.
+    pub policy_replaced: Option<&'static str>,
     /// Whether it was following a plan, declared or recognised, when it last heard of a use.
     pub planned: bool,
     /// The I/O backend in use.
@@ -385,15 +385,21 @@ impl Runtime {
     /// # Errors
     /// As for [`open_model`](Self::open_model). [`Unsupported`](ErrorKind::Unsupported) for a model in several files.
     pub fn open_source(&self, source: Arc<dyn PageSource>) -> Result<Model> {
-        let header = Arc::new(format::open_source(&source)?);
+        let source = Arc::new(CaughtSource::new(source)?);
+        let header = Arc::new(format::open_caught(&source)?);
         self.open_with(header, &|file| {
-            let id = self.engine().store.add_source(source.clone())?;
+            let store = &self.engine().store;
+            let id = store.add_source(source.clone())?;
             // The store has taken its identity: a change from here on is noticed there.
-            if FileState::of_source(&*source) != file.state {
-                self.engine().store.remove_file(id);
-                return Err(changed_since(file));
+            match FileState::of_source(&source) {
+                Ok(state) if state == file.state => return Ok(id),
+                Ok(_) => store.remove_file(id),
+                Err(error) => {
+                    store.remove_file(id);
+                    return Err(error);
+                }
             }
-            Ok(id)
+            Err(changed_since(file))
         })
     }
 
@@ -912,7 +918,7 @@ impl Runtime {
             traffic: self.traffic(),
             stalls: engine.observer.stalls(),
             policy,
-            policy_panicked: engine.panicked_policy().map(|panicked| panicked.name),
+            policy_replaced: engine.replaced_policy().map(|replaced| replaced.name),
             planned,
             io: engine.store.backend(),
             buffered_files: if in_a_child { Vec::new() } else { engine.store.buffered_files() },

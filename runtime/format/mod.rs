@@ -20,7 +20,7 @@ use twox_hash::XxHash3_64;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::ids::Bytes;
-use crate::store::PageSource;
+use crate::store::CaughtSource;
 
 pub mod gguf;
 pub(crate) mod names;
@@ -28,6 +28,7 @@ mod open;
 pub mod safetensors;
 
 use names::Expert;
+pub(crate) use open::open_caught;
 pub use open::{open, open_source};
 
 /// A tensor as a model file declares it.
@@ -105,8 +106,11 @@ impl FileState {
     }
 
     /// No file of this machine has the same.
-    pub(crate) fn of_source(source: &dyn PageSource) -> Self {
-        Self { device: u64::MAX, inode: source.identity(), len: source.len(), modified: (0, 0) }
+    ///
+    /// # Errors
+    /// If the source panics.
+    pub(crate) fn of_source(source: &CaughtSource) -> Result<Self> {
+        Ok(Self { device: u64::MAX, inode: source.identity()?, len: source.len(), modified: (0, 0) })
     }
 
     pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {

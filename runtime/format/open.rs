@@ -18,7 +18,7 @@ use super::gguf::{self, Gguf};
 use super::safetensors::{self, Safetensors};
 use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::PageSource;
+use crate::store::{CaughtSource, PageSource};
 
 /// Fewest bytes that each read of a GGUF header adds. A GGUF header does not say how long it is, so at most this much
 /// of what lies behind it is read too. Most headers take one to ten reads.
@@ -75,6 +75,10 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelHeader> {
 /// # Errors
 /// As for [`open`]; [`ErrorKind::Unsupported`] for a model in several files.
 pub fn open_source(source: &Arc<dyn PageSource>) -> Result<ModelHeader> {
+    open_caught(&Arc::new(CaughtSource::new(Arc::clone(source))?))
+}
+
+pub(crate) fn open_caught(source: &Arc<CaughtSource>) -> Result<ModelHeader> {
     let file = HeaderFile::of_source(Arc::clone(source))?;
     let in_several_files = || {
         unsupported(format!("{} is a part of a model in several files, or their index", file.path.display()))
@@ -138,33 +142,12 @@ struct HeaderFile {
 /// Where a header is read from.
 enum Content {
     File(File),
-    Source(Arc<dyn PageSource>),
-}
-
-impl Content {
-    fn read_exact_at(&self, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
-        let source = match self {
-            Self::File(file) => return file.read_exact_at(bytes, offset),
-            Self::Source(source) => source,
-        };
-        while !bytes.is_empty() {
-            match source.read_at(offset, bytes) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(came) => {
-                    bytes = bytes.get_mut(came..).unwrap_or_default();
-                    offset += came as u64;
-                }
-                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
-                Err(cause) => return Err(cause),
-            }
-        }
-        Ok(())
-    }
+    Source(Arc<CaughtSource>),
 }
 
 impl HeaderFile {
-    fn of_source(source: Arc<dyn PageSource>) -> Result<Self> {
-        let (path, len, state) = (source.name().into(), source.len(), FileState::of_source(&*source));
+    fn of_source(source: Arc<CaughtSource>) -> Result<Self> {
+        let (path, len, state) = (source.name().into(), source.len(), FileState::of_source(&source)?);
         Self::new(Content::Source(source), path, len, state)
     }
 
@@ -195,7 +178,13 @@ impl HeaderFile {
         }
         prefix.resize(want, 0);
         let rest = prefix.get_mut(have..).unwrap_or_default();
-        self.content.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
+        let file = match &self.content {
+            Content::File(file) => file,
+            Content::Source(source) => {
+                return source.read_exact_at(have as u64, rest).map_err(|error| error.context("read the header"));
+            }
+        };
+        file.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => {
                 damaged(Damage::Truncated, format!("{} became shorter while it was read", self.path.display()))
             }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::IoBackend;
+use super::caught_source::CaughtSource;
 use super::file::FileUse;
 use super::operation::IoOp;
 use super::own::OwnRead;
-use super::source::PageSource;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -47,7 +47,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no thread.
-    fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
+    fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         Err(Error::new(ErrorKind::Unsupported, format!("this store reads no sources such as {}", source.name()))
             .remedy("open it with StoreOptions"))
     }

@@ -28,13 +28,13 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::IoBackend;
+use super::caught_source::CaughtSource;
 use super::contract::Store;
 use super::descriptors::Descriptors;
 use super::file::{DirectIo, FileUse, OpenFile};
 use super::operation::{Active, IoKind, IoOp};
 use super::own::OwnRead;
 use super::shared::{Driver, Shared, Started, closed, report_late};
-use super::source::PageSource;
 use crate::device::{Completion, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -129,11 +129,11 @@ impl Store for Engine {
         self.add(OpenFile::open(file, path, usage, self.direct, &self.descriptors)?)
     }
 
-    fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
+    fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         if self.shared.state.lock().closing {
             return Err(closed().context(format!("add {}", source.name())));
         }
-        self.add(OpenFile::of_source(source))
+        self.add(OpenFile::of_source(source)?)
     }
 
     fn buffered_files(&self) -> Vec<PathBuf> {
@@ -260,7 +260,10 @@ impl fmt::Debug for Engine {
 }
 
 fn never_came_back(outstanding: u64, limit: Duration) -> Error {
-    let operations = if outstanding == 1 { "1 operation is".into() } else { format!("{outstanding} operations are") };
-    let message = format!("{operations} outstanding, and none ended for {limit:?}: their memory stays reserved");
+    let message = match outstanding {
+        0 => format!("a thread of the store has not ended for {limit:?}, although no operation is outstanding"),
+        1 => format!("1 operation is outstanding, and has not ended for {limit:?}: its memory stays reserved"),
+        more => format!("{more} operations are outstanding, and none ended for {limit:?}: their memory stays reserved"),
+    };
     Error::new(ErrorKind::Io, message).remedy("check the disk or the network file system; the kernel log says more")
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::IO_ALIGNMENT;
+use super::caught_source::CaughtSource;
 use super::descriptors::{Descriptors, Number};
-use super::source::PageSource;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
@@ -111,7 +111,7 @@ enum Content {
     Kept(Arc<File>),
     /// A file that may be closed, and is opened again by its path.
     Closable(Arc<Descriptors>, Number),
-    Source(Arc<dyn PageSource>),
+    Source(Arc<CaughtSource>),
 }
 
 /// What tells one state of a file or a source from another.
@@ -121,16 +121,18 @@ enum Identity {
 }
 
 impl OpenFile {
-    pub fn of_source(source: Arc<dyn PageSource>) -> Self {
-        let identity = Some(Identity::Source(source.identity()));
+    /// # Errors
+    /// If the source panics.
+    pub fn of_source(source: Arc<CaughtSource>) -> Result<Self> {
+        let identity = Some(Identity::Source(source.identity()?));
         let (path, content) = (source.name().into(), Content::Source(source));
-        Self { content, path, direct: false, writable: false, remote: true, identity }
+        Ok(Self { content, path, direct: false, writable: false, remote: true, identity })
     }
 
     /// The source that has the bytes; none for a file, which the kernel reads.
-    pub fn source(&self) -> Option<&dyn PageSource> {
+    pub fn source(&self) -> Option<&CaughtSource> {
         match &self.content {
-            Content::Source(source) => Some(&**source),
+            Content::Source(source) => Some(source),
             _ => None,
         }
     }
@@ -236,7 +238,7 @@ impl OpenFile {
                 then.difference(&now)
             }
             (Some(Identity::Source(then)), Content::Source(source), _) => {
-                let now = source.identity();
+                let now = source.identity()?;
                 (*then != now).then(|| format!("its identity went from {then:#x} to {now:#x}"))
             }
             _ => None,

@@ -7,6 +7,7 @@
 // whether they changed; `descriptors.rs` keeps those open that were used last.
 
 mod blocks;
+mod caught_source;
 pub(crate) mod contract;
 mod descriptors;
 mod disk;
@@ -38,6 +39,7 @@ use crate::device::{Completion, Completions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::pager::Priority;
 
+pub(crate) use self::caught_source::CaughtSource;
 pub(crate) use self::contract::Store;
 pub use self::disk::DiskProfile;
 pub(crate) use self::file::FileUse;

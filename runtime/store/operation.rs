@@ -285,6 +285,9 @@ impl Active {
         }
         let error = Error::io(format!("{} ({} bytes came)", self.describe(), self.done), cause);
         match errno {
+            _ if self.file.source().is_some() => {
+                error.remedy("see what the source says: it is not a file of this machine")
+            }
             libc::EIO => error.remedy("check the disk: the kernel log says more"),
             libc::ENOSPC | libc::EDQUOT => error.remedy("free space, or put the scratch file on another disk"),
             _ => error,
@@ -292,6 +295,9 @@ impl Active {
     }
 
     fn ended_early(&self, target: u32) -> Error {
+        if let Some(source) = self.file.source() {
+            return source.nothing_came(self.op.offset + u64::from(self.done)).context(self.describe());
+        }
         let what = format!("{}: only {} of {target} bytes came", self.describe(), self.done);
         match self.op.kind {
             IoKind::Read => Error::new(ErrorKind::Io, format!("{what}: end of file"))

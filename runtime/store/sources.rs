@@ -8,12 +8,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::IoBackend;
+use super::caught_source::CaughtSource;
 use super::contract::Store;
 use super::engine::Engine;
 use super::file::FileUse;
 use super::operation::IoOp;
 use super::own::OwnRead;
-use super::source::PageSource;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -64,7 +64,7 @@ impl Store for WithSources {
         Ok(id)
     }
 
-    fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
+    fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         let sources = match self.sources.get() {
             Some(sources) => sources,
             None => {

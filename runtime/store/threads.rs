@@ -10,11 +10,12 @@ use std::time::Instant;
 
 use parking_lot::Condvar;
 
+use super::caught_source::CaughtSource;
 use super::operation::Active;
 use super::queue::Lane;
 use super::shared::{Driver, Ended, Shared, Started};
-use super::{Completion, IoKind, PageSource};
-use crate::error::{Error, ErrorKind, Result, caught};
+use super::{Completion, IoKind};
+use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
 struct Threads {
@@ -118,22 +119,20 @@ pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
 ///
 /// # Errors
 /// The source's, where no `errno` stands for it.
-fn ask(source: &dyn PageSource, active: &Active) -> Result<i32> {
+fn ask(source: &CaughtSource, active: &Active) -> Result<i32> {
     let rest = active.remainder();
     // A source is not asked for bytes behind its end.
     let len = rest.len.min(u32::try_from(source.len().saturating_sub(rest.offset)).unwrap_or(u32::MAX));
     // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the store
     // contract), and it is memory of a frame or a staging buffer, which has been initialised.
     let bytes = unsafe { std::slice::from_raw_parts_mut(rest.buffer.as_ptr(), len as usize) };
-    let failed = |cause| Error::io(format!("read {len} bytes at offset {} of {}", rest.offset, source.name()), cause);
-    match caught(|| source.read_at(rest.offset, bytes)) {
-        Ok(Ok(came)) => Ok(i32::try_from(came.min(len as usize)).unwrap_or(i32::MAX)),
-        Ok(Err(cause)) => match (cause.raw_os_error(), cause.kind()) {
+    match source.read_at(rest.offset, bytes) {
+        Ok(came) => Ok(i32::try_from(came).unwrap_or(i32::MAX)),
+        Err(cause) => match (cause.raw_os_error(), cause.kind()) {
             (Some(errno), _) => Ok(-errno),
             (None, io::ErrorKind::Interrupted) => Ok(-libc::EINTR),
-            _ => Err(failed(cause)),
+            _ => Err(source.failed(&format!("read {len} bytes at offset {} of", rest.offset), cause)),
         },
-        Err(panic) => Err(failed(io::Error::other(format!("the source panicked: {panic}")))),
     }
 }
 

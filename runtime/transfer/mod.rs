@@ -48,7 +48,7 @@ use crate::ids::{
 };
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited};
 use crate::pager::pin::{self, Pinned, Words};
-use crate::pager::policy::guarded::{Fate, Panicked};
+use crate::pager::policy::guarded::{Fate, Replaced};
 use crate::pager::{
     Access, AccessLog, Effects, Gate, Granted, Move, PageRun, PageWord, Pager, Place, Priority, Purpose, Recorded,
     Recorder, Submitted, Terms, WaitCause,
@@ -856,10 +856,10 @@ impl Engine {
             }
         }
         wake_all(std::mem::take(&mut news.wakers));
-        if let Some(panicked) = self.panicked_policy()
+        if let Some(replaced) = self.replaced_policy()
             && !self.fate_told.swap(true, Ordering::Relaxed)
         {
-            log(|| tracing::error!(error = %panicked.told(), "a policy panicked"));
+            log(|| tracing::error!(error = %replaced.told(), "a policy was replaced"));
         }
         Ok(())
     }
@@ -947,8 +947,8 @@ impl Engine {
         given
     }
 
-    /// The panic of the caller's policy, if it has panicked.
-    pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
+    /// What the caller's policy did, if it was replaced.
+    pub(crate) fn replaced_policy(&self) -> Option<&Replaced> {
         self.fate.as_ref()?.get()
     }
 
@@ -1559,7 +1559,7 @@ impl Engine {
             let what = format!("{} cannot be written and stays in host memory", held.what);
             held.error.clone().context(what)
         });
-        let policy = self.panicked_policy().map(Panicked::told);
+        let policy = self.replaced_policy().map(Replaced::told);
         given_up.into_iter().chain(lost).chain(more).chain(held).chain(policy).collect()
     }
 

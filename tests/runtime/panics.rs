@@ -24,6 +24,7 @@ on_every_device! {
     a_waker_that_panics_does_not_reach_who_drops_a_guard
     a_policy_that_panics_anywhere_is_replaced_and_every_pin_is_served
     a_policy_that_panics_when_it_is_dropped_is_dropped
+    regression_a_policy_that_keeps_its_pages_is_replaced_and_every_pin_is_served
     a_hook_of_the_device_that_panics_refuses_the_call
 }
 
@@ -374,17 +375,60 @@ fn a_policy_that_panics_anywhere_is_replaced_and_every_pin_is_served(devices: De
                     assert!(panicked || nth > 1, "{what}: it was never called");
                     if panicked {
                         let name = if method == Method::Name { "a policy without a name" } else { "panicking" };
-                        assert_eq!((stats.policy, stats.policy_panicked), ("lru", Some(name)), "{what}");
+                        assert_eq!((stats.policy, stats.policy_replaced), ("lru", Some(name)), "{what}");
                         assert_eq!(health.len(), 1, "{what}: {health:?}");
                         assert_eq!(health[0].kind(), ErrorKind::InvalidArgument, "{what}");
                         let told = health[0].to_string();
                         assert!(told.contains(name) && told.contains(ON_PURPOSE), "{what}: {told}");
                     } else {
-                        assert_eq!((stats.policy, stats.policy_panicked), ("panicking", None), "{what}");
+                        assert_eq!((stats.policy, stats.policy_replaced), ("panicking", None), "{what}");
                         assert!(health.is_empty(), "{what}: {health:?}");
                     }
                     check_at_rest(runtime, tensors, &what);
                 }
+            }
+        }
+    });
+}
+
+/// Never lets a page go.
+#[derive(Debug)]
+struct Hoarding {
+    /// Names a page as the victim without having offered it.
+    names: bool,
+    resident: Vec<PageId>,
+}
+
+impl Policy for Hoarding {
+    fn name(&self) -> &'static str {
+        "hoarding"
+    }
+    fn accessed(&mut self, _: PageId) {}
+    fn inserted(&mut self, page: PageId) {
+        self.resident.push(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.resident.retain(|other| *other != page);
+    }
+    fn victim(&mut self, _: Want, _: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        self.resident.first().copied().filter(|_| self.names)
+    }
+}
+
+fn regression_a_policy_that_keeps_its_pages_is_replaced_and_every_pin_is_served(devices: Devices) {
+    watched("a policy that keeps its pages", move || {
+        let file = models::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
+        for on in devices.iter().copied() {
+            for names in [false, true] {
+                let own = move || Box::new(Hoarding { names, resident: Vec::new() }) as Box<dyn Policy>;
+                let setting = Setting { host: 3, ..setting(on, 6) };
+                let runtime = setting.builder(None).custom_policy(own).open().unwrap();
+                let tensors = work(&runtime, &file);
+                let (stats, health) = (runtime.stats(), runtime.health());
+                assert_eq!((stats.policy, stats.policy_replaced), ("lru", Some("hoarding")));
+                assert_eq!(health.len(), 1, "{health:?}");
+                assert!(health[0].to_string().contains("offered nothing to evict although page"), "{}", health[0]);
+                check_at_rest(runtime, tensors, &format!("{on:?}, {names}"));
             }
         }
     });

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::error::Error;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -194,48 +195,140 @@ fn what_is_no_model_is_refused() {
     runtime.close().unwrap();
 }
 
-/// Panics (1), says that nothing came (2), or that more came than there was room for.
+/// Misbehaves in the way of its number.
 #[derive(Debug)]
 struct Rude {
     model: Vec<u8>,
     how: AtomicU64,
 }
 
+const READ_PANICS: u64 = 1;
+const NOTHING_COMES: u64 = 2;
+/// Says that more came than there was room for.
+const TOO_MUCH_COMES: u64 = 3;
+const IDENTITY_PANICS: u64 = 4;
+const NAME_PANICS: u64 = 5;
+const LENGTH_PANICS: u64 = 6;
+const ALWAYS_INTERRUPTED: u64 = 7;
+/// Says that as many bytes came as a number can say.
+const ENDLESSLY_MUCH_COMES: u64 = 8;
+const NO_DISK: u64 = 9;
+const DROP_PANICS: u64 = 10;
+
+impl Rude {
+    fn new(how: u64) -> Arc<Self> {
+        Arc::new(Self { model: model(0), how: AtomicU64::new(how) })
+    }
+    fn how(&self) -> u64 {
+        self.how.load(Ordering::Relaxed)
+    }
+    fn becomes(&self, how: u64) {
+        self.how.store(how, Ordering::Relaxed);
+    }
+    fn panics_if(&self, how: u64) {
+        assert!(self.how() != how, "no manners");
+    }
+}
+
+impl Drop for Rude {
+    fn drop(&mut self) {
+        self.panics_if(DROP_PANICS);
+    }
+}
+
 impl PageSource for Rude {
     fn name(&self) -> String {
+        self.panics_if(NAME_PANICS);
         "a rude source".into()
     }
     fn len(&self) -> u64 {
+        self.panics_if(LENGTH_PANICS);
         self.model.len() as u64
     }
     fn identity(&self) -> u64 {
+        self.panics_if(IDENTITY_PANICS);
         7
     }
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
-        match self.how.load(Ordering::Relaxed) {
-            1 => panic!("no manners"),
-            2 => return Ok(0),
+        self.panics_if(READ_PANICS);
+        match self.how() {
+            NOTHING_COMES => return Ok(0),
+            ALWAYS_INTERRUPTED => return Err(io::ErrorKind::Interrupted.into()),
+            NO_DISK => return Err(io::Error::from_raw_os_error(5)),
             _ => {}
         }
         bytes.copy_from_slice(&self.model[offset as usize..][..bytes.len()]);
-        Ok(bytes.len() + 10_000)
+        Ok(match self.how() {
+            TOO_MUCH_COMES => bytes.len() + 10_000,
+            ENDLESSLY_MUCH_COMES => usize::MAX,
+            _ => bytes.len(),
+        })
     }
 }
+
+/// What a source does, and what the error of the read says.
+const MOODS: [(u64, &str); 6] = [
+    (READ_PANICS, "no manners"),
+    (NOTHING_COMES, "a rude source gave no bytes at offset"),
+    (IDENTITY_PANICS, "no manners"),
+    (ALWAYS_INTERRUPTED, "a rude source"),
+    (NO_DISK, "see what the source says"),
+    (NAME_PANICS, ""),
+];
 
 #[test]
 fn a_source_that_misbehaves_costs_its_own_reads_only() {
     let runtime = runtime("auto");
-    let rude = Arc::new(Rude { model: model(0), how: AtomicU64::new(0) });
+    let rude = Rude::new(0);
     let model = runtime.open_source(rude.clone()).unwrap();
     let tensor = model.tensor("w").unwrap();
-    rude.how.store(1, Ordering::Relaxed);
-    let error = row(&runtime, &tensor, 40).unwrap_err();
-    assert!(error.to_string().contains("no manners") && error.to_string().contains("a rude source"), "{error}");
-    rude.how.store(2, Ordering::Relaxed);
-    let error = row(&runtime, &tensor, 20).unwrap_err();
-    assert!(error.to_string().contains("only 0 of"), "{error}");
-    rude.how.store(3, Ordering::Relaxed);
-    assert_eq!(row(&runtime, &tensor, 30).unwrap(), 30);
+    for (n, (how, says)) in (0..).zip(MOODS) {
+        rude.becomes(how);
+        match row(&runtime, &tensor, 40 + n) {
+            // It was asked for its name before.
+            Ok(byte) => assert!(how == NAME_PANICS && u64::from(byte) == 40 + n),
+            Err(error) => {
+                let (text, advice) = (error.to_string(), error.advice().unwrap_or_default().to_owned());
+                assert!(
+                    format!("{text} {advice}").contains(says) && text.contains("a rude source"),
+                    "{text}: {advice}"
+                );
+            }
+        }
+        rude.becomes(0);
+        assert_eq!(u64::from(row(&runtime, &tensor, 40 + n).unwrap()), 40 + n, "{how}: it is well again");
+    }
+    for how in [TOO_MUCH_COMES, ENDLESSLY_MUCH_COMES, LENGTH_PANICS] {
+        rude.becomes(how);
+        assert_eq!(row(&runtime, &tensor, 20 + how).unwrap(), 20 + how as u8);
+    }
+    rude.becomes(DROP_PANICS);
+    // The runtime has the last handle.
+    drop(rude);
     drop((model, tensor));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn regression_a_source_that_misbehaves_while_it_is_opened_is_an_error() {
+    let runtime = runtime("auto");
+    for (how, says) in [
+        (NAME_PANICS, "ask for the name of"),
+        (LENGTH_PANICS, "ask for the length of"),
+        (IDENTITY_PANICS, "ask for the identity of a rude source"),
+        (READ_PANICS, "read the header"),
+        (NOTHING_COMES, "a rude source gave no bytes at offset 0"),
+        (ALWAYS_INTERRUPTED, "read the header"),
+        (NO_DISK, "read the header"),
+    ] {
+        let error = runtime.open_source(Rude::new(how)).unwrap_err();
+        let source = error.source().map(ToString::to_string).unwrap_or_default();
+        assert!(error.to_string().contains(says), "{how}: {error}");
+        assert!(how == NOTHING_COMES || !source.is_empty(), "{how}: {error}");
+    }
+    for how in [TOO_MUCH_COMES, ENDLESSLY_MUCH_COMES] {
+        let model = runtime.open_source(Rude::new(how)).unwrap();
+        assert_eq!(row(&runtime, &model.tensor("w").unwrap(), 30).unwrap(), 30);
+    }
     runtime.close().unwrap();
 }

@@ -1,8 +1,10 @@
-//! A policy of the user's, which may panic.
+//! A policy of the user's, which may panic, and may offer nothing where something could go.
 //!
 //! The policy is called under the latch, in the middle of the pager's work: a panic that got through would leave
-//! requests unserved for ever. So every call is caught. After the first panic the policy is dropped, and least recently
-//! used goes on with the resident pages. No page, no pin and no byte is lost; the order of the pages starts anew.
+//! requests unserved for ever, and so would a policy that keeps all pages. So every call is caught. After a policy finds
+//! no victim for a request, all resident pages are looked at. If it panicked, or one of these can go, the policy is
+//! dropped, and least recently used goes on with the resident pages. No page, no pin and no byte is lost; the order of
+//! the pages starts anew.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,28 +17,28 @@ use crate::bits::Bits;
 use crate::error::{Error, ErrorKind, caught};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 
-/// A policy that panicked.
+/// A policy that was replaced.
 #[derive(Clone, Debug)]
-pub struct Panicked {
+pub struct Replaced {
     /// Its name.
     pub name: &'static str,
-    /// The panic's message.
-    pub message: String,
+    /// What it did: a part of a sentence, whose subject is the policy.
+    pub did: String,
 }
 
-impl Panicked {
-    /// The panic as an error. Nothing was lost.
+impl Replaced {
+    /// What happened, as an error. Nothing was lost.
     pub fn told(&self) -> Error {
-        let Self { name, message } = self;
-        let what = format!("the policy {name:?} panicked ({message}), and lru has taken its place");
+        let Self { name, did } = self;
+        let what = format!("the policy {name:?} {did}, and lru has taken its place");
         Error::new(ErrorKind::InvalidArgument, what).remedy("correct the policy; no page was lost")
     }
 }
 
-/// Empty as long as the policy has not panicked.
-pub type Fate = Arc<OnceLock<Panicked>>;
+/// Empty as long as the policy is in use.
+pub type Fate = Arc<OnceLock<Replaced>>;
 
-/// A policy of the user's whose panics are caught: see the [module documentation](self).
+/// A policy of the user's that cannot keep requests waiting: see the [module documentation](self).
 pub struct Guarded {
     name: &'static str,
     /// In a `RefCell`, because methods that take `&self` may panic, too.
@@ -48,7 +50,7 @@ pub struct Guarded {
 
 enum Active {
     Own(Box<dyn Policy>),
-    /// The policy has panicked in a method that takes `&self`. The next call that takes `&mut self` makes the `Lru`.
+    /// The policy is gone. The next call that takes `&mut self` makes the `Lru`.
     Gone,
     Lru(LruPolicy),
 }
@@ -66,11 +68,16 @@ impl Guarded {
         (this, fate)
     }
 
-    fn gone(&self, message: String) {
+    fn panicked(&self, message: String) {
+        self.gone(format!("panicked ({message})"));
+    }
+
+    /// Drops the policy because of what it `did`.
+    fn gone(&self, did: String) {
         let own = self.active.replace(Active::Gone);
         let dropped = caught(|| drop(own));
-        let also = dropped.err().map_or_else(String::new, |also| format!(", and again when it was dropped: {also}"));
-        let _ = self.fate.set(Panicked { name: self.name, message: message + &also });
+        let also = dropped.err().map_or_else(String::new, |also| format!(", panicked when it was dropped ({also})"));
+        let _ = self.fate.set(Replaced { name: self.name, did: did + &also });
     }
 
     /// Asks the policy. `None` where it panics or has done so.
@@ -80,7 +87,7 @@ impl Guarded {
             Active::Gone => return None,
             Active::Lru(lru) => return Some(ask(lru)),
         };
-        result.map_err(|message| self.gone(message)).ok()
+        result.map_err(|message| self.panicked(message)).ok()
     }
 
     /// Tells the policy. If it panics, its replacement is made from the resident pages and is not told, because it
@@ -89,7 +96,7 @@ impl Guarded {
         match self.active.get_mut() {
             Active::Own(own) => match caught(|| tell(&mut **own)) {
                 Ok(answer) => return answer,
-                Err(message) => self.gone(message),
+                Err(message) => self.panicked(message),
             },
             Active::Gone => {}
             Active::Lru(lru) => return tell(lru),
@@ -98,12 +105,32 @@ impl Guarded {
         T::default()
     }
 
+    /// The segments in order, so that the same uses have the same victims in every run.
+    fn by_segment(&self) -> Vec<(&SegmentId, &(u32, Bits))> {
+        let mut segments: Vec<_> = self.resident.iter().collect();
+        segments.sort_unstable_by_key(|(segment, _)| **segment);
+        segments
+    }
+
+    /// The first resident page that `take` takes.
+    fn first_that_can_go(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        for (segment, (_, resident)) in self.by_segment() {
+            let mut next = resident.first_from(0);
+            while let Some(index) = next {
+                let page = PageId { segment: *segment, index: PageIndex(index as u32) };
+                match take(page) {
+                    Take::Yes => return Some(page),
+                    Take::Stop => return None,
+                    Take::Skip => next = resident.first_from(index + 1),
+                }
+            }
+        }
+        None
+    }
+
     fn go_on(&mut self) {
         let mut lru = LruPolicy::new();
-        let mut segments: Vec<_> = self.resident.iter().collect();
-        // Sorted, so that the same uses have the same victims in every run.
-        segments.sort_unstable_by_key(|(segment, _)| **segment);
-        for (segment, (pages, resident)) in segments {
+        for (segment, (pages, resident)) in self.by_segment() {
             lru.segment(*segment, *pages);
             let mut next = resident.first_from(0);
             while let Some(index) = next {
@@ -120,7 +147,7 @@ impl fmt::Debug for Guarded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Guarded")
             .field("policy", &self.name)
-            .field("panicked", &self.fate.get())
+            .field("replaced", &self.fate.get())
             .finish_non_exhaustive()
     }
 }
@@ -173,23 +200,32 @@ impl Policy for Guarded {
         self.tell(|policy| policy.forget(segment));
     }
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let mut taken = None;
-        let offered = self.tell(|policy| {
-            Some(policy.victim(want, &mut |page| {
-                let answer = take(page);
-                if answer == Take::Yes {
-                    taken = Some(page);
-                }
-                answer
-            }))
-        });
-        match offered {
-            Some(victim) => victim,
-            // A page that was taken before the panic stays taken.
-            None if taken.is_some() => taken,
-            // The request that waits for this frame may have no other event to wait for.
-            None => self.tell(|lru| lru.victim(want, take)),
+        let (mut taken, mut ended) = (None, false);
+        // What was taken counts, not what the policy returns. A page that was taken before a panic stays taken.
+        let mut offer = |page| {
+            let answer = take(page);
+            ended |= answer != Take::Skip;
+            if answer == Take::Yes {
+                taken = Some(page);
+            }
+            answer
+        };
+        let asked = self.tell(|policy| Some(policy.victim(want, &mut offer)));
+        if asked.is_none() && taken.is_none() {
+            // It panicked. The request that waits for this frame may have no other event to wait for.
+            return self.tell(|lru| lru.victim(want, take));
         }
+        if !ended && matches!(want, Want::Demand | Want::Room) && matches!(self.active.get_mut(), Active::Own(_)) {
+            taken = self.first_that_can_go(take);
+            if let Some(page) = taken {
+                self.gone(format!(
+                    "offered nothing to evict although page {} of segment {} could go",
+                    page.index.0, page.segment.0
+                ));
+                self.go_on();
+            }
+        }
+        taken
     }
     fn walker(&mut self, walker: WalkerId) {
         self.tell(|policy| policy.walker(walker));

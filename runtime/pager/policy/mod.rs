@@ -117,7 +117,7 @@ pub struct WalkerPlace {
 /// bytes.
 ///
 /// If a policy panics, the runtime drops it. Least recently used then takes its place for good, with the pages that are
-/// resident. The call during which the policy panicked goes on. `Stats::policy_panicked` and `Runtime::health` report
+/// resident. The call during which the policy panicked goes on. `Stats::policy_replaced` and `Runtime::health` report
 /// the panic, and an error is logged once.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
