@@ -91,6 +91,16 @@ fn the_help_of_each_command_lists_it() {
     for command in ["policies", "simulate", "report"] {
         let output = Command::new(env!("CARGO_BIN_EXE_own-policy")).args([command, "--help"]).output().unwrap();
         let help = String::from_utf8_lossy(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(output.status.success() && help.to_lowercase().contains("this program's own: slru"), "{command}: {help}");
+        assert!(
+            output.status.success() && help.to_lowercase().contains("this program's own: slru"),
+            "{command}: {help}"
+        );
     }
+}
+
+#[test]
+fn the_guide_shows_this_program() {
+    let (_, shown) = include_str!("../../../docs/extending.md").split_once("```rust,ignore\n").unwrap();
+    let (shown, _) = shown.split_once("```").unwrap();
+    assert!(include_str!("../src/main.rs").ends_with(shown), "docs/extending.md and src/main.rs differ:\n{shown}");
 }
