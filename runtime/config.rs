@@ -407,10 +407,7 @@ impl RuntimeBuilder {
     ///     fn removed(&mut self, page: PageId) {
     ///         self.0.retain(|other| *other != page);
     ///     }
-    ///     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-    ///         if matches!(want, Want::Hint | Want::Planned(_)) {
-    ///             return None; // no page is worth less than one that may be used
-    ///         }
+    ///     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
     ///         for page in &self.0 {
     ///             match take(*page) {
     ///                 Take::Yes => return Some(*page),

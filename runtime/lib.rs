@@ -145,3 +145,8 @@ pub mod rules {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The programs in the guide to extensions, which run as they stand.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/extending.md")]
+struct Extending;

@@ -68,7 +68,8 @@ pub fn main() -> ExitCode {
     main_with(&[])
 }
 
-/// As [`main`], for a program with policies of its own: `policies`, `simulate` and `report` know them by their names.
+/// As [`main`], for a program with policies of its own: `policies`, `simulate` and `report` know them by the names of
+/// their entries, list them in `--help`, and show those names.
 pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
     let arguments = match Arguments::from_arg_matches(&command(own).get_matches()) {
         Ok(arguments) => arguments,
@@ -96,17 +97,31 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
     }
 }
 
-/// Returns the command line, in which `own` are policies beside those that ship.
+/// Returns the command line, in which `own` are policies beside those that ship. Its help names them.
 fn command(own: &[OwnPolicy]) -> clap::Command {
     let (compared, simulated) = (own.to_vec(), own.to_vec());
+    let names = own.iter().map(|own| own.name()).collect::<Vec<_>>().join(", ");
+    let with_own = |policy: clap::Arg| match policy.get_help() {
+        Some(help) if !names.is_empty() => {
+            let help = format!("{help}. This program's own: {names}");
+            policy.help(help)
+        }
+        _ => policy,
+    };
     Arguments::command()
         .mut_subcommand("policies", |command| {
             command.mut_arg("policy", |policy| {
-                policy.value_parser(move |name: &str| policies::Choice::find(name, &compared))
+                with_own(policy).value_parser(move |name: &str| policies::Choice::find(name, &compared))
             })
         })
         .mut_subcommand("simulate", |command| {
-            command.mut_arg("policy", |policy| policy.value_parser(move |name: &str| AnyPolicy::find(name, &simulated)))
+            command.mut_arg("policy", |policy| {
+                with_own(policy).value_parser(move |name: &str| AnyPolicy::find(name, &simulated))
+            })
+        })
+        .mut_subcommand("report", |command| match &*names {
+            "" => command,
+            _ => command.after_help(format!("Captures run through all policies, with this program's own: {names}")),
         })
 }
 

@@ -92,11 +92,10 @@ impl Candidate {
     /// Returns all candidates that make sense for a trace.
     fn all(trace: &Trace, own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
         let declared = (trace.passes() > 1).then_some(Self::Declared);
-        let shipped = PolicyKind::ALL.into_iter().flat_map(move |kind| {
-            let declared = declared.filter(|_| kind == PolicyKind::Plan);
-            iter::once(Self::Policy(kind.into())).chain(declared)
-        });
-        shipped.chain(own.iter().map(|own| Self::Policy(AnyPolicy::Own(*own))))
+        AnyPolicy::all(own).flat_map(move |policy| {
+            let declared = declared.filter(|_| policy == PolicyKind::Plan.into());
+            iter::once(Self::Policy(policy)).chain(declared)
+        })
     }
 
     const fn name(self) -> &'static str {
@@ -121,11 +120,8 @@ impl Choice {
             "all" => Ok(Self::All),
             "opt" => Ok(Self::Optimum),
             Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
-            _ => AnyPolicy::find(text, own).map(|policy| Self::One(Candidate::Policy(policy))).map_err(|error| {
-                let more = format!("; here also all, opt and {}", Candidate::DECLARED);
-                let remedy = error.advice().unwrap_or_default().to_owned() + &more;
-                error.remedy(remedy)
-            }),
+            _ => AnyPolicy::find_or(text, own, &["all", "opt", Candidate::DECLARED])
+                .map(|policy| Self::One(Candidate::Policy(policy))),
         }
     }
 }

@@ -26,9 +26,9 @@ mod remembered;
 pub(crate) mod scratch;
 mod shared;
 mod source;
-mod sources;
 mod threads;
 mod uring;
+mod with_sources;
 
 use std::fmt;
 use std::str::FromStr;

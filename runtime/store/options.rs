@@ -11,7 +11,7 @@ use super::operation::CallHook;
 use super::own_ring::OwnRings;
 use super::queue::{Depth, Queue, QueueDepth};
 use super::shared::Shared;
-use super::sources::WithSources;
+use super::with_sources::WithSources;
 use super::{IoBackend, threads, uring};
 use crate::device::Completions;
 use crate::error::{Error, ErrorKind, Result};

@@ -73,12 +73,34 @@ fn machines_run_it() {
 }
 
 #[test]
-fn a_name_that_nobody_has_is_refused_with_those_there_are() {
+fn a_wrong_name_is_refused_with_the_closest_of_all_names() {
     let program = || Command::new(env!("CARGO_BIN_EXE_own-policy"));
     for command in [&["policies", "--workload", "kv"][..], &["simulate", "--params", "1B", "--machine", "laptop"]] {
-        let output = program().args(command).args(["--policy", "slruu"]).output().unwrap();
-        let message = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{message}");
-        assert!(message.contains("slruu") && message.contains("slru"), "{message}");
+        for (wrong, near) in [("slruu", "slru"), ("mruu", "mru")] {
+            let output = program().args(command).args(["--policy", wrong]).output().unwrap();
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(2), "{message}");
+            assert!(message.contains(&format!("the closest name is {near};")), "{message}");
+            assert!(message.contains("lru, plan, fifo") && message.contains("random, slru"), "{message}");
+        }
     }
+}
+
+#[test]
+fn the_help_of_each_command_lists_it() {
+    for command in ["policies", "simulate", "report"] {
+        let output = Command::new(env!("CARGO_BIN_EXE_own-policy")).args([command, "--help"]).output().unwrap();
+        let help = String::from_utf8_lossy(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(
+            output.status.success() && help.to_lowercase().contains("this program's own: slru"),
+            "{command}: {help}"
+        );
+    }
+}
+
+#[test]
+fn the_guide_shows_this_program() {
+    let (_, shown) = include_str!("../../../docs/extending.md").split_once("```rust,ignore\n").unwrap();
+    let (shown, _) = shown.split_once("```").unwrap();
+    assert!(include_str!("../src/main.rs").ends_with(shown), "docs/extending.md and src/main.rs differ:\n{shown}");
 }

@@ -3,10 +3,13 @@
 use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result, closest};
 use crate::pager::{Policy, PolicyKind};
 
 /// A policy that the program brings, and the name that users select it by.
+///
+/// Tables, reports and JSON show that name, too; [`Policy::name`] is what a runtime's `Stats::policy` shows. So one type
+/// may be several entries, with other settings under each name.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnPolicy {
     name: &'static str,
@@ -36,21 +39,32 @@ pub enum AnyPolicy {
 }
 
 impl AnyPolicy {
+    /// Returns all policies: those that ship, except for names that `own` hides, and then `own`.
+    pub fn all(own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
+        let hidden = |kind: &PolicyKind| own.iter().any(|own| own.name == kind.name());
+        let shipped = PolicyKind::ALL.into_iter().filter(move |kind| !hidden(kind)).map(Self::Kind);
+        shipped.chain(own.iter().map(|own| Self::Own(*own)))
+    }
+
     /// Returns the policy of this name, first among `own`, then among those that ship.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if there is none; the message lists the names.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is none; the message lists the names, and the closest.
     pub fn find(name: &str, own: &[OwnPolicy]) -> Result<Self> {
-        if let Some(own) = own.iter().find(|own| own.name == name) {
-            return Ok(Self::Own(*own));
-        }
-        name.parse().map(Self::Kind).map_err(|error: Error| {
-            if own.is_empty() {
-                return error;
-            }
-            let names = own.iter().map(|own| own.name).collect::<Vec<_>>().join(", ");
-            let remedy = format!("{}; and of this program's own: {names}", error.advice().unwrap_or_default());
-            error.remedy(remedy)
+        Self::find_or(name, own, &[])
+    }
+
+    /// As [`find`](Self::find), for a caller that also takes the names `also`: the message lists them, too.
+    ///
+    /// # Errors
+    /// As for [`find`](Self::find).
+    pub fn find_or(name: &str, own: &[OwnPolicy], also: &[&'static str]) -> Result<Self> {
+        Self::all(own).find(|policy| policy.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = Self::all(own).map(Self::name).chain(also.iter().copied()).collect();
+            let near = closest(name, names.iter().copied());
+            let near = near.map_or_else(String::new, |near| format!("the closest name is {near}; "));
+            Error::new(ErrorKind::InvalidArgument, format!("policy {name:?} does not exist"))
+                .remedy(format!("{near}choose one of: {}", names.join(", ")))
         })
     }
 

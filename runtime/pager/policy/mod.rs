@@ -52,6 +52,21 @@ pub use plan::PlanPolicy;
 pub use plan::found;
 
 /// The purpose of a frame.
+///
+/// What [`Policy::victim`] offers for each:
+///
+/// | want | asked when | what to offer |
+/// |---|---|---|
+/// | `Demand` | a request waits for a frame | every page |
+/// | `Room` | the budget shrinks | every page |
+/// | `Memory` | memory goes back to the system | every page; the search changes no order |
+/// | `Reserve` | dirty pages are written back early | pages from the first on, up to any point |
+/// | `Hint` | `Runtime::prefetch` named a page | pages worth less than one soon used; without a plan, every page |
+/// | `Planned` | the policy named a page | pages used later than that one; without a plan, never asked |
+///
+/// A policy without a plan cannot compare a hinted page with the others: it does not know when they are used next. It
+/// believes the program that gave the hint, and offers as for a demand. The shipped policies do so. A policy may offer
+/// nothing for a hint; then hints fill free frames only, and have no effect once memory is full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     /// A page for which a request waits.
@@ -65,7 +80,7 @@ pub enum Want {
     /// Memory to give back to the system now. The search skips dirty pages, so a skip does not mean that the page is in
     /// use.
     Memory,
-    /// A frame to keep ready for the next fault.
+    /// A frame to keep ready for the next fault. The search takes dirty pages only, and stops at the first clean one.
     Reserve,
 }
 
@@ -78,11 +93,11 @@ impl Want {
 /// The answer to an offered victim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Take {
-    /// Taken; the search ends.
+    /// Taken; the search ends. The page is [removed](Policy::removed) once `victim` has returned.
     Yes,
-    /// Pinned or in motion; offer the next.
+    /// Pinned, in motion or of no use for this [`Want`]; offer the next.
     Skip,
-    /// No victim is needed after all.
+    /// No victim is needed after all; offer no more.
     Stop,
 }
 
@@ -103,13 +118,43 @@ pub struct WalkerPlace {
 /// The order in which pages leave and come. `RuntimeBuilder::custom_policy` opens a runtime with a policy of the
 /// user's.
 ///
+/// # Calls
+///
+/// A page is *inserted* from [`inserted`](Self::inserted) to [`removed`](Self::removed).
+///
+/// - **A segment is added**: `class`, `segment`.
+/// - **A hit**: `accessed`, of an inserted page.
+/// - **A fault**: `accessed`, of a page that is not inserted: a miss. Then an eviction for [`Want::Demand`], if no
+///   frame is free. `inserted`, once the bytes have come.
+/// - **A fill ahead by the policy**: `next_fill` names the page. Then an eviction for [`Want::Planned`], if no frame is
+///   free; `filling`; `inserted`. `accessed` at the use, which may come before `inserted`.
+/// - **A fill ahead by a hint**: an eviction for [`Want::Hint`], if no frame is free; `inserted`; `accessed` at the
+///   use, if there is one.
+/// - **An eviction**: `victim`, which offers pages until one is taken; then `removed` of that page. With a host tier
+///   then `worth_host` of it, and perhaps `host_victim`.
+/// - **An evicted page stays**, because it is used while its bytes are copied down, or because they cannot be written:
+///   `inserted` of it again, without a fill.
+/// - **A fill fails**: `removed`, of a page that was not inserted.
+/// - **A segment goes**: `removed` of each of its inserted pages, then `forget`.
+///
+/// Furthermore:
+///
+/// - A request for several pages makes all its `accessed` first, then `unit` if it has to wait.
+/// - Hits are told in batches: at the next call that takes the runtime's latch, such as a fault or the end of a fill.
+///   The order of one thread's uses is kept, the order between threads is not. Uses of one page in a row are one call.
+/// - [`victim`](Self::victim) need not change anything. A page is to be forgotten in `removed`, which follows for each
+///   page whose offer was answered by [`Take::Yes`], whatever `victim` returns.
+/// - `removed` may name a page that is not inserted, and rarely `accessed` names a page of a segment that is gone. A
+///   policy ignores pages that it does not know.
+///
 /// # Contract
 ///
-/// 1. [`victim`](Self::victim) offers only pages that were [`inserted`](Self::inserted) and not
-///    [`removed`](Self::removed) since, each at most once a call, and returns the one that was taken.
-/// 2. For [`Want::Planned`] and [`Want::Hint`], `victim` offers only pages that are worth less than the page to be
-///    filled. For [`Want::Demand`], [`Want::Room`] and [`Want::Memory`] it offers every page there is, because the
-///    request may need the last one. For [`Want::Reserve`] it may stop earlier.
+/// 1. [`victim`](Self::victim) offers only inserted pages, each at most once a call, and returns the one that was
+///    taken.
+/// 2. For [`Want::Demand`], [`Want::Room`] and [`Want::Memory`] it offers every inserted page until one is taken or the
+///    answer is [`Take::Stop`], because the request may need the last one. For [`Want::Planned`] it offers only pages
+///    that are worth less than the page to be filled; for [`Want::Hint`] as well, if it knows which those are. For
+///    [`Want::Reserve`] it may stop earlier. [`Want`] has this as a table.
 /// 3. A page may be used without being inserted (a fault), and inserted without being used (a fill ahead).
 /// 4. All methods are called under the runtime's latch: they return soon, and do not call the runtime.
 ///
@@ -118,7 +163,8 @@ pub struct WalkerPlace {
 ///
 /// If a policy panics, the runtime drops it. Least recently used then takes its place for good, with the pages that are
 /// resident. The call during which the policy panicked goes on. `Stats::policy_replaced` and `Runtime::health` report
-/// the panic, and an error is logged once.
+/// the panic, and an error is logged once. A policy that names no victim for a demand although pages could go is
+/// replaced, as one that panics is.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
     fn name(&self) -> &'static str;
@@ -133,15 +179,17 @@ pub trait Policy: Send + fmt::Debug {
     /// One request is about to use these pages, in this order. They are a prefix chain: each page's content depends on
     /// the pages before it, and the last page is usually not full yet. Programs declare chains with `Runtime::chain`.
     fn chain(&mut self, _pages: &[PageId]) {}
-    /// A page is used.
+    /// A page is used. If it is not inserted, this is a miss, and [`inserted`](Self::inserted) follows if it
+    /// comes.
     fn accessed(&mut self, page: PageId);
     /// A page is resident in the device tier.
     fn inserted(&mut self, page: PageId);
-    /// A page is leaving the device tier, or its fill has failed.
+    /// A page is leaving the device tier, or its fill has failed; then it was not [`inserted`](Self::inserted).
     fn removed(&mut self, page: PageId);
     /// A segment is gone; its id may come again. Its resident pages were [`removed`](Self::removed) before.
     fn forget(&mut self, _segment: SegmentId) {}
-    /// Offers victims in order until one is taken.
+    /// Offers victims in order until one is taken, and returns that one. For what each [`Want`] is to be offered, see
+    /// there.
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId>;
     /// The calls that follow, about uses and their order, are about this walker: one pass among several, each with its
     /// own order. Before the first call they are about [`WalkerId::DEFAULT`].
