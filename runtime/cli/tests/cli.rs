@@ -802,10 +802,10 @@ fn plan_refuses_bad_input() {
     let odd = |key: &str, value| small_llama(2, key).kv(&format!("llama.{key}"), value).bytes();
     for (bytes, parts) in [
         (odd("block_count", support::Kv::U32(0)), ["llama.block_count", "from 1"]),
-        (odd("block_count", support::Kv::str("two")), ["llama.block_count", "string"]),
+        (odd("block_count", support::Kv::str("two")), ["llama.block_count", "\"two\""]),
         (odd("attention.head_count", support::Kv::U32(65)), ["65 heads", "check both"]),
         (
-            odd("attention.head_count_kv", support::Kv::Array(4, vec![support::Kv::U32(2); 2])),
+            odd("attention.head_count_kv", support::Kv::Array(4, vec![support::Kv::U32(2), support::Kv::U32(1)])),
             ["llama.attention.head_count_kv", "layers that differ"],
         ),
     ] {
