@@ -11,7 +11,7 @@ use outcore::format::{self, ModelHeader};
 use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::synthetic::{Workload, WorkloadKind};
-use outcore_lab::sim::{AnyPolicy, Column, Counts, OwnPolicy, Progress, Trace, TraceForm, TraceOptions};
+use outcore_lab::sim::{AnyPolicy, Column, Counts, OpColumn, OwnPolicy, Progress, Trace, TraceForm, TraceOptions};
 
 use super::bar::Bar;
 use super::comparison::{Capacity, Class, Found, Outcome, Point, Ratio};
@@ -31,9 +31,9 @@ pub struct Options {
     /// The column of ids in a text of several: its number, from 1, or its name in the first line
     #[arg(long, value_name = "COLUMN", conflicts_with = "workload")]
     column: Option<Column>,
-    /// The column of a text that tells reads from writes. Default: the one called op, operation, rw or type
+    /// The column of a text that tells reads from writes, or none. Default: the one called op, operation, rw or type
     #[arg(long, value_name = "COLUMN", conflicts_with = "workload")]
-    op_column: Option<Column>,
+    op_column: Option<OpColumn>,
     /// No use of the trace writes its page
     #[arg(long, conflicts_with = "workload")]
     read_only: bool,
@@ -168,7 +168,7 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(Trace, Strin
             let bar = Bar::counting("reading");
             let mut how = TraceOptions::default();
             (how.form, how.read_only) = (options.format, options.read_only);
-            (how.column, how.op_column) = (options.column.clone(), options.op_column.clone());
+            (how.column, how.op_column) = (options.column.clone(), options.op_column.clone().unwrap_or_default());
             let trace = Trace::open(path, &how, &mut |uses| bar.at(uses))?;
             let name = path.display().to_string();
             let page = match (trace.page_size(), options.page_size) {

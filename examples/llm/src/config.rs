@@ -5,6 +5,8 @@
 
 use std::path::Path;
 
+use outcore::ErrorKind;
+use outcore_lab::planning::Declared;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
@@ -124,16 +126,14 @@ impl Config {
         let name = meta.text("general.architecture")?;
         let arch = Arch::parse(name).map_err(|error| meta.said(&error))?;
         let key = |suffix: &str| format!("{name}.{suffix}");
-        let dim = meta.size(&key("embedding_length"), MOST_DIM)?;
-        let heads = meta.size(&key("attention.head_count"), MOST_HEADS)?;
-        let head_key = key("attention.key_length");
-        let head_dim = meta.optional_size(&head_key, MOST_HEAD_DIM)?.unwrap_or(dim / heads);
-        if meta.optional_size(&key("attention.value_length"), MOST_HEAD_DIM)?.is_some_and(|v| v != head_dim) {
-            return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
-        }
         if meta.optional_count(&key("expert_count"), usize::MAX)?.is_some_and(|n| n > 0) {
             return Err(meta.unsupported("mixture-of-experts models are not supported"));
         }
+        let declared = meta.declared()?;
+        if declared.key_dim != declared.value_dim {
+            return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
+        }
+        let head_dim = declared.key_dim as usize;
         let rotary_key = key("rope.dimension_count");
         let rotary = meta.optional_size(&rotary_key, MOST_HEAD_DIM)?.unwrap_or(head_dim);
         let base = meta.positive(meta.map, &key("rope.freq_base"), 10_000.0)?;
@@ -157,14 +157,14 @@ impl Config {
         let vocab = model.tensor("token_embd.weight").map(|t| t.rows as usize);
         Ok(Self {
             arch,
-            dim,
-            layers: meta.size(&key("block_count"), MOST_LAYERS)?,
-            heads,
-            kv_heads: meta.optional_size(&key("attention.head_count_kv"), MOST_HEADS)?.unwrap_or(heads),
+            dim: declared.hidden as usize,
+            layers: declared.layers as usize,
+            heads: declared.heads as usize,
+            kv_heads: declared.kv_heads as usize,
             head_dim,
-            ffn_dim: meta.size(&key("feed_forward_length"), MOST_FFN)?,
+            ffn_dim: declared.ffn as usize,
             vocab: vocab.ok_or_else(|| Error::MissingTensor("token_embd.weight".into()))?,
-            context: meta.size(&key("context_length"), MOST_CONTEXT)?,
+            context: meta.there(&key("context_length"), declared.context)?,
             norm_eps: meta.required(&key("attention.layer_norm_rms_epsilon"))? as f32,
             rope_pairs: if arch == Arch::Llama { RopePairs::Adjacent } else { RopePairs::Halves },
             rope_frequencies,
@@ -180,10 +180,11 @@ impl Config {
         let map = meta.map;
         let model_type = meta.text("model_type")?;
         let arch = Arch::parse(model_type).map_err(|error| meta.said(&error))?;
-        let defaults = HfDefaults::of(model_type);
-        let context = meta.optional_size("max_position_embeddings", MOST_CONTEXT)?.unwrap_or(defaults.context);
+        let declared = meta.declared()?;
+        let context = meta.there("max_position_embeddings", declared.context)?;
         let window = match map.get("sliding_window") {
-            None => defaults.window,
+            // What the class takes.
+            None => (model_type == "mistral").then_some(4096),
             Some(_) => meta.optional_count("sliding_window", usize::MAX)?,
         };
         // Mistral's class has no switch; Qwen's has, and Llama's no window at all.
@@ -202,18 +203,6 @@ impl Config {
             let what = "quantization_config: quantised safetensors are not supported; supported are F32, F16 and BF16";
             return Err(meta.unsupported(what));
         }
-        let dim = meta.size("hidden_size", MOST_DIM)?;
-        let heads = meta.size("num_attention_heads", MOST_HEADS)?;
-        let head_dim = match meta.optional_size("head_dim", MOST_HEAD_DIM)? {
-            Some(head_dim) => head_dim,
-            None if map.contains_key("head_dim") => dim / heads,
-            None => defaults.head_dim.unwrap_or(dim / heads),
-        };
-        let kv_heads = match meta.optional_size("num_key_value_heads", MOST_HEADS)? {
-            Some(kv_heads) => kv_heads,
-            None if map.contains_key("num_key_value_heads") => heads,
-            None => defaults.kv_heads.unwrap_or(heads),
-        };
         let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
         let biases = match model_type {
             "mistral" => [false; 3],
@@ -245,6 +234,7 @@ impl Config {
             None => 10_000.0,
         };
         let base = meta.positive(map, "rope_theta", base)?;
+        let head_dim = declared.key_dim as usize;
         let mut rope_frequencies = meta.frequencies(base, head_dim, head_dim)?;
         if let Some(scaling) = scaling {
             scale_frequencies(&mut rope_frequencies, scaling, meta)?;
@@ -256,13 +246,13 @@ impl Config {
         };
         Ok(Self {
             arch,
-            dim,
-            layers: meta.size("num_hidden_layers", MOST_LAYERS)?,
-            heads,
-            kv_heads,
+            dim: declared.hidden as usize,
+            layers: declared.layers as usize,
+            heads: declared.heads as usize,
+            kv_heads: declared.kv_heads as usize,
             head_dim,
-            ffn_dim: meta.size("intermediate_size", MOST_FFN)?,
-            vocab: meta.size("vocab_size", MOST_VOCAB)?,
+            ffn_dim: declared.ffn as usize,
+            vocab: meta.there("vocab_size", declared.vocab)?,
             context,
             norm_eps: meta.positive(map, "rms_norm_eps", 1e-6)? as f32,
             rope_pairs: RopePairs::Halves,
@@ -299,34 +289,8 @@ impl Config {
     }
 }
 
-/// What transformers' configuration classes take where `config.json` lacks a key.
-struct HfDefaults {
-    context: usize,
-    /// Where `None`, as many as query heads.
-    kv_heads: Option<usize>,
-    /// Where `None`, the width divided by the query heads.
-    head_dim: Option<usize>,
-    window: Option<usize>,
-}
-
-impl HfDefaults {
-    fn of(model_type: &str) -> Self {
-        match model_type {
-            "mistral" => Self { context: 131_072, kv_heads: Some(8), head_dim: None, window: Some(4096) },
-            "qwen2" => Self { context: 32_768, kv_heads: Some(32), head_dim: None, window: None },
-            "qwen3" => Self { context: 32_768, kv_heads: Some(32), head_dim: Some(128), window: None },
-            _ => Self { context: 2048, kv_heads: None, head_dim: None, window: None },
-        }
-    }
-}
-
-const MOST_DIM: usize = 1 << 20;
-const MOST_LAYERS: usize = 1 << 14;
-const MOST_HEADS: usize = 1 << 14;
 const MOST_HEAD_DIM: usize = 1 << 14;
-const MOST_FFN: usize = 1 << 24;
 const MOST_VOCAB: usize = 1 << 28;
-const MOST_CONTEXT: usize = 1 << 40;
 
 /// The scalings of transformers' `modeling_rope_utils.py`: `default`, `linear` and `llama3`.
 fn scale_frequencies(frequencies: &mut [f32], scaling: &Map<String, Value>, meta: &Reader<'_>) -> Result<()> {
@@ -423,8 +387,17 @@ impl Reader<'_> {
         }
     }
 
-    fn size(&self, key: &str, most: usize) -> Result<usize> {
-        self.optional_size(key, most)?.ok_or_else(|| self.bad(&format!("{key} is missing")))
+    /// The sizes, by the reader that plans use too.
+    fn declared(&self) -> Result<Declared> {
+        Declared::of(self.map).map_err(|error| match error.kind() {
+            ErrorKind::Unsupported => self.unsupported(&error.to_string()),
+            _ => self.bad(&error.to_string()),
+        })
+    }
+
+    /// A size that has to be there.
+    fn there(&self, key: &str, size: Option<u64>) -> Result<usize> {
+        size.map(|size| size as usize).ok_or_else(|| self.bad(&format!("{key} is missing")))
     }
 
     fn token(&self, key: &str) -> Result<Option<u32>> {

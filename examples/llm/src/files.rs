@@ -47,7 +47,7 @@ impl ModelFiles {
     fn new(header: ModelHeader) -> Result<Self> {
         let paths: Vec<PathBuf> = header.files.iter().map(|file| file.path.clone()).collect();
         let (container, metadata) = match header.gguf() {
-            Some(all) => (Container::Gguf, short_values(all)),
+            Some(all) => (Container::Gguf, outcore_lab::planning::values_of(all)),
             None => (Container::Safetensors, read_json(&folder_of(&paths).join("config.json"))?),
         };
         let mut tensors = Vec::with_capacity(header.tensors.len());
@@ -155,29 +155,4 @@ pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>> {
     })?;
     serde_json::from_slice(&text)
         .map_err(|e| Error::format(path.display().to_string(), format!("{e} (the file is damaged: fetch it again)")))
-}
-
-/// The metadata without its long arrays. As JSON, a vocabulary of hundreds of thousands of tokens would take many times
-/// its size; the configuration needs only numbers, texts, and lists of one number a layer.
-fn short_values(metadata: &gguf::Metadata) -> Map<String, Value> {
-    const LONGEST: usize = 1024;
-    let short = |value: &gguf::Value<'_>| !matches!(value, gguf::Value::Array(all) if all.len() > LONGEST);
-    metadata.iter().filter(|(_, value)| short(value)).map(|(key, value)| (key.to_owned(), json(value))).collect()
-}
-
-fn json(value: gguf::Value<'_>) -> Value {
-    match value {
-        gguf::Value::Bool(v) => v.into(),
-        gguf::Value::Str(v) => v.into(),
-        gguf::Value::Array(all) => all.into_iter().map(json).collect(),
-        gguf::Value::U64(v) => v.into(),
-        other => match other.as_i64() {
-            Some(v) => v.into(),
-            None => match other.as_f64() {
-                // JSON has no infinity and no NaN. As a text, such a value is at least not absent.
-                Some(v) if !v.is_finite() => v.to_string().into(),
-                v => v.into(),
-            },
-        },
-    }
 }

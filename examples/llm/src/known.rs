@@ -233,19 +233,22 @@ pub(crate) fn unused_tensor(name: &str) -> bool {
 
 /// Why `key`, called `short` in `known`, stops a model.
 fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, sizes: Sizes) -> Option<String> {
-    let shown = match value.to_string() {
-        long if long.chars().count() > 60 => format!("{}...", long.chars().take(60).collect::<String>()),
-        short => short,
-    };
     // Null means "not set" in both formats.
     if value.is_null() {
         return None;
     }
-    match known.binary_search_by_key(&short, |(name, _)| name) {
-        Ok(at) if known[at].1.holds(value, sizes) => None,
-        Ok(at) => Some(format!("{key} is {shown}: supported is {}", known[at].1)),
-        Err(_) => Some(format!("{key} ({shown}) is not known here, and may change what the model computes")),
+    let found = known.binary_search_by_key(&short, |(name, _)| name).map(|at| known[at].1);
+    if found.is_ok_and(|when| when.holds(value, sizes)) {
+        return None;
     }
+    let shown = match value.to_string() {
+        long if long.chars().count() > 60 => format!("{}...", long.chars().take(60).collect::<String>()),
+        short => short,
+    };
+    Some(match found {
+        Ok(when) => format!("{key} is {shown}: supported is {when}"),
+        Err(_) => format!("{key} ({shown}) is not known here, and may change what the model computes"),
+    })
 }
 
 impl When {

@@ -798,10 +798,10 @@ fn plan_refuses_bad_input() {
     let odd = |key: &str, value| small_llama(2, key).kv(&format!("llama.{key}"), value).bytes();
     for (bytes, parts) in [
         (odd("block_count", headers::Kv::U32(0)), ["llama.block_count", "from 1"]),
-        (odd("block_count", headers::Kv::str("two")), ["llama.block_count", "string"]),
+        (odd("block_count", headers::Kv::str("two")), ["llama.block_count", "\"two\""]),
         (odd("attention.head_count", headers::Kv::U32(65)), ["65 heads", "check both"]),
         (
-            odd("attention.head_count_kv", headers::Kv::Array(4, vec![headers::Kv::U32(2); 2])),
+            odd("attention.head_count_kv", headers::Kv::Array(4, vec![headers::Kv::U32(2), headers::Kv::U32(1)])),
             ["llama.attention.head_count_kv", "layers that differ"],
         ),
     ] {

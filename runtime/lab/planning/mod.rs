@@ -51,6 +51,7 @@
 
 mod advice;
 mod compute;
+mod declared;
 mod estimate;
 mod experts;
 mod forecast;
@@ -64,6 +65,7 @@ mod units;
 
 pub use advice::{Change, Outcome, Target, advice, target};
 pub use compute::Compute;
+pub use declared::{Declared, DeclaredExperts, values_of};
 pub use estimate::{Given, GivenExperts};
 pub use experts::Experts;
 pub use forecast::{Bottleneck, Forecast, Resources, Run, forecast};

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use super::declared::{Declared, DeclaredExperts, values_of};
 use super::experts::Experts;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
@@ -79,76 +80,26 @@ impl Shape {
             ErrorKind::NotFound | ErrorKind::Unsupported if error.advice().is_none() => {
                 error.remedy("describe the model by its parameters, layers, hidden size and heads instead")
             }
+            ErrorKind::Format if error.advice().is_none() => {
+                error.remedy("the file is damaged, or of a kind that is not supported")
+            }
             _ => error,
         })
     }
 
     fn of_gguf(header: &ModelHeader, metadata: &gguf::Metadata) -> Result<Self> {
-        let architecture = metadata.require_str("general.architecture")?;
-        let key = |name: &str| format!("{architecture}.{name}");
-        let number = |name: &str| {
-            let key = key(name);
-            if metadata.get_array(&key).is_some() {
-                return Err(differs(&key));
-            }
+        // Its error says what is wrong with the key.
+        metadata.require_str("general.architecture")?;
+        let declared = Declared::of(&values_of(metadata))?;
+        let tokens = || Some(metadata.get_array("tokenizer.ggml.tokens")?.len() as u64);
+        let vocab = || {
+            let architecture = metadata.require_str("general.architecture")?;
+            let key = format!("{architecture}.vocab_size");
             within(&key, metadata.require_u64(&key)?)
         };
-        let optional = |name: &str| match metadata.get(&key(name)) {
-            Some(_) => number(name).map(Some),
-            None => Ok(None),
-        };
-        if metadata.get(&key("attention.kv_lora_rank")).is_some() {
-            return Err(latent(&key("attention.kv_lora_rank")));
-        }
-        let mut stored = Stored::of(header);
-        let ffn = match optional("feed_forward_length")? {
-            Some(ffn) => ffn,
-            None => optional("expert_feed_forward_length")?.map_or_else(|| number("feed_forward_length"), Ok)?,
-        };
-        // Dense models have 0 here, or no key.
-        let count = |name: &str| -> Result<Option<u64>> {
-            match metadata.get(&key(name)) {
-                Some(_) => metadata.require_u64(&key(name)).map(Some),
-                None => Ok(None),
-            }
-        };
-        if let Some(experts) = count("expert_count")?.filter(|n| *n > 0) {
-            let of_one = optional("expert_feed_forward_length")?.unwrap_or(ffn);
-            let shared = match count("expert_shared_feed_forward_length")? {
-                Some(elements) => elements,
-                None => of_one.saturating_mul(count("expert_shared_count")?.unwrap_or(0)),
-            };
-            let declared = Declared {
-                count: within(&key("expert_count"), experts)?,
-                active: count("expert_used_count")?,
-                ffn: of_one,
-                shared_ffn: limited(&key("expert_shared_feed_forward_length"), shared)?,
-            };
-            stored.has_experts(declared, &key("expert_used_count"))?;
-        }
-        let (hidden, heads) = (number("embedding_length")?, number("attention.head_count")?);
-        let key_dim = match optional("attention.key_length")? {
-            Some(elements) => elements,
-            None => divided(hidden, heads)?,
-        };
-        let tokens = || Some(metadata.get_array("tokenizer.ggml.tokens")?.len() as u64);
-        let vocab = match stored.vocab.or_else(tokens) {
-            Some(vocab) => vocab,
-            None => number("vocab_size")?,
-        };
-        Self {
-            layers: number("block_count")?,
-            hidden,
-            heads,
-            kv_heads: optional("attention.head_count_kv")?.unwrap_or(heads),
-            key_dim,
-            value_dim: optional("attention.value_length")?.unwrap_or(key_dim),
-            ffn,
-            vocab,
-            context: metadata.get_u64(&key("context_length")),
-            ..stored.shape()
-        }
-        .checked()
+        let stored = Stored::of(header);
+        let vocab = stored.vocab.or_else(tokens).map_or_else(vocab, Ok)?;
+        stored.shape(&declared, vocab)
     }
 
     fn of_config(header: &ModelHeader, config: Option<&str>) -> Result<Self> {
@@ -167,68 +118,14 @@ impl Shape {
             Some(part) if !whole.contains_key("hidden_size") => part,
             _ => whole,
         };
-        if map.get("kv_lora_rank").is_some_and(|rank| !rank.is_null()) {
-            return Err(latent("kv_lora_rank"));
-        }
-        let optional = |names: &[&str]| optional_of(map, names);
-        let number = |names: &[&str]| {
-            optional(names)?.ok_or_else(|| {
-                Error::new(ErrorKind::NotFound, format!("config.json has no key {:?}", names.first().unwrap_or(&"")))
-            })
-        };
+        let declared = Declared::of(map).map_err(|error| error.context("config.json"))?;
         let mut stored = Stored::of(header);
-        let ffn = match optional(&["intermediate_size", "n_inner"])? {
-            Some(ffn) => ffn,
-            None => {
-                optional(&["moe_intermediate_size"])?.map_or_else(|| number(&["intermediate_size", "n_inner"]), Ok)?
-            }
-        };
-        // Dense models of a family that also has experts have 0 here, or no key.
-        let count = |names: &[&str]| match names.iter().find_map(|name| map.get(*name)).and_then(Value::as_u64) {
-            Some(0) => Ok(Some(0)),
-            _ => optional(names),
-        };
-        if let Some(experts) = count(&["num_local_experts", "num_experts", "n_routed_experts"])?.filter(|n| *n > 0) {
-            let of_one = optional(&["moe_intermediate_size"])?.unwrap_or(ffn);
-            let shared = match count(&["shared_expert_intermediate_size"])? {
-                Some(elements) => elements,
-                None => of_one.saturating_mul(count(&["n_shared_experts"])?.unwrap_or(0)),
-            };
-            let active = ["num_experts_per_tok", "num_experts_per_token", "experts_per_token"];
-            let declared = Declared {
-                count: experts,
-                active: count(&active)?,
-                ffn: of_one,
-                shared_ffn: limited("shared_expert_intermediate_size", shared)?,
-            };
-            stored.has_experts(declared, active[0])?;
-        }
         if map.get("quantization_config").is_some_and(|how| !how.is_null()) {
             stored.assumed.push("the weights are packed: parameters counts elements of the file".to_owned());
         }
-        let hidden = number(&["hidden_size", "n_embd"])?;
-        let heads = number(&["num_attention_heads", "n_head"])?;
-        let head_dim = match optional(&["head_dim"])? {
-            Some(elements) => elements,
-            None => divided(hidden, heads)?,
-        };
-        let vocab = match stored.vocab {
-            Some(vocab) => vocab,
-            None => number(&["vocab_size"])?,
-        };
-        Self {
-            layers: number(&["num_hidden_layers", "n_layer"])?,
-            hidden,
-            heads,
-            kv_heads: optional(&["num_key_value_heads"])?.unwrap_or(heads),
-            key_dim: head_dim,
-            value_dim: head_dim,
-            ffn,
-            vocab,
-            context: optional(&["max_position_embeddings", "n_positions"])?,
-            ..stored.shape()
-        }
-        .checked()
+        let vocab = stored.vocab.or(declared.vocab);
+        let vocab = vocab.ok_or_else(|| Error::new(ErrorKind::NotFound, "config.json: vocab_size is missing"))?;
+        stored.shape(&declared, vocab)
     }
 
     /// The same model with all weights stored as `dtype`.
@@ -296,14 +193,6 @@ impl Shape {
     }
 }
 
-/// The experts that the header declares.
-struct Declared {
-    count: u64,
-    active: Option<u64>,
-    ffn: u64,
-    shared_ffn: u64,
-}
-
 /// The sizes that follow from the tensors.
 struct Stored {
     parameters: u64,
@@ -314,7 +203,6 @@ struct Stored {
     /// Parameters and bytes of tensors that hold experts.
     of_experts: (u64, u64),
     expert_piece: Option<Bytes>,
-    experts: Option<Experts>,
     vocab: Option<u64>,
     gated: bool,
     assumed: Vec<String>,
@@ -362,69 +250,50 @@ impl Stored {
             used_parameters: parameters.saturating_sub(apart.0),
             of_experts,
             expert_piece: header.expert_piece(),
-            experts: None,
             vocab: embedding.and_then(|tensor| tensor.shape.first().copied()),
             gated: header.tensors.iter().any(|tensor| gates.iter().any(|gate| tensor.name.contains(gate))),
             assumed,
         }
     }
 
-    /// Records that there are experts. `active` is the key that says how many of them a token uses.
-    fn has_experts(&mut self, declared: Declared, active: &str) -> Result<()> {
+    /// The experts that are declared, with the sizes of their tensors.
+    fn experts(&mut self, declared: &DeclaredExperts) -> Experts {
         let (parameters, weights) = self.of_experts;
         if weights == 0 {
             self.assumed.push("no expert was found by its name: every pass is taken to use all weights".to_owned());
         }
-        let used = declared.active.unwrap_or_else(|| {
-            self.assumed.push(format!("no key {active:?}: every token is taken to use all experts"));
+        let active = declared.active.unwrap_or_else(|| {
+            let key = declared.active_key;
+            self.assumed.push(format!("no key {key:?}: every token is taken to use all experts"));
             declared.count
         });
-        check_active(active, used, declared.count)?;
-        let Declared { count, ffn, shared_ffn, .. } = declared;
+        let DeclaredExperts { count, ffn, shared_ffn, .. } = *declared;
         let weights = Bytes::new(weights);
-        let piece = self.expert_piece;
-        self.experts = Some(Experts { count, active: used, ffn, shared_ffn, parameters, weights, piece });
-        Ok(())
+        Experts { count, active, ffn, shared_ffn, parameters, weights, piece: self.expert_piece }
     }
 
-    /// A shape whose sizes from tensors are right; the others are still to be set.
-    fn shape(self) -> Shape {
+    fn shape(mut self, declared: &Declared, vocab: u64) -> Result<Shape> {
+        let experts = declared.experts.map(|experts| self.experts(&experts));
         Shape {
             parameters: self.parameters,
             dtype: self.dtype,
             weights: Bytes::new(self.weights),
             used: Bytes::new(self.used),
             used_parameters: self.used_parameters,
-            experts: self.experts,
-            layers: 1,
-            hidden: 1,
-            heads: 1,
-            kv_heads: 1,
-            key_dim: 1,
-            value_dim: 1,
-            ffn: 1,
-            vocab: 1,
+            layers: declared.layers,
+            hidden: declared.hidden,
+            heads: declared.heads,
+            kv_heads: declared.kv_heads,
+            key_dim: declared.key_dim,
+            value_dim: declared.value_dim,
+            ffn: declared.ffn,
+            experts,
+            vocab,
             gated: self.gated,
-            context: None,
+            context: declared.context,
             assumed: self.assumed,
         }
-    }
-}
-
-fn optional_of(map: &Map<String, Value>, names: &[&str]) -> Result<Option<u64>> {
-    let Some((name, value)) = names.iter().find_map(|name| Some((*name, map.get(*name).filter(|v| !v.is_null())?)))
-    else {
-        return Ok(None);
-    };
-    match value {
-        Value::Array(_) => Err(differs(name)),
-        _ => match value.as_u64() {
-            Some(n) => within(name, n).map(Some),
-            None => {
-                Err(Error::new(ErrorKind::Format, format!("config.json: {name:?} is not a whole number from 1 up"))
-                    .remedy("fetch it again"))
-            }
-        },
+        .checked()
     }
 }
 
@@ -435,11 +304,6 @@ pub(super) fn within(name: &str, size: u64) -> Result<u64> {
     }
     Err(Error::new(ErrorKind::Format, format!("{name} is {size}; it must be from 1 to {MOST}"))
         .remedy("the file is damaged, or of a kind that is not supported"))
-}
-
-/// As [`within`], but 0 is allowed.
-fn limited(name: &str, size: u64) -> Result<u64> {
-    if size == 0 { Ok(0) } else { within(name, size) }
 }
 
 pub(super) fn check_active(name: &str, active: u64, count: u64) -> Result<()> {
@@ -459,13 +323,4 @@ pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
     }
     Err(Error::new(ErrorKind::Format, format!("a hidden size of {hidden} does not divide into {heads} heads"))
         .remedy("check both"))
-}
-
-fn differs(key: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("key {key:?} is a list: layers that differ are not supported"))
-}
-
-fn latent(key: &str) -> Error {
-    let what = format!("key {key:?} says that keys and values are kept compressed, which is not supported");
-    Error::new(ErrorKind::Unsupported, what)
 }

@@ -92,6 +92,27 @@ impl FromStr for Column {
     }
 }
 
+/// The column of a text that tells reads from writes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum OpColumn {
+    /// One that is called `op`, `operation`, `rw` or `type`, if there is one.
+    #[default]
+    Usual,
+    /// This one.
+    Column(Column),
+    /// None, whatever columns are called: all uses read, those too that delete.
+    None,
+}
+
+impl FromStr for OpColumn {
+    type Err = Error;
+
+    /// `none`, or a [`Column`].
+    fn from_str(text: &str) -> Result<Self> {
+        if text == "none" { Ok(Self::None) } else { text.parse().map(Self::Column) }
+    }
+}
+
 /// How to read a trace's file.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -100,8 +121,8 @@ pub struct TraceOptions {
     pub form: Option<TraceForm>,
     /// The column of ids, in a text of several.
     pub column: Option<Column>,
-    /// The column of a text that tells reads from writes. `None` takes one that is called `op`, `operation`, `rw` or `type`.
-    pub op_column: Option<Column>,
+    /// The column of a text that tells reads from writes.
+    pub op_column: OpColumn,
     /// No use writes its page, whatever the file says.
     pub read_only: bool,
 }

@@ -2,6 +2,7 @@
 
 mod captured;
 mod forms;
+mod input;
 mod mooncake;
 mod numbers;
 mod oracle;
@@ -11,7 +12,7 @@ mod table;
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 
-pub use self::forms::{Column, TraceForm, TraceOptions};
+pub use self::forms::{Column, OpColumn, TraceForm, TraceOptions};
 use self::numbers::{BLOCK, Cursor, Numbers, halves};
 use super::capture::TensorClass;
 use super::reuse::ReuseDistances;

@@ -5,12 +5,12 @@
 //! The form: R. Qin et al., "Mooncake: trading more storage for less computation - a KVCache-centric architecture for
 //! serving LLM chatbot", FAST 2025.
 
-use std::io::{BufRead, Read};
+use std::io::BufRead;
 
 use serde::Deserialize;
 
 use super::forms::failed;
-use super::{LINE_BYTES_MAX, Progress, TraceWriter, tell};
+use super::{LINE_BYTES_MAX, Progress, TraceWriter, input, tell};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The part of a line that is read.
@@ -31,7 +31,7 @@ enum Op {
 
 /// Reads requests. Each uses its blocks in order.
 pub(super) fn read(
-    mut input: impl BufRead,
+    mut lines: impl BufRead,
     name: &str,
     read_only: bool,
     progress: Progress<'_>,
@@ -40,10 +40,7 @@ pub(super) fn read(
     let mut writer = TraceWriter::new(["prefix block"]);
     let mut line = Vec::new();
     for number in 1u64.. {
-        line.clear();
-        // The longest line, its end, and one byte more.
-        let most = LINE_BYTES_MAX as u64 + 2;
-        let read = input.by_ref().take(most).read_until(b'\n', &mut line);
+        let read = input::line(&mut lines, &mut line);
         let read = read.map_err(|cause| failed(name, cause).context(format!("line {number}")))?;
         if read == 0 {
             break;

@@ -4,27 +4,19 @@
 //!
 //! The form: libCacheSim, `doc/quickstart_traces.md`.
 
-use std::io::{self, BufRead};
+use std::io::BufRead;
 
 use super::forms::failed;
-use super::{Progress, TraceWriter, tell};
+use super::{Progress, TraceWriter, input, tell};
 use crate::error::{Error, ErrorKind, Result};
 
 const RECORD: usize = 24;
 
-pub(super) fn read(mut input: impl BufRead, name: &str, progress: Progress<'_>) -> Result<TraceWriter> {
+pub(super) fn read(mut bytes: impl BufRead, name: &str, progress: Progress<'_>) -> Result<TraceWriter> {
     let mut writer = TraceWriter::new(["object"]);
-    let mut record = [0; RECORD];
+    let mut record = Vec::with_capacity(RECORD);
     loop {
-        let mut len = 0;
-        while len < RECORD {
-            match input.read(&mut record[len..]) {
-                Ok(0) => break,
-                Ok(read) => len += read,
-                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
-                Err(cause) => return Err(failed(name, cause)),
-            }
-        }
+        let len = input::record(&mut bytes, RECORD, &mut record).map_err(|cause| failed(name, cause))?;
         if len == 0 {
             return Ok(writer);
         }

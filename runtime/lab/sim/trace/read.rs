@@ -1,10 +1,11 @@
 //! Traces from files: which form a file has, and how it is packed.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-use super::forms::{TraceForm, TraceOptions, failed};
+use super::forms::{OpColumn, TraceForm, TraceOptions, failed};
+use super::input::{start, started};
 use super::{Progress, Trace, captured, mooncake, oracle, table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sim::capture;
@@ -38,12 +39,12 @@ impl Trace {
     /// As for [`open`](Self::open).
     pub fn read(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
         let failed = |cause| failed(name, cause);
-        let mut input = Start::of(input).map_err(failed)?;
-        if input.begins_with(&GZIP) {
+        let mut input = started(input).map_err(failed)?;
+        if start(&input).starts_with(&GZIP) {
             let unpacked = flate2::bufread::MultiGzDecoder::new(input);
             return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
         }
-        if input.begins_with(&ZSTD) {
+        if start(&input).starts_with(&ZSTD) {
             let unpacked = zstd::stream::read::Decoder::with_buffer(input).map_err(failed)?;
             return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
         }
@@ -51,16 +52,16 @@ impl Trace {
     }
 
     fn unpacked(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
-        let input = Start::of(input).map_err(|cause| failed(name, cause))?;
-        if input.is_empty() {
+        let input = started(input).map_err(|cause| failed(name, cause))?;
+        if start(&input).is_empty() {
             let error = Error::new(ErrorKind::Format, format!("the trace {name} is empty"));
             return Err(error.remedy("give a file with at least one use"));
         }
         let form = match options.form {
             Some(form) => form,
-            None => form_of(&input, name)?,
+            None => form_of(start(&input), name)?,
         };
-        if form != TraceForm::Text && (options.column.is_some() || options.op_column.is_some()) {
+        if form != TraceForm::Text && (options.column.is_some() || options.op_column != OpColumn::Usual) {
             let what = format!("the trace {name} has the form {form}, which has no columns");
             return Err(
                 Error::new(ErrorKind::InvalidArgument, what).remedy("leave the column out, or name another form")
@@ -80,8 +81,7 @@ impl Trace {
 }
 
 /// The form that the first bytes tell, or the name.
-fn form_of(input: &Start<impl BufRead>, name: &str) -> Result<TraceForm> {
-    let start = input.start();
+fn form_of(start: &[u8], name: &str) -> Result<TraceForm> {
     // One byte is enough: no text begins with it, and what is cut off is then told as a capture that is incomplete.
     if start.first() == Some(&capture::MAGIC[0]) {
         return Ok(TraceForm::Capture);
@@ -103,71 +103,6 @@ fn form_of(input: &Start<impl BufRead>, name: &str) -> Result<TraceForm> {
         return Err(Error::new(ErrorKind::Format, what).remedy(format!("name its form: {forms}")));
     }
     Ok(TraceForm::Text)
-}
-
-/// An input whose first bytes are known.
-struct Start<R> {
-    start: [u8; START],
-    len: usize,
-    /// How many of them were read from here.
-    read: usize,
-    rest: R,
-}
-
-const START: usize = 4096;
-
-impl<R: BufRead> Start<R> {
-    fn of(mut rest: R) -> io::Result<Self> {
-        let (mut start, mut len) = ([0; START], 0);
-        while len < START {
-            match rest.read(&mut start[len..]) {
-                Ok(0) => break,
-                Ok(read) => len += read,
-                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
-                Err(cause) => return Err(cause),
-            }
-        }
-        Ok(Self { start, len, read: 0, rest })
-    }
-
-    fn start(&self) -> &[u8] {
-        &self.start[..self.len]
-    }
-
-    fn begins_with(&self, mark: &[u8]) -> bool {
-        self.start().starts_with(mark)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-}
-
-impl<R: BufRead> Read for Start<R> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let known = &self.start[self.read..self.len];
-        if known.is_empty() {
-            return self.rest.read(into);
-        }
-        let count = known.len().min(into.len());
-        into[..count].copy_from_slice(&known[..count]);
-        self.read += count;
-        Ok(count)
-    }
-}
-
-impl<R: BufRead> BufRead for Start<R> {
-    fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if self.read < self.len { Ok(&self.start[self.read..self.len]) } else { self.rest.fill_buf() }
-    }
-
-    fn consume(&mut self, count: usize) {
-        if self.read < self.len {
-            self.read += count;
-        } else {
-            self.rest.consume(count);
-        }
-    }
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use std::io::{self, BufRead, Read};
 
 use csv::{ByteRecord, ReaderBuilder};
 
-use super::forms::{Column, failed};
-use super::{LINE_BYTES_MAX, Progress, TraceOptions, TraceWriter, tell};
+use super::forms::{Column, OpColumn, failed};
+use super::{LINE_BYTES_MAX, Progress, TraceOptions, TraceWriter, input, tell};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What columns of ids are called, in lower case.
@@ -54,30 +54,35 @@ pub(super) fn read(
     progress: Progress<'_>,
 ) -> Result<TraceWriter> {
     let mut lines = Lines::of(input, name)?;
-    let mut record = ByteRecord::new();
-    let mut second = ByteRecord::new();
+    let empty = |what: &str| {
+        Error::new(ErrorKind::Format, format!("the trace {name} has no {what}")).remedy("give one id a line")
+    };
+    let (mut record, mut second) = (ByteRecord::new(), ByteRecord::new());
     if !lines.next(&mut record)? {
-        return Err(Error::new(ErrorKind::Format, format!("the trace {name} has no ids")).remedy("give one id a line"));
+        return Err(empty("ids"));
     }
     let has_second = lines.next(&mut second)?;
     let header = is_header(&record, has_second.then_some(&second));
     let columns = Columns::of(&record, header, name, options)?;
     let mut ids = Ids::default();
     let mut writer = TraceWriter::new(["page"]);
-    let mut more = true;
+    // The second line has been read, and comes next.
+    let (mut more, mut ahead) = (!header || has_second, has_second);
     if header {
-        (record, more) = (second, has_second);
-    } else if has_second {
-        columns.take(&record, &mut ids, &mut writer, name)?;
-        record = second;
+        (record, ahead) = (std::mem::take(&mut second), false);
     }
     while more {
         tell(progress, writer.uses());
         columns.take(&record, &mut ids, &mut writer, name)?;
-        more = lines.next(&mut record)?;
+        more = if std::mem::take(&mut ahead) {
+            record = std::mem::take(&mut second);
+            true
+        } else {
+            lines.next(&mut record)?
+        };
     }
     if writer.uses() == 0 {
-        return Err(Error::new(ErrorKind::Format, format!("the trace {name} has no uses")).remedy("give one id a line"));
+        return Err(empty("uses"));
     }
     Ok(writer)
 }
@@ -133,8 +138,9 @@ impl Columns {
             })?,
         };
         let op = match &options.op_column {
-            Some(column) => Some(find(column)?),
-            None => called(&OPS).filter(|op| *op != id),
+            OpColumn::Column(column) => Some(find(column)?),
+            OpColumn::Usual => called(&OPS).filter(|op| *op != id),
+            OpColumn::None => None,
         };
         let op = op.filter(|_| !options.read_only);
         Ok(Self { id, op })
@@ -211,13 +217,11 @@ struct Lines<'a, R> {
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
-    fn of(mut input: R, name: &'a str) -> Result<Self> {
+    fn of(mut text: R, name: &'a str) -> Result<Self> {
         // The first line that is no comment tells what is between fields.
         let (mut first, mut skipped) = (Vec::new(), 0);
         loop {
-            first.clear();
-            let read = input.by_ref().take(LINE_BYTES_MAX as u64 + 2).read_until(b'\n', &mut first);
-            let read = read.map_err(|cause| failed(name, cause))?;
+            let read = input::line(&mut text, &mut first).map_err(|cause| failed(name, cause))?;
             let line = first.trim_ascii();
             if read == 0 || !(line.is_empty() || line.starts_with(b"#")) {
                 break;
@@ -233,7 +237,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
             .quoting(false)
             .comment(Some(b'#'))
             .delimiter(delimiter.unwrap_or(b','))
-            .from_reader(Bounded { inner: io::Cursor::new(first).chain(input), line: 0 });
+            .from_reader(Bounded { inner: io::Cursor::new(first).chain(text), line: 0 });
         Ok(Self { reader, skipped, spaces: delimiter == Some(b' '), name })
     }
 
@@ -253,12 +257,14 @@ impl<'a, R: BufRead> Lines<'a, R> {
             )
             .remedy("give one use a line"),
         })?;
-        let mut position = into.position().cloned().unwrap_or_else(csv::Position::new);
-        position.set_line(self.skipped + position.line());
-        if self.spaces {
-            *into = into.iter().filter(|field| !field.trim_ascii().is_empty()).collect();
+        if self.spaces || self.skipped > 0 {
+            let mut position = into.position().cloned().unwrap_or_else(csv::Position::new);
+            position.set_line(self.skipped + position.line());
+            if self.spaces {
+                *into = into.iter().filter(|field| !field.trim_ascii().is_empty()).collect();
+            }
+            into.set_position(Some(position));
         }
-        into.set_position(Some(position));
         Ok(read)
     }
 }
@@ -344,8 +350,12 @@ mod tests {
         assert_eq!(read(text, &read_only).unwrap().writes(), 0);
         let error = read(b"id,op\n1,get\n2,think\n", &TraceOptions::default()).unwrap_err();
         assert!(error.to_string().contains("line 3") && error.to_string().contains("think"), "{error}");
-        let by_number = TraceOptions { op_column: Some("1".parse().unwrap()), ..column("2") };
+        let by_number = TraceOptions { op_column: "1".parse().unwrap(), ..column("2") };
         assert_eq!(read(b"R,5\nW,5\n", &by_number).unwrap().writes(), 1);
+        // Of a text whose column of that name says something else.
+        let none = TraceOptions { op_column: "none".parse().unwrap(), ..TraceOptions::default() };
+        let mut trace = read(b"id,type\n1,db\n2,delete\n", &none).unwrap();
+        assert_eq!((pages_of(&mut trace), trace.writes()), (vec![0, 1], 0));
     }
 
     /// In a text of one column, the first id was taken for a name where the second one is a number.
