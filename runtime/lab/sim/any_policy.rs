@@ -112,3 +112,28 @@ impl Hash for AnyPolicy {
         self.name().hash(state);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_own_policy_hides_the_shipped_one_of_its_name() {
+        let own =
+            [OwnPolicy::new("lru", || PolicyKind::Mru.build()), OwnPolicy::new("mine", || PolicyKind::Lru.build())];
+        let names: Vec<_> = AnyPolicy::all(&own).map(AnyPolicy::name).collect();
+        assert_eq!(names.len(), PolicyKind::ALL.len() + 1);
+        assert!(names.ends_with(&["random", "lru", "mine"]) && !names.starts_with(&["lru"]), "{names:?}");
+        let lru = AnyPolicy::all(&own).find(|policy| policy.name() == "lru").map(|policy| policy.build().name());
+        assert_eq!((lru, AnyPolicy::find("lru", &own).unwrap().build().name()), (Some("mru"), "mru"));
+    }
+
+    #[test]
+    fn the_closest_name_is_looked_for_among_all() {
+        let own = [OwnPolicy::new("mine", || PolicyKind::Lru.build())];
+        for (wrong, near) in [("minne", "mine"), ("siev", "sieve"), ("alll", "all")] {
+            let error = AnyPolicy::find_or(wrong, &own, &["all"]).unwrap_err().to_string();
+            assert!(error.contains(&format!("the closest name is {near};")), "{error}");
+        }
+    }
+}
