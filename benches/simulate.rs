@@ -73,6 +73,8 @@ fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed
         host: Bytes::ZERO,
         disk: Bandwidth::new(disk.read).unwrap(),
         disk_write: None,
+        disk_latency: disk.latency,
+        disk_depth: disk.depth,
         link: Some(Bandwidth::new(link.bandwidth()).unwrap()),
         link_shared: false,
         link_latency: link.latency(),
