@@ -577,7 +577,7 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     for (count, used, parts) in [
         (16, 17, &["llama.expert_used_count is 17", "16 experts"][..]),
         (16, 0, &["llama.expert_used_count is 0", "from 1"]),
-        (u32::MAX, 2, &["llama.expert_count is 4294967295", "from 1 to"]),
+        (u32::MAX, 2, &["llama.expert_count is 4294967295", "from 0 to"]),
     ] {
         fs::write(&path, small_mixture(count, Some(used)).bytes()).unwrap();
         refused(&fixed, 1, parts);
@@ -674,7 +674,7 @@ fn plan_reads_experts_beside_safetensors() {
         (r#","num_experts":4,"num_experts_per_tok":5"#, ["num_experts_per_tok is 5", "the 4 experts"]),
         (r#","num_experts":4,"num_experts_per_tok":0"#, ["num_experts_per_tok is 0", "from 1"]),
         (r#","num_experts":"4""#, ["num_experts", "not a whole number"]),
-        (r#","num_experts":99999999999"#, ["num_experts is 99999999999", "from 1 to"]),
+        (r#","num_experts":99999999999"#, ["num_experts is 99999999999", "from 0 to"]),
     ] {
         config(bad);
         refused(&run, 1, &parts);

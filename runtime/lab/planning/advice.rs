@@ -3,8 +3,9 @@
 use std::fmt;
 
 use super::compute::Compute;
-use super::forecast::{Forecast, Resources, Run, forecast, forecast_as};
+use super::forecast::{Forecast, Run, forecast, forecast_as};
 use super::memory::{Checkpointing, Job, KvType, Optimizer, Work};
+use super::resources::Resources;
 use super::simulated::Extent;
 use super::units::Bandwidth;
 use crate::error::Result;

@@ -4,7 +4,6 @@
 
 use serde_json::{Map, Value};
 
-use super::shape::{check_active, divided};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::gguf;
 
@@ -22,7 +21,7 @@ const MOST_VOCAB: u64 = 1 << 28;
 const MOST_CONTEXT: u64 = 1 << 40;
 
 /// Sizes that metadata declare. All are from 1 up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Declared {
     /// Layers.
@@ -48,7 +47,7 @@ pub struct Declared {
 }
 
 /// What metadata declare of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeclaredExperts {
     /// Experts of each layer.
@@ -56,7 +55,7 @@ pub struct DeclaredExperts {
     /// How many of them a token uses, if declared: from 1 to all.
     pub active: Option<u64>,
     /// The key that declares it.
-    pub active_key: &'static str,
+    pub active_key: String,
     /// Elements of an expert's feed-forward layer.
     pub ffn: u64,
     /// Elements of the feed-forward layer that all tokens use in addition; 0 if there is none.
@@ -230,9 +229,9 @@ impl Reader<'_> {
             None => of_one.saturating_mul(self.count(keys.shared_count, MOST_EXPERTS)?.unwrap_or(0)),
         };
         let active = self.count(keys.active, u64::MAX)?;
-        let active_key = keys.active[0];
+        let active_key = self.key(keys.active.first().unwrap_or(&""));
         if let Some(active) = active {
-            check_active(&self.key(active_key), active, count)?;
+            check_active(&active_key, active, count)?;
         }
         Ok(Some(DeclaredExperts { count, active, active_key, ffn: of_one, shared_ffn: shared_ffn.min(MOST_FFN) }))
     }
@@ -284,9 +283,28 @@ impl Reader<'_> {
         };
         match value.as_u64().filter(|number| (least..=most).contains(number)) {
             Some(number) => Ok(Some(number)),
-            None => Err(format(format!("{key} is {value}: it must be a whole number from {least} to {most}"))),
+            None => Err(format(format!("{key} is {value}, not a whole number from {least} to {most}"))),
         }
     }
+}
+
+pub(super) fn check_active(name: &str, active: u64, count: u64) -> Result<()> {
+    if (1..=count).contains(&active) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Format,
+        format!("{name} is {active}; it must be from 1 to the {count} experts there are"),
+    )
+    .remedy("the file is damaged, or of a kind that is not supported"))
+}
+
+pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
+    if hidden >= heads {
+        return Ok(hidden / heads);
+    }
+    Err(Error::new(ErrorKind::Format, format!("a hidden size of {hidden} does not divide into {heads} heads"))
+        .remedy("check both"))
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Estimates the unknown sizes of a transformer from its number of parameters.
 
+use super::declared::{check_active, divided};
 use super::experts::Experts;
-use super::shape::{MOST, Shape, check_active, divided, within};
+use super::shape::{MOST, Shape, within};
 use super::units::Parameters;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;

@@ -263,17 +263,17 @@ impl Stored {
             self.assumed.push("no expert was found by its name: every pass is taken to use all weights".to_owned());
         }
         let active = declared.active.unwrap_or_else(|| {
-            let key = declared.active_key;
+            let key = &declared.active_key;
             self.assumed.push(format!("no key {key:?}: every token is taken to use all experts"));
             declared.count
         });
-        let DeclaredExperts { count, ffn, shared_ffn, .. } = *declared;
+        let (count, ffn, shared_ffn) = (declared.count, declared.ffn, declared.shared_ffn);
         let weights = Bytes::new(weights);
         Experts { count, active, ffn, shared_ffn, parameters, weights, piece: self.expert_piece }
     }
 
     fn shape(mut self, declared: &Declared, vocab: u64) -> Result<Shape> {
-        let experts = declared.experts.map(|experts| self.experts(&experts));
+        let experts = declared.experts.as_ref().map(|experts| self.experts(experts));
         Shape {
             parameters: self.parameters,
             dtype: self.dtype,
@@ -304,23 +304,4 @@ pub(super) fn within(name: &str, size: u64) -> Result<u64> {
     }
     Err(Error::new(ErrorKind::Format, format!("{name} is {size}; it must be from 1 to {MOST}"))
         .remedy("the file is damaged, or of a kind that is not supported"))
-}
-
-pub(super) fn check_active(name: &str, active: u64, count: u64) -> Result<()> {
-    if (1..=count).contains(&active) {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::Format,
-        format!("{name} is {active}; it must be from 1 to the {count} experts there are"),
-    )
-    .remedy("the file is damaged, or of a kind that is not supported"))
-}
-
-pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
-    if hidden >= heads {
-        return Ok(hidden / heads);
-    }
-    Err(Error::new(ErrorKind::Format, format!("a hidden size of {hidden} does not divide into {heads} heads"))
-        .remedy("check both"))
 }

@@ -10,9 +10,10 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::compute::Compute;
-use super::forecast::Resources;
 use super::layout::Part;
 use super::memory::{Job, Memory, Work};
+use super::resources::Resources;
+use super::units::Bandwidth;
 use crate::device::LinkModel;
 use crate::error::Result;
 use crate::ids::{Bytes, PageSize};
@@ -153,7 +154,7 @@ pub(super) fn pass(job: &Job, memory: &Memory, resources: &Resources, placed: &P
     let longest = (3.0 * (pages * page.bytes()) as f64 / slowest).max(compute_s / part.times);
     let faster = (longest / LONGEST_S).max(1.0);
     let rate = |rate: f64| Bytes::new((rate * faster) as u64);
-    let of = |bandwidth: super::Bandwidth| rate(bandwidth.bytes_per_second().get() as f64);
+    let of = |bandwidth: Bandwidth| rate(bandwidth.bytes_per_second().get() as f64);
     let link = resources
         .link
         .map(|link| LinkModel::new(of(link), resources.link_latency.div_f64(faster), !resources.link_shared));
