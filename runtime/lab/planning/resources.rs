@@ -39,7 +39,7 @@ impl Resources {
     /// it is the device's.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the bandwidth of the disk or of the link is 0.
+    /// [`InvalidArgument`](outcore::ErrorKind::InvalidArgument) if the bandwidth of the disk or of the link is 0.
     pub fn of(machine: &MachineModel) -> Result<Self> {
         let one = machine.unified_memory || machine.link.is_none();
         let of_machine = |error: Error| error.context(format!("machine {}", machine.name));
