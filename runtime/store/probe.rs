@@ -356,11 +356,16 @@ struct Buffer {
 
 impl Buffer {
     fn new(len: usize) -> Result<Self> {
-        let kernel = KernelPages::here();
+        Self::on(KernelPages::here(), len)
+    }
+
+    /// As [`new`](Self::new), for a kernel with these page sizes.
+    fn on(kernel: KernelPages, len: usize) -> Result<Self> {
         // In huge pages where the runtime's frames are. The kernel splits requests to memory in small pages, and the
         // disk would look slower than it is.
         let huge = kernel.quick_huge().map(|huge| huge as usize).filter(|huge| len >= *huge);
-        let room = len.checked_add(huge.unwrap_or(0)).filter(|_| len > 0).ok_or_else(|| {
+        let room = len.checked_add(huge.unwrap_or(0));
+        let room = room.filter(|room| len > 0 && isize::try_from(*room).is_ok()).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
                 .remedy("measure with smaller blocks or a smaller depth")
         })?;
@@ -414,7 +419,10 @@ mod tests {
     #[test]
     fn regression_a_buffer_that_cannot_be_had_is_an_error() {
         for (len, kind) in [(1 << 46, ErrorKind::OutOfMemory), (usize::MAX, ErrorKind::InvalidArgument)] {
-            assert_eq!(Buffer::new(len).err().map(|error| error.kind()), Some(kind), "{len}");
+            for kernel in KernelPages::ALL {
+                let refused = Buffer::on(kernel, len).err().map(|error| error.kind());
+                assert_eq!(refused, Some(kind), "{len}, {kernel:?}");
+            }
         }
     }
 
