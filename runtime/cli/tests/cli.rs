@@ -917,7 +917,11 @@ fn policies_refuses_bad_input() {
     refused(&run("10", "lru"), 1, &["made.jsonl", "check the path"]);
     fs::write(&path, made_trace()).unwrap();
     refused(&run("10", "s3-fifo"), 2, &["\"s3-fifo\"", "the closest name is s3fifo", "wtinylfu"]);
-    refused(&run("10", "plan-declard"), 2, &["\"plan-declard\"", "wtinylfu", "also all, opt and plan-declared"]);
+    refused(
+        &run("10", "plan-declard"),
+        2,
+        &["the closest name is plan-declared", "wtinylfu", "all, opt, plan-declared"],
+    );
     refused(&run("0", "lru"), 2, &["capacity \"0\" holds no page", "from 1 up"]);
     refused(&run("-1", "lru"), 2, &["capacity \"-1\" is not understood", "from 1 up"]);
     refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
