@@ -98,3 +98,40 @@ impl Clocks {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn clocks(machine: &str, transfers: &[(Nanos, Nanos)]) -> Clocks {
+        let machine = MachineModel::named(machine).unwrap();
+        let mut clocks = Clocks::new(&machine, &Settings::new(Bytes::gib(1), Bytes::ZERO));
+        // A disk as fast as the memory: each gets half.
+        transfers.iter().for_each(|(begin, end)| clocks.transfers(*begin, *end, machine.compute.bandwidth));
+        clocks
+    }
+
+    #[test]
+    fn both_are_slowed_while_both_are_at_work() {
+        let mut clocks = clocks("laptop", &[(0, 100), (300, 400)]);
+        let at = |clocks: &mut Clocks, now| {
+            clocks.advance(now);
+            (clocks.disk(), clocks.computing())
+        };
+        clocks.begins_computing();
+        assert_eq!(at(&mut clocks, 100), (50, 50));
+        clocks.ends_computing();
+        assert_eq!(at(&mut clocks, 150), (100, 100), "the disk alone");
+        clocks.begins_computing();
+        assert_eq!(at(&mut clocks, 350), (300, 300), "nothing to transfer");
+        assert_eq!(at(&mut clocks, 650), (500, 500), "200 for the second transfer, and 100 after it");
+    }
+
+    #[test]
+    fn behind_a_link_nothing_is_slowed() {
+        let mut clocks = clocks("rtx4090", &[(0, 100)]);
+        clocks.begins_computing();
+        clocks.advance(100);
+        assert_eq!((clocks.disk(), clocks.computing()), (100, 100));
+    }
+}
