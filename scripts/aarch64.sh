@@ -20,6 +20,6 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /us
 features=outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
 cargo check --target "$target" --workspace --all-targets --features "$features"
 cargo test --target "$target" -p outcore-pager -p outcore-lab --lib
-cargo test --target "$target" -p outcore --lib device::kernel_pages device::tables
+cargo test --target "$target" -p outcore --lib -- device::kernel_pages device::tables
 cargo test --target "$target" -p outcore-llm --test kernels
 echo "aarch64: ok"
