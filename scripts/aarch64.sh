@@ -21,5 +21,4 @@ features=outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
 cargo check --target "$target" --workspace --all-targets --features "$features"
 cargo test --target "$target" -p outcore-pager -p outcore-lab --lib
 cargo test --target "$target" -p outcore --lib -- device::kernel_pages device::tables
-cargo test --target "$target" -p outcore-llm --test kernels
 echo "aarch64: ok"
