@@ -391,15 +391,12 @@ impl Runtime {
             let store = &self.engine().store;
             let id = store.add_source(source.clone())?;
             // The store has taken its identity: a change from here on is noticed there.
-            match FileState::of_source(&source) {
-                Ok(state) if state == file.state => return Ok(id),
-                Ok(_) => store.remove_file(id),
-                Err(error) => {
-                    store.remove_file(id);
-                    return Err(error);
-                }
+            let state = FileState::of_source(&source);
+            let same = state.and_then(|state| if state == file.state { Ok(id) } else { Err(changed_since(file)) });
+            if same.is_err() {
+                store.remove_file(id);
             }
-            Err(changed_since(file))
+            same
         })
     }
 

@@ -4,11 +4,12 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use super::MAX_REPEATS;
 use super::source::PageSource;
 use crate::error::{Error, ErrorKind, Result, caught};
 
-/// A read fails after this many answers in a row that say "interrupted". A loop without an end would look like a hang.
-const INTERRUPTIONS_MAX: u32 = 10_000;
+/// The remedy for errors of a source's own.
+pub(super) const SEE_THE_SOURCE: &str = "see what the source says: it is not a file of this machine";
 
 /// Drops a source. Its `drop` may panic too.
 struct Kept(Option<Arc<dyn PageSource>>);
@@ -50,8 +51,7 @@ impl CaughtSource {
 
     /// The error of a call that failed.
     pub fn failed(&self, what: &str, cause: io::Error) -> Error {
-        Error::io(format!("{what} {}", self.name), cause)
-            .remedy("see what the source says: it is not a file of this machine")
+        Error::io(format!("{what} {}", self.name), cause).remedy(SEE_THE_SOURCE)
     }
 
     pub fn name(&self) -> &str {
@@ -92,7 +92,7 @@ impl CaughtSource {
                     offset = offset.saturating_add(came as u64);
                     interruptions = 0;
                 }
-                Err(cause) if cause.kind() == io::ErrorKind::Interrupted && interruptions < INTERRUPTIONS_MAX => {
+                Err(cause) if cause.kind() == io::ErrorKind::Interrupted && interruptions < MAX_REPEATS => {
                     interruptions += 1;
                 }
                 Err(cause) => {

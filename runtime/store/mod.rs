@@ -61,6 +61,10 @@ pub use crate::ids::FileId;
 /// enough for O_DIRECT on every common file system and device. A file that needs more is not read with O_DIRECT.
 pub const IO_ALIGNMENT: u64 = 4096;
 
+/// An operation fails after this many EINTR and EAGAIN answers without progress. A loop without an end would look like
+/// a hang.
+const MAX_REPEATS: u32 = 10_000;
+
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]

@@ -6,8 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-use super::IO_ALIGNMENT;
+use super::caught_source::SEE_THE_SOURCE;
 use super::file::OpenFile;
+use super::{IO_ALIGNMENT, MAX_REPEATS};
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -42,10 +43,6 @@ pub struct IoOp {
     /// Urgency.
     pub priority: Priority,
 }
-
-/// An operation fails after this many EINTR and EAGAIN answers without progress. A loop without an end would look like
-/// a hang.
-const MAX_REPEATS: u32 = 10_000;
 
 /// How often a read is tried again after EIO. A drive that was reset answers the next try; a drive that dies does not.
 const MAX_RETRIES: u32 = 2;
@@ -285,9 +282,7 @@ impl Active {
         }
         let error = Error::io(format!("{} ({} bytes came)", self.describe(), self.done), cause);
         match errno {
-            _ if self.file.source().is_some() => {
-                error.remedy("see what the source says: it is not a file of this machine")
-            }
+            _ if self.file.source().is_some() => error.remedy(SEE_THE_SOURCE),
             libc::EIO => error.remedy("check the disk: the kernel log says more"),
             libc::ENOSPC | libc::EDQUOT => error.remedy("free space, or put the scratch file on another disk"),
             _ => error,

@@ -105,39 +105,33 @@ impl Guarded {
         T::default()
     }
 
-    /// The segments in order, so that the same uses have the same victims in every run.
+    /// The segments, in order, so that the same uses have the same victims in every run.
     fn by_segment(&self) -> Vec<(&SegmentId, &(u32, Bits))> {
         let mut segments: Vec<_> = self.resident.iter().collect();
         segments.sort_unstable_by_key(|(segment, _)| **segment);
         segments
     }
 
+    /// The resident pages, in order.
+    fn resident_pages(&self) -> impl Iterator<Item = PageId> {
+        self.by_segment().into_iter().flat_map(|(segment, (_, resident))| {
+            let indices = std::iter::successors(resident.first_from(0), |index| resident.first_from(index + 1));
+            indices.map(|index| PageId { segment: *segment, index: PageIndex(index as u32) })
+        })
+    }
+
     /// The first resident page that `take` takes.
     fn first_that_can_go(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for (segment, (_, resident)) in self.by_segment() {
-            let mut next = resident.first_from(0);
-            while let Some(index) = next {
-                let page = PageId { segment: *segment, index: PageIndex(index as u32) };
-                match take(page) {
-                    Take::Yes => return Some(page),
-                    Take::Stop => return None,
-                    Take::Skip => next = resident.first_from(index + 1),
-                }
-            }
-        }
-        None
+        let mut answered = self.resident_pages().map(|page| (page, take(page)));
+        answered
+            .find(|(_, answer)| *answer != Take::Skip)
+            .and_then(|(page, answer)| (answer == Take::Yes).then_some(page))
     }
 
     fn go_on(&mut self) {
         let mut lru = LruPolicy::new();
-        for (segment, (pages, resident)) in self.by_segment() {
-            lru.segment(*segment, *pages);
-            let mut next = resident.first_from(0);
-            while let Some(index) = next {
-                lru.inserted(PageId { segment: *segment, index: PageIndex(index as u32) });
-                next = resident.first_from(index + 1);
-            }
-        }
+        self.by_segment().into_iter().for_each(|(segment, (pages, _))| lru.segment(*segment, *pages));
+        self.resident_pages().for_each(|page| lru.inserted(page));
         *self.active.get_mut() = Active::Lru(lru);
     }
 }
