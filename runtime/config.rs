@@ -343,7 +343,7 @@ impl RuntimeBuilder {
     pub(crate) fn wanted(&self) -> Wanted {
         let linked = !self.device.is_process_memory();
         let budget = match self.device_budget {
-            _ if linked => Err("pages of a GPU's memory have this size whatever it holds"),
+            _ if linked => Err("pages of a device's own memory have this size whatever it holds"),
             DeviceBudget::Bytes(budget) => Ok(budget),
             // As the device itself is asked when it is open.
             share => MemoryLimit::detect()

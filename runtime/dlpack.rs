@@ -54,7 +54,8 @@ struct View<G> {
 }
 
 /// A view of a pinned tensor as a DLPack structure, version 1: row-major, with explicit strides, read-only if the guard
-/// is. Its memory is the CPU's on the host device and the GPU's on a CUDA device.
+/// is. Its memory is the CPU's where the process may access it, and else what the device
+/// [says](crate::device::Device::dlpack).
 ///
 /// The view holds the guard. When the consumer calls the deleter the pages are unpinned, behind the work on the named
 /// stream if there is one. A view that is dropped unconsumed calls the deleter itself.
@@ -147,11 +148,10 @@ fn device(tensor: &Tensor) -> Result<ffi::DLDevice> {
     if device.host_addressable() {
         return Ok(ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCPU, device_id: 0 });
     }
-    let Some(ordinal) = device.gpu() else {
+    device.dlpack().ok_or_else(|| {
         let message = format!("DLPack has no name for the memory of {}", device.name());
-        return Err(Error::new(ErrorKind::Unsupported, message).remedy("give the consumer the address"));
-    };
-    Ok(ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCUDA, device_id: ordinal as i32 })
+        Error::new(ErrorKind::Unsupported, message).remedy("give the consumer the address")
+    })
 }
 
 fn view_of<G: Guard>(guard: G, index: usize, stream: Option<&ComputeStream>) -> Result<DlpackView> {

@@ -304,6 +304,7 @@ impl Runtime {
             process,
             pager,
             device,
+            process_memory: config.device.is_process_memory(),
             store,
             slab,
             observer,
@@ -550,7 +551,7 @@ impl Runtime {
         // Before the file is asked for: whoever makes one from now on finds this.
         let raising = Raising::new(&self.shared.raising, frames);
         let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
-        let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().device.gpu().is_none());
+        let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().process_memory);
         if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
             let folder = scratch.directory().display();
             let what = || format!("a device budget of {budget}, beside scratch in {folder}");
@@ -573,7 +574,7 @@ impl Runtime {
     fn memory_of(&self, frames: u32, scratch: Bytes) -> MemoryStats {
         let Shared { host_budget: host, staging, frame_tables, page_size, .. } = &*self.shared;
         let of_frames = |each: u64| Bytes::new(u64::from(frames) * each);
-        let device = if self.engine().device.gpu().is_none() { of_frames(page_size.bytes()) } else { Bytes::ZERO };
+        let device = if self.engine().process_memory { of_frames(page_size.bytes()) } else { Bytes::ZERO };
         let host_tables = page_size.pages_for(host.get()) * HostSlab::tables_of_a_frame(*page_size).get();
         let page_tables = of_frames(frame_tables.get()) + Bytes::new(host_tables);
         MemoryStats { device, host: *host, staging: *staging, scratch, page_tables }

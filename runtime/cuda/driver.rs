@@ -19,6 +19,7 @@ use cudarc::driver::sys::CUresult;
 use cudarc::driver::{DriverError, result, sys};
 
 use outcore::device::{DeviceAddress, HostPointer, RawStream};
+use outcore::dlpack::DLDeviceType;
 use outcore::{Bytes, Error, ErrorKind, Result, machine};
 use outcore_gpu::{BatchedCopy, Driver, Failure, Locked, Outcome};
 
@@ -420,6 +421,7 @@ impl Driver for CudaDriver {
     type Memory = MemoryHandle;
 
     const NAME: &'static str = "CUDA";
+    const DLPACK: Option<DLDeviceType> = Some(DLDeviceType::kDLCUDA);
     const WHEN_LOST: &'static str = "start the program again: CUDA does not let this process use the GPU any more. The \
                                      kernel log may have more about it (Xid)";
     const WHO_HOLDS_MEMORY: &'static str =

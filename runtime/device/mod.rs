@@ -51,6 +51,8 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::task::Poll;
 
+use dlpack_ffi::DLDevice;
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::machine::MemoryLimit;
@@ -309,8 +311,9 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Whether this process may access mapped device addresses as memory. Where it may not, bytes come and go by copies.
     fn host_addressable(&self) -> bool;
 
-    /// The GPU's number, as the driver counts; `None` where memory is not a GPU's.
-    fn gpu(&self) -> Option<u32> {
+    /// What DLPack calls this device; `None` if it has no name there. Memory that this process
+    /// [may access](Self::host_addressable) is the CPU's there, whatever this says.
+    fn dlpack(&self) -> Option<DLDevice> {
         None
     }
 

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::fmt;
 
 use outcore::device::{DeviceAddress, Direction, HostPointer, RawStream};
+use outcore::dlpack::DLDeviceType;
 use outcore::{Bytes, Error};
 
 /// The result of a call of the driver.
@@ -113,6 +114,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
 
     /// What messages call the driver; in lower case, the beginning of names of threads.
     const NAME: &'static str;
+    /// What DLPack calls GPUs of this driver, if it has a name for them.
+    const DLPACK: Option<DLDeviceType>;
     /// What to do when the device is lost, as the remedy of an error.
     const WHEN_LOST: &'static str;
     /// How to find out who uses the GPU's memory, as the end of a remedy.

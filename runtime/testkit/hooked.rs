@@ -9,6 +9,7 @@ use outcore::device::{
     Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, HostRegion,
     RawStream, StreamId, StreamKind, StreamOp, Token,
 };
+use outcore::dlpack::DLDevice;
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use outcore_pager::error::caught;
 use parking_lot::Mutex;
@@ -173,8 +174,8 @@ impl Device for HookedDevice {
     fn host_addressable(&self) -> bool {
         self.device.host_addressable()
     }
-    fn gpu(&self) -> Option<u32> {
-        self.device.gpu()
+    fn dlpack(&self) -> Option<DLDevice> {
+        self.device.dlpack()
     }
     fn numa_node(&self) -> Option<u32> {
         self.device.numa_node()

@@ -368,6 +368,7 @@ pub(crate) struct Parts {
     pub(crate) process: Opened,
     pub(crate) pager: Pager,
     pub(crate) device: Arc<dyn Device>,
+    pub(crate) process_memory: bool,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) slab: HostSlab,
     pub(crate) observer: Observer,
@@ -394,6 +395,8 @@ pub(crate) struct Engine {
     /// Text about requests that have waited long for what others hold, as of the keeper's last look.
     long_waits: Mutex<Arc<str>>,
     pub(crate) device: Arc<dyn Device>,
+    /// Whether frames of the device tier are this machine's memory.
+    pub(crate) process_memory: bool,
     pub(crate) store: Arc<dyn Store>,
     slab: HostSlab,
     fills: StreamId,
@@ -499,7 +502,7 @@ impl fmt::Debug for Engine {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { process, pager, device, store, slab, observer, sink, fate, io_timeout } = parts;
+        let Parts { process, pager, device, process_memory, store, slab, observer, sink, fate, io_timeout } = parts;
         let engine = Arc::new(Self {
             gate: pager.gate(),
             process,
@@ -516,6 +519,7 @@ impl Engine {
             page_bytes: device.page_size().bytes(),
             host_addressable: device.host_addressable(),
             device,
+            process_memory,
             store,
             slab,
             in_flight: Mutex::new(HashMap::new()),
@@ -865,12 +869,12 @@ impl Engine {
     }
 
     /// Gives memory back to the system, up to `bytes` and then to the end of a page; returns how much. Free frames come
-    /// first, then duplicates in the host tier, then clean pages of the device tier. The host tier takes part only on a
-    /// device that is no GPU, whose memory is of the same kind.
+    /// first, then duplicates in the host tier, then clean pages of the device tier. The host tier takes part only
+    /// where the device's memory is this machine's, too.
     pub(crate) fn trim(&self, bytes: Bytes) -> Bytes {
         let trimmed = self.contain(|| {
             let mut given = self.trim_device(bytes, false);
-            if self.device.gpu().is_none() {
+            if self.process_memory {
                 given = given + self.trim_host(bytes.saturating_sub(given));
             }
             Ok(given + self.trim_device(bytes.saturating_sub(given), true))

@@ -165,6 +165,8 @@ enum Kv {
     F32(f32),
     Bool(bool),
     Text(&'static str),
+    /// So many numbers of one byte.
+    Bytes(usize),
 }
 
 /// `file`, a GGUF file, with one key more.
@@ -185,6 +187,11 @@ fn with_key(file: &[u8], key: &str, value: &Kv) -> Vec<u8> {
         Kv::Text(value) => {
             more.extend(8u32.to_le_bytes());
             text(&mut more, value);
+        }
+        Kv::Bytes(count) => {
+            more.extend([9u32.to_le_bytes(), 0u32.to_le_bytes()].concat());
+            more.extend((*count as u64).to_le_bytes());
+            more.resize(more.len() + count, 1);
         }
     }
     // A second key fills the header up to a multiple of the alignment, so that the tensors stay aligned.
@@ -247,8 +254,10 @@ fn every_key_of_gguf_is_followed_harmless_or_refused() {
                 assert!(known, "{key}: {error}");
             }
         }
-        let error = gguf.config("a_key_of_tomorrow", &Kv::Bool(true)).unwrap_err().to_string();
-        assert!(error.contains("a_key_of_tomorrow") && error.contains("changed.gguf"), "{error}");
+        for value in [Kv::Bool(true), Kv::Bytes(3), Kv::Bytes(5000)] {
+            let error = gguf.config("a_key_of_tomorrow", &value).unwrap_err().to_string();
+            assert!(error.contains("a_key_of_tomorrow") && error.contains("changed.gguf"), "{error}");
+        }
     }
 }
 

@@ -58,6 +58,20 @@ fn tensors_larger_than_the_device_keep_their_bytes() {
     }
 }
 
+#[test]
+fn its_memory_is_neither_this_machines_nor_a_gpus_of_another_maker() {
+    let runtime = builder().host_budget(Bytes::new(4 * PAGE)).open().unwrap();
+    let memory = runtime.stats().memory;
+    assert_eq!((memory.device, memory.host), (Bytes::ZERO, Bytes::new(4 * PAGE)), "{memory:?}");
+    let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+    write(&runtime, &tensor, 7);
+    let guard = runtime.pin_device(std::slice::from_ref(&tensor)).wait().unwrap();
+    assert_eq!(guard.into_dlpack(0, None).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert!(read(&runtime, &tensor).iter().all(|byte| *byte == 7));
+    drop(tensor);
+    runtime.close().unwrap();
+}
+
 fn model(folder: &Path, rows: u64) -> std::path::PathBuf {
     let path = folder.join("model.safetensors");
     let header =

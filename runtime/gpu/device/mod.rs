@@ -32,6 +32,7 @@ use outcore::device::{
     Completions, Device, DeviceAddress, EventId, FrameId, HostPointer, HostRegion, RawStream, StreamId, StreamKind,
     StreamOp, Token,
 };
+use outcore::dlpack::DLDevice;
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use parking_lot::{Mutex, RwLock};
 
@@ -420,8 +421,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         false
     }
 
-    fn gpu(&self) -> Option<u32> {
-        Some(self.core.number)
+    fn dlpack(&self) -> Option<DLDevice> {
+        Some(DLDevice { device_type: D::DLPACK?, device_id: i32::try_from(self.core.number).ok()? })
     }
 
     fn numa_node(&self) -> Option<u32> {

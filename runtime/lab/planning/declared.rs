@@ -153,11 +153,14 @@ impl Declared {
     }
 }
 
-/// A metadata's values as JSON, without its long arrays: as JSON, a vocabulary of hundreds of thousands of tokens would
-/// take many times its size. Numbers that JSON does not have become texts.
+/// A metadata's values as JSON. A long array becomes a text that says so: as JSON, a vocabulary of hundreds of thousands
+/// of tokens would take many times its size. So do numbers that JSON does not have.
 pub fn values_of(metadata: &gguf::Metadata) -> Map<String, Value> {
-    let short = |value: &gguf::Value<'_>| !matches!(value, gguf::Value::Array(all) if all.len() > LONGEST);
-    metadata.iter().filter(|(_, value)| short(value)).map(|(key, value)| (key.to_owned(), json(value))).collect()
+    let short = |value: gguf::Value<'_>| match value {
+        gguf::Value::Array(all) if all.len() > LONGEST => format!("an array of {} values", all.len()).into(),
+        value => json(value),
+    };
+    metadata.iter().map(|(key, value)| (key.to_owned(), short(value))).collect()
 }
 
 fn json(value: gguf::Value<'_>) -> Value {

@@ -2,12 +2,15 @@
 //!
 //! The policy is called under the latch, in the middle of the pager's work: a panic that got through would leave
 //! requests unserved for ever, and so would a policy that keeps all pages. So every call is caught. After a policy finds
-//! no victim for a request, all resident pages are looked at. If it panicked, or one of these can go, the policy is
-//! dropped, and least recently used goes on with the resident pages. No page, no pin and no byte is lost; the order of
-//! the pages starts anew.
+//! no victim for a request, the resident pages that it did not offer are looked at. If it panicked, or one of these can
+//! go, the policy is dropped, and least recently used goes on with the resident pages. No page, no pin and no byte is
+//! lost; the order of the pages starts anew.
+//!
+//! Pages that were offered are not looked at again. A pin may end at any time, also between the offer and the look, and
+//! that is no fault of the policy. The end of a pin tells the pager of the page.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -45,6 +48,8 @@ pub struct Guarded {
     active: RefCell<Active>,
     /// Which pages are resident, one bit a page: all that is needed to go on without the policy.
     resident: HashMap<SegmentId, (u32, Bits)>,
+    /// What the policy offered in the call that is under way.
+    offered: HashSet<PageId>,
     fate: Fate,
 }
 
@@ -62,6 +67,7 @@ impl Guarded {
             name: "a policy without a name",
             active: RefCell::new(Active::Own(own)),
             resident: HashMap::new(),
+            offered: HashSet::new(),
             fate: fate.clone(),
         };
         this.name = this.look(|own| own.name()).unwrap_or(this.name);
@@ -120,9 +126,10 @@ impl Guarded {
         })
     }
 
-    /// The first resident page that `take` takes.
-    fn first_that_can_go(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let mut answered = self.resident_pages().map(|page| (page, take(page)));
+    /// The first resident page that `take` takes, of those that were not offered.
+    fn first_not_offered(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let silent = self.resident_pages().filter(|page| !self.offered.contains(page));
+        let mut answered = silent.map(|page| (page, take(page)));
         answered
             .find(|(_, answer)| *answer != Take::Skip)
             .and_then(|(page, answer)| (answer == Take::Yes).then_some(page))
@@ -195,9 +202,12 @@ impl Policy for Guarded {
     }
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         let (mut taken, mut ended) = (None, false);
+        let mut offered = std::mem::take(&mut self.offered);
+        offered.clear();
         // What was taken counts, not what the policy returns. A page that was taken before a panic stays taken.
         let mut offer = |page| {
             let answer = take(page);
+            offered.insert(page);
             ended |= answer != Take::Skip;
             if answer == Take::Yes {
                 taken = Some(page);
@@ -205,12 +215,13 @@ impl Policy for Guarded {
             answer
         };
         let asked = self.tell(|policy| Some(policy.victim(want, &mut offer)));
+        self.offered = offered;
         if asked.is_none() && taken.is_none() {
             // It panicked. The request that waits for this frame may have no other event to wait for.
             return self.tell(|lru| lru.victim(want, take));
         }
         if !ended && matches!(want, Want::Demand | Want::Room) && matches!(self.active.get_mut(), Active::Own(_)) {
-            taken = self.first_that_can_go(take);
+            taken = self.first_not_offered(take);
             if let Some(page) = taken {
                 self.gone(format!(
                     "offered nothing to evict although page {} of segment {} could go",
@@ -266,7 +277,7 @@ mod tests {
 
     use super::*;
     use crate::random::Random;
-    use crate::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose, Submitted, pin};
+    use crate::{Backing, Effects, PageRun, PageWord, PageWords, Pager, PagerConfig, Purpose, Submitted, pin};
 
     const ON_PURPOSE: &str = "on purpose";
 
@@ -379,6 +390,63 @@ mod tests {
         }
         assert_eq!(fate.get().is_some(), pager.policy_state().0 == "lru");
         fate.get().is_some()
+    }
+
+    /// Offers every page. While it offers the last one, the pin of the first one ends, as pins of other threads do.
+    #[derive(Debug, Default)]
+    struct Raced {
+        pinned: Arc<OnceLock<PageWords>>,
+        resident: Vec<PageId>,
+    }
+
+    impl Policy for Raced {
+        fn name(&self) -> &'static str {
+            "raced"
+        }
+        fn accessed(&mut self, _: PageId) {}
+        fn inserted(&mut self, page: PageId) {
+            self.resident.push(page);
+        }
+        fn removed(&mut self, page: PageId) {
+            self.resident.retain(|other| *other != page);
+        }
+        fn victim(&mut self, _: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+            let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
+            if let (None, Some(words)) = (taken, self.pinned.get()) {
+                assert!(pin::unpin(&words[..1], false), "a request waits for this page");
+            }
+            taken
+        }
+    }
+
+    #[test]
+    fn a_pin_that_ends_behind_the_offer_is_no_fault_of_the_policy() {
+        let raced = Raced::default();
+        let pinned = raced.pinned.clone();
+        let (policy, fate) = Guarded::new(Box::new(raced));
+        let config =
+            PagerConfig { frames: 2, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
+        let mut pager = Pager::new(config, Box::new(policy));
+        let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 3);
+        let page = |index| PageRun { segment, first: PageIndex(index), count: 1 };
+        let mut fx = Effects::default();
+        let served = |pager: &mut Pager, fx: &mut Effects| {
+            while let Some(planned) = fx.moves.pop() {
+                pager.complete(planned.id, Ok(()), fx);
+            }
+            fx.done.drain(..).filter(|(_, result)| result.is_ok()).count()
+        };
+        for index in 0..2 {
+            pager.submit(&[page(index)], Purpose::Read, &mut fx).unwrap();
+            assert_eq!(served(&mut pager, &mut fx), 1);
+        }
+        pinned.set(words.clone()).unwrap();
+        pager.submit(&[page(2)], Purpose::Read, &mut fx).unwrap();
+        assert_eq!(served(&mut pager, &mut fx), 0);
+        assert!(fate.get().is_none(), "{fate:?}");
+        pager.released(&[page(0)], &mut fx);
+        assert_eq!(served(&mut pager, &mut fx), 1);
+        assert!(fate.get().is_none(), "{fate:?}");
     }
 
     #[test]
