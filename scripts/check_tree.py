@@ -25,6 +25,7 @@ UNSAFE_ALLOWED = {
     "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/gpu/": "copies raw memory, and has a driver copy it",
     "runtime/cuda/": "calls the CUDA driver",
+    "runtime/mapped/": "reserves raw memory, calls userfaultfd, and gives a file's pages as a slice",
     "runtime/testkit/hooked.rs": "hands on the adoption of a stream",
     "runtime/testkit/sim.rs": "a simulated device copies raw memory",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",

@@ -45,14 +45,14 @@ use std::task::Poll;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ballast::{BALLAST, Ballast};
 use super::kernel_pages::{AT_ONCE, KernelPages};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
-use super::parts::{closed, report_apart};
-use super::stream::{Copier, Stream};
+use super::stream::Copier;
+use super::streams::Streams;
 use super::sys::{self, Region};
 use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
@@ -712,16 +712,9 @@ fn wait_until(deadline: Instant) {
 /// ```
 pub struct HostDevice {
     core: Arc<Core>,
-    sink: Arc<dyn Completions>,
-    streams: RwLock<Streams>,
+    streams: Streams,
     warmer: Mutex<Option<JoinHandle<()>>>,
     warm: bool,
-}
-
-#[derive(Debug, Default)]
-struct Streams {
-    all: Vec<Arc<Stream>>,
-    closed: bool,
 }
 
 impl fmt::Debug for HostDevice {
@@ -729,7 +722,7 @@ impl fmt::Debug for HostDevice {
         f.debug_struct("HostDevice")
             .field("page_size", &self.core.page_size)
             .field("frames", &self.frame_count())
-            .field("streams", &self.streams.read().all)
+            .field("streams", &self.streams)
             .finish_non_exhaustive()
     }
 }
@@ -781,8 +774,8 @@ impl HostDevice {
             stopping: AtomicBool::new(false),
             link: config.link.map(|model| (Mutex::new(LinkSchedule::new(model)), Instant::now())),
         });
-        let warmer = Mutex::new(None);
-        let device = Self { core, sink, streams: RwLock::default(), warmer, warm: config.warm };
+        let streams = Streams::new("host", Arc::clone(&core) as Arc<dyn Copier>, sink);
+        let device = Self { core, streams, warmer: Mutex::new(None), warm: config.warm };
         device.grow_frames(config.frames)?;
         Ok(device)
     }
@@ -790,7 +783,7 @@ impl HostDevice {
     /// Starts the warmer, or starts it over for new frames.
     fn start_warmer(&self) {
         let mut warmer = self.warmer.lock();
-        if self.streams.read().closed {
+        if self.streams.is_closed() {
             return;
         }
         if let Some(previous) = warmer.take() {
@@ -814,16 +807,6 @@ impl HostDevice {
         if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread that warms frames panicked");
         }
-    }
-}
-
-impl Streams {
-    fn get(&self, index: usize) -> Result<&Arc<Stream>> {
-        let count = self.all.len();
-        self.all.get(index).ok_or_else(|| {
-            let message = format!("stream {index} does not exist: the host device has {count} streams");
-            Error::new(ErrorKind::InvalidArgument, message)
-        })
     }
 }
 
@@ -986,73 +969,33 @@ impl Device for HostDevice {
     }
 
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
-        let mut streams = self.streams.write();
-        let index = streams.all.len();
-        if streams.closed {
-            return Err(closed("host"));
-        }
-        if index >= EventId::STREAMS_MAX {
-            let message = format!("the host device has its limit of {} streams", EventId::STREAMS_MAX);
-            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
-        }
-        let name = match kind {
-            StreamKind::Fill => "fill",
-            StreamKind::WriteBack => "back",
-            StreamKind::Compute => "comp",
-        };
-        let copier = Arc::clone(&self.core) as Arc<dyn Copier>;
-        let stream = Stream::start(format!("host-{name}-{index}"), copier, Arc::clone(&self.sink))?;
-        streams.all.push(Arc::new(stream));
-        Ok(StreamId(index as u32))
+        self.streams.create(kind)
     }
 
     fn can_mark(&self, stream: StreamId) -> Result<()> {
-        let streams = self.streams.read();
-        if streams.closed { Err(closed("host")) } else { streams.get(stream.0 as usize).map(drop) }
+        self.streams.can_mark(stream)
     }
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
-        let streams = self.streams.read();
-        let queued = match streams.get(stream.0 as usize) {
-            Ok(stream) => stream.submit(op, token).map_err(|token| (token, closed("host"))),
-            Err(error) => Err((token, error)),
-        };
-        drop(streams);
-        match queued {
-            Ok(number) => token.map(|_| EventId::of(stream, number)),
-            Err((token, error)) => {
-                report_apart(&self.sink, token, error);
-                None
-            }
-        }
+        self.streams.submit(stream, op, token)
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
-        let count = self.streams.read().get(stream.0 as usize)?.record();
-        Ok(EventId::of(stream, count))
+        self.streams.record(stream)
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let streams = self.streams.read();
-        let (recorded, count) = event.parts();
-        streams.get(stream.0 as usize)?.wait(streams.get(recorded.0 as usize)?, count)
+        self.streams.wait(stream, event)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, count) = event.parts();
-        self.streams.read().get(stream.0 as usize)?.poll(count)
+        self.streams.poll(event)
     }
 
     fn close(&self) -> Result<()> {
-        self.streams.write().closed = true;
+        self.streams.begin_close();
         self.stop_warmer();
-        // Not under the lock: closures that still run on the streams may call the device.
-        let streams = self.streams.read().all.clone();
-        for stream in &streams {
-            stream.begin_close();
-        }
-        // Joins all of them before returning the first failure.
-        streams.iter().map(|stream| stream.join()).fold(Ok(()), Result::and)
+        self.streams.close()
     }
 }
 

@@ -43,6 +43,7 @@ pub mod parts;
 mod process;
 pub(crate) mod slab;
 mod stream;
+mod streams;
 mod sys;
 mod tables;
 
@@ -348,6 +349,23 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// within it, and spare itself the hand-over. Not on a thread that reports completions, which would come late.
     fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.map(frame, address)
+    }
+    /// Where the operations of a fill write the bytes of the frame that is behind `address`. By default at that address.
+    /// A device that shows a frame to the program only when it is [published](Self::publish) gives another.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the frame is not behind that address.
+    fn fill_address(&self, _frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
+        Ok(address)
+    }
+    /// A fill has ended well: from now on the bytes are at the page's address. By default they have been there all along.
+    /// Called once for each fill, before anybody is told of its end. It may be called on a thread that reports
+    /// completions, so it does not wait.
+    ///
+    /// # Errors
+    /// The device's. Then the fill has failed.
+    fn publish(&self, _frame: FrameId, _address: DeviceAddress) -> Result<()> {
+        Ok(())
     }
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;

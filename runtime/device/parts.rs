@@ -5,6 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
+pub use super::stream::Copier;
+pub use super::streams::Streams;
 use super::{Completion, Completions, Token};
 use crate::error::{Error, ErrorKind, Result};
 

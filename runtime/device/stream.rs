@@ -18,7 +18,7 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::parts::{BATCH_OPERATIONS_MAX, closed, report, run_call, unknown_event};
+use super::parts::{BATCH_OPERATIONS_MAX, report, run_call, unknown_event};
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -27,8 +27,12 @@ use crate::error::{Error, ErrorKind, Result};
 const BATCH_BYTES_MAX: u64 = 256 << 10;
 
 /// Runs the copies in a stream's queue. The stream runs closures itself.
-pub(super) trait Copier: Send + Sync + 'static {
-    /// Runs a copy. Calls `before_wait` before it blocks for longer than the copy takes.
+pub trait Copier: Send + Sync + 'static {
+    /// Runs a copy: an operation that is neither a closure nor a mark. Calls `before_wait` before it blocks for longer
+    /// than the copy takes.
+    ///
+    /// # Errors
+    /// The operation's.
     fn run(&self, op: StreamOp, before_wait: &mut dyn FnMut()) -> Result<()>;
 }
 
@@ -126,16 +130,17 @@ impl Stream {
         self.timeline.state.lock().queued
     }
 
-    /// Makes items queued from now on wait until `count` items of `other` have ended.
-    pub(super) fn wait(&self, other: &Self, count: u64) -> Result<()> {
+    /// Makes items queued from now on wait until `count` items of `other` have ended. The error is `None` where the
+    /// stream is closed.
+    pub(super) fn wait(&self, other: &Self, count: u64) -> Result<(), Option<Error>> {
         if Arc::ptr_eq(&self.timeline, &other.timeline) {
             return Ok(());
         }
         if count > other.record() {
-            return Err(unknown_event());
+            return Err(Some(unknown_event()));
         }
         let item = Item::Wait(Arc::clone(&other.timeline), count);
-        self.timeline.push(item).map(drop).map_err(|_| closed("host"))
+        self.timeline.push(item).map(drop).map_err(|_| None)
     }
 
     /// Whether `count` items have ended; an error if that many were never queued.

@@ -29,7 +29,7 @@ pub mod safetensors;
 
 use names::Expert;
 pub(crate) use open::open_caught;
-pub use open::{open, open_source};
+pub use open::{BYTES, open, open_bytes, open_source};
 
 /// A tensor as a model file declares it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,6 +133,8 @@ pub enum Metadata {
     /// A safetensors model's `__metadata__`: free text, such as `format: pt`. If several shards have a key, the first
     /// shard's value counts.
     Safetensors(BTreeMap<String, String>),
+    /// Nothing: the file was [opened as bytes](open_bytes).
+    Bytes,
 }
 
 /// The headers of a model's files, as one.
@@ -226,7 +228,7 @@ impl ModelHeader {
     pub fn gguf(&self) -> Option<&gguf::Metadata> {
         match &self.metadata {
             Metadata::Gguf(m) => Some(m),
-            Metadata::Safetensors(_) => None,
+            Metadata::Safetensors(_) | Metadata::Bytes => None,
         }
     }
 

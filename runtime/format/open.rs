@@ -16,7 +16,8 @@ use std::thread;
 
 use super::gguf::{self, Gguf};
 use super::safetensors::{self, Safetensors};
-use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
+use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, TensorHeader, damaged, quoted, unsupported};
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{CaughtSource, PageSource};
 
@@ -67,6 +68,21 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelHeader> {
         return open_file(&found);
     }
     open_file(path)
+}
+
+/// The name of the tensor of a file that is [opened as bytes](open_bytes).
+pub const BYTES: &str = "bytes";
+
+/// Opens a file of any format as one tensor of bytes, [`BYTES`]: its element type is [`DType::U8`], its only extent the
+/// file's length. Reads nothing.
+///
+/// # Errors
+/// As for [`open`], but for those about formats: [`ErrorKind::Format`] if the file is empty.
+pub fn open_bytes(path: impl AsRef<Path>) -> Result<ModelHeader> {
+    let file = HeaderFile::open(path.as_ref())?;
+    let len = file.len;
+    let bytes = TensorHeader { name: BYTES.to_owned(), dtype: DType::U8, shape: vec![len], file: 0, offset: 0, len };
+    ModelHeader::new(vec![file.model_file()], vec![bytes], Metadata::Bytes)
 }
 
 /// Reads the header of a model in one file, GGUF or safetensors, from a source of its bytes. The only

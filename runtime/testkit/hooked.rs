@@ -210,6 +210,12 @@ impl Device for HookedDevice {
         self.ask(DeviceCall::Map)?;
         self.device.map_here(frame, address)
     }
+    fn fill_address(&self, frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
+        self.device.fill_address(frame, address)
+    }
+    fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.device.publish(frame, address)
+    }
     fn protect(&self, frame: FrameId) -> Result<()> {
         self.ask(DeviceCall::Protect)?;
         self.device.protect(frame)

@@ -1030,6 +1030,7 @@ impl Engine {
                 self.device.map(frame, address)?;
             }
         }
+        let address = self.bytes_at(planned, address)?;
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
                 self.read_or_write(planned, Stage::Reading, &io, self.io_buffer(planned, address)?)?;
@@ -1384,11 +1385,29 @@ impl Engine {
         worst.into_iter().map(named).collect()
     }
 
+    /// Where a move's operations find the bytes of a page whose address is this one.
+    fn bytes_at(&self, planned: Move, address: DeviceAddress) -> Result<DeviceAddress> {
+        match planned.to {
+            Place::Device(frame) => self.device.fill_address(frame, address),
+            _ => Ok(address),
+        }
+    }
+
     /// Goes on with a move whose operation succeeded.
     fn next_stage(&self, entry: &InFlight) -> Result<Next> {
+        let next = self.stage_behind(entry)?;
+        if let (Next::Nothing, Place::Device(frame)) = (&next, entry.planned.to) {
+            let page = entry.planned.page;
+            self.device.publish(frame, self.address(&*self.segment_io(page.segment)?, page))?;
+        }
+        Ok(next)
+    }
+
+    /// Submits the next operation of a move.
+    fn stage_behind(&self, entry: &InFlight) -> Result<Next> {
         let planned = entry.planned;
         let io = self.segment_io(planned.page.segment)?;
-        let address = self.address(&io, planned.page);
+        let address = self.bytes_at(planned, self.address(&io, planned.page))?;
         match entry.stage {
             Stage::Reading => {
                 let buffer = self.io_buffer(planned, address)?;

@@ -1,0 +1,470 @@
+//! A device in ordinary memory, of which a page is visible only while it is published.
+//!
+//! A frame has a home for life. The store fills it there. To publish it, the kernel moves its memory to the page's
+//! address (`UFFDIO_MOVE`); to take it back, home again. Both edit page tables and copy nothing. A touch of a page
+//! that is not published is a fault, which [`super::faults`] handles.
+//!
+//! # Invariants
+//!
+//! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`.
+//! 2. `occupants` of a range and `behind` of the frames say the same.
+//! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses that
+//!    are not registered, and the disk cannot read to addresses where it would meet a fault.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ptr;
+use std::sync::{Arc, Weak};
+use std::task::Poll;
+
+use outcore::device::parts::{Copier, STRICT, Streams, has_a_link};
+use outcore::device::{
+    Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId, StreamKind,
+    StreamOp, Token,
+};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use parking_lot::Mutex;
+
+use crate::faults::{FaultThread, Handler};
+use crate::memory::Region;
+use crate::uffd::Uffd;
+
+/// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
+const HUGE: u64 = 2 << 20;
+
+/// The name of the device.
+pub const NAME: &str = "faulting";
+
+/// Devices that are open, for [`find`]: an address belongs to one of them at most.
+static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
+
+/// The device on which [`Mapped`](crate::Mapped) works: give it to
+/// [`RuntimeBuilder::device`](outcore::RuntimeBuilder::device). Pins work on it as on the host device, and all share its
+/// frames.
+#[derive(Clone, Debug)]
+pub struct Faulting {
+    _private: (),
+}
+
+impl Faulting {
+    /// # Errors
+    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that moves pages (before Linux 6.8),
+    /// or forbids it (seccomp).
+    pub fn new() -> Result<Self> {
+        Uffd::open().map(|_| Self { _private: () })
+    }
+}
+
+impl DeviceFactory for Faulting {
+    fn name(&self) -> String {
+        NAME.to_owned()
+    }
+
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        if settings.link.is_some() {
+            return Err(has_a_link(NAME));
+        }
+        let page = settings.page_size.bytes();
+        let kernel = rustix::param::page_size() as u64;
+        if page < kernel {
+            let message = format!("pages of {} are smaller than the kernel's", Bytes::new(page));
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
+        }
+        let core = Arc::new(Core { page_size: settings.page_size, uffd: Uffd::open()?, layout: Mutex::default() });
+        let faults = FaultThread::start(&core)?;
+        let mut open = OPEN.lock();
+        open.retain(|core| core.strong_count() > 0);
+        open.push(Arc::downgrade(&core));
+        drop(open);
+        let streams = Streams::new(NAME, Arc::clone(&core) as Arc<dyn Copier>, completions);
+        let device = FaultingDevice { core, streams, faults };
+        device.grow_frames(settings.frames)?;
+        Ok(Arc::new(device))
+    }
+
+    fn is_process_memory(&self) -> bool {
+        true
+    }
+}
+
+/// The open device to which an address belongs.
+pub fn find(address: u64) -> Option<Arc<Core>> {
+    let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    open.into_iter().find(|core| core.layout.lock().range(address).is_some())
+}
+
+#[derive(Debug, Default)]
+struct Frame {
+    home: u64,
+    has_memory: bool,
+    behind: Option<u64>,
+    published: bool,
+}
+
+/// Addresses of a segment.
+#[derive(Debug)]
+struct Range {
+    region: Region,
+    /// The frame behind each page, by the page's address.
+    occupants: HashMap<u64, u32>,
+    handler: Option<Weak<dyn Handler>>,
+}
+
+#[derive(Debug, Default)]
+struct Layout {
+    frames: Vec<Frame>,
+    /// Regions of homes. They are never given back while the device lives.
+    homes: Vec<Region>,
+    /// By their first address.
+    ranges: BTreeMap<u64, Range>,
+}
+
+impl Layout {
+    fn frame(&mut self, frame: FrameId) -> Result<&mut Frame> {
+        let count = self.frames.len();
+        self.frames.get_mut(frame.index()).ok_or_else(|| {
+            let message = format!("{frame:?} does not exist: the device {NAME} has {count} frames");
+            Error::new(ErrorKind::Internal, message)
+        })
+    }
+
+    fn range(&self, address: u64) -> Option<&Range> {
+        let (start, range) = self.ranges.range(..=address).next_back()?;
+        (address - start < range.region.len()).then_some(range)
+    }
+
+    fn range_mut(&mut self, address: u64) -> Option<&mut Range> {
+        let (start, range) = self.ranges.range_mut(..=address).next_back()?;
+        (address - start < range.region.len()).then_some(range)
+    }
+
+    fn home(&self, address: u64) -> Option<&Region> {
+        self.homes.iter().find(|region| (region.start()..region.start() + region.len()).contains(&address))
+    }
+}
+
+/// What the device, its streams and the thread of its faults share.
+pub struct Core {
+    page_size: PageSize,
+    uffd: Uffd,
+    layout: Mutex<Layout>,
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("page_size", &self.page_size).finish_non_exhaustive()
+    }
+}
+
+fn failed(what: &str, cause: std::io::Error) -> Error {
+    Error::io(format!("{what} a page by userfaultfd"), cause)
+        .remedy("nothing is lost: try again, or pin tensors on the host device instead")
+}
+
+impl Core {
+    pub fn uffd(&self) -> &Uffd {
+        &self.uffd
+    }
+
+    /// Bytes of a page.
+    pub fn page(&self) -> u64 {
+        self.page_size.bytes()
+    }
+
+    /// Whom to ask for the page of this address, and the first address of its range.
+    pub fn handler(&self, address: u64) -> Option<(Weak<dyn Handler>, u64)> {
+        let layout = self.layout.lock();
+        let range = layout.range(address)?;
+        Some((range.handler.clone()?, range.region.start()))
+    }
+
+    /// Faults in the range of this address are `handler`'s from now on; nobody's with `None`.
+    pub fn handle(&self, address: u64, handler: Option<Weak<dyn Handler>>) {
+        if let Some(range) = self.layout.lock().range_mut(address) {
+            range.handler = handler;
+        }
+    }
+
+    /// Wakes the threads that wait for a page, if it is published: they did not see that yet.
+    pub fn wake_if_published(&self, address: u64) -> bool {
+        let page = address - address % self.page();
+        let layout = self.layout.lock();
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        let published = occupant.is_some_and(|frame| layout.frames[frame as usize].published);
+        if published && let Err(cause) = self.uffd.wake(page, self.page()) {
+            tracing::warn!(%cause, "waking threads that wait for a page");
+        }
+        published
+    }
+
+    /// Threads that touch this page get SIGBUS, until it is filled after all.
+    pub fn poison(&self, address: u64) {
+        let page = address - address % self.page();
+        // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
+        let layout = self.layout.lock();
+        let Some(range) = layout.range(page) else { return };
+        let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
+        if !published && let Err(cause) = self.uffd.poison(page, self.page()) {
+            tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
+        }
+    }
+
+    /// Moves the memory of a published frame home.
+    fn take_back(&self, frame: &mut Frame) -> Result<()> {
+        if let (true, Some(address)) = (frame.published, frame.behind) {
+            self.uffd.move_pages(frame.home, address, self.page()).map_err(|cause| failed("take back", cause))?;
+            frame.published = false;
+        }
+        Ok(())
+    }
+
+    /// Leaves the frame behind no address.
+    fn clear(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
+        let frame = layout.frame(id)?;
+        self.take_back(frame)?;
+        if let Some(address) = frame.behind.take()
+            && let Some(range) = layout.range_mut(address)
+        {
+            range.occupants.remove(&address);
+        }
+        Ok(())
+    }
+
+    /// Brings memory in for a frame that has none.
+    fn give_memory(&self, id: FrameId) -> Result<()> {
+        let mut layout = self.layout.lock();
+        let frame = layout.frame(id)?;
+        if frame.has_memory {
+            return Ok(());
+        }
+        let home = frame.home;
+        let Some(region) = layout.home(home) else {
+            return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
+        };
+        region.touch(home, self.page());
+        self.uffd.register(home, self.page()).map_err(|cause| failed("register", cause))?;
+        layout.frame(id)?.has_memory = true;
+        Ok(())
+    }
+
+    fn no_such_address(address: DeviceAddress) -> Error {
+        Error::new(ErrorKind::Internal, format!("{address:?} is no page of the device {NAME}"))
+    }
+}
+
+impl Copier for Core {
+    fn run(&self, op: StreamOp, _before_wait: &mut dyn FnMut()) -> Result<()> {
+        let at = |address: DeviceAddress| ptr::with_exposed_provenance_mut::<u8>(address.get() as usize);
+        match op {
+            StreamOp::CopyIn { host, device, len } => {
+                // SAFETY: rule 5 of the contract keeps both ranges alive and unused by others; `device` is a frame that
+                // is being filled at home, or published pages that are pinned.
+                unsafe { ptr::copy_nonoverlapping(host.as_ptr(), at(device), len as usize) };
+            }
+            StreamOp::CopyOut { device, host, len } => {
+                // SAFETY: as above.
+                unsafe { ptr::copy_nonoverlapping(at(device), host.as_ptr(), len as usize) };
+            }
+            StreamOp::Zero { device, len } => {
+                // SAFETY: as above.
+                unsafe { ptr::write_bytes(at(device), 0, len as usize) };
+            }
+            StreamOp::Call(_) | StreamOp::Mark => {
+                return Err(Error::new(ErrorKind::Internal, "an operation that is no copy reached the copier"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A [`Faulting`] device that a runtime has opened.
+#[derive(Debug)]
+struct FaultingDevice {
+    core: Arc<Core>,
+    streams: Streams,
+    faults: FaultThread,
+}
+
+impl Device for FaultingDevice {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.core.page_size
+    }
+
+    fn direct_io(&self) -> bool {
+        true
+    }
+
+    fn host_addressable(&self) -> bool {
+        true
+    }
+
+    fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
+        let page = self.core.page();
+        let region = Region::new(u64::from(pages.max(1)) * page, page)?;
+        if page >= HUGE {
+            region.want_huge_pages();
+        }
+        let start = region.start();
+        self.core.uffd.register(start, region.len()).map_err(|cause| {
+            Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
+        })?;
+        self.core.layout.lock().ranges.insert(start, Range { region, occupants: HashMap::new(), handler: None });
+        Ok(DeviceAddress::new(start))
+    }
+
+    fn release(&self, base: DeviceAddress, _pages: u32) -> Result<()> {
+        let mut layout = self.core.layout.lock();
+        let Some(mut range) = layout.ranges.remove(&base.get()) else { return Err(Core::no_such_address(base)) };
+        for (_, frame) in range.occupants.drain() {
+            let frame = layout.frame(FrameId::new(frame))?;
+            self.core.take_back(frame)?;
+            frame.behind = None;
+        }
+        Ok(())
+    }
+
+    fn frame_count(&self) -> u32 {
+        self.core.layout.lock().frames.len() as u32
+    }
+
+    fn grow_frames(&self, count: u32) -> Result<()> {
+        let mut layout = self.core.layout.lock();
+        let (page, have) = (self.core.page(), layout.frames.len());
+        let more = (count as usize).saturating_sub(have);
+        if more == 0 {
+            return Ok(());
+        }
+        let region = Region::new(more as u64 * page, page.max(HUGE))?;
+        if page >= HUGE {
+            region.want_huge_pages();
+        }
+        let homes = (0..more as u64).map(|at| region.start() + at * page);
+        layout.frames.extend(homes.map(|home| Frame { home, ..Frame::default() }));
+        layout.homes.push(region);
+        Ok(())
+    }
+
+    fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.core.give_memory(frame)?;
+        let mut layout = self.core.layout.lock();
+        self.core.clear(&mut layout, frame)?;
+        let before = layout.range(address.get()).map(|range| range.occupants.get(&address.get()).copied());
+        match before {
+            None => return Err(Core::no_such_address(address)),
+            Some(Some(other)) => self.core.clear(&mut layout, FrameId::new(other))?,
+            Some(None) => {}
+        }
+        if let Some(range) = layout.range_mut(address.get()) {
+            range.occupants.insert(address.get(), frame.get());
+        }
+        layout.frame(frame)?.behind = Some(address.get());
+        Ok(())
+    }
+
+    fn fill_address(&self, frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
+        let mut layout = self.core.layout.lock();
+        let frame = layout.frame(frame)?;
+        if frame.behind != Some(address.get()) {
+            return Err(Core::no_such_address(address));
+        }
+        Ok(if frame.published { address } else { DeviceAddress::new(frame.home) })
+    }
+
+    fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        let (uffd, page) = (&self.core.uffd, self.core.page());
+        let mut layout = self.core.layout.lock();
+        let found = layout.frame(frame)?;
+        if found.published {
+            return Ok(());
+        }
+        let (to, home) = (address.get(), found.home);
+        let moved = match uffd.move_pages(to, home, page) {
+            // A fill of this page failed before, and it was poisoned.
+            Err(cause) if cause.raw_os_error() == Some(libc::EEXIST) => {
+                let range = layout.range(to).ok_or_else(|| Core::no_such_address(address))?;
+                range.region.give_back(to, page)?;
+                uffd.move_pages(to, home, page)
+            }
+            moved => moved,
+        };
+        moved.map_err(|cause| failed("publish", cause))?;
+        layout.frame(frame)?.published = true;
+        Ok(())
+    }
+
+    fn protect(&self, frame: FrameId) -> Result<()> {
+        if STRICT {
+            let mut layout = self.core.layout.lock();
+            self.core.take_back(layout.frame(frame)?)?;
+        }
+        Ok(())
+    }
+
+    fn makes_bare_frames(&self) -> bool {
+        true
+    }
+
+    fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
+        let mut layout = self.core.layout.lock();
+        let has_memory = layout.frame(frame)?.has_memory;
+        Ok(if has_memory { Bytes::new(self.core.page()) } else { Bytes::ZERO })
+    }
+
+    fn discard(&self, frame: FrameId) -> Result<()> {
+        let mut layout = self.core.layout.lock();
+        self.core.clear(&mut layout, frame)?;
+        let found = layout.frame(frame)?;
+        if !std::mem::take(&mut found.has_memory) {
+            return Ok(());
+        }
+        let home = found.home;
+        self.core.uffd.unregister(home, self.core.page()).map_err(|cause| failed("give back", cause))?;
+        match layout.home(home) {
+            Some(region) => region.give_back(home, self.core.page()),
+            None => Ok(()),
+        }
+    }
+
+    fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
+        self.streams.create(kind)
+    }
+
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        self.streams.can_mark(stream)
+    }
+
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
+        self.streams.submit(stream, op, token)
+    }
+
+    fn record(&self, stream: StreamId) -> Result<EventId> {
+        self.streams.record(stream)
+    }
+
+    fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
+        self.streams.wait(stream, event)
+    }
+
+    fn poll(&self, event: EventId) -> Result<Poll<()>> {
+        self.streams.poll(event)
+    }
+
+    fn close(&self) -> Result<()> {
+        let closed = self.streams.close();
+        self.faults.close();
+        closed
+    }
+}
+
+impl Drop for FaultingDevice {
+    fn drop(&mut self) {
+        if let Err(error) = self.close() {
+            tracing::error!(%error, "the device {NAME} ended with a failure");
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Files larger than memory as plain slices.
+//!
+//! [`Mapped`] looks like a read-only mapping of a file. Behind it, pages come and go under the budgets of an
+//! [outcore](outcore) runtime: a touch of a page that is not there is a fault, which this crate handles by
+//! `userfaultfd(2)`.
+//!
+//! ```no_run
+//! use outcore::{Bytes, Runtime};
+//! use outcore_mapped::{Faulting, Mapped};
+//!
+//! let runtime = Runtime::builder().device(Faulting::new()?).device_budget(Bytes::gib(1)).open()?;
+//! let file = Mapped::open(&runtime, "model.gguf")?;
+//! assert_eq!(&file[..4], b"GGUF");
+//! # Ok::<(), outcore::Error>(())
+//! ```
+
+mod device;
+mod faults;
+mod mapped;
+mod memory;
+mod uffd;
+
+pub use device::Faulting;
+pub use mapped::Mapped;

@@ -1,0 +1,151 @@
+//! A file as a slice.
+
+use std::fmt;
+use std::ops::Deref;
+use std::path::Path;
+use std::ptr;
+use std::sync::{Arc, Weak};
+
+use outcore::{Error, ErrorKind, Result, Runtime, Tensor, format};
+use parking_lot::Mutex;
+
+use crate::device::{self, Core, NAME};
+use crate::faults::{self, Handler, Request};
+
+/// The name of the only tensor of a file that is opened as bytes.
+const BYTES: &str = format::BYTES;
+
+#[derive(Debug)]
+struct Pages {
+    runtime: Runtime,
+    /// The whole file.
+    bytes: Tensor,
+    page: u64,
+    /// Pages that the fault thread may keep pinned.
+    may_keep: usize,
+    failure: Mutex<Option<Error>>,
+}
+
+impl Handler for Pages {
+    fn request(&self, offset: u64) -> Option<Request> {
+        let first = offset - offset % self.page;
+        let end = (first + self.page).min(self.bytes.size().get());
+        let page = self.bytes.rows(first..end.max(first)).ok().filter(|page| page.size().get() > 0)?;
+        let runtime = self.runtime.clone();
+        Some(Box::pin(async move { runtime.pin(&page).await }))
+    }
+
+    fn may_keep(&self) -> usize {
+        self.may_keep
+    }
+
+    fn failed(&self, offset: u64, error: Error) {
+        tracing::error!(%error, offset, "a page that was touched could not be read");
+        self.failure.lock().get_or_insert(error);
+    }
+}
+
+/// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
+///
+/// A touch of a page that is not there waits until the runtime has read it. Pages go as those of tensors do, by the
+/// runtime's policy and budget. Dropping it gives its pages back.
+///
+/// Every page that can be read has the bytes that the file had when it was opened, or as much of it as the runtime can
+/// tell: a file that changes while it is mapped is an error. Where a page cannot be read, because the disk fails or the
+/// file has changed, the thread that touches it gets SIGBUS, as with `mmap`; [`failure`](Self::failure) says why.
+///
+/// System calls that are given an address in the slice (`write(2)`) end with `EFAULT` for pages that are not there, unless
+/// the process may handle the kernel's faults too (root, or `vm.unprivileged_userfaultfd`). A child by `fork` does not
+/// have the range.
+///
+/// At least four frames are needed, and two for each thread that touches it while guards hold the other frames: a touch
+/// waits until there is a frame.
+pub struct Mapped {
+    pages: Arc<Pages>,
+    core: Arc<Core>,
+    start: u64,
+    len: usize,
+}
+
+impl Mapped {
+    /// Maps a whole file, of any format. Reads nothing yet.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the runtime's device is not [`Faulting`](crate::Faulting), or
+    ///   the path is no regular file;
+    /// - [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the runtime has less than four frames;
+    /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
+    ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
+    pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
+        let frames = runtime.stats().device_frames;
+        let frames = frames.used + frames.free;
+        if frames < 4 {
+            let message = format!("a mapped file needs four frames, and the device budget holds {frames}");
+            return Err(
+                Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
+            );
+        }
+        let model = runtime.open_parsed(format::open_bytes(path)?)?;
+        let bytes = model.tensor(BYTES)?;
+        let start = bytes.address();
+        let Some(core) = device::find(start) else {
+            let message = format!("files are mapped on the device {NAME}, and this runtime has another");
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("open the runtime with `Runtime::builder().device(outcore_mapped::Faulting::new()?)`"));
+        };
+        let len = usize::try_from(bytes.size().get())
+            .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
+        let page = core.page();
+        let pages = Arc::new(Pages {
+            runtime: runtime.clone(),
+            bytes,
+            page,
+            may_keep: (frames / 2) as usize,
+            failure: Mutex::new(None),
+        });
+        let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
+        core.handle(start, Some(handler));
+        Ok(Self { pages, core, start, len })
+    }
+
+    /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
+    pub fn tensor(&self) -> &Tensor {
+        &self.pages.bytes
+    }
+
+    /// Why a page could not be read, if one could not: the first failure.
+    pub fn failure(&self) -> Option<Error> {
+        self.pages.failure.lock().clone()
+    }
+}
+
+impl fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapped").field("tensor", &self.pages.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Deref for Mapped {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range belongs to the segment of `pages.bytes`, which lives as long as `self`, and has `len` bytes of
+        // the file. It is registered with userfaultfd: a page that is not there is filled before the access goes on, or
+        // the thread gets a signal. Nobody writes a file's segment: its pages are only read, and a page that is taken
+        // away comes back with the same bytes, since the store compares the file's identity at each read.
+        unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(self.start as usize), self.len) }
+    }
+}
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        self.core.handle(self.start, None);
+        faults::forget(&self.core, self.start);
+    }
+}

@@ -1,0 +1,96 @@
+//! Ranges of addresses of this process.
+
+use std::ffi::c_void;
+use std::io;
+use std::ptr;
+
+use outcore::{Bytes, Error, ErrorKind, Result};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// A range of private, readable and writable addresses, without memory at first; aligned as it was asked to be.
+#[derive(Debug)]
+pub struct Region {
+    whole: u64,
+    whole_len: u64,
+    start: u64,
+    len: u64,
+}
+
+impl Region {
+    /// # Errors
+    /// `OutOfMemory` if there are not so many addresses.
+    pub fn new(len: u64, align: u64) -> Result<Self> {
+        let none = || {
+            Error::new(ErrorKind::OutOfMemory, format!("no addresses for {} of pages", Bytes::new(len)))
+                .remedy("raise the limit on addresses (ulimit -v), or map less")
+        };
+        let whole_len = len.checked_add(align).ok_or_else(none)?;
+        let size = usize::try_from(whole_len).map_err(|_| none())?;
+        // SAFETY: a new range, wherever the kernel likes.
+        let whole = unsafe {
+            mmap_anonymous(
+                ptr::null_mut(),
+                size,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
+        let whole = whole.map_err(|_| none())?.expose_provenance() as u64;
+        let this = Self { whole, whole_len, start: whole.next_multiple_of(align), len };
+        // A child would find zeros where its parent has pages, so it has nothing there.
+        this.advise(this.start, len, Advice::LinuxDontFork)?;
+        Ok(this)
+    }
+
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Asks for huge pages, where the kernel has them. A refusal costs speed only.
+    pub fn want_huge_pages(&self) {
+        let _ = self.advise(self.start, self.len, Advice::LinuxHugepage);
+    }
+
+    /// Gives the memory of a part of the region back, and what marks it as poisoned.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn give_back(&self, start: u64, len: u64) -> Result<()> {
+        self.advise(start, len, Advice::LinuxDontNeed)
+    }
+
+    /// Brings memory in for a part of the region, which has none and is registered nowhere.
+    pub fn touch(&self, start: u64, len: u64) {
+        debug_assert!(self.holds(start, len), "no part of the region");
+        for at in (start..start + len).step_by(rustix::param::page_size()) {
+            // SAFETY: within the region, which is readable and writable; the caller has this part to itself.
+            unsafe { ptr::with_exposed_provenance_mut::<u8>(at as usize).write_volatile(0) };
+        }
+    }
+
+    fn holds(&self, start: u64, len: u64) -> bool {
+        start >= self.start && start.saturating_add(len) <= self.start + self.len
+    }
+
+    fn advise(&self, start: u64, len: u64, advice: Advice) -> Result<()> {
+        debug_assert!(self.holds(start, len), "no part of the region");
+        let address = ptr::with_exposed_provenance_mut::<c_void>(start as usize);
+        // SAFETY: a part of the region. Its bytes are not needed where the advice loses them: see the callers.
+        unsafe { madvise(address, len as usize, advice) }
+            .map_err(|cause| Error::io("advise the kernel about pages", io::Error::from(cause)))
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        let address = ptr::with_exposed_provenance_mut::<c_void>(self.whole as usize);
+        // SAFETY: the region's own range; whoever drops it has ended all use of it.
+        if let Err(cause) = unsafe { munmap(address, self.whole_len as usize) } {
+            tracing::warn!(%cause, "a range of addresses was not given back");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The promise: a mapped file has the file's bytes, wherever and from however many threads it is touched, in as few frames
+//! as it was given; what cannot be read is a signal, never other bytes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use outcore::{Bytes, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+use outcore_mapped::{Faulting, Mapped};
+use outcore_testkit::harness::Rng;
+
+const PAGE: u64 = 64 << 10;
+
+/// The byte at this place of every file here.
+fn byte(at: u64) -> u8 {
+    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
+}
+
+fn file(folder: &Path, len: u64) -> PathBuf {
+    let path = folder.join("file");
+    let file = File::create(&path).unwrap();
+    for start in (0..len).step_by(1 << 20) {
+        let bytes: Vec<u8> = (start..(start + (1 << 20)).min(len)).map(byte).collect();
+        file.write_all_at(&bytes, start).unwrap();
+    }
+    path
+}
+
+/// The builder, or `None` where the kernel has no such userfaultfd, which is said.
+fn builder(frames: u64) -> Option<RuntimeBuilder> {
+    builder_of(PAGE, frames)
+}
+
+fn builder_of(page: u64, frames: u64) -> Option<RuntimeBuilder> {
+    match Faulting::new() {
+        Ok(device) => Some(
+            Runtime::builder()
+                .device(device)
+                .page_size(PageSize::new(Bytes::new(page)).unwrap())
+                .device_budget(Bytes::new(frames * page))
+                .scratch_dir(env!("CARGO_TARGET_TMPDIR")),
+        ),
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            None
+        }
+    }
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+#[test]
+fn a_file_reads_as_it_is_in_four_frames() {
+    for (page, frames) in [(PAGE, 4), (2 << 20, 4), (PAGE, 1000)] {
+        let folder = folder();
+        let len = 9 * page + 4321;
+        let path = file(folder.path(), len);
+        let Some(builder) = builder_of(page, frames) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        assert_eq!(mapped.len() as u64, len);
+        for _ in 0..3 {
+            assert!(mapped.iter().zip(0..).all(|(found, at)| *found == byte(at)));
+        }
+        assert!(runtime.stats().traffic.peak_device <= Bytes::new(frames * page));
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
+/// Reads ranges in random, cyclic and stride order from many threads.
+fn hammer(mapped: &Mapped, threads: u64, rounds: u64, seed: u64) {
+    let len = mapped.len() as u64;
+    let read = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for n in 0..threads {
+            let read = &read;
+            scope.spawn(move || {
+                let mut random = Rng::new(seed + n);
+                let mut at = n * len / threads;
+                for round in 0..rounds {
+                    at = match n % 3 {
+                        0 => random.below(len),
+                        1 => (at + PAGE) % len,
+                        _ => (at + 7 * PAGE + 13) % len,
+                    };
+                    let end = (at + random.below(300) + 1).min(len);
+                    let found = &mapped[at as usize..end as usize];
+                    assert!(
+                        found.iter().zip(at..).all(|(found, at)| *found == byte(at)),
+                        "thread {n}, round {round}: {at}"
+                    );
+                    read.fetch_add(end - at, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    assert!(read.into_inner() > 0);
+}
+
+#[test]
+fn sixteen_threads_see_the_files_bytes_in_any_budget() {
+    let folder = folder();
+    let path = file(folder.path(), 60 * PAGE + 77);
+    for frames in [4, 8, 32, 64] {
+        let Some(builder) = builder(frames) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        hammer(&mapped, 16, 300, frames);
+        let stats = runtime.stats();
+        assert!(stats.traffic.peak_device <= Bytes::new(frames * PAGE), "{stats:?}");
+        assert_eq!(stats.pager.evictions > 0, frames < 61, "{frames}: {stats:?}");
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
+#[test]
+fn mappings_pins_and_tensors_share_the_frames() {
+    let folder = folder();
+    let path = file(folder.path(), 40 * PAGE);
+    let Some(builder) = builder(16) else { return };
+    let runtime = builder.open().unwrap();
+    let (one, two) = (Mapped::open(&runtime, &path).unwrap(), Mapped::open(&runtime, &path).unwrap());
+    let own = runtime.alloc(outcore::DType::U8, &[20, PAGE]).unwrap();
+    for row in 0..20 {
+        runtime.pin_mut(&own.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+    }
+    // A pinned page is there, at the same address.
+    let third = one.tensor().rows(3 * PAGE..4 * PAGE).unwrap();
+    let guard = runtime.pin(&third).wait().unwrap();
+    assert_eq!(guard.as_ptr(), one[3 * PAGE as usize..].as_ptr());
+    hammer(&one, 4, 200, 1);
+    hammer(&two, 4, 200, 2);
+    assert!(guard.iter().zip(3 * PAGE..).all(|(found, at)| *found == byte(at)));
+    for row in 0..20 {
+        let bytes = runtime.pin(&own.rows(row..row + 1).unwrap()).wait().unwrap();
+        assert!(bytes.iter().all(|byte| *byte == row as u8 + 1), "row {row}");
+    }
+    drop((guard, third, one));
+    hammer(&two, 4, 100, 3);
+    drop((two, own));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_cannot_be_mapped_is_refused() {
+    let folder = folder();
+    let path = file(folder.path(), 10 * PAGE);
+    let Some(few) = builder(3) else { return };
+    let runtime = few.open().unwrap();
+    assert_eq!(Mapped::open(&runtime, &path).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+    runtime.close().unwrap();
+    let host = Runtime::builder().device_budget(Bytes::mib(16)).open().unwrap();
+    let error = Mapped::open(&host, &path).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("Faulting::new"), "{error}");
+    host.close().unwrap();
+    let runtime = builder(8).unwrap().open().unwrap();
+    assert_eq!(Mapped::open(&runtime, folder.path()).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(Mapped::open(&runtime, folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
+    std::fs::write(folder.path().join("empty"), []).unwrap();
+    assert_eq!(Mapped::open(&runtime, folder.path().join("empty")).unwrap_err().kind(), ErrorKind::Format);
+    runtime.close().unwrap();
+}

@@ -1,0 +1,182 @@
+//! The kernel's `userfaultfd`: a process handles the faults of ranges of its own memory (userfaultfd(2), ioctl_userfaultfd(2)).
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr;
+
+use outcore::{Error, ErrorKind, Result};
+use rustix::mm::UserfaultfdFlags;
+
+const API: u64 = 0xAA;
+/// `UFFD_FEATURE_MOVE` and `UFFD_FEATURE_POISON` of linux/userfaultfd.h.
+const FEATURE_POISON: u64 = 1 << 14;
+const FEATURE_MOVE: u64 = 1 << 16;
+const REGISTER_MISSING: u64 = 1;
+const EVENT_PAGEFAULT: u8 = 0x12;
+/// A move that finds the page busy is tried again this often. Each try takes microseconds.
+const BUSY_MAX: u32 = 1_000_000;
+
+/// Numbers of requests: `_IOWR(0xAA, number, size)` of the kernel's generic encoding.
+const fn request(number: u64, size: usize) -> libc::Ioctl {
+    (3 << 30 | (size as u64) << 16 | API << 8 | number) as libc::Ioctl
+}
+
+/// As [`request`], for the two that only read what they are given.
+const fn request_read(number: u64, size: usize) -> libc::Ioctl {
+    (2 << 30 | (size as u64) << 16 | API << 8 | number) as libc::Ioctl
+}
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Move {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    moved: i64,
+}
+
+#[repr(C)]
+struct Poison {
+    range: Range,
+    mode: u64,
+    updated: i64,
+}
+
+/// `struct uffd_msg`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u64,
+}
+
+/// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by.
+#[derive(Debug)]
+pub struct Uffd(OwnedFd);
+
+impl Uffd {
+    /// # Errors
+    /// `Unsupported` where the kernel is too old or forbids it.
+    pub fn open() -> Result<Self> {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+        // Faults of the kernel in these ranges may be handled by privileged processes only. The flag is the kernel's
+        // UFFD_USER_MODE_ONLY, which rustix does not name.
+        let user_mode = UserfaultfdFlags::from_bits_retain(1);
+        // SAFETY: a new descriptor, whose ioctls are made in this module under the rules of each method.
+        let opened = unsafe { rustix::mm::userfaultfd(flags) };
+        // SAFETY: as above.
+        let opened = opened.or_else(|_| unsafe { rustix::mm::userfaultfd(flags | user_mode) });
+        let fd = opened.map_err(|cause| {
+            Error::new(ErrorKind::Unsupported, format!("userfaultfd is not to be had here: {}", io::Error::from(cause)))
+                .remedy(
+                    "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
+                )
+        })?;
+        let this = Self(fd);
+        let mut api = Api { api: API, features: FEATURE_MOVE | FEATURE_POISON, ioctls: 0 };
+        this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
+            Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd cannot move pages: {cause}"))
+                .remedy("use Linux 6.8 or newer, or pin tensors instead")
+        })?;
+        Ok(this)
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    /// Sends faults on missing pages of the range here.
+    pub fn register(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut arg = Register { range: Range { start, len }, mode: REGISTER_MISSING, ioctls: 0 };
+        self.call(request(0x00, size_of::<Register>()), &mut arg)
+    }
+
+    /// Leaves faults of the range to the kernel again.
+    pub fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
+        self.call(request_read(0x01, size_of::<Range>()), &mut Range { start, len })
+    }
+
+    /// Wakes the threads that wait in the range, which try again.
+    pub fn wake(&self, start: u64, len: u64) -> io::Result<()> {
+        self.call(request_read(0x02, size_of::<Range>()), &mut Range { start, len })
+    }
+
+    /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`.
+    pub fn move_pages(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        let (mut done, mut busy) = (0, 0);
+        while done < len {
+            let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
+            let Err(cause) = self.call(request(0x05, size_of::<Move>()), &mut arg) else { return Ok(()) };
+            // A part was moved, or the page is in somebody's hands for a moment (a reader of /proc, say).
+            let again = matches!(cause.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY));
+            if arg.moved > 0 {
+                done += arg.moved as u64;
+                busy = 0;
+            } else if again && busy < BUSY_MAX {
+                busy += 1;
+                std::hint::spin_loop();
+            } else {
+                return Err(cause);
+            }
+        }
+        Ok(())
+    }
+
+    /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there.
+    pub fn poison(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut arg = Poison { range: Range { start, len }, mode: 0, updated: 0 };
+        self.call(request(0x08, size_of::<Poison>()), &mut arg)
+    }
+
+    /// The addresses of faults that are waiting to be handled.
+    pub fn faults(&self, found: &mut Vec<u64>) -> io::Result<()> {
+        const EMPTY: Message = Message { event: 0, reserved: [0; 7], flags: 0, address: 0, thread: 0 };
+        let mut messages = [EMPTY; 64];
+        // SAFETY: the kernel writes whole messages, at most as many bytes as it is told.
+        let read = unsafe {
+            libc::read(self.0.as_raw_fd(), ptr::from_mut(&mut messages).cast::<c_void>(), size_of_val(&messages))
+        };
+        match usize::try_from(read) {
+            Ok(bytes) => {
+                let messages = &messages[..bytes / size_of::<Message>()];
+                found.extend(messages.iter().filter(|m| m.event == EVENT_PAGEFAULT).map(|m| m.address));
+                Ok(())
+            }
+            Err(_) => match io::Error::last_os_error() {
+                cause if matches!(cause.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => Ok(()),
+                cause => Err(cause),
+            },
+        }
+    }
+
+    fn call<T>(&self, request: libc::Ioctl, arg: &mut T) -> io::Result<()> {
+        // SAFETY: `request` holds the size of `T`, and the kernel reads and writes that many bytes of `arg`. What it
+        // does with the ranges that `arg` names is the caller's to answer for: all are ranges of `super::memory`.
+        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, ptr::from_mut(arg)) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
