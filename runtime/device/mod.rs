@@ -351,19 +351,27 @@ pub trait Device: Send + Sync + fmt::Debug {
         self.map(frame, address)
     }
     /// Where the operations of a fill write the bytes of the frame that is behind `address`. By default at that address.
-    /// A device that shows a frame to the program only when it is [published](Self::publish) gives another.
+    /// A device that shows pages to the program only when they are [published](Self::publish) gives another.
     ///
     /// # Errors
-    /// `InvalidArgument` if the frame is not behind that address.
+    /// `Internal` if the frame is not behind that address.
     fn fill_address(&self, _frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
         Ok(address)
     }
-    /// A fill has ended well: from now on the bytes are at the page's address. By default they have been there all along.
-    /// Called once for each fill, before anybody is told of its end. It may be called on a thread that reports
-    /// completions, so it does not wait.
+    /// A fill has ended well: from now on whoever touches the page's address finds the bytes there. By default they have
+    /// been there all along. Called once for each fill, before anybody is told of its end, also on threads that report
+    /// completions: it does not wait.
     ///
     /// # Errors
     /// The device's. Then the fill has failed.
+    fn filled(&self, _frame: FrameId, _address: DeviceAddress) -> Result<()> {
+        Ok(())
+    }
+    /// The bytes of a filled frame must be at its page's address now, for operations that read them there. They stay
+    /// until the frame is mapped elsewhere, protected or discarded. By default they are there.
+    ///
+    /// # Errors
+    /// The device's. Then the operation has failed.
     fn publish(&self, _frame: FrameId, _address: DeviceAddress) -> Result<()> {
         Ok(())
     }

@@ -11,7 +11,7 @@
 //! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses that
 //!    are not registered, and the disk cannot read to addresses where it would meet a fault.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::ptr;
 use std::sync::{Arc, Weak};
@@ -108,6 +108,8 @@ struct Range {
     region: Region,
     /// The frame behind each page, by the page's address.
     occupants: HashMap<u64, u32>,
+    /// Pages that threads wait for.
+    wanted: HashSet<u64>,
     handler: Option<Weak<dyn Handler>>,
 }
 
@@ -187,8 +189,7 @@ impl Core {
     }
 
     /// Wakes the threads that wait for a page, if it is published: they did not see that yet.
-    pub fn wake_if_published(&self, address: u64) -> bool {
-        let page = address - address % self.page();
+    pub fn wake_if_published(&self, page: u64) -> bool {
         let layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let published = occupant.is_some_and(|frame| layout.frames[frame as usize].published);
@@ -198,11 +199,62 @@ impl Core {
         published
     }
 
+    /// A thread waits for this page: it is published as soon as it is filled.
+    pub fn want(&self, page: u64) {
+        if let Some(range) = self.layout.lock().range_mut(page) {
+            range.wanted.insert(page);
+        }
+    }
+
+    /// Publishes a page that is pinned, for the threads that wait for it.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn show(&self, page: u64) -> Result<()> {
+        let mut layout = self.layout.lock();
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        match occupant {
+            Some(frame) => self.publish(&mut layout, FrameId::new(frame), page),
+            None => Err(Self::no_such_address(DeviceAddress::new(page))),
+        }
+    }
+
+    /// Moves the memory of a filled frame to its page, and wakes who waits there.
+    fn publish(&self, layout: &mut Layout, id: FrameId, to: u64) -> Result<()> {
+        let frame = layout.frame(id)?;
+        if frame.behind != Some(to) {
+            return Err(Self::no_such_address(DeviceAddress::new(to)));
+        }
+        let (home, published) = (frame.home, std::mem::replace(&mut frame.published, true));
+        if let Some(range) = layout.range_mut(to) {
+            range.wanted.remove(&to);
+        }
+        let moved = match published {
+            // Threads may have begun to wait just before.
+            true => self.uffd.wake(to, self.page()),
+            false => match (self.uffd.move_pages(to, home, self.page()), layout.range(to)) {
+                // A fill of this page failed before, and it was poisoned.
+                (Err(cause), Some(range)) if cause.raw_os_error() == Some(libc::EEXIST) => {
+                    range.region.give_back(to, self.page())?;
+                    self.uffd.move_pages(to, home, self.page())
+                }
+                (moved, _) => moved,
+            },
+        };
+        moved.map_err(|cause| {
+            if let Ok(frame) = layout.frame(id) {
+                frame.published = published;
+            }
+            failed("publish", cause)
+        })
+    }
+
     /// Threads that touch this page get SIGBUS, until it is filled after all.
-    pub fn poison(&self, address: u64) {
-        let page = address - address % self.page();
+    pub fn poison(&self, page: u64) {
         // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
-        let layout = self.layout.lock();
+        let mut layout = self.layout.lock();
+        let Some(range) = layout.range_mut(page) else { return };
+        range.wanted.remove(&page);
         let Some(range) = layout.range(page) else { return };
         let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
         if !published && let Err(cause) = self.uffd.poison(page, self.page()) {
@@ -313,7 +365,7 @@ impl Device for FaultingDevice {
         self.core.uffd.register(start, region.len()).map_err(|cause| {
             Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
         })?;
-        self.core.layout.lock().ranges.insert(start, Range { region, occupants: HashMap::new(), handler: None });
+        self.core.layout.lock().ranges.insert(start, Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None });
         Ok(DeviceAddress::new(start))
     }
 
@@ -375,26 +427,19 @@ impl Device for FaultingDevice {
         Ok(if frame.published { address } else { DeviceAddress::new(frame.home) })
     }
 
-    fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        let (uffd, page) = (&self.core.uffd, self.core.page());
+    fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
-        let found = layout.frame(frame)?;
-        if found.published {
+        // A page of a mapped file that nobody waits for yet stays hidden: its first touch tells that it is used.
+        let hidden = |range: &Range| range.handler.is_some() && !range.wanted.contains(&address.get());
+        if layout.range(address.get()).is_some_and(hidden) {
             return Ok(());
         }
-        let (to, home) = (address.get(), found.home);
-        let moved = match uffd.move_pages(to, home, page) {
-            // A fill of this page failed before, and it was poisoned.
-            Err(cause) if cause.raw_os_error() == Some(libc::EEXIST) => {
-                let range = layout.range(to).ok_or_else(|| Core::no_such_address(address))?;
-                range.region.give_back(to, page)?;
-                uffd.move_pages(to, home, page)
-            }
-            moved => moved,
-        };
-        moved.map_err(|cause| failed("publish", cause))?;
-        layout.frame(frame)?.published = true;
-        Ok(())
+        self.core.publish(&mut layout, frame, address.get())
+    }
+
+    fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        let mut layout = self.core.layout.lock();
+        if layout.frame(frame)?.published { Ok(()) } else { self.core.publish(&mut layout, frame, address.get()) }
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {

@@ -176,6 +176,7 @@ impl Worker {
                 tracing::error!(%cause, "reading faults");
                 return;
             }
+            faults.iter_mut().for_each(|address| *address -= *address % core.page());
             faults.sort_unstable();
             faults.dedup();
             for address in &faults {
@@ -210,25 +211,27 @@ impl Worker {
         }
     }
 
-    fn fault(&mut self, core: &Arc<Core>, address: u64) {
-        if core.wake_if_published(address) {
+    /// A thread waits for the page at this address.
+    fn fault(&mut self, core: &Arc<Core>, page: u64) {
+        if core.wake_if_published(page) {
             return;
         }
-        let Some((handler, range)) = core.handler(address) else {
+        let Some((handler, range)) = core.handler(page) else {
             // A tensor without a pin: the access is a mistake of the program's.
-            return core.poison(address);
+            return core.poison(page);
         };
-        let offset = address - range;
-        let Some(asked) = handler.upgrade() else { return core.poison(address) };
+        let offset = page - range;
+        let Some(asked) = handler.upgrade() else { return core.poison(page) };
         if self.pending.iter().any(|pending| pending.range == range && pending.offset == offset) {
             return;
         }
         match asked.request(offset) {
             Some(request) => {
+                core.want(page);
                 let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
                 self.pending.push(Pending { range, offset, handler, request, waker });
             }
-            None => core.poison(address),
+            None => core.poison(page),
         }
     }
 
@@ -247,9 +250,9 @@ impl Worker {
             };
             let Pending { range, offset, handler, .. } = self.pending.swap_remove(at);
             let handler = handler.upgrade();
-            match result {
+            let shown = result.and_then(|guard| core.show(range + offset).map(|()| guard));
+            match shown {
                 Ok(guard) => {
-                    core.wake_if_published(range + offset);
                     self.kept.push_back((range, guard));
                     let most = handler.map_or(1, |handler| handler.may_keep()).clamp(1, KEPT);
                     while self.kept.len() > most {

@@ -213,6 +213,9 @@ impl Device for HookedDevice {
     fn fill_address(&self, frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
         self.device.fill_address(frame, address)
     }
+    fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.device.filled(frame, address)
+    }
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.device.publish(frame, address)
     }

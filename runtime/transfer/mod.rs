@@ -1030,6 +1030,9 @@ impl Engine {
                 self.device.map(frame, address)?;
             }
         }
+        if let Place::Device(frame) = planned.from {
+            self.device.publish(frame, address)?;
+        }
         let address = self.bytes_at(planned, address)?;
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
@@ -1398,7 +1401,7 @@ impl Engine {
         let next = self.stage_behind(entry)?;
         if let (Next::Nothing, Place::Device(frame)) = (&next, entry.planned.to) {
             let page = entry.planned.page;
-            self.device.publish(frame, self.address(&*self.segment_io(page.segment)?, page))?;
+            self.device.filled(frame, self.address(&*self.segment_io(page.segment)?, page))?;
         }
         Ok(next)
     }
