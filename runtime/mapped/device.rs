@@ -25,7 +25,7 @@ use outcore::device::{
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use parking_lot::Mutex;
 
-use crate::faults::{FaultThread, Handler};
+use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
 use crate::uffd::Uffd;
 
@@ -71,7 +71,8 @@ impl DeviceFactory for Faulting {
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
-        let core = Arc::new(Core { page_size: settings.page_size, uffd: Uffd::open()?, layout: Mutex::default() });
+        let (uffd, bell) = (Uffd::open()?, Bell::new()?);
+        let core = Arc::new(Core { page_size: settings.page_size, uffd, bell, layout: Mutex::default() });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -150,6 +151,7 @@ impl Layout {
 pub struct Core {
     page_size: PageSize,
     uffd: Uffd,
+    bell: Arc<Bell>,
     layout: Mutex<Layout>,
 }
 
@@ -167,6 +169,10 @@ fn failed(what: &str, cause: std::io::Error) -> Error {
 impl Core {
     pub fn uffd(&self) -> &Uffd {
         &self.uffd
+    }
+
+    pub fn bell(&self) -> &Arc<Bell> {
+        &self.bell
     }
 
     /// Bytes of a page.
@@ -365,7 +371,11 @@ impl Device for FaultingDevice {
         self.core.uffd.register(start, region.len()).map_err(|cause| {
             Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
         })?;
-        self.core.layout.lock().ranges.insert(start, Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None });
+        self.core
+            .layout
+            .lock()
+            .ranges
+            .insert(start, Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None });
         Ok(DeviceAddress::new(start))
     }
 

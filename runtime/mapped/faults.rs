@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 
@@ -52,13 +52,25 @@ enum Command {
 }
 
 /// Wakes the thread out of its `poll`.
-struct Bell {
+pub struct Bell {
     event: OwnedFd,
     closing: AtomicBool,
     commands: Mutex<VecDeque<Command>>,
+    thread: OnceLock<ThreadId>,
 }
 
 impl Bell {
+    /// # Errors
+    /// `Io` without a file descriptor.
+    pub fn new() -> Result<Arc<Self>> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
+            Error::io("make an event for the thread of faults", io::Error::from(cause))
+                .remedy("raise the limit on open files (ulimit -n)")
+        })?;
+        let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
+        Ok(Arc::new(Self { event, closing, commands, thread }))
+    }
+
     fn ring(&self) {
         // A full counter is as good as a ring; nothing else can fail.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
@@ -85,7 +97,6 @@ impl Wake for Rung {
 /// The handle of the thread.
 pub struct FaultThread {
     bell: Arc<Bell>,
-    id: ThreadId,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -95,31 +106,27 @@ impl fmt::Debug for FaultThread {
     }
 }
 
-/// The bells of the threads, for [`forget`].
-static BELLS: Mutex<Vec<(Weak<Core>, Arc<Bell>, ThreadId)>> = Mutex::new(Vec::new());
-
-/// Ends all that a fault thread does for the range that begins at `start`. Afterwards it holds no pin there.
-pub fn forget(core: &Arc<Core>, start: u64) {
-    let found = BELLS
-        .lock()
-        .iter()
-        .find(|(of, ..)| std::ptr::eq(of.as_ptr(), Arc::as_ptr(core)))
-        .map(|(_, bell, id)| (bell.clone(), *id));
-    let Some((bell, id)) = found else { return };
+/// Ends all that the fault thread does for the range that begins at `start`. Afterwards it holds no pin there.
+pub fn forget(core: &Core, start: u64) {
+    let bell = core.bell();
     let (tell, told) = mpsc::channel();
-    bell.commands.lock().push_back(Command::Forget(start, tell));
+    {
+        let mut commands = bell.commands.lock();
+        if bell.closing.load(Ordering::Acquire) {
+            return;
+        }
+        commands.push_back(Command::Forget(start, tell));
+    }
     bell.ring();
-    // The thread itself gets to it when it is back in its loop. A thread that has ended drops the sender.
-    if id != thread::current().id() {
+    // The thread itself gets to it when it is back in its loop. A thread that has ended takes its commands with it.
+    if bell.thread.get() != Some(&thread::current().id()) {
         let _ = told.recv();
     }
 }
 
 impl FaultThread {
     pub fn start(core: &Arc<Core>) -> Result<Self> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|cause| Error::io("make an event for the thread of faults", io::Error::from(cause)))?;
-        let bell = Arc::new(Bell { event, closing: AtomicBool::new(false), commands: Mutex::default() });
+        let bell = core.bell().clone();
         let mut worker =
             Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new(), kept: VecDeque::new() };
         let thread = thread::Builder::new()
@@ -131,11 +138,8 @@ impl FaultThread {
             .map_err(|cause| {
                 Error::io("start the thread of faults", cause).remedy("raise the thread limit (ulimit -u)")
             })?;
-        let id = thread.thread().id();
-        let mut bells = BELLS.lock();
-        bells.retain(|(core, ..)| core.strong_count() > 0);
-        bells.push((Arc::downgrade(core), bell.clone(), id));
-        Ok(Self { bell, id, thread: Mutex::new(Some(thread)) })
+        let _ = bell.thread.set(thread.thread().id());
+        Ok(Self { bell, thread: Mutex::new(Some(thread)) })
     }
 
     /// Ends the thread. Faults that come later are never answered, so the ranges are gone by then.
@@ -143,7 +147,7 @@ impl FaultThread {
         self.bell.closing.store(true, Ordering::Release);
         self.bell.ring();
         let thread = self.thread.lock().take();
-        if let Some(thread) = thread.filter(|_| self.id != thread::current().id())
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id())
             && thread.join().is_err()
         {
             tracing::error!("the thread of faults panicked");
@@ -165,6 +169,16 @@ struct Worker {
     pending: Vec<Pending>,
     /// The pages that were published last, with their ranges.
     kept: VecDeque<(u64, PinGuard)>,
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Commands that come from now on are answered by nobody, and those that are there have nothing left to end.
+        self.bell.closing.store(true, Ordering::Release);
+        self.pending.clear();
+        self.kept.clear();
+        self.obey();
+    }
 }
 
 impl Worker {
@@ -198,6 +212,7 @@ impl Worker {
         }
     }
 
+    /// Carries out what was asked.
     fn obey(&mut self) {
         let commands = std::mem::take(&mut *self.bell.commands.lock());
         for command in commands {

@@ -18,6 +18,7 @@ mod device;
 mod faults;
 mod mapped;
 mod memory;
+mod order;
 mod uffd;
 
 pub use device::Faulting;

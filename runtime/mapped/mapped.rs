@@ -6,24 +6,27 @@ use std::path::Path;
 use std::ptr;
 use std::sync::{Arc, Weak};
 
-use outcore::{Error, ErrorKind, Result, Runtime, Tensor, format};
+use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker, format};
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, NAME};
 use crate::faults::{self, Handler, Request};
+use crate::order;
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
 
 #[derive(Debug)]
 struct Pages {
-    runtime: Runtime,
+    /// The uses of this mapping, and their order.
+    walker: Walker,
     /// The whole file.
     bytes: Tensor,
     page: u64,
     /// Pages that the fault thread may keep pinned.
     may_keep: usize,
     failure: Mutex<Option<Error>>,
+    own: Weak<Self>,
 }
 
 impl Handler for Pages {
@@ -31,8 +34,9 @@ impl Handler for Pages {
         let first = offset - offset % self.page;
         let end = (first + self.page).min(self.bytes.size().get());
         let page = self.bytes.rows(first..end.max(first)).ok().filter(|page| page.size().get() > 0)?;
-        let runtime = self.runtime.clone();
-        Some(Box::pin(async move { runtime.pin(&page).await }))
+        // Owned by the request, which outlives this call.
+        let pages = self.own.upgrade()?;
+        Some(Box::pin(async move { pages.walker.pin(&page).await }))
     }
 
     fn may_keep(&self) -> usize {
@@ -85,6 +89,7 @@ impl Mapped {
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );
         }
+        let path = path.as_ref();
         let model = runtime.open_parsed(format::open_bytes(path)?)?;
         let bytes = model.tensor(BYTES)?;
         let start = bytes.address();
@@ -96,12 +101,18 @@ impl Mapped {
         let len = usize::try_from(bytes.size().get())
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
         let page = core.page();
-        let pages = Arc::new(Pages {
-            runtime: runtime.clone(),
+        let walker = runtime.walker()?;
+        // What is no model has no order.
+        let order = format::open(path).map(|header| order::of(&header)).unwrap_or_default();
+        let order: Vec<Tensor> = order.into_iter().map(|range| bytes.rows(range)).collect::<Result<_>>()?;
+        walker.plan(&order, true);
+        let pages = Arc::new_cyclic(|own| Pages {
+            walker,
             bytes,
             page,
             may_keep: (frames / 2) as usize,
             failure: Mutex::new(None),
+            own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
         core.handle(start, Some(handler));
