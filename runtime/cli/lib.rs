@@ -19,6 +19,7 @@ mod policies;
 mod probe;
 mod report;
 mod residency;
+mod run;
 mod simulate;
 mod trial;
 
@@ -56,6 +57,8 @@ enum Command {
     Report(report::Options),
     /// Forecast how long passes over a model take on a machine that is only described
     Simulate(simulate::Options),
+    /// Run a program whose model files are larger than memory: their pages come and go within a budget
+    Run(run::Options),
 }
 
 /// The result of a command, which can be printed as a JSON object or as text.
@@ -83,6 +86,8 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),
         Command::Report(options) => report::run(&options, own).map(|report| render(&report, options.json)),
         Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
+        // The program takes the place of this one.
+        Command::Run(options) => return fail(&run::run(&options).to_string()),
     };
     let written = match done {
         Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),

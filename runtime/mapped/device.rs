@@ -205,6 +205,25 @@ impl Core {
         published
     }
 
+    /// Whether the program sees the page.
+    pub fn is_published(&self, page: u64) -> bool {
+        let layout = self.layout.lock();
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        occupant.is_some_and(|frame| layout.frames[frame as usize].published)
+    }
+
+    /// Hides a page that is pinned: its next touch is seen.
+    pub fn hide(&self, page: u64) {
+        let mut layout = self.layout.lock();
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize))
+            && let Err(error) = self.take_back(frame)
+        {
+            // It stays visible: a use goes unseen, and no more.
+            tracing::debug!(%error, "a page was not hidden");
+        }
+    }
+
     /// A thread waits for this page: it is published as soon as it is filled.
     pub fn want(&self, page: u64) {
         if let Some(range) = self.layout.lock().range_mut(page) {

@@ -39,6 +39,8 @@ pub type Request = Pin<Box<dyn Future<Output = Result<PinGuard>> + Send>>;
 pub trait Handler: Send + Sync + fmt::Debug {
     /// Asks for the page `offset` bytes into the range; `None` if the range has no such page.
     fn request(&self, offset: u64) -> Option<Request>;
+    /// Whether a page is hidden again when the thread lets go of it, so that its next use is seen.
+    fn hides(&self) -> bool;
     /// How many pages the thread may keep pinned for this range.
     fn may_keep(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
@@ -163,12 +165,20 @@ struct Pending {
     waker: Arc<Rung>,
 }
 
+/// A page that was published, and is pinned for the moment.
+struct Kept {
+    range: u64,
+    page: u64,
+    handler: Weak<dyn Handler>,
+    _guard: PinGuard,
+}
+
 struct Worker {
     core: Weak<Core>,
     bell: Arc<Bell>,
     pending: Vec<Pending>,
-    /// The pages that were published last, with their ranges.
-    kept: VecDeque<(u64, PinGuard)>,
+    /// The pages that were published last.
+    kept: VecDeque<Kept>,
 }
 
 impl Drop for Worker {
@@ -219,7 +229,7 @@ impl Worker {
             match command {
                 Command::Forget(range, tell) => {
                     self.pending.retain(|pending| pending.range != range);
-                    self.kept.retain(|(of, _)| *of != range);
+                    self.kept.retain(|kept| kept.range != range);
                     let _ = tell.send(());
                 }
             }
@@ -264,19 +274,23 @@ impl Worker {
                 continue;
             };
             let Pending { range, offset, handler, .. } = self.pending.swap_remove(at);
-            let handler = handler.upgrade();
+            let answers = handler.upgrade();
             let shown = result.and_then(|guard| core.show(range + offset).map(|()| guard));
             match shown {
                 Ok(guard) => {
-                    self.kept.push_back((range, guard));
-                    let most = handler.map_or(1, |handler| handler.may_keep()).clamp(1, KEPT);
+                    let most = answers.map_or(1, |answers| answers.may_keep()).clamp(1, KEPT);
+                    self.kept.push_back(Kept { range, page: range + offset, handler, _guard: guard });
                     while self.kept.len() > most {
-                        self.kept.pop_front();
+                        let Some(old) = self.kept.pop_front() else { break };
+                        let again = self.kept.iter().any(|kept| kept.page == old.page);
+                        if !again && old.handler.upgrade().is_some_and(|answers| answers.hides()) {
+                            core.hide(old.page);
+                        }
                     }
                 }
                 Err(error) => {
-                    if let Some(handler) = handler {
-                        handler.failed(offset, error);
+                    if let Some(answers) = answers {
+                        answers.failed(offset, error);
                     }
                     core.poison(range + offset);
                 }

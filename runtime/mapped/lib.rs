@@ -16,6 +16,7 @@
 
 mod device;
 mod faults;
+mod followed;
 mod mapped;
 mod memory;
 mod order;

@@ -3,23 +3,39 @@
 use std::fmt;
 use std::ops::Deref;
 use std::path::Path;
+use std::future::Future;
+use std::pin::pin;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Waker};
 
 use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker, format};
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, NAME};
 use crate::faults::{self, Handler, Request};
+use crate::followed::Followed;
 use crate::order;
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
 
+/// Faults between looks at whether the walker follows an order.
+const LOOK: u64 = 32;
+
 #[derive(Debug)]
 struct Pages {
+    runtime: Runtime,
+    core: Arc<Core>,
+    start: u64,
     /// The uses of this mapping, and their order.
     walker: Walker,
+    followed: Followed,
+    /// Faults so far.
+    faults: AtomicU64,
+    /// Whether the walker follows no order: then every use must be seen, for one to be learned.
+    learning: AtomicBool,
     /// The whole file.
     bytes: Tensor,
     page: u64,
@@ -29,14 +45,42 @@ struct Pages {
     own: Weak<Self>,
 }
 
+impl Pages {
+    /// The bytes of a page, as a tensor; `None` behind the end of the file.
+    fn page(&self, index: u32) -> Option<Tensor> {
+        let first = u64::from(index) * self.page;
+        let end = (first + self.page).min(self.bytes.size().get());
+        if first < end { self.bytes.rows(first..end).ok() } else { None }
+    }
+
+    /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
+    fn tell_of_the_unseen(&self, index: u32) {
+        for passed in self.followed.passed(index) {
+            let there = self.core.is_published(self.start + u64::from(passed) * self.page);
+            if let Some(page) = self.page(passed).filter(|_| there) {
+                // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a wait.
+                let mut request = pin!(self.walker.pin(&page));
+                drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
+            }
+        }
+        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
+            let mine = self.runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
+            self.learning.store(mine.is_none_or(|stats| stats.places.is_empty()), Ordering::Relaxed);
+        }
+    }
+}
+
 impl Handler for Pages {
     fn request(&self, offset: u64) -> Option<Request> {
-        let first = offset - offset % self.page;
-        let end = (first + self.page).min(self.bytes.size().get());
-        let page = self.bytes.rows(first..end.max(first)).ok().filter(|page| page.size().get() > 0)?;
+        let page = self.page((offset / self.page) as u32)?;
+        self.tell_of_the_unseen((offset / self.page) as u32);
         // Owned by the request, which outlives this call.
         let pages = self.own.upgrade()?;
         Some(Box::pin(async move { pages.walker.pin(&page).await }))
+    }
+
+    fn hides(&self) -> bool {
+        self.learning.load(Ordering::Relaxed)
     }
 
     fn may_keep(&self) -> usize {
@@ -106,8 +150,21 @@ impl Mapped {
         let order = format::open(path).map(|header| order::of(&header)).unwrap_or_default();
         let order: Vec<Tensor> = order.into_iter().map(|range| bytes.rows(range)).collect::<Result<_>>()?;
         walker.plan(&order, true);
+        let pages_of = |tensor: &Tensor| {
+            let first = (tensor.address() - start) / page;
+            let end = (tensor.address() - start + tensor.size().get()).div_ceil(page);
+            first as u32..end as u32
+        };
+        let mut known: Vec<u32> = order.iter().flat_map(pages_of).collect();
+        known.dedup();
         let pages = Arc::new_cyclic(|own| Pages {
+            runtime: runtime.clone(),
+            core: core.clone(),
+            start,
             walker,
+            followed: Followed::new(known),
+            faults: AtomicU64::new(0),
+            learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
             may_keep: (frames / 2) as usize,
