@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::budget::device_frames_of;
 use crate::device::{DeviceFactory, Host, HostDevice, LinkModel};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
 use crate::lookahead::Lookahead;
@@ -117,13 +117,21 @@ pub(crate) enum PolicyChoice {
 }
 
 impl PolicyChoice {
-    /// The policy, and what becomes of it where it is not one of ours.
-    pub(crate) fn build(&self) -> (Box<dyn Policy>, Option<Fate>) {
+    /// The policy, and what becomes of it if it is the caller's.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the caller's closure panics.
+    pub(crate) fn build(&self) -> Result<(Box<dyn Policy>, Option<Fate>)> {
         match self {
-            Self::Kind(kind) => (kind.build(), None),
+            Self::Kind(kind) => Ok((kind.build(), None)),
             Self::Custom(make) => {
-                let (policy, fate) = Guarded::new(make());
-                (Box::new(policy), Some(fate))
+                let own = caught(|| make()).map_err(|message| {
+                    let what = format!("the closure that makes the policy panicked ({message})");
+                    Error::new(ErrorKind::InvalidArgument, what)
+                        .remedy("correct the closure given to RuntimeBuilder::custom_policy")
+                })?;
+                let (policy, fate) = Guarded::new(own);
+                Ok((Box::new(policy), Some(fate)))
             }
         }
     }
@@ -585,6 +593,15 @@ mod tests {
     use crate::device::{Completions, Device, DeviceSettings};
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
+
+    #[test]
+    fn regression_a_panic_that_makes_a_policy_is_an_error() {
+        let builder = Runtime::builder().device_budget(Bytes::mib(4));
+        let error = builder.clone().custom_policy(|| panic!("on purpose")).open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("on purpose") && error.advice().is_some(), "{error}");
+        builder.custom_policy(|| PolicyKind::Lru.build()).open().unwrap().close().unwrap();
+    }
 
     #[test]
     fn regression_of_a_model_on_several_disks_the_slowest_counts() {

@@ -298,7 +298,7 @@ impl Runtime {
             lookahead: page_size.pages_for(settings.lookahead.value.get()) as u32,
             page_bytes,
         };
-        let (policy, fate) = config.policy.build();
+        let (policy, fate) = config.policy.build()?;
         let mut pager = Pager::new(pager_config, policy);
         if device.makes_bare_frames() {
             pager.frames_are_bare();
