@@ -1,5 +1,5 @@
-//! What devices with streams of their own have in common, for authors of a [`Device`](super::Device): reports, closures,
-//! and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
+//! What devices with streams of their own have in common, for authors of a [`Device`](super::Device): reports,
+//! closures, and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,8 +26,8 @@ pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
     done.clear();
 }
 
-/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the error
-/// is logged.
+/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the
+/// error is logged.
 pub fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
     let Some(token) = token else {
         tracing::warn!(%error, "a stream operation was not run");

@@ -22,8 +22,8 @@ use super::parts::{BATCH_OPERATIONS_MAX, closed, report, run_call, unknown_event
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to wake
-/// up. Or after [`BATCH_OPERATIONS_MAX`] operations.
+/// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to
+/// wake up. Or after [`BATCH_OPERATIONS_MAX`] operations.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
 
 /// Runs the copies in a stream's queue. The stream runs closures itself.

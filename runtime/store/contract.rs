@@ -22,9 +22,9 @@ use crate::pager::Priority;
 ///
 /// 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may hand a demand
 ///    read back to its caller instead: `OwnRead::run` does both.
-/// 2. Every submitted operation completes exactly once, through [`Completions`](crate::device::Completions), with success only if all `valid`
-///    bytes were transferred. A short transfer is continued from where it stopped; end of file before `valid` bytes is
-///    an [`Io`](crate::ErrorKind::Io) error that says how many came.
+/// 2. Every submitted operation completes exactly once, through [`Completions`](crate::device::Completions), with
+///    success only if all `valid` bytes were transferred. A short transfer is continued from where it stopped; end of
+///    file before `valid` bytes is an [`Io`](crate::ErrorKind::Io) error that says how many came.
 /// 3. The buffer is borrowed from `submit` until completion. No cancel gives it back earlier.
 /// 4. Operations waiting in the store start in priority order, oldest first within a priority. An operation that the
 ///    kernel has is not taken back. `raise` moves a waiting operation up.
@@ -46,7 +46,8 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Takes a source of pages into the store, to be read like a model's file.
     ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no thread.
+    /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no
+    /// thread.
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         Err(Error::new(ErrorKind::Unsupported, format!("this store reads no sources such as {}", source.name()))
             .remedy("open it with StoreOptions"))

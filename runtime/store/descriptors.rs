@@ -1,11 +1,11 @@
-//! Open descriptors of model files. Of a model in thousands of files only those used last are open; the others are opened
-//! again when an operation begins.
+//! Open descriptors of model files. Of a model in thousands of files only those used last are open; the others are
+//! opened again when an operation begins.
 //!
 //! # Invariants
 //!
 //! 1. A file that is opened again is the one it was: its identity is compared before anything is read (`file.rs`).
-//! 2. An operation that has begun holds its descriptor. So a file that is closed to make room is closed when the last such
-//!    operation has ended. One that waits holds none.
+//! 2. An operation that has begun holds its descriptor. So a file that is closed to make room is closed when the last
+//!    such operation has ended. One that waits holds none.
 //! 3. The lock is held for no call of the kernel.
 
 use std::fs::File;

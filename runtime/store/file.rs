@@ -228,8 +228,8 @@ impl OpenFile {
         self.identity.is_some()
     }
 
-    /// Fails if the file, of which an operation has this handle, has changed since it was taken in. Never fails for a file
-    /// without identity.
+    /// Fails if the file, of which an operation has this handle, has changed since it was taken in. Never fails for a
+    /// file without identity.
     pub fn check_identity(&self, handle: Option<&File>) -> Result<()> {
         let difference = match (&self.identity, &self.content, handle) {
             (Some(Identity::File(then)), _, Some(file)) => {
@@ -278,8 +278,8 @@ impl fmt::Debug for OpenFile {
     }
 }
 
-/// Pages are read whole and in an order of our own: what the kernel reads ahead of them would be thrown away. Direct I/O
-/// has no read-ahead.
+/// Pages are read whole and in an order of our own: what the kernel reads ahead of them would be thrown away. Direct
+/// I/O has no read-ahead.
 fn stop_readahead(file: &File, direct: bool) {
     if !direct {
         advise(file, 0, 0, libc::POSIX_FADV_RANDOM);

@@ -123,8 +123,8 @@ fn ask(source: &CaughtSource, active: &Active) -> Result<i32> {
     let rest = active.remainder();
     // A source is not asked for bytes behind its end.
     let len = rest.len.min(u32::try_from(source.len().saturating_sub(rest.offset)).unwrap_or(u32::MAX));
-    // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the store
-    // contract), and it is memory of a frame or a staging buffer, which has been initialised.
+    // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the
+    // store contract), and it is memory of a frame or a staging buffer, which has been initialised.
     let bytes = unsafe { std::slice::from_raw_parts_mut(rest.buffer.as_ptr(), len as usize) };
     match source.read_at(rest.offset, bytes) {
         Ok(came) => Ok(i32::try_from(came).unwrap_or(i32::MAX)),

@@ -139,8 +139,8 @@ impl<D: Driver> Worker<D> {
     fn run(mut self) {
         exact_timers();
         let core = Arc::clone(&self.core);
-        // The driver is entered while there is anything to poll, but not while others' code runs, which may enter it for
-        // another GPU.
+        // The driver is entered while there is anything to poll, but not while others' code runs, which may enter it
+        // for another GPU.
         let mut current = None;
         while self.rest(&mut current) {
             self.ask(&core, &mut current);

@@ -32,7 +32,8 @@ fn program() -> String {
     name.rsplit_once('-').map_or(name.clone(), |(program, _)| program.to_owned())
 }
 
-/// The line that replays this case of `test`. Must be called on the test's own thread, which has the test's whole name.
+/// The line that replays this case of `test`, in any folder of the workspace. Must be called on the test's own thread,
+/// which has the test's whole name.
 pub fn line(test: &str, seed: u64) -> String {
     let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
     let features = if outcore::testing::STRICT { " --features strict" } else { "" };
@@ -40,8 +41,10 @@ pub fn line(test: &str, seed: u64) -> String {
     let thread = thread::current();
     let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
     let exact = if name.len() > test.len() { "--exact " } else { "" };
+    // Cargo names the package to the tests that it runs.
+    let package = std::env::var("CARGO_PKG_NAME").map_or(String::new(), |package| format!(" -p {package}"));
     format!(
-        "replay: {SEED}={seed} {}cargo test{release}{features} --test {} -- {exact}--include-ignored {name}",
+        "replay: {SEED}={seed} {}cargo test{release}{package}{features} --test {} -- {exact}--include-ignored {name}",
         sizes.collect::<String>(),
         program(),
     )
@@ -62,5 +65,16 @@ impl Drop for Case {
         if thread::panicking() {
             eprintln!("{}", self.0);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// Without its package, cargo would look for the test program in the default one.
+    #[test]
+    fn regression_the_replay_line_names_the_package() {
+        let line = super::line("a_test", 7);
+        let words = ["replay: OUTCORE_SEED=7 ", " -p outcore-testkit", " --test outcore_testkit ", " a_test"];
+        assert!(words.iter().all(|word| line.contains(word)), "{line}");
     }
 }
