@@ -626,30 +626,33 @@ impl Runtime {
     /// waits for them, and holds nothing meanwhile: it is passed by at most 16 later ones
     /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)).
     ///
+    /// A tensor of another runtime is [refused](ErrorKind::InvalidArgument), here and in the other methods that pin.
+    ///
     /// Whoever needs several tensors at once takes them as [a set](Self::pin_set). Whoever holds guards and asks for more
     /// does so in [a scope](Self::scope): of guards outside of scopes nobody can tell that they wait for each other, and
     /// [`waiting`](Self::waiting) says who waits for what.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
-    /// Pins a read-write tensor's pages for writing: nobody else has them meanwhile. Waits as [`pin`](Self::pin) does.
+    /// Pins a read-write tensor's pages for writing: nobody else has them meanwhile. Waits and refuses as
+    /// [`pin`](Self::pin) does.
     #[inline]
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
     /// Pins several tensors' pages for reading, as a unit: all or none, so that two callers that need sets can never
     /// hold half each.
     pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
     /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
     /// fine.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
     /// Requests that wait, what for, and who holds it: what to look at when nothing goes on. Printed, it is a line for each.
@@ -696,7 +699,7 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
     /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
@@ -726,12 +729,12 @@ impl Runtime {
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream))
+        PinRequest::new(DevicePinsOn::new(tensors, stream), &self.shared)
     }
 
     /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
@@ -780,10 +783,13 @@ impl Runtime {
         Ok(waves)
     }
 
-    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
+    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens. A tensor of
+    /// another runtime is left out.
     pub fn prefetch(&self, tensor: &Tensor) {
-        let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        if tensor.is_of(&self.shared) {
+            let run = tensor.run();
+            self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        }
     }
 
     /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
@@ -795,7 +801,7 @@ impl Runtime {
     }
 
     fn runs_of_ours(&self, tensors: &[Tensor]) -> Vec<PageRun> {
-        let ours = tensors.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
         ours.map(Tensor::run).collect()
     }
 
@@ -828,10 +834,13 @@ impl Runtime {
     }
 
     /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.
-    /// Returns how many pages it set in motion.
+    /// Returns how many pages it set in motion: none of a tensor of another runtime.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
+        if !tensor.is_of(&self.shared) {
+            return 0;
+        }
         let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
+        self.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
     /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can; returns how
@@ -998,7 +1007,7 @@ impl Runtime {
         self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
     }
 
-    /// Where the pages of a tensor's segment are.
+    /// Where the pages of a tensor's segment are, whatever runtime it is of.
     ///
     /// A segment of more than 1024 pages is looked at in slices of that many. Between two slices other threads may pin,
     /// fill and evict, so that only the pages of one slice are of one moment: a page that moves meanwhile may be seen in
