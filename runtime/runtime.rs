@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -29,7 +30,7 @@ use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
     CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
-    scratch_on_a_disk,
+    no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
@@ -344,7 +345,18 @@ impl Runtime {
     /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        self.open_parsed(format::open(path.as_ref())?)
+        self.open_parsed(self.with_descriptors(|| format::open(path.as_ref()))?)
+    }
+
+    /// Opens files. If the process has no descriptor left, the store closes some of its files, and it is tried again.
+    fn with_descriptors<T>(&self, open: impl Fn() -> Result<T>) -> Result<T> {
+        match open() {
+            Err(error) if lacks_descriptors(&error) => {
+                self.engine().store.spare_descriptors();
+                open()
+            }
+            opened => opened,
+        }
     }
 
     /// Opens a model whose headers were read before, to choose budgets by them, say; they are not read again.
@@ -369,13 +381,19 @@ impl Runtime {
             self.shared.model_dir.get_or_init(|| dir.to_owned());
         }
         self.open_with(header, &|file| {
-            let failed = |cause| Error::io(format!("open {}", file.path.display()), cause);
-            let handle = File::open(&file.path).map_err(failed)?;
-            let now = handle.metadata().map_err(failed)?;
-            if FileState::of(&now) != file.state {
-                return Err(changed_since(file));
-            }
-            self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            let failed = |cause| {
+                let remedy =
+                    "leave the model's files where they are, and see how many a process may have open (ulimit -n)";
+                Error::io(format!("open {}", file.path.display()), cause).remedy(remedy)
+            };
+            self.with_descriptors(|| {
+                let handle = File::open(&file.path).map_err(failed)?;
+                let now = handle.metadata().map_err(failed)?;
+                if FileState::of(&now) != file.state {
+                    return Err(changed_since(file));
+                }
+                self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            })
         })
     }
 
@@ -1119,6 +1137,11 @@ impl RuntimeBuilder {
     pub fn open(self) -> Result<Runtime> {
         Runtime::open(self)
     }
+}
+
+fn lacks_descriptors(error: &Error) -> bool {
+    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    cause.is_some_and(no_descriptor_left)
 }
 
 fn changed_since(file: &ModelFile) -> Error {

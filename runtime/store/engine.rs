@@ -129,6 +129,10 @@ impl Store for Engine {
         self.add(OpenFile::open(file, path, usage, self.direct, &self.descriptors)?)
     }
 
+    fn spare_descriptors(&self) {
+        self.descriptors.close_half();
+    }
+
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         if self.shared.state.lock().closing {
             return Err(closed().context(format!("add {}", source.name())));

@@ -64,6 +64,10 @@ impl Store for WithSources {
         Ok(id)
     }
 
+    fn spare_descriptors(&self) {
+        self.files.spare_descriptors();
+    }
+
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         let sources = match self.sources.get() {
             Some(sources) => sources,
