@@ -5,6 +5,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use outcore::device::{
     Completion, Completions, Device, DeviceFactory, DeviceSettings, LinkModel, StreamKind, StreamOp, Token,
@@ -169,13 +170,13 @@ fn regression_a_receiver_that_panics_does_not_end_the_device() {
     let (tell, told) = mpsc::channel();
     give.send(Box::new(move || tell.send(()).unwrap())).unwrap();
     device.submit(stream, StreamOp::Mark, Some(Token(2)));
-    told.recv().expect("the second completion is reported");
+    told.recv_timeout(Duration::from_secs(60)).expect("the second completion is reported");
     device.close().unwrap();
 }
 
 #[test]
 fn what_it_cannot_have_is_refused_by_its_own_error() {
-    let link = LinkModel::new(Bytes::gib(8), std::time::Duration::from_micros(5), true).unwrap();
+    let link = LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap();
     let error = builder().link(link).open().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("the device accelerator has a link of its own"), "{error}");
