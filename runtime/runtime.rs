@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -29,7 +30,7 @@ use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
     CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
-    scratch_on_a_disk,
+    no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
@@ -352,7 +353,18 @@ impl Runtime {
     /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        self.open_parsed(format::open(path.as_ref())?)
+        self.open_parsed(self.with_descriptors(|| format::open(path.as_ref()))?)
+    }
+
+    /// Opens files. If the process has no descriptor left, the store closes some of its files, and it is tried again.
+    fn with_descriptors<T>(&self, open: impl Fn() -> Result<T>) -> Result<T> {
+        match open() {
+            Err(error) if lacks_descriptors(&error) => {
+                self.engine().store.spare_descriptors();
+                open()
+            }
+            opened => opened,
+        }
     }
 
     /// Opens a model whose headers were read before, for example to choose budgets by them. They are not read again.
@@ -377,13 +389,19 @@ impl Runtime {
             self.shared.model_dir.get_or_init(|| dir.to_owned());
         }
         self.open_with(header, &|file| {
-            let failed = |cause| Error::io(format!("open {}", file.path.display()), cause);
-            let handle = File::open(&file.path).map_err(failed)?;
-            let now = handle.metadata().map_err(failed)?;
-            if FileState::of(&now) != file.state {
-                return Err(changed_since(file));
-            }
-            self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            let failed = |cause| {
+                let remedy =
+                    "leave the model's files where they are, and see how many a process may have open (ulimit -n)";
+                Error::io(format!("open {}", file.path.display()), cause).remedy(remedy)
+            };
+            self.with_descriptors(|| {
+                let handle = File::open(&file.path).map_err(failed)?;
+                let now = handle.metadata().map_err(failed)?;
+                if FileState::of(&now) != file.state {
+                    return Err(changed_since(file));
+                }
+                self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            })
         })
     }
 
@@ -637,31 +655,32 @@ impl Runtime {
     /// of others are in the way, it waits for them, and holds nothing meanwhile. At most 16 later requests
     /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)) pass it.
     ///
+    /// A tensor of another runtime is [refused](ErrorKind::InvalidArgument), here and in the other methods that pin.
+    ///
     /// If you need several tensors at once, pin them as [a set](Self::pin_set). If you hold guards and need more, pin
     /// in [a scope](Self::scope): outcore cannot tell that guards outside of scopes wait for each other.
-    /// [`waiting`](Self::waiting) says who waits for what.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
-    /// Pins a read-write tensor's pages for writing. No other guard has them meanwhile. Waits as [`pin`](Self::pin)
-    /// does.
+    /// Pins a read-write tensor's pages for writing. No other guard has them meanwhile. Waits and refuses as
+    /// [`pin`](Self::pin) does.
     #[inline]
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
     /// Pins several tensors' pages for reading, as a unit: all or none. So two callers that need sets can never hold
     /// half each.
     pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
     /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; they may share a
     /// page.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
     /// Lists the requests that wait, what they wait for, and who holds it: look here if nothing goes on. Printed, it
@@ -709,7 +728,7 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
     /// Pins several tensors' pages for reading by work on `stream`, as a unit. The guard may come before the bytes are
@@ -740,12 +759,12 @@ impl Runtime {
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream))
+        PinRequest::new(DevicePinsOn::new(tensors, stream), &self.shared)
     }
 
     /// As [`pin_device`](Self::pin_device), for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
     /// Splits tensors into sets that each fit in `pages` pages, in order. A larger tensor is split into row ranges.
@@ -793,10 +812,13 @@ impl Runtime {
         Ok(waves)
     }
 
-    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
+    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens. A tensor of
+    /// another runtime is left out.
     pub fn prefetch(&self, tensor: &Tensor) {
-        let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        if tensor.is_of(&self.shared) {
+            let run = tensor.run();
+            self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        }
     }
 
     /// Declares the order in which tensors pinned without a [`Walker`] will be used, repeated for ever if `cyclic`. An
@@ -808,7 +830,7 @@ impl Runtime {
     }
 
     fn runs_of_ours(&self, tensors: &[Tensor]) -> Vec<PageRun> {
-        let ours = tensors.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
         ours.map(Tensor::run).collect()
     }
 
@@ -841,10 +863,13 @@ impl Runtime {
     }
 
     /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.
-    /// Returns how many pages it set in motion.
+    /// Returns how many pages it set in motion: none of a tensor of another runtime.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
+        if !tensor.is_of(&self.shared) {
+            return 0;
+        }
         let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
+        self.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
     /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can.
@@ -1020,7 +1045,7 @@ impl Runtime {
         self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
     }
 
-    /// Where the pages of a tensor's segment are.
+    /// Where the pages of a tensor's segment are, whatever runtime it is of.
     ///
     /// The pages are read in slices of 1024. Between two slices other threads may pin, fill and evict, so only the
     /// pages of one slice are of one moment. In a larger segment a page that moves meanwhile may be seen in its old
@@ -1138,6 +1163,11 @@ impl RuntimeBuilder {
     pub fn open(self) -> Result<Runtime> {
         Runtime::open(self)
     }
+}
+
+fn lacks_descriptors(error: &Error) -> bool {
+    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    cause.is_some_and(no_descriptor_left)
 }
 
 fn changed_since(file: &ModelFile) -> Error {

@@ -31,7 +31,9 @@
 //!    never destroys it. `forget_stream` waits for nothing; tokens submitted before are still reported. While a stream
 //!    is being captured into a graph, every operation on it is refused, so none becomes part of the graph.
 //! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
-//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is dropped.
+//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is dropped. The last owner may
+//!    go on one of the device's own threads, in the receiver of completions or in a closure. A drop there does not wait
+//!    for that thread, which ends when nothing is left for it. Nor does a `close`, unless it refuses.
 
 mod ballast;
 mod factory;

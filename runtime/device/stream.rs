@@ -163,7 +163,7 @@ impl Stream {
         // A closure on the stream may hold the device's last owner; its thread cannot wait for itself.
         let foreign = thread.filter(|t| t.thread().id() != thread::current().id());
         if foreign.is_some_and(|t| t.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked"));
+            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked").remedy("report this as a bug"));
         }
         match &self.timeline.state.lock().failure {
             Some((_, error)) => Err(error.clone()),

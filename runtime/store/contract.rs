@@ -31,9 +31,9 @@ use crate::pager::Priority;
 /// 5. A model file's identity (device, inode, size, mtime) is compared with the one at open after a read of it has
 ///    ended and before its completion is reported. A difference is [`ModelChanged`](crate::ErrorKind::ModelChanged),
 ///    whatever was read. Reads of one file that end together share one comparison, after the last of them.
-/// 6. EINTR and EAGAIN are repeated. A read that failed with EIO is tried again twice. [`retries`](Store::retries)
-///    counts these tries of reads, except those after EINTR. EFAULT is reported as
-///    [`Internal`](crate::ErrorKind::Internal).
+/// 6. EINTR is repeated; of a file, EAGAIN too. A read that failed with EIO is tried again twice.
+///    [`retries`](Store::retries) counts these tries of reads, except those after EINTR. EFAULT of the kernel is
+///    reported as [`Internal`](crate::ErrorKind::Internal).
 /// 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
 ///    [`Closed`](crate::ErrorKind::Closed). If no operation ends within the limit, `close` fails and says how many
 ///    operations are outstanding. Those may never complete, and their memory must stay. Operations that were never
@@ -43,6 +43,8 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn backend(&self) -> IoBackend;
     /// Adds a file to the store. `path` is for messages.
     fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
+    /// Closes half of the files that it can open again, for whoever finds no descriptor left in the process.
+    fn spare_descriptors(&self) {}
     /// Takes a source of pages into the store, to be read like a model's file.
     ///
     /// # Errors

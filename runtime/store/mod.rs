@@ -41,6 +41,7 @@ use crate::pager::Priority;
 
 pub(crate) use self::caught_source::CaughtSource;
 pub(crate) use self::contract::Store;
+pub(crate) use self::descriptors::no_descriptor_left;
 pub use self::disk::DiskProfile;
 pub(crate) use self::file::FileUse;
 pub use self::file::{DirectAlignment, FileIdentity};

@@ -104,7 +104,8 @@ impl<D: Driver> Reaper<D> {
         // A receiver of completions may hold the device's last owner. The thread cannot wait for itself, and ends soon.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
         if foreign.is_some_and(|thread| thread.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked"));
+            return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked")
+                .remedy("report this as a bug"));
         }
         Ok(())
     }
