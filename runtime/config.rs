@@ -673,10 +673,10 @@ mod tests {
         let runtime = builder.clone().device_budget(share(1)).open().unwrap();
         assert!(runtime.stats().page_size.bytes() <= 256 << 10, "{:?}", runtime.stats().settings);
         runtime.close().unwrap();
-        // A GPU is asked when it is open.
-        let gpu = builder.device(Elsewhere).device_budget(share(90)).settings().unwrap();
-        assert!(gpu.page_size.reason.contains("GPU") && gpu.lookahead.reason.contains("not known"), "{gpu:?}");
-        assert_eq!(gpu.lookahead.value, Bytes::mib(32), "{gpu:?}");
+        // A device with memory of its own is asked when it is open.
+        let own = builder.device(Elsewhere).device_budget(share(90)).settings().unwrap();
+        assert!(own.page_size.reason.contains("own memory") && own.lookahead.reason.contains("not known"), "{own:?}");
+        assert_eq!(own.lookahead.value, Bytes::mib(32), "{own:?}");
         assert!(Runtime::builder().settings().unwrap().page_size.reason.contains("no model"));
     }
 
