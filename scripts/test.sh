@@ -65,10 +65,7 @@ step_without-cuda() {
         { echo "without-cuda: a test did not run" >&2; exit 1; }
 }
 
-# Cargo compiles doctests only to run them, so only what they need is built before.
-build_doctests() {
-    cargo build "${everything[@]}" --lib
-}
+# Cargo compiles doctests only to run them, with the libraries of `workspace`.
 step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The variable that holds the seed to replay.
 const SEED: &str = "OUTCORE_SEED";
 /// Other variables that a case depends on.
-const SIZES: [&str; 3] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS"];
+const SIZES: [&str; 4] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS", ALL];
 
 /// The seed that is to be replayed, if there is one.
 pub fn replayed() -> Option<u64> {
@@ -23,6 +23,22 @@ pub fn seed(test: &str) -> u64 {
     let seed = first_seed();
     eprintln!("{}", line(test, seed));
     seed
+}
+
+/// The variable that has every like case tried.
+const ALL: &str = "OUTCORE_ALL";
+
+/// Of cases that are numbered from 1 on and alike, those to try: each third from a place on that another run has
+/// elsewhere; all if `OUTCORE_ALL` is set. Prints the line that tries them again.
+pub fn a_third(test: &str) -> impl Iterator<Item = u64> + Clone + use<> {
+    each(3, test)
+}
+
+/// As [`a_third`], each `nth`.
+pub fn each(nth: u64, test: &str) -> impl Iterator<Item = u64> + Clone + use<> {
+    let all = std::env::var_os(ALL).is_some();
+    let (first, step) = if all { (1, 1) } else { (1 + seed(test) % nth, nth) };
+    (first..).step_by(step as usize)
 }
 
 /// The name of this test program: that of its file, without the hash that cargo gives it.
