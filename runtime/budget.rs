@@ -4,12 +4,12 @@ use crate::device::HostSlab;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 
-/// Page tables of a tier's frames beside its budget: what exceeds this is taken from the budget. With what the runtime itself
-/// takes, both are within the 32 MiB that a process may hold beside its budgets.
+/// Page tables of a tier's frames that do not count in its budget; what exceeds this is taken from the budget. Both
+/// together, with what the runtime itself takes, are within the 32 MiB that a process may hold beside its budgets.
 const DEVICE_TABLES_BESIDE: Bytes = Bytes::mib(16);
 const HOST_TABLES_BESIDE: Bytes = Bytes::mib(8);
 
-/// How many frames a device budget holds, if each can have `tables` of its own.
+/// How many frames a device budget holds, if each can have `tables` of page tables.
 pub(crate) fn device_frames_of(budget: Bytes, page: PageSize, tables: Bytes) -> Result<u32> {
     frames_of("device", budget, page, tables, DEVICE_TABLES_BESIDE)
 }
@@ -18,8 +18,8 @@ pub(crate) fn host_frames_of(budget: Bytes, page: PageSize) -> Result<u32> {
     frames_of("host", budget, page, HostSlab::tables_of_a_frame(page), HOST_TABLES_BESIDE)
 }
 
-/// How many frames a budget holds, if each can have `tables`, which count as far as all frames together can have more than
-/// `beside`.
+/// How many frames a budget holds, if each can have `tables` of page tables. The tables of all frames together count as
+/// far as they exceed `beside`.
 fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: Bytes) -> Result<u32> {
     let with_tables = (budget + beside).get() / (page.bytes() + tables.get());
     u32::try_from(with_tables.min(budget.get() / page.bytes())).map_err(|_| {

@@ -130,8 +130,8 @@ impl ComputeStream {
     }
 
     /// Waits until everything that is on the stream has ended. Results of work with tensors [pinned for the
-    /// stream](crate::Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may have
-    /// failed, and the device with it.
+    /// stream](crate::Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may
+    /// have failed, and the device with it.
     ///
     /// # Errors
     /// The first failure of a closure; the loss of the device; errors that

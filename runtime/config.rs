@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::budget::device_frames_of;
 use crate::device::{DeviceFactory, Host, HostDevice, LinkModel};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
 use crate::lookahead::Lookahead;
@@ -21,7 +21,7 @@ use crate::settings::{Settings, Wanted};
 use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 use crate::verify::Verify;
 
-/// Buffers of the staging ring, where `asked` is what was asked for, if anything.
+/// How many buffers the staging ring has. `asked` is the memory that was asked for, if any.
 pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
     const DEFAULT_PAGES: u64 = 16;
     const DEFAULT_BYTES: Bytes = Bytes::mib(64);
@@ -33,7 +33,7 @@ pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
     pages.clamp(2, u64::from(u32::MAX)) as u32
 }
 
-/// How much device memory frames may take. [`Bytes`] become one by `into`.
+/// How much device memory frames may take. [`Bytes`] convert into one.
 ///
 /// ```
 /// use outcore::{Bytes, DeviceBudget};
@@ -48,19 +48,20 @@ pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceBudget {
-    /// This much.
+    /// This many bytes.
     Bytes(Bytes),
     /// A share of what is free on the device when the runtime opens.
     Free {
-        /// From 1 to 100.
+        /// The share in percent, from 1 to 100.
         percent: u8,
-        /// What stays free in any case: for kernels' workspace, other allocations of the program, and other programs.
+        /// What stays free in any case: for the workspace of kernels, other allocations of the program, and other
+        /// programs.
         headroom: Bytes,
     },
 }
 
 impl DeviceBudget {
-    /// The budget where `free` bytes are free.
+    /// The budget in bytes if `free` bytes are free.
     pub fn of(self, free: Bytes) -> Bytes {
         match self {
             Self::Bytes(bytes) => bytes,
@@ -116,13 +117,21 @@ pub(crate) enum PolicyChoice {
 }
 
 impl PolicyChoice {
-    /// The policy, and what becomes of it where it is not one of ours.
-    pub(crate) fn build(&self) -> (Box<dyn Policy>, Option<Fate>) {
+    /// The policy, and what becomes of it if it is the caller's.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the caller's closure panics.
+    pub(crate) fn build(&self) -> Result<(Box<dyn Policy>, Option<Fate>)> {
         match self {
-            Self::Kind(kind) => (kind.build(), None),
+            Self::Kind(kind) => Ok((kind.build(), None)),
             Self::Custom(make) => {
-                let (policy, fate) = Guarded::new(make());
-                (Box::new(policy), Some(fate))
+                let own = caught(|| make()).map_err(|message| {
+                    let what = format!("the closure that makes the policy panicked ({message})");
+                    Error::new(ErrorKind::InvalidArgument, what)
+                        .remedy("correct the closure given to RuntimeBuilder::custom_policy")
+                })?;
+                let (policy, fate) = Guarded::new(own);
+                Ok((Box::new(policy), Some(fate)))
             }
         }
     }
@@ -137,7 +146,7 @@ impl fmt::Debug for PolicyChoice {
     }
 }
 
-/// Longer than a drive that recovers takes, and its driver's own tries.
+/// Longer than a recovering drive and its driver's own retries take.
 const IO_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The disks of a model, measured at most once for a builder and its clones.
@@ -150,7 +159,7 @@ struct Measure {
 }
 
 impl Measure {
-    /// The largest file on each disk tells most about it.
+    /// Takes the largest file on each disk: it tells most about the disk.
     fn of(header: &ModelHeader) -> Self {
         let mut files: Vec<&ModelFile> = header.files.iter().collect();
         files.sort_by_key(|file| Reverse(file.len));
@@ -246,47 +255,52 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Where the device tier is: this process's own memory ([`Host`](crate::device::Host)) unless it is set. The crate
-    /// `outcore-cuda` has the memory of a GPU; see [`DeviceFactory`] for a device of your own. What uses the bytes of a
-    /// GPU's tier is a kernel, so pin them with [`Runtime::pin_device`](crate::Runtime::pin_device).
+    /// Sets where the device tier is. The default is this process's own memory ([`Host`](crate::device::Host)). The
+    /// crate `outcore-cuda` has the memory of a GPU; see [`DeviceFactory`] for a device of your own. Only kernels and
+    /// copies can use the bytes of a GPU's tier, so pin them with [`Runtime::pin_device`](crate::Runtime::pin_device).
     pub fn device(mut self, factory: impl DeviceFactory + 'static) -> Self {
         self.device = Arc::new(factory);
         self
     }
 
-    /// Memory for pages in the device tier, in bytes or as a share of what is free there. Whole pages count; the rest is
-    /// left. In this machine's memory page tables count too, as far as [those of all pages](HostDevice::tables_of_a_frame) can come
-    /// to more than 16 MiB: with pages of up to 2 MiB, on a kernel with pages of 4 KiB, that is from 4,097 pages on.
+    /// Sets the memory for pages in the device tier, in bytes or as a share of what is free there. Only whole pages are
+    /// used.
+    ///
+    /// In this machine's memory page tables count too: what the [tables of all pages](HostDevice::tables_of_a_frame)
+    /// may take above 16 MiB is taken from the budget. With pages of up to 2 MiB, on a kernel with pages of 4 KiB, that
+    /// begins at 4,097 pages.
     pub fn device_budget(mut self, budget: impl Into<DeviceBudget>) -> Self {
         self.device_budget = budget.into();
         self
     }
 
-    /// Memory for pages in the host tier. Zero, the default, means that pages go between disk and device directly. Page tables,
-    /// a 512th of it on a kernel with pages of 4 KiB, count as far as they are more than 8 MiB.
+    /// Sets the memory for pages in the host tier. With the default, zero, pages go between disk and device directly.
+    /// Page tables above 8 MiB are taken from the budget; on a kernel with pages of 4 KiB they are a 512th of it.
     pub fn host_budget(mut self, budget: Bytes) -> Self {
         self.host_budget = budget;
         self
     }
 
-    /// Bytes of a page. Unless it is set, [`PageSize::DEFAULT`], or what [`for_model`](Self::for_model) or [`disk`](Self::disk)
-    /// says.
+    /// Sets the bytes of a page. The default is [`PageSize::DEFAULT`], or what follows from
+    /// [`for_model`](Self::for_model) or [`disk`](Self::disk).
     pub fn page_size(mut self, size: PageSize) -> Self {
         self.page_size = Some(size);
         self
     }
 
-    /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs, what the device
-    /// budget holds, how many frames the kernel allows, and how large the model's experts are, if it has any. The disk is
-    /// [measured](DiskProfile::measure) for that, within a quarter of a second as a rule and a second in any case, unless that is
-    /// [remembered](DiskProfile::remembered_in), or all that depends on it is set. Of a model on several disks, which are measured
-    /// side by side, by the largest file that each has, the slowest counts.
-    /// A builder and its clones measure once, at the first [`settings`](Self::settings) or [`open`](Self::open). Where it cannot be
-    /// measured, settings have their defaults, and say why. What was chosen, and why, is in
-    /// [`Stats::settings`](crate::Stats::settings).
+    /// Chooses the settings that were not set for this model: page size, lookahead and depth. They follow from what its
+    /// disk needs, what the device budget holds, how many frames the kernel allows, and the size of the model's
+    /// experts, if it has any. [`Stats::settings`](crate::Stats::settings) says what was chosen, and why.
     ///
-    /// To have a disk measured anew, [forget](DiskProfile::forget) it, as `outcore doctor` does, or give what
-    /// [`DiskProfile::measure`] finds to [`disk`](Self::disk).
+    /// The disk is [measured](DiskProfile::measure) for that, as a rule within a quarter of a second, and within a
+    /// second in any case. It is not measured if a measurement is [remembered](DiskProfile::remembered_in), or if all
+    /// settings that depend on it were set. The disks of a model on several disks are measured side by side, each by
+    /// its largest file of the model. The slowest disk counts.
+    ///
+    /// A builder and its clones measure once, at the first [`settings`](Self::settings) or [`open`](Self::open). If the
+    /// disk cannot be measured, the settings have their defaults, and the reasons say so. To have a disk measured
+    /// again, [forget](DiskProfile::forget) it, as `outcore doctor` does, or pass the result of
+    /// [`DiskProfile::measure`] to [`disk`](Self::disk).
     ///
     /// ```no_run
     /// use outcore::{Bytes, Runtime, format};
@@ -304,14 +318,14 @@ impl RuntimeBuilder {
         self
     }
 
-    /// As [`for_model`](Self::for_model), for a model on a disk that needs this: nothing is measured.
+    /// As [`for_model`](Self::for_model), for a model on a disk with this profile. Nothing is measured.
     pub fn disk(mut self, disk: DiskProfile) -> Self {
         self.disk = Some(disk);
         self
     }
 
-    /// What is chosen where nothing is set, before anything is opened. Of a device budget that is a share of what is free, what is
-    /// free now counts; how much that is of a GPU's memory is not known by then.
+    /// The settings that [`open`](Self::open) would choose. Opens nothing. For a device budget that is a share of what
+    /// is free, what is free now counts; of a GPU's memory that is not known before it is open.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page.
@@ -326,7 +340,7 @@ impl RuntimeBuilder {
         Ok(wanted.settings(page_size, frames))
     }
 
-    /// How many frames a device budget holds, which was asked for as it stands here and has come to so many bytes.
+    /// How many frames a device budget holds. `budget` is in bytes; errors also name the budget as it was asked for.
     pub(crate) fn device_frames(&self, budget: Bytes, page_size: PageSize) -> Result<u32> {
         let frames = device_frames_of(budget, page_size, self.device.tables_of_a_frame(page_size))?;
         if frames > 0 {
@@ -377,14 +391,18 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Which page goes when a frame is needed.
+    /// Sets which page goes when a frame is needed.
     pub fn policy(mut self, policy: PolicyKind) -> Self {
         self.policy = PolicyChoice::Kind(policy);
         self
     }
 
-    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened. One
-    /// that panics is replaced: see [`Policy`].
+    /// Sets a policy of your own. `make` makes a new one for each runtime that is opened. If `make` panics,
+    /// [`open`](Self::open) ends with an error.
+    ///
+    /// Least recently used replaces the policy if it panics, or if it offers nothing although a page could go.
+    /// [`Stats::policy_replaced`](crate::Stats::policy_replaced) and [`Runtime::health`](crate::Runtime::health) then
+    /// say so; no byte is lost. See [`Policy`].
     ///
     /// ```
     /// use std::collections::VecDeque;
@@ -435,75 +453,89 @@ impl RuntimeBuilder {
         self
     }
 
-    /// How far ahead of use fills start. Follows the device budget when [that changes](crate::Runtime::set_device_budget).
+    /// Sets how far ahead of use fills start. It follows the device budget when [that
+    /// changes](crate::Runtime::set_device_budget).
     pub fn lookahead(mut self, lookahead: Lookahead) -> Self {
         self.lookahead = lookahead;
         self
     }
 
-    /// When clean pages are checked.
+    /// Sets when clean pages are checked.
     pub fn verify(mut self, verify: Verify) -> Self {
         self.verify = verify;
         self
     }
 
-    /// How files are read and written.
+    /// Sets how files are read and written.
     pub fn io(self, backend: IoBackend) -> Self {
         let limit = self.store.close_limit;
         self.store(StoreOptions::new(backend).close_within(limit))
     }
 
-    /// How long the system may have a read or a write without an answer. Then the requests that wait for it, or for nothing
-    /// but the frame it has, end with [`TimedOut`](ErrorKind::TimedOut), within a second; the read goes on, and what it uses stays reserved until the
-    /// system gives it back. Of a dying drive or a network file system that hangs: one that stands in line behind others is
-    /// only late if the system has been given none for so long. Two minutes unless set; `None` is for ever.
+    /// Sets how long a read or a write may take before it counts as stuck: the default is two minutes, `None` is for
+    /// ever. It is for a dying drive, or a network file system that hangs.
+    ///
+    /// Requests that wait for a stuck operation, or only for the frame that it uses, end with
+    /// [`TimedOut`](ErrorKind::TimedOut) within a second. The operation goes on, and what it uses stays reserved until
+    /// the system gives it back.
+    ///
+    /// The time counts from when the system got the operation. An operation that still stands in line is stuck if the
+    /// system was given no operation for so long; while others make progress it is only slow.
     pub fn io_timeout(mut self, limit: Option<Duration>) -> Self {
         self.io_timeout = limit;
         self
     }
 
-    /// How long [`close`](crate::Runtime::close) waits for a disk that does not answer: without one read or write ending for so long,
-    /// it fails, and the memory of those under way stays reserved. 60 s unless set. [`store`](Self::store) sets it anew.
+    /// Sets how long [`close`](crate::Runtime::close) waits for a disk that does not answer. If no read or write ends
+    /// for so long, it fails, and the memory of those under way stays reserved. The default is 60 s. A later
+    /// [`store`](Self::store) replaces the limit.
     pub fn close_within(mut self, limit: Duration) -> Self {
         self.store = self.store.close_within(limit);
         self
     }
 
-    /// How files are read and written, in detail.
+    /// Sets how files are read and written, in detail.
     pub fn store(mut self, options: StoreOptions) -> Self {
         self.store = options;
         self
     }
 
-    /// Puts a modelled link between host memory and the host device: fills and write backs then take the time the
+    /// Puts a modelled link between host memory and the host device. Fills and write backs then take the time that the
     /// model says, through staging buffers, as they would with a GPU.
     pub fn link(mut self, link: LinkModel) -> Self {
         self.link = Some(link);
         self
     }
 
-    /// Memory for staging buffers, where disk and device do not meet. Defaults to 16 pages, at most 64 MiB.
+    /// Sets the memory for staging buffers, which a device that the disk cannot reach directly needs. The default is 16
+    /// pages, at most 64 MiB.
     pub fn staging(mut self, staging: Bytes) -> Self {
         self.staging = Some(staging);
         self
     }
 
-    /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
-    /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
-    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. Of these only the one
-    /// in the cache folder is made if it is not there, and not by root in another user's. A folder in
-    /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
-    /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
-    /// what this process may use, and no more; an allocation beyond that, or a larger device budget, ends with
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory).
-    /// [`Stats::memory`](crate::Stats::memory) has the sum.
+    /// Sets the folder of the scratch file of read-write tensors. The default is the first of these that is on a disk
+    /// and takes files:
+    ///
+    /// 1. `TMPDIR`, if it is set;
+    /// 2. `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`). It is the only one that is made if
+    ///    it is missing, and root does not make it in another user's folder;
+    /// 3. `/var/tmp`;
+    /// 4. the folder of the first model that was opened;
+    /// 5. the system's folder for temporary files.
+    ///
+    /// A folder in memory is used only if it is set here, because writing back to it frees no memory. What tensors hold
+    /// there then counts as memory. With the device budget (of a device in this machine's memory), the host budget and
+    /// the staging ring it may come to what this process may use. An allocation beyond that, or a larger device budget,
+    /// ends with [`OutOfMemory`](ErrorKind::OutOfMemory). [`Stats::memory`](crate::Stats::memory) has the sum.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());
         self
     }
 
-    /// When a read-write tensor's room in the scratch file is taken: when it is allocated, unless it is said here that it may
-    /// be found missing later.
+    /// Sets when a read-write tensor's room in the scratch file is taken. By default that is when the tensor is
+    /// allocated, so a full disk is found then. With [`AtWriteBack`](ScratchAllocation::AtWriteBack) it is found later,
+    /// by a write back.
     ///
     /// ```
     /// use outcore::store::ScratchAllocation;
@@ -524,9 +556,9 @@ impl RuntimeBuilder {
         self
     }
 
-    /// The most that read-write tensors may hold of the scratch file, in whole pages, whether it was written or not. An
-    /// allocation beyond it ends with [`BudgetTooSmall`](ErrorKind::BudgetTooSmall). Unless it is set, the limit is what the
-    /// disk has, or for a folder in memory what [`scratch_dir`](Self::scratch_dir) says.
+    /// Sets the most room that read-write tensors may hold in the scratch file, in whole pages, written or not. An
+    /// allocation beyond it ends with [`BudgetTooSmall`](ErrorKind::BudgetTooSmall). By default the disk's room is the
+    /// limit, or for a folder in memory what [`scratch_dir`](Self::scratch_dir) says.
     pub fn scratch_budget(mut self, budget: Bytes) -> Self {
         self.scratch_budget = Some(budget);
         self
@@ -561,6 +593,15 @@ mod tests {
     use crate::device::{Completions, Device, DeviceSettings};
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
+
+    #[test]
+    fn regression_a_panic_that_makes_a_policy_is_an_error() {
+        let builder = Runtime::builder().device_budget(Bytes::mib(4));
+        let error = builder.clone().custom_policy(|| panic!("on purpose")).open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains("on purpose") && error.advice().is_some(), "{error}");
+        builder.custom_policy(|| PolicyKind::Lru.build()).open().unwrap().close().unwrap();
+    }
 
     #[test]
     fn regression_of_a_model_on_several_disks_the_slowest_counts() {
@@ -632,10 +673,10 @@ mod tests {
         let runtime = builder.clone().device_budget(share(1)).open().unwrap();
         assert!(runtime.stats().page_size.bytes() <= 256 << 10, "{:?}", runtime.stats().settings);
         runtime.close().unwrap();
-        // A GPU is asked when it is open.
-        let gpu = builder.device(Elsewhere).device_budget(share(90)).settings().unwrap();
-        assert!(gpu.page_size.reason.contains("GPU") && gpu.lookahead.reason.contains("not known"), "{gpu:?}");
-        assert_eq!(gpu.lookahead.value, Bytes::mib(32), "{gpu:?}");
+        // A device with memory of its own is asked when it is open.
+        let own = builder.device(Elsewhere).device_budget(share(90)).settings().unwrap();
+        assert!(own.page_size.reason.contains("own memory") && own.lookahead.reason.contains("not known"), "{own:?}");
+        assert_eq!(own.lookahead.value, Bytes::mib(32), "{own:?}");
         assert!(Runtime::builder().settings().unwrap().page_size.reason.contains("no model"));
     }
 
@@ -672,7 +713,8 @@ mod tests {
         }
     }
 
-    /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on it.
+    /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on
+    /// it.
     #[test]
     fn regression_settings_say_why_no_disk_was_measured_and_agree() {
         outcore_testkit::harness::alone(

@@ -1,8 +1,8 @@
 //! `outcore`: an out-of-core tensor runtime.
 //!
 //! A program uses tensors that together are larger than the memory it may use. outcore keeps them in fixed-size pages
-//! across device memory, host memory and disk, brings each page up before it is needed, and takes it away when something
-//! else needs the room. A tensor has one contiguous address from open to close; budgets are hard.
+//! across device memory, host memory and disk, brings each page up before it is needed, and takes it away when
+//! something else needs the room. A tensor has one contiguous address from open to close; budgets are hard.
 //!
 //! - [`Runtime::builder`] opens a runtime: budgets, page size, [policy](PolicyKind), or
 //!   [one of your own](RuntimeBuilder::custom_policy), [I/O backend](IoBackend).
@@ -35,14 +35,14 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 //!
-//! Every failure is one [`Error`]: a [kind](Error::kind) to match on, and a sentence that names the thing, the limit and
-//! the remedy. The library prints nothing; it reports through [`tracing`].
+//! Every failure is one [`Error`]: a [kind](Error::kind) to match on, and a sentence that names the thing, the limit
+//! and the remedy. The library prints nothing; it reports through [`tracing`].
 //!
-//! Beside what is named here there are [`mod@pin`] (which guard to use), [`mod@stats`] (what a runtime tells of itself),
-//! [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`machine`] (what the machine
-//! gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. A GPU's memory is
-//! the crate `outcore-cuda`'s. Policies on traces,
-//! machines that are not there, and what a job needs are the crate `outcore-lab`'s.
+//! Beside what is named here there are [`mod@pin`] (which guard to use), [`mod@stats`] (what a runtime tells of
+//! itself), [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`machine`] (what the
+//! machine gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. A
+//! GPU's memory is the crate `outcore-cuda`'s. Policies on traces, machines that are not there, and what a job needs
+//! are the crate `outcore-lab`'s.
 
 // The state machine that decides, a crate of its own; and its macro `invariant`.
 #[macro_use]

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 use crate::ids::{Bytes, PageSize};
 
-/// What is chosen ahead of use, of an unknown disk.
+/// How many bytes are filled ahead of use on an unknown disk.
 pub(crate) const AHEAD: Bytes = Bytes::mib(32);
 
 /// How far ahead of use fills start.
@@ -15,23 +15,24 @@ pub enum Lookahead {
     /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages).
     #[default]
     Auto,
-    /// Never: pages come when they are wanted.
+    /// Never: pages are read when they are used.
     Off,
-    /// This much.
+    /// This many bytes.
     Bytes(Bytes),
 }
 
 impl Lookahead {
-    /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at
-    /// least one. By itself 32 MiB, but at most a sixteenth of the frames, or eight pages where that is no more than an
-    /// eighth of them, or four where that is no more than a quarter: a stream of fewer pages stalls at every
-    /// unevenness. Where more is asked for, up to a quarter.
+    /// The lookahead in pages, with a device tier of `frames` and an unknown disk. At least one, unless it is off.
+    ///
+    /// [`Auto`](Self::Auto) is 32 MiB, but at most the largest of these: a sixteenth of the frames; an eighth of them,
+    /// up to eight pages; a quarter of them, up to four pages. With fewer pages a stream stalls at every unevenness.
+    /// [`Bytes`](Self::Bytes) is at most a quarter of the frames.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
         self.pages_where(page_size, frames, AHEAD)
     }
 
-    /// As [`pages`](Self::pages), where so much ahead is enough for the disk: every page that streams is one less that
-    /// stays.
+    /// As [`pages`](Self::pages), if `enough` bytes ahead are enough for the disk. Every page that streams takes a
+    /// frame from pages that stay.
     pub(crate) fn pages_where(self, page_size: PageSize, frames: u32, enough: Bytes) -> u32 {
         let within = |bytes: u64, most: u32| page_size.pages_for(bytes).min(u64::from(most)) as u32;
         let pages = match self {

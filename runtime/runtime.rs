@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -29,7 +30,7 @@ use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
     CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
-    scratch_on_a_disk,
+    no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
@@ -39,21 +40,26 @@ use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may
 ///
 /// # Forks
 ///
-/// A runtime is the process's that opened it. A child by `fork` has a copy of the memory and none of the threads. There,
-/// nothing hangs and nothing reaches the parent:
+/// A runtime belongs to the process that opened it. A child by `fork` has a copy of the memory and none of the threads.
+/// In the child nothing hangs, and nothing reaches the parent:
 ///
-/// - What can fail ends with [`Closed`](ErrorKind::Closed), pins of resident pages too. What cannot fail does nothing, and
-///   tells of nothing: counters of pages and bytes are zero, a snapshot has no pages. [`health`](Self::health) says why.
-/// - Guards the child has inherited can be read, on devices of this process's memory. It is a copy: what the child writes
-///   stays in the child. Other inherited memory of tensors must not be touched, as ever without a guard.
-/// - Handles, guards and requests are dropped without effect. The threads, the ring and the scratch file are the parent's;
-///   the child's copy of the memory goes when the child ends or `exec`s.
+/// - Calls that can fail end with [`Closed`](ErrorKind::Closed), pins of resident pages too. Calls that cannot fail do
+///   nothing and report nothing: counters of pages and bytes are zero, and a snapshot has no pages.
+///   [`health`](Self::health) says why.
+/// - Inherited guards can be read on devices of this process's memory. They are a copy: what the child writes stays in
+///   the child. Other inherited tensor memory must not be touched: as always, access needs a guard.
+/// - Dropping handles, guards and requests has no effect. The threads, the ring and the scratch file are the parent's.
+///   The child's copy of the memory goes when the child ends or calls `exec`.
 ///
 /// A child may open a runtime of its own if its parent had none open at the fork. Otherwise opening one ends with
-/// [`Unsupported`](ErrorKind::Unsupported): threads of the parent held locks of the process and stood in its lists of waiting
-/// threads, and the child has those and not the threads. `fork` while reads are in flight is no harm to the child. For the parent, see `O_DIRECT` in open(2): a kernel that does not copy pinned pages at once (before
-/// 6.3) may lose bytes that are read while the child lives, so fork there when nothing is in flight, or start programs
-/// with [`std::process::Command`], which shares the memory until `exec`.
+/// [`Unsupported`](ErrorKind::Unsupported). The reason: the child copies the process's locks and lists of waiting
+/// threads. Threads of the parent may hold these locks or stand in these lists, and the child does not have those
+/// threads. So a wait in the child might never end.
+///
+/// A `fork` while reads are in flight does not harm the child. It may harm the parent (`O_DIRECT` in open(2)): a kernel
+/// before 6.3 does not copy pinned pages at the fork, and bytes that are read while the child lives may be lost. On
+/// such kernels fork when nothing is in flight, or start programs with [`std::process::Command`], which shares the
+/// memory until `exec`.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pub(crate) shared: Arc<Shared>,
@@ -96,32 +102,32 @@ impl Model {
 
 /// Counters of a runtime since it was opened.
 ///
-/// Serialized, each field has its own name; [`Bytes`] and [`PageSize`] are numbers of bytes, durations are seconds with a
-/// fraction, pairs of memory in use and budget are objects `{"used": ..., "budget": ...}`, paths are text.
+/// Serialized, each field has its own name. [`Bytes`] and [`PageSize`] are numbers of bytes. Durations are seconds with
+/// a fraction. A pair of memory in use and budget is an object `{"used": ..., "budget": ...}`. Paths are text.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Uses, hits, faults, fills, evictions. A use that is not in the policy's order yet counts as a hit.
+    /// Uses, hits, faults, fills, evictions. A use that the policy has not been told of yet counts as a hit.
     pub pager: PagerStats,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
     /// Waiting, by cause and tier.
     pub stalls: Vec<StallStats>,
-    /// The policy.
+    /// The policy in use.
     pub policy: &'static str,
-    /// The policy of the caller's that this one has replaced: it panicked, or offered nothing where a page could go.
+    /// The caller's own policy that `policy` has replaced. It panicked, or it offered nothing although a page could go.
     pub policy_replaced: Option<&'static str>,
-    /// Whether it was following a plan, declared or recognised, when it last heard of a use.
+    /// Whether the policy followed a plan, declared or recognised, at the last use that it was told of.
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
-    /// Open files that are read through the page cache nevertheless, because their file system refuses O_DIRECT. Only
-    /// where the backend was chosen automatically; asked for by name, it refuses such files.
+    /// Open files that are read through the page cache because their file system refuses O_DIRECT. Only an
+    /// automatically chosen backend does that; a backend asked for by name refuses such files.
     #[serde(serialize_with = "as_text")]
     pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
-    /// What was chosen where nothing was set, and why. Follows the device budget.
+    /// What was chosen where nothing was set, and why. It follows the device budget.
     pub settings: Settings,
     /// How far ahead of use fills start. It follows the device budget.
     pub lookahead: Bytes,
@@ -135,29 +141,30 @@ pub struct Stats {
     pub device_frames: FrameStats,
     /// Frames of the host tier.
     pub host_frames: FrameStats,
-    /// Page tables that the kernel keeps for device memory. As far as those of all frames can come to more than 16 MiB, the budget
-    /// holds fewer frames. Of a GPU, none.
+    /// Page tables that the kernel has now for device memory. If the tables of all frames may exceed 16 MiB, the excess
+    /// counts in the budget, which then holds fewer frames. A GPU has none.
     pub page_tables: Bytes,
     /// The scratch file of read-write tensors, once there is one. `None` in a child by `fork`.
     pub scratch: Option<ScratchStats>,
-    /// What of this machine's memory the runtime may take.
+    /// The memory of this machine that the runtime may take.
     pub memory: MemoryStats,
-    /// Spans that a kept timeline had no room for.
+    /// Spans that were dropped because the kept timeline was full.
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
     pub read_retries: u64,
-    /// [Walkers](Runtime::walker) that have begun and not ended; [`Runtime::walkers`] says what each has used, and where it is.
+    /// [Walkers](Runtime::walker) that have begun and not ended. [`Runtime::walkers`] says what each has used, and
+    /// where it is.
     pub walkers: usize,
-    /// Requests that wait for what others hold, and smaller budgets that do.
+    /// How many requests wait for what others hold. A smaller budget that waits for guards is one of them.
     pub waiting: usize,
-    /// Of those that have for a second or more, who waits for what and who holds it, as [`Runtime::waiting`] says it: a line
-    /// each, as of the last second. Empty where nobody does.
+    /// Requests that have waited for a second or more: what each waits for, and who holds it. One line for each, as
+    /// [`Runtime::waiting`] prints it, updated once a second. Empty if there are none.
     pub long_waits: String,
 }
 
 impl Stats {
-    /// Hits over all uses; 0 where there were none. What compares with the best possible is
-    /// [`Optimum::actual_ratio`]: a long run has more uses than an [`optimum`](Runtime::optimum) covers.
+    /// Hits over all uses; 0 where there were none. To compare with the best possible use [`Optimum::actual_ratio`]: a
+    /// long run has more uses than an [`optimum`](Runtime::optimum) covers.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }
@@ -168,44 +175,45 @@ impl Stats {
     }
 }
 
-/// The scratch file.
+/// The state of the scratch file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ScratchStats {
     /// Where it is.
     #[serde(serialize_with = "one_as_text")]
     pub folder: PathBuf,
-    /// How long it is. It stays as long when tensors go, with holes where they were.
+    /// Its length. It does not shrink when tensors are dropped: the file then has holes.
     pub size: Bytes,
-    /// What its file system has allocated to it, by that one's own count, with what it needs to keep track of it. While a
-    /// tensor is being allocated it grows.
+    /// The room that the file system has allocated to it, as the file system reports it, its own records included. It
+    /// grows while a tensor is being allocated.
     pub allocated: Bytes,
-    /// What of its length no tensor holds. That takes no room, where the file system can punch holes.
+    /// The part of its length that no tensor holds. It takes no room if the file system can punch holes.
     pub free: Bytes,
-    /// Whether the folder is in memory, which only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
+    /// Whether the folder is in memory. Only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
     pub in_memory: bool,
 }
 
-/// Memory of this machine that a runtime takes when its tiers are full. What counts in which budget, and what in none, is in
-/// the table of `docs/architecture.md`.
+/// Memory of this machine that a runtime takes when its tiers are full. A table in `docs/architecture.md` says what
+/// counts in which budget, and what counts in none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// The device budget; none of it where the device tier is a GPU's memory.
+    /// The device budget. Zero if the device tier is a GPU's memory.
     pub device: Bytes,
     /// The host budget.
     pub host: Bytes,
     /// The staging ring.
     pub staging: Bytes,
-    /// What read-write tensors hold of a scratch file in memory, whether it was written or not; nothing of one on a disk.
+    /// The room that read-write tensors hold in a scratch file in memory, written or not. Zero if the scratch file is
+    /// on a disk.
     pub scratch: Bytes,
-    /// The most that page tables can come to: those of the device tier's frames, wherever these are, unless they are a GPU's, and
-    /// those of the host tier. [`Stats::page_tables`] are those there are of the former.
+    /// The most that page tables can take: those of the device tier's frames (zero for a GPU), plus those of the host
+    /// tier. [`Stats::page_tables`] is what the device tier's frames have now.
     pub page_tables: Bytes,
 }
 
 impl MemoryStats {
-    /// All of it.
+    /// The sum.
     pub fn total(&self) -> Bytes {
         self.device + self.host + self.staging + self.scratch + self.page_tables
     }
@@ -238,7 +246,7 @@ pub struct SegmentView {
 }
 
 impl Runtime {
-    /// Settings, each with a default.
+    /// A builder: every setting has a default.
     pub fn builder() -> RuntimeBuilder {
         RuntimeBuilder::new()
     }
@@ -291,7 +299,7 @@ impl Runtime {
             lookahead: page_size.pages_for(settings.lookahead.value.get()) as u32,
             page_bytes,
         };
-        let (policy, fate) = config.policy.build();
+        let (policy, fate) = config.policy.build()?;
         let mut pager = Pager::new(pager_config, policy);
         if device.makes_bare_frames() {
             pager.frames_are_bare();
@@ -338,17 +346,28 @@ impl Runtime {
         &self.shared.engine
     }
 
-    /// Opens a model: a GGUF or safetensors file, one file of a split model, an `index.json`, or a folder with one of
-    /// them. Reads headers only.
+    /// Opens a model. `path` is a GGUF or safetensors file, one file of a split model, an `index.json`, or a folder
+    /// with one of them. Reads headers only.
     ///
     /// # Errors
     /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        self.open_parsed(format::open(path.as_ref())?)
+        self.open_parsed(self.with_descriptors(|| format::open(path.as_ref()))?)
     }
 
-    /// Opens a model whose headers were read before, to choose budgets by them, say; they are not read again.
+    /// Opens files. If the process has no descriptor left, the store closes some of its files, and it is tried again.
+    fn with_descriptors<T>(&self, open: impl Fn() -> Result<T>) -> Result<T> {
+        match open() {
+            Err(error) if lacks_descriptors(&error) => {
+                self.engine().store.spare_descriptors();
+                open()
+            }
+            opened => opened,
+        }
+    }
+
+    /// Opens a model whose headers were read before, for example to choose budgets by them. They are not read again.
     ///
     /// ```no_run
     /// use outcore::{Bytes, Runtime, format};
@@ -370,18 +389,24 @@ impl Runtime {
             self.shared.model_dir.get_or_init(|| dir.to_owned());
         }
         self.open_with(header, &|file| {
-            let failed = |cause| Error::io(format!("open {}", file.path.display()), cause);
-            let handle = File::open(&file.path).map_err(failed)?;
-            let now = handle.metadata().map_err(failed)?;
-            if FileState::of(&now) != file.state {
-                return Err(changed_since(file));
-            }
-            self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            let failed = |cause| {
+                let remedy =
+                    "leave the model's files where they are, and see how many a process may have open (ulimit -n)";
+                Error::io(format!("open {}", file.path.display()), cause).remedy(remedy)
+            };
+            self.with_descriptors(|| {
+                let handle = File::open(&file.path).map_err(failed)?;
+                let now = handle.metadata().map_err(failed)?;
+                if FileState::of(&now) != file.state {
+                    return Err(changed_since(file));
+                }
+                self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+            })
         })
     }
 
-    /// Opens a model in one file, GGUF or safetensors, whose bytes come from a [source](PageSource): an object store, a
-    /// decompressor. Reads of it block threads of its own, and hold up no reads of files.
+    /// Opens a model whose bytes come from a [source](PageSource), such as an object store or a decompressor. The model
+    /// is in one file, GGUF or safetensors. Reads of a source block threads of its own, and hold up no reads of files.
     ///
     /// # Errors
     /// As for [`open_model`](Self::open_model). [`Unsupported`](ErrorKind::Unsupported) for a model in several files.
@@ -426,24 +451,27 @@ impl Runtime {
         Ok(Model { header, tensors: Arc::new(tensors) })
     }
 
-    /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
-    /// file, in which its room is taken now, unless [`scratch_allocation`](RuntimeBuilder::scratch_allocation) says
-    /// otherwise. The room is given back when the last handle goes. To take much room takes time, in which other threads'
-    /// faults go on.
+    /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit goes to a scratch file.
+    /// Its room in that file is taken now, unless [`scratch_allocation`](RuntimeBuilder::scratch_allocation) says
+    /// otherwise, and is given back when the last handle is dropped. Taking much room takes time; other threads' faults
+    /// go on meanwhile.
+    ///
+    /// If the room is refused while room of dropped tensors is still being given back, the call waits for that and
+    /// tries again. It waits as long as a read or a write [may take](RuntimeBuilder::io_timeout). In a waker or a
+    /// closure on a stream it does not wait, and the refusal stands.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
-    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
+    /// the type. [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more mappings. For
+    /// room in the scratch file: [`DiskFull`](ErrorKind::DiskFull) if the file cannot grow;
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if its [budget](RuntimeBuilder::scratch_budget) does not allow it;
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much. Of these three none
-    /// comes while room of tensors that were dropped is on its way back: that is waited for, as long as a read or a write
-    /// [may take](RuntimeBuilder::io_timeout), but not in a waker or a closure on a stream.
-    /// [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more of them.
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if the file is in memory, and this process may not use as much.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
     }
 
-    /// As [`alloc`](Self::alloc), for what `class` says, which the policy [`shares`](crate::PolicyKind::Shares) looks at.
+    /// As [`alloc`](Self::alloc), for data of class `class`. The policy [`shares`](crate::PolicyKind::Shares) treats
+    /// classes apart.
     ///
     /// # Errors
     /// As for [`alloc`](Self::alloc).
@@ -546,7 +574,7 @@ impl Runtime {
         fits_memory(self.memory_of(frames, sum(&[held, more])), || format!("{more} more of scratch in {folder}"))
     }
 
-    /// Whether scratch in memory leaves room for a device tier of `frames`. From here on they count, also if it does not.
+    /// Whether scratch in memory leaves room for a device tier of `frames`. They count from here on in either case.
     fn allow_frames(&self, frames: u32, budget: Bytes) -> Result<Raising<'_>> {
         // Before the file is asked for: whoever makes one from now on finds this.
         let raising = Raising::new(&self.shared.raising, frames);
@@ -617,60 +645,63 @@ impl Runtime {
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
-    /// Whether device memory is memory of this process, so that [`pin`](Self::pin) and its kin give slices. Where it is
+    /// Whether device memory is memory of this process. If so, [`pin`](Self::pin) and the calls like it give slices. If
     /// not, [`pin_device`](Self::pin_device) gives addresses and copies.
     pub fn host_addressable(&self) -> bool {
         self.engine().host_addressable
     }
 
-    /// Pins a tensor's pages for reading. What can never be resident together is refused. What could be, but for guards,
-    /// waits for them, and holds nothing meanwhile: it is passed by at most 16 later ones
-    /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)).
+    /// Pins a tensor's pages for reading. The request is refused if they can never be resident together. If only guards
+    /// of others are in the way, it waits for them, and holds nothing meanwhile. At most 16 later requests
+    /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)) pass it.
     ///
-    /// Whoever needs several tensors at once takes them as [a set](Self::pin_set). Whoever holds guards and asks for more
-    /// does so in [a scope](Self::scope): of guards outside of scopes nobody can tell that they wait for each other, and
-    /// [`waiting`](Self::waiting) says who waits for what.
+    /// A tensor of another runtime is [refused](ErrorKind::InvalidArgument), here and in the other methods that pin.
+    ///
+    /// If you need several tensors at once, pin them as [a set](Self::pin_set). If you hold guards and need more, pin
+    /// in [a scope](Self::scope): outcore cannot tell that guards outside of scopes wait for each other.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
-    /// Pins a read-write tensor's pages for writing: nobody else has them meanwhile. Waits as [`pin`](Self::pin) does.
+    /// Pins a read-write tensor's pages for writing. No other guard has them meanwhile. Waits and refuses as
+    /// [`pin`](Self::pin) does.
     #[inline]
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor))
+        PinRequest::new(HostPin::new(tensor), &self.shared)
     }
 
-    /// Pins several tensors' pages for reading, as a unit: all or none, so that two callers that need sets can never
-    /// hold half each.
+    /// Pins several tensors' pages for reading, as a unit: all or none. So two callers that need sets can never hold
+    /// half each.
     pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
-    /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
-    /// fine.
+    /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; they may share a
+    /// page.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors))
+        PinRequest::new(HostPins::new(tensors), &self.shared)
     }
 
-    /// Requests that wait, what for, and who holds it: what to look at when nothing goes on. Printed, it is a line for each.
-    /// It looks at every page, so it is for people, not for loops; nobody else waits meanwhile.
+    /// Lists the requests that wait, what they wait for, and who holds it: look here if nothing goes on. Printed, it
+    /// has a line for each. The call looks at every page, so do not make it in a loop. It holds up no other thread
+    /// while it looks.
     pub fn waiting(&self) -> Waiting {
         self.engine().waiting()
     }
 
-    /// What a task that holds guards and asks for more pins in: see [`Scope`](crate::Scope).
+    /// A builder of scopes. A task that holds guards and needs more pins in a scope: see [`Scope`](crate::Scope).
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::new(self.shared.clone())
     }
 
-    /// What each pass in progress has used, and where it is: first what is pinned without a [`Walker`], then walkers in the order in
-    /// which they began. Takes longer the more there are.
+    /// What each pass in progress has used, and where it is. First comes what is pinned without a [`Walker`], then
+    /// walkers in the order in which they began. Takes longer the more there are.
     pub fn walkers(&self) -> Vec<WalkerStats> {
         self.engine().recorded(|pager| pager.walker_stats()).unwrap_or_default()
     }
 
-    /// Begins a pass over a model, where there are several at a time: see [`Walker`].
+    /// Begins a pass over a model, for programs with several passes at a time: see [`Walker`].
     ///
     /// # Errors
     /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
@@ -678,8 +709,8 @@ impl Runtime {
         Walker::begin(&self.shared)
     }
 
-    /// Pins several tensors' pages for reading on the device, as a unit, wherever that is: the guard gives device
-    /// addresses, and copies bytes to the host on request. For one tensor pass `std::slice::from_ref(&tensor)`.
+    /// Pins several tensors' pages for reading on the device, as a unit. It works on every device: the guard gives
+    /// device addresses, and copies bytes to the host on request. For one tensor pass `std::slice::from_ref(&tensor)`.
     ///
     /// ```
     /// use outcore::{Bytes, DType, Runtime};
@@ -697,12 +728,13 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
-    /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
-    /// enough that the device has taken up the copies, of bytes that were read and checked. The stream is made to wait for
-    /// them, and no thread waits for the device. The guard ends behind the stream.
+    /// Pins several tensors' pages for reading by work on `stream`, as a unit. The guard may come before the bytes are
+    /// there: the bytes were read and checked, and the device has taken up the copies. The stream is made to wait for
+    /// the copies; no thread waits for the device. When the guard is dropped, the pins end once the stream has got that
+    /// far.
     ///
     /// ```
     /// use outcore::{Bytes, DType, Runtime};
@@ -712,7 +744,7 @@ impl Runtime {
     /// let stream = runtime.compute_stream()?;
     /// let guard = runtime.pin_device_on(&tensors, &stream).wait()?;
     /// let bytes = guard.device_bytes(0);
-    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel: what is on the stream finds the bytes there
+    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel, which finds the bytes there
     /// drop(guard); // returns at once; the pages stay until the closure has run
     /// stream.synchronize()?; // results count from here on
     /// # drop((stream, tensors));
@@ -720,23 +752,22 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     ///
-    /// The request fails as others do, and also with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another
-    /// runtime or one that is being captured into a graph.
+    /// The request fails as others do. It also fails with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream
+    /// of another runtime, and for one that is being captured into a graph.
     pub fn pin_device_on<'a>(
         &self,
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream))
+        PinRequest::new(DevicePinsOn::new(tensors, stream), &self.shared)
     }
 
-    /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
+    /// As [`pin_device`](Self::pin_device), for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors))
+        PinRequest::new(DevicePins::new(tensors), &self.shared)
     }
 
-    /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
-    /// ranges.
+    /// Splits tensors into sets that each fit in `pages` pages, in order. A larger tensor is split into row ranges.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit;
@@ -781,31 +812,34 @@ impl Runtime {
         Ok(waves)
     }
 
-    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
+    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens. A tensor of
+    /// another runtime is left out.
     pub fn prefetch(&self, tensor: &Tensor) {
-        let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        if tensor.is_of(&self.shared) {
+            let run = tensor.run();
+            self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        }
     }
 
-    /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
-    /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out. It is the order of what is
-    /// pinned without a [`Walker`]; each of these has [its own](Walker::plan).
+    /// Declares the order in which tensors pinned without a [`Walker`] will be used, repeated for ever if `cyclic`. An
+    /// empty order withdraws the plan. Each walker has [an order of its own](Walker::plan). A policy that follows no
+    /// plans ignores it. Tensors of other runtimes are left out.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
         let runs = self.runs_of_ours(order);
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
     }
 
     fn runs_of_ours(&self, tensors: &[Tensor]) -> Vec<PageRun> {
-        let ours = tensors.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
         ours.map(Tensor::run).collect()
     }
 
-    /// Tells that a request is about to use these tensors: blocks of keys and values from the beginning of a sequence on, of
-    /// which each depends on those before it. The last one is usually not full yet. What they are used for in between, such
-    /// as once for each layer, need not be told.
+    /// Tells that a request is about to use these tensors: blocks of keys and values, from the beginning of a sequence
+    /// on. Each block depends on those before it. The last one is usually not full yet. Uses in between, such as one
+    /// for each layer, need not be told.
     ///
-    /// Policies `kv` and `shares` learn from it when conversations go on, and let an unfinished block that no other sequence
-    /// can share go first; the others ignore it. Tensors of other runtimes are left out.
+    /// The policies `kv` and `shares` learn from it when conversations go on. They let an unfinished block that no
+    /// other sequence can share go first. The others ignore it. Tensors of other runtimes are left out.
     ///
     /// ```
     /// use outcore::policy::SegmentClass;
@@ -829,41 +863,52 @@ impl Runtime {
     }
 
     /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.
-    /// Returns how many pages it set in motion.
+    /// Returns how many pages it set in motion: none of a tensor of another runtime.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
+        if !tensor.is_of(&self.shared) {
+            return 0;
+        }
         let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
+        self.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
-    /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can; returns how
-    /// much it was, as the system counts it.
+    /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can.
+    /// Returns how much it was, as the system counts it.
     ///
-    /// First goes the memory of frames that no page has, of the device tier and of the host tier; then copies in the host tier
-    /// that are on disk or in the device tier too; then clean pages of the device tier that nobody uses. Nothing is written
-    /// back for it, nothing is copied, and dirty pages stay. On a GPU it is the GPU's memory that is given back; its driver has
-    /// locked the host tier, which stays as it is. The staging ring stays anywhere. Pages of the host tier smaller than a huge
-    /// page of 2 MiB are parts of one: the kernel keeps one until all of it was given back, or until memory runs short.
+    /// First goes the memory of free frames, of the device tier and of the host tier. Then go copies in the host tier
+    /// that are also on disk or in the device tier. Then go clean pages of the device tier that nobody uses. Nothing is
+    /// written back or copied for it, and dirty pages stay.
     ///
-    /// Budgets stay too: frames get memory again when pages come, and what was locked is locked again then. Fills ahead of use
-    /// go on, where an order of use is known: they take some of it again, at most the [lookahead](Stats::lookahead).
+    /// On a GPU only the GPU's memory is given back: its driver has locked the host tier. The staging ring always
+    /// stays. A page of the host tier smaller than a huge page of 2 MiB is a part of one. The kernel frees a huge page
+    /// only when all of it was given back, or when memory runs short.
+    ///
+    /// Budgets do not change: frames get memory again when pages come, and what was locked is locked again then. If an
+    /// order of use is known, fills ahead go on and take some of the memory again, at most the
+    /// [lookahead](Stats::lookahead).
     pub fn trim(&self, bytes: Bytes) -> Bytes {
         self.engine().trim(bytes)
     }
 
-    /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back;
-    /// it waits for guards that are in the way, and for the ends of scopes that [set aside](crate::ScopeBuilder::reserve) more.
+    /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back.
+    /// It waits for guards that are in the way, and for the ends of scopes that [set
+    /// aside](crate::ScopeBuilder::reserve) more.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
-    /// with the new budget end with that error too. What the device says if frames cannot be made, or the system does not take
-    /// their memory back, as with [`TooManyMappings`](ErrorKind::TooManyMappings): then the budget is as it was set, nobody
-    /// gets these frames, and the system is asked again by the next call of this, by [`trim`](Self::trim), and once a second.
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) for growing if a scratch file in memory leaves less of what this process may use; it
-    /// waits for an allocation there that is under way.
-    /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes longer than the
-    /// [runtime waits](crate::RuntimeBuilder::io_timeout); the budget is then as it was set, and is met as writes end.
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
-    /// be waiting for; then the budget is as before.
+    /// - [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the new budget holds no page. Waiting requests that could
+    ///   never be served with it end with that error too.
+    /// - An error of the device, such as [`TooManyMappings`](ErrorKind::TooManyMappings), for growing, if frames cannot
+    ///   be made. The budget is then as before.
+    /// - An error of the device for shrinking, if the system does not take memory back. The budget is then the new one,
+    ///   and nobody gets the frames in question. The system is asked again by the next call of this, by
+    ///   [`trim`](Self::trim), and once a second.
+    /// - [`OutOfMemory`](ErrorKind::OutOfMemory) for growing, if a scratch file in memory leaves too little of what
+    ///   this process may use. The check waits for an allocation there that is under way.
+    /// - [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes
+    ///   longer than the [runtime waits](crate::RuntimeBuilder::io_timeout). The budget is then the new one, and is met
+    ///   as writes end.
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream: it might
+    ///   wait for that very thread. The budget is then as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
         let frames = device_frames_of(budget, self.shared.page_size, self.shared.frame_tables)?;
         if frames == 0 {
@@ -891,7 +936,7 @@ impl Runtime {
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
-    /// Counters. Takes microseconds, however many pages and uses there are: what takes longer has a call of its own
+    /// Counters. Takes microseconds, however many pages and uses there are. What takes longer has a call of its own
     /// ([`optimum`](Self::optimum), [`worst_pages`](Self::worst_pages)).
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
@@ -938,8 +983,8 @@ impl Runtime {
         }
     }
 
-    /// With a device tier of `frames`. To write the reasons takes longer than all else that [`stats`](Self::stats) tells, so they
-    /// are kept for as long as they hold.
+    /// The settings for a device tier of `frames`. Writing the reasons takes longer than the rest of
+    /// [`stats`](Self::stats), so they are kept as long as they hold.
     fn settings(&self, frames: u32) -> Settings {
         let found = || self.shared.wanted.settings(self.shared.chosen.clone(), Some(frames));
         if !self.engine().is_at_home() {
@@ -954,8 +999,8 @@ impl Runtime {
         last.1.clone()
     }
 
-    /// What the scratch file in memory holds. Nothing in a child by `fork`, where a thread that is not there may hold the
-    /// file's lock.
+    /// What the scratch file in memory holds. Zero in a child by `fork`: a thread that is not there may hold the file's
+    /// lock.
     fn scratch_in_memory(&self) -> Bytes {
         if !self.engine().is_at_home() {
             return Bytes::ZERO;
@@ -974,22 +1019,23 @@ impl Runtime {
         Some(ScratchStats { folder, size, allocated, free, in_memory })
     }
 
-    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
-    /// and what was done, on the same uses: the first 262,144. Takes up to a tenth of a second of the calling thread, and
-    /// holds up nobody else.
+    /// The most hits that any policy could have had, and the hits there were, on the same uses: the first 262,144. It
+    /// assumes as many frames as the budget ever allowed, and that every page comes on demand. Takes up to a tenth of a
+    /// second of the calling thread, and holds up no other.
     pub fn optimum(&self) -> Optimum {
         // A copy shares all but the last few thousand uses, so the latch is soon free again.
         let trace = self.engine().recorded(|pager| pager.trace()).unwrap_or_default();
         trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
     }
 
-    /// The pages, of tensors that still exist, that were waited for longest; at most `most`, the worst first. Looks at
-    /// every page of every tensor that was ever waited for: a millisecond for a million pages, in which nobody else waits.
+    /// The pages that were waited for longest, at most `most`, the worst first. Only pages of tensors that still exist
+    /// count. Looks at every page of every tensor that was ever waited for: a millisecond for a million pages. It holds
+    /// up no other thread.
     pub fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
         self.engine().worst_pages(most)
     }
 
-    /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
+    /// Bytes and busy time by link: the part of [`stats`](Self::stats) that needs no lock on the pager.
     pub fn traffic(&self) -> Traffic {
         if self.engine().usable().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
     }
@@ -999,11 +1045,11 @@ impl Runtime {
         self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
     }
 
-    /// Where the pages of a tensor's segment are.
+    /// Where the pages of a tensor's segment are, whatever runtime it is of.
     ///
-    /// A segment of more than 1024 pages is looked at in slices of that many. Between two slices other threads may pin,
-    /// fill and evict, so that only the pages of one slice are of one moment: a page that moves meanwhile may be seen in
-    /// its old place, while another is seen already in the frame that the first one had.
+    /// The pages are read in slices of 1024. Between two slices other threads may pin, fill and evict, so only the
+    /// pages of one slice are of one moment. In a larger segment a page that moves meanwhile may be seen in its old
+    /// place, and another page already in the frame that the first one had.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
         let (id, engine) = (tensor.segment.id, tensor.engine());
         let count = tensor.segment.words.len();
@@ -1022,8 +1068,8 @@ impl Runtime {
         if self.engine().usable().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
     }
 
-    /// The uses of pages since the last call, in order, if the runtime was opened to
-    /// [keep them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]: what follows is counted, and lost.
+    /// The uses of pages since the last call, in order, if the runtime was opened to [keep
+    /// them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]. Later ones are counted, and lost.
     pub fn take_uses(&self) -> PageUses {
         self.engine().recorded(Pager::take_uses).unwrap_or_default()
     }
@@ -1035,24 +1081,29 @@ impl Runtime {
         }
     }
 
-    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
-    /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
-    /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
-    /// of what was lost, how many more. Last, a policy of the caller's that panicked, which costs no bytes. Before all of it, if
-    /// something in the runtime panicked, that it was given up.
+    /// Failures that no caller was told of, in this order:
+    ///
+    /// 1. That the runtime was given up, if something in it panicked.
+    /// 2. Pages of read-write tensors whose bytes were lost, how many bytes, and why, also of tensors that are gone. Up
+    ///    to 64 errors are kept; one more says how many pages were lost beyond these. Pages in a row that were lost
+    ///    with a device share one error.
+    /// 3. Pages that stay in host memory because the disk does not take them. Up to 64.
+    /// 4. The caller's own policy, if it was [replaced](crate::policy::Policy): it panicked, or it offered nothing
+    ///    although a page could go. That loses no bytes.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }
 
-    /// Stops: waiting requests end with [`Closed`](ErrorKind::Closed), what is in flight is finished, threads end.
-    /// Guards stay valid until they are dropped.
+    /// Stops the runtime. Waiting requests end with [`Closed`](ErrorKind::Closed). Operations in flight are finished,
+    /// and the threads end. Guards stay valid until they are dropped.
     ///
     /// # Errors
-    /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
-    /// [`Io`](ErrorKind::Io) if the disk does not answer within the [limit](RuntimeBuilder::close_within): the memory of what is
-    /// in flight stays reserved then. [`Internal`](ErrorKind::Internal) if something in the runtime panicked: it was given up
-    /// then, every call since has ended with that error, and all of its memory stays reserved. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and
-    /// nothing is closed.
+    /// - What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
+    /// - [`Io`](ErrorKind::Io) if the disk does not answer within the [limit](RuntimeBuilder::close_within). The memory
+    ///   of what is in flight then stays reserved.
+    /// - [`Internal`](ErrorKind::Internal) if something in the runtime panicked. The runtime was given up then: every
+    ///   call since has ended with that error, and all of its memory stays reserved.
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream. Nothing is closed then.
     pub fn close(self) -> Result<()> {
         may_wait("the end of a runtime")?;
         let closed = self.shared.engine.shut_down();
@@ -1070,7 +1121,7 @@ impl Runtime {
 /// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
 const SNAPSHOT_SLICE: usize = 1024;
 
-/// Whether memory of which scratch is a part is what this process may use.
+/// Refuses memory, scratch included, that exceeds what this process may use.
 fn fits_memory(memory: MemoryStats, what: impl Fn() -> String) -> Result<()> {
     // Where the limit cannot be read, the kernel will say.
     let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
@@ -1106,11 +1157,17 @@ impl RuntimeBuilder {
     /// Opens the runtime.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what the device and the
-    /// store say if they cannot be opened.
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the closure of [`custom_policy`](Self::custom_policy) panics;
+    /// errors of the device and the store if they cannot be opened.
     pub fn open(self) -> Result<Runtime> {
         Runtime::open(self)
     }
+}
+
+fn lacks_descriptors(error: &Error) -> bool {
+    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    cause.is_some_and(no_descriptor_left)
 }
 
 fn changed_since(file: &ModelFile) -> Error {

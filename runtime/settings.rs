@@ -65,7 +65,8 @@ const DEPTH_MOST: u64 = 32;
 const DEPTH_LEAST: u64 = 2;
 /// The most bytes that are kept in flight: the largest depth, of pages of the usual size.
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
-/// The least that is chosen ahead of use. Less made a pass wait at every unevenness; more took frames from pages that stay.
+/// The least that is chosen ahead of use. Less made a pass wait at every unevenness; more took frames from pages that
+/// stay.
 const AHEAD_LEAST: Bytes = Bytes::mib(8);
 /// The same in pages, for pages larger than usual: two are read while two wait.
 const AHEAD_LEAST_PAGES: u64 = 4;
@@ -167,8 +168,9 @@ impl Wanted {
         Bytes::new(while_it_begins.max(disk.in_flight.get() / 2)).max(least).min(IN_FLIGHT_MOST)
     }
 
-    /// The bytes ahead of use that are enough: twice what is in flight, so that some pages wait for the pass while others
-    /// come. Where all are in flight they end together, and the disk has nothing to do until the pass has gone on.
+    /// The bytes ahead of use that are enough: twice what is in flight, so that some pages wait for the pass while
+    /// others come. Where all are in flight they end together, and the disk has nothing to do until the pass has gone
+    /// on.
     fn ahead(&self, page: PageSize) -> Bytes {
         let least = AHEAD_LEAST.get().max(AHEAD_LEAST_PAGES * page.bytes());
         Bytes::new((2 * self.in_flight().get()).max(least))
@@ -238,8 +240,8 @@ impl Wanted {
             None => self.unknown.as_deref().unwrap_or("no disk was measured").to_owned(),
         };
         let pages_where = |lookahead: Lookahead| lookahead.pages_where(page, frames, self.ahead(page));
-        // What would be ahead by itself also bounds the depth: hints and write-backs begin even where no fill does ahead
-        // of use.
+        // What would be ahead by itself also bounds the depth: hints and write-backs begin even where no fill does
+        // ahead of use.
         let automatic = pages_where(Lookahead::Auto);
         let pages = if self.lookahead == Lookahead::Auto { automatic } else { pages_where(self.lookahead) };
         let depth = match self.depth {

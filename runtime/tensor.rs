@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::{Backing, PageRun};
 use crate::segment::Segment;
+use crate::shared::Shared;
 use crate::transfer::Engine;
 
 /// A handle to a tensor, or to some of its rows. It holds no bytes: [pin](crate::Runtime::pin) it to use them. Its
@@ -56,6 +57,13 @@ impl Tensor {
     /// How many pages it touches.
     pub fn page_count(&self) -> u64 {
         u64::from(self.run().count)
+    }
+
+    /// Whether it belongs to this runtime. A runtime acts on no other tensors: to pin them is an error, and hints about
+    /// them are passed over.
+    #[inline]
+    pub(crate) fn is_of(&self, runtime: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.segment.shared, runtime)
     }
 
     /// The engine of the runtime it belongs to.

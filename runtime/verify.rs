@@ -8,29 +8,29 @@ use crate::error::{Error, ErrorKind, Result};
 /// When clean pages of model files are checked against the hash learned at their first read.
 ///
 /// A model file that changes while it is open is noticed without any check, by its length, its inode and its time of
-/// modification. Whoever changes bytes and puts that time back is not: then [`Off`](Self::Off) serves the changed bytes.
-/// So it is with a disk or memory that returns wrong bytes and no error. A file that had changed before its first read is
-/// noticed by none of them, for there is no hash to compare with.
+/// modification. A check notices what these do not show: changed bytes with the old time of modification, and a disk or
+/// memory that returns wrong bytes without an error. With [`Off`](Self::Off) such bytes are served. Nothing notices a
+/// file that had changed before its first read: there is no hash to compare with.
 ///
-/// What a check costs, in `cargo bench --bench verify`: 1 GiB in pages of 2 MiB through 128 MiB, five interleaved rounds on
-/// 2 cores of an AMD EPYC (a KVM guest, family 25 model 17), Linux 6.18, a virtual disk of 1.7 GB/s, beside other work.
-/// Medians of a pass over the file:
+/// What a check costs, in `cargo bench --bench verify`: 1 GiB in pages of 2 MiB through 128 MiB, five interleaved
+/// rounds on 2 cores of an AMD EPYC (a KVM guest, family 25 model 17), Linux 6.18, a virtual disk of 1.7 GB/s, beside
+/// other work. Medians of a pass over the file; ns are processor time for a KiB:
 ///
 /// | | the first pass | the second | later ones |
 /// |---|---|---|---|
-/// | `off` | 1.69 GiB/s, 57 ns of the processor a KiB | 1.59 GiB/s, 29 ns | 1.62 GiB/s, 38 ns |
+/// | `off` | 1.69 GiB/s, 57 ns | 1.59 GiB/s, 29 ns | 1.62 GiB/s, 38 ns |
 /// | `first` | 1.36 GiB/s, 143 ns | 1.66 GiB/s, 114 ns | 1.67 GiB/s, 38 ns |
 /// | `always` | 1.01 GiB/s, 162 ns | 1.47 GiB/s, 124 ns | 1.48 GiB/s, 105 ns |
 ///
-/// So a page that is hashed costs about 80 ns of the processor a KiB more, which is 12 GB/s of one core: of the
-/// thread that waits for the page, or of one of the engine's if nobody does. Hashes take 8 bytes a page.
+/// Hashing a page thus costs about 80 ns of processor time for a KiB: one core hashes 12 GB/s. The thread that waits
+/// for the page hashes it, or a thread of the engine if nobody waits. Hashes take 8 bytes a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verify {
-    /// Never. Changes behind the file's time of modification are served as they are.
+    /// Never. Bytes changed without a new time of modification are served.
     #[default]
     Off,
-    /// At the first time a page is read again. What changes later is served as it is.
+    /// When a page is read for the second time. Later changes are served.
     First,
     /// Every time a page is read again.
     Always,

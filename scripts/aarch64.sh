@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compiles the workspace for 64-bit ARM, and runs tests of what needs no disk and no GPU in an emulator of the processor:
-# the pager, the laboratory, and the page sizes of the kernel. Needs what its first lines name:
+# Compiles the workspace for 64-bit ARM, and runs tests of what needs no disk and no GPU in an emulator of the
+# processor: the pager, the laboratory, and the page sizes of the kernel. Needs what its first lines name:
 #   rustup target add aarch64-unknown-linux-gnu
 #   apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static
 # The emulator passes system calls on to this machine's kernel. So this is no test of the kernel's page size.

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks what the compiler does not: where `unsafe` may stand, which file may name a processor, what the pager may use of
-`std`, what texts may say.
+"""Checks what the compiler does not: where `unsafe` may stand, which file may name a processor, what the pager may use
+of `std`, what texts may say, how long lines are.
 
     check_tree.py               check the repository this script lies in
     check_tree.py --self-test   check that every rule can fail
@@ -93,6 +93,10 @@ BANNED = [
     (re.compile(r"\b(?:blazing|blazingly|seamless|seamlessly|lightning-fast|game-chang\w+)\b", re.I), "advertising: give a number"),
 ]
 BANNED_EXEMPT = {"scripts/check_tree.py", "Cargo.lock", "LICENSE-APACHE", "LICENSE-MIT"}
+
+# Columns of a line of these files. `columns` says what does not count.
+COLUMNS_MOST = 120
+COLUMNS_ENDINGS = (".rs", ".py", ".sh", ".md")
 
 TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".cpp", ".h")
 TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
@@ -273,6 +277,30 @@ def ascii_only(path, text):
                 break
 
 
+def columns(path, text):
+    """No line has more than 120 columns. What cannot be broken well does not count: the inside of string literals, which
+    are messages and test data; URLs; tables; and recorded JSON, one object a line, in Markdown."""
+    if not path.endswith(COLUMNS_ENDINGS):
+        return
+    lines = text.split("\n")
+    if all(len(line) <= COLUMNS_MOST for line in lines):
+        return
+    code, notes = (part.split("\n") for part in split_rust(text)) if path.endswith(".rs") else (lines, lines)
+    for number, (line, ours, note) in enumerate(zip(lines, code, notes), 1):
+        without_urls = re.sub(r"\S*://\S*", "", line)
+        if len(without_urls) <= COLUMNS_MOST or re.match(r"\s*(?://[/!] ?)?\|", line):
+            continue
+        if path.endswith(".rs"):
+            literal = sum(c != " " and a == b == " " for c, a, b in zip(line, ours, note))
+        elif path.endswith(".md"):
+            literal = len(line) if line.startswith('{"') else 0
+        else:
+            quoted = "" if line.lstrip().startswith("#") else line
+            literal = sum(len(hit) for hit in re.findall(r"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'""", quoted))
+        if len(line) - literal > COLUMNS_MOST:
+            yield number, f"{len(line)} columns; a line has at most {COLUMNS_MOST}"
+
+
 def slug(heading):
     heading = re.sub(r"[`*]", "", heading.strip().lower())
     return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
@@ -299,7 +327,8 @@ def links(path, text, root):
             if re.match(r"[a-z][a-z0-9+.-]*:", target):
                 continue
             file, _, anchor = target.partition("#")
-            full = os.path.normpath(os.path.join(root, os.path.dirname(path), file)) if file else os.path.join(root, path)
+            full = os.path.join(root, os.path.dirname(path), file) if file else os.path.join(root, path)
+            full = os.path.normpath(full)
             if not os.path.exists(full):
                 yield number, f"link to {target}: there is no such file"
             elif os.path.relpath(full, root).startswith(".."):
@@ -399,6 +428,7 @@ RULES = [
     ("pager-pure", pager_pure),
     ("words", words),
     ("ascii", ascii_only),
+    ("columns", columns),
 ]
 
 
@@ -478,6 +508,12 @@ BAD = [
     ("words", "docs/a.md", "See http://10.0.0.7/x.\n"),
     ("ascii", "runtime/lib.rs", "// a \u2014 b\n"),
     ("ascii", "docs/a.md", "a\r\n"),
+    ("columns", "runtime/lib.rs", "// " + "word " * 24 + "\n"),
+    ("columns", "runtime/lib.rs", f'/// "{"quoted " * 18}"\nfn f() {{}}\n'),
+    ("columns", "runtime/lib.rs", "fn f() { g(" + "1, " * 40 + "); }\n"),
+    ("columns", "scripts/a.py", '"""' + "word " * 24 + '"""\n# ' + "word " * 24 + "\n"),
+    ("columns", "scripts/a.sh", "# " + "word " * 24 + "\n"),
+    ("columns", "docs/a.md", "word " * 24 + "words\n"),
     ("links", "docs/a.md", "See [b](b.md).\n"),
     ("links", "docs/a.md", "See [a](a.md#nowhere).\n\n# Somewhere\n"),
 ]
@@ -494,6 +530,9 @@ GOOD = [
     ("runtime/pager/table.rs", "use super::state::Word;\n#[cfg(test)]\nmod tests {\n    use std::time::Instant;\n    use proptest::prelude::*;\n}\n"),
     ("runtime/pager/table.rs", "#[cfg(all(test, loom))]\nmod loom_word { use loom::thread; use crate::store::Store; }\n"),
     ("docs/a.md", "# Some `thing` here\n\n[up](#some-thing-here) [web](https://example.org/x) `[no](none.md)`\n"),
+    ("runtime/lib.rs", f'const S: &str = "{"long_word " * 20}";\n//! | {"a cell " * 20} |\n'),
+    ("scripts/a.py", f'S = "{"a long text " * 12}"\n'),
+    ("docs/a.md", f'| {"a cell " * 20} |\n\n[a]: https://example.org/{"a" * 120}\n\n{{"bench": "{"x" * 120}"}}\n'),
     ("docs/a.md", "Bytes \u00d7 \u00b5s, 2\u00b2; http://127.0.0.1:8080/x; target/tmp/x\n"),
 ]
 

@@ -2,8 +2,8 @@
 """Whether the settings that are chosen are the best: defaults.py [--rounds N] [--coarse] MODEL:BUDGET...
 
 For each cell, `generate` runs with what it chooses itself and with other page sizes and lookaheads. With --coarse every
-combination runs once and the best three go on; without, a fixed few do. Then these and the choice itself run N times (5),
-interleaved in random order. The last line of a cell is the choice's median over the best median. Build first:
+combination runs once and the best three go on; without, a fixed few do. Then these and the choice itself run N times
+(5), interleaved in random order. The last line of a cell is the choice's median over the best median. Build first:
 cargo build --release -p outcore-llm --bins
 """
 

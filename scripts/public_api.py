@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The public surface of outcore, as text: public_api.py [--write] [FOLDER]
+"""The public surface of outcore, outcore-gpu and outcore-cuda, as text: public_api.py [--write] [FOLDER]
 
-Reads what rustdoc wrote for the crate (FOLDER, by default target/doc/outcore) and compares it with
-docs/public-api.txt, so that the surface changes on purpose only. --write writes that file. Also checks that the
-root has at most 30 names beside modules.
+Reads what rustdoc wrote for outcore (FOLDER, by default target/doc/outcore) and, beside it, for the other two. Compares
+it with docs/public-api.txt, so that the surface changes on purpose only. --write writes that file. Also checks that the
+root of outcore has at most 30 names beside modules.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "docs/public-api.txt"
 ROOT_NAMES_MOST = 30
+CRATES = ("outcore", "outcore_gpu", "outcore_cuda")
 KINDS = {"struct", "enum", "trait", "fn", "type", "constant", "macro", "union", "static", "traitalias"}
 # Elements that have no end tag.
 EMPTY = {"area", "base", "br", "col", "hr", "img", "input", "link", "meta", "wbr"}
@@ -52,7 +53,9 @@ class Page(HTMLParser):
                 elif OWN_TRAITS in self.ids() and tag == "h3":
                     self.traits.append("")
                     self.into = (self.traits, len(self.open))
-        self.open.append((tag, mark, "tooltip" in classes))
+        # Buttons that unfold a long declaration ("Show 23 fields") are no part of it.
+        button = tag == "summary" and self.into is not None
+        self.open.append((tag, mark, button or "tooltip" in classes))
 
     def handle_endtag(self, tag):
         if tag in EMPTY or not self.open:
@@ -93,13 +96,13 @@ def items(folder):
         kind, _, rest = file.name.partition(".")
         name = rest.removesuffix(".html")
         if kind in KINDS and name and "." not in name:
-            yield "::".join(["outcore", *file.relative_to(folder).parent.parts, name]), kind, file
+            yield "::".join([folder.name, *file.relative_to(folder).parent.parts, name]), kind, file
 
 
 def surface(folder):
     lines = []
     for index in sorted(folder.rglob("index.html")):
-        module = "::".join(["outcore", *index.relative_to(folder).parent.parts])
+        module = "::".join([folder.name, *index.relative_to(folder).parent.parts])
         again = exported_again(index.parent)
         lines += [f"mod {module}"] if again else []
         lines += [f"    {line}" for line in again]
@@ -121,10 +124,13 @@ def surface(folder):
 def main():
     arguments = [text for text in sys.argv[1:] if text != "--write"]
     folder = Path(arguments[0]) if arguments else ROOT / "target/doc/outcore"
-    if not (folder / "index.html").exists():
-        sys.exit(f"public_api: {folder} has no documentation: run cargo doc first, as scripts/lint.sh does")
-    found = surface(folder)
-    root = [line.split()[1] for line in found if re.fullmatch(r"[a-z]+ outcore::\w+", line) and not line.startswith("mod")]
+    folders = [folder.parent / name for name in CRATES]
+    for each in folders:
+        if not (each / "index.html").exists():
+            sys.exit(f"public_api: {each} has no documentation: run cargo doc first, as scripts/lint.sh does")
+    found = [line for each in folders for line in surface(each)]
+    items_of_root = [line for line in found if re.fullmatch(r"[a-z]+ outcore::\w+", line)]
+    root = [line.split()[1] for line in items_of_root if not line.startswith("mod")]
     root += exported_again(folder)
     if len(root) > ROOT_NAMES_MOST:
         sys.exit(f"public_api: the root has {len(root)} names, more than {ROOT_NAMES_MOST}: {', '.join(root)}")

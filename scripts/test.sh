@@ -51,9 +51,9 @@ step_kernels() {
     : # they are only compiled
 }
 
-# What generate and `outcore doctor` say of a GPU in a build that knows none. The packages are those of `workspace`, so that
-# only outcore-llm and outcore-cli are built again. A filter that matches nothing would pass, so the tests are counted.
-# Nothing is computed here, so nothing has to be fast.
+# What generate and `outcore doctor` say of a GPU in a build that knows none. The packages are those of `workspace`, so
+# that only outcore-llm and outcore-cli are built again. A filter that matches nothing would pass, so the tests are
+# counted. Nothing is computed here, so nothing has to be fast.
 without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
     --features outcore-gpu-check/cuda --test generate --test cli)
 build_without-cuda() {
@@ -65,16 +65,13 @@ step_without-cuda() {
         { echo "without-cuda: a test did not run" >&2; exit 1; }
 }
 
-# Cargo compiles doctests only to run them, so only what they need is built before.
-build_doctests() {
-    cargo build "${everything[@]}" --lib
-}
+# Cargo compiles doctests only to run them, with the libraries of `workspace`.
 step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
-# The tests that touch pages of the host device, again with evicted ranges inaccessible. The other devices, the pager and
-# the formats do the same in both builds. All members are named, so that the dependencies are those that `workspace`
+# The tests that touch pages of the host device, again with evicted ranges inaccessible. The other devices, the pager
+# and the formats do the same in both builds. All members are named, so that the dependencies are those that `workspace`
 # built.
 strict_tests=(runtime device store process)
 same=(cuda on_sim suite::sim emulator pins_on_streams)

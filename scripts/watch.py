@@ -4,9 +4,9 @@
     watch.py SECONDS COMMAND [ARGUMENT...]
     watch.py --self-test
 
-What the command prints goes through. How long it takes does not matter, so a busy machine is no reason to fail; a silence
-of SECONDS is. A process that was stopped, or got no processor, hears no silence: what counts is how often the watcher woke
-up in vain. The whole process group is ended. The exit status is the command's, 124 if it was ended.
+What the command prints goes through. How long it takes does not matter, so a busy machine is no reason to fail; a
+silence of SECONDS is. A process that was stopped, or got no processor, hears no silence: what counts is how often the
+watcher woke up in vain. The whole process group is ended. The exit status is the command's, 124 if it was ended.
 """
 
 import os

@@ -5,7 +5,8 @@
 
 Run it with the Python of scripts/fetch_peers.sh. Into FOLDER go smollm2.json (the model of scripts/fetch_model.sh) and,
 for vocabularies made up here, words.gguf with words.json (byte-level BPE under every pre-processing we know; the file
-names the last) and spm.gguf with spm.json. RANDOM asks for so many random texts beside the fixed ones; the fixtures in the tree have 40.
+names the last) and spm.gguf with spm.json. RANDOM is the number of random texts beside the fixed ones; the fixtures in
+the tree have 40.
 """
 
 import collections

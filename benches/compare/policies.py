@@ -3,14 +3,14 @@
 
     policies.py TRACE [--capacity LIST] [--outcore BINARY]
 
-TRACE has one JSON object a line, whose "hash_ids" are the blocks that a request uses in order. Run it with a Python that
-has PyPI's libcachesim (0.3.5 was compared with), after
+TRACE has one JSON object a line, whose "hash_ids" are the blocks that a request uses in order. Run it with a Python
+that has PyPI's libcachesim (0.3.5 was compared with), after
 
     cargo build --release -p outcore-cli
 
 All objects have size 1 and ids are numbered in the order of their first use, on both sides. Where libCacheSim keeps
-policies whose defaults are not ours, DIFFERENT says in what. The exit status is 1 if any other hit ratio differs by more
-than half a point (0.005).
+policies whose defaults are not ours, DIFFERENT says in what. The exit status is 1 if any other hit ratio differs by
+more than half a point (0.005).
 """
 
 import argparse

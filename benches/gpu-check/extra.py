@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The parts of the GPU check that are no probes: test binaries, compute-sanitizer, `generate`, a peer.
 
-Called by run.sh as `extra.py PART --bundle DIR --scale SCALE --dir DIR --results FILE`. Prints records as gpu-probe does,
-one JSON object a line. Ends with 1 if the part failed, and with 3 if the machine or the bundle has not what it needs.
+Called by run.sh as `extra.py PART --bundle DIR --scale SCALE --dir DIR --results FILE`. Prints records as gpu-probe
+does, one JSON object a line. Ends with 1 if the part failed, and with 3 if the machine or the bundle has not what it
+needs.
 """
 
 import argparse
@@ -48,7 +49,8 @@ def fail(why):
 def run(command, **environment):
     """What a command printed, both streams, and its status. It shares our process group, so that it is stopped with us."""
     command = [str(part) for part in command]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env={**os.environ, **environment})
+    merged = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=merged)
     return done.returncode, done.stdout, done.stderr
 
 

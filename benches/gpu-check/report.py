@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Keeps the results of a GPU check, prints them as a table, and compares two of them. Standard library only.
 
-    report.py start RESULTS --scale SCALE --bundle DIR     begin a results file
-    report.py add RESULTS PART ...                         add what a part printed; called after each part
-    report.py table RESULTS                                print it; ends with 1 if a part did not run or a verdict was missed
-    report.py compare NEW OLD                              print new / old for every number that both have
-    report.py libraries                                    print the folders in which Python packages keep CUDA libraries
+    report.py start RESULTS --scale SCALE --bundle DIR  begin a results file
+    report.py add RESULTS PART ...                      add what a part printed; called after each part
+    report.py table RESULTS                             print it; ends with 1 if a part did not run or missed a verdict
+    report.py compare NEW OLD                           print new / old for every number that both have
+    report.py libraries                                 print the folders in which Python packages keep CUDA libraries
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The model behind decision 0004. Deterministic; prints its table.
 
-A cycle over N pages, M frames. One disk loads one page at a time in time 1; computing on a page takes C. A frame is free
-for a load when the last use of the page in it has ended.
+A cycle over N pages, M frames. One disk loads one page at a time in time 1; computing on a page takes C. A frame is
+free for a load when the last use of the page in it has ended.
 """
 
 PASSES = 20

@@ -68,7 +68,6 @@ fn found(library: PathBuf) -> Result<PathBuf> {
         // The program may have another working directory.
         return library.canonicalize().map_err(|cause| Error::io(format!("find {}", library.display()), cause));
     }
-    Err(Error::new(ErrorKind::NotFound, format!("{} is not there", library.display())).remedy(format!(
-        "build it (`cargo build --release -p outcore-preload`), or name it in {NAMED}"
-    )))
+    Err(Error::new(ErrorKind::NotFound, format!("{} is not there", library.display()))
+        .remedy(format!("build it (`cargo build --release -p outcore-preload`), or name it in {NAMED}")))
 }

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! A [`CudaDeviceSelector`] names a GPU and is what [opens](outcore::device::DeviceFactory) it; [`cuda_devices`] lists
-//! those that there are. What the device does with the driver is in [`outcore_gpu`]. libcuda is looked for at run time: a
-//! program that links this crate starts on a machine without it.
+//! those that there are. What the device does with the driver is in [`outcore_gpu`]. libcuda is looked for at run time:
+//! a program that links this crate starts on a machine without it.
 
 mod device;
 mod driver;

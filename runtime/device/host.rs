@@ -668,7 +668,8 @@ impl Copier for Core {
                 unsafe { ptr::write_bytes(pointer(device), 0, len as usize) };
             }
             StreamOp::Call(_) | StreamOp::Mark => {
-                return Err(Error::new(ErrorKind::Internal, "an operation that is no copy reached the copier"));
+                return Err(Error::new(ErrorKind::Internal, "an operation that is no copy reached the copier")
+                    .remedy("report this as a bug"));
             }
         }
         if let Some(deadline) = deadline.filter(|deadline| *deadline > Instant::now()) {
@@ -841,7 +842,8 @@ impl Device for HostDevice {
 
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
         if pages == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages"));
+            return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages")
+                .remedy("reserve at least one page"));
         }
         let len = u64::from(pages) * self.core.page_bytes();
         let mut layout = self.core.layout.lock();
@@ -854,7 +856,9 @@ impl Device for HostDevice {
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
         let (core, base) = (&self.core, base.get());
         let mut layout = core.layout.lock();
-        let refuse = |message: String| Err(Error::new(ErrorKind::InvalidArgument, message));
+        let refuse = |message: String| {
+            Err(Error::new(ErrorKind::InvalidArgument, message).remedy("release each range once, as it was reserved"))
+        };
         let Some(&reserved) = layout.handed.get(&base) else {
             return refuse("the range to release was never reserved".to_owned());
         };

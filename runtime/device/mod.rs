@@ -6,32 +6,34 @@
 //!
 //! # Contract (every device passes `tests/device/suite.rs`)
 //!
-//! 1. `map(frame, address)` puts `frame` behind `address`; the bytes the frame held travel with it. Afterwards the
-//!    address the frame was behind before holds nothing and any access there faults. A frame that was behind
-//!    `address` keeps its memory but is behind no address until it is mapped again. The caller guarantees that no
-//!    operation in flight touches either address. A device may do this behind the call, in order, ahead of the
-//!    operations that are submitted after it: then a refusal is the failure of those that name the address.
-//! 2. `protect(frame)` makes the frame's address inaccessible until the next `map` of that frame; a device for which
-//!    this costs time may do nothing unless it was built `strict`.
-//! 3. `discard(frame)` gives the frame's physical memory back to the system; its bytes are lost, any access to its
-//!    address faults, and a later `map` brings an arbitrary but readable content.
+//! 1. `map(frame, address)` puts `frame` behind `address`; the frame's bytes travel with it. The address that the frame
+//!    was behind before then holds nothing, and any access there faults. A frame that was behind `address` keeps its
+//!    memory, and is behind no address until it is mapped again. The caller guarantees that no operation in flight
+//!    touches either address. A device may carry this out after the call has returned, in order, and before the
+//!    operations that are submitted later. If it then fails, the operations that name the address fail.
+//! 2. `protect(frame)` makes the frame's address inaccessible until the next `map` of that frame. A device on which
+//!    this costs time may do nothing, unless it was built `strict`.
+//! 3. `discard(frame)` gives the frame's physical memory back to the system. Its bytes are lost, and any access to its
+//!    address faults. After a later `map` the content is arbitrary but readable.
 //! 4. `submit` never blocks on the device. Operations of one stream run in submission order; two streams are ordered
 //!    only by events. An operation with a token reports to the device's [`Completions`] exactly once.
-//! 5. Memory named by a submitted operation is borrowed until its completion is reported; dropping a waiter elsewhere
-//!    changes nothing.
-//! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready". An
-//!    operation that fails reports to its token; one without a token fails every later event of its stream.
-//! 7. An operation with a token that the device has *taken up* cannot be refused any more: only the loss of the device
-//!    keeps it from ending well, if what it names is mapped and valid and it is no closure, which may panic. `submit`
-//!    returns the event behind it. Where it returns none, because the operation waits for its page, the device's
-//!    [`Completions`] are told when it is taken up; of one that is refused they are not. Of two events of one stream the
-//!    later one is the greater. To be told is no promise: an operation may end without.
-//! 8. An adopted stream stays its owner's: the device records events on it and nothing else of its own accord, and never
-//!    destroys it. `forget_stream` waits for nothing; tokens submitted before are reported all the same. On a stream that is
-//!    being captured into a graph every operation is refused, so that none becomes part of the graph.
+//! 5. Memory named by a submitted operation is borrowed until its completion is reported, even if nobody waits for the
+//!    operation any more.
+//! 6. `poll` has three answers: `Ready`, `Pending`, or an error. A failure is never reported as `Pending`. An operation
+//!    that fails reports to its token; one without a token fails every later event of its stream.
+//! 7. An operation with a token is *taken up* when the device can no longer refuse it. From then on only the loss of
+//!    the device keeps it from ending well, provided that what it names is mapped and valid. A closure is the
+//!    exception: it may panic. `submit` returns the event behind the operation if it was taken up in the call. It
+//!    returns none if the operation has to wait for its page. When that operation is taken up, the device tells its
+//!    [`Completions`]; it does not if the operation is refused. Being told is not guaranteed: an operation may end
+//!    without. Of two events of one stream the later one is the greater.
+//! 8. An adopted stream stays its owner's: the device records events on it, does nothing else of its own accord, and
+//!    never destroys it. `forget_stream` waits for nothing; tokens submitted before are still reported. While a stream
+//!    is being captured into a graph, every operation on it is refused, so none becomes part of the graph.
 //! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
-//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
-//!    dropped.
+//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is dropped. The last owner may
+//!    go on one of the device's own threads, in the receiver of completions or in a closure. A drop there does not wait
+//!    for that thread, which ends when nothing is left for it. Nor does a `close`, unless it refuses.
 
 mod ballast;
 mod factory;
@@ -43,7 +45,7 @@ pub mod parts;
 mod process;
 pub(crate) mod slab;
 mod stream;
-mod streams;
+pub mod streams;
 mod sys;
 mod tables;
 
@@ -72,7 +74,7 @@ pub(crate) use slab::{HostSlab, HostSlabConfig};
 pub struct DeviceAddress(pub(crate) u64);
 
 impl DeviceAddress {
-    /// The address that a device gave this number.
+    /// An address that a device gave, from its number.
     pub const fn new(address: u64) -> Self {
         Self(address)
     }
@@ -92,24 +94,23 @@ impl fmt::Debug for DeviceAddress {
     }
 }
 
-/// The handle of a stream of the driver, a `CUstream`, as a pointer nobody looks behind. A null handle is the legacy
-/// default stream.
+/// The driver's handle of a stream (a `CUstream`), as an opaque pointer. A null handle is the legacy default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RawStream(*mut c_void);
 
 impl RawStream {
-    /// The handle as its owner has it.
+    /// Wraps a handle.
     pub const fn new(handle: *mut c_void) -> Self {
         Self(handle)
     }
-    /// The handle, to be cast to the type that whoever calls the driver has for it.
+    /// The handle, to be cast to the driver's type.
     pub const fn as_ptr(self) -> *mut c_void {
         self.0
     }
 }
 
-// SAFETY: a handle is a name; the driver's functions may be called with it from any thread. That the stream exists is the
-// promise of whoever has it adopted (`Device::adopt_stream`).
+// SAFETY: a handle is a name; the driver's functions may be called with it from any thread. Whoever has the stream
+// adopted promises that it exists (`Device::adopt_stream`).
 unsafe impl Send for RawStream {}
 // SAFETY: as above.
 unsafe impl Sync for RawStream {}
@@ -119,7 +120,7 @@ unsafe impl Sync for RawStream {}
 pub struct StreamId(pub(crate) u32);
 
 impl StreamId {
-    /// The stream to which a device gave this number.
+    /// The stream with this number of a device.
     pub const fn new(number: u32) -> Self {
         Self(number)
     }
@@ -139,8 +140,8 @@ impl EventId {
     /// How many streams [`of`](Self::of) tells apart.
     pub const STREAMS_MAX: usize = 1 << (64 - Self::COUNT_BITS);
 
-    /// The event of the first `count` items of a stream, for devices that count the items of each stream: a count fits 44
-    /// bits, and nothing has to be freed.
+    /// The event after the first `count` items of a stream, for devices that count the items of each stream. A count
+    /// has 44 bits, and nothing has to be freed.
     pub const fn of(stream: StreamId, count: u64) -> Self {
         Self((stream.0 as u64) << Self::COUNT_BITS | count)
     }
@@ -148,7 +149,7 @@ impl EventId {
     pub const fn parts(self) -> (StreamId, u64) {
         (StreamId((self.0 >> Self::COUNT_BITS) as u32), self.0 & ((1 << Self::COUNT_BITS) - 1))
     }
-    /// The event to which a device gave this number. Of two events of one stream the later one has the greater number.
+    /// The event with this number of a device. Of two events of one stream the later one has the greater number.
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
@@ -158,7 +159,7 @@ impl EventId {
     }
 }
 
-/// Names an operation in flight to whoever is told of its completion.
+/// Names an operation in flight: completions carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token(pub u64);
 
@@ -171,20 +172,20 @@ pub struct Completion {
     pub result: Result<()>,
 }
 
-/// Told of completions, from threads of the device or the store. Must not block, and must not call back into the
-/// caller while holding a lock the caller may hold.
+/// Receives completions, on threads of the device or the store. Must not block. Must not call back into the caller
+/// while holding a lock that the caller may hold.
 pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);
 
-    /// Whether to report the end of this operation takes so long that others' reports should not wait for it. A store that
-    /// has one thread for many reports then has another one do it. Must not block.
+    /// Whether reporting the end of this operation takes so long that other reports should not wait for it. A store
+    /// that has one thread for many reports then hands this one to another thread. Must not block.
     fn takes_long(&self, _token: Token) -> bool {
         false
     }
 
-    /// The device has taken up an operation that had to wait when it was submitted (rule 7 of the [contract](self)); it has
-    /// ended when `end` has happened, and may have by now.
+    /// The device has taken up an operation that had to wait when it was submitted (rule 7 of the [contract](self)).
+    /// The operation has ended when `end` has happened, which may already be so.
     fn taken_up(&self, _token: Token, _end: EventId) {}
 }
 
@@ -196,8 +197,8 @@ impl HostPointer {
     /// The memory at `pointer`.
     ///
     /// # Safety
-    /// Whoever puts the pointer into an operation must keep the operation's whole range valid, and free of other
-    /// accesses that conflict with it, from submission until completion.
+    /// Whoever puts the pointer into an operation keeps the operation's whole range valid, and free of conflicting
+    /// accesses, from submission until completion.
     pub const unsafe fn new(pointer: NonNull<u8>) -> Self {
         Self(pointer)
     }
@@ -205,8 +206,8 @@ impl HostPointer {
     pub(crate) fn of_page(address: DeviceAddress) -> Option<Self> {
         NonNull::new(std::ptr::with_exposed_provenance_mut(address.get() as usize)).map(Self)
     }
-    /// The hash of the first `len` bytes. Only for memory that belongs to a move whose operation is complete or not
-    /// yet submitted: the pager lets nobody else touch it, and it is at least a page long.
+    /// The hash of the first `len` bytes. Only for memory of a move whose operation is complete or not yet submitted:
+    /// the pager lets nobody else touch it, and it is at least a page long.
     pub(crate) fn checksum(self, len: u64) -> u64 {
         // SAFETY: the constructor's promise covers the range, and the caller's move owns it (above), so nobody writes.
         let bytes = unsafe { std::slice::from_raw_parts(self.0.as_ptr(), len as usize) };
@@ -265,11 +266,11 @@ pub enum StreamOp {
         /// Bytes.
         len: u64,
     },
-    /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the same
-    /// thread, and on a CUDA device it must not call the CUDA driver. There the device makes no such call either, whatever
-    /// of it the closure uses: `map`, `submit`, `release` and `discard` are queued, what cannot be is refused.
+    /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the
+    /// same thread. On a CUDA device it must not call the CUDA driver. The device makes no such call there either:
+    /// within a closure it queues `map`, `submit`, `release` and `discard`, and refuses what it cannot queue.
     Call(Box<dyn FnOnce() + Send>),
-    /// Do nothing: it has ended when everything that is on the stream before it has, also what others put there.
+    /// Do nothing. It ends when everything before it on the stream has ended, also what others put there.
     Mark,
 }
 
@@ -285,7 +286,7 @@ impl fmt::Debug for StreamOp {
     }
 }
 
-/// Which way a stream's work goes; a device may map it to priorities or copy engines.
+/// The direction of a stream's work. A device may map it to priorities or copy engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StreamKind {
     /// Host to device copies.
@@ -303,13 +304,13 @@ fn no_handles(device: &str) -> Error {
 
 /// See the [module documentation](self) for the contract.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// `"host"`, `"cuda:0"`, `"sim"`.
+    /// Such as `"host"`, `"cuda:0"`, `"sim"`.
     fn name(&self) -> &str;
     /// Bytes of a page and of a frame.
     fn page_size(&self) -> PageSize;
     /// Whether the store may read into and write from mapped device addresses directly.
     fn direct_io(&self) -> bool;
-    /// Whether this process may access mapped device addresses as memory. Where it may not, bytes come and go by copies.
+    /// Whether this process may access mapped device addresses as memory. If not, bytes are copied in and out.
     fn host_addressable(&self) -> bool;
 
     /// What DLPack calls this device; `None` if it has no name there. Memory that this process
@@ -318,49 +319,52 @@ pub trait Device: Send + Sync + fmt::Debug {
         None
     }
 
-    /// The node of the machine's memory from which copies to the device are shortest, if it is known.
+    /// The node of the machine's memory that is nearest to the device for copies, if it is known.
     fn numa_node(&self) -> Option<u32> {
         None
     }
 
     /// Reserves a contiguous address range of `pages` pages, aligned to the page size, inaccessible until mapped.
     fn reserve(&self, pages: u32) -> Result<DeviceAddress>;
-    /// Gives a range back. Frames still behind it are free: they move away and keep their memory.
+    /// Gives a range back. Frames that are still behind it are free: they move away and keep their memory.
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
 
-    /// How much memory more frames could take now. By default what this process may use of the machine's, and does not.
+    /// How much memory further frames could take now. The default is for a device in this machine's memory: what this
+    /// process may use and does not use yet.
     fn free_memory(&self) -> Result<Bytes> {
         MemoryLimit::detect().map(|memory| memory.free())
     }
-    /// Bytes of page tables that the kernel keeps for the device's addresses, of this process's memory. Counted as frames come
-    /// and go, and not looked up: those of the frames, of which each has at most [so many](HostDevice::tables_of_a_frame), and one
-    /// for each table of tables (1 GiB of addresses, with pages of 4 KiB) in which a frame is. By default none.
+    /// Bytes of page tables that the kernel keeps for the device's addresses, in this process. It is counted as frames
+    /// come and go, not looked up. Two parts make it up: the tables of the frames, each at most
+    /// [`tables_of_a_frame`](HostDevice::tables_of_a_frame); and one table for each table of tables (1 GiB of
+    /// addresses, with pages of 4 KiB) that has a frame. The default is none.
     fn page_tables(&self) -> Bytes {
         Bytes::ZERO
     }
-    /// How many frames exist: ids `0..count`. On the host device creating frames commits no memory, mapping
-    /// and filling them does; on a GPU the memory is taken when they are created.
+    /// How many frames exist: ids `0..count`. On the host device a new frame takes no memory; mapping and filling it
+    /// does. On a GPU a new frame takes its memory.
     fn frame_count(&self) -> u32;
-    /// Makes frames `0..count` exist (grow only).
+    /// Makes frames `0..count` exist. Never removes frames.
     fn grow_frames(&self, count: u32) -> Result<()>;
     /// Contract rule 1.
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()>;
-    /// As [`map`](Self::map), for a lone page that the caller waits for: where a device maps behind the call, it may do so
-    /// within it, and spare itself the hand-over. Not on a thread that reports completions, which would come late.
+    /// As [`map`](Self::map), for a single page that the caller waits for. A device that maps after the call has
+    /// returned may map within this call, and save the hand-over. Do not call it on a thread that reports completions:
+    /// it would delay them.
     fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.map(frame, address)
     }
-    /// Where the operations of a fill write the bytes of the frame that is behind `address`. By default at that address.
-    /// A device that shows pages to the program only when they are [published](Self::publish) gives another.
+    /// Where the operations of a fill write the bytes of the frame that is behind `address`. By default at that
+    /// address. A device that shows pages to the program only when they are [published](Self::publish) gives another.
     ///
     /// # Errors
     /// `Internal` if the frame is not behind that address.
     fn fill_address(&self, _frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
         Ok(address)
     }
-    /// A fill has ended well: from now on whoever touches the page's address finds the bytes there. By default they have
-    /// been there all along. Called once for each fill, before anybody is told of its end, also on threads that report
-    /// completions: it does not wait.
+    /// A fill has ended well: from now on whoever touches the page's address finds the bytes there. By default they
+    /// have been there all along. Called once for each fill, before anybody is told of its end, also on threads that
+    /// report completions: it does not wait.
     ///
     /// # Errors
     /// The device's. Then the fill has failed.
@@ -377,19 +381,19 @@ pub trait Device: Send + Sync + fmt::Debug {
     }
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;
-    /// Whether frames have no memory when they are made, and get it when they are first mapped or later.
+    /// Whether frames have no memory when they are made, and get it when they are mapped or later.
     fn makes_bare_frames(&self) -> bool {
         false
     }
-    /// How much memory a frame has now. By default a page.
+    /// How much memory a frame has now. The default is a page.
     fn frame_memory(&self, _frame: FrameId) -> Result<Bytes> {
         Ok(Bytes::new(self.page_size().bytes()))
     }
     /// Contract rule 3.
     fn discard(&self, frame: FrameId) -> Result<()>;
 
-    /// Locks host memory, so that the device copies from and to it directly; rule 5 of the contract covers it until
-    /// [`unlock_host`](Self::unlock_host) returns. By default it is locked in memory and no more.
+    /// Locks host memory, so that the device copies from and to it directly. Rule 5 of the contract covers the memory
+    /// until [`unlock_host`](Self::unlock_host) returns. The default locks it in memory and does no more.
     fn lock_host(&self, memory: HostRegion) -> Result<()> {
         sys::lock(memory.base.as_ptr() as u64, memory.len.get()).map_err(|cause| sys::lock_refused(memory.len, cause))
     }
@@ -400,33 +404,34 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// A new stream.
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId>;
-    /// Takes in a stream that somebody else owns, under contract rule 8. By default there are none.
+    /// Adopts a stream that somebody else owns, under contract rule 8. By default it is refused.
     ///
     /// # Safety
     /// The handle is that of a stream, and stays so until [`forget_stream`](Self::forget_stream) or
     /// [`close`](Self::close) has returned.
     ///
     /// # Errors
-    /// `Unsupported` where streams have no handles; `InvalidArgument` for a stream of another GPU or context.
+    /// `Unsupported` if streams have no handles; `InvalidArgument` for a stream of another GPU or context.
     unsafe fn adopt_stream(&self, _raw: RawStream) -> Result<StreamId> {
         Err(no_handles(self.name()))
     }
-    /// Lets go of an adopted stream: its id and its events are not used any more.
+    /// Forgets an adopted stream: its id and its events are not used any more.
     fn forget_stream(&self, _stream: StreamId) {}
     /// The handle of a stream, for whoever puts work on it. By default there is none.
     ///
     /// # Errors
-    /// `Unsupported` where streams have no handles.
+    /// `Unsupported` if streams have no handles.
     fn raw_stream(&self, _stream: StreamId) -> Result<RawStream> {
         Err(no_handles(self.name()))
     }
-    /// Whether [`StreamOp::Mark`] would mean anything on this stream now.
+    /// Whether a [`StreamOp::Mark`] on this stream would work now.
     ///
     /// # Errors
-    /// `InvalidArgument` while the stream is being captured into a graph: nothing that is put on it runs. `Closed`. With
-    /// another kind the device could not tell; it is asked again when the mark is put there.
+    /// `InvalidArgument` while the stream is being captured into a graph, because nothing that is put on it runs.
+    /// `Closed`. Any other kind means that the device could not tell; it is asked again when the mark is put on the
+    /// stream.
     fn can_mark(&self, stream: StreamId) -> Result<()>;
-    /// Queues `op`; where `token` is given, its completion is reported, and the event behind it returned if it has been
+    /// Queues `op`. If `token` is given, its completion is reported, and the event behind it is returned if it was
     /// taken up (contract rule 7).
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId>;
     /// Marks the current end of `stream`.
@@ -436,7 +441,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Contract rule 6.
     fn poll(&self, event: EventId) -> Result<Poll<()>>;
 
-    /// The failure that has cost the device, if one has: nothing runs on it any more.
+    /// The failure that cost the device, if there was one. Nothing runs on the device any more.
     fn lost(&self) -> Option<Error> {
         None
     }

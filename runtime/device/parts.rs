@@ -1,14 +1,12 @@
-//! What devices with streams of their own have in common, for authors of a [`Device`](super::Device): reports, closures,
-//! and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
+//! What devices with streams of their own have in common, for authors of a [`Device`](super::Device): reports,
+//! closures, and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 
-pub use super::stream::Copier;
-pub use super::streams::Streams;
 use super::{Completion, Completions, Token};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 
 /// Completions are reported after at most this many operations.
 pub const BATCH_OPERATIONS_MAX: usize = 64;
@@ -28,8 +26,8 @@ pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
     done.clear();
 }
 
-/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the error
-/// is logged.
+/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the
+/// error is logged.
 pub fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
     let Some(token) = token else {
         tracing::warn!(%error, "a stream operation was not run");
@@ -47,21 +45,22 @@ pub fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Er
 /// # Errors
 /// [`Internal`](ErrorKind::Internal) with the closure's message, if it panics.
 pub fn run_call(call: Box<dyn FnOnce() + Send>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
-        let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
-        let message = format!("a closure on a stream panicked: {}", text.unwrap_or("no message"));
-        Error::new(ErrorKind::Internal, message)
+    caught(call).map_err(|panic| {
+        Error::new(ErrorKind::Internal, format!("a closure on a stream panicked: {panic}"))
+            .remedy("see to the closure: what it was to do has not been done")
     })
 }
 
 /// The error with which a submission to a closed device completes.
 pub fn closed(device: &str) -> Error {
     Error::new(ErrorKind::Closed, format!("the device {device} is closed"))
+        .remedy("close the runtime only when nothing is asked of it any more")
 }
 
 /// The error for an event that this device has not recorded.
 pub fn unknown_event() -> Error {
     Error::new(ErrorKind::InvalidArgument, "the event was not recorded on this device")
+        .remedy("wait for events on the device that recorded them")
 }
 
 /// The error for a modelled link that was asked of a device with a link of its own.

@@ -22,8 +22,8 @@ use super::parts::{BATCH_OPERATIONS_MAX, report, run_call, unknown_event};
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to wake
-/// up. Or after [`BATCH_OPERATIONS_MAX`] operations.
+/// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to
+/// wake up. Or after [`BATCH_OPERATIONS_MAX`] operations.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
 
 /// Runs the copies in a stream's queue. The stream runs closures itself.
@@ -168,7 +168,7 @@ impl Stream {
         // A closure on the stream may hold the device's last owner; its thread cannot wait for itself.
         let foreign = thread.filter(|t| t.thread().id() != thread::current().id());
         if foreign.is_some_and(|t| t.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked"));
+            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked").remedy("report this as a bug"));
         }
         match &self.timeline.state.lock().failure {
             Some((_, error)) => Err(error.clone()),

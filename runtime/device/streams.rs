@@ -1,4 +1,4 @@
-//! All streams of a device whose copies the processor makes, each with a thread of its own.
+//! Streams for devices whose copies the processor makes, for authors of a [`Device`](super::Device).
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,13 +7,14 @@ use std::task::Poll;
 use parking_lot::RwLock;
 
 use super::parts::{closed, report_apart};
-use super::stream::{Copier, Stream};
+pub use super::stream::Copier;
+use super::stream::Stream;
 use super::{Completions, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 
-/// The streams of a device whose copies the processor makes: each has a thread of its own, which hands the copies of its
-/// queue to a [`Copier`] in order and reports them. The methods are those of [`Device`](super::Device), whose contract
-/// they keep.
+/// The streams of a device whose copies the processor makes: each has a thread of its own, which hands the copies of
+/// its queue to a [`Copier`] in order and reports them. The methods are those of [`Device`](super::Device), whose
+/// contract they keep.
 pub struct Streams {
     device: &'static str,
     copier: Arc<dyn Copier>,
@@ -141,7 +142,8 @@ impl Streams {
         self.open.write().closed = true;
     }
 
-    /// Waits for everything that was submitted, then joins the threads. Returns the first failure that no token reported.
+    /// Waits for everything that was submitted, then joins the threads. Returns the first failure that no token
+    /// reported.
     ///
     /// # Errors
     /// The failure of a stream.

@@ -303,8 +303,8 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64, huge: u64) ->
 }
 
 /// Whether this kernel splits its huge pages, of `huge` bytes, when [`populate_side_by_side`] asks for it. A process
-/// finds this out once, or in several threads at once. There is no lock: a child by `fork` would wait for ever for a thread of its
-/// parent that was finding out.
+/// finds this out once, or in several threads at once. There is no lock: a child by `fork` would wait for ever for a
+/// thread of its parent that was finding out.
 pub(super) fn splits_huge_pages(huge: u64) -> bool {
     const UNKNOWN: u8 = 0;
     const NO: u8 = 1;

@@ -94,12 +94,14 @@ impl BatchedCopy {
 ///    while it runs others' code.
 /// 2. No call waits for the device, except [`finish`](Self::finish), [`finish_stream`](Self::finish_stream),
 ///    [`finish_event`](Self::finish_event), and copies of host memory that is not locked.
-/// 3. Operations of one stream run in the order of the calls. An event covers what was on its stream when it was recorded.
-/// 4. A call may fail with the error of earlier work. If the GPU is lost by that, the failure is [fatal](Failure::fatal).
-/// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything that
-///    uses it has ended, and drops the driver last.
-/// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of another
-///    stream. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
+/// 3. Operations of one stream run in the order of the calls. An event covers what was on its stream when it was
+///    recorded.
+/// 4. A call may fail with the error of earlier work. If the GPU is lost by that, the failure is
+///    [fatal](Failure::fatal).
+/// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything
+///    that uses it has ended, and drops the driver last.
+/// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of
+///    another stream. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
 pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     /// While it lives, this thread may call the driver. It stays on its thread.
     type Current<'a>
@@ -217,8 +219,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     fn has_batches(&self) -> bool {
         false
     }
-    /// Queues several copies, in no order among each other. Called only where the driver
-    /// [has batches](Self::has_batches). After an error of the kind [`Unsupported`](outcore::ErrorKind::Unsupported) it is
+    /// Queues several copies, in no order among each other. Called only where the driver [has
+    /// batches](Self::has_batches). After an error of the kind [`Unsupported`](outcore::ErrorKind::Unsupported) it is
     /// not called again.
     ///
     /// # Safety

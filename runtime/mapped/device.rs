@@ -8,8 +8,8 @@
 //!
 //! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`.
 //! 2. `occupants` of a range and `behind` of the frames say the same.
-//! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses that
-//!    are not registered, and the disk cannot read to addresses where it would meet a fault.
+//! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses
+//!    that are not registered, and the disk cannot read to addresses where it would meet a fault.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -17,7 +17,8 @@ use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 
-use outcore::device::parts::{Copier, STRICT, Streams, has_a_link};
+use outcore::device::parts::{STRICT, has_a_link};
+use outcore::device::streams::{Copier, Streams};
 use outcore::device::{
     Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId, StreamKind,
     StreamOp, Token,
@@ -39,8 +40,8 @@ pub const NAME: &str = "faulting";
 static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 
 /// The device on which [`Mapped`](crate::Mapped) works: give it to
-/// [`RuntimeBuilder::device`](outcore::RuntimeBuilder::device). Pins work on it as on the host device, and all share its
-/// frames.
+/// [`RuntimeBuilder::device`](outcore::RuntimeBuilder::device). Pins work on it as on the host device, and all share
+/// its frames.
 #[derive(Clone, Debug)]
 pub struct Faulting {
     _private: (),
@@ -48,8 +49,8 @@ pub struct Faulting {
 
 impl Faulting {
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that moves pages (before Linux 6.8),
-    /// or forbids it (seccomp).
+    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that moves pages (before Linux
+    /// 6.8), or forbids it (seccomp).
     pub fn new() -> Result<Self> {
         Uffd::open().map(|_| Self { _private: () })
     }

@@ -26,8 +26,9 @@ impl Followed {
         Self { order, places, at }
     }
 
-    /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes through
-    /// the order forwards; none if it has gone elsewhere. A step of more than half of the order is taken for a step back.
+    /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
+    /// through the order forwards; none if it has gone elsewhere. A step of more than half of the order is taken for a
+    /// step back.
     pub fn passed(&self, page: u32) -> Vec<u32> {
         let Some(places) = self.places.get(&page) else { return Vec::new() };
         let (mut at, len) = (self.at.lock(), self.order.len());

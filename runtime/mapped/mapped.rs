@@ -1,9 +1,9 @@
 //! A file as a slice.
 
 use std::fmt;
+use std::future::Future;
 use std::ops::Deref;
 use std::path::Path;
-use std::future::Future;
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -58,7 +58,8 @@ impl Pages {
         for passed in self.followed.passed(index) {
             let there = self.core.is_published(self.start + u64::from(passed) * self.page);
             if let Some(page) = self.page(passed).filter(|_| there) {
-                // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a wait.
+                // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
+                // wait.
                 let mut request = pin!(self.walker.pin(&page));
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
@@ -102,9 +103,9 @@ impl Handler for Pages {
 /// tell: a file that changes while it is mapped is an error. Where a page cannot be read, because the disk fails or the
 /// file has changed, the thread that touches it gets SIGBUS, as with `mmap`; [`failure`](Self::failure) says why.
 ///
-/// System calls that are given an address in the slice (`write(2)`) end with `EFAULT` for pages that are not there, unless
-/// the process may handle the kernel's faults too (root, or `vm.unprivileged_userfaultfd`). A child by `fork` does not
-/// have the range.
+/// System calls that are given an address in the slice (`write(2)`) end with `EFAULT` for pages that are not there,
+/// unless the process may handle the kernel's faults too (root, or `vm.unprivileged_userfaultfd`). A child by `fork`
+/// does not have the range.
 ///
 /// At least four frames are needed, and two for each thread that touches it while guards hold the other frames: a touch
 /// waits until there is a frame.
@@ -119,8 +120,8 @@ impl Mapped {
     /// Maps a whole file, of any format. Reads nothing yet.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the runtime's device is not [`Faulting`](crate::Faulting), or
-    ///   the path is no regular file;
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the runtime's device is not [`Faulting`](crate::Faulting),
+    ///   or the path is no regular file;
     /// - [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the runtime has less than four frames;
     /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
     ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
@@ -197,10 +198,10 @@ impl Deref for Mapped {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range belongs to the segment of `pages.bytes`, which lives as long as `self`, and has `len` bytes of
-        // the file. It is registered with userfaultfd: a page that is not there is filled before the access goes on, or
-        // the thread gets a signal. Nobody writes a file's segment: its pages are only read, and a page that is taken
-        // away comes back with the same bytes, since the store compares the file's identity at each read.
+        // SAFETY: the range belongs to the segment of `pages.bytes`, which lives as long as `self`, and has `len` bytes
+        // of the file. It is registered with userfaultfd: a page that is not there is filled before the access goes on,
+        // or the thread gets a signal. Nobody writes a file's segment: its pages are only read, and a page that is
+        // taken away comes back with the same bytes, since the store compares the file's identity at each read.
         unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(self.start as usize), self.len) }
     }
 }

@@ -1,14 +1,14 @@
 //! The order in which an engine is likely to use a model's tensors, as its header tells.
 //!
-//! Engines go through a model layer by layer, and in a layer through attention and then the feed-forward network. So the
-//! names give a first order. What is a table of rows (the embedding) is left out: a pass touches a few rows of it.
+//! Engines go through a model layer by layer, and in a layer through attention and then the feed-forward network. So
+//! the names give a first order. What is a table of rows (the embedding) is left out: a pass touches a few rows of it.
 
 use std::ops::Range;
 
 use outcore::format::ModelHeader;
 
-/// A tensor's part of the order: layers in turn, then what comes behind them. Names are those of GGUF (`blk.7.attn_q.weight`)
-/// and of Hugging Face (`model.layers.7.self_attn.q_proj.weight`).
+/// A tensor's part of the order: layers in turn, then what comes behind them. Names are those of GGUF
+/// (`blk.7.attn_q.weight`) and of Hugging Face (`model.layers.7.self_attn.q_proj.weight`).
 fn place(name: &str) -> (u64, u32) {
     let mut parts = name.split('.');
     let layer = parts.find_map(|part| part.parse().ok());

@@ -1,4 +1,5 @@
-//! The kernel's `userfaultfd`: a process handles the faults of ranges of its own memory (userfaultfd(2), ioctl_userfaultfd(2)).
+//! The kernel's `userfaultfd`: a process handles the faults of ranges of its own memory (userfaultfd(2),
+//! ioctl_userfaultfd(2)).
 
 use std::ffi::c_void;
 use std::io;

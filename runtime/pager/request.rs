@@ -27,9 +27,9 @@ pub struct Terms {
     pub walker: WalkerId,
     /// The priority of a request without a scope.
     pub priority: ScopePriority,
-    /// Whether the request cannot be refused. Such a request may use the [floor](crate::Pager::set_floor). It does not count
-    /// towards what its scope declared; it spends from the scope's purse only what the floor does not have. It waits
-    /// where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
+    /// Whether the request cannot be refused. Such a request may use the [floor](crate::Pager::set_floor). It does not
+    /// count towards what its scope declared; it spends from the scope's purse only what the floor does not have. It
+    /// waits where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
     pub never_refused: bool,
 }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use crate::ids::{ScopeId, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Holdings, PageRun, Purpose};
-use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::transfer::Engine;
 
@@ -35,12 +34,6 @@ pub(crate) struct Member {
 impl Member {
     pub(super) fn walker_id(&self) -> WalkerId {
         self.walker.as_ref().map_or(WalkerId::DEFAULT, |walker| walker.id)
-    }
-
-    /// Whether the segment is of the scope's runtime.
-    #[inline]
-    pub(super) fn is_of(&self, segment: &Segment) -> bool {
-        Arc::ptr_eq(&segment.shared, &self.shared)
     }
 
     /// How many pages it has pinned. 0 in a child by `fork`, where a thread that the child does not have may hold the

@@ -18,8 +18,8 @@
 //! | one or several, by address | [`Runtime::pin_device`]: [`DevicePin`] | [`Runtime::pin_device_mut`]: [`DevicePin<Write>`](DevicePin) |
 //! | for work on a stream, before the bytes have come | [`Runtime::pin_device_on`]: [`StreamPin`] | [`DevicePin<Write>`](DevicePin), ended by [`unpin_after`] |
 //!
-//! Each call gives a [`PinRequest`]: a future of any executor, or [`wait`](PinRequest::wait) for it. The same calls on a
-//! [`Scope`] pin for a task that holds several at a time, so that tasks cannot wait for each other in a circle; on a
+//! Each call gives a [`PinRequest`]: a future of any executor, or [`wait`](PinRequest::wait) for it. The same calls on
+//! a [`Scope`] pin for a task that holds several at a time, so that tasks cannot wait for each other in a circle; on a
 //! [`Walker`], for one of several passes over a model. Without either, a pin is a scope of its own.
 //!
 //! [`Runtime::pin`]: crate::Runtime::pin

@@ -17,6 +17,7 @@ use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Granted, PageRun, Purpose};
 use crate::segment::Segment;
+use crate::shared::Shared;
 use crate::store::OwnRead;
 use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
@@ -75,7 +76,8 @@ pub trait Target: super::sealed::Sealed + Unpin {
 pub struct PinRequest<'a, T: Target> {
     target: T,
     scope: Option<&'a Arc<Member>>,
-    /// The walker whose use this is. None for a walker of another runtime: its number may be another walker's here.
+    /// The walker whose use this is. None if a tensor is of another runtime than was asked to pin it: the request is
+    /// refused then, and numbers of that runtime's scopes and walkers mean others here.
     walker: Option<WalkerId>,
     progress: Progress,
 }
@@ -89,19 +91,23 @@ impl<T: Target> fmt::Debug for PinRequest<'_, T> {
 
 impl<'a, T: Target> PinRequest<'a, T> {
     #[inline]
-    pub(crate) fn new(target: T) -> Self {
-        Self { target, scope: None, walker: Some(WalkerId::DEFAULT), progress: Progress::Start }
+    pub(crate) fn new(target: T, runtime: &Arc<Shared>) -> Self {
+        Self::of(target, runtime, None, WalkerId::DEFAULT)
     }
 
     #[inline]
     pub(super) fn of_walker(target: T, walking: &Walking) -> Self {
-        let is_of = |tensor: &Tensor| Arc::ptr_eq(&tensor.segment.shared, &walking.shared);
-        let walker = target.tensors().iter().all(is_of).then_some(walking.id);
-        Self { target, scope: None, walker, progress: Progress::Start }
+        Self::of(target, &walking.shared, None, walking.id)
     }
 
     pub(crate) fn of_scope(target: T, scope: &'a Arc<Member>) -> Self {
-        Self { target, scope: Some(scope), walker: Some(scope.walker_id()), progress: Progress::Start }
+        Self::of(target, &scope.shared, Some(scope), scope.walker_id())
+    }
+
+    #[inline]
+    fn of(target: T, runtime: &Arc<Shared>, scope: Option<&'a Arc<Member>>, walker: WalkerId) -> Self {
+        let ours = target.tensors().iter().all(|tensor| tensor.is_of(runtime));
+        Self { target, scope, walker: ours.then_some(walker), progress: Progress::Start }
     }
 
     #[inline]
@@ -134,7 +140,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
                 engine.try_pin_page(page, word, T::PURPOSE, walker)
             }
             (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, walker),
-            (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], &[run], T::PURPOSE),
+            (Some(scope), words) => scope.try_pin(engine, &[(run, words)], &[run], T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
@@ -144,7 +150,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     fn resident_set(&self, walker: WalkerId) -> Option<T::Guard> {
         let tensors = self.target.tensors();
         let segment = self.segment()?;
-        if self.target.check().is_err() || self.scope.is_some_and(|scope| !scope.is_of(segment)) {
+        if self.target.check().is_err() {
             return None;
         }
         let runs = runs_of(tensors);
@@ -162,13 +168,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     /// `waits` is true if the caller does nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
-        if let Some(scope) = self.scope {
-            self.of_the_scopes_runtime(scope)?;
-        }
-        let walker = self.walker.ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "a walker cannot pin tensors of another runtime")
-                .remedy("begin a walker of the tensors' runtime")
-        })?;
+        let walker = self.walker.ok_or_else(|| self.of_another_runtime())?;
         let mut runs = runs_of(self.target.tensors());
         if runs.is_empty() {
             return Ok(Some(self.target.guard(&runs, self.hold(0))));
@@ -178,12 +178,14 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.submit(runs, walker, waits)
     }
 
-    fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
-        if self.target.tensors().iter().all(|tensor| scope.is_of(&tensor.segment)) {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "a scope cannot pin tensors of another runtime")
-            .remedy("open a scope of the tensors' runtime"))
+    #[cold]
+    fn of_another_runtime(&self) -> Error {
+        let what = match self.target.tensors() {
+            [tensor] => format!("{tensor:?} belongs to another runtime than the one that was asked to pin it"),
+            _ => "the tensors of a set belong to another runtime than the one that was asked to pin them".to_owned(),
+        };
+        Error::new(ErrorKind::InvalidArgument, what)
+            .remedy("pin with the runtime that opened or allocated the tensors, or with a scope or a walker of it")
     }
 
     /// Submits the request under the latch.
@@ -227,6 +229,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     ///   waits](crate::RuntimeBuilder::io_timeout)
     /// - [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost
     /// - [`Closed`](ErrorKind::Closed)
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) for a tensor of another runtime than was asked to pin it
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a [closure on a
     ///   stream](crate::ComputeStream::call): the pages may be waiting for the threads that run these
     #[inline(always)]

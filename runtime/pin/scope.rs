@@ -236,7 +236,8 @@ impl Scope {
         Bytes::new(u64::from(self.member.pages()) * self.member.shared.page_size().bytes())
     }
 
-    /// As [`Runtime::pin`](crate::Runtime::pin).
+    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime is
+    /// [refused](crate::ErrorKind::InvalidArgument), here and in the methods below.
     pub fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
         PinRequest::of_scope(HostPin::new(tensor), &self.member)
     }

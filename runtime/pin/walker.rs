@@ -69,7 +69,7 @@ impl Walker {
     /// uses.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
         let Walking { id, shared } = &*self.walking;
-        let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, shared));
+        let ours = order.iter().filter(|tensor| tensor.is_of(shared));
         let runs: Vec<_> = ours.map(Tensor::run).collect();
         shared.engine.with(|pager, fx| pager.declare_plan_of(*id, &runs, cyclic, fx));
     }

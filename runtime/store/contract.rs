@@ -22,18 +22,18 @@ use crate::pager::Priority;
 ///
 /// 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may hand a demand
 ///    read back to its caller instead: `OwnRead::run` does both.
-/// 2. Every submitted operation completes exactly once, through [`Completions`](crate::device::Completions), with success only if all `valid`
-///    bytes were transferred. A short transfer is continued from where it stopped; end of file before `valid` bytes is
-///    an [`Io`](crate::ErrorKind::Io) error that says how many came.
+/// 2. Every submitted operation completes exactly once, through [`Completions`](crate::device::Completions), with
+///    success only if all `valid` bytes were transferred. A short transfer is continued from where it stopped; end of
+///    file before `valid` bytes is an [`Io`](crate::ErrorKind::Io) error that says how many came.
 /// 3. The buffer is borrowed from `submit` until completion. No cancel gives it back earlier.
 /// 4. Operations waiting in the store start in priority order, oldest first within a priority. An operation that the
 ///    kernel has is not taken back. `raise` moves a waiting operation up.
 /// 5. A model file's identity (device, inode, size, mtime) is compared with the one at open after a read of it has
 ///    ended and before its completion is reported. A difference is [`ModelChanged`](crate::ErrorKind::ModelChanged),
 ///    whatever was read. Reads of one file that end together share one comparison, after the last of them.
-/// 6. EINTR and EAGAIN are repeated. A read that failed with EIO is tried again twice. [`retries`](Store::retries)
-///    counts these tries of reads, except those after EINTR. EFAULT is reported as
-///    [`Internal`](crate::ErrorKind::Internal).
+/// 6. EINTR is repeated; of a file, EAGAIN too. A read that failed with EIO is tried again twice.
+///    [`retries`](Store::retries) counts these tries of reads, except those after EINTR. EFAULT of the kernel is
+///    reported as [`Internal`](crate::ErrorKind::Internal).
 /// 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
 ///    [`Closed`](crate::ErrorKind::Closed). If no operation ends within the limit, `close` fails and says how many
 ///    operations are outstanding. Those may never complete, and their memory must stay. Operations that were never
@@ -43,10 +43,13 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn backend(&self) -> IoBackend;
     /// Adds a file to the store. `path` is for messages.
     fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
+    /// Closes half of the files that it can open again, for whoever finds no descriptor left in the process.
+    fn spare_descriptors(&self) {}
     /// Takes a source of pages into the store, to be read like a model's file.
     ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no thread.
+    /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no
+    /// thread.
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         Err(Error::new(ErrorKind::Unsupported, format!("this store reads no sources such as {}", source.name()))
             .remedy("open it with StoreOptions"))

@@ -1,11 +1,11 @@
-//! Open descriptors of model files. Of a model in thousands of files only those used last are open; the others are opened
-//! again when an operation begins.
+//! Open descriptors of model files. Of a model in thousands of files only those used last are open; the others are
+//! opened again when an operation begins.
 //!
 //! # Invariants
 //!
 //! 1. A file that is opened again is the one it was: its identity is compared before anything is read (`file.rs`).
-//! 2. An operation that has begun holds its descriptor. So a file that is closed to make room is closed when the last such
-//!    operation has ended. One that waits holds none.
+//! 2. An operation that has begun holds its descriptor. So a file that is closed to make room is closed when the last
+//!    such operation has ended. One that waits holds none.
 //! 3. The lock is held for no call of the kernel.
 
 use std::fs::File;
@@ -42,7 +42,7 @@ impl Descriptors {
         Self::of(NonZeroUsize::new(half.clamp(LEAST, MOST)).unwrap_or(NonZeroUsize::MIN))
     }
 
-    fn of(most: NonZeroUsize) -> Self {
+    pub fn of(most: NonZeroUsize) -> Self {
         Self(Mutex::new(Table { next: 0, open: LruCache::new(most) }))
     }
 
@@ -66,7 +66,7 @@ impl Descriptors {
     /// Those of `open`.
     pub fn open(&self, open: impl Fn() -> io::Result<File>) -> io::Result<File> {
         match open() {
-            Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+            Err(cause) if no_descriptor_left(&cause) => {
                 self.close_half();
                 open()
             }
@@ -85,7 +85,8 @@ impl Descriptors {
         file
     }
 
-    fn close_half(&self) {
+    /// Closes the half of the files that was used longest ago. Those of operations under way are closed as these end.
+    pub fn close_half(&self) {
         let mut table = self.0.lock();
         let half = table.open.len().div_ceil(2);
         let closed: Vec<_> = (0..half).filter_map(|_| table.open.pop_lru()).collect();
@@ -98,6 +99,11 @@ impl Descriptors {
         let closed = self.0.lock().open.pop(&number);
         drop(closed);
     }
+}
+
+/// Whether a call failed because the process, or the system, has as many descriptors as it may.
+pub fn no_descriptor_left(cause: &io::Error) -> bool {
+    matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 /// Puts a file in. The one that makes room for it is closed after the lock was given up (invariant 3).

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::IoBackend;
-use super::caught_source::CaughtSource;
+use super::caught_source::{CaughtSource, SEE_THE_SOURCE};
 use super::contract::Store;
 use super::descriptors::Descriptors;
 use super::file::{DirectIo, FileUse, OpenFile};
@@ -48,6 +48,8 @@ struct Files {
 pub(super) struct Engine {
     backend: IoBackend,
     direct: DirectIo,
+    /// Whether it reads sources, and no files.
+    of_sources: bool,
     shared: Arc<Shared>,
     driver: Arc<dyn Driver>,
     close_limit: Duration,
@@ -65,7 +67,13 @@ impl Engine {
     ) -> Self {
         let files = Mutex::new(Files { next: 0, open: HashMap::new() });
         let (descriptors, handles) = (Arc::new(Descriptors::new()), Mutex::new(handles));
-        Self { backend, direct, shared, driver, close_limit, files, descriptors, handles }
+        Self { backend, direct, of_sources: false, shared, driver, close_limit, files, descriptors, handles }
+    }
+
+    /// The same, to read sources and no files.
+    pub fn for_sources(mut self) -> Self {
+        self.of_sources = true;
+        self
     }
 
     fn accept(&self, op: IoOp) -> Result<Active> {
@@ -106,7 +114,7 @@ impl Engine {
         if !self.shared.await_end(limit) {
             // The threads are not waited for again; they hold all that they use.
             self.handles.lock().clear();
-            return Err(never_came_back(self.shared.give_up(), limit));
+            return Err(never_came_back(self.shared.give_up(), limit, self.of_sources));
         }
         let handles = std::mem::take(&mut *self.handles.lock());
         match handles.into_iter().map(|handle| usize::from(handle.join().is_err())).sum() {
@@ -127,6 +135,10 @@ impl Store for Engine {
             return Err(closed().context(format!("add {}", path.display())));
         }
         self.add(OpenFile::open(file, path, usage, self.direct, &self.descriptors)?)
+    }
+
+    fn spare_descriptors(&self) {
+        self.descriptors.close_half();
     }
 
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
@@ -259,11 +271,137 @@ impl fmt::Debug for Engine {
     }
 }
 
-fn never_came_back(outstanding: u64, limit: Duration) -> Error {
+/// The remedy where files do not answer.
+const SEE_THE_DISK: &str = "check the disk or the network file system; the kernel log says more";
+
+fn never_came_back(outstanding: u64, limit: Duration, of_sources: bool) -> Error {
     let message = match outstanding {
         0 => format!("a thread of the store has not ended for {limit:?}, although no operation is outstanding"),
         1 => format!("1 operation is outstanding, and has not ended for {limit:?}: its memory stays reserved"),
         more => format!("{more} operations are outstanding, and none ended for {limit:?}: their memory stays reserved"),
     };
-    Error::new(ErrorKind::Io, message).remedy("check the disk or the network file system; the kernel log says more")
+    Error::new(ErrorKind::Io, message).remedy(if of_sources { SEE_THE_SOURCE } else { SEE_THE_DISK })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::num::NonZeroUsize;
+    use std::path::Path;
+
+    use parking_lot::Condvar;
+
+    use super::super::operation::{CallHook, Injected, IoCall};
+    use super::super::queue::{Depth, Queue};
+    use super::super::uring;
+    use super::*;
+    use crate::device::{Completions, HostPointer};
+
+    /// Holds up whoever opens a file again, while it is shut.
+    #[derive(Default)]
+    struct Gate {
+        /// Whether it is shut, and whether it holds somebody up.
+        state: Mutex<(bool, bool)>,
+        changed: Condvar,
+    }
+
+    impl Gate {
+        fn shut(&self, shut: bool) {
+            *self.state.lock() = (shut, false);
+            self.changed.notify_all();
+        }
+        fn wait_until_it_holds(&self) {
+            self.changed.wait_while(&mut self.state.lock(), |(_, holds)| !*holds);
+        }
+    }
+
+    impl CallHook for Gate {
+        fn before(&self, _: &IoCall) -> Injected {
+            Injected::Nothing
+        }
+        fn before_open(&self, _: &Path) {
+            let mut state = self.state.lock();
+            state.1 = true;
+            self.changed.notify_all();
+            self.changed.wait_while(&mut state, |(shut, _)| *shut);
+        }
+    }
+
+    #[derive(Default)]
+    struct Log {
+        ended: Mutex<HashMap<Token, Result<()>>>,
+        changed: Condvar,
+    }
+
+    impl Completions for Log {
+        fn completed(&self, done: &mut Vec<Completion>) {
+            self.ended.lock().extend(done.drain(..).map(|done| (done.token, done.result)));
+            self.changed.notify_all();
+        }
+    }
+
+    impl Log {
+        /// The result of an operation. A store that is held up gives none.
+        fn result(&self, token: u64) -> Result<()> {
+            let mut ended = self.ended.lock();
+            let waits = |ended: &mut HashMap<_, _>| !ended.contains_key(&Token(token));
+            let late = self.changed.wait_while_for(&mut ended, waits, Duration::from_secs(60)).timed_out();
+            assert!(!late, "operation {token} does not end");
+            ended[&Token(token)].clone()
+        }
+    }
+
+    /// A store over io_uring that keeps two files open. `None` where there is no io_uring.
+    fn store(gate: &Arc<Gate>, log: &Arc<Log>) -> Option<Engine> {
+        let limits = Depth::default().limits();
+        let shared = Shared::new(Arc::clone(log) as _, Some(Arc::clone(gate) as _), Queue::new(limits), None);
+        let started = uring::start(Arc::clone(&shared), limits.total).ok()?;
+        let kind = (IoBackend::IoUring, DirectIo::Preferred);
+        let mut store = Engine::new(kind, shared, Duration::from_secs(60), started);
+        store.descriptors = Arc::new(Descriptors::of(NonZeroUsize::new(2)?));
+        Some(store)
+    }
+
+    #[repr(align(4096))]
+    struct Page([u8; 4096]);
+
+    /// The bug: the ring's thread opened files again itself. So a slow directory held up every read.
+    #[test]
+    fn regression_a_file_that_is_slow_to_open_holds_up_no_other() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = |n: u8| folder.path().join(n.to_string());
+        (0..3).for_each(|n| fs::write(path(n), [n; 4096]).unwrap());
+        for round in 0..30 {
+            let (gate, log) = <(Arc<Gate>, Arc<Log>)>::default();
+            let Some(store) = store(&gate, &log) else { return eprintln!("SKIPPED: no io_uring") };
+            let add = |n| store.add_file(File::open(path(n)).unwrap(), path(n), FileUse::Model).unwrap();
+            let files = [0, 1, 2].map(add);
+            let pages = [0, 1].map(|_| Box::leak(Box::new(Page([9; 4096]))));
+            let read = |token: u64, file, page: *mut Page, priority| {
+                let buffer = HostPointer(std::ptr::NonNull::new(page.cast()).unwrap());
+                let (token, kind) = (Token(token), IoKind::Read);
+                store.submit(IoOp { token, kind, file, offset: 0, buffer, len: 4096, valid: 4096, priority });
+            };
+            gate.shut(true);
+            let [slow, quick] = pages.map(|page| &raw mut *page);
+            read(0, files[0], slow, Priority::Prefetch);
+            gate.wait_until_it_holds();
+            read(1, files[2], quick, Priority::Demand);
+            log.result(1).unwrap();
+            // The store can be closed meanwhile, and then reads what it was given first.
+            thread::scope(|scope| {
+                let closed = scope.spawn(|| store.close());
+                while !store.shared.state.lock().closing {
+                    thread::yield_now();
+                }
+                (0..round).for_each(|_| thread::yield_now());
+                gate.shut(false);
+                closed.join().unwrap().unwrap();
+            });
+            log.result(0).unwrap();
+            // SAFETY: the operations have ended, and the pages are never freed.
+            let bytes = unsafe { [(*slow).0[4095], (*quick).0[0]] };
+            assert_eq!(bytes, [0, 2]);
+        }
+    }
 }

@@ -186,14 +186,10 @@ impl OpenFile {
     /// # Errors
     /// `ModelChanged` if its path has another file by now, or the file has changed; errors of opening it.
     pub fn handle(&self) -> Result<Option<Arc<File>>> {
-        let (table, number) = match &self.content {
-            Content::Kept(file) => return Ok(Some(Arc::clone(file))),
-            Content::Source(_) => return Ok(None),
-            Content::Closable(table, number) => (table, *number),
-        };
-        if let Some(file) = table.get(number) {
+        if let Some(file) = self.handle_now() {
             return Ok(Some(file));
         }
+        let Content::Closable(table, number) = &self.content else { return Ok(None) };
         let again = || {
             let flags = libc::O_NONBLOCK | if self.direct { libc::O_DIRECT } else { 0 };
             let file = OpenOptions::new().read(true).custom_flags(flags).open(&self.path)?;
@@ -208,7 +204,16 @@ impl OpenFile {
             )
         })?;
         self.check_identity(Some(&file))?;
-        Ok(Some(table.put(number, file)))
+        Ok(Some(table.put(*number, file)))
+    }
+
+    /// The file if it is open. Never waits for the system. `None` for a source.
+    pub fn handle_now(&self) -> Option<Arc<File>> {
+        match &self.content {
+            Content::Kept(file) => Some(Arc::clone(file)),
+            Content::Closable(table, number) => table.get(*number),
+            Content::Source(_) => None,
+        }
     }
 
     pub fn path(&self) -> &Path {
@@ -228,8 +233,8 @@ impl OpenFile {
         self.identity.is_some()
     }
 
-    /// Fails if the file, of which an operation has this handle, has changed since it was taken in. Never fails for a file
-    /// without identity.
+    /// Fails if the file, of which an operation has this handle, has changed since it was taken in. Never fails for a
+    /// file without identity.
     pub fn check_identity(&self, handle: Option<&File>) -> Result<()> {
         let difference = match (&self.identity, &self.content, handle) {
             (Some(Identity::File(then)), _, Some(file)) => {
@@ -278,8 +283,8 @@ impl fmt::Debug for OpenFile {
     }
 }
 
-/// Pages are read whole and in an order of our own: what the kernel reads ahead of them would be thrown away. Direct I/O
-/// has no read-ahead.
+/// Pages are read whole and in an order of our own: what the kernel reads ahead of them would be thrown away. Direct
+/// I/O has no read-ahead.
 fn stop_readahead(file: &File, direct: bool) {
     if !direct {
         advise(file, 0, 0, libc::POSIX_FADV_RANDOM);

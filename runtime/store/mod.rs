@@ -1,10 +1,10 @@
 //! Where pages come from and go: files, read and written past the page cache; [sources](PageSource) of your own; what a
 //! disk needs for its full rate ([`DiskProfile`]), and how that is measured.
 
-// `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only the
-// loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
-// which operation may start. `operation.rs` says what a result from the kernel means. `file.rs` opens files and sees
-// whether they changed; `descriptors.rs` keeps those open that were used last.
+// `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only
+// the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs`
+// decides which operation may start. `operation.rs` says what a result from the kernel means. `file.rs` opens files and
+// sees whether they changed; `descriptors.rs` keeps those open that were used last.
 
 mod blocks;
 mod caught_source;
@@ -41,6 +41,7 @@ use crate::pager::Priority;
 
 pub(crate) use self::caught_source::CaughtSource;
 pub(crate) use self::contract::Store;
+pub(crate) use self::descriptors::no_descriptor_left;
 pub use self::disk::DiskProfile;
 pub(crate) use self::file::FileUse;
 pub use self::file::{DirectAlignment, FileIdentity};

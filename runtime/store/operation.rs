@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
+use std::path::Path;
 use std::sync::Arc;
 
 use super::caught_source::SEE_THE_SOURCE;
@@ -105,6 +106,10 @@ pub trait CallHook: Send + Sync {
         Injected::Nothing
     }
 
+    /// Called just before a model file that was closed, because many are in use, is opened again, on the thread that
+    /// opens it. While the hook waits here, reads of files that are open go on.
+    fn before_open(&self, _path: &Path) {}
+
     /// Whether the hook may block for long, as it does to play a drive that does not answer. If so, it runs on the
     /// store's threads alone: callers that wait for pages do not carry out reads themselves, because they could not
     /// leave them.
@@ -144,18 +149,32 @@ impl Active {
         Self { op, file, handle: None, done: 0, repeats: 0, failed: 0, retries: 0, believe: u32::MAX }
     }
 
-    /// Takes hold of the file, which may have been closed. To be called before the first call of the operation.
+    /// Takes hold of the file, which may have been closed and is then opened again. To be called before the first call
+    /// of the operation.
     ///
     /// # Errors
     /// Those of [`OpenFile::handle`].
-    pub fn open(&mut self) -> Result<()> {
-        self.handle = self.file.handle()?;
+    pub fn open(&mut self, hook: Option<&dyn CallHook>) -> Result<()> {
+        if !self.take_hold() {
+            if let Some(hook) = hook {
+                hook.before_open(self.file.path());
+            }
+            self.handle = self.file.handle()?;
+        }
         Ok(())
     }
 
-    /// Whether it has hold of its file.
-    pub fn is_open(&self) -> bool {
-        self.handle.is_some()
+    /// Takes hold of the file if it is open. False if it must be [opened](Self::open) again.
+    pub fn take_hold(&mut self) -> bool {
+        if !self.has_hold() {
+            self.handle = self.file.handle_now();
+        }
+        self.has_hold()
+    }
+
+    /// Whether it has hold of what it reads or writes: of a file by its descriptor, of a source always.
+    pub fn has_hold(&self) -> bool {
+        self.handle.is_some() || self.file.source().is_some()
     }
 
     /// The file's descriptor; of a source, or before it was [opened](Self::open), one that no call accepts.

@@ -106,7 +106,7 @@ impl StoreOptions {
 
     /// A store for [sources](PageSource): they are read by calls that block.
     fn start_sources(&self, sink: Arc<dyn Completions>) -> Result<Engine> {
-        self.start(IoBackend::Threads, DirectIo::Never, sink)
+        self.start(IoBackend::Threads, DirectIo::Never, sink).map(Engine::for_sources)
     }
 
     fn start(&self, backend: IoBackend, direct: DirectIo, sink: Arc<dyn Completions>) -> Result<Engine> {

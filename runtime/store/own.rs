@@ -36,9 +36,7 @@ struct Running {
 impl Running {
     /// Goes on until the read has ended, or until `until`: then `None`.
     fn go_on(&mut self, shared: &Shared, until: Option<Instant>) -> Option<Result<()>> {
-        if !self.active.is_open()
-            && let Err(error) = self.active.open()
-        {
+        if let Err(error) = self.active.open(shared.hook.as_deref()) {
             return Some(Err(error));
         }
         loop {

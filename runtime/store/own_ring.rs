@@ -37,8 +37,8 @@ impl OwnRing {
         let fd = types::Fd(active.fd());
         let entry = opcode::Read::new(fd, rest.buffer.as_ptr(), rest.len).offset(rest.offset).build();
         // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the
-        // store contract). `own::Running` keeps operation and ring together until the answer has come, also when its caller
-        // leaves.
+        // store contract). `own::Running` keeps operation and ring together until the answer has come, also when its
+        // caller leaves.
         let pushed = unsafe { self.0.submission().push(&entry) };
         invariant!(pushed.is_ok(), "a ring with room for two has more than one operation");
     }

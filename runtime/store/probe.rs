@@ -179,6 +179,7 @@ pub fn probe_file(
     let size = metadata.len();
     let direct = open_direct(&file, false).map(drop).map_err(|cause| {
         Error::new(ErrorKind::Unsupported, format!("{} cannot be opened with O_DIRECT", path.display()))
+            .remedy("use the I/O backend `buffered`, or a file system such as ext4 or xfs")
             .caused_by(cause)
     });
     let mut probe = FileProbe {

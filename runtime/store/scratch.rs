@@ -217,9 +217,10 @@ impl ScratchFile {
         self.reserve_if(bytes, |_, _| Ok(()))
     }
 
-    /// Reserves contiguous slots for `bytes` bytes, if `allows` agrees. It is told the bytes that the file holds and the
-    /// bytes that it would hold more. One thread at a time asks and takes room, so no two are told the same; reads and
-    /// writes of the file's other pages go on meanwhile. Room is taken as the [options](ScratchOptions::allocation) say.
+    /// Reserves contiguous slots for `bytes` bytes, if `allows` agrees. It is told the bytes that the file holds and
+    /// the bytes that it would hold more. One thread at a time asks and takes room, so no two are told the same; reads
+    /// and writes of the file's other pages go on meanwhile. Room is taken as the [options](ScratchOptions::allocation)
+    /// say.
     ///
     /// # Errors
     /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long. Then nothing is

@@ -171,7 +171,8 @@ impl Shared {
         for Ended { active, outcome } in ended.iter_mut() {
             active.drop_cache();
             retries += u64::from(active.retries);
-            if active.op.kind == IoKind::Read && active.file.has_identity() {
+            // Without hold of its file it has read nothing. It must not answer for the other reads of the file either.
+            if active.op.kind == IoKind::Read && active.has_hold() && active.file.has_identity() {
                 let file = Arc::as_ptr(&active.file);
                 let known = checked.iter().find(|(other, _)| *other == file).map(|(_, result)| result.clone());
                 let identity = known.unwrap_or_else(|| {
@@ -278,7 +279,50 @@ pub(super) fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>
 
 #[cfg(test)]
 mod tests {
+    use std::fs::{self, File};
+    use std::ptr::NonNull;
+
+    use super::super::descriptors::Descriptors;
+    use super::super::file::{DirectIo, FileUse};
+    use super::super::operation::IoOp;
+    use super::super::queue::Depth;
     use super::*;
+    use crate::device::HostPointer;
+    use crate::pager::Priority;
+
+    struct Nobody;
+
+    impl Completions for Nobody {
+        fn completed(&self, _: &mut Vec<Completion>) {}
+    }
+
+    /// The bug: a read that could not open its file had nothing to check, and that it found no change was believed for
+    /// the reads of the file that ended with it.
+    #[test]
+    fn regression_a_read_without_its_file_does_not_answer_for_others() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let path = folder.path().join("model");
+        fs::write(&path, [7; 4096]).unwrap();
+        let (file, table) = (File::open(&path).unwrap(), Arc::new(Descriptors::new()));
+        let file = OpenFile::open(file, path.clone(), FileUse::Model, DirectIo::Never, &table).unwrap();
+        let file = Arc::new(file);
+        let read = |token| {
+            let (kind, buffer, priority) = (IoKind::Read, HostPointer(NonNull::dangling()), Priority::Demand);
+            let (token, file_id) = (Token(token), FileId::new(0));
+            let op = IoOp { token, kind, file: file_id, offset: 0, buffer, len: 4096, valid: 4096, priority };
+            Active::new(op, Arc::clone(&file))
+        };
+        let (without, mut with) = (read(0), read(1));
+        with.open(None).unwrap();
+        fs::write(&path, [8; 5000]).unwrap();
+        let shared = Shared::new(Arc::new(Nobody), None, Queue::new(Depth::default().limits()), None);
+        let refused = Err(Error::new(ErrorKind::NotFound, "there is no file"));
+        let mut ended = vec![Ended { active: without, outcome: refused }, Ended { active: with, outcome: Ok(()) }];
+        let mut done = Vec::new();
+        shared.conclude(&mut ended, &mut done);
+        let kinds: Vec<_> = done.iter().map(|done| done.result.as_ref().map_err(Error::kind)).collect();
+        assert_eq!(kinds, [Err(ErrorKind::NotFound), Err(ErrorKind::ModelChanged)]);
+    }
 
     /// A read that waits long behind others is not one that the drive does not answer.
     #[test]

@@ -13,6 +13,9 @@ use std::io;
 /// 2. The bytes never change as long as [`identity`](Self::identity) does not. It is asked after each read: if it is
 ///    another one then, the read fails with [`ModelChanged`](crate::ErrorKind::ModelChanged), and none of its bytes are
 ///    used. A source that learns of a change from the answer to a read changes its identity before `read_at` returns.
+///    An identity never goes back to one that it was: reads run at once, and one that got the new bytes must not find
+///    the old identity again. Where several answers may be of different versions, `read_at` also fails for those of
+///    another version than the one that was opened.
 /// 3. It calls nothing of the runtime that reads it.
 ///
 /// A method that fails or panics costs the reads for which it was called, also while the model is opened, and nothing
@@ -32,17 +35,13 @@ use std::io;
 ///   [`depth_ahead`](crate::store::StoreOptions::depth_ahead) set this, for files as well
 ///   ([`RuntimeBuilder::store`](crate::RuntimeBuilder::store)).
 /// - The memory that a source takes for itself, such as a buffer for packed bytes, is in no budget.
+#[allow(clippy::len_without_is_empty, reason = "nobody asks: a model that has no bytes is refused for its header")]
 pub trait PageSource: Send + Sync + fmt::Debug {
-    /// What messages call it, such as its URL. Asked at open, and for messages.
+    /// What messages call it, such as its URL. Asked once, at open.
     fn name(&self) -> String;
 
-    /// How many bytes it has. Never changes. Asked at each read, too.
+    /// How many bytes it has. Asked once, at open.
     fn len(&self) -> u64;
-
-    /// Whether it has no bytes.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 
     /// A number that stands for its bytes: a hash of an ETag, a version, a time of modification. Asked at open and
     /// after each read, from several threads.
@@ -53,8 +52,9 @@ pub trait PageSource: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Of any kind; 0 bytes are an error, too. A read that fails by `EIO`, as
-    /// [`from_raw_os_error`](io::Error::from_raw_os_error) makes it, is tried twice more. One that fails by `EINTR` or
-    /// `EAGAIN` is tried again, up to 10,000 times without progress. Reads of the header are tried again after `EINTR`
-    /// alone.
+    /// [`from_raw_os_error`](io::Error::from_raw_os_error) makes it, is tried twice more, unless it is of the header. A
+    /// read that fails by `EINTR` ([`Interrupted`](io::ErrorKind::Interrupted)) is tried again, up to 10,000 times
+    /// without progress. Any other error ends the read at once. So does `EAGAIN`, by which the standard library says
+    /// that a socket's read took longer than its timeout.
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<usize>;
 }

@@ -92,7 +92,7 @@ fn serve(shared: &Shared, work: &Condvar) {
 
 /// Carries out an operation on the calling thread.
 pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
-    if let Err(error) = active.open() {
+    if let Err(error) = active.open(shared.hook.as_deref()) {
         return Ended { active, outcome: Err(error) };
     }
     loop {
@@ -118,19 +118,20 @@ pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
 /// One call of a source: a byte count, or a negated `errno`.
 ///
 /// # Errors
-/// The source's, where no `errno` stands for it.
+/// The source's, unless it is one after which a read is tried again.
 fn ask(source: &CaughtSource, active: &Active) -> Result<i32> {
     let rest = active.remainder();
     // A source is not asked for bytes behind its end.
     let len = rest.len.min(u32::try_from(source.len().saturating_sub(rest.offset)).unwrap_or(u32::MAX));
-    // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the store
-    // contract), and it is memory of a frame or a staging buffer, which has been initialised.
+    // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the
+    // store contract), and it is memory of a frame or a staging buffer, which has been initialised.
     let bytes = unsafe { std::slice::from_raw_parts_mut(rest.buffer.as_ptr(), len as usize) };
     match source.read_at(rest.offset, bytes) {
         Ok(came) => Ok(i32::try_from(came).unwrap_or(i32::MAX)),
+        // Only what is tried again becomes a number: a source makes errors of any number, also of such as are none.
         Err(cause) => match (cause.raw_os_error(), cause.kind()) {
-            (Some(errno), _) => Ok(-errno),
-            (None, io::ErrorKind::Interrupted) => Ok(-libc::EINTR),
+            (Some(libc::EIO), _) => Ok(-libc::EIO),
+            (_, io::ErrorKind::Interrupted) => Ok(-libc::EINTR),
             _ => Err(source.failed(&format!("read {len} bytes at offset {} of", rest.offset), cause)),
         },
     }

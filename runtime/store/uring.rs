@@ -2,9 +2,10 @@
 //!
 //! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in
 //! the ring, so that the thread waits in one place. Only that thread talks to the ring, as SINGLE_ISSUER and
-//! DEFER_TASKRUN ask. It asks for no file's identity and hashes nothing. It hands operations that have ended to a
-//! second thread, which reports them, and those that take long to report to a third. Reads that callers carry out
-//! themselves do not come here.
+//! DEFER_TASKRUN ask. It opens no file, asks for no file's identity and hashes nothing. It hands operations that have
+//! ended to a second thread, which reports them, and those that take long to report to a third. An operation whose file
+//! was closed to make room for others goes to a fourth, which opens the file again and gives the operation back. Reads
+//! that callers carry out themselves do not come here.
 //!
 //! # Invariants
 //!
@@ -20,7 +21,7 @@
 //! If the kernel refuses submissions for good, the thread keeps trying: operations in flight still own their memory,
 //! and must not be reported as ended.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io::{self, Write};
 use std::mem;
@@ -331,6 +332,103 @@ impl ReportQueue {
     }
 }
 
+/// A thread that opens files again, so that a slow directory holds up no operation on a file that is open.
+struct Opener {
+    shared: Arc<Shared>,
+    bell: Arc<Bell>,
+    queue: Arc<OpenQueue>,
+    started: bool,
+    /// Operations that were handed over and have not come back. They count as started: their lanes are taken.
+    away: usize,
+}
+
+#[derive(Default)]
+struct OpenQueue {
+    state: Mutex<Opens>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Opens {
+    waiting: VecDeque<(Active, Lane)>,
+    /// Operations with hold of their files, or the error for which they have none.
+    back: Vec<(Active, Lane, Result<()>)>,
+    /// Nothing more comes.
+    over: bool,
+}
+
+impl Opener {
+    fn new(shared: &Arc<Shared>, bell: &Arc<Bell>) -> Self {
+        let (shared, bell) = (Arc::clone(shared), Arc::clone(bell));
+        Self { shared, bell, queue: Arc::default(), started: false, away: 0 }
+    }
+
+    /// Starts the thread unless it runs. False if the system starts none.
+    fn start(&mut self) -> bool {
+        if !self.started {
+            let (shared, bell, queue) = (Arc::clone(&self.shared), Arc::clone(&self.bell), Arc::clone(&self.queue));
+            match self.shared.spawn("outcore-io-open".into(), move || queue.serve(&shared, &bell)) {
+                Ok(_) => self.started = true,
+                Err(cause) => tracing::info!(%cause, "no thread that opens files: the ring's thread opens them"),
+            }
+        }
+        self.started
+    }
+
+    /// Takes an operation whose file must be opened. Without a thread it is opened here.
+    fn take(&mut self, mut active: Active, lane: Lane) {
+        self.away += 1;
+        if self.start() {
+            self.queue.state.lock().waiting.push_back((active, lane));
+            self.queue.changed.notify_one();
+        } else {
+            let result = active.open(self.shared.hook.as_deref());
+            self.queue.state.lock().back.push((active, lane, result));
+            self.bell.ring();
+        }
+    }
+
+    /// The operations that have come back.
+    fn back(&mut self) -> Vec<(Active, Lane, Result<()>)> {
+        if self.away == 0 {
+            return Vec::new();
+        }
+        let back = mem::take(&mut self.queue.state.lock().back);
+        self.away -= back.len();
+        back
+    }
+}
+
+impl Drop for Opener {
+    fn drop(&mut self) {
+        self.queue.state.lock().over = true;
+        self.queue.changed.notify_one();
+    }
+}
+
+impl OpenQueue {
+    fn serve(&self, shared: &Shared, bell: &Bell) {
+        loop {
+            let mut state = self.state.lock();
+            let (mut active, lane) = loop {
+                // First what somebody waits for.
+                let first = state.waiting.iter().position(|(_, lane)| *lane == Lane::Demand).unwrap_or(0);
+                if let Some(next) = state.waiting.remove(first) {
+                    break next;
+                }
+                if state.over {
+                    return;
+                }
+                self.changed.wait(&mut state);
+            };
+            drop(state);
+            let result = active.open(shared.hook.as_deref());
+            self.state.lock().back.push((active, lane, result));
+            bell.ring();
+        }
+    }
+}
+
 /// The thread's end: the ring and all that belongs to it.
 struct Ring {
     ring: IoUring,
@@ -350,6 +448,7 @@ struct Ring {
     /// For reports that take long: they do not hold up the others.
     slow_reporter: Reporter,
     slow: Vec<Ended>,
+    opener: Opener,
     lanes: Vec<Lane>,
     starting: Vec<(Active, Lane)>,
     answers: Vec<(u64, i32)>,
@@ -413,6 +512,7 @@ impl Ring {
         }
         let reporter = Reporter::new("outcore-io-report", false, &shared);
         let slow_reporter = Reporter::new("outcore-io-slow", true, &shared);
+        let opener = Opener::new(&shared, &bell);
         Self {
             ring,
             shared,
@@ -427,6 +527,7 @@ impl Ring {
             reporter,
             slow_reporter,
             slow: Vec::new(),
+            opener,
             lanes: Vec::new(),
             starting: Vec::new(),
             answers: Vec::new(),
@@ -437,13 +538,17 @@ impl Ring {
     fn run(&mut self) {
         while self.admit() {
             for (mut active, lane) in mem::take(&mut self.starting) {
-                if let Err(error) = active.open() {
-                    self.lanes.push(lane);
-                    self.ended.push(Ended { active, outcome: Err(error) });
-                    continue;
+                if active.take_hold() {
+                    self.begin(active, lane);
+                } else {
+                    self.opener.take(active, lane);
                 }
-                let key = self.in_flight.insert(InFlight { active, lane, slot: None });
-                self.issue(key);
+            }
+            for (active, lane, opened) in self.opener.back() {
+                match opened {
+                    Ok(()) => self.begin(active, lane),
+                    Err(error) => self.end(active, lane, Err(error)),
+                }
             }
             self.settle();
             if !self.ended.is_empty() || !self.refused.is_empty() {
@@ -457,6 +562,17 @@ impl Ring {
             self.reap();
             self.settle();
         }
+    }
+
+    /// Begins an operation that has hold of its file.
+    fn begin(&mut self, active: Active, lane: Lane) {
+        let key = self.in_flight.insert(InFlight { active, lane, slot: None });
+        self.issue(key);
+    }
+
+    fn end(&mut self, active: Active, lane: Lane, outcome: Result<()>) {
+        self.lanes.push(lane);
+        self.ended.push(Ended { active, outcome });
     }
 
     /// Hands what has ended or was refused to the reporters.
@@ -486,7 +602,8 @@ impl Ring {
         while let Some(next) = state.begin_next(now) {
             self.starting.push(next);
         }
-        if state.closing {
+        // What is with the opener comes back by the bell, also while the store closes.
+        if state.closing && self.opener.away == 0 {
             let idle = self.starting.is_empty()
                 && self.ended.is_empty()
                 && self.refused.is_empty()
@@ -601,8 +718,7 @@ impl Ring {
                 Some(outcome) => {
                     let InFlight { active, .. } = self.in_flight.remove(key);
                     self.unname(slot);
-                    self.lanes.push(lane);
-                    self.ended.push(Ended { active, outcome });
+                    self.end(active, lane, outcome);
                 }
             }
         }
@@ -611,7 +727,8 @@ impl Ring {
     fn add_file(&mut self, id: FileId, file: &OpenFile) {
         let Some(files) = &mut self.fixed_files else { return };
         // The kernel keeps a registered file open, also where its descriptor is closed to make room.
-        let Ok(Some(handle)) = file.handle() else { return };
+        // One that is closed already, because many were added after it, gets no slot.
+        let Some(handle) = file.handle_now() else { return };
         let slot = match files.free.pop() {
             Some(slot) => slot,
             None if files.next < FIXED_FILES => {

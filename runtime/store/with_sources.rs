@@ -64,6 +64,10 @@ impl Store for WithSources {
         Ok(id)
     }
 
+    fn spare_descriptors(&self) {
+        self.files.spare_descriptors();
+    }
+
     fn add_source(&self, source: Arc<CaughtSource>) -> Result<FileId> {
         let sources = match self.sources.get() {
             Some(sources) => sources,
@@ -123,7 +127,10 @@ impl Store for WithSources {
     }
 
     fn close_within(&self, limit: Duration) -> Result<()> {
-        self.each().map(|store| store.close_within(limit)).fold(Ok(()), Result::and)
+        let closed: Vec<_> = self.each().map(|store| (store.close_within(limit), store.outstanding())).collect();
+        // Of two that fail, one that has operations says why. Threads of the other may only have had no time to end.
+        let worst = closed.into_iter().rev().max_by_key(|(closed, outstanding)| (closed.is_err(), *outstanding > 0));
+        worst.map_or(Ok(()), |(closed, _)| closed)
     }
 }
 

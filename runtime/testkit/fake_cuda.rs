@@ -1,7 +1,7 @@
 //! Loads the emulated CUDA driver into this process, tells it what to do, and asks what it found.
 //!
-//! A test begins with `let fake = Fake::load();`, before anything of cudarc, so that it is dropped last. Only one test of
-//! a process has the driver at a time. A test fails if it ends with findings that it has not taken.
+//! A test begins with `let fake = Fake::load();`, before anything of cudarc, so that it is dropped last. Only one test
+//! of a process has the driver at a time. A test fails if it ends with findings that it has not taken.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -110,8 +110,11 @@ macro_rules! api {
         struct Api { $($name: extern "C" fn($($argument),*) $(-> $result)?,)* }
         impl Api {
             fn of(library: *mut c_void) -> Self {
-                // SAFETY: each type is the signature of the function of that name in src/exports.rs.
-                Self { $($name: unsafe { std::mem::transmute::<*mut c_void, extern "C" fn($($argument),*) $(-> $result)?>(symbol(library, $symbol)) },)* }
+                Self { $($name: {
+                    let found = symbol(library, $symbol);
+                    // SAFETY: each type is the signature of the function of that name in src/exports.rs.
+                    unsafe { std::mem::transmute::<*mut c_void, extern "C" fn($($argument),*) $(-> $result)?>(found) }
+                },)* }
             }
         }
     };

@@ -109,7 +109,8 @@ impl DeviceFactory for Hooked {
     }
 }
 
-/// Reports refused operations as failed, in the order of their streams. [`HookedDevice`] submits a mark in place of each.
+/// Reports refused operations as failed, in the order of their streams. [`HookedDevice`] submits a mark in place of
+/// each.
 struct HookedSink {
     sink: Arc<dyn Completions>,
     refused: Mutex<HashMap<Token, Error>>,

@@ -1505,9 +1505,13 @@ impl Engine {
             Ok(true) => {}
             Ok(false) => {
                 let told = |cause: Option<Error>| {
-                    let late =
-                        || Error::new(ErrorKind::Io, "the disk answered too late for the runtime to close in order");
-                    cause.unwrap_or_else(late)
+                    cause.unwrap_or_else(|| {
+                        Error::new(
+                            ErrorKind::Io,
+                            "the disk, or a source, answered too late for the runtime to close in order",
+                        )
+                        .remedy("let it wait for longer (RuntimeBuilder::close_within)")
+                    })
                 };
                 return Err(self.abandon(Duration::ZERO, told));
             }

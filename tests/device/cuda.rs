@@ -483,7 +483,7 @@ fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
     }
     let file = synthetic(&[3 << 20, 1 << 20]);
     let (runs, failed) = fail_every_call(move || a_little_of_everything(&file));
-    assert!(runs > 100 && failed > 20, "{runs} calls, of which {failed} mattered");
+    assert!(runs > 33 && failed > 6, "{runs} runs, of which {failed} failed");
     eprintln!("{} calls failed one by one; {failed} made the program fail", runs - 1);
 }
 

@@ -47,6 +47,7 @@ on_every_device! {
     a_set_takes_tensors_of_two_models_and_a_table_as_a_unit
     writers_of_sets_never_hold_half
     regression_a_tensor_shown_to_another_runtime_harms_neither
+    regression_a_runtime_does_nothing_with_tensors_of_another
     ten_thousand_tensors_are_pinned_and_let_go
     a_pin_that_races_an_eviction_is_served_either_way
     a_request_moves_between_threads
@@ -871,6 +872,47 @@ fn regression_a_tensor_shown_to_another_runtime_harms_neither(devices: Devices) 
         assert!(small.read(&mine).unwrap().bytes().iter().all(|byte| *byte == 3));
         check_at_rest(small, vec![mine], "a foreign tensor");
         check_at_rest(large, vec![padding, foreign], "a foreign tensor");
+    });
+}
+
+/// The bug: pins and hints of one runtime worked on tensors of another, as if that one had been asked.
+fn regression_a_runtime_does_nothing_with_tensors_of_another(devices: Devices) {
+    watched("tensors of another runtime", move || {
+        let [asked, owner] = [0, 1].map(|_| setting(devices[0], 4).builder(None).open().unwrap());
+        let theirs = [owner.alloc(DType::U8, &[PAGE]).unwrap()];
+        let stream = asked.compute_stream().unwrap();
+        let in_frames = || owner.stats().device.0;
+        asked.prefetch(&theirs[0]);
+        // They are refused whether their pages are resident or not.
+        for resident in [false, true] {
+            let mut refused = vec![
+                asked.pin_device(&theirs).wait().map(drop),
+                asked.pin_device_mut(&theirs).wait().map(drop),
+                asked.pin_device_on(&theirs, &stream).wait().map(drop),
+                block_on(&mut asked.pin_device(&theirs)).map(drop),
+            ];
+            if asked.host_addressable() {
+                refused.extend([
+                    asked.pin(&theirs[0]).wait().map(drop),
+                    asked.pin_mut(&theirs[0]).wait_timeout(Duration::ZERO).map(drop),
+                    asked.pin_set(&theirs).wait().map(drop),
+                    asked.pin_set_mut(&theirs).wait().map(drop),
+                ]);
+            }
+            for refused in refused {
+                let error = refused.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+                assert!(error.advice().is_some(), "{error}");
+            }
+            assert_eq!(asked.evict(&theirs[0]), 0);
+            assert_eq!(in_frames(), Bytes::new(if resident { PAGE } else { 0 }));
+            assert_eq!(owner.stats().pager.uses, u64::from(resident), "nobody else has asked");
+            drop(owner.read(&theirs[0]).unwrap());
+        }
+        assert_eq!(owner.evict(&theirs[0]), 1);
+        drop(stream);
+        check_at_rest(asked, vec![], "tensors of another runtime");
+        check_at_rest(owner, Vec::from(theirs), "tensors of another runtime");
     });
 }
 

@@ -197,9 +197,9 @@ impl Work {
     }
 }
 
-fn fail_each(setting: Setting, fault: Fault, step: usize) {
+fn fail_each(setting: Setting, fault: Fault, nth: u64) {
     let file = models::synthetic(&LENGTHS);
-    for n in (1..).step_by(step) {
+    for n in harness::replay::each(nth, "fail_each") {
         let faults = Faults::new();
         let mut work = Work::open(&setting, &file, Failing::Io(faults.clone(), fault));
         faults.nth(n, fault);
@@ -253,8 +253,8 @@ const DEVICE_CALLS: [DeviceCall; 12] = [
 ];
 
 fn refuse_each(setting: Setting, file: &models::Synthetic, kind: DeviceCall) -> u64 {
-    let (mut n, mut most) = (1, 0);
-    loop {
+    let mut most = 0;
+    for n in harness::replay::each(2, "refuse_each") {
         let hook = Refusing::nth(kind, n);
         let mut work = Work::open(&setting, file, Failing::Device(hook.clone()));
         work.run();
@@ -278,10 +278,10 @@ fn refuse_each(setting: Setting, file: &models::Synthetic, kind: DeviceCall) -> 
         // The number of calls differs from run to run.
         most = most.max(hook.calls());
         if n >= most {
-            return most;
+            break;
         }
-        n += 1;
     }
+    most
 }
 
 fn any_one_call_of_the_device_may_be_refused(devices: Devices) {
@@ -302,7 +302,7 @@ fn any_one_call_of_the_device_may_be_refused(devices: Devices) {
 fn any_one_operation_may_fail_with_eio(devices: Devices) {
     watched("fail each operation with EIO", move || {
         for setting in Setting::tiers(devices) {
-            fail_each(setting, Fault::Errno(libc::EIO), 1);
+            fail_each(setting, Fault::Errno(libc::EIO), 4);
         }
     });
 }
@@ -310,8 +310,8 @@ fn any_one_operation_may_fail_with_eio(devices: Devices) {
 fn any_one_operation_may_find_the_disk_full_or_end_early(devices: Devices) {
     watched("fail each operation with ENOSPC or nothing transferred", move || {
         for (at, setting) in Setting::tiers(devices).into_iter().enumerate() {
-            fail_each(setting, Fault::Errno(libc::ENOSPC), 2 + at % 2);
-            fail_each(setting, Fault::Short(0), 3 + at % 2);
+            fail_each(setting, Fault::Errno(libc::ENOSPC), 4 + at as u64 % 2);
+            fail_each(setting, Fault::Short(0), 5 + at as u64 % 2);
         }
     });
 }
@@ -320,9 +320,9 @@ fn interrupted_postponed_and_partial_operations_go_on_unnoticed(devices: Devices
     watched("interrupt each operation", move || {
         for (at, setting) in Setting::tiers(devices).into_iter().enumerate() {
             for (fault, step) in
-                [(Fault::Errno(libc::EINTR), 5), (Fault::Errno(libc::EAGAIN), 5), (Fault::Short(5000), 3)]
+                [(Fault::Errno(libc::EINTR), 7), (Fault::Errno(libc::EAGAIN), 7), (Fault::Short(5000), 5)]
             {
-                fail_each(setting, fault, step + at % 2);
+                fail_each(setting, fault, step + at as u64 % 2);
             }
         }
     });

@@ -2,8 +2,8 @@
 //! a file system may not preallocate or may not know O_DIRECT. The runtime goes on without, and reads and writes the
 //! right bytes. If the caller asked for it by name, there is an error that says what to do.
 //!
-//! A system-call filter makes the refusals. It holds for the thread that installs it and the threads that thread starts,
-//! so each refusal has a thread of its own.
+//! A system-call filter makes the refusals. It holds for the thread that installs it and the threads that thread
+//! starts, so each refusal has a thread of its own.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -81,19 +81,57 @@ fn child_reads_more_files_than_it_may_open() {
     println!("read {SHARDS} files with {LIMIT} descriptors");
 }
 
+/// Run by the test below, in a process of its own.
 #[test]
-fn a_model_of_more_files_than_may_be_open_works() {
+fn child_opens_a_model_without_a_descriptor_left() {
+    let Some(folder) = std::env::var_os("OUTCORE_CHILD_MANY_FILES").map(PathBuf::from) else { return };
+    setrlimit(Resource::Nofile, Rlimit { current: Some(LIMIT), maximum: Some(LIMIT) }).unwrap();
+    for io in [IoBackend::Auto, IoBackend::Threads] {
+        let page = PageSize::new(Bytes::kib(4)).unwrap();
+        let builder = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).host_budget(Bytes::ZERO).io(io);
+        let runtime = builder.open().unwrap();
+        let first = runtime.open_model(&folder).unwrap();
+        let header = std::sync::Arc::new(outcore::format::open(&folder).unwrap());
+        let mut others: Vec<fs::File> = Vec::new();
+        let exhaust =
+            |others: &mut Vec<fs::File>| others.extend(std::iter::from_fn(|| fs::File::open("/dev/null").ok()));
+        exhaust(&mut others);
+        let second = runtime.open_model(&folder).unwrap();
+        exhaust(&mut others);
+        let third = runtime.open_parsed(header).unwrap();
+        exhaust(&mut others);
+        for (model, shard) in [(&first, 3), (&second, 1000), (&third, 1999)] {
+            let tensor = model.tensor(&format!("t{shard}")).unwrap();
+            assert!(runtime.pin(&tensor).wait().unwrap().iter().all(|found| *found == byte(shard)));
+        }
+        drop((first, second, third));
+        runtime.close().unwrap();
+    }
+    println!("opened {SHARDS} files with none of {LIMIT} descriptors left");
+}
+
+/// Runs one of the tests above in a process of its own, with a model of many files. Returns what it printed.
+fn child(name: &str) -> String {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     write(folder.path());
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([
-        "--exact",
-        "many_files::child_reads_more_files_than_it_may_open",
-        "--nocapture",
-        "--test-threads",
-        "1",
-    ]);
+    child.args(["--exact", &format!("many_files::{name}"), "--nocapture", "--test-threads", "1"]);
     let output = child.env("OUTCORE_CHILD_MANY_FILES", folder.path()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && out.contains("read 2000 files"), "{out}{err}");
+    assert!(output.status.success(), "{out}{err}");
+    out.into_owned()
+}
+
+#[test]
+fn a_model_of_more_files_than_may_be_open_works() {
+    let out = child("child_reads_more_files_than_it_may_open");
+    assert!(out.contains("read 2000 files"), "{out}");
+}
+
+/// The bug: a model could not be opened in a process without a descriptor left, although the store could do without
+/// half of those that it had.
+#[test]
+fn regression_a_model_is_opened_where_no_descriptor_is_left() {
+    let out = child("child_opens_a_model_without_a_descriptor_left");
+    assert!(out.contains("opened 2000 files"), "{out}");
 }

@@ -6,7 +6,8 @@
 //!
 //! ```no_run
 //! use std::sync::Arc;
-//! use outcore_llm::{ChatTemplate, KvType, Message, Model, ModelFiles, Options, PlainWeights, Sampler, Session, Tokenizer};
+//! use outcore_llm::{ChatTemplate, KvType, Message, Model, ModelFiles, Options};
+//! use outcore_llm::{PlainWeights, Sampler, Session, Tokenizer};
 //!
 //! let files = ModelFiles::open("models/SmolLM2-135M-Instruct.Q4_1.gguf")?;
 //! let tokenizer = Tokenizer::load(&files)?;

@@ -24,16 +24,18 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
+use outcore::device::parts::{closed, has_a_link, report, report_apart, run_call};
 use outcore::device::{
     Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId,
     StreamKind, StreamOp, Token,
 };
 use outcore::{Error, ErrorKind, PageSize, Result};
+
+const NAME: &str = "accelerator";
 
 /// Opens an accelerator for each runtime.
 #[derive(Clone, Copy, Debug)]
@@ -41,13 +43,12 @@ pub struct Accelerator;
 
 impl DeviceFactory for Accelerator {
     fn name(&self) -> String {
-        "accelerator".to_owned()
+        NAME.to_owned()
     }
 
     fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
         if settings.link.is_some() {
-            return Err(Error::new(ErrorKind::InvalidArgument, "an accelerator has a link of its own")
-                .remedy("leave the modelled link out"));
+            return Err(has_a_link(NAME));
         }
         let shared = Arc::new(Shared {
             page_size: settings.page_size,
@@ -58,8 +59,10 @@ impl DeviceFactory for Accelerator {
         });
         let worker = {
             let shared = shared.clone();
-            let spawned = thread::Builder::new().name("accelerator".into()).spawn(move || shared.run());
-            spawned.map_err(|cause| Error::io("start the accelerator's thread", cause))?
+            let spawned = thread::Builder::new().name(NAME.into()).spawn(move || shared.run());
+            spawned.map_err(|cause| {
+                Error::io("start the accelerator's thread", cause).remedy("raise the limit on threads (ulimit -u)")
+            })?
         };
         let device = Opened { shared, worker: Mutex::new(Some(worker)) };
         device.grow_frames(settings.frames)?;
@@ -101,6 +104,7 @@ impl Memory {
         let count = self.frames.len();
         self.frames.get_mut(frame.index()).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, format!("{frame:?} does not exist: there are {count} frames"))
+                .remedy("grow the frames first")
         })
     }
 
@@ -120,6 +124,7 @@ impl Memory {
             let frame = self.behind.get(&(at - within)).copied();
             let frame = frame.and_then(|frame| self.frames.get_mut(frame.index())).ok_or_else(|| {
                 Error::new(ErrorKind::InvalidArgument, format!("no frame is behind the address {at:#x}"))
+                    .remedy("map the pages before the operation is submitted")
             })?;
             let bytes = frame.bytes.get_or_insert_with(|| vec![0; page as usize].into_boxed_slice());
             visit(&mut bytes[within as usize..(within + part) as usize], done as usize);
@@ -173,7 +178,8 @@ impl Shared {
             }
             drop(ended);
             if let Some(token) = token {
-                self.completions.completed(&mut vec![Completion { token, result }]);
+                // The receiver may panic, and may drop the last owner of the device.
+                report(&self.completions, &mut vec![Completion { token, result }]);
             }
             queue = lock(&self.queue);
         }
@@ -201,11 +207,7 @@ impl Shared {
                 })
             }
             StreamOp::Zero { device, len } => lock(&self.memory).each_part(page, device, len, |bytes, _| bytes.fill(0)),
-            StreamOp::Call(closure) => catch_unwind(AssertUnwindSafe(closure)).map_err(|payload| {
-                // Dropping the payload runs the caller's code, which may panic too.
-                std::mem::forget(payload);
-                Error::new(ErrorKind::Device, "a closure on a stream panicked")
-            }),
+            StreamOp::Call(closure) => run_call(closure),
             StreamOp::Mark => Ok(()),
         }
     }
@@ -218,14 +220,10 @@ struct Opened {
 }
 
 impl Opened {
-    fn closed() -> Error {
-        Error::new(ErrorKind::Closed, "the accelerator is closed")
-    }
-
     /// The queue, if the device is open.
     fn open_queue(&self) -> Result<MutexGuard<'_, Queue>> {
         let queue = lock(&self.shared.queue);
-        if queue.closing { Err(Self::closed()) } else { Ok(queue) }
+        if queue.closing { Err(closed(NAME)) } else { Ok(queue) }
     }
 }
 
@@ -237,7 +235,7 @@ impl fmt::Debug for Opened {
 
 impl Device for Opened {
     fn name(&self) -> &str {
-        "accelerator"
+        NAME
     }
 
     fn page_size(&self) -> PageSize {
@@ -256,7 +254,9 @@ impl Device for Opened {
         let mut memory = lock(&self.shared.memory);
         let base = memory.next;
         let end = self.shared.page_size.bytes().checked_mul(pages.into()).and_then(|len| base.checked_add(len));
-        memory.next = end.ok_or_else(|| Error::new(ErrorKind::OutOfMemory, "the accelerator has no addresses left"))?;
+        memory.next = end.ok_or_else(|| {
+            Error::new(ErrorKind::OutOfMemory, "the accelerator has no addresses left").remedy("open a new runtime")
+        })?;
         Ok(DeviceAddress::new(base))
     }
 
@@ -324,13 +324,7 @@ impl Device for Opened {
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let Ok(mut queue) = self.open_queue() else {
-            // On another thread, because the caller may hold locks that the receiver of the completion takes.
-            if let Some(token) = token {
-                let completions = self.shared.completions.clone();
-                thread::spawn(move || {
-                    completions.completed(&mut vec![Completion { token, result: Err(Self::closed()) }]);
-                });
-            }
+            report_apart(&self.shared.completions, token, closed(NAME));
             return None;
         };
         queue.waiting.push_back((stream, op, token));
@@ -360,8 +354,12 @@ impl Device for Opened {
     fn close(&self) -> Result<()> {
         lock(&self.shared.queue).closing = true;
         self.shared.changed.notify_one();
-        match lock(&self.worker).take().map(JoinHandle::join) {
-            Some(Err(_)) => Err(Error::new(ErrorKind::Internal, "the accelerator's thread panicked")),
+        let worker = lock(&self.worker).take();
+        // On the worker itself, which is inside a receiver of completions or a closure, nobody can wait for it.
+        let foreign = worker.filter(|worker| worker.thread().id() != thread::current().id());
+        match foreign.map(JoinHandle::join) {
+            Some(Err(_)) => Err(Error::new(ErrorKind::Internal, "the accelerator's thread panicked")
+                .remedy("look for the panic in what the program printed")),
             _ => Ok(()),
         }
     }

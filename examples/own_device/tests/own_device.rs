@@ -3,10 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::path::Path;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::Duration;
 
-use outcore::device::LinkModel;
-use outcore::{Bytes, DType, ErrorKind, PageSize, Runtime, RuntimeBuilder, Tensor};
+use outcore::device::{
+    Completion, Completions, Device, DeviceFactory, DeviceSettings, LinkModel, StreamKind, StreamOp, Token,
+};
+use outcore::{Bytes, DType, ErrorKind, PageSize, Result, Runtime, RuntimeBuilder, Tensor};
 use outcore_own_device::Accelerator;
 
 const PAGE: u64 = 64 << 10;
@@ -117,12 +121,79 @@ fn closures_and_ends_of_pins_are_in_the_order_of_the_stream() {
     runtime.close().unwrap();
 }
 
+/// Opens an accelerator, and keeps the settings with which it was opened.
+#[derive(Debug, Default)]
+struct Watched(Mutex<Option<DeviceSettings>>);
+
+impl DeviceFactory for Watched {
+    fn name(&self) -> String {
+        Accelerator.name()
+    }
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        *self.0.lock().unwrap() = Some(settings);
+        Accelerator.open(settings, completions)
+    }
+}
+
+/// Settings with which a runtime opens a device.
+fn settings() -> DeviceSettings {
+    let watched = Arc::new(Watched::default());
+    builder().device(watched.clone()).open().unwrap().close().unwrap();
+    let settings = watched.0.lock().unwrap().take();
+    settings.unwrap()
+}
+
+/// Does what it was given when it is told of a completion.
+struct Receiver(Mutex<mpsc::Receiver<Box<dyn FnOnce() + Send>>>);
+
+impl Completions for Receiver {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        done.clear();
+        let next = self.0.lock().unwrap().recv();
+        next.unwrap()();
+    }
+}
+
+/// The bug: the device's thread waited for itself if the last owner went in a receiver of completions, which panics.
+#[test]
+fn regression_the_last_owner_may_go_where_completions_are_received() {
+    for closes in [false, true] {
+        let (give, given) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
+        let device = Accelerator.open(settings(), Arc::new(Receiver(Mutex::new(given)))).unwrap();
+        let stream = device.create_stream(StreamKind::Compute).unwrap();
+        device.submit(stream, StreamOp::Mark, Some(Token(1)));
+        let (tell, told) = mpsc::channel();
+        give.send(Box::new(move || {
+            let closed = if closes { device.close() } else { Ok(()) };
+            drop(device);
+            tell.send(closed).unwrap();
+        }))
+        .unwrap();
+        told.recv().expect("nothing panics").unwrap();
+    }
+}
+
+/// The bug: a receiver of completions that panicked ended the device's thread, and all that waited for it hung.
+#[test]
+fn regression_a_receiver_that_panics_does_not_end_the_device() {
+    let (give, given) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
+    let device = Accelerator.open(settings(), Arc::new(Receiver(Mutex::new(given)))).unwrap();
+    let stream = device.create_stream(StreamKind::Compute).unwrap();
+    give.send(Box::new(|| panic!("on purpose"))).unwrap();
+    device.submit(stream, StreamOp::Mark, Some(Token(1)));
+    let (tell, told) = mpsc::channel();
+    give.send(Box::new(move || tell.send(()).unwrap())).unwrap();
+    device.submit(stream, StreamOp::Mark, Some(Token(2)));
+    told.recv_timeout(Duration::from_secs(60)).expect("the second completion is reported");
+    device.close().unwrap();
+}
+
 #[test]
 fn what_it_cannot_have_is_refused_by_its_own_error() {
-    let link = LinkModel::new(Bytes::gib(8), std::time::Duration::from_micros(5), true).unwrap();
+    let link = LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap();
     let error = builder().link(link).open().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-    assert!(error.to_string().contains("an accelerator has a link of its own"), "{error}");
+    assert!(error.to_string().contains("the device accelerator has a link of its own"), "{error}");
     let runtime = builder().open().unwrap();
     let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
     assert_eq!(runtime.pin(&tensor).wait().unwrap_err().kind(), ErrorKind::Unsupported);

@@ -2,23 +2,27 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use outcore::store::PageSource;
 use outcore::{Error, ErrorKind, Result};
-use ureq::http::{HeaderMap, StatusCode};
+use ureq::http::{HeaderMap, HeaderValue, StatusCode};
 
 /// How long one request may take.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// One file on a server that understands ranges and says by an ETag or a time of modification which bytes it has.
+/// One file on a server that understands ranges and says by an ETag or a time of modification which bytes it has. Once
+/// it was seen to have other bytes than at open, reads by the runtime fail: open it again.
 #[derive(Debug)]
 pub struct HttpSource {
     url: String,
     len: u64,
-    /// The version that the last answer was of.
-    identity: AtomicU64,
+    /// The version at open. Bytes of no other are taken.
+    version: Version,
+    /// Whether another version was seen. It stays true: a slow answer, or one of another server, may be older than one
+    /// that has come.
+    changed: AtomicBool,
     agent: ureq::Agent,
 }
 
@@ -39,17 +43,51 @@ impl HttpSource {
         };
         let len = answer.headers().get("content-length").and_then(|len| len.to_str().ok()?.parse().ok());
         let len = len.ok_or_else(|| lacks("how long"))?;
-        let identity = version(answer.headers()).ok_or_else(|| lacks("which version"))?;
-        Ok(Self { url: url.to_owned(), len, identity: AtomicU64::new(identity), agent })
+        let version = Version::of(answer.headers()).ok_or_else(|| lacks("which version"))?;
+        Ok(Self { url: url.to_owned(), len, version, changed: AtomicBool::new(false), agent })
+    }
+
+    /// Another version than the one at open was seen.
+    fn changed(&self) -> io::Error {
+        self.changed.store(true, Ordering::Release);
+        io::Error::other("the server has another version of the file by now: open it again")
     }
 }
 
 /// What tells one version of a file from another.
-fn version(headers: &HeaderMap) -> Option<u64> {
-    let named = headers.get("etag").or_else(|| headers.get("last-modified"))?;
-    let mut hasher = DefaultHasher::new();
-    named.as_bytes().hash(&mut hasher);
-    Some(hasher.finish())
+#[derive(Debug, PartialEq, Eq)]
+struct Version {
+    /// The header that says it.
+    header: &'static str,
+    value: HeaderValue,
+}
+
+impl Version {
+    fn of(headers: &HeaderMap) -> Option<Self> {
+        ["etag", "last-modified"]
+            .into_iter()
+            .find_map(|header| Some(Self { header, value: headers.get(header)?.clone() }))
+    }
+
+    /// Whether a server can be asked for this version alone: a weak ETag stands for several.
+    fn is_strong(&self) -> bool {
+        self.header == "etag" && !self.value.as_bytes().starts_with(b"W/")
+    }
+
+    fn hash(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.value.as_bytes().hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// How many bytes a `Content-Range` says that there are from `offset` on. `None` if it begins elsewhere, or goes beyond
+/// `end`.
+fn length_of(range: &HeaderValue, offset: u64, end: u64) -> Option<u64> {
+    let (range, _whole) = range.to_str().ok()?.strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
+    (first == offset && last >= first && last < end).then(|| last - first + 1)
 }
 
 impl PageSource for HttpSource {
@@ -62,17 +100,35 @@ impl PageSource for HttpSource {
     }
 
     fn identity(&self) -> u64 {
-        self.identity.load(Ordering::Acquire)
+        self.version.hash() ^ u64::from(self.changed.load(Ordering::Acquire))
     }
 
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
-        let range = format!("bytes={offset}-{}", offset + bytes.len() as u64 - 1);
-        let mut answer = self.agent.get(&self.url).header("Range", &range).call().map_err(io::Error::other)?;
+        let end = offset + bytes.len() as u64;
+        let range = format!("bytes={offset}-{}", end - 1);
+        let mut request = self.agent.get(&self.url).header("Range", &range);
+        if self.version.is_strong() {
+            request = request.header("If-Match", self.version.value.clone());
+        }
+        let mut answer = match request.call() {
+            Ok(answer) => answer,
+            Err(ureq::Error::StatusCode(412)) => return Err(self.changed()),
+            Err(cause) => return Err(io::Error::other(cause)),
+        };
+        // Not every server looks at `If-Match`, and an answer may come from a cache.
+        match answer.headers().get(self.version.header) {
+            Some(value) if *value == self.version.value => {}
+            Some(_) => return Err(self.changed()),
+            None => return Err(io::Error::other("the server does not say of which version its answer is")),
+        }
         if answer.status() != StatusCode::PARTIAL_CONTENT {
             return Err(io::Error::other(format!("the server answers {range} by {}", answer.status())));
         }
-        // If the version has changed, the runtime sees that in `identity`, and fails the read.
-        self.identity.store(version(answer.headers()).unwrap_or(0), Ordering::Release);
+        let sent = answer.headers().get("content-range");
+        let len = sent
+            .and_then(|sent| length_of(sent, offset, end))
+            .ok_or_else(|| io::Error::other(format!("the server answers {range} by another range: {sent:?}")))?;
+        let bytes = bytes.get_mut(..len as usize).unwrap_or_default();
         // A short answer is one call's progress; a connection that breaks before any byte is a failure.
         let mut body = answer.body_mut().as_reader();
         let mut came = 0;

@@ -6,8 +6,9 @@ use std::error::Error;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use outcore::store::PageSource;
 use outcore::{Bytes, ErrorKind, PageSize, Runtime};
@@ -24,6 +25,14 @@ enum Mood {
     Short,
     /// 503.
     Refuses,
+    /// Pays no heed to the version that is asked for.
+    Heedless,
+    /// Sends the bytes that follow those that were asked for, and says so.
+    OtherRange,
+    /// Does not say which range it sends.
+    NoRange,
+    /// Does not say which version it sends.
+    NoVersion,
 }
 
 struct Server {
@@ -66,7 +75,7 @@ impl Server {
 fn answer(connection: &TcpStream, state: &Mutex<(Vec<u8>, &'static str, Mood)>, asked: &AtomicU64) -> io::Result<bool> {
     let mut lines = BufReader::new(connection).lines();
     let Some(request) = lines.next().transpose()? else { return Ok(false) };
-    let mut range = None;
+    let (mut range, mut wanted) = (None, None);
     for line in lines {
         let line = line?.to_ascii_lowercase();
         if line.is_empty() {
@@ -75,6 +84,7 @@ fn answer(connection: &TcpStream, state: &Mutex<(Vec<u8>, &'static str, Mood)>, 
         if let Some((first, last)) = line.strip_prefix("range: bytes=").and_then(|range| range.split_once('-')) {
             range = Some((first.parse::<usize>().unwrap(), last.parse::<usize>().unwrap()));
         }
+        wanted = wanted.or(line.strip_prefix("if-match: ").map(str::to_owned));
     }
     let (bytes, etag, mood) = state.lock().unwrap().clone();
     let mut connection = connection;
@@ -87,8 +97,21 @@ fn answer(connection: &TcpStream, state: &Mutex<(Vec<u8>, &'static str, Mood)>, 
         write!(connection, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")?;
         return Ok(true);
     }
+    if mood != Mood::Heedless && wanted.is_some_and(|wanted| wanted != etag) {
+        write!(connection, "HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n")?;
+        return Ok(true);
+    }
+    let by = if mood == Mood::OtherRange { (last - first + 1).min(bytes.len() - 1 - last) } else { 0 };
+    let (first, last) = (first + by, last + by);
     let part = &bytes[first..=last];
-    write!(connection, "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nETag: {etag}\r\n\r\n", part.len())?;
+    write!(connection, "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\n", part.len())?;
+    if mood != Mood::NoVersion {
+        write!(connection, "ETag: {etag}\r\n")?;
+    }
+    if mood != Mood::NoRange {
+        write!(connection, "Content-Range: bytes {first}-{last}/{}\r\n", bytes.len())?;
+    }
+    write!(connection, "\r\n")?;
     if mood == Mood::Short && part.len() > 1 {
         connection.write_all(&part[..part.len() / 2])?;
         return Ok(false);
@@ -166,12 +189,18 @@ fn a_server_that_refuses_is_an_error_and_may_recover() {
 
 #[test]
 fn a_file_that_is_replaced_on_the_server_is_noticed_at_the_next_read() {
+    for mood in [Mood::Well, Mood::Heedless] {
+        replaced(mood);
+    }
+}
+
+fn replaced(mood: Mood) {
     let server = Server::start(model(0));
     let runtime = runtime("auto");
     let model_one = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
     let tensor = model_one.tensor("w").unwrap();
     assert_eq!(row(&runtime, &tensor, 0).unwrap(), 0);
-    server.change(|state| (state.0, state.1) = (model(100), "\"two\""));
+    server.change(|state| *state = (model(100), "\"two\"", mood));
     let error = (10..40).find_map(|at| row(&runtime, &tensor, at).err()).unwrap();
     assert_eq!(error.kind(), ErrorKind::ModelChanged, "{error}");
     assert!(error.to_string().contains(&server.url), "{error}");
@@ -182,6 +211,47 @@ fn a_file_that_is_replaced_on_the_server_is_noticed_at_the_next_read() {
     assert_eq!(row(&runtime, &tensor, 10).unwrap(), 110);
     drop((model_two, tensor));
     runtime.close().unwrap();
+}
+
+/// The bug: the version of the answer that came last was the source's, so an old answer hid that a new one had come.
+#[test]
+fn regression_an_answer_of_the_old_version_does_not_hide_that_a_new_one_came() {
+    for mood in [Mood::Well, Mood::Heedless] {
+        let server = Server::start(model(0));
+        let source = HttpSource::open(&server.url).unwrap();
+        let (identity, mut bytes) = (source.identity(), [0; 100]);
+        let read = |bytes: &mut [u8]| source.read_at(ROW, bytes).map_err(|error| error.to_string());
+        assert_eq!(read(&mut bytes), Ok(100));
+        let before = bytes;
+        server.change(|state| *state = (model(100), "\"two\"", mood));
+        assert!(read(&mut bytes).unwrap_err().contains("another version"));
+        assert_eq!(bytes, before, "none of its bytes are taken");
+        let changed = source.identity();
+        assert_ne!(changed, identity);
+        server.change(|state| *state = (model(0), "\"one\"", mood));
+        let _ = read(&mut bytes);
+        assert_eq!(source.identity(), changed);
+    }
+}
+
+/// The bug: whatever a 206 brought was taken for the bytes that were asked for.
+#[test]
+fn regression_an_answer_of_another_range_is_an_error() {
+    for (mood, says) in
+        [(Mood::OtherRange, "another range"), (Mood::NoRange, "another range"), (Mood::NoVersion, "which version")]
+    {
+        let server = Server::start(model(0));
+        let runtime = runtime("auto");
+        let model = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+        let tensor = model.tensor("w").unwrap();
+        server.change(|state| state.2 = mood);
+        let error = row(&runtime, &tensor, 20).unwrap_err();
+        assert!(error.kind() == ErrorKind::Io && error.to_string().contains(says), "{error}");
+        server.change(|state| state.2 = Mood::Well);
+        assert_eq!(row(&runtime, &tensor, 20).unwrap(), 20);
+        drop((model, tensor));
+        runtime.close().unwrap();
+    }
 }
 
 #[test]
@@ -200,6 +270,9 @@ fn what_is_no_model_is_refused() {
 struct Rude {
     model: Vec<u8>,
     how: AtomicU64,
+    calls: AtomicU64,
+    /// Whether a read hangs.
+    changed: (Mutex<bool>, Condvar),
 }
 
 const READ_PANICS: u64 = 1;
@@ -214,16 +287,42 @@ const ALWAYS_INTERRUPTED: u64 = 7;
 const ENDLESSLY_MUCH_COMES: u64 = 8;
 const NO_DISK: u64 = 9;
 const DROP_PANICS: u64 = 10;
+/// It fails with the number that the C library beside it returned.
+const NUMBER_IS_NEGATIVE: u64 = 11;
+const NUMBER_IS_ZERO: u64 = 12;
+const NUMBER_IS_LEAST: u64 = 13;
+const BAD_ADDRESS: u64 = 14;
+const TIMED_OUT: u64 = 15;
+/// Does not come back until it may go on.
+const HANGS: u64 = 16;
 
 impl Rude {
     fn new(how: u64) -> Arc<Self> {
-        Arc::new(Self { model: model(0), how: AtomicU64::new(how) })
+        Arc::new(Self {
+            model: model(0),
+            how: AtomicU64::new(how),
+            calls: AtomicU64::new(0),
+            changed: Default::default(),
+        })
     }
     fn how(&self) -> u64 {
         self.how.load(Ordering::Relaxed)
     }
     fn becomes(&self, how: u64) {
         self.how.store(how, Ordering::Relaxed);
+    }
+    fn hangs(&self) {
+        let mut hangs = self.changed.0.lock().unwrap();
+        *hangs = true;
+        self.changed.1.notify_all();
+        drop(self.changed.1.wait_while(hangs, |hangs| *hangs).unwrap());
+    }
+    fn wait_until_it_hangs(&self) {
+        drop(self.changed.1.wait_while(self.changed.0.lock().unwrap(), |hangs| !*hangs).unwrap());
+    }
+    fn goes_on(&self) {
+        *self.changed.0.lock().unwrap() = false;
+        self.changed.1.notify_all();
     }
     fn panics_if(&self, how: u64) {
         assert!(self.how() != how, "no manners");
@@ -251,10 +350,17 @@ impl PageSource for Rude {
     }
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
         self.panics_if(READ_PANICS);
+        self.calls.fetch_add(1, Ordering::Relaxed);
         match self.how() {
             NOTHING_COMES => return Ok(0),
             ALWAYS_INTERRUPTED => return Err(io::ErrorKind::Interrupted.into()),
             NO_DISK => return Err(io::Error::from_raw_os_error(5)),
+            NUMBER_IS_NEGATIVE => return Err(io::Error::from_raw_os_error(-5)),
+            NUMBER_IS_ZERO => return Err(io::Error::from_raw_os_error(0)),
+            NUMBER_IS_LEAST => return Err(io::Error::from_raw_os_error(i32::MIN)),
+            BAD_ADDRESS => return Err(io::Error::from_raw_os_error(14)),
+            TIMED_OUT => return Err(io::Error::from_raw_os_error(11)),
+            HANGS => self.hangs(),
             _ => {}
         }
         bytes.copy_from_slice(&self.model[offset as usize..][..bytes.len()]);
@@ -307,6 +413,46 @@ fn a_source_that_misbehaves_costs_its_own_reads_only() {
     drop(rude);
     drop((model, tensor));
     runtime.close().unwrap();
+}
+
+/// The bug: the number of any error of a source was turned round. So -5 became five bytes that had come, 0 none, EFAULT
+/// a bug of the runtime's, and EAGAIN, which a socket's timeout is, was tried ten thousand times.
+#[test]
+fn regression_an_error_of_a_source_is_an_error_whatever_its_number() {
+    let runtime = runtime("auto");
+    let rude = Rude::new(0);
+    let model = runtime.open_source(rude.clone()).unwrap();
+    let tensor = model.tensor("w").unwrap();
+    for (n, how) in (20..).zip([NUMBER_IS_NEGATIVE, NUMBER_IS_ZERO, NUMBER_IS_LEAST, BAD_ADDRESS, TIMED_OUT]) {
+        rude.becomes(how);
+        let before = rude.calls.load(Ordering::Relaxed);
+        let error = row(&runtime, &tensor, n).unwrap_err();
+        let calls = rude.calls.load(Ordering::Relaxed) - before;
+        assert!(calls <= 2, "{how}: a row is in two pages, which were asked for {calls} times");
+        assert_eq!(error.kind(), ErrorKind::Io, "{how}: {error}");
+        assert!(error.advice().is_some_and(|advice| advice.contains("see what the source says")), "{how}: {error}");
+        rude.becomes(0);
+        assert_eq!(u64::from(row(&runtime, &tensor, n).unwrap()), n);
+    }
+    drop((model, tensor));
+    runtime.close().unwrap();
+}
+
+/// The bug: who closed a runtime while a source hung was told to look at the disk.
+#[test]
+fn regression_a_source_that_hangs_is_named_by_close() {
+    let page = PageSize::new(Bytes::new(ROW)).unwrap();
+    let builder = Runtime::builder().page_size(page).device_budget(Bytes::new(8 * ROW));
+    let runtime = builder.close_within(Duration::from_millis(1)).open().unwrap();
+    let rude = Rude::new(0);
+    let model = runtime.open_source(rude.clone()).unwrap();
+    rude.becomes(HANGS);
+    runtime.prefetch(&model.tensor("w").unwrap().rows(20..21).unwrap());
+    rude.wait_until_it_hangs();
+    let error = runtime.close().unwrap_err();
+    let advice = error.advice().unwrap_or_default();
+    assert!(error.kind() == ErrorKind::Io && advice.contains("see what the source says"), "{error}");
+    rude.goes_on();
 }
 
 #[test]

@@ -245,7 +245,8 @@ impl<D: Driver> Mapper<D> {
         // The thread may drop the device's last owner, and cannot wait for itself.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
         if foreign.is_some_and(|thread| thread.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "the thread that maps device memory panicked"));
+            return Err(Error::new(ErrorKind::Internal, "the thread that maps device memory panicked")
+                .remedy("report this as a bug"));
         }
         Ok(())
     }

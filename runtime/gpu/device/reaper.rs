@@ -104,7 +104,8 @@ impl<D: Driver> Reaper<D> {
         // A receiver of completions may hold the device's last owner. The thread cannot wait for itself, and ends soon.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
         if foreign.is_some_and(|thread| thread.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked"));
+            return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked")
+                .remedy("report this as a bug"));
         }
         Ok(())
     }
@@ -139,8 +140,8 @@ impl<D: Driver> Worker<D> {
     fn run(mut self) {
         exact_timers();
         let core = Arc::clone(&self.core);
-        // The driver is entered while there is anything to poll, but not while others' code runs, which may enter it for
-        // another GPU.
+        // The driver is entered while there is anything to poll, but not while others' code runs, which may enter it
+        // for another GPU.
         let mut current = None;
         while self.rest(&mut current) {
             self.ask(&core, &mut current);

@@ -153,8 +153,8 @@ impl Declared {
     }
 }
 
-/// A metadata's values as JSON. A long array becomes a text that says so: as JSON, a vocabulary of hundreds of thousands
-/// of tokens would take many times its size. So do numbers that JSON does not have.
+/// A metadata's values as JSON. A long array becomes a text that says so: as JSON, a vocabulary of hundreds of
+/// thousands of tokens would take many times its size. So do numbers that JSON does not have.
 pub fn values_of(metadata: &gguf::Metadata) -> Map<String, Value> {
     let short = |value: gguf::Value<'_>| match value {
         gguf::Value::Array(all) if all.len() > LONGEST => format!("an array of {} values", all.len()).into(),

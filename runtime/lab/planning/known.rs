@@ -1,7 +1,7 @@
 //! Well-known models by name, so that they can be planned for without a file.
 //!
-//! The sizes are those of each model's `config.json` on the Hugging Face hub; the numbers of parameters that follow from
-//! them are those that the model cards give.
+//! The sizes are those of each model's `config.json` on the Hugging Face hub; the numbers of parameters that follow
+//! from them are those that the model cards give.
 
 use super::experts::Experts;
 use super::shape::Shape;

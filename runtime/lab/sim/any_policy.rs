@@ -8,8 +8,8 @@ use crate::pager::{Policy, PolicyKind};
 
 /// A policy that the program brings, and the name that users select it by.
 ///
-/// Tables, reports and JSON show that name, too; [`Policy::name`] is what a runtime's `Stats::policy` shows. So one type
-/// may be several entries, with other settings under each name.
+/// Tables, reports and JSON show that name, too; [`Policy::name`] is what a runtime's `Stats::policy` shows. So one
+/// type may be several entries, with other settings under each name.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnPolicy {
     name: &'static str,

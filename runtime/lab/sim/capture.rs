@@ -461,7 +461,7 @@ impl<R: BufRead> CaptureReader<R> {
         let (magic, version) = start.split_at(MAGIC.len());
         if magic != MAGIC {
             return Err(Error::new(ErrorKind::Format, format!("{name} is no capture"))
-                .remedy("give a file that `generate --capture` wrote"));
+                .remedy("give a capture (docs/trace-format.md)"));
         }
         let version = version.iter().rev().fold(0u32, |sum, byte| sum << 8 | u32::from(*byte));
         if !(1..=VERSION).contains(&version) {

@@ -179,7 +179,8 @@ impl MachineModel {
             return Err(Error::new(ErrorKind::Format, message).remedy("give a JSON object of the fields of a machine"));
         }
         let text = std::str::from_utf8(&text)
-            .map_err(|cause| Error::new(ErrorKind::Format, format!("{shown} is not text")).caused_by(cause))?;
+            .map_err(|cause| Error::new(ErrorKind::Format, format!("{shown} is not text")).caused_by(cause))
+            .map_err(|error| error.remedy("give a JSON object of the fields of a machine"))?;
         Self::from_json(text).map_err(|error| error.context(shown))
     }
 

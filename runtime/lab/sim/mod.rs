@@ -7,10 +7,10 @@
 //!
 //! # Traces
 //!
-//! [`Trace::replay`] runs a trace through a cache of a fixed number of pages that holds no bytes. The [`Policy`] is the one
-//! that a runtime would use. It is told of uses, insertions and evictions as the pager tells it, except for fills ahead
-//! and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio is that of the code that
-//! ships, and can be compared with other simulators' on the same trace.
+//! [`Trace::replay`] runs a trace through a cache of a fixed number of pages that holds no bytes. The [`Policy`] is the
+//! one that a runtime would use. It is told of uses, insertions and evictions as the pager tells it, except for fills
+//! ahead and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio is that of the code
+//! that ships, and can be compared with other simulators' on the same trace.
 //!
 //! ```
 //! use std::num::NonZeroU32;

@@ -1,8 +1,8 @@
 //! Loaded into a program by `LD_PRELOAD`: a read-only mapping of a large model file becomes a
 //! [`Mapped`](outcore_mapped::Mapped) range. Everything else goes to the kernel as it came.
 //!
-//! The functions here replace those of the C library, so they keep its contracts: they set `errno`, never unwind, and do
-//! what the kernel would do where this library has no part in it.
+//! The functions here replace those of the C library, so they keep its contracts: they set `errno`, never unwind, and
+//! do what the kernel would do where this library has no part in it.
 
 mod calls;
 mod pool;

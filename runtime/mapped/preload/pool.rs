@@ -18,7 +18,8 @@ const LEAST: u64 = 32 << 20;
 /// The budget in bytes. `outcore run` sets it.
 const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 
-/// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are there.
+/// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
+/// there.
 struct Known {
     identity: (u64, u64, i64, i64, u64),
     mapped: Mapped,

@@ -1,5 +1,5 @@
-//! The promise: a mapped file has the file's bytes, wherever and from however many threads it is touched, in as few frames
-//! as it was given; what cannot be read is a signal, never other bytes.
+//! The promise: a mapped file has the file's bytes, wherever and from however many threads it is touched, in as few
+//! frames as it was given; what cannot be read is a signal, never other bytes.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -1,10 +1,10 @@
 //! A policy of the user's, which may panic, and may offer nothing where something could go.
 //!
 //! The policy is called under the latch, in the middle of the pager's work: a panic that got through would leave
-//! requests unserved for ever, and so would a policy that keeps all pages. So every call is caught. After a policy finds
-//! no victim for a request, the resident pages that it did not offer are looked at. If it panicked, or one of these can
-//! go, the policy is dropped, and least recently used goes on with the resident pages. No page, no pin and no byte is
-//! lost; the order of the pages starts anew.
+//! requests unserved for ever, and so would a policy that keeps all pages. So every call is caught. After a policy
+//! finds no victim for a request, the resident pages that it did not offer are looked at. If it panicked, or one of
+//! these can go, the policy is dropped, and least recently used goes on with the resident pages. No page, no pin and
+//! no byte is lost; the order of the pages starts anew.
 //!
 //! Pages that were offered are not looked at again. A pin may end at any time, also between the offer and the look, and
 //! that is no fault of the policy. The end of a pin tells the pager of the page.

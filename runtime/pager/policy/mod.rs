@@ -158,13 +158,22 @@ pub struct WalkerPlace {
 /// 3. A page may be used without being inserted (a fault), and inserted without being used (a fill ahead).
 /// 4. All methods are called under the runtime's latch: they return soon, and do not call the runtime.
 ///
-/// The pager ignores offers that break rule 1. Breaking another rule costs time, or makes requests hang; it never costs
-/// bytes.
+/// # What breaking the contract costs
 ///
-/// If a policy panics, the runtime drops it. Least recently used then takes its place for good, with the pages that are
-/// resident. The call during which the policy panicked goes on. `Stats::policy_replaced` and `Runtime::health` report
-/// the panic, and an error is logged once. A policy that names no victim for a demand although pages could go is
-/// replaced, as one that panics is.
+/// It never costs bytes.
+///
+/// | a policy | then |
+/// |---|---|
+/// | panics | it is replaced |
+/// | offers nothing for `Demand` or `Room` although a page could go (rule 2) | it is replaced |
+/// | offers too few pages for another [`Want`] (rule 2) | less is filled ahead, cleaned early or given back |
+/// | offers pages that are not inserted, or one twice (rule 1) | the pager skips them |
+/// | fills ahead by evicting pages worth more (rule 2) | more faults |
+/// | does not return, or calls the runtime (rule 4) | every call that needs the latch hangs |
+///
+/// To replace a policy, the runtime drops it. Least recently used then takes its place for good, with the pages that
+/// are resident, and the call goes on. `Stats::policy_replaced` and `Runtime::health` say why, and an error is logged
+/// once. A cache or a pager without a runtime replaces nothing.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
     fn name(&self) -> &'static str;

@@ -4,7 +4,7 @@ use std::sync::{Arc, mpsc};
 
 use outcore::{Error, ErrorKind, Result};
 
-use super::watched;
+use super::{replay, watched};
 use crate::fake_cuda::Fake;
 
 const OUT_OF_MEMORY: u32 = 2;
@@ -21,9 +21,10 @@ pub fn only_pageable(fake: &Fake, what: &str) {
     assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "{what}: {findings:#?}");
 }
 
-/// Runs `program` with its first call failing, then with its second, until there are no more calls. Each run succeeds
-/// or ends with a clear error, and the driver finds nothing. In the last run no call fails, and the program must
-/// succeed. Returns how many runs there were, and in how many of them the program failed.
+/// Runs `program` with one of its calls failing, then with a later one, until there are no more calls: with
+/// [each third](replay::a_third), or with all. Each run succeeds or ends with a clear error, and the driver finds
+/// nothing. In the last run no call fails, and the program must succeed. Returns how many runs there were, and in how
+/// many of them the program failed.
 pub fn fail_every_call(program: impl Fn() -> Result<()> + Send + Sync + 'static) -> (u64, u64) {
     fail_every_call_with(|_| (), move |()| program())
 }
@@ -35,8 +36,9 @@ pub fn fail_every_call_with<T>(
     program: impl Fn(&T) -> Result<()> + Send + Sync + 'static,
 ) -> (u64, u64) {
     let program = Arc::new((beside, program));
-    let mut failed = 0;
-    for n in 1.. {
+    let (mut runs, mut failed) = (0, 0);
+    for n in replay::a_third("fail_every_call") {
+        runs += 1;
         // Callers handle these two errors differently. Which call gets which does not matter.
         let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
         let (program, (tell, told)) = (Arc::clone(&program), mpsc::channel());
@@ -55,7 +57,7 @@ pub fn fail_every_call_with<T>(
         let (fired, error) = told.recv().unwrap();
         if fired == 0 {
             assert!(!error, "no call failed in run {n}, but the program did");
-            return (n, failed);
+            return (runs, failed);
         }
         failed += u64::from(error);
     }

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The variable that holds the seed to replay.
 const SEED: &str = "OUTCORE_SEED";
 /// Other variables that a case depends on.
-const SIZES: [&str; 3] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS"];
+const SIZES: [&str; 4] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS", ALL];
 
 /// The seed that is to be replayed, if there is one.
 pub fn replayed() -> Option<u64> {
@@ -25,6 +25,22 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
+/// The variable that has every like case tried.
+const ALL: &str = "OUTCORE_ALL";
+
+/// Of cases that are numbered from 1 on and alike, those to try: each third from a place on that another run has
+/// elsewhere; all if `OUTCORE_ALL` is set. Prints the line that tries them again.
+pub fn a_third(test: &str) -> impl Iterator<Item = u64> + Clone + use<> {
+    each(3, test)
+}
+
+/// As [`a_third`], each `nth`.
+pub fn each(nth: u64, test: &str) -> impl Iterator<Item = u64> + Clone + use<> {
+    let all = std::env::var_os(ALL).is_some();
+    let (first, step) = if all { (1, 1) } else { (1 + seed(test) % nth, nth) };
+    (first..).step_by(step as usize)
+}
+
 /// The name of this test program: that of its file, without the hash that cargo gives it.
 fn program() -> String {
     let file = std::env::current_exe().unwrap();
@@ -32,7 +48,8 @@ fn program() -> String {
     name.rsplit_once('-').map_or(name.clone(), |(program, _)| program.to_owned())
 }
 
-/// The line that replays this case of `test`. Must be called on the test's own thread, which has the test's whole name.
+/// The line that replays this case of `test`, in any folder of the workspace. Must be called on the test's own thread,
+/// which has the test's whole name.
 pub fn line(test: &str, seed: u64) -> String {
     let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
     let features = if outcore::testing::STRICT { " --features strict" } else { "" };
@@ -40,8 +57,10 @@ pub fn line(test: &str, seed: u64) -> String {
     let thread = thread::current();
     let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
     let exact = if name.len() > test.len() { "--exact " } else { "" };
+    // Cargo names the package to the tests that it runs.
+    let package = std::env::var("CARGO_PKG_NAME").map_or(String::new(), |package| format!(" -p {package}"));
     format!(
-        "replay: {SEED}={seed} {}cargo test{release}{features} --test {} -- {exact}--include-ignored {name}",
+        "replay: {SEED}={seed} {}cargo test{release}{package}{features} --test {} -- {exact}--include-ignored {name}",
         sizes.collect::<String>(),
         program(),
     )
@@ -62,5 +81,16 @@ impl Drop for Case {
         if thread::panicking() {
             eprintln!("{}", self.0);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// Without its package, cargo would look for the test program in the default one.
+    #[test]
+    fn regression_the_replay_line_names_the_package() {
+        let line = super::line("a_test", 7);
+        let words = ["replay: OUTCORE_SEED=7 ", " -p outcore-testkit", " --test outcore_testkit ", " a_test"];
+        assert!(words.iter().all(|word| line.contains(word)), "{line}");
     }
 }

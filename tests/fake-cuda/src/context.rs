@@ -69,9 +69,10 @@ fn attribute(driver: &Driver, which: i32) -> i32 {
         12 | 82 => 65536, // registers
         13 => 1_980_000,  // clock, kHz
         14 => 512,
-        15 | 19 | 31 | 41 | 78 | 79 | 80 | 90 | 91 | 95 => 1, // overlap, mapped host memory, unified addressing, priorities
-        16 => 132,                                            // multiprocessors
-        33 => 0x17,                                           // PCI bus
+        // overlap, mapped host memory, unified addressing, priorities
+        15 | 19 | 31 | 41 | 78 | 79 | 80 | 90 | 91 | 95 => 1,
+        16 => 132,  // multiprocessors
+        33 => 0x17, // PCI bus
         36 => 3_201_000,
         37 => 6144,
         38 => 50 << 20, // level 2 cache

@@ -112,7 +112,9 @@ impl Kernels {
                 Error::new(ErrorKind::Unsupported, format!("the driver is older than the kernels from {origin}"))
                     .remedy("update the driver, put an older libnvrtc.so first on LD_LIBRARY_PATH, or name a cubin or fatbin by --kernels FILE")
             }
-            CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_INVALID_PTX | CUresult::CUDA_ERROR_INVALID_IMAGE => {
+            CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU
+            | CUresult::CUDA_ERROR_INVALID_PTX
+            | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                 Error::new(ErrorKind::Unsupported, format!("the kernels from {origin} do not suit this GPU: {:?}", error.0))
                     .remedy("make the file again with scripts/check_kernels.sh, or leave --kernels out where NVRTC is installed")
             }

@@ -28,8 +28,8 @@ pub(super) fn record(input: &mut impl BufRead, most: usize, into: &mut Vec<u8>) 
     input.take(most as u64).read_to_end(into)
 }
 
-/// Reads the next line with its end. Of one that is longer than [`LINE_BYTES_MAX`], so much that it can be seen. Returns
-/// how many bytes were read: 0 at the end.
+/// Reads the next line with its end. Of one that is longer than [`LINE_BYTES_MAX`], so much that it can be seen.
+/// Returns how many bytes were read: 0 at the end.
 pub(super) fn line(input: &mut impl BufRead, into: &mut Vec<u8>) -> io::Result<usize> {
     into.clear();
     // The longest line, its end, and one byte more.

@@ -385,8 +385,8 @@ impl Trace {
         words.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))
     }
 
-    /// Returns the counts of Belady's MIN, which knows the whole trace: no policy that loads on demand has more hits. See
-    /// [`Min`]. The first call also goes through the trace from its end.
+    /// Returns the counts of Belady's MIN, which knows the whole trace: no policy that loads on demand has more hits.
+    /// See [`Min`]. The first call also goes through the trace from its end.
     ///
     /// # Errors
     /// An error of the temporary file.

@@ -1,6 +1,6 @@
-//! Requests to an inference server in the form of the Mooncake project: one JSON object a line. Its `hash_ids` lists the
-//! request's prefix blocks; equal ids are equal blocks. Other members are ignored but `op`, which this reader adds; empty
-//! lines are skipped.
+//! Requests to an inference server in the form of the Mooncake project: one JSON object a line. Its `hash_ids` lists
+//! the request's prefix blocks; equal ids are equal blocks. Other members are ignored but `op`, which this reader adds;
+//! empty lines are skipped.
 //!
 //! The form: R. Qin et al., "Mooncake: trading more storage for less computation - a KVCache-centric architecture for
 //! serving LLM chatbot", FAST 2025.

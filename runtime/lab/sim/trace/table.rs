@@ -95,8 +95,8 @@ fn lower(field: &[u8]) -> String {
     String::from_utf8_lossy(field).trim().to_lowercase()
 }
 
-/// Whether the first line names the columns: by a name that columns of ids have, or, where there are several, because it
-/// has no number and the second line has one.
+/// Whether the first line names the columns: by a name that columns of ids have, or, where there are several, because
+/// it has no number and the second line has one.
 fn is_header(first: &ByteRecord, second: Option<&ByteRecord>) -> bool {
     let named = first.iter().any(|field| IDS.contains(&&*lower(field)));
     let numbers = |record: &ByteRecord| record.iter().any(is_number);

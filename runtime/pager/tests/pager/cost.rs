@@ -1,5 +1,6 @@
 //! What the pager itself costs: bytes of metadata per page, no allocation for a hit, and nanoseconds per fault at
-//! several sizes. The last one is measured by hand: `cargo test --release --test pager_cost -- --ignored --nocapture`.
+//! several sizes. The last one is measured by hand:
+//! `cargo test --release -p outcore-pager --test pager cost -- --ignored --nocapture`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 

@@ -42,19 +42,20 @@ pub struct Args {
     /// Memory for pages in the host tier.
     #[arg(long, default_value = "0")]
     pub host_budget: Bytes,
-    /// Bytes of a page: a power of two. Default: 2MiB; less where the device budget or the model's experts are small or the disk
-    /// is slow, and more where the kernel allows too few mappings (vm.max_map_count).
+    /// Bytes of a page: a power of two. Default: 2MiB; less where the device budget or the model's experts are small or
+    /// the disk is slow, and more where the kernel allows too few mappings (vm.max_map_count).
     #[arg(long)]
     pub page_size: Option<Bytes>,
-    /// Which page goes when a frame is needed: plan (follows the order of use), lru, fifo, clock, lfu, sieve, s3fifo, 2q,
-    /// arc, lirs, wtinylfu, kv, shares, mru or random.
+    /// Which page goes when a frame is needed: plan (follows the order of use), lru, fifo, clock, lfu, sieve, s3fifo,
+    /// 2q, arc, lirs, wtinylfu, kv, shares, mru or random.
     #[arg(long, default_value = "plan")]
     pub policy: PolicyKind,
     /// How far ahead of use pages are filled: auto, off, or a size.
     #[arg(long, default_value = "auto")]
     pub prefetch: Lookahead,
-    /// Most reads and writes that the disk is given at once. Default: what the disk needs for its full rate, which is measured
-    /// and remembered (`outcore doctor` has it measured anew), unless this, --prefetch and --page-size are all given.
+    /// Most reads and writes that the disk is given at once. Default: what the disk needs for its full rate, which is
+    /// measured and remembered (`outcore doctor` has it measured anew), unless this, --prefetch and --page-size are all
+    /// given.
     #[arg(long)]
     pub depth: Option<u32>,
     /// Most bytes of weights that are computed with at a time, where not all fit. Default: 8MiB, less where the device
