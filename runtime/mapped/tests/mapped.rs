@@ -5,13 +5,14 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use outcore::{Bytes, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+use outcore::{Bytes, ErrorKind, PageSize, PolicyKind, Runtime, RuntimeBuilder};
 use outcore_mapped::{Faulting, Mapped};
-use outcore_testkit::harness::Rng;
+use outcore_testkit::harness::{Rng, Scene, is_child};
 
 const PAGE: u64 = 64 << 10;
 
@@ -168,4 +169,83 @@ fn what_cannot_be_mapped_is_refused() {
     std::fs::write(folder.path().join("empty"), []).unwrap();
     assert_eq!(Mapped::open(&runtime, folder.path().join("empty")).unwrap_err().kind(), ErrorKind::Format);
     runtime.close().unwrap();
+}
+
+/// Ends with the signal that this child gets.
+fn signal_of(child: &str) -> Option<i32> {
+    Scene::of(child).run().status.signal()
+}
+
+#[test]
+fn a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes() {
+    if Faulting::new().is_ok() {
+        assert_eq!(signal_of("child_touches_a_file_that_changed"), Some(libc::SIGBUS));
+    }
+}
+
+#[test]
+#[ignore = "the process of a test"]
+fn child_touches_a_file_that_changed() {
+    if !is_child("child_touches_a_file_that_changed") {
+        return;
+    }
+    let folder = folder();
+    let path = file(folder.path(), 20 * PAGE);
+    let runtime = builder(8).unwrap().open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    assert_eq!(mapped[0], byte(0));
+    // The same length, and other bytes.
+    std::fs::write(&path, vec![1; 20 * PAGE as usize]).unwrap();
+    assert_eq!(mapped[15 * PAGE as usize], byte(15 * PAGE), "bytes of another file");
+}
+
+#[test]
+fn a_tensor_that_is_not_pinned_is_a_signal() {
+    if Faulting::new().is_ok() {
+        assert_eq!(signal_of("child_touches_a_tensor_without_a_pin"), Some(libc::SIGBUS));
+    }
+}
+
+#[test]
+#[ignore = "the process of a test"]
+fn child_touches_a_tensor_without_a_pin() {
+    if !is_child("child_touches_a_tensor_without_a_pin") {
+        return;
+    }
+    let runtime = builder(8).unwrap().open().unwrap();
+    let tensor = runtime.alloc(outcore::DType::U8, &[PAGE]).unwrap();
+    let address = std::ptr::with_exposed_provenance::<u8>(tensor.address() as usize);
+    // SAFETY: not sound, on purpose: nothing is there, and the process is to end here.
+    let found = unsafe { address.read_volatile() };
+    panic!("it read {found}");
+}
+
+#[test]
+fn a_mapping_that_is_dropped_leaves_nothing() {
+    let folder = folder();
+    let path = file(folder.path(), 20 * PAGE);
+    let Some(builder) = builder(8) else { return };
+    let runtime = builder.open().unwrap();
+    // Dropped and mapped again: nothing is left of the first.
+    for round in 0..20 {
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        hammer(&mapped, 3, 20, round);
+        assert!(mapped.failure().is_none());
+    }
+    assert_eq!(runtime.stats().device_frames.used, 0, "{:?}", runtime.stats());
+    runtime.close().unwrap();
+}
+
+#[test]
+fn any_policy_may_decide() {
+    let folder = folder();
+    let path = file(folder.path(), 40 * PAGE);
+    for policy in PolicyKind::ALL {
+        let Some(builder) = builder(12) else { return };
+        let runtime = builder.policy(policy).open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        hammer(&mapped, 5, 60, 9);
+        drop(mapped);
+        runtime.close().unwrap();
+    }
 }
