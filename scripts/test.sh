@@ -34,6 +34,8 @@ everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outco
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-run
+    # The library that `outcore run` loads. Tests link it nowhere.
+    cargo build -p outcore-preload
 }
 step_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
@@ -166,7 +168,7 @@ fi
 results=()
 failed=0
 # What this machine has, so that no test may skip for want of it. Cargo builds the emulated CUDA driver.
-required=(emulated)
+required=(emulated preload)
 
 # The real model. Without a network the end-to-end tests skip and say so.
 printf '== model\n'

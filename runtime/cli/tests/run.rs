@@ -1,0 +1,140 @@
+//! The promise: a program that maps model files reads the same bytes under `outcore run`, in as little memory as it was
+//! given; and what cannot be run is said.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Reads a mapping in several ways, and compares each with the file read as a file.
+const PROGRAM: &str = r#"
+import hashlib, mmap, os, random, sys
+
+path = sys.argv[1]
+expected = hashlib.sha256(open(path, "rb").read()).hexdigest()
+file = open(path, "rb")
+
+
+def mapped():
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def digest(view):
+    found = hashlib.sha256()
+    for at in range(0, len(view), 1 << 20):
+        found.update(view[at : at + (1 << 20)])
+    return found.hexdigest()
+
+
+one = mapped()
+for _ in range(2):
+    assert digest(memoryview(one)) == expected, "a pass over the mapping"
+random.seed(int(sys.argv[2]))
+for _ in range(400):
+    at = random.randrange(len(one) - 5000)
+    file.seek(at)
+    assert one[at : at + 5000] == file.read(5000), f"5000 bytes at {at}"
+two = mapped()
+one.madvise(mmap.MADV_DONTNEED)
+one.close()
+assert digest(memoryview(two)) == expected, "after the first mapping was closed"
+child = os.fork()
+if child == 0:
+    os._exit(0 if digest(memoryview(two)) == expected else 3)
+assert os.waitpid(child, 0)[1] == 0, "the child by fork read something else"
+assert digest(memoryview(mapped())) == expected, "mapped anew"
+print("all is equal")
+"#;
+
+fn outcore() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outcore"));
+    command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
+    command
+}
+
+/// Whether the library lies beside the program: `scripts/test.sh` builds it. Says so if it does not.
+fn can_run() -> bool {
+    let there = Path::new(env!("CARGO_BIN_EXE_outcore")).with_file_name("liboutcore_preload.so").exists();
+    if !there {
+        let required = std::env::var("OUTCORE_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|one| one == "preload"), "skips, though OUTCORE_REQUIRE names preload");
+        eprintln!("SKIPPED: the library is not built; cargo build -p outcore-preload");
+        return false;
+    }
+    if let Err(error) = outcore_mapped::Faulting::new() {
+        eprintln!("SKIPPED: {error}");
+        return false;
+    }
+    true
+}
+
+/// A file that begins as a model does.
+fn model(folder: &Path, len: usize) -> PathBuf {
+    let path = folder.join("model.gguf");
+    let mut state = 1_u64;
+    let mut bytes = b"GGUF".to_vec();
+    while bytes.len() < len {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    File::create(&path).unwrap().write_all(&bytes[..len]).unwrap();
+    path
+}
+
+fn run(budget: &str, path: &Path) -> Output {
+    outcore().args(["run", "--budget", budget, "--", "python3", "-c", PROGRAM]).arg(path).arg("7").output().unwrap()
+}
+
+#[test]
+fn a_program_reads_the_same_bytes_in_less_memory() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), (70 << 20) + 12345);
+    for budget in ["8MiB", "24MiB", "60MiB"] {
+        let output = run(budget, &path);
+        let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+        assert!(output.status.success() && said == "all is equal\n", "{budget}: {:?}: {said}{told}", output.status);
+        assert!(told.contains("1 file(s) mapped") && told.contains("read"), "{budget}: {told}");
+        // The child has none of it, and tells nothing.
+        assert_eq!(told.matches("mapped").count(), 1, "{budget}: {told}");
+    }
+}
+
+#[test]
+fn a_file_that_fits_is_left_to_the_kernel() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let output = run("64MiB", &path);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("mapped"), "{output:?}");
+}
+
+#[test]
+fn what_cannot_be_run_is_said() {
+    let failed = |arguments: &[&str]| {
+        let output = outcore().args(arguments).output().unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    if can_run() {
+        let told = failed(&["run", "--budget", "64MiB", "--", "no-such-program"]);
+        assert!(told.contains("no-such-program") && told.contains("PATH"), "{told}");
+    }
+    assert!(failed(&["run", "--budget", "64MiB"]).contains("COMMAND"));
+    assert!(failed(&["run", "--", "true"]).contains("--budget"));
+    assert!(failed(&["run", "--budget", "much", "--", "true"]).contains("much"));
+    let output = outcore()
+        .args(["run", "--budget", "64MiB", "--", "true"])
+        .env("OUTCORE_PRELOAD", "/nowhere/library.so")
+        .output()
+        .unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(told.contains("/nowhere/library.so") && told.contains("OUTCORE_PRELOAD"), "{told}");
+}
