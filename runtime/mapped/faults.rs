@@ -9,7 +9,7 @@
 //!
 //! # Why a fault ends
 //!
-//! A page that was published stays pinned until [`KEPT`] others were published after it, so that the instruction that
+//! A page that was published stays pinned until some others were published after it, so that the instruction that
 //! waits for it can run. An instruction touches a few pages at a time. The pages kept are at most half of the frames.
 
 use std::collections::VecDeque;

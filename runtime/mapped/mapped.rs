@@ -168,7 +168,7 @@ impl Mapped {
             learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
-            may_keep: (frames / 2) as usize,
+            may_keep: (frames / 16).max(2) as usize,
             failure: Mutex::new(None),
             own: own.clone(),
         });

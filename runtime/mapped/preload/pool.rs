@@ -194,13 +194,13 @@ extern "C" fn at_exit() {
         let files = pool.files.try_lock().map_or(0, |files| files.len());
         let waited: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
         let pager = &stats.pager;
-        if std::env::var_os("OUTCORE_RUN_DEBUG").is_some() {
-            say(&format!("{stats:?}"));
-            say(&format!("{:?}", pool.runtime.walkers()));
-        }
         say(&format!(
-            "{files} file(s) mapped in {} of memory: {} read; of {} touches of hidden pages {} found the page read; waited {waited:.1} s for the others",
-            stats.traffic.peak_device, stats.traffic.disk_read, pager.uses, pager.hits,
+            "{files} file(s) mapped in {} of memory: {} read; {} of {} reads were ahead of use; {waited:.1} s of waiting for \
+             the others",
+            stats.traffic.peak_device,
+            stats.traffic.disk_read,
+            pager.fills_disk.saturating_sub(pager.faults),
+            pager.fills_disk,
         ));
     }
 }
