@@ -1,7 +1,7 @@
 //! Files larger than memory as plain slices.
 //!
 //! [`Mapped`] looks like a read-only mapping of a file. Behind it, pages come and go under the budgets of an
-//! [outcore](outcore) runtime: a touch of a page that is not there is a fault, which this crate handles by
+//! [outcore] runtime: a touch of a page that is not there is a fault, which this crate handles by
 //! `userfaultfd(2)`.
 //!
 //! ```no_run
