@@ -115,12 +115,29 @@ pub unsafe extern "C" fn munlock(address: *const c_void, len: usize) -> c_int {
 }
 
 /// # Safety
+/// That of mprotect(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: c_int) -> c_int {
+    if in_range(address) {
+        // Pages stay readable. Whoever asks for less, or for a writable file, gets what a read-only file would give.
+        if prot & libc::PROT_WRITE == 0 {
+            return 0;
+        }
+        // SAFETY: this thread's own errno.
+        unsafe { *libc::__errno_location() = libc::EACCES };
+        return -1;
+    }
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_mprotect, [address as u64, len as u64, prot as u64, 0, 0, 0]) as c_int }
+}
+
+/// # Safety
 /// That of mincore(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mincore(address: *mut c_void, len: usize, vector: *mut c_uchar) -> c_int {
     if in_range(address) {
         // SAFETY: the caller's vector has a byte for each page.
-        unsafe { vector.write_bytes(1, len.div_ceil(4096)) };
+        unsafe { vector.write_bytes(1, len.div_ceil(pool::page_size() as usize)) };
         return 0;
     }
     // SAFETY: as the caller promised.

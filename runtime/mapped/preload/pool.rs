@@ -37,8 +37,15 @@ static HIGHEST: AtomicU64 = AtomicU64::new(0);
 static REPORTED: AtomicBool = AtomicBool::new(false);
 
 /// Mapped ranges for a child by `fork`, which gets the files themselves there: address, length, descriptor plus one.
-const CHILDREN_MAX: usize = 256;
-static FOR_CHILDREN: [[AtomicU64; 3]; CHILDREN_MAX] = [const { [const { AtomicU64::new(0) }; 3] }; CHILDREN_MAX];
+const FILES_MAX: usize = 256;
+static FOR_CHILDREN: [[AtomicU64; 3]; FILES_MAX] = [const { [const { AtomicU64::new(0) }; 3] }; FILES_MAX];
+
+/// Bytes of a page of the kernel.
+pub fn page_size() -> u64 {
+    // SAFETY: a plain question.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(size).unwrap_or(4096)
+}
 
 /// One line on standard error, without the program's stdio.
 pub fn say(line: &str) {
@@ -118,7 +125,7 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
-    if len < LEAST || offset.checked_add(len)? > metadata.len().next_multiple_of(4096) {
+    if len < LEAST || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
         return None;
     }
     let pool = pool()?;
@@ -127,23 +134,33 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     if let Some(known) = files.iter().find(|known| known.identity == identity) {
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
+    let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
+    let Some(slot) = FOR_CHILDREN.get(files.len()) else {
+        left(&format!("{FILES_MAX} files are mapped already"));
+        return None;
+    };
+    // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
+    let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
+    if own < 0 {
+        left("this process has no file descriptor left; raise `ulimit -n`");
+        return None;
+    }
     let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
         Ok(mapped) => mapped,
         Err(error) => {
-            say(&format!("{} stays the kernel's: {}", path.display(), told(&error)));
+            left(&told(&error));
+            // SAFETY: the copy that was just made, of which nobody knows.
+            unsafe { libc::close(own) };
             return None;
         }
     };
     let start = mapped.as_ptr() as u64;
+    let [at, len_of, descriptor] = slot;
+    at.store(start, Ordering::Relaxed);
+    len_of.store(metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
+    descriptor.store((own + 1) as u64, Ordering::Release);
     LOWEST.fetch_min(start, Ordering::Relaxed);
-    HIGHEST.fetch_max(start + metadata.len().next_multiple_of(4096), Ordering::Relaxed);
-    if let Some(slot) = FOR_CHILDREN.get(files.len()) {
-        // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
-        let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
-        slot[0].store(start, Ordering::Relaxed);
-        slot[1].store(metadata.len(), Ordering::Relaxed);
-        slot[2].store((own + 1) as u64, Ordering::Release);
-    }
+    HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
     files.push(Known { identity, mapped });
     Some(start + offset)
 }
@@ -155,9 +172,7 @@ pub fn holds(address: u64) -> bool {
     }
     let inside = |slot: &[AtomicU64; 3]| {
         let start = slot[0].load(Ordering::Relaxed);
-        slot[2].load(Ordering::Acquire) != 0
-            && address >= start
-            && address - start < slot[1].load(Ordering::Relaxed).next_multiple_of(4096)
+        slot[2].load(Ordering::Acquire) != 0 && address >= start && address - start < slot[1].load(Ordering::Relaxed)
     };
     FOR_CHILDREN.iter().any(inside)
 }
