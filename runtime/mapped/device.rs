@@ -113,6 +113,8 @@ struct Range {
     /// Pages that threads wait for.
     wanted: HashSet<u64>,
     handler: Option<Weak<dyn Handler>>,
+    /// The address behind the bytes that there are.
+    end: u64,
 }
 
 #[derive(Debug, Default)]
@@ -188,10 +190,19 @@ impl Core {
         Some((range.handler.clone()?, range.region.start()))
     }
 
-    /// Faults in the range of this address are `handler`'s from now on; nobody's with `None`.
-    pub fn handle(&self, address: u64, handler: Option<Weak<dyn Handler>>) {
+    /// Faults in the range of this address are `handler`'s from now on. The range is a file of `len` bytes, behind which
+    /// there are zeros.
+    pub fn handle(&self, address: u64, len: u64, handler: Weak<dyn Handler>) {
         if let Some(range) = self.layout.lock().range_mut(address) {
-            range.handler = handler;
+            range.end = range.region.start() + len;
+            range.handler = Some(handler);
+        }
+    }
+
+    /// Faults in the range of this address are nobody's from now on.
+    pub fn leave(&self, address: u64) {
+        if let Some(range) = self.layout.lock().range_mut(address) {
+            range.handler = None;
         }
     }
 
@@ -254,6 +265,12 @@ impl Core {
         let (home, published) = (frame.home, std::mem::replace(&mut frame.published, true));
         if let Some(range) = layout.range_mut(to) {
             range.wanted.remove(&to);
+            let bytes = range.end.saturating_sub(to);
+            if !published && bytes < self.page() {
+                let rest = ptr::with_exposed_provenance_mut::<u8>((home + bytes) as usize);
+                // SAFETY: the end of a frame that is filled and at home: nobody else has it before it is published.
+                unsafe { ptr::write_bytes(rest, 0, (self.page() - bytes) as usize) };
+            }
         }
         let moved = match published {
             // Threads may have begun to wait just before.
@@ -391,11 +408,9 @@ impl Device for FaultingDevice {
         self.core.uffd.register(start, region.len()).map_err(|cause| {
             Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
         })?;
-        self.core
-            .layout
-            .lock()
-            .ranges
-            .insert(start, Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None });
+        let end = start + region.len();
+        let range = Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None, end };
+        self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
     }
 

@@ -173,7 +173,7 @@ impl Mapped {
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
-        core.handle(start, Some(handler));
+        core.handle(start, len as u64, handler);
         Ok(Self { pages, core, start, len })
     }
 
@@ -214,7 +214,7 @@ impl AsRef<[u8]> for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        self.core.handle(self.start, None);
+        self.core.leave(self.start);
         faults::forget(&self.core, self.start);
     }
 }

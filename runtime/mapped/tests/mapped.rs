@@ -171,6 +171,31 @@ fn what_cannot_be_mapped_is_refused() {
     runtime.close().unwrap();
 }
 
+#[test]
+fn behind_the_end_of_a_file_there_are_zeros() {
+    let folder = folder();
+    let (long, short) = (file(folder.path(), 12 * PAGE), folder.path().join("short"));
+    std::fs::write(&short, (0..2 * PAGE + 100).map(byte).collect::<Vec<u8>>()).unwrap();
+    let Some(builder) = builder(4) else { return };
+    let runtime = builder.open().unwrap();
+    // Every frame has held other bytes.
+    let other = Mapped::open(&runtime, &long).unwrap();
+    hammer(&other, 2, 100, 1);
+    let mapped = Mapped::open(&runtime, &short).unwrap();
+    for _ in 0..3 {
+        let last = &mapped[2 * PAGE as usize..];
+        assert!(last.iter().zip(2 * PAGE..).all(|(found, at)| *found == byte(at)));
+        for at in 100..PAGE as usize {
+            // SAFETY: the rest of the last page, which the range has.
+            let behind = unsafe { last.as_ptr().add(at).read_volatile() };
+            assert_eq!(behind, 0, "{at} bytes into the last page");
+        }
+        hammer(&other, 2, 50, 2);
+    }
+    drop((mapped, other));
+    runtime.close().unwrap();
+}
+
 /// Ends with the signal that this child gets.
 fn signal_of(child: &str) -> Option<i32> {
     Scene::of(child).run().status.signal()
