@@ -84,7 +84,11 @@ fn model(folder: &Path, len: usize) -> PathBuf {
 }
 
 fn run(budget: &str, path: &Path) -> Output {
-    outcore().args(["run", "--budget", budget, "--", "python3", "-c", PROGRAM]).arg(path).arg("7").output().unwrap()
+    run_program(PROGRAM, budget, path)
+}
+
+fn run_program(program: &str, budget: &str, path: &Path) -> Output {
+    outcore().args(["run", "--budget", budget, "--", "python3", "-c", program]).arg(path).arg("7").output().unwrap()
 }
 
 #[test]
@@ -102,6 +106,31 @@ fn a_program_reads_the_same_bytes_in_less_memory() {
         // The child has none of it, and tells nothing.
         assert_eq!(told.matches("mapped").count(), 1, "{budget}: {told}");
     }
+}
+
+/// The offset at which a child maps a file was once 32 bits of zeros below 32 bits of whatever the stack held.
+#[test]
+fn regression_children_by_fork_map_the_file_from_its_start() {
+    const PROGRAM: &str = r#"
+import mmap, os, sys
+
+file = open(sys.argv[1], "rb")
+one = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+begin, end = file.read(100), one[-100:]
+for _ in range(16):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if one[:100] == begin and one[-100:] == end else 3)
+    assert os.waitpid(child, 0)[1] == 0, "the child by fork read something else"
+print("all is equal")
+"#;
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), (33 << 20) + 12345);
+    let output = run_program(PROGRAM, "8MiB", &path);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "all is equal\n", "{output:?}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! The functions of the C library that are replaced.
 
-use std::ffi::{c_int, c_long, c_uchar, c_void};
+use std::ffi::{c_int, c_uchar, c_void};
 
-use crate::pool;
+use crate::pool::{self, kernel};
 
 /// Runs `ours`; a panic is the same as "not ours".
 fn ours<T>(run: impl FnOnce() -> Option<T> + std::panic::UnwindSafe) -> Option<T> {
@@ -11,12 +11,6 @@ fn ours<T>(run: impl FnOnce() -> Option<T> + std::panic::UnwindSafe) -> Option<T
 
 fn in_range(address: *mut c_void) -> bool {
     pool::holds(address as u64)
-}
-
-unsafe fn kernel(number: c_long, arguments: [u64; 6]) -> c_long {
-    let [a, b, c, d, e, f] = arguments;
-    // SAFETY: the caller's arguments, as the C library would pass them on.
-    unsafe { libc::syscall(number, a, b, c, d, e, f) }
 }
 
 /// # Safety

@@ -1,6 +1,6 @@
 //! The runtime of this process, and the files that are mapped on it.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_long};
 use std::fs::{self, File};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -45,6 +45,17 @@ pub fn page_size() -> u64 {
     // SAFETY: a plain question.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(size).unwrap_or(4096)
+}
+
+/// A system call. It takes all arguments as 64 bits: of shorter ones the C library's `syscall`, whose arguments are
+/// variadic, would pass on whatever the upper half of their place on the stack holds.
+///
+/// # Safety
+/// That of the call.
+pub unsafe fn kernel(number: c_long, arguments: [u64; 6]) -> c_long {
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: as the caller promised.
+    unsafe { libc::syscall(number, a, b, c, d, e, f) }
 }
 
 /// One line on standard error, without the program's stdio.
@@ -182,18 +193,10 @@ extern "C" fn in_child() {
     for [start, len, fd] in &FOR_CHILDREN {
         let fd = fd.load(Ordering::Acquire);
         if fd > 0 {
+            let [start, len] = [start, len].map(|value| value.load(Ordering::Relaxed));
+            let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
             // SAFETY: the raw call, at addresses that this process does not have, of a descriptor that is ours.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_mmap,
-                    start.load(Ordering::Relaxed),
-                    len.load(Ordering::Relaxed),
-                    libc::PROT_READ,
-                    libc::MAP_PRIVATE | libc::MAP_FIXED,
-                    (fd - 1) as c_int,
-                    0,
-                );
-            }
+            unsafe { kernel(libc::SYS_mmap, [start, len, libc::PROT_READ as u64, flags as u64, fd - 1, 0]) };
         }
     }
     REPORTED.store(true, Ordering::Relaxed);
