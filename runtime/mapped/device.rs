@@ -190,8 +190,8 @@ impl Core {
         Some((range.handler.clone()?, range.region.start()))
     }
 
-    /// Faults in the range of this address are `handler`'s from now on. The range is a file of `len` bytes, behind which
-    /// there are zeros.
+    /// Faults in the range of this address are `handler`'s from now on. The range is a file of `len` bytes, behind
+    /// which there are zeros.
     pub fn handle(&self, address: u64, len: u64, handler: Weak<dyn Handler>) {
         if let Some(range) = self.layout.lock().range_mut(address) {
             range.end = range.region.start() + len;
