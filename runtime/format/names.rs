@@ -34,8 +34,8 @@ const EXPERTS_MAX: u32 = 0x00FF_FFFF;
 const PARTS: [&[&str]; 12] = [
     &["attn_norm", "input_layernorm"],
     &["attn_qkv", "attn_q.", "self_attn.q_proj", "attn_q_a", "self_attn.q_a_proj"],
-    &["attn_k.", "self_attn.k_proj", "attn_kv", "self_attn.kv_a_proj", "self_attn.kv_b_proj"],
     &["attn_v.", "self_attn.v_proj"],
+    &["attn_k.", "self_attn.k_proj", "attn_kv", "self_attn.kv_a_proj", "self_attn.kv_b_proj"],
     &["attn_q_norm", "self_attn.q_norm"],
     &["attn_k_norm", "self_attn.k_norm"],
     &["attn_output", "self_attn.o_proj"],

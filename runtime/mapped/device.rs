@@ -243,6 +243,13 @@ impl Core {
         }
     }
 
+    /// Nobody waits for this page any more.
+    pub fn do_not_want(&self, page: u64) {
+        if let Some(range) = self.layout.lock().range_mut(page) {
+            range.wanted.remove(&page);
+        }
+    }
+
     /// Publishes a page that is pinned, for the threads that wait for it.
     ///
     /// # Errors

@@ -10,7 +10,8 @@
 //! # Why a fault ends
 //!
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
-//! waits for it can run. An instruction touches a few pages at a time. The pages kept are at most half of the frames.
+//! waits for it can run. An instruction touches a few pages at a time. The pages kept are at most half of the frames:
+//! whatever is asked for next finds the other half.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,28 +24,86 @@ use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 
-use outcore::{Error, PinGuard, Result};
+use outcore::{Error, PinSet, Result};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::device::Core;
 
-/// How many of the pages that were published last stay pinned, if the frames suffice.
-const KEPT: usize = 16;
-
-/// The pin of a page that was touched.
-pub type Request = Pin<Box<dyn Future<Output = Result<PinGuard>> + Send>>;
+/// Pages of a range that are used together.
+pub struct Request {
+    /// Where they begin in the range, ascending. Each is published as soon as it is filled.
+    pub pages: Vec<u64>,
+    /// The pin of all of them.
+    pub pins: Pin<Box<dyn Future<Output = Result<PinSet>> + Send>>,
+}
 
 /// Who answers for the pages of a range.
 pub trait Handler: Send + Sync + fmt::Debug {
-    /// Asks for the page `offset` bytes into the range; `None` if the range has no such page.
-    fn request(&self, offset: u64) -> Option<Request>;
-    /// Whether a page is hidden again when the thread lets go of it, so that its next use is seen.
-    fn hides(&self) -> bool;
-    /// How many pages the thread may keep pinned for this range.
+    /// What is to be asked for because the byte `offset` of the range was touched: first the page that holds it, alone.
+    /// Nothing if the range has no such page.
+    fn requests(&self, offset: u64) -> Vec<Request>;
+    /// Whether this page is hidden again when it is let go, so that its next use is seen.
+    fn hides(&self, page: u64) -> bool;
+    /// How many pages may be kept pinned behind their use, whatever range they are of.
     fn may_keep(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
     fn failed(&self, offset: u64, error: Error);
+}
+
+/// Pages that were published, and are pinned for the moment.
+pub struct Held {
+    pub range: u64,
+    /// Where they begin in the range.
+    pub pages: Vec<u64>,
+    pub handler: Weak<dyn Handler>,
+    /// Held, and never looked at.
+    pub _pins: PinSet,
+}
+
+/// The pages that were published last.
+#[derive(Default)]
+pub struct Keeper(Mutex<VecDeque<Held>>);
+
+impl Keeper {
+    /// Keeps these pages, and lets the oldest go while more than `most` are kept; never the ones that are added.
+    pub fn keep(&self, core: &Core, held: Held, most: usize) {
+        // Pins and handlers are dropped without the lock: that may wake whoever waits for frames.
+        let (mut gone, mut handlers) = (Vec::new(), Vec::new());
+        {
+            let mut kept = self.0.lock();
+            kept.push_back(held);
+            let mut pages: usize = kept.iter().map(|held| held.pages.len()).sum();
+            while pages > most && kept.len() > 1 {
+                let Some(old) = kept.pop_front() else { break };
+                pages -= old.pages.len();
+                gone.push(old);
+            }
+            for old in &gone {
+                let Some(handler) = old.handler.upgrade() else { continue };
+                let again = |page: &u64| kept.iter().any(|held| held.range == old.range && held.pages.contains(page));
+                for page in old.pages.iter().filter(|page| handler.hides(**page) && !again(page)) {
+                    core.hide(old.range + page);
+                }
+                handlers.push(handler);
+            }
+        }
+    }
+
+    fn forget(&self, range: u64) {
+        let gone: VecDeque<Held> = {
+            let mut kept = self.0.lock();
+            let (of_range, others) = kept.drain(..).partition(|held| held.range == range);
+            *kept = others;
+            of_range
+        };
+        drop(gone);
+    }
+
+    fn clear(&self) {
+        let gone = std::mem::take(&mut *self.0.lock());
+        drop(gone);
+    }
 }
 
 /// What is asked of the thread.
@@ -59,6 +118,7 @@ pub struct Bell {
     closing: AtomicBool,
     commands: Mutex<VecDeque<Command>>,
     thread: OnceLock<ThreadId>,
+    keeper: Keeper,
 }
 
 impl Bell {
@@ -70,7 +130,11 @@ impl Bell {
                 .remedy("raise the limit on open files (ulimit -n)")
         })?;
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
-        Ok(Arc::new(Self { event, closing, commands, thread }))
+        Ok(Arc::new(Self { event, closing, commands, thread, keeper: Keeper::default() }))
+    }
+
+    pub fn keeper(&self) -> &Keeper {
+        &self.keeper
     }
 
     fn ring(&self) {
@@ -129,8 +193,7 @@ pub fn forget(core: &Core, start: u64) {
 impl FaultThread {
     pub fn start(core: &Arc<Core>) -> Result<Self> {
         let bell = core.bell().clone();
-        let mut worker =
-            Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new(), kept: VecDeque::new() };
+        let mut worker = Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new() };
         let thread = thread::Builder::new()
             .name("outcore-faults".into())
             .spawn(move || {
@@ -159,26 +222,15 @@ impl FaultThread {
 
 struct Pending {
     range: u64,
-    offset: u64,
     handler: Weak<dyn Handler>,
     request: Request,
     waker: Arc<Rung>,
-}
-
-/// A page that was published, and is pinned for the moment.
-struct Kept {
-    range: u64,
-    page: u64,
-    handler: Weak<dyn Handler>,
-    _guard: PinGuard,
 }
 
 struct Worker {
     core: Weak<Core>,
     bell: Arc<Bell>,
     pending: Vec<Pending>,
-    /// The pages that were published last.
-    kept: VecDeque<Kept>,
 }
 
 impl Drop for Worker {
@@ -186,7 +238,7 @@ impl Drop for Worker {
         // Commands that come from now on are answered by nobody, and those that are there have nothing left to end.
         self.bell.closing.store(true, Ordering::Release);
         self.pending.clear();
-        self.kept.clear();
+        self.bell.keeper.clear();
         self.obey();
     }
 }
@@ -200,7 +252,6 @@ impl Worker {
                 tracing::error!(%cause, "reading faults");
                 return;
             }
-            faults.iter_mut().for_each(|address| *address -= *address % core.page());
             faults.sort_unstable();
             faults.dedup();
             for address in &faults {
@@ -229,15 +280,16 @@ impl Worker {
             match command {
                 Command::Forget(range, tell) => {
                     self.pending.retain(|pending| pending.range != range);
-                    self.kept.retain(|kept| kept.range != range);
+                    self.bell.keeper.forget(range);
                     let _ = tell.send(());
                 }
             }
         }
     }
 
-    /// A thread waits for the page at this address.
-    fn fault(&mut self, core: &Arc<Core>, page: u64) {
+    /// A thread waits for the page of this address.
+    fn fault(&mut self, core: &Arc<Core>, address: u64) {
+        let page = address - address % core.page();
         if core.wake_if_published(page) {
             return;
         }
@@ -245,18 +297,21 @@ impl Worker {
             // A tensor without a pin: the access is a mistake of the program's.
             return core.poison(page);
         };
-        let offset = page - range;
         let Some(asked) = handler.upgrade() else { return core.poison(page) };
-        if self.pending.iter().any(|pending| pending.range == range && pending.offset == offset) {
+        let alone = [page - range];
+        if self.pending.iter().any(|pending| pending.range == range && pending.request.pages == alone) {
             return;
         }
-        match asked.request(offset) {
-            Some(request) => {
-                core.want(page);
+        let requests = asked.requests(address - range);
+        if requests.is_empty() {
+            return core.poison(page);
+        }
+        for request in requests {
+            if !self.pending.iter().any(|pending| pending.range == range && pending.request.pages == request.pages) {
+                request.pages.iter().for_each(|page| core.want(range + page));
                 let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
-                self.pending.push(Pending { range, offset, handler, request, waker });
+                self.pending.push(Pending { range, handler: handler.clone(), request, waker });
             }
-            None => core.poison(page),
         }
     }
 
@@ -269,30 +324,32 @@ impl Worker {
                 continue;
             }
             let waker = Waker::from(pending.waker.clone());
-            let Poll::Ready(result) = pending.request.as_mut().poll(&mut Context::from_waker(&waker)) else {
+            let Poll::Ready(result) = pending.request.pins.as_mut().poll(&mut Context::from_waker(&waker)) else {
                 at += 1;
                 continue;
             };
-            let Pending { range, offset, handler, .. } = self.pending.swap_remove(at);
+            let Pending { range, handler, request, .. } = self.pending.swap_remove(at);
             let answers = handler.upgrade();
-            let shown = result.and_then(|guard| core.show(range + offset).map(|()| guard));
+            let shown = result.and_then(|pins| {
+                request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins)
+            });
             match shown {
-                Ok(guard) => {
-                    let most = answers.map_or(1, |answers| answers.may_keep()).clamp(1, KEPT);
-                    self.kept.push_back(Kept { range, page: range + offset, handler, _guard: guard });
-                    while self.kept.len() > most {
-                        let Some(old) = self.kept.pop_front() else { break };
-                        let again = self.kept.iter().any(|kept| kept.page == old.page);
-                        if !again && old.handler.upgrade().is_some_and(|answers| answers.hides()) {
-                            core.hide(old.page);
-                        }
-                    }
+                Ok(pins) => {
+                    let most = answers.map_or(1, |answers| answers.may_keep());
+                    self.bell.keeper.keep(core, Held { range, pages: request.pages, handler, _pins: pins }, most);
+                }
+                // Of several pages nobody knows which one failed. Whoever touches that one asks for it alone.
+                Err(error) if request.pages.len() > 1 => {
+                    tracing::debug!(%error, "pages that are used together");
+                    request.pages.iter().for_each(|page| core.do_not_want(range + page));
                 }
                 Err(error) => {
-                    if let Some(answers) = answers {
-                        answers.failed(offset, error);
+                    for page in request.pages {
+                        if let Some(answers) = &answers {
+                            answers.failed(page, error.clone());
+                        }
+                        core.poison(range + page);
                     }
-                    core.poison(range + offset);
                 }
             }
         }

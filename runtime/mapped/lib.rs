@@ -15,6 +15,7 @@
 //! ```
 
 mod device;
+mod experts;
 mod faults;
 mod followed;
 mod mapped;
@@ -23,4 +24,4 @@ mod order;
 mod uffd;
 
 pub use device::Faulting;
-pub use mapped::Mapped;
+pub use mapped::{Mapped, page_size_for};

@@ -1,5 +1,6 @@
 //! A file as a slice.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::future::Future;
 use std::ops::Deref;
@@ -10,28 +11,47 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Waker};
 
-use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker, format};
+use outcore::format::{self, ModelHeader, TensorHeader};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result, Runtime, Tensor, Walker};
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, NAME};
-use crate::faults::{self, Handler, Request};
+use crate::experts::{ExpertId, Experts};
+use crate::faults::{self, Handler, Held, Request};
 use crate::followed::Followed;
 use crate::order;
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
 
+/// How many pages that were published last stay pinned at most, where pages are used one by one.
+const KEPT: usize = 16;
+
+/// Smaller pages cost more to bring than their bytes; larger ones are huge pages already.
+const EXPERT_PAGE_LEAST: u64 = 64 << 10;
+const EXPERT_PAGE_MOST: u64 = 2 << 20;
+
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
+
+/// Uses of experts that nobody told of, after which it is believed that nobody tells.
+const UNTOLD_MAX: u64 = 64;
 
 #[derive(Debug)]
 struct Pages {
     runtime: Runtime,
     core: Arc<Core>,
     start: u64,
-    /// The uses of this mapping, and their order.
+    /// The uses of this mapping that have an order.
     walker: Walker,
     followed: Followed,
+    /// Uses of experts: they have none.
+    drawn: Walker,
+    experts: Experts,
+    /// The first page of each expert. It is hidden after use, so that each use of the expert is seen.
+    firsts: HashSet<u32>,
+    /// Uses of experts since one was [told of](Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
+    untold: AtomicU64,
     /// Faults so far.
     faults: AtomicU64,
     /// Whether the walker follows no order: then every use must be seen, for one to be learned.
@@ -39,25 +59,48 @@ struct Pages {
     /// The whole file.
     bytes: Tensor,
     page: u64,
-    /// Pages that the fault thread may keep pinned.
+    /// Pages that are kept pinned behind their use, over all ranges.
     may_keep: usize,
+    /// An expert with more pages is used page by page.
+    expert_max: usize,
     failure: Mutex<Option<Error>>,
     own: Weak<Self>,
 }
 
 impl Pages {
-    /// The bytes of a page, as a tensor; `None` behind the end of the file.
-    fn page(&self, index: u32) -> Option<Tensor> {
-        let first = u64::from(index) * self.page;
-        let end = (first + self.page).min(self.bytes.size().get());
+    /// Pages that follow one another, as a tensor; `None` behind the end of the file.
+    fn run(&self, first: u32, end: u32) -> Option<Tensor> {
+        let first = u64::from(first) * self.page;
+        let end = (u64::from(end) * self.page).min(self.bytes.size().get());
         if first < end { self.bytes.rows(first..end).ok() } else { None }
+    }
+
+    /// Pages in ascending order, as few tensors.
+    fn runs(&self, pages: &[u32]) -> Vec<Tensor> {
+        pages.chunk_by(|a, b| a + 1 == *b).filter_map(|run| self.run(*run.first()?, run.last()? + 1)).collect()
+    }
+
+    fn offsets(&self, pages: &[u32]) -> Vec<u64> {
+        pages.iter().map(|page| u64::from(*page) * self.page).collect()
+    }
+
+    /// The pin of pages in ascending order, by one of the walkers.
+    fn request(&self, pages: &[u32], of_expert: bool) -> Option<Request> {
+        let (tensors, offsets) = (self.runs(pages), self.offsets(pages));
+        // Owned by the request, which outlives this call.
+        let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
+        let pins = Box::pin(async move {
+            let walker = if of_expert { &this.drawn } else { &this.walker };
+            walker.pin_set(&tensors).await
+        });
+        Some(Request { pages: offsets, pins })
     }
 
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
         for passed in self.followed.passed(index) {
             let there = self.core.is_published(self.start + u64::from(passed) * self.page);
-            if let Some(page) = self.page(passed).filter(|_| there) {
+            if let Some(page) = self.run(passed, passed + 1).filter(|_| there) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
                 let mut request = pin!(self.walker.pin(&page));
@@ -72,16 +115,27 @@ impl Pages {
 }
 
 impl Handler for Pages {
-    fn request(&self, offset: u64) -> Option<Request> {
-        let page = self.page((offset / self.page) as u32)?;
-        self.tell_of_the_unseen((offset / self.page) as u32);
-        // Owned by the request, which outlives this call.
-        let pages = self.own.upgrade()?;
-        Some(Box::pin(async move { pages.walker.pin(&page).await }))
+    fn requests(&self, offset: u64) -> Vec<Request> {
+        let page = (offset / self.page) as u32;
+        let expert = self.experts.at(offset);
+        if expert.is_none() {
+            self.tell_of_the_unseen(page);
+        }
+        let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
+        if let Some(expert) = expert {
+            self.untold.fetch_add(1, Ordering::Relaxed);
+            let all = self.experts.pages(expert, self.page);
+            if all.len() > 1 && all.len() <= self.expert_max {
+                requests.extend(self.request(&all, true));
+            }
+        }
+        requests
     }
 
-    fn hides(&self) -> bool {
-        self.learning.load(Ordering::Relaxed)
+    fn hides(&self, page: u64) -> bool {
+        let page = (page / self.page) as u32;
+        let untold = self.untold.load(Ordering::Relaxed) > UNTOLD_MAX;
+        self.learning.load(Ordering::Relaxed) || (untold && self.firsts.contains(&page))
     }
 
     fn may_keep(&self) -> usize {
@@ -92,6 +146,27 @@ impl Handler for Pages {
         tracing::error!(%error, offset, "a page that was touched could not be read");
         self.failure.lock().get_or_insert(error);
     }
+}
+
+/// The header of the model that a file is, or is a part of, and the tensors that lie in the file.
+fn model_of(path: &Path) -> Option<(ModelHeader, u32)> {
+    // What is no model has no order, and a part of a model whose other parts are missing is none.
+    let header = format::open(path).ok()?;
+    let path = path.canonicalize().ok()?;
+    let file = header.files.iter().position(|file| file.path.canonicalize().is_ok_and(|other| other == path))?;
+    Some((header, file as u32))
+}
+
+/// The page size for a runtime that maps this model: `None` if it has no experts, so that the runtime's own choice
+/// fits.
+///
+/// A file keeps experts beside each other, and the pages at both ends of a matrix bring parts of its neighbours. With
+/// an eighth of a matrix to a page these are a tenth of what is read.
+pub fn page_size_for(path: impl AsRef<Path>) -> Option<PageSize> {
+    let (header, file) = model_of(path.as_ref())?;
+    let piece = Experts::of(header.tensors.iter().filter(|tensor| tensor.file == file)).largest_piece()?;
+    let page = (piece / 8).max(1).next_power_of_two().clamp(EXPERT_PAGE_LEAST, EXPERT_PAGE_MOST);
+    PageSize::new(Bytes::new(page)).ok()
 }
 
 /// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
@@ -146,10 +221,19 @@ impl Mapped {
         let len = usize::try_from(bytes.size().get())
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
         let page = core.page();
-        let walker = runtime.walker()?;
-        // What is no model has no order.
-        let order = format::open(path).map(|header| order::of(&header)).unwrap_or_default();
-        let order: Vec<Tensor> = order.into_iter().map(|range| bytes.rows(range)).collect::<Result<_>>()?;
+        let (walker, drawn) = (runtime.walker()?, runtime.walker()?);
+        let model = model_of(path);
+        let tensors: Vec<&TensorHeader> = match &model {
+            Some((header, file)) => header.tensors.iter().filter(|tensor| tensor.file == *file).collect(),
+            None => Vec::new(),
+        };
+        // A model whose output is its embedding uses that as a matrix, after the last layer.
+        let has_output = model.iter().any(|(header, _)| {
+            header.tensors.iter().any(|tensor| outcore::rules::role(&tensor.name) == outcore::rules::Role::Output)
+        });
+        let experts = Experts::of(tensors.iter().copied());
+        let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
+        let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
         walker.plan(&order, true);
         let pages_of = |tensor: &Tensor| {
             let first = (tensor.address() - start) / page;
@@ -158,23 +242,94 @@ impl Mapped {
         };
         let mut known: Vec<u32> = order.iter().flat_map(pages_of).collect();
         known.dedup();
+        let frames = frames as usize;
+        let (may_keep, expert_max) = match experts.is_empty() {
+            true => ((frames / 16).clamp(2, KEPT), 0),
+            false => ((frames / 4).max(2), frames / 8),
+        };
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
             core: core.clone(),
             start,
             walker,
             followed: Followed::new(known),
+            drawn,
+            firsts: experts.firsts(page).collect(),
+            experts,
+            untold: AtomicU64::new(UNTOLD_MAX + 1),
             faults: AtomicU64::new(0),
             learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
-            may_keep: (frames / 16).max(2) as usize,
+            may_keep,
+            expert_max,
             failure: Mutex::new(None),
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
         core.handle(start, len as u64, handler);
         Ok(Self { pages, core, start, len })
+    }
+
+    /// Whether the file has experts of a mixture.
+    pub fn has_experts(&self) -> bool {
+        !self.pages.experts.is_empty()
+    }
+
+    /// Whether the file has this expert of a mixture, by the layer's and the expert's number in the model.
+    pub fn has_expert(&self, layer: u32, expert: u32) -> bool {
+        self.pages.experts.has(ExpertId { layer, expert })
+    }
+
+    /// These experts of a layer are used next, in this order: for programs that know what the router has chosen.
+    ///
+    /// All that is missing of them is read at once. The call returns when it is there, so that the products that follow
+    /// meet no fault. Together they may have a quarter of the frames: what is more comes when it is touched.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
+    ///   [`has_expert`](Self::has_expert);
+    /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait). Nothing is lost then: what is missing is read
+    ///   when it is touched.
+    pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let known = &self.pages;
+        known.untold.store(0, Ordering::Relaxed);
+        let mut pages = Vec::new();
+        for expert in experts {
+            let id = ExpertId { layer, expert: *expert };
+            if !known.experts.has(id) {
+                let message = format!("the file has no expert {expert} in layer {layer}");
+                return Err(Error::new(ErrorKind::InvalidArgument, message)
+                    .remedy("tell of experts that the router of this model can choose"));
+            }
+            let of_expert = known.experts.pages(id, known.page);
+            if pages.len() + of_expert.len() > known.may_keep {
+                break;
+            }
+            pages.extend(of_expert);
+        }
+        pages.sort_unstable();
+        pages.dedup();
+        let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
+        if tensors.is_empty() {
+            return Ok(());
+        }
+        offsets.iter().for_each(|page| self.core.want(self.start + page));
+        let shown = known.drawn.pin_set(&tensors).wait().and_then(|pins| {
+            offsets.iter().try_for_each(|page| self.core.show(self.start + page)).map(|()| pins)
+        });
+        match shown {
+            Ok(pins) => {
+                let handler: Weak<dyn Handler> = known.own.clone();
+                let held = Held { range: self.start, pages: offsets, handler, _pins: pins };
+                self.core.bell().keeper().keep(&self.core, held, known.may_keep);
+                Ok(())
+            }
+            Err(error) => {
+                offsets.iter().for_each(|page| self.core.do_not_want(self.start + page));
+                Err(error)
+            }
+        }
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.

@@ -1,49 +1,34 @@
 //! The order in which an engine is likely to use a model's tensors, as its header tells.
 //!
 //! Engines go through a model layer by layer, and in a layer through attention and then the feed-forward network. So
-//! the names give a first order. What is a table of rows (the embedding) is left out: a pass touches a few rows of it.
+//! the names give a first order. Left out is what has none: experts, of which a pass draws a few, and a table of rows
+//! (the embedding), of which it touches a few.
 
 use std::ops::Range;
 
-use outcore::format::ModelHeader;
+use outcore::format::TensorHeader;
+use outcore::rules::{Role, role};
 
-/// A tensor's part of the order: layers in turn, then what comes behind them. Names are those of GGUF
-/// (`blk.7.attn_q.weight`) and of Hugging Face (`model.layers.7.self_attn.q_proj.weight`).
-fn place(name: &str) -> (u64, u32) {
-    let mut parts = name.split('.');
-    let layer = parts.find_map(|part| part.parse().ok());
-    let ranks: [&[&str]; 12] = [
-        &["attn_norm", "input_layernorm", "ln_1"],
-        &["attn_qkv", "attn_q", "q_proj", "qkv_proj"],
-        &["attn_v", "v_proj"],
-        &["attn_k", "k_proj"],
-        &["attn_output", "o_proj"],
-        &["ffn_norm", "post_attention_layernorm", "ln_2"],
-        &["ffn_gate_inp", "router", "mlp.gate."],
-        &["ffn_gate", "gate_proj"],
-        &["ffn_up", "up_proj"],
-        &["ffn_down", "down_proj"],
-        &["output_norm", "model.norm"],
-        &["output", "lm_head"],
-    ];
-    let rank = ranks.iter().position(|names| names.iter().any(|known| name.contains(known)));
-    (layer.unwrap_or(u64::MAX), rank.unwrap_or(5) as u32)
+/// A tensor's place in the order: layers in turn, then what comes behind them. `is_output` is whether the embedding is
+/// also the output.
+fn place(name: &str, is_output: bool) -> Option<(u64, u32)> {
+    let behind = |place| Some((u64::MAX, place));
+    match role(name) {
+        Role::Layer { expert: Some(_), .. } => None,
+        Role::Layer { layer, part, .. } => Some((u64::from(layer), part)),
+        Role::Other => behind(0),
+        Role::Norm => behind(1),
+        Role::Output => behind(2),
+        Role::Embedding => behind(2).filter(|_| is_output),
+    }
 }
 
-/// Byte ranges of the model's only file, in that order. Empty for a model in several files.
-pub fn of(header: &ModelHeader) -> Vec<Range<u64>> {
-    if header.files.len() != 1 {
-        return Vec::new();
-    }
-    let is_table = |name: &str| name.contains("token_embd") || name.contains("embed_tokens");
-    // A model whose output is its embedding uses that as a matrix, after the last layer.
-    let has_output = header.tensors.iter().any(|t| t.name == "output.weight" || t.name == "lm_head.weight");
-    let used = header.tensors.iter().filter(|tensor| !is_table(&tensor.name) || !has_output);
-    let mut placed: Vec<_> = used.map(|tensor| (place(&tensor.name), tensor)).collect();
-    placed.sort_by_key(|((layer, rank), tensor)| {
-        (*layer, if is_table(&tensor.name) { 11 } else { *rank }, tensor.offset)
-    });
-    placed.into_iter().map(|(_, tensor)| tensor.offset..tensor.offset + tensor.len).collect()
+/// Byte ranges of the tensors of one file, in that order.
+pub fn of(tensors: &[&TensorHeader], has_output: bool) -> Vec<Range<u64>> {
+    let placed = tensors.iter().filter_map(|tensor| Some((place(&tensor.name, !has_output)?, tensor)));
+    let mut placed: Vec<_> = placed.collect();
+    placed.sort_by_key(|(place, tensor)| (*place, tensor.offset));
+    placed.into_iter().map(|(_, tensor)| tensor.offset..tensor.end()).collect()
 }
 
 #[cfg(test)]
@@ -70,7 +55,17 @@ mod tests {
                 "lm_head.weight",
             ],
         ] {
-            assert!(names.is_sorted_by_key(|name| place(name)), "{names:?}: {:?}", names.map(place));
+            let places = names.map(|name| place(name, false));
+            assert!(places.is_sorted() && places.iter().all(Option::is_some), "{names:?}: {places:?}");
         }
+    }
+
+    #[test]
+    fn what_a_pass_touches_in_part_has_no_order() {
+        assert_eq!(place("token_embd.weight", false), None);
+        assert_eq!(place("token_embd.weight", true), place("output.weight", false));
+        assert_eq!(place("blk.3.ffn_up_exps.weight", false), None);
+        assert_eq!(place("model.layers.3.mlp.experts.9.up_proj.weight", false), None);
+        assert!(place("blk.3.ffn_gate_inp.weight", false).is_some());
     }
 }

@@ -10,7 +10,8 @@ use outcore::{Error, ErrorKind, Result};
 use rustix::mm::UserfaultfdFlags;
 
 const API: u64 = 0xAA;
-/// `UFFD_FEATURE_MOVE` and `UFFD_FEATURE_POISON` of linux/userfaultfd.h.
+/// `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and `UFFD_FEATURE_MOVE` of linux/userfaultfd.h.
+const FEATURE_EXACT_ADDRESS: u64 = 1 << 11;
 const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
@@ -75,7 +76,8 @@ struct Message {
     thread: u64,
 }
 
-/// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by.
+/// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
+/// was touched.
 #[derive(Debug)]
 pub struct Uffd(OwnedFd);
 
@@ -98,7 +100,7 @@ impl Uffd {
                 )
         })?;
         let this = Self(fd);
-        let mut api = Api { api: API, features: FEATURE_MOVE | FEATURE_POISON, ioctls: 0 };
+        let mut api = Api { api: API, features: FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS, ioctls: 0 };
         this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
             Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd cannot move pages: {cause}"))
                 .remedy("use Linux 6.8 or newer, or pin tensors instead")

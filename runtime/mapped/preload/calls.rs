@@ -4,11 +4,6 @@ use std::ffi::{c_int, c_uchar, c_void};
 
 use crate::pool::{self, kernel};
 
-/// Runs `ours`; a panic is the same as "not ours".
-fn ours<T>(run: impl FnOnce() -> Option<T> + std::panic::UnwindSafe) -> Option<T> {
-    std::panic::catch_unwind(run).ok().flatten()
-}
-
 fn in_range(address: *mut c_void) -> bool {
     pool::holds(address as u64)
 }
@@ -27,7 +22,7 @@ pub unsafe extern "C" fn mmap(
     let wanted = fd >= 0
         && prot == libc::PROT_READ
         && flags & (libc::MAP_FIXED | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) == 0;
-    if wanted && let Some(found) = ours(|| pool::map(fd, len as u64, u64::try_from(offset).ok()?)) {
+    if wanted && let Some(found) = pool::without_panic(|| pool::map(fd, len as u64, u64::try_from(offset).ok()?)) {
         return found as *mut c_void;
     }
     let arguments = [address as u64, len as u64, prot as u64, flags as u64, fd as i64 as u64, offset as u64];

@@ -5,12 +5,13 @@ use std::fs::{self, File};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::path::{Path, PathBuf};
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use outcore::{Bytes, Error, Runtime};
-use outcore_mapped::{Faulting, Mapped};
+use outcore_mapped::{Faulting, Mapped, page_size_for};
 use parking_lot::Mutex;
 
 /// Files smaller than this are left to the kernel.
@@ -22,7 +23,7 @@ const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 /// there.
 struct Known {
     identity: (u64, u64, i64, i64, u64),
-    mapped: Mapped,
+    mapped: Arc<Mapped>,
 }
 
 struct Pool {
@@ -34,6 +35,7 @@ static POOL: OnceLock<Option<Pool>> = OnceLock::new();
 /// The range of addresses that all mapped files lie in, so that other calls are told apart without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
+static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
 
 /// Mapped ranges for a child by `fork`, which gets the files themselves there: address, length, descriptor plus one.
@@ -69,11 +71,18 @@ fn budget() -> Option<Bytes> {
     std::env::var(BUDGET).ok()?.parse().ok().map(Bytes::new)
 }
 
-fn pool() -> Option<&'static Pool> {
+/// The runtime. It is opened for the first file, whose experts decide how large pages are.
+fn pool(first: &Path) -> Option<&'static Pool> {
     let open = || {
         let budget = budget()?;
         // Threads of the runtime take no signals: a handler of the program's may not run on them.
-        let opened = without_signals(|| Runtime::builder().device(Faulting::new()?).device_budget(budget).open());
+        let opened = without_signals(|| {
+            let builder = Runtime::builder().device(Faulting::new()?).device_budget(budget);
+            match page_size_for(first) {
+                Some(page) => builder.page_size(page).open(),
+                None => builder.open(),
+            }
+        });
         match opened {
             Ok(runtime) => {
                 // SAFETY: both functions have the C library's signature and do not unwind.
@@ -139,7 +148,7 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     if len < LEAST || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
         return None;
     }
-    let pool = pool()?;
+    let pool = pool(&path)?;
     let identity = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.len());
     let mut files = pool.files.lock();
     if let Some(known) = files.iter().find(|known| known.identity == identity) {
@@ -157,7 +166,7 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
         return None;
     }
     let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
-        Ok(mapped) => mapped,
+        Ok(mapped) => Arc::new(mapped),
         Err(error) => {
             left(&told(&error));
             // SAFETY: the copy that was just made, of which nobody knows.
@@ -172,6 +181,7 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     descriptor.store((own + 1) as u64, Ordering::Release);
     LOWEST.fetch_min(start, Ordering::Relaxed);
     HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
+    HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
     files.push(Known { identity, mapped });
     Some(start + offset)
 }
@@ -200,6 +210,33 @@ extern "C" fn in_child() {
         }
     }
     REPORTED.store(true, Ordering::Relaxed);
+}
+
+/// Runs `run`; a panic is the same as `None`. Nothing unwinds into the program.
+pub fn without_panic<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
+    std::panic::catch_unwind(AssertUnwindSafe(run)).ok().flatten()
+}
+
+/// Whether a file with experts is mapped.
+pub fn has_experts() -> bool {
+    HAS_EXPERTS.load(Ordering::Relaxed)
+}
+
+/// The program uses these experts of a layer next. Returns when they are there.
+pub fn experts(layer: u32, experts: &[u32]) {
+    let Some(Some(pool)) = POOL.get() else { return };
+    // A child by fork has a copy of this, and reads the files themselves.
+    if REPORTED.load(Ordering::Relaxed) {
+        return;
+    }
+    let files = pool.files.lock();
+    let has_all = |known: &&Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
+    // Of two models with such a layer nobody knows which one is meant. Their experts come as they are touched.
+    let found = |nth| files.iter().filter(has_all).nth(nth).map(|known| known.mapped.clone());
+    let (Some(one), None) = (found(0), found(1)) else { return };
+    drop(files);
+    // What could not be read now is tried again when it is touched, and is a signal if that fails too.
+    let _ = one.expert_hint(layer, experts);
 }
 
 extern "C" fn at_exit() {

@@ -274,3 +274,147 @@ fn any_policy_may_decide() {
         runtime.close().unwrap();
     }
 }
+
+const LAYERS: u64 = 3;
+const EXPERTS: u64 = 16;
+/// Bytes of one matrix of one expert: three pages and a bit.
+const PIECE: u64 = 3 * PAGE + 4096;
+
+/// A mixture of experts as a safetensors file: each layer has one matrix that all tokens use, and the experts' two,
+/// fused. Returns where the first byte of each piece is: layer, expert, matrix.
+fn mixture(folder: &Path) -> (PathBuf, impl Fn(u64, u64, u64) -> u64) {
+    let mut entries = Vec::new();
+    let mut at = 0;
+    for layer in 0..LAYERS {
+        for (name, shape) in [
+            ("attn_q.weight", vec![PAGE / 64, 64]),
+            ("ffn_up_exps.weight", vec![EXPERTS, PIECE / 64, 64]),
+            ("ffn_down_exps.weight", vec![EXPERTS, PIECE / 64, 64]),
+        ] {
+            let len: u64 = shape.iter().product();
+            entries.push(format!(
+                r#""blk.{layer}.{name}":{{"dtype":"U8","shape":{shape:?},"data_offsets":[{at},{}]}}"#,
+                at + len
+            ));
+            at += len;
+        }
+    }
+    let header = format!("{{{}}}", entries.join(","));
+    let data = 8 + header.len() as u64;
+    let path = file(folder, data + at);
+    let written = File::options().write(true).open(&path).unwrap();
+    written.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
+    written.write_all_at(header.as_bytes(), 8).unwrap();
+    let place = move |layer, expert, matrix| {
+        data + layer * (PAGE + 2 * EXPERTS * PIECE) + PAGE + (matrix * EXPERTS + expert) * PIECE
+    };
+    (path, place)
+}
+
+fn is_the_files(mapped: &Mapped, start: u64, len: u64) {
+    let found = &mapped[start as usize..(start + len) as usize];
+    assert!(found.iter().zip(start..).all(|(found, at)| *found == byte(at)), "at {start}");
+}
+
+#[test]
+fn a_touch_of_a_part_of_an_expert_brings_all_of_it() {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    let Some(builder) = builder(200) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let asked = |stats: &outcore::Stats| stats.pager.uses;
+    // One byte in the middle of one matrix of one expert.
+    is_the_files(&mapped, place(1, 5, 1) + PAGE, 1);
+    // All that is read of it, both matrices, belongs to that expert.
+    let wanted = 2 * PIECE / PAGE * PAGE;
+    let started = std::time::Instant::now();
+    while runtime.stats().traffic.disk_read < Bytes::new(wanted) {
+        assert!(started.elapsed().as_secs() < 60, "{:?}", runtime.stats());
+        thread::yield_now();
+    }
+    let before = runtime.stats();
+    is_the_files(&mapped, place(1, 5, 0), PIECE);
+    is_the_files(&mapped, place(1, 5, 1), PIECE);
+    assert_eq!(runtime.stats().traffic.disk_read, before.traffic.disk_read);
+    assert!(asked(&before) <= 11, "{before:?}");
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn experts_come_whole_whether_they_are_told_of_or_touched() {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    for (frames, told) in [(24, true), (24, false), (100, true), (100, false), (500, true), (500, false)] {
+        let Some(builder) = builder(frames) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        let mut random = Rng::new(frames);
+        for _ in 0..40 {
+            for layer in 0..LAYERS {
+                is_the_files(&mapped, place(layer, 0, 0) - PAGE, PAGE);
+                let drawn = [random.below(EXPERTS), random.below(EXPERTS / 4)];
+                if told {
+                    mapped.expert_hint(layer as u32, &drawn.map(|expert| expert as u32)).unwrap();
+                }
+                for (expert, matrix) in drawn.into_iter().flat_map(|expert| [(expert, 0), (expert, 1)]) {
+                    is_the_files(&mapped, place(layer, expert, matrix), PIECE);
+                }
+            }
+        }
+        assert!(runtime.stats().traffic.peak_device <= Bytes::new(frames * PAGE));
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
+#[test]
+fn experts_that_a_file_has_not_are_refused() {
+    let folder = folder();
+    let (path, _) = mixture(folder.path());
+    let Some(builder) = builder(100) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    assert!(mapped.has_expert(2, EXPERTS as u32 - 1) && !mapped.has_expert(0, EXPERTS as u32));
+    for (layer, expert) in [(0, EXPERTS as u32), (LAYERS as u32, 0), (u32::MAX, u32::MAX)] {
+        let error = mapped.expert_hint(layer, &[0, expert]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.to_string().contains(&layer.to_string()), "{error}");
+    }
+    // More than fits is no error, nor is none, nor the same twice.
+    let all: Vec<u32> = (0..EXPERTS as u32).chain(0..EXPERTS as u32).collect();
+    mapped.expert_hint(0, &all).unwrap();
+    mapped.expert_hint(0, &[]).unwrap();
+    mapped.expert_hint(0, &[3, 3]).unwrap();
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// Threads that tell and threads that touch go over two mappings of one file: neither waits for what the other holds.
+#[test]
+fn many_threads_tell_and_touch() {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    let Some(builder) = builder(80) else { return };
+    let runtime = builder.open().unwrap();
+    let files = [Mapped::open(&runtime, &path).unwrap(), Mapped::open(&runtime, &path).unwrap()];
+    thread::scope(|scope| {
+        for n in 0..8 {
+            let (mapped, place) = (&files[n as usize % 2], &place);
+            scope.spawn(move || {
+                let mut random = Rng::new(n);
+                for _ in 0..100 {
+                    let (layer, expert) = (random.below(LAYERS), random.below(EXPERTS));
+                    if n < 5 {
+                        mapped.expert_hint(layer as u32, &[expert as u32, (expert as u32 + 1) % 16]).unwrap();
+                    }
+                    is_the_files(mapped, place(layer, expert, random.below(2)), PIECE);
+                }
+            });
+        }
+    });
+    assert!(runtime.stats().traffic.peak_device <= Bytes::new(80 * PAGE));
+    drop(files);
+    runtime.close().unwrap();
+}
