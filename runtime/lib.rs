@@ -130,7 +130,7 @@ pub mod testing {
     pub const STRICT: bool = cfg!(feature = "strict");
 }
 
-/// Rules of the runtime that the laboratory follows, so that both are the same. Not for programs: they change without
+/// Rules of the runtime that the laboratory and the crates above follow, so that all do the same. Not for programs: they change without
 /// notice.
 #[doc(hidden)]
 pub mod rules {
@@ -139,6 +139,7 @@ pub mod rules {
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
     pub use crate::store::queue::{Depth, Lane, Queue};
+    pub use crate::store::soon::answer_soon;
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

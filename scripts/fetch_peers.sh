@@ -32,7 +32,7 @@ package=$("$venv/bin/python" -c 'import importlib.util as u; print(u.find_spec("
 include=$(find "$venv" -name llama.h -printf '%h\n' -quit)
 [ -n "$include" ] || fail "llama-cpp-python $version came without llama.h"
 if [ ! -x "$peer" ] || [ "$source" -nt "$peer" ]; then
-    cc -O2 -Wall -Wextra -I "$include" -o "$peer" "$source" -L "$package/lib" -lllama -lggml -lggml-base \
+    cc -O2 -Wall -Wextra -I "$include" -o "$peer" "$source" -L "$package/lib" -lllama -lggml -lggml-base -lm \
         -Wl,-rpath,"$(realpath "$package/lib")" || fail "$source could not be built"
 fi
 echo "$peer is there"

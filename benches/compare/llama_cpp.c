@@ -1,10 +1,15 @@
 /* llama.cpp as a peer of `generate`: the same prompt ids, greedy, memory-mapped weights.
  *
- *     llama-peer MODEL ID,ID,... TOKENS THREADS
+ *     llama-peer MODEL ID,ID,... TOKENS THREADS [SEED]
+ *
+ * With a seed, tokens are drawn at temperature 1: greedy words of a model with random weights fall into a loop, which
+ * uses a few experts of a mixture only.
  *
  * Prints one line of JSON, whose figures mean what those of `generate --json` mean. It is written in C because a Python
  * interpreter around the library would take a part of what llama.cpp may use under a memory limit.
  */
+#include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,6 +40,25 @@ static void fail(const char *why) {
     exit(1);
 }
 
+/* The SplitMix64 generator (Steele et al., 2014), as a number from 0 to 1. */
+static double next_random(uint64_t *state) {
+    uint64_t z = *state += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return (double)((z ^ (z >> 31)) >> 11) * 0x1p-53;
+}
+
+static int draw(const float *logits, int count, int best, uint64_t *state) {
+    double sum = 0, left = next_random(state);
+    for (int i = 0; i < count; i++) sum += exp((double)logits[i] - logits[best]);
+    left *= sum;
+    for (int i = 0; i < count; i++) {
+        left -= exp((double)logits[i] - logits[best]);
+        if (left < 0) return i;
+    }
+    return best;
+}
+
 static void print_ids(const char *name, const llama_token *ids, int count) {
     printf("\"%s\": [", name);
     for (int i = 0; i < count; i++) printf("%s%d", i ? ", " : "", ids[i]);
@@ -42,7 +66,8 @@ static void print_ids(const char *name, const llama_token *ids, int count) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5) fail("usage: llama-peer MODEL ID,ID,... TOKENS THREADS");
+    if (argc != 5 && argc != 6) fail("usage: llama-peer MODEL ID,ID,... TOKENS THREADS [SEED]");
+    uint64_t seed = argc == 6 ? strtoull(argv[5], NULL, 10) : 0;
     static llama_token prompt[TOKENS_MAX], made[TOKENS_MAX];
     static double passes[TOKENS_MAX];
     int given = 0, wanted = atoi(argv[3]), threads = atoi(argv[4]);
@@ -72,7 +97,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < vocab; i++) {
             if (logits[i] > logits[best]) best = i;
         }
-        made[n] = best;
+        made[n] = argc == 6 ? draw(logits, vocab, best, &seed) : best;
         double took = now() - start;
         if (n == 0) {
             first = took;

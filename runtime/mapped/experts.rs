@@ -116,14 +116,10 @@ mod tests {
         ];
         let experts = Experts::of(tensors.iter());
         assert_eq!(experts.at(99), None);
-        assert_eq!([100, 199, 200, 499, 500, 899].map(|at| experts.at(at)), [
-            Some(id(0, 0)),
-            Some(id(0, 0)),
-            Some(id(0, 1)),
-            Some(id(0, 3)),
-            Some(id(0, 0)),
-            Some(id(0, 3))
-        ]);
+        assert_eq!(
+            [100, 199, 200, 499, 500, 899].map(|at| experts.at(at)),
+            [Some(id(0, 0)), Some(id(0, 0)), Some(id(0, 1)), Some(id(0, 3)), Some(id(0, 0)), Some(id(0, 3))]
+        );
         assert_eq!([experts.at(950), experts.at(1000)], [Some(id(1, 7)), None]);
         assert!(experts.has(id(1, 7)) && !experts.has(id(1, 0)) && !experts.has(id(0, 4)));
         assert_eq!(experts.pages(id(0, 1), 64), [3, 4, 9, 10]);

@@ -197,6 +197,7 @@ impl FaultThread {
         let thread = thread::Builder::new()
             .name("outcore-faults".into())
             .spawn(move || {
+                outcore::rules::answer_soon();
                 let none = tracing::subscriber::NoSubscriber::new();
                 tracing::subscriber::with_default(none, || worker.run());
             })
@@ -330,9 +331,8 @@ impl Worker {
             };
             let Pending { range, handler, request, .. } = self.pending.swap_remove(at);
             let answers = handler.upgrade();
-            let shown = result.and_then(|pins| {
-                request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins)
-            });
+            let shown = result
+                .and_then(|pins| request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins));
             match shown {
                 Ok(pins) => {
                     let most = answers.map_or(1, |answers| answers.may_keep());

@@ -235,6 +235,7 @@ impl Mapped {
         let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
         let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
         walker.plan(&order, true);
+        drawn.unordered();
         let pages_of = |tensor: &Tensor| {
             let first = (tensor.address() - start) / page;
             let end = (tensor.address() - start + tensor.size().get()).div_ceil(page);
@@ -315,9 +316,11 @@ impl Mapped {
             return Ok(());
         }
         offsets.iter().for_each(|page| self.core.want(self.start + page));
-        let shown = known.drawn.pin_set(&tensors).wait().and_then(|pins| {
-            offsets.iter().try_for_each(|page| self.core.show(self.start + page)).map(|()| pins)
-        });
+        let shown = known
+            .drawn
+            .pin_set(&tensors)
+            .wait()
+            .and_then(|pins| offsets.iter().try_for_each(|page| self.core.show(self.start + page)).map(|()| pins));
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();

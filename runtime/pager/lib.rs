@@ -704,6 +704,16 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// The walker's uses have no order.
+    pub fn declare_unordered(&mut self, walker: WalkerId, fx: &mut Effects) {
+        if self.is_walking(walker) {
+            self.staying = None;
+            self.tells_of(walker);
+            self.policy.unordered();
+            self.pump(fx);
+        }
+    }
+
     /// Begins a walker. Several may walk at a time, each in an order of its own.
     pub fn begin_walker(&mut self) -> WalkerId {
         self.next_walker = self.next_walker.wrapping_add(1).max(1);

@@ -74,6 +74,13 @@ impl Walker {
         shared.engine.with(|pager, fx| pager.declare_plan_of(*id, &runs, cyclic, fx));
     }
 
+    /// This walker uses tensors in no order, such as the experts that a router chooses. Withdraws its plan. Its uses
+    /// count for what stays resident, but no order is looked for in them.
+    pub fn unordered(&self) {
+        let Walking { id, shared } = &*self.walking;
+        shared.engine.with(|pager, fx| pager.declare_unordered(*id, fx));
+    }
+
     /// Opens a [scope](crate::Scope), whose pins are uses of this walker.
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::of_walker(&self.walking)

@@ -25,6 +25,7 @@ pub(crate) mod queue;
 mod remembered;
 pub(crate) mod scratch;
 mod shared;
+pub(crate) mod soon;
 mod source;
 mod threads;
 mod uring;

@@ -15,6 +15,7 @@ use super::file::OpenFile;
 use super::operation::{Active, CallHook, IoKind};
 use super::own_ring::OwnRings;
 use super::queue::{Lane, Queue};
+use super::soon::answer_soon;
 use crate::device::{Completion, Completions, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -200,6 +201,7 @@ impl Shared {
         thread::Builder::new().name(name).spawn(move || {
             // Dropped also if `serve` panics or the system starts no thread.
             let leaving = leaving;
+            answer_soon();
             leaving.0.state.lock().serving.push(thread::current().id());
             serve();
         })

@@ -48,11 +48,27 @@ pub struct Spec {
     pub tied: bool,
     /// Seed of all weights.
     pub seed: u64,
+    /// A mixture of experts in each layer, in place of its feed-forward network. Only in GGUF, of the Llama family.
+    pub experts: Option<Experts>,
+}
+
+/// The experts of a synthetic model. What a layer adds is small beside its input, so that routing follows the token, and
+/// a few experts of each layer are drawn more often than others: so do those of trained models.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// Experts of each layer.
+    pub count: u64,
+    /// How many of them a token uses.
+    pub used: u64,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Matrix,
+    /// A matrix whose product is added to the residual stream of a mixture.
+    Added,
+    /// The rows that choose among experts.
+    Router,
     Norm,
     Bias,
 }
@@ -63,6 +79,9 @@ struct Tensor {
     rows: u64,
     cols: u64,
     kind: Kind,
+    /// How many matrices lie one behind the other, each with an equal share of the rows; 0 for a tensor of less than
+    /// three dimensions.
+    matrices: u64,
     /// Heads whose rows GGUF permutes for its adjacent rotary pairs; 0 for other tensors.
     permuted_heads: u64,
 }
@@ -90,7 +109,7 @@ impl Spec {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let mut all = Vec::new();
         let mut push = |name: String, rows, cols, kind, permuted_heads| {
-            all.push(Tensor { name, rows, cols, kind, permuted_heads });
+            all.push(Tensor { name, rows, cols, kind, matrices: 0, permuted_heads });
         };
         push("token_embd.weight".into(), self.vocab, self.dim, Kind::Matrix, 0);
         for i in 0..self.layers {
@@ -106,15 +125,26 @@ impl Spec {
                 push(name("attn_q_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
                 push(name("attn_k_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
             }
-            push(name("attn_output.weight"), self.dim, q, Kind::Matrix, 0);
+            let added = if self.experts.is_some() { Kind::Added } else { Kind::Matrix };
+            push(name("attn_output.weight"), self.dim, q, added, 0);
             push(name("ffn_norm.weight"), 1, self.dim, Kind::Norm, 0);
-            push(name("ffn_gate.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
-            push(name("ffn_up.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
-            push(name("ffn_down.weight"), self.dim, self.ffn_dim, Kind::Matrix, 0);
+            let (kind, count) = match self.experts {
+                Some(experts) => ("_exps", experts.count),
+                None => ("", 1),
+            };
+            if self.experts.is_some() {
+                push(name("ffn_gate_inp.weight"), count, self.dim, Kind::Router, 0);
+            }
+            push(name(&format!("ffn_gate{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
+            push(name(&format!("ffn_up{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
+            push(name(&format!("ffn_down{kind}.weight")), count * self.dim, self.ffn_dim, added, 0);
         }
         push("output_norm.weight".into(), 1, self.dim, Kind::Norm, 0);
         if !self.tied {
             push("output.weight".into(), self.vocab, self.dim, Kind::Matrix, 0);
+        }
+        for tensor in all.iter_mut().filter(|tensor| tensor.name.contains("_exps")) {
+            tensor.matrices = self.experts.map_or(0, |experts| experts.count);
         }
         all
     }
@@ -126,6 +156,13 @@ impl Spec {
         }
         if !self.heads.is_multiple_of(self.kv_heads) || !self.head_dim.is_multiple_of(2) {
             return Err(Error::Invalid("key heads must divide the query heads, and heads must be of even size".into()));
+        }
+        if let Some(Experts { count, used }) = self.experts
+            && (self.arch != Arch::Llama || used == 0 || used > count || count > 1 << 12)
+        {
+            return Err(Error::Invalid(
+                "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family".into(),
+            ));
         }
         for cols in [self.dim, self.ffn_dim, self.heads * self.head_dim] {
             if self.dtype.bytes(cols).is_none() {
@@ -146,6 +183,12 @@ impl Spec {
         let (middle, reach) = match tensor.kind {
             // Variance 1 / cols, so that a product has the variance of its input.
             Kind::Matrix => (0.0, (3.0 / tensor.cols as f32).sqrt()),
+            Kind::Added => (0.0, 0.01 * (3.0 / tensor.cols as f32).sqrt()),
+            // Longer rows win more often: the first experts of a list that each layer has in another order.
+            Kind::Router => {
+                let rank = (row * 7 + hash(&tensor.name) % tensor.rows) % tensor.rows;
+                (0.0, (1.0 + 1.5 / (1.0 + rank as f32)) * (3.0 / tensor.cols as f32).sqrt())
+            }
             Kind::Norm => (1.0, 0.1),
             Kind::Bias => (0.0, 0.1),
         };
@@ -217,12 +260,19 @@ impl Spec {
         for (key, value) in sizes {
             meta.number(&format!("{arch}.{key}"), value as u32);
         }
+        if let Some(experts) = self.experts {
+            meta.number(&format!("{arch}.expert_count"), experts.count as u32);
+            meta.number(&format!("{arch}.expert_used_count"), experts.used as u32);
+        }
         meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
         meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
         self.tokenizer(&mut meta);
 
         let tensors = self.tensors();
-        let dtype = |t: &Tensor| if t.kind == Kind::Matrix { self.dtype } else { WeightType::F32 };
+        let dtype = |t: &Tensor| match t.kind {
+            Kind::Matrix | Kind::Added => self.dtype,
+            Kind::Router | Kind::Norm | Kind::Bias => WeightType::F32,
+        };
         let mut head = Vec::new();
         head.extend_from_slice(b"GGUF");
         head.extend_from_slice(&3u32.to_le_bytes());
@@ -233,7 +283,11 @@ impl Spec {
         let mut sizes = Vec::with_capacity(tensors.len());
         for t in &tensors {
             put_text(&mut head, &t.name);
-            let dims = if t.rows == 1 { vec![t.cols] } else { vec![t.cols, t.rows] };
+            let dims = match (t.rows, t.matrices) {
+                (1, 0) => vec![t.cols],
+                (rows, 0) => vec![t.cols, rows],
+                (rows, matrices) => vec![t.cols, rows / matrices, matrices],
+            };
             head.extend_from_slice(&(dims.len() as u32).to_le_bytes());
             dims.iter().for_each(|d| head.extend_from_slice(&d.to_le_bytes()));
             head.extend_from_slice(&dtype(t).ggml_id().to_le_bytes());
@@ -289,6 +343,9 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
+        if self.experts.is_some() {
+            return Err(Error::Invalid("a mixture of experts is written as GGUF only".into()));
+        }
         let type_name = match self.dtype {
             WeightType::F32 | WeightType::F16 | WeightType::BF16 => self.dtype.to_string(),
             other => return Err(Error::Invalid(format!("safetensors files hold F32, F16 or BF16, not {other}"))),

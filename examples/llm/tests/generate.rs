@@ -56,6 +56,7 @@ fn spec() -> Spec {
         context: 64,
         tied: true,
         seed: 7,
+        experts: None,
     }
 }
 

@@ -157,6 +157,7 @@ fn spec(arch: Arch) -> Spec {
         context: 64,
         tied: false,
         seed: 1,
+        experts: None,
     }
 }
 

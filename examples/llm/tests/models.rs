@@ -33,6 +33,7 @@ fn spec(arch: Arch, dtype: WeightType) -> Spec {
         context: 64,
         tied: arch == Arch::Qwen2,
         seed: 7,
+        experts: None,
     }
 }
 

@@ -5,12 +5,12 @@ use std::fs::{self, File};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, OnceLock};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use outcore::{Bytes, Error, Runtime};
+use outcore::{Bytes, Error, PolicyKind, Runtime};
 use outcore_mapped::{Faulting, Mapped, page_size_for};
 use parking_lot::Mutex;
 
@@ -77,7 +77,7 @@ fn pool(first: &Path) -> Option<&'static Pool> {
         let budget = budget()?;
         // Threads of the runtime take no signals: a handler of the program's may not run on them.
         let opened = without_signals(|| {
-            let builder = Runtime::builder().device(Faulting::new()?).device_budget(budget);
+            let builder = Runtime::builder().device(Faulting::new()?).device_budget(budget).policy(PolicyKind::Model);
             match page_size_for(first) {
                 Some(page) => builder.page_size(page).open(),
                 None => builder.open(),

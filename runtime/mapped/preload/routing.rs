@@ -86,17 +86,17 @@ fn ggml() -> Option<Ggml> {
         // SAFETY: each has the signature that ggml.h and ggml-backend.h give it, unchanged since these exist.
         unsafe {
             Some(Ggml {
-                set_callback: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void, Callback, *mut c_void)>(
-                    set_callback,
-                ),
+                set_callback: std::mem::transmute::<
+                    *mut c_void,
+                    unsafe extern "C" fn(*mut c_void, Callback, *mut c_void),
+                >(set_callback),
                 name: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_void) -> *const c_char>(name),
                 bytes: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_void) -> usize>(bytes),
                 elements: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_void) -> i64>(elements),
                 rows: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_void) -> i64>(rows),
-                get: std::mem::transmute::<
-                    *mut c_void,
-                    unsafe extern "C" fn(*const c_void, *mut c_void, usize, usize),
-                >(get),
+                get: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_void, *mut c_void, usize, usize)>(
+                    get,
+                ),
             })
         }
     })

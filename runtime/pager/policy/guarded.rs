@@ -244,6 +244,9 @@ impl Policy for Guarded {
     fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
         self.tell(|policy| policy.declare_runs(order, cyclic));
     }
+    fn unordered(&mut self) {
+        self.tell(|policy| policy.unordered());
+    }
     fn has_plan(&self) -> bool {
         self.look(|policy| policy.has_plan()).unwrap_or(false)
     }

@@ -23,7 +23,8 @@
 //!
 //! In this order; within groups 2 to 5, pages with the farthest next use by any walker go first:
 //!
-//! 1. pages that no followed plan names, least recently used first;
+//! 1. pages that no followed plan names, least recently used first; or, as policy `model`, the one with the least
+//!    [score](super::scores) first;
 //! 2. pages that are used later than those of the marginal gap;
 //! 3. streamed pages of the marginal gap;
 //! 4. kept pages of the marginal gap;
@@ -127,6 +128,8 @@ struct Walk {
     speed: u64,
     /// Uses since the last look at speeds.
     uses: u64,
+    /// Whether its uses have no order, as the program says: then nothing is recognised.
+    unordered: bool,
     /// Whether the walker's uses may be recorded: not while it follows a declared plan and has never strayed from it.
     records: bool,
 }
@@ -134,7 +137,7 @@ struct Walk {
 impl Walk {
     fn new(id: WalkerId, share: usize) -> Self {
         let recorder = CycleRecorder::new(share);
-        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0, records: true }
+        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0, unordered: false, records: true }
     }
 }
 
@@ -223,6 +226,15 @@ fn none_names(plans: &Slab<Active>, of: &[usize], number: u32) -> bool {
 impl PlanPolicy {
     /// Makes a policy without a plan.
     pub fn new() -> Self {
+        Self::with(Outside::new())
+    }
+
+    /// Makes a policy without a plan, by which pages that no plan names go by how often and how lately they were used.
+    pub fn of_model() -> Self {
+        Self::with(Outside::by_worth())
+    }
+
+    fn with(outside: Outside) -> Self {
         let share = CycleRecorder::share(1);
         Self {
             frames: 0,
@@ -232,7 +244,7 @@ impl PlanPolicy {
             recency: Order::new(),
             names: Names::default(),
             plans: Slab::new(),
-            outside: Outside::new(),
+            outside,
             followed: None,
             ahead: Bits::default(),
             astray: false,
@@ -337,7 +349,7 @@ impl PlanPolicy {
     fn begin_anew(&mut self) {
         let walk = &mut self.walkers[self.current];
         walk.recorder.clear();
-        walk.doubt = DOUBT;
+        (walk.doubt, walk.unordered) = (DOUBT, false);
     }
 
     /// Files the resident pages in a new plan.
@@ -770,7 +782,7 @@ impl Default for PlanPolicy {
 
 impl Policy for PlanPolicy {
     fn name(&self) -> &'static str {
-        "plan"
+        if self.outside.is_by_worth() { "model" } else { "plan" }
     }
 
     fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
@@ -824,6 +836,9 @@ impl Policy for PlanPolicy {
     fn accessed(&mut self, page: PageId) {
         let Some(number) = self.recency.numbers().number(page) else { return };
         self.recency.touch(page);
+        if self.outside.is_by_worth() && !self.plans.iter().any(|(_, active)| active.names(number)) {
+            self.outside.count(number);
+        }
         self.outside.touch(number);
         self.ahead.remove(number as usize);
         self.count();
@@ -859,7 +874,7 @@ impl Policy for PlanPolicy {
                 return;
             }
         }
-        if self.finds_a_plan(number) {
+        if self.walkers[self.current].unordered || self.finds_a_plan(number) {
             return;
         }
         let walk = &mut self.walkers[self.current];
@@ -903,8 +918,8 @@ impl Policy for PlanPolicy {
 
     fn forget(&mut self, segment: SegmentId) {
         let gone = self.recency.numbers().of_segment(segment);
+        self.outside.forget(gone.clone());
         for number in gone.clone() {
-            self.outside.remove(number as u32);
             self.ahead.remove(number);
         }
         self.recency.remove_segment(segment);
@@ -931,7 +946,9 @@ impl Policy for PlanPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        if !self.has_plan() {
+        // Without any plan all pages are outside of plans.
+        let by_worth = self.outside.is_by_worth() && self.plans.is_empty();
+        if !self.has_plan() && !by_worth {
             return self.recency.offer_for(want, take);
         }
         // A frame for which no request waits is not worth a look at all pages.
@@ -945,6 +962,14 @@ impl Policy for PlanPolicy {
             found = self.outside.offer_held(&offered, self.recency.numbers(), take);
         }
         found.ok().flatten()
+    }
+
+    fn unordered(&mut self) {
+        self.leave(self.current, true);
+        let walk = &mut self.walkers[self.current];
+        (walk.unordered, walk.lead) = (true, None);
+        walk.recorder.clear();
+        self.share_memory();
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {

@@ -539,6 +539,15 @@ impl Policy for SharesPolicy {
         self.settle();
     }
 
+    fn unordered(&mut self) {
+        let walker = self.walker;
+        for class in 0..CLASSES {
+            self.parts[class].policy.unordered();
+            self.plans(class, walker, false);
+        }
+        self.settle();
+    }
+
     fn has_plan(&self) -> bool {
         self.parts.iter().any(|part| part.policy.has_plan())
     }

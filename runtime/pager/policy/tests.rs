@@ -615,7 +615,7 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
         }
         PolicyKind::Kv => Box::new(KvModel::new(frames)),
         // Victims of plans are compared in their own tests; a random page has no order.
-        PolicyKind::Plan | PolicyKind::Random => unreachable!("{kind} has no model"),
+        PolicyKind::Plan | PolicyKind::Model | PolicyKind::Random => unreachable!("{kind} has no model"),
     }
 }
 
@@ -1073,7 +1073,7 @@ fn names_are_found_and_others_refused_with_the_closest() {
         assert_eq!(kind.build().name(), kind.name());
     }
     let message = "s3-fifo".parse::<PolicyKind>().unwrap_err().to_string();
-    for part in ["\"s3-fifo\"", "the closest name is s3fifo", "lru, plan, fifo", "wtinylfu"] {
+    for part in ["\"s3-fifo\"", "the closest name is s3fifo", "lru, plan, model, fifo", "wtinylfu"] {
         assert!(message.contains(part), "{message}");
     }
 }

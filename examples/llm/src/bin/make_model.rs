@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use outcore_llm::synthetic::Spec;
-use outcore_llm::{Arch, ModelFiles, Result, WeightType};
+use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::{Arch, Result, WeightType};
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Format {
@@ -52,6 +52,12 @@ struct Args {
     shards: usize,
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Experts of each layer, each as wide as --ffn says; gguf only. `generate` runs no mixtures: other engines do.
+    #[arg(long, requires = "experts_used")]
+    experts: Option<u64>,
+    /// Experts that a token uses.
+    #[arg(long, requires = "experts")]
+    experts_used: Option<u64>,
 }
 
 fn main() -> ExitCode {
@@ -79,13 +85,14 @@ fn run(args: &Args) -> Result<()> {
         context: args.context,
         tied: args.tied,
         seed: args.seed,
+        experts: args.experts.zip(args.experts_used).map(|(count, used)| Experts { count, used }),
     };
     match args.format {
         Format::Gguf => spec.write_gguf(&args.out)?,
         Format::Safetensors => spec.write_safetensors(&args.out, args.shards)?,
     }
-    let files = ModelFiles::open(&args.out)?;
-    let bytes = files.weight_bytes() as f64 / 1e9;
-    println!("{}: {} tensors, {bytes:.2} GB of weights", args.out.display(), files.tensors().len());
+    let header = outcore::format::open(&args.out)?;
+    let bytes = header.tensors.iter().map(|tensor| tensor.len).sum::<u64>() as f64 / 1e9;
+    println!("{}: {} tensors, {bytes:.2} GB of weights", args.out.display(), header.tensors.len());
     Ok(())
 }

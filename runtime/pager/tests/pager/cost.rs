@@ -144,8 +144,8 @@ fn metadata_of_a_page_is_at_most_64_bytes() {
     }
 }
 
-/// The same for every policy, without a plan. With 10^5 pages, memory that does not depend on the number of pages
-/// weighs most.
+/// The same for every policy, without a plan: 64 bytes, and those that `model` keeps of pages that no plan names. With
+/// 10^5 pages, memory that does not depend on the number of pages weighs most.
 #[test]
 fn metadata_of_a_page_is_at_most_64_bytes_under_every_policy() {
     println!("| policy | pages | frames | host frames | bytes per page |");
@@ -154,7 +154,8 @@ fn metadata_of_a_page_is_at_most_64_bytes_under_every_policy() {
         for (frames, host_frames) in [(pages, 0), (pages / 2, pages / 2)] {
             let bytes = metadata(policy, Known::Nothing, pages, frames, host_frames);
             println!("| {policy} | {pages} | {frames} | {host_frames} | {bytes:.1} |");
-            assert!(bytes <= 64.0, "{policy}: {bytes} bytes a page");
+            let most = if policy == PolicyKind::Model { 64.0 + 36.0 } else { 64.0 };
+            assert!(bytes <= most, "{policy}: {bytes} bytes a page");
         }
     }
 }
@@ -191,6 +192,7 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::Lirs => 17.0,
         PolicyKind::WTinyLfu => 9.0 + 8.0,
         PolicyKind::Plan => 16.0,
+        PolicyKind::Model => 16.0 + 36.0,
         PolicyKind::Kv => 20.0,
         // Pages without a class are served by S3-FIFO. The policies of the other classes have no pages here.
         PolicyKind::Shares => 10.0 + 4096.0 / f64::from(PAGES),
@@ -276,8 +278,8 @@ fn shares_of_several_classes_take_as_much_memory_as_they_say() {
 #[test]
 fn a_hit_allocates_nothing() {
     const PAGES: u32 = 10_000;
-    // `Plan` is left out: its recorder keeps the order of use, and grows up to its limit.
-    for kind in PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::Plan) {
+    // Left out are the two that record the order of use, up to a limit.
+    for kind in PolicyKind::ALL.into_iter().filter(|kind| !matches!(kind, PolicyKind::Plan | PolicyKind::Model)) {
         let mut policy = kind.build();
         warm(&mut *policy, PAGES, PAGES / 2);
         let mut resident = Vec::new();
