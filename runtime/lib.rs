@@ -130,8 +130,8 @@ pub mod testing {
     pub const STRICT: bool = cfg!(feature = "strict");
 }
 
-/// Rules of the runtime that the laboratory and the crates above follow, so that all do the same. Not for programs: they change without
-/// notice.
+/// Rules of the runtime that the laboratory and the crates above follow, so that all do the same. Not for programs:
+/// they change without notice.
 #[doc(hidden)]
 pub mod rules {
     pub use crate::config::staging_pages;

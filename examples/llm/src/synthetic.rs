@@ -52,8 +52,8 @@ pub struct Spec {
     pub experts: Option<Experts>,
 }
 
-/// The experts of a synthetic model. What a layer adds is small beside its input, so that routing follows the token, and
-/// a few experts of each layer are drawn more often than others: so do those of trained models.
+/// The experts of a synthetic model. What a layer adds is small beside its input, so that routing follows the token,
+/// and a few experts of each layer are drawn more often than others, as in trained models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
     /// Experts of each layer.
