@@ -5,13 +5,21 @@
 //! `userfaultfd(2)`.
 //!
 //! ```no_run
-//! use outcore::{Bytes, Runtime};
+//! use std::fs::File;
+//!
+//! use outcore::{Bytes, PolicyKind, Runtime};
 //! use outcore_mapped::{Faulting, Mapped};
 //!
-//! let runtime = Runtime::builder().device(Faulting::new()?).device_budget(Bytes::gib(1)).open()?;
+//! // In place of `memmap2::Mmap::map`:
+//! let file = Mapped::map(&File::open("model.gguf")?)?;
+//! assert_eq!(&file[..4], b"GGUF");
+//!
+//! // Within a budget, beside tensors and pins of the same runtime:
+//! let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
+//! let runtime = builder.device_budget(Bytes::gib(1)).open()?;
 //! let file = Mapped::open(&runtime, "model.gguf")?;
 //! assert_eq!(&file[..4], b"GGUF");
-//! # Ok::<(), outcore::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 mod device;

@@ -2,8 +2,11 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::fs::{self, File};
 use std::future::Future;
 use std::ops::Deref;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::pin::pin;
 use std::ptr;
@@ -12,10 +15,10 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Waker};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
-use outcore::{Bytes, Error, ErrorKind, PageSize, Result, Runtime, Tensor, Walker};
+use outcore::{Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor, Walker};
 use parking_lot::Mutex;
 
-use crate::device::{self, Core, NAME};
+use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, Handler, Held, Request};
 use crate::followed::Followed;
@@ -169,6 +172,22 @@ pub fn page_size_for(path: impl AsRef<Path>) -> Option<PageSize> {
     PageSize::new(Bytes::new(page)).ok()
 }
 
+/// The runtime of [`Mapped::map`]. Its pages fit the first file.
+fn own_runtime(first: &Path) -> Result<&'static Runtime> {
+    static OWN: Mutex<Option<&'static Runtime>> = Mutex::new(None);
+    let mut own = OWN.lock();
+    if let Some(runtime) = *own {
+        return Ok(runtime);
+    }
+    let budget = DeviceBudget::Free { percent: 50, headroom: Bytes::mib(256) };
+    let mut builder = Runtime::builder().device(Faulting::new()?).device_budget(budget).policy(PolicyKind::Model);
+    if let Some(page) = page_size_for(first) {
+        builder = builder.page_size(page);
+    }
+    // It lives as long as the process: a mapping may be a static.
+    Ok(own.insert(Box::leak(Box::new(builder.open()?))))
+}
+
 /// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
 ///
 /// A touch of a page that is not there waits until the runtime has read it. Pages go as those of tensors do, by the
@@ -192,6 +211,27 @@ pub struct Mapped {
 }
 
 impl Mapped {
+    /// Maps a whole open file on a runtime of this process's own, in place of `memmap2::Mmap::map`.
+    ///
+    /// The runtime is opened by the first call, and stays. It may use half of the memory that is available then, for
+    /// all files that are mapped so. Programs that want another budget open a runtime, and call [`open`](Self::open).
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open), and [`NotFound`](ErrorKind::NotFound) if the file has no name any more, because it
+    /// was removed or replaced: pages are read again later, by its name.
+    pub fn map(file: &File) -> Result<Self> {
+        let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
+        let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .map_err(|cause| io("ask for the name of an open file", cause))?;
+        let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
+        let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
+        if !named {
+            let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
+            return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
+        }
+        Self::open(own_runtime(&path)?, path)
+    }
+
     /// Maps a whole file, of any format. Reads nothing yet.
     ///
     /// # Errors
