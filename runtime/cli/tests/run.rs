@@ -4,9 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+#[path = "run/calls.rs"]
+mod calls;
 
 /// Reads a mapping in several ways, and compares each with the file read as a file.
 const PROGRAM: &str = r#"

@@ -5,4 +5,5 @@
 //! do what the kernel would do where this library has no part in it.
 
 mod calls;
+mod fragments;
 mod pool;

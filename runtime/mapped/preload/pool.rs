@@ -13,6 +13,8 @@ use outcore::{Bytes, Error, Runtime};
 use outcore_mapped::{Faulting, Mapped};
 use parking_lot::Mutex;
 
+use crate::fragments::Given;
+
 /// Files smaller than this are left to the kernel.
 const LEAST: u64 = 32 << 20;
 /// The budget in bytes. `outcore run` sets it.
@@ -20,9 +22,29 @@ const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
-struct Known {
-    identity: (u64, u64, i64, i64, u64),
-    mapped: Mapped,
+pub struct Known {
+    identity: Identity,
+    pub path: PathBuf,
+    pub mapped: Mapped,
+    pub given: Given,
+    /// Whether the program was told that nothing is mapped over this file.
+    pub refused: bool,
+}
+
+/// Device, inode, time of the last change, length.
+type Identity = (u64, u64, i64, i64, u64);
+
+fn identity(of: &fs::Metadata) -> Identity {
+    (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
+}
+
+/// What `mmap` was asked for.
+#[derive(Debug)]
+pub struct Request {
+    pub fd: c_int,
+    pub len: u64,
+    pub offset: u64,
+    pub writable: bool,
 }
 
 struct Pool {
@@ -35,6 +57,7 @@ static POOL: OnceLock<Option<Pool>> = OnceLock::new();
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
 static REPORTED: AtomicBool = AtomicBool::new(false);
+static IN_CHILD: AtomicBool = AtomicBool::new(false);
 
 /// Mapped ranges for a child by `fork`, which gets the files themselves there: address, length, descriptor plus one.
 const FILES_MAX: usize = 256;
@@ -131,18 +154,30 @@ fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     Some((path, metadata))
 }
 
+/// Whether a descriptor may only read: what it maps can be written by nobody who has it.
+fn only_reads(fd: c_int) -> bool {
+    // SAFETY: a plain question about the caller's descriptor.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    flags >= 0 && flags & (libc::O_ACCMODE | libc::O_PATH) == libc::O_RDONLY
+}
+
 /// The address at which the bytes of an open file from `offset` on are, if it is one that is mapped here.
-pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
+pub fn map(request: &Request) -> Option<u64> {
+    let Request { fd, len, offset, writable } = *request;
+    if len < LEAST || !offset.is_multiple_of(page_size()) || in_a_child() {
+        return None;
+    }
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
-    if len < LEAST || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
+    if writable || !only_reads(fd) || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
         return None;
     }
     let pool = pool()?;
-    let identity = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.len());
+    let identity = identity(&metadata);
     let mut files = pool.files.lock();
-    if let Some(known) = files.iter().find(|known| known.identity == identity) {
+    if let Some(known) = files.iter_mut().find(|known| known.identity == identity) {
+        known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
@@ -150,6 +185,10 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
         left(&format!("{FILES_MAX} files are mapped already"));
         return None;
     };
+    if fs::metadata(&path).map(|found| self::identity(&found)).ok() != Some(identity) {
+        left("its name leads to another file by now");
+        return None;
+    }
     // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
     let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
     if own < 0 {
@@ -172,20 +211,72 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     descriptor.store((own + 1) as u64, Ordering::Release);
     LOWEST.fetch_min(start, Ordering::Relaxed);
     HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
-    files.push(Known { identity, mapped });
+    let mut given = Given::default();
+    given.add(offset, len);
+    files.push(Known { identity, path, mapped, given, refused: false });
     Some(start + offset)
+}
+
+/// Calls `run` with the mapped file that has this address, if there is one.
+pub fn with_file(address: u64, run: impl FnOnce(&mut Known, &Runtime)) {
+    if let Some(Some(pool)) = POOL.get() {
+        let mut files = pool.files.lock();
+        let has = |known: &&mut Known| {
+            let start = known.mapped.as_ptr() as u64;
+            address >= start && address - start < (known.mapped.len() as u64).next_multiple_of(page_size())
+        };
+        if let Some(known) = files.iter_mut().find(has) {
+            run(known, &pool.runtime);
+        }
+    }
+}
+
+/// Whether this open file is mapped here.
+pub fn is_mapped(fd: c_int) -> bool {
+    let Some(Some(pool)) = POOL.get().filter(|_| !in_a_child()) else { return false };
+    // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
+    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
+    file.metadata().is_ok_and(|found| pool.files.lock().iter().any(|known| known.identity == identity(&found)))
+}
+
+/// Whether this process is a child by `fork` of one that has mapped files here.
+fn in_a_child() -> bool {
+    IN_CHILD.load(Ordering::Relaxed)
+}
+
+/// The first address and the descriptor of the mapped file that has this address.
+pub fn descriptor_of(address: u64) -> Option<(u64, u64)> {
+    FOR_CHILDREN.iter().find_map(|slot| {
+        let (start, end, fd) = range_of(slot)?;
+        (start..end).contains(&address).then_some((start, fd))
+    })
+}
+
+/// First address, the one behind the last, and the descriptor of a file.
+fn range_of(slot: &[AtomicU64; 3]) -> Option<(u64, u64, u64)> {
+    let fd = slot[2].load(Ordering::Acquire).checked_sub(1)?;
+    let start = slot[0].load(Ordering::Relaxed);
+    Some((start, start + slot[1].load(Ordering::Relaxed), fd))
+}
+
+/// The first address of a mapped file that has any of these addresses.
+pub fn overlapped(address: u64, len: u64) -> Option<u64> {
+    let end = address.saturating_add(len);
+    if end <= LOWEST.load(Ordering::Relaxed) || address >= HIGHEST.load(Ordering::Relaxed) {
+        return None;
+    }
+    let found = |slot| range_of(slot).filter(|(start, behind, _)| address < *behind && *start < end);
+    FOR_CHILDREN.iter().find_map(found).map(|(start, ..)| start)
+}
+
+/// Whether a mapped file has any of these addresses.
+pub fn overlaps(address: u64, len: u64) -> bool {
+    overlapped(address, len).is_some()
 }
 
 /// Whether this address lies in a mapped file.
 pub fn holds(address: u64) -> bool {
-    if address < LOWEST.load(Ordering::Relaxed) || address >= HIGHEST.load(Ordering::Relaxed) {
-        return false;
-    }
-    let inside = |slot: &[AtomicU64; 3]| {
-        let start = slot[0].load(Ordering::Relaxed);
-        slot[2].load(Ordering::Acquire) != 0 && address >= start && address - start < slot[1].load(Ordering::Relaxed)
-    };
-    FOR_CHILDREN.iter().any(inside)
+    overlaps(address, 1)
 }
 
 /// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves.
@@ -199,6 +290,10 @@ extern "C" fn in_child() {
             unsafe { kernel(libc::SYS_mmap, [start, len, libc::PROT_READ as u64, flags as u64, fd - 1, 0]) };
         }
     }
+    // From now on all of it is the kernel's.
+    LOWEST.store(u64::MAX, Ordering::Relaxed);
+    HIGHEST.store(0, Ordering::Relaxed);
+    IN_CHILD.store(true, Ordering::Relaxed);
     REPORTED.store(true, Ordering::Relaxed);
 }
 
