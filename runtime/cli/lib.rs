@@ -12,6 +12,7 @@ mod cuda;
 mod curve;
 mod doctor;
 mod inspect;
+mod loads;
 mod named;
 mod output;
 mod plan;

@@ -1,13 +1,17 @@
 //! `outcore run`: starts a program whose mappings of model files are outcore's, by loading a library into it.
 
 use std::ffi::OsString;
-use std::io;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
-use outcore::{Bytes, Error, ErrorKind, Result};
+use glob::Pattern;
+use outcore::{Bytes, Error, ErrorKind, PolicyKind, Result};
+
+use crate::loads::Loads;
 
 /// The library that is loaded. It lies beside this program, unless [`NAMED`] names it.
 const LIBRARY: &str = "liboutcore_preload.so";
@@ -15,9 +19,22 @@ const NAMED: &str = "OUTCORE_PRELOAD";
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Memory for pages of model files; smaller files are left to the kernel
+    /// Memory for pages of model files; the program's own memory comes on top
+    #[arg(long, value_name = "SIZE", conflicts_with = "memory")]
+    budget: Option<Bytes>,
+    /// Memory for the whole process: pages get what the program itself leaves [default: what the machine or the control
+    /// group leaves]
     #[arg(long, value_name = "SIZE")]
-    budget: Bytes,
+    memory: Option<Bytes>,
+    /// The policy by which pages go: lru, plan, ... (`outcore policies` compares them)
+    #[arg(long, value_name = "NAME", default_value = "plan")]
+    policy: PolicyKind,
+    /// Map only files whose path, or name if there is no slash, matches; may be given several times
+    #[arg(long = "match", value_name = "GLOB", value_parser = pattern)]
+    matches: Vec<Pattern>,
+    /// Write the timeline of the run, for `outcore report`
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
     /// The program and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<OsString>,
@@ -40,17 +57,71 @@ pub fn run(options: &Options) -> Error {
         loaded.push(":");
         loaded.push(others);
     }
-    let cause = Command::new(program)
-        .args(arguments)
-        .env("LD_PRELOAD", loaded)
-        .env("OUTCORE_RUN_BUDGET", options.budget.get().to_string())
-        .exec();
+    let mut command = Command::new(program);
+    command.args(arguments);
+    let loads = Loads::of(program);
+    if let Some(why) = loads.why_not() {
+        // If standard error is closed, nobody can be told.
+        drop(writeln!(io::stderr(), "outcore: {} {why}: its mappings stay the kernel's", Path::new(program).display()));
+    }
+    // Programs that this one starts may take it even where it does not.
+    if loads != Loads::Fails {
+        command.env("LD_PRELOAD", loaded);
+    }
+    if let Err(error) = set(&mut command, options) {
+        return error;
+    }
+    let cause = command.exec();
     let remedy = match cause.kind() {
         io::ErrorKind::NotFound => "check its name and PATH",
         io::ErrorKind::PermissionDenied => "give this user the right to run it",
         _ => "start it without `outcore run` to see what it says",
     };
     Error::io(format!("start {}", Path::new(program).display()), cause).remedy(remedy)
+}
+
+/// Tells the library what it is to do. What was not given is unset: this program may itself have been started so.
+fn set(command: &mut Command, options: &Options) -> Result<()> {
+    let lines: Vec<&str> = options.matches.iter().map(Pattern::as_str).collect();
+    let report = match &options.report {
+        Some(path) => Some(place(path)?),
+        None => None,
+    };
+    let number = |bytes: Option<Bytes>| bytes.map(|bytes| bytes.get().to_string().into());
+    let variables: [(&str, Option<OsString>); 6] = [
+        ("OUTCORE_RUN_BUDGET", number(options.budget)),
+        ("OUTCORE_RUN_MEMORY", number(options.memory)),
+        ("OUTCORE_RUN_POLICY", Some(options.policy.name().into())),
+        ("OUTCORE_RUN_MATCH", (!lines.is_empty()).then(|| lines.join("\n").into())),
+        ("OUTCORE_RUN_REPORT", report.map(PathBuf::into_os_string)),
+        // The program has the number of this process.
+        ("OUTCORE_RUN_FIRST", Some(std::process::id().to_string().into())),
+    ];
+    for (name, value) in variables {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    Ok(())
+}
+
+/// The whole path of a file that can be written.
+fn place(path: &Path) -> Result<PathBuf> {
+    let failed = |cause| {
+        Error::io(format!("write {}", path.display()), cause).remedy("give --report a file that this user may write")
+    };
+    // The program may have another working directory.
+    let whole = std::path::absolute(path).map_err(failed)?;
+    OpenOptions::new().create(true).append(true).open(&whole).map_err(failed)?;
+    Ok(whole)
+}
+
+fn pattern(text: &str) -> std::result::Result<Pattern, String> {
+    if text.contains('\n') {
+        return Err("a pattern is one line".to_owned());
+    }
+    Pattern::new(text).map_err(|error| error.to_string())
 }
 
 fn library() -> Result<PathBuf> {

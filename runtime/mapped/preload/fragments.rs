@@ -4,7 +4,8 @@ use std::ffi::c_int;
 
 use crate::pool::{self, kernel};
 
-/// Parts of a file that the program has mapped, and not given back: first byte and length. A file mapped twice has both.
+/// Parts of a file that the program has mapped, and not given back: first byte and length. A file that is mapped twice
+/// has both.
 #[derive(Debug, Default)]
 pub struct Given(Vec<(u64, u64)>);
 

@@ -6,4 +6,8 @@
 
 mod calls;
 mod fragments;
+mod limit;
 mod pool;
+mod settings;
+mod timeline;
+mod watch;

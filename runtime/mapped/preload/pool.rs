@@ -6,19 +6,20 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once, OnceLock};
 
-use outcore::{Bytes, Error, Runtime};
+use outcore::{Bytes, Runtime, RuntimeBuilder};
 use outcore_mapped::{Faulting, Mapped};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
+use crate::limit::Limit;
+use crate::settings::{Settings, settings};
+use crate::watch::{self, Watch};
 
 /// Files smaller than this are left to the kernel.
 const LEAST: u64 = 32 << 20;
-/// The budget in bytes. `outcore run` sets it.
-const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
@@ -32,7 +33,7 @@ pub struct Known {
 }
 
 /// Device, inode, time of the last change, length.
-type Identity = (u64, u64, i64, i64, u64);
+pub type Identity = (u64, u64, i64, i64, u64);
 
 fn identity(of: &fs::Metadata) -> Identity {
     (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
@@ -49,6 +50,7 @@ pub struct Request {
 
 struct Pool {
     runtime: Runtime,
+    watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
 }
 
@@ -88,26 +90,34 @@ pub fn say(line: &str) {
     let _ = unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }
 
-fn budget() -> Option<Bytes> {
-    std::env::var(BUDGET).ok()?.parse().ok().map(Bytes::new)
+/// What memory pages may take, as it is known at the first file that might be mapped.
+fn limit(settings: &Settings) -> Option<Limit> {
+    static LIMIT: OnceLock<Option<Limit>> = OnceLock::new();
+    let found = || {
+        let found = Limit::of(settings);
+        if found.is_none() {
+            say("files stay the kernel's: the memory of this machine is not known; give --budget or --memory");
+        }
+        found
+    };
+    *LIMIT.get_or_init(found)
 }
 
-fn pool() -> Option<&'static Pool> {
+fn pool(settings: &Settings, limit: Limit) -> Option<&'static Pool> {
     let open = || {
-        let budget = budget()?;
+        let budget = limit.first_budget();
+        let builder = || {
+            let builder = Runtime::builder().device(Faulting::new()?).device_budget(Bytes::new(budget));
+            let builder = settings.policy.into_iter().fold(builder, RuntimeBuilder::policy);
+            builder.timeline(settings.report.is_some()).open()
+        };
         // Threads of the runtime take no signals: a handler of the program's may not run on them.
-        let opened = without_signals(|| Runtime::builder().device(Faulting::new()?).device_budget(budget).open());
+        let opened =
+            without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
         match opened {
-            Ok(runtime) => {
-                // SAFETY: both functions have the C library's signature and do not unwind.
-                unsafe {
-                    libc::atexit(at_exit);
-                    libc::pthread_atfork(None, None, Some(in_child));
-                }
-                Some(Pool { runtime, files: Mutex::default() })
-            }
+            Ok((watch, runtime)) => Some(Pool { runtime, watch, files: Mutex::default() }),
             Err(error) => {
-                say(&format!("files stay the kernel's: {}", told(&error)));
+                say(&format!("files stay the kernel's: {error}; {}", limit.advice()));
                 None
             }
         }
@@ -115,11 +125,16 @@ fn pool() -> Option<&'static Pool> {
     POOL.get_or_init(open).as_ref()
 }
 
-fn told(error: &Error) -> String {
-    match error.advice() {
-        Some(advice) => format!("{error}; {advice}"),
-        None => error.to_string(),
-    }
+/// Has the C library tell of the end of this process, and of children by `fork`.
+fn follow_the_process() {
+    static FOLLOWED: Once = Once::new();
+    FOLLOWED.call_once(|| {
+        // SAFETY: both functions have the C library's signature and do not unwind.
+        unsafe {
+            libc::atexit(at_exit);
+            libc::pthread_atfork(None, None, Some(in_child));
+        }
+    });
 }
 
 fn without_signals<T>(run: impl FnOnce() -> T) -> T {
@@ -134,11 +149,10 @@ fn without_signals<T>(run: impl FnOnce() -> T) -> T {
     }
 }
 
-/// The path of a model file that is too large for the budget; `None` for everything else.
+/// The path of a large model file; `None` for everything else.
 fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
-    let budget = budget()?.get();
-    if !metadata.is_file() || metadata.len() < LEAST || metadata.len() <= budget {
+    if !metadata.is_file() || metadata.len() < LEAST {
         return None;
     }
     let mut first = [0; 9];
@@ -170,11 +184,25 @@ pub fn map(request: &Request) -> Option<u64> {
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
-    if writable || !only_reads(fd) || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
+    let settings = settings()?;
+    follow_the_process();
+    if !settings.may_map(&path) {
+        watch::leave(&path, || "does not match --match".to_owned());
         return None;
     }
-    let pool = pool()?;
-    let identity = identity(&metadata);
+    if writable || !only_reads(fd) {
+        watch::leave(&path, || "may be written by the program".to_owned());
+        return None;
+    }
+    if offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
+        return None;
+    }
+    let (limit, identity) = (limit(settings)?, identity(&metadata));
+    if limit.leaves(identity, POOL.get().is_some()) {
+        watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
+        return None;
+    }
+    let pool = pool(settings, limit)?;
     let mut files = pool.files.lock();
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity) {
         known.given.add(offset, len);
@@ -198,7 +226,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
         Ok(mapped) => mapped,
         Err(error) => {
-            left(&told(&error));
+            left(&error.to_string());
             // SAFETY: the copy that was just made, of which nobody knows.
             unsafe { libc::close(own) };
             return None;
@@ -214,6 +242,8 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     files.push(Known { identity, path, mapped, given, refused: false });
+    drop(files);
+    pool.watch.mapped(&pool.runtime, metadata.len());
     Some(start + offset)
 }
 
@@ -293,27 +323,27 @@ extern "C" fn in_child() {
     // From now on all of it is the kernel's.
     LOWEST.store(u64::MAX, Ordering::Relaxed);
     HIGHEST.store(0, Ordering::Relaxed);
-    IN_CHILD.store(true, Ordering::Relaxed);
-    REPORTED.store(true, Ordering::Relaxed);
+    // A child of a process that has no pool may have one.
+    IN_CHILD.store(POOL.get().is_some(), Ordering::Relaxed);
+    REPORTED.store(POOL.get().is_some(), Ordering::Relaxed);
 }
 
 extern "C" fn at_exit() {
     if REPORTED.swap(true, Ordering::Relaxed) {
         return;
     }
-    if let Some(Some(pool)) = POOL.get() {
-        // A child by fork has a copy of this, but not the pool; `in_child` has marked it.
-        let stats = pool.runtime.stats();
-        let files = pool.files.try_lock().map_or(0, |files| files.len());
-        let waited: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
-        let pager = &stats.pager;
-        say(&format!(
-            "{files} file(s) mapped in {} of memory: {} read; {} of {} reads were ahead of use; {waited:.1} s of waiting for \
-             the others",
-            stats.traffic.peak_device,
-            stats.traffic.disk_read,
-            pager.fills_disk.saturating_sub(pager.faults),
-            pager.fills_disk,
-        ));
+    let told = match POOL.get() {
+        Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
+            let named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
+            drop(files);
+            if !named.is_empty() {
+                pool.watch.tell(&pool.runtime, &named);
+            }
+            !named.is_empty()
+        }),
+        _ => false,
+    };
+    if !told {
+        watch::tell_of_what_was_left();
     }
 }
