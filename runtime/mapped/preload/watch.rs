@@ -9,7 +9,7 @@ use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Runtime, Stats};
 use parking_lot::{Condvar, Mutex};
 
-use crate::limit::{self, CALM, Follower, Gauge, Limit};
+use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
 use crate::pool::say;
 use crate::settings::Settings;
 use crate::timeline::Timeline;
@@ -32,6 +32,17 @@ struct Seen {
     anonymous: Option<(u64, u64)>,
     /// Bytes of all mapped files.
     of_files: u64,
+}
+
+impl Seen {
+    fn count_anonymous(&mut self, stats: &Stats, held: Held) {
+        if let Some((_, most)) = &mut self.anonymous
+            && (stats.traffic.disk_read.get() as f64) < self.of_files as f64 * FIRST_PASS
+        {
+            let own = held.resident.saturating_sub(held.of_files);
+            *most = (*most).max(own.saturating_sub(limit::in_frames(stats)));
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -93,12 +104,7 @@ impl Watch {
         let stats = runtime.stats();
         let frames = limit::in_frames(&stats);
         let Some(held) = self.gauge.as_ref().and_then(Gauge::read) else { return CALM };
-        let of_files = seen.of_files;
-        if let Some((_, most)) = &mut seen.anonymous
-            && (stats.traffic.disk_read.get() as f64) < of_files as f64 * FIRST_PASS
-        {
-            *most = (*most).max(held.resident.saturating_sub(held.of_files).saturating_sub(frames));
-        }
+        seen.count_anonymous(&stats, held);
         if seen.written.elapsed() >= WRITE {
             self.write(&mut seen, runtime);
         }
@@ -139,6 +145,9 @@ impl Watch {
             return say(&what_was_read(files, &stats));
         };
         self.write(&mut seen, runtime);
+        if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
+            seen.count_anonymous(&stats, held);
+        }
         let mut text = what_was_read(files, &stats);
         if let Limit::Pages(_) = self.limit {
             text += &format!(" The budget was {}.", stats.device.1);
