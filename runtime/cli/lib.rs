@@ -12,6 +12,7 @@ mod cuda;
 mod curve;
 mod doctor;
 mod inspect;
+mod library;
 mod loads;
 mod named;
 mod output;

@@ -11,11 +11,8 @@ use clap::Args;
 use glob::Pattern;
 use outcore::{Bytes, Error, ErrorKind, PolicyKind, Result};
 
+use crate::library;
 use crate::loads::Loads;
-
-/// The library that is loaded. It lies beside this program, unless [`NAMED`] names it.
-const LIBRARY: &str = "liboutcore_preload.so";
-const NAMED: &str = "OUTCORE_PRELOAD";
 
 #[derive(Debug, Args)]
 pub struct Options {
@@ -45,7 +42,7 @@ pub struct Options {
 /// # Errors
 /// `NotFound` without the library or the program; `Unsupported` where the kernel has no fitting `userfaultfd`.
 pub fn run(options: &Options) -> Error {
-    let library = match library().and_then(|library| outcore_mapped::Faulting::new().map(|_| library)) {
+    let library = match library::find().and_then(|library| outcore_mapped::Faulting::new().map(|_| library)) {
         Ok(library) => library,
         Err(error) => return error,
     };
@@ -122,23 +119,4 @@ fn pattern(text: &str) -> std::result::Result<Pattern, String> {
         return Err("a pattern is one line".to_owned());
     }
     Pattern::new(text).map_err(|error| error.to_string())
-}
-
-fn library() -> Result<PathBuf> {
-    if let Some(named) = std::env::var_os(NAMED) {
-        return found(PathBuf::from(named));
-    }
-    let own = std::env::current_exe().map_err(|cause| {
-        Error::io("look for the library beside this program", cause).remedy(format!("name it in {NAMED}"))
-    })?;
-    found(own.with_file_name(LIBRARY))
-}
-
-fn found(library: PathBuf) -> Result<PathBuf> {
-    if library.is_file() {
-        // The program may have another working directory.
-        return library.canonicalize().map_err(|cause| Error::io(format!("find {}", library.display()), cause));
-    }
-    Err(Error::new(ErrorKind::NotFound, format!("{} is not there", library.display()))
-        .remedy(format!("build it (`cargo build --release -p outcore-preload`), or name it in {NAMED}")))
 }
