@@ -10,10 +10,11 @@ use outcore::store::DiskProfile;
 use outcore::{Error, ErrorKind, Result};
 use tempfile::NamedTempFile;
 
-/// Beside this program, if [`NAMED`] does not name it and the program does not bring it.
+/// Beside this program, where builds from the sources put it, if [`NAMED`] does not name another one.
 const LIBRARY: &str = "liboutcore_preload.so";
 const NAMED: &str = "OUTCORE_PRELOAD";
 
+/// What `build.rs` made.
 #[cfg(embedded)]
 const EMBEDDED: Option<&[u8]> = Some(include_bytes!(env!("OUTCORE_EMBEDDED")));
 #[cfg(not(embedded))]
@@ -24,20 +25,45 @@ const EMBEDDED: Option<&[u8]> = None;
 /// # Errors
 /// `NotFound` if there is none; `Io` and its kin if the program's own one cannot be written.
 pub fn find() -> Result<PathBuf> {
+    let bytes = match there()? {
+        Place::File(path) => return found(path),
+        Place::InProgram(bytes) => bytes,
+    };
+    let folder = DiskProfile::remembered_in().ok_or_else(|| {
+        Error::new(ErrorKind::NotFound, "there is no folder for the library that is loaded into programs")
+            .remedy("set XDG_CACHE_HOME or HOME to a folder that this user may write")
+    })?;
+    placed(bytes, &folder)
+}
+
+enum Place {
+    File(PathBuf),
+    InProgram(&'static [u8]),
+}
+
+fn there() -> Result<Place> {
     if let Some(named) = std::env::var_os(NAMED) {
-        return found(PathBuf::from(named));
-    }
-    if let Some(bytes) = EMBEDDED {
-        let folder = DiskProfile::remembered_in().ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, "there is no folder for the library that is loaded into programs")
-                .remedy("set XDG_CACHE_HOME or HOME to a folder that this user may write")
-        })?;
-        return placed(bytes, &folder);
+        return Ok(Place::File(PathBuf::from(named)));
     }
     let own = std::env::current_exe().map_err(|cause| {
         Error::io("look for the library beside this program", cause).remedy(format!("name it in {NAMED}"))
     })?;
-    found(own.with_file_name(LIBRARY))
+    let beside = own.with_file_name(LIBRARY);
+    Ok(match EMBEDDED.filter(|_| !beside.is_file()) {
+        Some(bytes) => Place::InProgram(bytes),
+        None => Place::File(beside),
+    })
+}
+
+/// Where [`find`] would find it, in words. Writes nothing.
+///
+/// # Errors
+/// As for [`find`].
+pub fn place() -> Result<String> {
+    match there()? {
+        Place::File(path) => found(path).map(|path| path.display().to_string()),
+        Place::InProgram(_) => Ok("in this program".to_owned()),
+    }
 }
 
 fn found(library: PathBuf) -> Result<PathBuf> {
