@@ -167,6 +167,16 @@ fn what_cannot_be_run_is_said() {
     }
     assert!(failed(&["run", "--budget", "64MiB"]).contains("COMMAND"));
     assert!(failed(&["run", "--budget", "much", "--", "true"]).contains("much"));
+    // A program that has no library, neither beside it nor in it. Release builds have one.
+    if cfg!(debug_assertions) {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let alone = folder.path().join("outcore");
+        std::fs::hard_link(env!("CARGO_BIN_EXE_outcore"), &alone).unwrap();
+        let output = Command::new(&alone).args(["run", "--budget", "64MiB", "--", "true"]).output().unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{told}");
+        assert!(told.contains("liboutcore_preload.so is not there") && told.contains("cargo install --path"), "{told}");
+    }
     let output = outcore()
         .args(["run", "--budget", "64MiB", "--", "true"])
         .env("OUTCORE_PRELOAD", "/nowhere/library.so")
