@@ -19,13 +19,17 @@ pub const CALM: Duration = Duration::from_millis(20);
 const GROWING: Duration = Duration::from_millis(5);
 /// Growth of the program's memory, in bytes a second, from which on it is measured more often.
 const FAST: f64 = 16e6;
-/// Of the program's own memory, the most of this many measurements counts: frames that just come or go are counted at
-/// another moment than the process's memory.
-const LOOKS: usize = 16;
-/// The reserve is this part of the limit, within these bounds, and what the program would take in [`AHEAD`] seconds.
+/// Of the program's own memory, the most within this time counts: frames that just come or go are counted at another
+/// moment than the process's memory. Growth is measured over the same time, so that one large allocation is not taken
+/// for the first of many.
+const WINDOW: Duration = Duration::from_millis(300);
+const LOOKS: usize = 64;
+/// The reserve is this part of the limit, within these bounds, and what the program would take in [`AHEAD`] seconds, up
+/// to another part.
 const RESERVE_PART: u64 = 16;
 const RESERVE: (u64, u64) = (4 << 20, 48 << 20);
 const AHEAD: f64 = 0.15;
+const AHEAD_PART: u64 = 8;
 /// Before the budget grows, the program has kept still for so long.
 const STILL: Duration = Duration::from_millis(300);
 /// The most pages that the fault thread keeps pinned, and what else a pass needs.
@@ -93,7 +97,7 @@ impl Limit {
     }
 
     /// Whether a file is left to the kernel, with those that were before it. Once there is a pool, no further ones are:
-    /// files share it. The program's own memory is counted without its files.
+    /// files share it. The program's own memory is counted without its files, and with a reserve: it will grow.
     pub fn leaves(self, file: Identity, has_pool: bool) -> bool {
         let mut left = LEFT.lock();
         if has_pool || left.contains(&file) {
@@ -104,7 +108,7 @@ impl Limit {
             Self::Pages(budget) => all <= budget,
             Self::Process(limit) => {
                 let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, |held| held.resident - held.of_files);
-                all.saturating_add(own) <= limit
+                all.saturating_add(own).saturating_add(reserve(limit, 0.0)) <= limit
             }
         };
         if fits {
@@ -151,7 +155,7 @@ fn cached(source: &LimitSource) -> u64 {
 }
 
 fn reserve(limit: u64, growth: f64) -> u64 {
-    (limit / RESERVE_PART).clamp(RESERVE.0, RESERVE.1) + (growth * AHEAD) as u64
+    (limit / RESERVE_PART).clamp(RESERVE.0, RESERVE.1) + ((growth * AHEAD) as u64).min(limit / AHEAD_PART)
 }
 
 /// Keeps the budget to what the program leaves.
@@ -196,14 +200,14 @@ impl Follower {
     /// Looks at a measurement, and changes the budget where it must. Returns when to measure again.
     pub fn look(&mut self, runtime: &Runtime, held: Held, frames: u64, page: u64) -> Duration {
         let (now, own) = (Instant::now(), held.resident.saturating_sub(frames));
-        let before = self.looks.front().copied();
         let elapsed = self.looks.back().map_or(0.0, |(at, _)| now.duration_since(*at).as_secs_f64());
-        if self.looks.len() == LOOKS {
+        let old = |(at, _): &(Instant, u64)| now.duration_since(*at) > WINDOW;
+        while self.looks.len() == LOOKS || self.looks.front().is_some_and(old) {
             self.looks.pop_front();
         }
+        let before = self.looks.front().map_or(own, |(_, own)| *own);
         self.looks.push_back((now, own));
-        let growing = before
-            .map_or(0.0, |(at, then)| own.saturating_sub(then) as f64 / now.duration_since(at).max(CALM).as_secs_f64());
+        let growing = own.saturating_sub(before) as f64 / WINDOW.as_secs_f64();
         self.growth = growing.max(self.growth * 0.5_f64.powf(elapsed));
         let own = self.looks.iter().map(|(_, own)| *own).max().unwrap_or(own);
         let target = self.limit.saturating_sub(own).saturating_sub(reserve(self.limit, self.growth));
