@@ -1,7 +1,7 @@
 //! `outcore run`: starts a program whose mappings of model files are outcore's, by loading a library into it.
 
 use std::ffi::OsString;
-use std::fs::OpenOptions;
+use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -24,8 +24,8 @@ pub struct Options {
     #[arg(long, value_name = "SIZE")]
     memory: Option<Bytes>,
     /// The policy by which pages go: lru, plan, ... (`outcore policies` compares them)
-    #[arg(long, value_name = "NAME", default_value = "plan")]
-    policy: PolicyKind,
+    #[arg(long, value_name = "NAME")]
+    policy: Option<PolicyKind>,
     /// Map only files whose path, or name if there is no slash, matches; may be given several times
     #[arg(long = "match", value_name = "GLOB", value_parser = pattern)]
     matches: Vec<Pattern>,
@@ -88,7 +88,7 @@ fn set(command: &mut Command, options: &Options) -> Result<()> {
     let variables: [(&str, Option<OsString>); 6] = [
         ("OUTCORE_RUN_BUDGET", number(options.budget)),
         ("OUTCORE_RUN_MEMORY", number(options.memory)),
-        ("OUTCORE_RUN_POLICY", Some(options.policy.name().into())),
+        ("OUTCORE_RUN_POLICY", options.policy.map(|policy| policy.name().into())),
         ("OUTCORE_RUN_MATCH", (!lines.is_empty()).then(|| lines.join("\n").into())),
         ("OUTCORE_RUN_REPORT", report.map(PathBuf::into_os_string)),
         // The program has the number of this process.
@@ -110,7 +110,8 @@ fn place(path: &Path) -> Result<PathBuf> {
     };
     // The program may have another working directory.
     let whole = std::path::absolute(path).map_err(failed)?;
-    OpenOptions::new().create(true).append(true).open(&whole).map_err(failed)?;
+    // What an earlier run left there is not taken for this one's.
+    File::create(&whole).map_err(failed)?;
     Ok(whole)
 }
 
