@@ -26,8 +26,8 @@ impl Region {
         };
         let whole_len = len.checked_add(align).ok_or_else(none)?;
         let size = usize::try_from(whole_len).map_err(|_| none())?;
-        // A process that locks what it will map (`mlockall`) gets all memory of a mapping at once, zeros where pages are
-        // to come. Of what it may not touch it gets none, and what is unlocked stays without.
+        // A process that locks what it will map (`mlockall`) gets all memory of a mapping at once: zeros, where pages
+        // are to come. Of what it may not touch it gets none, and what is unlocked stays without.
         // SAFETY: a new range, wherever the kernel likes.
         let whole = unsafe {
             mmap_anonymous(ptr::null_mut(), size, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)

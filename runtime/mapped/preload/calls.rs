@@ -151,6 +151,20 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: c_uin
 }
 
 /// # Safety
+/// That of mlockall(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    // It would bring in all pages of the files, and wait for ever where they are more than the frames.
+    if flags & libc::MCL_CURRENT != 0 && pool::holds_any() {
+        do_ours(fragments::refuse_lock);
+        set_errno(libc::ENOMEM);
+        return -1;
+    }
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_mlockall, [flags as u64, 0, 0, 0, 0, 0]) as c_int }
+}
+
+/// # Safety
 /// That of munlock(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munlock(address: *const c_void, len: usize) -> c_int {

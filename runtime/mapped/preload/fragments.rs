@@ -1,6 +1,7 @@
 //! What the program does with parts of a mapping: it gives them back, moves them, and maps over them.
 
 use std::ffi::c_int;
+use std::sync::Once;
 
 use crate::pool::{self, kernel};
 
@@ -101,5 +102,16 @@ pub fn refuse_over(address: u64, len: u64) {
                 known.path.display()
             ));
         }
+    });
+}
+
+/// Says once that the process is not locked in memory.
+pub fn refuse_lock() {
+    static SAID: Once = Once::new();
+    SAID.call_once(|| {
+        pool::say(
+            "the program locks all its memory (mlockall), and was told that there is too little: its model files are \
+             larger",
+        );
     });
 }

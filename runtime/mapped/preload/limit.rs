@@ -97,13 +97,16 @@ impl Limit {
     }
 
     /// Whether a file is left to the kernel, with those that were before it. Once there is a pool, no further ones are:
-    /// files share it. The program's own memory is counted without its files, and with a reserve: it will grow.
-    pub fn leaves(self, file: Identity, has_pool: bool) -> bool {
+    /// files share it. Of a model in several files all count. The program's own memory is counted without its files,
+    /// and with a reserve: it will grow.
+    pub fn leaves(self, file: Identity, files: u64, has_pool: bool) -> bool {
         let mut left = LEFT.lock();
         if has_pool || left.contains(&file) {
             return left.contains(&file);
         }
-        let all = left.iter().map(|(.., len)| len).sum::<u64>().saturating_add(file.4);
+        let all = left.iter().map(|(.., len)| len).sum::<u64>();
+        // Files of one model are about as long as each other.
+        let all = if left.is_empty() { file.4.saturating_mul(files) } else { all.saturating_add(file.4) };
         let fits = match self {
             Self::Pages(budget) => all <= budget,
             Self::Process(limit) => {
@@ -152,6 +155,16 @@ fn cached(source: &LimitSource) -> u64 {
         names.contains(&name).then(|| value.parse::<u64>().ok())?
     };
     text.lines().filter_map(value).sum()
+}
+
+/// How many files a model has, by the name of one (`model-00001-of-00003.gguf`).
+pub fn shards(path: &Path) -> u64 {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = |text: &str| {
+        let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().ok().filter(|_| digits.len() >= 4)
+    };
+    name.rsplit_once("-of-").and_then(|(_, rest)| number(rest)).unwrap_or(1).max(1)
 }
 
 fn reserve(limit: u64, growth: f64) -> u64 {

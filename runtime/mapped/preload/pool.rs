@@ -14,7 +14,7 @@ use outcore_mapped::{Faulting, Mapped};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
-use crate::limit::Limit;
+use crate::limit::{self, Limit};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
 
@@ -91,7 +91,7 @@ pub fn say(line: &str) {
 }
 
 /// What memory pages may take, as it is known at the first file that might be mapped.
-fn limit(settings: &Settings) -> Option<Limit> {
+fn limit_of(settings: &Settings) -> Option<Limit> {
     static LIMIT: OnceLock<Option<Limit>> = OnceLock::new();
     let found = || {
         let found = Limit::of(settings);
@@ -197,8 +197,8 @@ pub fn map(request: &Request) -> Option<u64> {
     if offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
         return None;
     }
-    let (limit, identity) = (limit(settings)?, identity(&metadata));
-    if limit.leaves(identity, POOL.get().is_some()) {
+    let (limit, identity) = (limit_of(settings)?, identity(&metadata));
+    if limit.leaves(identity, limit::shards(&path), POOL.get().is_some()) {
         watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
         return None;
     }
@@ -302,6 +302,11 @@ pub fn overlapped(address: u64, len: u64) -> Option<u64> {
 /// Whether a mapped file has any of these addresses.
 pub fn overlaps(address: u64, len: u64) -> bool {
     overlapped(address, len).is_some()
+}
+
+/// Whether any file is mapped here.
+pub fn holds_any() -> bool {
+    HIGHEST.load(Ordering::Relaxed) > 0
 }
 
 /// Whether this address lies in a mapped file.

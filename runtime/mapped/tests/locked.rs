@@ -1,5 +1,5 @@
-//! The promise: a process that locks its memory maps files as any other. It is a program of its own, because the lock is
-//! on the whole process.
+//! The promise: a process that locks its memory maps files as any other. It is a program of its own, because the lock
+//! is on the whole process.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

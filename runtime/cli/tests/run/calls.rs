@@ -184,6 +184,27 @@ assert same(one)
     );
 }
 
+/// Before, it is the business of what is mapped later; afterwards it would wait for ever.
+#[test]
+fn regression_a_program_that_locks_all_its_memory_reads_the_file_and_goes_on() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+CURRENT, FUTURE = 1, 2
+if c.mlockall(FUTURE) != 0:
+    print("locking is not allowed")
+one = map_file()
+assert not of_kernel(one) and same(one)
+for flags in (CURRENT, CURRENT | FUTURE):
+    assert c.mlockall(flags) == -1 and ctypes.get_errno() == errno.ENOMEM
+assert c.munlockall() == 0 and same(one)
+"#,
+    );
+    assert_eq!(told.matches("mlockall").count(), 1, "{told}");
+}
+
 #[test]
 fn read_only_mappings_of_every_kind_are_taken() {
     if !can_run() {

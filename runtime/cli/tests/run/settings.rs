@@ -116,6 +116,22 @@ print("equal")
     assert!(told.contains("1 file(s) mapped, second.gguf"), "{told}");
 }
 
+/// The first of three files fits; its name tells that there are more.
+#[test]
+fn the_files_of_one_model_are_to_fit_together() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for (name, whose) in [("m-00001-of-00003.gguf", "mapped\n"), ("m-00001-of-00002.gguf", "kernel\n")] {
+        let part = folder.path().join(name);
+        std::fs::copy(&path, &part).unwrap();
+        let (said, told) = with(&["--budget", "100MiB"], MAPPED, &part);
+        assert_eq!(said, whose, "{name}: {told}");
+    }
+}
+
 /// Without a size, the limit is that of the control group.
 #[test]
 fn without_a_size_the_control_group_is_the_limit() {
