@@ -70,6 +70,78 @@ print(status("VmHWM"), before)
     assert!(told.contains("of 320.0 MiB") && told.contains("pages were given"), "{told}");
 }
 
+/// Four threads compare what is mapped with what is read, while another one takes and gives back memory.
+const THREADS: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const unsigned char *bytes;
+static long size;
+static int fd;
+
+static void *reader(void *seed) {
+    unsigned state = (unsigned)(long)seed;
+    unsigned char expected[3000];
+    for (int round = 0; round < 1500; round++) {
+        long at = (((long)rand_r(&state) << 31) ^ rand_r(&state)) % (size - (long)sizeof expected);
+        if (pread(fd, expected, sizeof expected, at) != sizeof expected) exit(3);
+        if (memcmp(expected, bytes + at, sizeof expected) != 0) exit(4);
+    }
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    pthread_t threads[4];
+    struct stat found;
+    if (argc < 2 || (fd = open(argv[1], O_RDONLY)) < 0 || fstat(fd, &found) != 0) return 2;
+    size = found.st_size;
+    bytes = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    for (long i = 0; i < 4; i++) pthread_create(&threads[i], NULL, reader, (void *)(i + 1));
+    for (int round = 0; round < 12; round++) {
+        char *own = mmap(NULL, 64 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        for (long at = 0; at < 64 << 20; at += 4096) {
+            own[at] = 1;
+            if (at % (1 << 20) == 0) usleep(2000);
+        }
+        munmap(own, 64 << 20);
+    }
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    printf("all is equal\n");
+    return 0;
+}
+"#;
+
+#[test]
+fn threads_read_the_file_while_its_budget_comes_and_goes() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 150 << 20);
+    let (source, threads) = (folder.path().join("threads.c"), folder.path().join("threads"));
+    std::fs::write(&source, THREADS).unwrap();
+    let built = Command::new("cc").args(["-O1", "-pthread", "-o"]).arg(&threads).arg(&source).output();
+    if !built.is_ok_and(|output| output.status.success()) {
+        return eprintln!("SKIPPED: there is no C compiler (cc)");
+    }
+    // The second is less than the program takes at times.
+    for memory in ["150MiB", "80MiB"] {
+        let mut command = outcore();
+        let output = command.args(["run", "--memory", memory, "--"]).arg(&threads).arg(&path).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{memory}: {:?}: {told}", output.status);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "all is equal\n", "{told}");
+        assert!(told.contains("1 file(s) mapped"), "{memory}: {told}");
+    }
+}
+
 #[test]
 fn what_fits_beside_the_program_is_left_to_the_kernel() {
     if !can_run() {
