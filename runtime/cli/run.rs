@@ -1,8 +1,9 @@
 //! `outcore run`: starts a program whose mappings of model files are outcore's, by loading a library into it.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -49,11 +50,7 @@ pub fn run(options: &Options) -> Error {
     let Some((program, arguments)) = options.command.split_first() else {
         return Error::new(ErrorKind::InvalidArgument, "no program was named").remedy("give one behind `--`");
     };
-    let mut loaded = library.into_os_string();
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
-        loaded.push(":");
-        loaded.push(others);
-    }
+    let loaded = beside_others(&library, std::env::var_os("LD_PRELOAD"));
     let mut command = Command::new(program);
     command.args(arguments);
     let loads = Loads::of(program);
@@ -75,6 +72,20 @@ pub fn run(options: &Options) -> Error {
         _ => "start it without `outcore run` to see what it says",
     };
     Error::io(format!("start {}", Path::new(program).display()), cause).remedy(remedy)
+}
+
+/// The value of `LD_PRELOAD`: what is loaded anyway stays, and a program that runs in one that was started so loads the
+/// library once.
+fn beside_others(library: &Path, others: Option<OsString>) -> OsString {
+    let mut all = library.as_os_str().to_owned();
+    let others = others.unwrap_or_default();
+    // The loader takes both signs.
+    let others = others.as_bytes().split(|byte| matches!(byte, b':' | b' '));
+    for other in others.filter(|other| !other.is_empty() && *other != library.as_os_str().as_bytes()) {
+        all.push(":");
+        all.push(OsStr::from_bytes(other));
+    }
+    all
 }
 
 /// Tells the library what it is to do. What was not given is unset: this program may itself have been started so.
@@ -120,4 +131,17 @@ fn pattern(text: &str) -> std::result::Result<Pattern, String> {
         return Err("a pattern is one line".to_owned());
     }
     Pattern::new(text).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_loaded_once_and_others_stay() {
+        let value = |others: &str| beside_others(Path::new("/a/own.so"), Some(others.into()));
+        assert_eq!(beside_others(Path::new("/a/own.so"), None), "/a/own.so");
+        assert_eq!(value(""), "/a/own.so");
+        assert_eq!(value("/b/x.so:/a/own.so y.so:"), "/a/own.so:/b/x.so:y.so");
+    }
 }

@@ -131,12 +131,13 @@ impl Limit {
         }
     }
 
-    /// What is said where a budget holds too little.
-    pub fn advice(self) -> String {
+    /// What is said where a budget holds no page.
+    pub fn too_little(self, budget: u64) -> String {
+        let budget = Bytes::new(budget);
         match self {
-            Self::Pages(_) => "raise --budget".to_owned(),
+            Self::Pages(_) => format!("a budget of {budget} holds no page: raise --budget"),
             Self::Process(limit) => {
-                format!("of {} the program itself leaves too little: raise --memory", Bytes::new(limit))
+                format!("of {} the program itself leaves {budget}, which is no page: raise --memory", Bytes::new(limit))
             }
         }
     }

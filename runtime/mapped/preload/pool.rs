@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 
-use outcore::{Bytes, Runtime, RuntimeBuilder};
+use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
 use outcore_mapped::{Faulting, Mapped};
 use parking_lot::Mutex;
 
@@ -117,7 +117,12 @@ fn pool(settings: &Settings, limit: Limit) -> Option<&'static Pool> {
         match opened {
             Ok((watch, runtime)) => Some(Pool { runtime, watch, files: Mutex::default() }),
             Err(error) => {
-                say(&format!("files stay the kernel's: {error}; {}", limit.advice()));
+                let why = if error.kind() == ErrorKind::BudgetTooSmall {
+                    limit.too_little(budget)
+                } else {
+                    error.to_string()
+                };
+                say(&format!("files stay the kernel's: {why}"));
                 None
             }
         }

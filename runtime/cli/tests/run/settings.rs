@@ -312,6 +312,21 @@ fn wrong_settings_are_refused() {
     }
 }
 
+/// Too little memory costs the program its mappings, not its life.
+#[test]
+fn too_little_is_said() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for (option, size) in [("--memory", "4MiB"), ("--budget", "1KiB"), ("--budget", "4MiB")] {
+        let (said, told) = with(&[option, size], MAPPED, &path);
+        assert_eq!(said, "kernel\n", "{told}");
+        assert!(told.contains("the kernel's: ") && told.contains("raise"), "{option} {size}: {told}");
+    }
+}
+
 /// Variables that nobody understands cost the program its mappings, not its life.
 #[test]
 fn wrong_variables_leave_all_to_the_kernel() {
