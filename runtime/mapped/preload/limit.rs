@@ -32,8 +32,7 @@ const AHEAD: f64 = 0.15;
 const AHEAD_PART: u64 = 8;
 /// Before the budget grows, the program has kept still for so long.
 const STILL: Duration = Duration::from_millis(300);
-/// The most pages that the fault thread keeps pinned, and what else a pass needs.
-const PINNED: (u64, u64) = (2, 16);
+/// Pages that a pass needs beside those that the fault thread keeps pinned.
 const BESIDE_PINNED: u64 = 4;
 
 /// Memory of this process.
@@ -177,7 +176,6 @@ fn reserve(limit: u64, growth: f64) -> u64 {
 pub struct Follower {
     limit: u64,
     budget: u64,
-    floor: u64,
     /// The program's own memory at the last measurements.
     looks: VecDeque<(Instant, u64)>,
     /// The most growth seen, in bytes a second; half of it is forgotten in each second.
@@ -194,7 +192,6 @@ impl Follower {
         Self {
             limit,
             budget,
-            floor: 0,
             looks: VecDeque::with_capacity(LOOKS),
             growth: 0.0,
             still_since: Instant::now(),
@@ -204,15 +201,9 @@ impl Follower {
         }
     }
 
-    /// A file was mapped: some of its pages are pinned at any time.
-    pub fn mapped(&mut self, stats: &Stats) {
-        let frames = stats.device_frames.used + stats.device_frames.free;
-        let least = (frames / 16).clamp(PINNED.0, PINNED.1) + BESIDE_PINNED;
-        self.floor = self.floor.max(least * stats.page_size.bytes());
-    }
-
-    /// Looks at a measurement, and changes the budget where it must. Returns when to measure again.
-    pub fn look(&mut self, runtime: &Runtime, held: Held, frames: u64, page: u64) -> Duration {
+    /// Looks at a measurement, and changes the budget where it must, but not to less than holds what is `pinned`.
+    /// Returns when to measure again.
+    pub fn look(&mut self, runtime: &Runtime, held: Held, frames: u64, page: u64, pinned: u64) -> Duration {
         let (now, own) = (Instant::now(), held.resident.saturating_sub(frames));
         let elapsed = self.looks.back().map_or(0.0, |(at, _)| now.duration_since(*at).as_secs_f64());
         let old = |(at, _): &(Instant, u64)| now.duration_since(*at) > WINDOW;
@@ -225,8 +216,10 @@ impl Follower {
         self.growth = growing.max(self.growth * 0.5_f64.powf(elapsed));
         let own = self.looks.iter().map(|(_, own)| *own).max().unwrap_or(own);
         let target = self.limit.saturating_sub(own).saturating_sub(reserve(self.limit, self.growth));
-        self.short |= target < self.floor;
-        let target = target.max(self.floor);
+        // With less, faults would wait for frames that nobody lets go.
+        let floor = (pinned + BESIDE_PINNED) * page;
+        self.short |= target < floor;
+        let target = target.max(floor);
         if target < self.budget {
             self.still_since = now;
             self.set(runtime, target / page * page);

@@ -228,6 +228,7 @@ pub fn map(request: &Request) -> Option<u64> {
         left("this process has no file descriptor left; raise `ulimit -n`");
         return None;
     }
+    let pinned = most_pinned(&pool.runtime);
     let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
         Ok(mapped) => mapped,
         Err(error) => {
@@ -246,10 +247,15 @@ pub fn map(request: &Request) -> Option<u64> {
     HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
     let mut given = Given::default();
     given.add(offset, len);
+    pool.watch.mapped(&pool.runtime, metadata.len(), pinned);
     files.push(Known { identity, path, mapped, given, refused: false });
-    drop(files);
-    pool.watch.mapped(&pool.runtime, metadata.len());
     Some(start + offset)
+}
+
+/// The most pages of a file that is mapped now that the fault thread keeps pinned: what [`Mapped`] does.
+fn most_pinned(runtime: &Runtime) -> u64 {
+    let frames = runtime.stats().device_frames;
+    ((frames.used + frames.free) / 16).clamp(2, 16)
 }
 
 /// Calls `run` with the mapped file that has this address, if there is one.

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use outcore::machine::ProcessMemory;
@@ -25,7 +25,6 @@ const COPIED_PART: u64 = 3;
 
 #[derive(Debug)]
 struct Seen {
-    follower: Option<Follower>,
     timeline: Option<Timeline>,
     written: Instant,
     /// The program's anonymous memory when the first file was mapped, and the most while it was read first.
@@ -51,6 +50,10 @@ pub struct Watch {
     gauge: Option<Gauge>,
     report: Option<PathBuf>,
     seen: Mutex<Seen>,
+    /// Apart: a smaller budget waits for pages to be let go, and nobody may wait for that.
+    follower: Mutex<Option<Follower>>,
+    /// The most pages that the fault thread keeps pinned.
+    pinned: AtomicU64,
     ended: Mutex<bool>,
     end: Condvar,
 }
@@ -60,11 +63,7 @@ impl Watch {
     pub fn start(runtime: &Runtime, limit: Limit, budget: u64, settings: &Settings) -> Arc<Self> {
         let follower = match limit {
             Limit::Pages(_) => None,
-            Limit::Process(bytes) => {
-                let mut follower = Follower::new(bytes, budget);
-                follower.mapped(&runtime.stats());
-                Some(follower)
-            }
+            Limit::Process(bytes) => Some(Follower::new(bytes, budget)),
         };
         let timeline = settings.report.as_deref().and_then(|path| match Timeline::create(path) {
             Ok(timeline) => Some(timeline),
@@ -74,9 +73,17 @@ impl Watch {
             }
         });
         let report = settings.report.clone().filter(|_| timeline.is_some());
-        let seen = Seen { follower, timeline, written: Instant::now(), anonymous: None, of_files: 0 };
-        let (seen, gauge) = (Mutex::new(seen), Gauge::open());
-        let this = Arc::new(Self { limit, gauge, report, seen, ended: Mutex::new(false), end: Condvar::new() });
+        let seen = Seen { timeline, written: Instant::now(), anonymous: None, of_files: 0 };
+        let this = Arc::new(Self {
+            limit,
+            gauge: Gauge::open(),
+            report,
+            seen: Mutex::new(seen),
+            follower: Mutex::new(follower),
+            pinned: AtomicU64::new(0),
+            ended: Mutex::new(false),
+            end: Condvar::new(),
+        });
         let (own, of) = (this.clone(), runtime.clone());
         let started = std::thread::Builder::new().name("outcore-memory".to_owned()).spawn(move || own.run(&of));
         if let Err(cause) = started {
@@ -108,8 +115,10 @@ impl Watch {
         if seen.written.elapsed() >= WRITE {
             self.write(&mut seen, runtime);
         }
-        let page = stats.page_size.bytes();
-        seen.follower.as_mut().map_or(CALM, |follower| follower.look(runtime, held, frames, page))
+        drop(seen);
+        let (page, pinned) = (stats.page_size.bytes(), self.pinned.load(Ordering::Relaxed));
+        let mut follower = self.follower.lock();
+        follower.as_mut().map_or(CALM, |follower| follower.look(runtime, held, frames, page, pinned))
     }
 
     fn write(&self, seen: &mut Seen, runtime: &Runtime) {
@@ -122,17 +131,15 @@ impl Watch {
         }
     }
 
-    /// A file was mapped.
-    pub fn mapped(&self, runtime: &Runtime, len: u64) {
+    /// A file was mapped, of which so many pages may be kept pinned.
+    pub fn mapped(&self, runtime: &Runtime, len: u64, pinned: u64) {
+        self.pinned.fetch_max(pinned, Ordering::Relaxed);
         let stats = runtime.stats();
         let mut seen = self.seen.lock();
         seen.of_files += len;
         if let (None, Some(held)) = (seen.anonymous, self.gauge.as_ref().and_then(Gauge::read)) {
             let own = held.resident.saturating_sub(held.of_files).saturating_sub(limit::in_frames(&stats));
             seen.anonymous = Some((own, own));
-        }
-        if let Some(follower) = &mut seen.follower {
-            follower.mapped(&stats);
         }
     }
 
@@ -152,7 +159,8 @@ impl Watch {
         if let Limit::Pages(_) = self.limit {
             text += &format!(" The budget was {}.", stats.device.1);
         }
-        if let (Some(follower), Limit::Process(limit)) = (&seen.follower, self.limit) {
+        let follower = self.follower.try_lock_for(AT_END);
+        if let (Some(follower), Limit::Process(limit)) = (follower.as_deref().and_then(Option::as_ref), self.limit) {
             let peak = ProcessMemory::now().map_or(0, |memory| memory.peak.get());
             let (least, most) = follower.range;
             text += &format!(
