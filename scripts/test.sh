@@ -180,7 +180,7 @@ else
     results+=("SKIPPED the model could not be fetched: no test ran a real model")
 fi
 
-printf '\n== compilers\n'
+printf '\n== compilers and programs\n'
 if command -v cc >/dev/null; then
     required+=(c)
     if echo 'int main(void) { return 0; }' | cc -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null; then
@@ -201,6 +201,11 @@ if has_nvcc || scripts/fetch_nvcc.sh </dev/null; then
     [ ! -e "$target/nvcc/nvidia/cu13/lib/libnvrtc.so.13" ] || required+=(nvrtc)
 else
     results+=("SKIPPED the GPU compilers could not be fetched: NVRTC was not run")
+fi
+if scripts/fetch_programs.sh </dev/null; then
+    required+=(programs)
+else
+    results+=("SKIPPED numpy and safetensors could not be fetched: \`outcore run\` ran neither")
 fi
 browser=${OUTCORE_CHROMIUM:-$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)}
 if [ -n "$browser" ]; then

@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use super::Report;
 use super::cuda;
+use super::library;
 use super::output::{Table, rate, size};
 use super::probe::LatencyReport;
 use super::trial::TrialFile;
@@ -44,6 +45,7 @@ pub struct Diagnosis {
     mappings: Mappings,
     memcpy_bytes_per_second: u64,
     io: Io,
+    mapped_files: MappedFiles,
     directories: Vec<Directory>,
     gpus: Gpus,
     /// Changes that would make the runtime faster, or let it hold more.
@@ -78,6 +80,17 @@ struct Mappings {
 struct Io {
     chosen: String,
     chain: Vec<Backend>,
+}
+
+/// Whether files can be mapped by faults that this process handles, as `outcore run` does.
+#[derive(Debug, Serialize)]
+struct MappedFiles {
+    mechanism: &'static str,
+    works: bool,
+    why_not: Option<String>,
+    /// Where the library is that `outcore run` loads; `None` if it is not there.
+    library: Option<String>,
+    why_no_library: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -181,6 +194,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
         },
         memcpy_bytes_per_second: machine::memcpy_bandwidth(Bytes::mib(64)).get(),
         io,
+        mapped_files: mapped_files(),
         directories,
         gpus: gpus(),
         advice: Vec::new(),
@@ -202,6 +216,17 @@ fn io() -> Io {
                 why_not: probe.usable.as_ref().err().map(ToString::to_string),
             })
             .collect(),
+    }
+}
+
+fn mapped_files() -> MappedFiles {
+    let (works, library) = (outcore_mapped::Faulting::new(), library::place());
+    MappedFiles {
+        mechanism: "userfaultfd, UFFDIO_MOVE",
+        works: works.is_ok(),
+        why_not: works.err().map(|error| error.to_string()),
+        why_no_library: library.as_ref().err().map(ToString::to_string),
+        library: library.ok(),
     }
 }
 
@@ -421,6 +446,14 @@ impl Report for Diagnosis {
                 facts.pair("", format!("{}: {why}", backend.name));
             }
         }
+        let mapped = &self.mapped_files;
+        let text = match &mapped.why_not {
+            None => format!("{} works, for `outcore run` and `Mapped`", mapped.mechanism),
+            Some(why) => format!("{} does not work: {why}", mapped.mechanism),
+        };
+        facts.pair("mapped files", text);
+        let library = mapped.library.as_ref().map(|place| format!("the library of `outcore run`: {place}"));
+        facts.pair("", library.or_else(|| mapped.why_no_library.clone()).unwrap_or_default());
         for dir in &self.directories {
             facts.pair("disk", dir.line());
             if let Some(settings) = &dir.settings {

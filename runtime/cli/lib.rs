@@ -12,6 +12,8 @@ mod cuda;
 mod curve;
 mod doctor;
 mod inspect;
+mod library;
+mod loads;
 mod named;
 mod output;
 mod plan;

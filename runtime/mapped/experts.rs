@@ -72,6 +72,10 @@ impl Experts {
         self.by_start.iter().map(|(start, (end, _))| end - start).max()
     }
 
+    pub fn ids(&self) -> impl Iterator<Item = ExpertId> {
+        self.pieces.keys().copied()
+    }
+
     /// The first page of each expert.
     pub fn firsts(&self, page: u64) -> impl Iterator<Item = u32> {
         self.pieces.values().filter_map(move |pieces| Some((pieces.first()?.start / page) as u32))

@@ -57,6 +57,8 @@ pub struct Held {
     /// Where they begin in the range.
     pub pages: Vec<u64>,
     pub handler: Weak<dyn Handler>,
+    /// Whether they are kept because the program told of them, and not because a thread waited for them.
+    pub told: bool,
     /// Held, and never looked at.
     pub _pins: PinSet,
 }
@@ -90,12 +92,21 @@ impl Keeper {
         }
     }
 
+    /// Lets all pages go that the program told of.
+    pub fn let_go_of_told(&self) {
+        self.drop_all(|held| held.told);
+    }
+
     fn forget(&self, range: u64) {
+        self.drop_all(|held| held.range == range);
+    }
+
+    fn drop_all(&self, which: impl Fn(&Held) -> bool) {
         let gone: VecDeque<Held> = {
             let mut kept = self.0.lock();
-            let (of_range, others) = kept.drain(..).partition(|held| held.range == range);
+            let (gone, others) = kept.drain(..).partition(which);
             *kept = others;
-            of_range
+            gone
         };
         drop(gone);
     }
@@ -336,7 +347,11 @@ impl Worker {
             match shown {
                 Ok(pins) => {
                     let most = answers.map_or(1, |answers| answers.may_keep());
-                    self.bell.keeper.keep(core, Held { range, pages: request.pages, handler, _pins: pins }, most);
+                    self.bell.keeper.keep(
+                        core,
+                        Held { range, pages: request.pages, handler, told: false, _pins: pins },
+                        most,
+                    );
                 }
                 // Of several pages nobody knows which one failed. Whoever touches that one asks for it alone.
                 Err(error) if request.pages.len() > 1 => {

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::pin::pin;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Waker};
 
@@ -62,10 +62,8 @@ struct Pages {
     /// The whole file.
     bytes: Tensor,
     page: u64,
-    /// Pages that are kept pinned behind their use, over all ranges.
-    may_keep: usize,
-    /// An expert with more pages is used page by page.
-    expert_max: usize,
+    /// Frames of the runtime at the last look: its budget may change.
+    frames: AtomicUsize,
     failure: Mutex<Option<Error>>,
     own: Weak<Self>,
 }
@@ -99,6 +97,11 @@ impl Pages {
         Some(Request { pages: offsets, pins })
     }
 
+    fn count_frames(&self) {
+        let frames = self.runtime.stats().device_frames;
+        self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
+    }
+
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
         for passed in self.followed.passed(index) {
@@ -110,7 +113,7 @@ impl Pages {
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
-        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
+        if self.faults.load(Ordering::Relaxed) % LOOK == 0 {
             let mine = self.runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
             self.learning.store(mine.is_none_or(|stats| stats.places.is_empty()), Ordering::Relaxed);
         }
@@ -121,6 +124,9 @@ impl Handler for Pages {
     fn requests(&self, offset: u64) -> Vec<Request> {
         let page = (offset / self.page) as u32;
         let expert = self.experts.at(offset);
+        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
+            self.count_frames();
+        }
         if expert.is_none() {
             self.tell_of_the_unseen(page);
         }
@@ -128,7 +134,7 @@ impl Handler for Pages {
         if let Some(expert) = expert {
             self.untold.fetch_add(1, Ordering::Relaxed);
             let all = self.experts.pages(expert, self.page);
-            if all.len() > 1 && all.len() <= self.expert_max {
+            if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
                 requests.extend(self.request(&all, true));
             }
         }
@@ -142,7 +148,8 @@ impl Handler for Pages {
     }
 
     fn may_keep(&self) -> usize {
-        self.may_keep
+        let frames = self.frames.load(Ordering::Relaxed);
+        if self.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(2) }
     }
 
     fn failed(&self, offset: u64, error: Error) {
@@ -283,11 +290,6 @@ impl Mapped {
         };
         let mut known: Vec<u32> = order.iter().flat_map(pages_of).collect();
         known.dedup();
-        let frames = frames as usize;
-        let (may_keep, expert_max) = match experts.is_empty() {
-            true => ((frames / 16).clamp(2, KEPT), 0),
-            false => ((frames / 4).max(2), frames / 8),
-        };
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
             core: core.clone(),
@@ -302,8 +304,7 @@ impl Mapped {
             learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
-            may_keep,
-            expert_max,
+            frames: AtomicUsize::new(frames as usize),
             failure: Mutex::new(None),
             own: own.clone(),
         });
@@ -335,6 +336,8 @@ impl Mapped {
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
         let known = &self.pages;
         known.untold.store(0, Ordering::Relaxed);
+        known.count_frames();
+        let may_keep = known.may_keep();
         let mut pages = Vec::new();
         for expert in experts {
             let id = ExpertId { layer, expert: *expert };
@@ -344,7 +347,7 @@ impl Mapped {
                     .remedy("tell of experts that the router of this model can choose"));
             }
             let of_expert = known.experts.pages(id, known.page);
-            if pages.len() + of_expert.len() > known.may_keep {
+            if pages.len() + of_expert.len() > may_keep {
                 break;
             }
             pages.extend(of_expert);
@@ -364,8 +367,8 @@ impl Mapped {
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
-                let held = Held { range: self.start, pages: offsets, handler, _pins: pins };
-                self.core.bell().keeper().keep(&self.core, held, known.may_keep);
+                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
+                self.core.bell().keeper().keep(&self.core, held, may_keep);
                 Ok(())
             }
             Err(error) => {
@@ -373,6 +376,18 @@ impl Mapped {
                 Err(error)
             }
         }
+    }
+
+    /// Lets the frames go that are kept because the program [told](Self::expert_hint) of their pages, of all files on
+    /// this runtime. Before the runtime's budget is lowered: frames that are kept stay until others are.
+    pub fn let_go(&self) {
+        self.core.bell().keeper().let_go_of_told();
+    }
+
+    /// Pages that stay pinned after [`let_go`](Self::let_go) at most: those that threads were waiting for last.
+    pub fn most_pinned(&self) -> u64 {
+        let of_experts = self.pages.experts.ids().map(|id| self.pages.experts.pages(id, self.pages.page).len());
+        KEPT.max(of_experts.max().unwrap_or(0)) as u64
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.

@@ -5,7 +5,7 @@ use std::io;
 use std::ptr;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munlock, munmap};
 
 /// A range of private, readable and writable addresses, without memory at first; aligned as it was asked to be.
 #[derive(Debug)]
@@ -26,17 +26,20 @@ impl Region {
         };
         let whole_len = len.checked_add(align).ok_or_else(none)?;
         let size = usize::try_from(whole_len).map_err(|_| none())?;
+        // A process that locks what it will map (`mlockall`) gets all memory of a mapping at once: zeros, where pages
+        // are to come. Of what it may not touch it gets none, and what is unlocked stays without.
         // SAFETY: a new range, wherever the kernel likes.
         let whole = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                size,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
+            mmap_anonymous(ptr::null_mut(), size, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
         };
-        let whole = whole.map_err(|_| none())?.expose_provenance() as u64;
+        let mapped = whole.map_err(|_| none())?;
+        let whole = mapped.expose_provenance() as u64;
         let this = Self { whole, whole_len, start: whole.next_multiple_of(align), len };
+        // SAFETY: the range that was just made, of which nobody knows. `this` unmaps it where one of these fails.
+        let opened = unsafe {
+            munlock(mapped, size).and_then(|()| mprotect(mapped, size, MprotectFlags::READ | MprotectFlags::WRITE))
+        };
+        opened.map_err(|cause| Error::io("make a range of addresses accessible", io::Error::from(cause)))?;
         // A child would find zeros where its parent has pages, so it has nothing there.
         this.advise(this.start, len, Advice::LinuxDontFork)?;
         Ok(this)

@@ -214,8 +214,8 @@ struct Object {
     fields: Map<String, Value>,
 }
 
-const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`, `outcore policies --json`, \
-     `outcore simulate --json` or `outcore probe --json` wrote";
+const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`, `outcore run --report`, `outcore \
+     policies --json`, `outcore simulate --json` or `outcore probe --json` wrote";
 
 impl Inputs {
     /// Reads `paths`, and `probe`, which must be the output of a probe. Captures run through all policies, including

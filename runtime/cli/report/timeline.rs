@@ -119,7 +119,7 @@ impl Timeline {
         let count = all().count();
         if count == 0 {
             return Err(Error::new(ErrorKind::Format, format!("{file} has no spans"))
-                .remedy("give a file that `generate --timeline` wrote"));
+                .remedy("give a file that `generate --timeline` or `outcore run --report` wrote"));
         }
         let start = all().map(|span| span.1).fold(f64::INFINITY, f64::min);
         let end = all().map(|span| span.2).fold(f64::NEG_INFINITY, f64::max);

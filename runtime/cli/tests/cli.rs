@@ -1821,7 +1821,12 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     }
     assert!(found["gpus"]["usable"].as_bool().unwrap() != found["gpus"]["why_not"].is_string(), "{}", found["gpus"]);
 
+    // Either way it says so.
+    let mapped = &found["mapped_files"];
+    assert_eq!(mapped["works"].as_bool().unwrap(), mapped["why_not"].is_null(), "{mapped}");
+    assert_eq!(mapped["library"].is_string(), mapped["why_no_library"].is_null(), "{mapped}");
     let table = text(&["doctor"]);
+    assert!(table.contains("mapped files") && table.contains("userfaultfd, UFFDIO_MOVE"), "{table}");
     for part in ["io_uring", "lockable", "huge pages", "mappings", "GPU"] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }

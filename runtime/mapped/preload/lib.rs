@@ -5,5 +5,10 @@
 //! do what the kernel would do where this library has no part in it.
 
 mod calls;
+mod fragments;
+mod limit;
 mod pool;
 mod routing;
+mod settings;
+mod timeline;
+mod watch;

@@ -8,26 +8,50 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
-use outcore::{Bytes, Error, PolicyKind, Runtime};
+use outcore::{Bytes, ErrorKind, PolicyKind, Runtime};
 use outcore_mapped::{Faulting, Mapped, page_size_for};
 use parking_lot::Mutex;
 
+use crate::fragments::Given;
+use crate::limit::{self, Limit};
+use crate::settings::{Settings, settings};
+use crate::watch::{self, Watch};
+
 /// Files smaller than this are left to the kernel.
 const LEAST: u64 = 32 << 20;
-/// The budget in bytes. `outcore run` sets it.
-const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
-struct Known {
-    identity: (u64, u64, i64, i64, u64),
-    mapped: Arc<Mapped>,
+pub struct Known {
+    identity: Identity,
+    pub path: PathBuf,
+    pub mapped: Arc<Mapped>,
+    pub given: Given,
+    /// Whether the program was told that nothing is mapped over this file.
+    pub refused: bool,
+}
+
+/// Device, inode, time of the last change, length.
+pub type Identity = (u64, u64, i64, i64, u64);
+
+fn identity(of: &fs::Metadata) -> Identity {
+    (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
+}
+
+/// What `mmap` was asked for.
+#[derive(Debug)]
+pub struct Request {
+    pub fd: c_int,
+    pub len: u64,
+    pub offset: u64,
+    pub writable: bool,
 }
 
 struct Pool {
     runtime: Runtime,
+    watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
 }
 
@@ -37,6 +61,7 @@ static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
 static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
+static IN_CHILD: AtomicBool = AtomicBool::new(false);
 
 /// Mapped ranges for a child by `fork`, which gets the files themselves there: address, length, descriptor plus one.
 const FILES_MAX: usize = 256;
@@ -67,33 +92,44 @@ pub fn say(line: &str) {
     let _ = unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }
 
-fn budget() -> Option<Bytes> {
-    std::env::var(BUDGET).ok()?.parse().ok().map(Bytes::new)
+/// What memory pages may take, as it is known at the first file that might be mapped.
+fn limit_of(settings: &Settings) -> Option<Limit> {
+    static LIMIT: OnceLock<Option<Limit>> = OnceLock::new();
+    let found = || {
+        let found = Limit::of(settings);
+        if found.is_none() {
+            say("files stay the kernel's: the memory of this machine is not known; give --budget or --memory");
+        }
+        found
+    };
+    *LIMIT.get_or_init(found)
 }
 
 /// The runtime. It is opened for the first file, whose experts decide how large pages are.
-fn pool(first: &Path) -> Option<&'static Pool> {
+fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool> {
     let open = || {
-        let budget = budget()?;
-        // Threads of the runtime take no signals: a handler of the program's may not run on them.
-        let opened = without_signals(|| {
-            let builder = Runtime::builder().device(Faulting::new()?).device_budget(budget).policy(PolicyKind::Model);
+        let budget = limit.first_budget();
+        let builder = || {
+            let builder = Runtime::builder().device(Faulting::new()?).device_budget(Bytes::new(budget));
+            let builder = builder.policy(settings.policy.unwrap_or(PolicyKind::Model));
+            let builder = builder.timeline(settings.report.is_some());
             match page_size_for(first) {
                 Some(page) => builder.page_size(page).open(),
                 None => builder.open(),
             }
-        });
+        };
+        // Threads of the runtime take no signals: a handler of the program's may not run on them.
+        let opened =
+            without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
         match opened {
-            Ok(runtime) => {
-                // SAFETY: both functions have the C library's signature and do not unwind.
-                unsafe {
-                    libc::atexit(at_exit);
-                    libc::pthread_atfork(None, None, Some(in_child));
-                }
-                Some(Pool { runtime, files: Mutex::default() })
-            }
+            Ok((watch, runtime)) => Some(Pool { runtime, watch, files: Mutex::default() }),
             Err(error) => {
-                say(&format!("files stay the kernel's: {}", told(&error)));
+                let why = if error.kind() == ErrorKind::BudgetTooSmall {
+                    limit.too_little(budget)
+                } else {
+                    error.to_string()
+                };
+                say(&format!("files stay the kernel's: {why}"));
                 None
             }
         }
@@ -101,11 +137,16 @@ fn pool(first: &Path) -> Option<&'static Pool> {
     POOL.get_or_init(open).as_ref()
 }
 
-fn told(error: &Error) -> String {
-    match error.advice() {
-        Some(advice) => format!("{error}; {advice}"),
-        None => error.to_string(),
-    }
+/// Has the C library tell of the end of this process, and of children by `fork`.
+fn follow_the_process() {
+    static FOLLOWED: Once = Once::new();
+    FOLLOWED.call_once(|| {
+        // SAFETY: both functions have the C library's signature and do not unwind.
+        unsafe {
+            libc::atexit(at_exit);
+            libc::pthread_atfork(None, None, Some(in_child));
+        }
+    });
 }
 
 fn without_signals<T>(run: impl FnOnce() -> T) -> T {
@@ -120,11 +161,10 @@ fn without_signals<T>(run: impl FnOnce() -> T) -> T {
     }
 }
 
-/// The path of a model file that is too large for the budget; `None` for everything else.
+/// The path of a large model file; `None` for everything else.
 fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
-    let budget = budget()?.get();
-    if !metadata.is_file() || metadata.len() < LEAST || metadata.len() <= budget {
+    if !metadata.is_file() || metadata.len() < LEAST {
         return None;
     }
     let mut first = [0; 9];
@@ -140,18 +180,44 @@ fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     Some((path, metadata))
 }
 
+/// Whether a descriptor may only read: what it maps can be written by nobody who has it.
+fn only_reads(fd: c_int) -> bool {
+    // SAFETY: a plain question about the caller's descriptor.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    flags >= 0 && flags & (libc::O_ACCMODE | libc::O_PATH) == libc::O_RDONLY
+}
+
 /// The address at which the bytes of an open file from `offset` on are, if it is one that is mapped here.
-pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
+pub fn map(request: &Request) -> Option<u64> {
+    let Request { fd, len, offset, writable } = *request;
+    if len < LEAST || !offset.is_multiple_of(page_size()) || in_a_child() {
+        return None;
+    }
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
-    if len < LEAST || offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
+    let settings = settings()?;
+    follow_the_process();
+    if !settings.may_map(&path) {
+        watch::leave(&path, || "does not match --match".to_owned());
         return None;
     }
-    let pool = pool(&path)?;
-    let identity = (metadata.dev(), metadata.ino(), metadata.mtime(), metadata.mtime_nsec(), metadata.len());
+    if writable || !only_reads(fd) {
+        watch::leave(&path, || "may be written by the program".to_owned());
+        return None;
+    }
+    if offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
+        return None;
+    }
+    let (limit, identity) = (limit_of(settings)?, identity(&metadata));
+    if limit.leaves(identity, limit::shards(&path), POOL.get().is_some()) {
+        watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
+        return None;
+    }
+    let pool = pool(settings, limit, &path)?;
     let mut files = pool.files.lock();
-    if let Some(known) = files.iter().find(|known| known.identity == identity) {
+    if let Some(known) = files.iter_mut().find(|known| known.identity == identity) {
+        known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
@@ -159,6 +225,10 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
         left(&format!("{FILES_MAX} files are mapped already"));
         return None;
     };
+    if fs::metadata(&path).map(|found| self::identity(&found)).ok() != Some(identity) {
+        left("its name leads to another file by now");
+        return None;
+    }
     // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
     let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
     if own < 0 {
@@ -168,7 +238,7 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
         Ok(mapped) => Arc::new(mapped),
         Err(error) => {
-            left(&told(&error));
+            left(&error.to_string());
             // SAFETY: the copy that was just made, of which nobody knows.
             unsafe { libc::close(own) };
             return None;
@@ -181,21 +251,88 @@ pub fn map(fd: c_int, len: u64, offset: u64) -> Option<u64> {
     descriptor.store((own + 1) as u64, Ordering::Release);
     LOWEST.fetch_min(start, Ordering::Relaxed);
     HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
-    HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
-    files.push(Known { identity, mapped });
+    let mut given = Given::default();
+    given.add(offset, len);
+    pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
+    files.push(Known { identity, path, mapped, given, refused: false });
     Some(start + offset)
+}
+
+/// Lets frames go that are kept because the program told of their pages. If a file is just being mapped, nothing.
+pub fn let_go() {
+    if let Some(Some(pool)) = POOL.get() {
+        let files = pool.files.try_lock();
+        if let Some(known) = files.iter().flat_map(|files| files.first()).next() {
+            known.mapped.let_go();
+        }
+    }
+}
+
+/// Calls `run` with the mapped file that has this address, if there is one.
+pub fn with_file(address: u64, run: impl FnOnce(&mut Known, &Runtime)) {
+    if let Some(Some(pool)) = POOL.get() {
+        let mut files = pool.files.lock();
+        let has = |known: &&mut Known| {
+            let start = known.mapped.as_ptr() as u64;
+            address >= start && address - start < (known.mapped.len() as u64).next_multiple_of(page_size())
+        };
+        if let Some(known) = files.iter_mut().find(has) {
+            run(known, &pool.runtime);
+        }
+    }
+}
+
+/// Whether this open file is mapped here.
+pub fn is_mapped(fd: c_int) -> bool {
+    let Some(Some(pool)) = POOL.get().filter(|_| !in_a_child()) else { return false };
+    // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
+    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
+    file.metadata().is_ok_and(|found| pool.files.lock().iter().any(|known| known.identity == identity(&found)))
+}
+
+/// Whether this process is a child by `fork` of one that has mapped files here.
+fn in_a_child() -> bool {
+    IN_CHILD.load(Ordering::Relaxed)
+}
+
+/// The first address and the descriptor of the mapped file that has this address.
+pub fn descriptor_of(address: u64) -> Option<(u64, u64)> {
+    FOR_CHILDREN.iter().find_map(|slot| {
+        let (start, end, fd) = range_of(slot)?;
+        (start..end).contains(&address).then_some((start, fd))
+    })
+}
+
+/// First address, the one behind the last, and the descriptor of a file.
+fn range_of(slot: &[AtomicU64; 3]) -> Option<(u64, u64, u64)> {
+    let fd = slot[2].load(Ordering::Acquire).checked_sub(1)?;
+    let start = slot[0].load(Ordering::Relaxed);
+    Some((start, start + slot[1].load(Ordering::Relaxed), fd))
+}
+
+/// The first address of a mapped file that has any of these addresses.
+pub fn overlapped(address: u64, len: u64) -> Option<u64> {
+    let end = address.saturating_add(len);
+    if end <= LOWEST.load(Ordering::Relaxed) || address >= HIGHEST.load(Ordering::Relaxed) {
+        return None;
+    }
+    let found = |slot| range_of(slot).filter(|(start, behind, _)| address < *behind && *start < end);
+    FOR_CHILDREN.iter().find_map(found).map(|(start, ..)| start)
+}
+
+/// Whether a mapped file has any of these addresses.
+pub fn overlaps(address: u64, len: u64) -> bool {
+    overlapped(address, len).is_some()
+}
+
+/// Whether any file is mapped here.
+pub fn holds_any() -> bool {
+    HIGHEST.load(Ordering::Relaxed) > 0
 }
 
 /// Whether this address lies in a mapped file.
 pub fn holds(address: u64) -> bool {
-    if address < LOWEST.load(Ordering::Relaxed) || address >= HIGHEST.load(Ordering::Relaxed) {
-        return false;
-    }
-    let inside = |slot: &[AtomicU64; 3]| {
-        let start = slot[0].load(Ordering::Relaxed);
-        slot[2].load(Ordering::Acquire) != 0 && address >= start && address - start < slot[1].load(Ordering::Relaxed)
-    };
-    FOR_CHILDREN.iter().any(inside)
+    overlaps(address, 1)
 }
 
 /// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves.
@@ -209,7 +346,12 @@ extern "C" fn in_child() {
             unsafe { kernel(libc::SYS_mmap, [start, len, libc::PROT_READ as u64, flags as u64, fd - 1, 0]) };
         }
     }
-    REPORTED.store(true, Ordering::Relaxed);
+    // From now on all of it is the kernel's.
+    LOWEST.store(u64::MAX, Ordering::Relaxed);
+    HIGHEST.store(0, Ordering::Relaxed);
+    // A child of a process that has no pool may have one.
+    IN_CHILD.store(POOL.get().is_some(), Ordering::Relaxed);
+    REPORTED.store(POOL.get().is_some(), Ordering::Relaxed);
 }
 
 /// Runs `run`; a panic is the same as `None`. Nothing unwinds into the program.
@@ -226,7 +368,7 @@ pub fn has_experts() -> bool {
 pub fn experts(layer: u32, experts: &[u32]) {
     let Some(Some(pool)) = POOL.get() else { return };
     // A child by fork has a copy of this, and reads the files themselves.
-    if REPORTED.load(Ordering::Relaxed) {
+    if in_a_child() {
         return;
     }
     let files = pool.files.lock();
@@ -243,19 +385,18 @@ extern "C" fn at_exit() {
     if REPORTED.swap(true, Ordering::Relaxed) {
         return;
     }
-    if let Some(Some(pool)) = POOL.get() {
-        // A child by fork has a copy of this, but not the pool; `in_child` has marked it.
-        let stats = pool.runtime.stats();
-        let files = pool.files.try_lock().map_or(0, |files| files.len());
-        let waited: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
-        let pager = &stats.pager;
-        say(&format!(
-            "{files} file(s) mapped in {} of memory: {} read; {} of {} reads were ahead of use; {waited:.1} s of waiting for \
-             the others",
-            stats.traffic.peak_device,
-            stats.traffic.disk_read,
-            pager.fills_disk.saturating_sub(pager.faults),
-            pager.fills_disk,
-        ));
+    let told = match POOL.get() {
+        Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
+            let named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
+            drop(files);
+            if !named.is_empty() {
+                pool.watch.tell(&pool.runtime, &named);
+            }
+            !named.is_empty()
+        }),
+        _ => false,
+    };
+    if !told {
+        watch::tell_of_what_was_left();
     }
 }

@@ -1,0 +1,155 @@
+//! Where the library is that `outcore run` loads.
+
+use std::fs::{self, Permissions};
+use std::hash::{DefaultHasher, Hasher};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use outcore::store::DiskProfile;
+use outcore::{Error, ErrorKind, Result};
+use tempfile::NamedTempFile;
+
+/// Beside this program, where builds from the sources put it, if [`NAMED`] does not name another one.
+const LIBRARY: &str = "liboutcore_preload.so";
+const NAMED: &str = "OUTCORE_PRELOAD";
+
+/// What `build.rs` made.
+#[cfg(embedded)]
+const EMBEDDED: Option<&[u8]> = Some(include_bytes!(env!("OUTCORE_EMBEDDED")));
+#[cfg(not(embedded))]
+const EMBEDDED: Option<&[u8]> = None;
+
+/// The library's path.
+///
+/// # Errors
+/// `NotFound` if there is none; `Io` and its kin if the program's own one cannot be written.
+pub fn find() -> Result<PathBuf> {
+    let bytes = match there()? {
+        Place::File(path) => return found(path),
+        Place::InProgram(bytes) => bytes,
+    };
+    let folder = DiskProfile::remembered_in().ok_or_else(|| {
+        Error::new(ErrorKind::NotFound, "there is no folder for the library that is loaded into programs")
+            .remedy("set XDG_CACHE_HOME or HOME to a folder that this user may write")
+    })?;
+    placed(bytes, &folder)
+}
+
+enum Place {
+    File(PathBuf),
+    InProgram(&'static [u8]),
+}
+
+fn there() -> Result<Place> {
+    if let Some(named) = std::env::var_os(NAMED) {
+        return Ok(Place::File(PathBuf::from(named)));
+    }
+    let own = std::env::current_exe().map_err(|cause| {
+        Error::io("look for the library beside this program", cause).remedy(format!("name it in {NAMED}"))
+    })?;
+    let beside = own.with_file_name(LIBRARY);
+    Ok(match EMBEDDED.filter(|_| !beside.is_file()) {
+        Some(bytes) => Place::InProgram(bytes),
+        None => Place::File(beside),
+    })
+}
+
+/// Where [`find`] would find it, in words. Writes nothing.
+///
+/// # Errors
+/// As for [`find`].
+pub fn place() -> Result<String> {
+    match there()? {
+        Place::File(path) => found(path).map(|path| path.display().to_string()),
+        Place::InProgram(_) => Ok("in this program".to_owned()),
+    }
+}
+
+fn found(library: PathBuf) -> Result<PathBuf> {
+    if library.is_file() {
+        // The program may have another working directory.
+        return library.canonicalize().map_err(|cause| Error::io(format!("find {}", library.display()), cause));
+    }
+    Err(Error::new(
+        ErrorKind::NotFound,
+        format!("{} is not there, and this build has no library of its own", library.display()),
+    )
+    .remedy(format!(
+        "in the sources of outcore: `cargo build --release -p outcore-preload`, or `cargo install --path \
+             runtime/cli`; or name it in {NAMED}"
+    )))
+}
+
+/// The file with these bytes in `folder`, for this and later programs: those that a program starts load it too, when
+/// this one has long ended.
+fn placed(bytes: &[u8], folder: &Path) -> Result<PathBuf> {
+    let mut hash = DefaultHasher::new();
+    hash.write(bytes);
+    let path = folder.join(format!("preload-{:016x}.so", hash.finish()));
+    let failed = |cause| {
+        Error::io(format!("write {}, which is loaded into programs", path.display()), cause)
+            .remedy(format!("set XDG_CACHE_HOME to a folder that this user may write, or name the library in {NAMED}"))
+    };
+    // Nobody else may have written what programs load.
+    let own = fs::metadata("/proc/self").map_err(failed)?.uid();
+    let mine = |path: &Path| {
+        fs::symlink_metadata(path).is_ok_and(|found| found.is_file() && found.uid() == own && found.mode() & 0o022 == 0)
+    };
+    if mine(&path) && fs::read(&path).is_ok_and(|there| there == bytes) {
+        return Ok(path);
+    }
+    fs::create_dir_all(folder).map_err(failed)?;
+    let mut file = NamedTempFile::new_in(folder).map_err(failed)?;
+    file.write_all(bytes).map_err(failed)?;
+    file.as_file().set_permissions(Permissions::from_mode(0o700)).map_err(failed)?;
+    // Programs that have the old file keep it; others see the whole new one.
+    file.persist(&path).map_err(|error| failed(error.error))?;
+    path.canonicalize().map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use super::*;
+
+    #[test]
+    fn the_file_has_the_bytes_and_is_this_users() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("not/there/yet");
+        let path = placed(b"one", &folder).unwrap();
+        let inode = |path: &Path| fs::metadata(path).unwrap().ino();
+        let first = inode(&path);
+        assert_eq!(placed(b"one", &folder).unwrap(), path);
+        assert_eq!((inode(&path), fs::metadata(&path).unwrap().mode() & 0o777), (first, 0o700));
+        // What was cut off, changed, or could be changed by others, is written anew.
+        let spoil: [fn(&Path); 4] = [
+            |path| fs::write(path, b"on").unwrap(),
+            |path| fs::write(path, b"two").unwrap(),
+            |path| fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap(),
+            |path| {
+                fs::remove_file(path).unwrap();
+                std::os::unix::fs::symlink("/dev/null", path).unwrap();
+            },
+        ];
+        for spoil in spoil {
+            spoil(&path);
+            assert_eq!(placed(b"one", &folder).unwrap(), path);
+            let found = fs::symlink_metadata(&path).unwrap();
+            assert!(found.is_file() && found.mode() & 0o777 == 0o700);
+            assert_eq!(fs::read(&path).unwrap(), b"one");
+        }
+        assert_ne!(placed(b"two", &folder).unwrap(), path);
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "nothing else is left there");
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, b"").unwrap();
+        let error = placed(b"one", &file).unwrap_err().to_string();
+        assert!(error.contains("preload-") && error.contains("XDG_CACHE_HOME"), "{error}");
+    }
+}

@@ -1,0 +1,338 @@
+//! Calls on mapped files do what they do on the kernel's mappings, or end with an error that is said.
+
+use std::process::Stdio;
+
+use super::*;
+
+/// What the programs begin with. Libraries that are loaded by name find the replaced functions, as programs do.
+const BEGIN: &str = r#"
+import ctypes, errno, hashlib, mmap, os, subprocess, sys
+
+c = ctypes.CDLL(None, use_errno=True)
+size_t, address_t, offset_t = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_long
+c.mmap.restype = c.mremap.restype = address_t
+c.mmap.argtypes = [address_t, size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset_t]
+c.munmap.argtypes = [address_t, size_t]
+c.mremap.argtypes = [address_t, size_t, size_t, ctypes.c_int, address_t]
+c.mprotect.argtypes = [address_t, size_t, ctypes.c_int]
+FAILED = ctypes.c_void_p(-1).value
+READ, WRITE, SHARED, PRIVATE, FIXED, ANON, POPULATE, NOREPLACE = 1, 2, 1, 2, 0x10, 0x20, 0x8000, 0x100000
+path = sys.argv[1]
+fd = os.open(path, os.O_RDONLY)
+data = open(path, "rb").read()
+size, page = len(data), 4096
+whole = -(-size // page) * page
+
+
+def map_file(offset=0, len=None, prot=READ, flags=SHARED, fd=fd, at=None):
+    found = c.mmap(at, len or size - offset, prot, flags, fd, offset)
+    return None if found == FAILED else found
+
+
+def same(address, offset=0, len=None):
+    """Whether these bytes are the file's."""
+    end = size if len is None else offset + len
+    for first in range(offset, end, 1 << 20):
+        n = min(1 << 20, end - first)
+        if ctypes.string_at(address + first - offset, n) != data[first : first + n]:
+            return False
+    return True
+
+
+def of_kernel(address):
+    """Whether the mapping at this address is the kernel's own of the file."""
+    for line in open("/proc/self/maps"):
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return path in line
+    raise AssertionError("there is no mapping")
+
+"#;
+
+/// Runs a program on a file of 40 MiB within 8 MiB. Returns what it said.
+fn equal(program: &str) -> String {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), (40 << 20) + 777);
+    let output = run_program(&format!("{BEGIN}{program}\nprint('all is equal')"), "8MiB", &path);
+    let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
+    told
+}
+
+#[test]
+fn nothing_is_mapped_over_a_mapped_file() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+one = map_file()
+assert not of_kernel(one)
+for over, len in [(one + page, page), (one - page, 3 * page), (one + (38 << 20), 8 << 20)]:
+    for flags, of in [(PRIVATE | ANON, -1), (SHARED, fd)]:
+        assert map_file(0, len, READ, flags | FIXED, of, over) is None and ctypes.get_errno() == errno.ENOMEM
+assert map_file(0, page, READ, PRIVATE | ANON | NOREPLACE, -1, one + page) is None
+assert ctypes.get_errno() == errno.EEXIST
+plain = c.mmap(None, 8 * page, READ, PRIVATE | ANON, -1, 0)
+assert c.mremap(plain, 8 * page, 8 * page, 3, one + page) == FAILED and ctypes.get_errno() == errno.ENOMEM
+assert same(one)
+# Anywhere else it is the program's business.
+assert map_file(0, 8 * page, READ, SHARED | FIXED, fd, plain) == plain and same(plain, 0, 8 * page)
+room = c.mmap(None, whole, 0, PRIVATE | ANON, -1, 0)
+assert map_file(at=room, flags=PRIVATE | FIXED) == room and of_kernel(room) and same(room)
+"#,
+    );
+    assert_eq!(told.matches("fixed address").count(), 1, "{told}");
+}
+
+#[test]
+fn fragments_may_be_unmapped_and_mapped_again() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+import random
+random.seed(3)
+for round in range(6):
+    one = map_file()
+    assert not of_kernel(one) and same(one, 0, 8 << 20)
+    parts, at = [], 0
+    while at < whole:
+        len = min(random.randrange(1, 3000) * page, whole - at)
+        parts.append((at, len))
+        at += len
+    random.shuffle(parts)
+    kept = parts[: 1 + round % 3]
+    for at, len in parts[1 + round % 3 :]:
+        assert c.munmap(one + at, len) == 0
+    for at, len in kept:
+        assert same(one + at, at, min(len, size - at)), "a part that stayed"
+    two = map_file()
+    assert same(two), "mapped again"
+    for at, len in kept:
+        assert c.munmap(one + at, len) == 0
+    assert same(two), "when the first mapping was gone"
+    assert c.munmap(two, size) == 0
+assert c.munmap(one + 1, page) == -1 and ctypes.get_errno() == errno.EINVAL
+assert c.munmap(one, 0) == -1 and ctypes.get_errno() == errno.EINVAL
+"#,
+    );
+}
+
+#[test]
+fn a_mapping_shrinks_and_moves_as_mremap_says() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+MAYMOVE, TO, STAYS = 1, 2, 4
+one = map_file()
+assert c.mremap(one, size, 9 << 20, 0, None) == one and same(one, 0, 9 << 20)
+assert c.mremap(one, 9 << 20, size, 0, None) == FAILED and ctypes.get_errno() == errno.ENOMEM
+for wrong in [(one + 1, size, page, 0), (one, size, 0, 0), (one, size, size, 8), (one, size, size, TO)]:
+    assert c.mremap(*wrong, None) == FAILED and ctypes.get_errno() == errno.EINVAL, wrong
+grown = c.mremap(one, 9 << 20, size, MAYMOVE, None)
+assert grown not in (FAILED, one) and of_kernel(grown) and same(grown)
+two = map_file()
+assert not of_kernel(two) and same(two)
+# A part, to a place that the program has chosen, and one that stays where it was besides.
+room = c.mmap(None, 2 << 20, 0, PRIVATE | ANON, -1, 0)
+assert c.mremap(two + (3 << 20), 2 << 20, 2 << 20, MAYMOVE | TO, room) == room and same(room, 3 << 20, 2 << 20)
+again = c.mremap(two + (5 << 20), 1 << 20, 1 << 20, MAYMOVE | STAYS, None)
+assert again != FAILED and same(again, 5 << 20, 1 << 20) and same(two)
+# Other memory moves as ever.
+plain = c.mmap(None, 1 << 20, READ | WRITE, PRIVATE | ANON, -1, 0)
+ctypes.memset(plain, 7, 1 << 20)
+plain = c.mremap(plain, 1 << 20, 16 << 20, MAYMOVE, None)
+assert plain != FAILED and ctypes.string_at(plain, 1 << 20) == b"\7" * (1 << 20)
+"#,
+    );
+}
+
+#[test]
+fn advice_about_the_file_loses_nothing() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+one = map_file()
+half = ctypes.string_at(one, size // 2)
+def cached():
+    """Kilobytes of the page cache that are this file's."""
+    plain = map_file(0, size, READ | WRITE, PRIVATE)
+    state = (ctypes.c_ubyte * (whole // page))()
+    assert of_kernel(plain) and c.mincore(ctypes.c_void_p(plain), size_t(size), state) == 0
+    c.munmap(plain, size)
+    return 4 * sum(one & 1 for one in state)
+os.sync()
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+dropped = cached()
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+assert c.readahead(fd, offset_t(0), size_t(size)) == 0
+for advice in (os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM, os.POSIX_FADV_NORMAL):
+    os.posix_fadvise(fd, 0, 0, advice)
+assert cached() <= dropped + 4096, (dropped, cached())
+assert c.posix_fadvise(fd, offset_t(0), offset_t(0), 99) == errno.EINVAL
+for advice in (mmap.MADV_DONTNEED, mmap.MADV_WILLNEED, mmap.MADV_RANDOM):
+    assert c.madvise(ctypes.c_void_p(one), size_t(size), advice) == 0
+assert c.mlock(ctypes.c_void_p(one), size_t(size)) == 0 and c.mlock2(ctypes.c_void_p(one), size_t(size), 1) == 0
+assert same(one)
+"#,
+    );
+}
+
+/// Before, it is the business of what is mapped later; afterwards it would wait for ever.
+#[test]
+fn regression_a_program_that_locks_all_its_memory_reads_the_file_and_goes_on() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+CURRENT, FUTURE = 1, 2
+if c.mlockall(FUTURE) != 0:
+    print("locking is not allowed")
+one = map_file()
+assert not of_kernel(one) and same(one)
+for flags in (CURRENT, CURRENT | FUTURE):
+    assert c.mlockall(flags) == -1 and ctypes.get_errno() == errno.ENOMEM
+assert c.munlockall() == 0 and same(one)
+"#,
+    );
+    assert_eq!(told.matches("mlockall").count(), 1, "{told}");
+}
+
+#[test]
+fn read_only_mappings_of_every_kind_are_taken() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+for flags in (SHARED, PRIVATE, SHARED | POPULATE, PRIVATE | POPULATE, 3):
+    one = map_file(flags=flags)
+    assert one and not of_kernel(one), flags
+    assert same(one), flags
+    assert c.munmap(one, size) == 0
+for offset, len in [(page, None), (3 << 20, 33 << 20), (0, 32 << 20), (0, whole)]:
+    one = map_file(offset, len)
+    assert one and not of_kernel(one) and same(one, offset, min(len or size, size - offset)), (offset, len)
+    assert ctypes.string_at(one + size - offset, 50) == bytes(50), "zeros behind the end"
+# A mapping too short to matter, and one that reaches behind the end, are the kernel's.
+for offset, len in [(0, 1 << 20), (page, whole)]:
+    one = map_file(offset, len)
+    assert of_kernel(one) and same(one, offset, min(len, size - offset))
+assert map_file(1) is None and ctypes.get_errno() == errno.EINVAL
+"#,
+    );
+}
+
+#[test]
+fn what_may_be_written_stays_the_kernels() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+one = map_file(prot=READ | WRITE, flags=PRIVATE)
+assert of_kernel(one)
+ctypes.memset(one + 5 * page, 1, page)
+assert ctypes.string_at(one + 5 * page, page) == b"\1" * page and same(one + 6 * page, 6 * page)
+both = os.open(path, os.O_RDWR)
+two = map_file(fd=both)
+assert of_kernel(two) and same(two)
+assert c.mprotect(two, page, READ | WRITE) == 0
+three = map_file()
+assert not of_kernel(three) and same(three)
+assert c.mprotect(three, page, READ | WRITE) == -1 and ctypes.get_errno() == errno.EACCES
+assert c.mprotect(three, page, READ) == 0
+"#,
+    );
+}
+
+/// A program that is started by this one has the library, and a pool of its own. A child by `fork` has the kernel's
+/// mappings, of files that it maps later too.
+#[test]
+fn children_map_the_file_for_themselves() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+if len(sys.argv) == 4:
+    one = map_file()
+    assert not of_kernel(one) and same(one)
+    sys.exit(0)
+one = map_file()
+assert same(one)
+again = [sys.executable, "-c", sys.argv[0] == "-c" and open("/proc/self/cmdline").read().split("\0")[2], path, "7", "x"]
+assert subprocess.run(again).returncode == 0, "by vfork and exec"
+assert os.waitpid(os.posix_spawn(again[0], again, os.environ), 0)[1] == 0, "by posix_spawn"
+assert same(one)
+child = os.fork()
+if child == 0:
+    code = 3
+    try:
+        two = map_file()
+        assert of_kernel(one) and of_kernel(two) and two != one and same(two) and same(one)
+        assert c.munmap(one, size) == 0 and map_file(0, page, READ, PRIVATE | ANON | FIXED, -1, one) == one
+        assert ctypes.string_at(one, page) == bytes(page)
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(child, 0)[1] == 0, "by fork"
+child = os.fork()
+if child == 0:
+    os.execv(again[0], again)
+assert os.waitpid(child, 0)[1] == 0, "by fork and exec"
+assert same(one)
+"#,
+    );
+    // This one, and three programs that it started.
+    assert_eq!(told.matches("file(s) mapped").count(), 4, "{told}");
+}
+
+#[test]
+fn two_programs_map_a_file_at_once() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), (40 << 20) + 777);
+    // Each waits until the other has mapped the file and read some of it.
+    let program = format!(
+        "{BEGIN}{}",
+        r#"
+one = map_file()
+assert not of_kernel(one) and same(one, 0, 20 << 20)
+print("half", flush=True)
+sys.stdin.readline()
+assert same(one)
+print("all is equal", flush=True)
+"#
+    );
+    let start = || {
+        let mut command = outcore();
+        command.args(["run", "--budget", "8MiB", "--", "python3", "-c", &program]).arg(&path).arg("7");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut both = [start(), start()];
+    let mut readers = both.each_mut().map(|child| BufReader::new(child.stdout.take().unwrap()));
+    for reader in &mut readers {
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        assert_eq!(line, "half\n");
+    }
+    for child in &mut both {
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    }
+    for (child, reader) in both.into_iter().zip(&mut readers) {
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success() && line == "all is equal\n", "{output:?}: {line}");
+    }
+}

@@ -1,0 +1,89 @@
+//! Programs of others, as they are: numpy and safetensors read a model that is larger than its memory.
+
+use super::*;
+
+/// The interpreter that has numpy and safetensors: `scripts/fetch_programs.sh` installs them. Says so if it has not.
+fn interpreter() -> Option<PathBuf> {
+    let folder = std::env::var_os("OUTCORE_PEERS").map_or_else(|| PathBuf::from(".venv"), PathBuf::from);
+    let python = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder).join("bin/python");
+    let has = Command::new(&python).args(["-c", "import numpy, safetensors"]).output();
+    if has.is_ok_and(|output| output.status.success()) {
+        return Some(python);
+    }
+    let required = std::env::var("OUTCORE_REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|one| one == "programs"), "skips, though OUTCORE_REQUIRE names programs");
+    eprintln!("SKIPPED: numpy and safetensors are not there; run scripts/fetch_programs.sh");
+    None
+}
+
+/// Writes tensors, 57 MiB in all, whose values follow from their names.
+const WRITE: &str = r#"
+import numpy, sys
+from safetensors.numpy import save_file
+
+def values(layer):
+    return numpy.random.default_rng(layer).standard_normal((1000 + layer, 499), dtype=numpy.float32)
+
+if __name__ == "__main__" and len(sys.argv) == 2:
+    save_file({f"model.layers.{layer}.weight": values(layer) for layer in range(30)}, sys.argv[1])
+"#;
+
+fn reads(program: &str) {
+    if !can_run() {
+        return;
+    }
+    let Some(python) = interpreter() else { return };
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("model.safetensors");
+    let written = Command::new(&python).args(["-c", WRITE]).arg(&path).output().unwrap();
+    assert!(written.status.success(), "{written:?}");
+    let output = outcore()
+        .args(["run", "--budget", "8MiB", "--"])
+        .arg(&python)
+        .args(["-c", &format!("{WRITE}{program}\nprint('all is equal')")])
+        .arg(&path)
+        .arg("read")
+        .output()
+        .unwrap();
+    let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(output.status.success() && said == "all is equal\n", "{:?}: {said}{told}", output.status);
+    assert!(told.contains("1 file(s) mapped, model.safetensors (57."), "{told}");
+}
+
+#[test]
+fn numpy_memmap_reads_the_same_bytes() {
+    reads(
+        r#"
+import json
+plain = open(sys.argv[1], "rb")
+header = json.loads(plain.read(int.from_bytes(plain.read(8), "little")))
+begin = plain.tell()
+whole = numpy.memmap(sys.argv[1], mode="r")
+for turn in range(2):
+    for layer in range(30):
+        first, end = header[f"model.layers.{layer}.weight"]["data_offsets"]
+        view = whole[begin + first : begin + end].view(numpy.float32).reshape(1000 + layer, 499)
+        assert numpy.array_equal(view, values(layer)), (turn, layer)
+# A part of the file, which begins anywhere.
+first, end = header["model.layers.3.weight"]["data_offsets"]
+part = numpy.memmap(sys.argv[1], mode="r", dtype=numpy.float32, offset=begin + first, shape=(1003, 499))
+assert numpy.array_equal(part, values(3)) and part.sum() == values(3).sum()
+"#,
+    );
+}
+
+#[test]
+fn safetensors_reads_the_same_tensors() {
+    reads(
+        r#"
+from safetensors import safe_open
+# Opened anew for each pass, as programs do.
+for turn in range(3):
+    with safe_open(sys.argv[1], framework="numpy") as file:
+        for layer in list(range(30)) if turn != 1 else list(range(29, -1, -1)):
+            name = f"model.layers.{layer}.weight"
+            assert numpy.array_equal(file.get_tensor(name), values(layer)), (turn, name)
+            assert numpy.array_equal(file.get_slice(name)[7:900, 3:77], values(layer)[7:900, 3:77]), (turn, name)
+"#,
+    );
+}

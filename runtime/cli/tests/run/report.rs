@@ -1,0 +1,172 @@
+//! At the end one paragraph says what happened: however the program ends, if the C library learns of it. Where nothing
+//! was mapped, it says why.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
+
+use super::*;
+
+/// Maps the file and reads it once.
+const PASS: &str = r#"
+import ctypes, mmap, os, signal, sys
+
+file = open(sys.argv[1], "rb")
+one = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+for at in range(0, len(one), 1 << 20):
+    one[at : at + 1000]
+"#;
+
+fn program(program: &str, path: &Path) -> (std::process::ExitStatus, String) {
+    let output = run_program(&format!("{PASS}{program}"), "8MiB", path);
+    (output.status, String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn the_paragraph_says_what_was_read_and_what_waited() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let (status, told) = program("", &path);
+    assert!(status.success(), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+    for part in ["outcore: 1 file(s) mapped, model.gguf (40.0 MiB): ", "Waiting took ", "The budget was 8.0 MiB."] {
+        assert!(told.contains(part), "{part:?} is not in {told}");
+    }
+    let number = |behind: &str| -> f64 {
+        let (_, rest) = told.split_once(behind).unwrap_or_else(|| panic!("{behind:?} is not in {told}"));
+        let digits: String = rest.chars().take_while(|one| one.is_ascii_digit() || *one == '.').collect();
+        digits.trim_end_matches('.').parse().unwrap()
+    };
+    assert!(number("(40.0 MiB): ") >= 40.0 && number("into at most ") <= 8.0, "{told}");
+    let (used, there) = (number("were used "), number("times: "));
+    let (ahead, waited) = (number("were there, "), number("read ahead, "));
+    assert!(used >= 20.0 && used == there + ahead + waited && waited >= 1.0, "{told}");
+    assert!(!told.contains("copied"), "{told}");
+}
+
+#[test]
+fn weights_that_were_copied_are_told() {
+    if !can_run() {
+        return;
+    }
+    const COPY: &str = r#"
+c = ctypes.CDLL(None)
+c.mmap.restype = ctypes.c_void_p
+half = len(one) // 2
+# Anonymous memory that stays to the end, as weights do.
+room = c.mmap(None, ctypes.c_size_t(half), 3, 0x22, -1, ctypes.c_long(0))
+for at in range(0, half, 1 << 20):
+    ctypes.memmove(room + at, one[at : at + (1 << 20)], 1 << 20)
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 96 << 20);
+    // Copied while the file is read first, so the pass comes without one before it.
+    let copy = format!("{}{COPY}", PASS.split("for at").next().unwrap());
+    let output = run_program(&copy, "8MiB", &path);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && told.contains("it copied weights") && told.contains("--no-repack"), "{told}");
+}
+
+#[test]
+fn it_is_told_however_the_program_ends() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    const HANDLED: &str = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\nos.kill(os.getpid(), signal.SIGTERM)";
+    for (end, code, signal, is_told) in [
+        ("sys.exit(3)", Some(3), None, true),
+        ("raise RuntimeError", Some(1), None, true),
+        (HANDLED, Some(5), None, true),
+        ("os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()", None, Some(15), false),
+        ("os._exit(4)", Some(4), None, false),
+    ] {
+        let (status, told) = program(end, &path);
+        assert_eq!((status.code(), status.signal()), (code, signal), "{end}: {told}");
+        assert_eq!(told.contains("1 file(s) mapped"), is_told, "{end}: {told}");
+    }
+}
+
+#[test]
+fn where_nothing_is_mapped_the_reason_is_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    const COPY_ON_WRITE: &str =
+        "import mmap, sys; f = open(sys.argv[1], 'rb'); mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)";
+    let output = run_program(COPY_ON_WRITE, "8MiB", &path);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("no file was mapped: model.gguf may be written by the program"), "{told}");
+    // Without a model there is nothing to tell.
+    for nothing in
+        ["pass", "import mmap, sys; f = open(sys.executable, 'rb'); mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)"]
+    {
+        let output = run_program(nothing, "8MiB", &path);
+        assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    }
+}
+
+/// Maps its first argument, prints a checksum.
+const C: &str = r#"
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+int main(int argc, char **argv) {
+    struct stat found;
+    int fd = open(argv[argc - 1], O_RDONLY);
+    if (fd < 0 || fstat(fd, &found) != 0) return 2;
+    const unsigned char *bytes = mmap(NULL, found.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (bytes == MAP_FAILED) return 3;
+    unsigned long sum = 0;
+    for (long at = 0; at < found.st_size; at++) sum = sum * 31 + bytes[at];
+    printf("%lu\n", sum);
+    return 0;
+}
+"#;
+
+#[test]
+fn programs_that_do_not_take_the_library_are_told_and_run() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let source = folder.path().join("sum.c");
+    std::fs::write(&source, C).unwrap();
+    let build = |name: &str, options: &[&str]| {
+        let program = folder.path().join(name);
+        let built = Command::new("cc").arg("-O1").args(options).arg("-o").arg(&program).arg(&source).output();
+        built.is_ok_and(|output| output.status.success()).then_some(program)
+    };
+    let run = |program: &Path| {
+        let output = outcore().args(["run", "--budget", "8MiB", "--"]).arg(program).arg(&path).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    let Some(usual) = build("usual", &[]) else { return eprintln!("SKIPPED: there is no C compiler (cc)") };
+    let [expected, told] = run(&usual);
+    assert!(told.contains("1 file(s) mapped") && told.lines().count() == 1, "{told}");
+    // A script is what runs it.
+    let script = folder.path().join("script");
+    let line = format!("#!/usr/bin/env -S {} \n", usual.display());
+    std::fs::write(&script, line).unwrap();
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let [said, told] = run(&script);
+    assert!(said == expected && told.contains("1 file(s) mapped") && told.lines().count() == 1, "{told}");
+    let Some(alone) = build("alone", &["-static"]) else {
+        return eprintln!("SKIPPED: the C library cannot be linked statically here");
+    };
+    let [said, told] = run(&alone);
+    assert_eq!(said, expected);
+    assert!(
+        told.contains("is statically linked: its mappings stay the kernel's") && told.lines().count() == 1,
+        "{told}"
+    );
+}

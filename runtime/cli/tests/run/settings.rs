@@ -1,0 +1,352 @@
+//! What is asked for is kept: budgets, which files, which policy, where the report goes. What cannot be is said.
+
+use super::*;
+
+/// Reads a file in a mapping once, and says whether the mapping was the kernel's, with the process's memory.
+const PASS: &str = r#"
+import ctypes, mmap, os, subprocess, sys
+
+file = open(sys.argv[1], "rb")
+one = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
+
+
+def passes():
+    for at in range(0, len(one), 1 << 20):
+        file.seek(at)
+        assert one[at : at + 1000] == file.read(1000)
+
+
+of_kernel = os.path.realpath(sys.argv[1]) in open("/proc/self/maps").read()
+"#;
+
+fn with(options: &[&str], program: &str, path: &Path) -> (String, String) {
+    let mut command = outcore();
+    command.arg("run").args(options).args(["--", "python3", "-c", &format!("{PASS}{program}")]).arg(path);
+    let output = command.output().unwrap();
+    let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(output.status.success(), "{options:?}: {:?}: {said}{told}", output.status);
+    (said, told)
+}
+
+const MAPPED: &str = "passes()\nprint('kernel' if of_kernel else 'mapped')";
+
+/// The program's memory grows by 200 MB within a second, and goes again. Pages make room, and then take it.
+#[test]
+fn the_whole_process_stays_within_its_memory() {
+    if !can_run() {
+        return;
+    }
+    const GROW: &str = r#"
+import time
+passes()
+before = status("VmRSS")
+kept, begin = [], time.monotonic()
+for step in range(100):
+    kept.append(mmap.mmap(-1, 2_000_000))
+    kept[-1].write(b"\1" * 2_000_000)
+    at = (step << 22) % len(one)
+    one[at : at + 1000]
+    time.sleep(max(0, begin + (step + 1) * 0.01 - time.monotonic()))
+passes()
+grown = status("VmRSS")
+for memory in kept:
+    memory.close()
+while status("VmRSS") < grown - 200_000_000 + (100 << 20):
+    passes()
+assert not of_kernel
+print(status("VmHWM"), before)
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 330 << 20);
+    let (said, told) = with(&["--memory", "320MiB"], GROW, &path);
+    let numbers: Vec<u64> = said.split_whitespace().map(|number| number.parse().unwrap()).collect();
+    assert!(numbers[0] <= 320 << 20, "the peak was {} bytes: {told}", numbers[0]);
+    // Before it grew, pages had the room.
+    assert!(numbers[1] > 240 << 20, "{} bytes were held: {told}", numbers[1]);
+    assert!(told.contains("of 320.0 MiB") && told.contains("pages were given"), "{told}");
+}
+
+/// Four threads compare what is mapped with what is read, while another one takes and gives back memory.
+const THREADS: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const unsigned char *bytes;
+static long size;
+static int fd;
+
+static void *reader(void *seed) {
+    unsigned state = (unsigned)(long)seed;
+    unsigned char expected[3000];
+    for (int round = 0; round < 1500; round++) {
+        long at = (((long)rand_r(&state) << 31) ^ rand_r(&state)) % (size - (long)sizeof expected);
+        if (pread(fd, expected, sizeof expected, at) != sizeof expected) exit(3);
+        if (memcmp(expected, bytes + at, sizeof expected) != 0) exit(4);
+    }
+    return NULL;
+}
+
+int main(int argc, char **argv) {
+    pthread_t threads[4];
+    struct stat found;
+    if (argc < 2 || (fd = open(argv[1], O_RDONLY)) < 0 || fstat(fd, &found) != 0) return 2;
+    size = found.st_size;
+    bytes = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+    for (long i = 0; i < 4; i++) pthread_create(&threads[i], NULL, reader, (void *)(i + 1));
+    for (int round = 0; round < 12; round++) {
+        char *own = mmap(NULL, 64 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        for (long at = 0; at < 64 << 20; at += 4096) {
+            own[at] = 1;
+            if (at % (1 << 20) == 0) usleep(2000);
+        }
+        munmap(own, 64 << 20);
+    }
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    printf("all is equal\n");
+    return 0;
+}
+"#;
+
+#[test]
+fn threads_read_the_file_while_its_budget_comes_and_goes() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 150 << 20);
+    let (source, threads) = (folder.path().join("threads.c"), folder.path().join("threads"));
+    std::fs::write(&source, THREADS).unwrap();
+    let built = Command::new("cc").args(["-O1", "-pthread", "-o"]).arg(&threads).arg(&source).output();
+    if !built.is_ok_and(|output| output.status.success()) {
+        return eprintln!("SKIPPED: there is no C compiler (cc)");
+    }
+    // The second is less than the program takes at times.
+    for memory in ["150MiB", "80MiB"] {
+        let mut command = outcore();
+        let output = command.args(["run", "--memory", memory, "--"]).arg(&threads).arg(&path).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{memory}: {:?}: {told}", output.status);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "all is equal\n", "{told}");
+        assert!(told.contains("1 file(s) mapped"), "{memory}: {told}");
+    }
+}
+
+#[test]
+fn what_fits_beside_the_program_is_left_to_the_kernel() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 80 << 20);
+    for (options, whose) in [
+        (["--memory", "60MiB"].as_slice(), "mapped\n"),
+        (&["--memory", "84MiB"], "mapped\n"),
+        (&["--memory", "200MiB"], "kernel\n"),
+        (&["--budget", "79MiB"], "mapped\n"),
+        (&["--budget", "80MiB"], "kernel\n"),
+        // There is more than that on any machine that builds this.
+        (&[], "kernel\n"),
+    ] {
+        let (said, told) = with(options, MAPPED, &path);
+        assert_eq!(said, whose, "{options:?}: {told}");
+        assert_eq!(told.contains("no file was mapped: model.gguf (80.0 MiB) fits"), whose == "kernel\n", "{told}");
+    }
+}
+
+/// Two files that fit alone do not fit together.
+#[test]
+fn files_are_to_fit_together() {
+    if !can_run() {
+        return;
+    }
+    const SECOND: &str = r#"
+other = open(sys.argv[1].replace("model", "second"), "rb")
+two = mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ)
+again = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+maps = open("/proc/self/maps").read()
+assert of_kernel and "second.gguf" not in maps and maps.count("model.gguf") == 2
+passes()
+assert two[:] == other.read()
+print("equal")
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    std::fs::copy(&path, folder.path().join("second.gguf")).unwrap();
+    let (said, told) = with(&["--budget", "64MiB"], SECOND, &path);
+    assert_eq!(said, "equal\n");
+    assert!(told.contains("1 file(s) mapped, second.gguf"), "{told}");
+}
+
+/// The first of three files fits; its name tells that there are more.
+#[test]
+fn the_files_of_one_model_are_to_fit_together() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for (name, whose) in [("m-00001-of-00003.gguf", "mapped\n"), ("m-00001-of-00002.gguf", "kernel\n")] {
+        let part = folder.path().join(name);
+        std::fs::copy(&path, &part).unwrap();
+        let (said, told) = with(&["--budget", "100MiB"], MAPPED, &part);
+        assert_eq!(said, whose, "{name}: {told}");
+    }
+}
+
+/// Without a size, the limit is that of the control group.
+#[test]
+fn without_a_size_the_control_group_is_the_limit() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 150 << 20);
+    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"))
+        .args(["120MiB", env!("CARGO_BIN_EXE_outcore"), "run", "--", "python3", "-c", &format!("{PASS}{MAPPED}")])
+        .arg(&path)
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    if output.status.code() == Some(77) {
+        return eprintln!("SKIPPED: {told}");
+    }
+    assert!(output.status.success() && told.contains("oom_kills=0"), "{told}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "mapped\n", "{told}");
+}
+
+#[test]
+fn only_files_that_match_are_mapped() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let whole = format!("{}/*.gguf", folder.path().canonicalize().unwrap().display());
+    for (patterns, whose) in [
+        (["*.gguf"].as_slice(), "mapped\n"),
+        (&[&whole], "mapped\n"),
+        (&["*.safetensors", "mod?l.*"], "mapped\n"),
+        (&["*.safetensors"], "kernel\n"),
+        (&["/nowhere/*.gguf"], "kernel\n"),
+    ] {
+        let mut options = vec!["--budget", "8MiB"];
+        options.extend(patterns.iter().flat_map(|pattern| ["--match", pattern]));
+        let (said, told) = with(&options, MAPPED, &path);
+        assert_eq!(said, whose, "{patterns:?}: {told}");
+        assert_eq!(told.contains("does not match --match"), whose == "kernel\n", "{told}");
+    }
+}
+
+#[test]
+fn policies_are_named() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for policy in ["lru", "plan", "s3fifo", "random"] {
+        let (said, _) = with(&["--budget", "16MiB", "--policy", policy], MAPPED, &path);
+        assert_eq!(said, "mapped\n", "{policy}");
+    }
+}
+
+/// The timeline is one that `outcore report` draws. What the program starts writes a file of its own.
+#[test]
+fn a_report_is_written() {
+    if !can_run() {
+        return;
+    }
+    const CHILD: &str = "
+passes()
+if len(sys.argv) == 2:
+    again = [sys.executable, '-c', open('/proc/self/cmdline').read().split('\\0')[2], sys.argv[1], 'child']
+    os.chdir('/')
+    assert subprocess.run(again).returncode == 0
+";
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20).canonicalize().unwrap();
+    let mut command = outcore();
+    command.current_dir(folder.path()).args(["run", "--budget", "8MiB", "--report", "run.json", "--", "python3", "-c"]);
+    let output = command.arg(format!("{PASS}{CHILD}")).arg(&path).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && told.contains("run.json` shows more"), "{told}");
+    let found = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let written: Vec<_> = found.filter(|path| path.display().to_string().contains("run.json")).collect();
+    assert_eq!(written.len(), 2, "{written:?}");
+    for file in written {
+        let page = folder.path().join("page.html");
+        let drawn = outcore().arg("report").arg(&file).arg("-o").arg(&page).output().unwrap();
+        assert!(drawn.status.success(), "{}", String::from_utf8_lossy(&drawn.stderr));
+        let said = String::from_utf8_lossy(&drawn.stdout);
+        assert!(said.contains("timeline by lane") && said.contains("stalls by cause"), "{said}");
+    }
+}
+
+#[test]
+fn wrong_settings_are_refused() {
+    let refused = |arguments: &[&str], parts: &[&str]| {
+        let output = outcore().arg("run").args(arguments).args(["--", "true"]).output().unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        for part in parts {
+            assert!(told.contains(part), "{arguments:?}: {part:?} is not in {told}");
+        }
+    };
+    refused(&["--budget", "1GiB", "--memory", "1GiB"], &["--budget", "--memory", "cannot be used"]);
+    refused(&["--memory", "much"], &["much", "512MiB"]);
+    refused(&["--policy", "lrv"], &["lrv", "the closest name is lru"]);
+    refused(&["--match", "a**b"], &["a**b", "--match"]);
+    if can_run() {
+        refused(&["--report", "/nowhere/run.json"], &["/nowhere/run.json", "--report"]);
+    }
+}
+
+/// Too little memory costs the program its mappings, not its life.
+#[test]
+fn too_little_is_said() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for (option, size) in [("--memory", "4MiB"), ("--budget", "1KiB"), ("--budget", "4MiB")] {
+        let (said, told) = with(&[option, size], MAPPED, &path);
+        assert_eq!(said, "kernel\n", "{told}");
+        assert!(told.contains("the kernel's: ") && told.contains("raise"), "{option} {size}: {told}");
+    }
+}
+
+/// Variables that nobody understands cost the program its mappings, not its life.
+#[test]
+fn wrong_variables_leave_all_to_the_kernel() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for variables in [
+        [("OUTCORE_RUN_BUDGET", "much"), ("OUTCORE_RUN_POLICY", "lru")],
+        [("OUTCORE_RUN_BUDGET", "8388608"), ("OUTCORE_RUN_MEMORY", "8388608")],
+        [("OUTCORE_RUN_BUDGET", "8388608"), ("OUTCORE_RUN_POLICY", "none such")],
+        [("OUTCORE_RUN_BUDGET", "8388608"), ("OUTCORE_RUN_MATCH", "a**b")],
+    ] {
+        let mut command = Command::new("python3");
+        command.args(["-c", &format!("{PASS}{MAPPED}")]).arg(&path).envs(variables);
+        let library = Path::new(env!("CARGO_BIN_EXE_outcore")).with_file_name("liboutcore_preload.so");
+        let output = command.env("LD_PRELOAD", library).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "kernel\n", "{told}");
+        assert_eq!(told.matches("files stay the kernel's").count(), 1, "{variables:?}: {told}");
+    }
+}

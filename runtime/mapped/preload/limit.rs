@@ -1,0 +1,254 @@
+//! How much memory pages may take. With a limit on the whole process, that is what the program itself leaves: the
+//! process's resident memory is measured a few dozen times a second, and the budget follows.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use outcore::machine::{LimitSource, MemoryLimit};
+use outcore::{Bytes, Runtime, Stats};
+use parking_lot::Mutex;
+
+use crate::pool::{self, Identity, page_size, say};
+use crate::settings::{Memory, Settings};
+
+/// Between two measurements; the shorter one while the program's memory grows.
+pub const CALM: Duration = Duration::from_millis(20);
+const GROWING: Duration = Duration::from_millis(5);
+/// Growth of the program's memory, in bytes a second, from which on it is measured more often.
+const FAST: f64 = 16e6;
+/// Of the program's own memory, the most within this time counts: frames that just come or go are counted at another
+/// moment than the process's memory. Growth is measured over the same time, so that one large allocation is not taken
+/// for the first of many.
+const WINDOW: Duration = Duration::from_millis(300);
+const LOOKS: usize = 64;
+/// The reserve is this part of the limit, within these bounds, and what the program would take in [`AHEAD`] seconds, up
+/// to another part.
+const RESERVE_PART: u64 = 16;
+const RESERVE: (u64, u64) = (4 << 20, 48 << 20);
+const AHEAD: f64 = 0.15;
+const AHEAD_PART: u64 = 8;
+/// Before the budget grows, the program has kept still for so long.
+const STILL: Duration = Duration::from_millis(300);
+/// Pages that a pass needs beside those that the fault thread keeps pinned.
+const BESIDE_PINNED: u64 = 4;
+
+/// Memory of this process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Held {
+    pub resident: u64,
+    /// The part of it that is of files, or shared.
+    pub of_files: u64,
+}
+
+/// Reads `/proc/self/statm`. It stays open, so that no descriptor is needed later.
+#[derive(Debug)]
+pub struct Gauge(File);
+
+impl Gauge {
+    pub fn open() -> Option<Self> {
+        File::open("/proc/self/statm").ok().map(Self)
+    }
+
+    pub fn read(&self) -> Option<Held> {
+        let mut text = [0; 128];
+        let len = self.0.read_at(&mut text, 0).ok()?;
+        let mut fields = std::str::from_utf8(text.get(..len)?).ok()?.split_ascii_whitespace().skip(1);
+        let mut pages = || fields.next()?.parse::<u64>().ok();
+        Some(Held { resident: pages()? * page_size(), of_files: pages()? * page_size() })
+    }
+}
+
+/// Memory in frames now.
+pub fn in_frames(stats: &Stats) -> u64 {
+    let frames = stats.device_frames;
+    (frames.used + frames.free).saturating_sub(frames.bare) * stats.page_size.bytes()
+}
+
+/// Files that were left to the kernel: they are to fit together.
+static LEFT: Mutex<Vec<Identity>> = Mutex::new(Vec::new());
+
+fn left() -> u64 {
+    LEFT.lock().iter().map(|(.., len)| len).sum()
+}
+
+/// What is allowed, once it is known.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    Pages(u64),
+    Process(u64),
+}
+
+impl Limit {
+    /// Of the first file that might be mapped.
+    pub fn of(settings: &Settings) -> Option<Self> {
+        Some(match settings.memory {
+            Memory::Pages(bytes) => Self::Pages(bytes),
+            Memory::Process(bytes) => Self::Process(bytes),
+            Memory::Left => {
+                let limit = MemoryLimit::detect().ok()?;
+                let free = limit.free().get().saturating_add(cached(&limit.source));
+                Self::Process(Gauge::open()?.read()?.resident + free / 10 * 9)
+            }
+        })
+    }
+
+    /// Whether a file is left to the kernel, with those that were before it. Once there is a pool, no further ones are:
+    /// files share it. Of a model in several files all count. The program's own memory is counted without its files,
+    /// and with a reserve: it will grow.
+    pub fn leaves(self, file: Identity, files: u64, has_pool: bool) -> bool {
+        let mut left = LEFT.lock();
+        if has_pool || left.contains(&file) {
+            return left.contains(&file);
+        }
+        let all = left.iter().map(|(.., len)| len).sum::<u64>();
+        // Files of one model are about as long as each other.
+        let all = if left.is_empty() { file.4.saturating_mul(files) } else { all.saturating_add(file.4) };
+        let fits = match self {
+            Self::Pages(budget) => all <= budget,
+            Self::Process(limit) => {
+                let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, |held| held.resident - held.of_files);
+                all.saturating_add(own).saturating_add(reserve(limit, 0.0)) <= limit
+            }
+        };
+        if fits {
+            left.push(file);
+        }
+        fits
+    }
+
+    /// The budget to begin with.
+    pub fn first_budget(self) -> u64 {
+        match self {
+            Self::Pages(budget) => budget.saturating_sub(left()),
+            Self::Process(limit) => {
+                let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, |held| held.resident);
+                limit.saturating_sub(own).saturating_sub(reserve(limit, 0.0))
+            }
+        }
+    }
+
+    /// What is said where a budget holds no page.
+    pub fn too_little(self, budget: u64) -> String {
+        let budget = Bytes::new(budget);
+        match self {
+            Self::Pages(_) => format!("a budget of {budget} holds no page: raise --budget"),
+            Self::Process(limit) => {
+                format!("of {} the program itself leaves {budget}, which is no page: raise --memory", Bytes::new(limit))
+            }
+        }
+    }
+}
+
+/// Page cache of a control group, which the kernel gives back when others need it.
+fn cached(source: &LimitSource) -> u64 {
+    let (folder, names): (&Path, [&str; 2]) = match source {
+        LimitSource::CgroupV1(folder) => (folder, ["total_inactive_file", "total_active_file"]),
+        LimitSource::CgroupV2(folder) => (folder, ["inactive_file", "active_file"]),
+        _ => return 0,
+    };
+    let text = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+    let value = |line: &str| {
+        let (name, value) = line.split_once(' ')?;
+        names.contains(&name).then(|| value.parse::<u64>().ok())?
+    };
+    text.lines().filter_map(value).sum()
+}
+
+/// How many files a model has, by the name of one (`model-00001-of-00003.gguf`).
+pub fn shards(path: &Path) -> u64 {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = |text: &str| {
+        let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().ok().filter(|_| digits.len() >= 4)
+    };
+    name.rsplit_once("-of-").and_then(|(_, rest)| number(rest)).unwrap_or(1).max(1)
+}
+
+fn reserve(limit: u64, growth: f64) -> u64 {
+    (limit / RESERVE_PART).clamp(RESERVE.0, RESERVE.1) + ((growth * AHEAD) as u64).min(limit / AHEAD_PART)
+}
+
+/// Keeps the budget to what the program leaves.
+#[derive(Debug)]
+pub struct Follower {
+    limit: u64,
+    budget: u64,
+    /// The program's own memory at the last measurements.
+    looks: VecDeque<(Instant, u64)>,
+    /// The most growth seen, in bytes a second; half of it is forgotten in each second.
+    growth: f64,
+    still_since: Instant,
+    failed: bool,
+    /// The smallest and the largest budget there was, and whether the program itself left less than the least.
+    pub range: (u64, u64),
+    pub short: bool,
+}
+
+impl Follower {
+    pub fn new(limit: u64, budget: u64) -> Self {
+        Self {
+            limit,
+            budget,
+            looks: VecDeque::with_capacity(LOOKS),
+            growth: 0.0,
+            still_since: Instant::now(),
+            failed: false,
+            range: (budget, budget),
+            short: false,
+        }
+    }
+
+    /// Looks at a measurement, and changes the budget where it must, but not to less than holds what is `pinned`.
+    /// Returns when to measure again.
+    pub fn look(&mut self, runtime: &Runtime, held: Held, frames: u64, page: u64, pinned: u64) -> Duration {
+        let (now, own) = (Instant::now(), held.resident.saturating_sub(frames));
+        let elapsed = self.looks.back().map_or(0.0, |(at, _)| now.duration_since(*at).as_secs_f64());
+        let old = |(at, _): &(Instant, u64)| now.duration_since(*at) > WINDOW;
+        while self.looks.len() == LOOKS || self.looks.front().is_some_and(old) {
+            self.looks.pop_front();
+        }
+        let before = self.looks.front().map_or(own, |(_, own)| *own);
+        self.looks.push_back((now, own));
+        let growing = own.saturating_sub(before) as f64 / WINDOW.as_secs_f64();
+        self.growth = growing.max(self.growth * 0.5_f64.powf(elapsed));
+        let own = self.looks.iter().map(|(_, own)| *own).max().unwrap_or(own);
+        let target = self.limit.saturating_sub(own).saturating_sub(reserve(self.limit, self.growth));
+        // With less, faults would wait for frames that nobody lets go.
+        let floor = (pinned + BESIDE_PINNED) * page;
+        self.short |= target < floor;
+        let target = target.max(floor);
+        if target < self.budget {
+            self.still_since = now;
+            self.set(runtime, target / page * page);
+        } else if target - self.budget < (self.limit / 32).max(4 * page) {
+            self.still_since = now;
+        } else if now.duration_since(self.still_since) >= STILL {
+            self.still_since = now;
+            self.set(runtime, target / page * page);
+        }
+        if growing >= FAST { GROWING } else { CALM }
+    }
+
+    fn set(&mut self, runtime: &Runtime, budget: u64) {
+        if budget < self.budget {
+            pool::let_go();
+        }
+        match runtime.set_device_budget(Bytes::new(budget)) {
+            Ok(()) => self.failed = false,
+            Err(error) => {
+                if !std::mem::replace(&mut self.failed, true) {
+                    say(&format!("the budget for pages does not change to {}: {error}", Bytes::new(budget)));
+                }
+                // A smaller one holds in any case.
+                if budget > self.budget {
+                    return;
+                }
+            }
+        }
+        self.budget = budget;
+        self.range = (self.range.0.min(budget), self.range.1.max(budget));
+    }
+}

@@ -1,0 +1,259 @@
+//! The thread that measures, and what is said at the end.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use outcore::machine::ProcessMemory;
+use outcore::{Bytes, Runtime, Stats};
+use parking_lot::{Condvar, Mutex};
+
+use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
+use crate::pool::say;
+use crate::settings::Settings;
+use crate::timeline::Timeline;
+
+/// Between two writes of the timeline. What is kept in between are a few thousand spans.
+const WRITE: Duration = Duration::from_millis(500);
+/// At the end, how long is waited for a measurement that is under way.
+const AT_END: Duration = Duration::from_secs(2);
+/// The program is still reading the file for the first time as long as this many times its bytes were not read.
+const FIRST_PASS: f64 = 1.25;
+/// The least part of the files that counts as copied.
+const COPIED_PART: u64 = 3;
+
+#[derive(Debug)]
+struct Seen {
+    timeline: Option<Timeline>,
+    written: Instant,
+    /// The program's anonymous memory when the first file was mapped, and the most while it was read first.
+    anonymous: Option<(u64, u64)>,
+    /// Bytes of all mapped files.
+    of_files: u64,
+}
+
+impl Seen {
+    fn count_anonymous(&mut self, stats: &Stats, held: Held) {
+        if let Some((_, most)) = &mut self.anonymous
+            && (stats.traffic.disk_read.get() as f64) < self.of_files as f64 * FIRST_PASS
+        {
+            let own = held.resident.saturating_sub(held.of_files);
+            *most = (*most).max(own.saturating_sub(limit::in_frames(stats)));
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Watch {
+    limit: Limit,
+    gauge: Option<Gauge>,
+    report: Option<PathBuf>,
+    seen: Mutex<Seen>,
+    /// Apart: a smaller budget waits for pages to be let go, and nobody may wait for that.
+    follower: Mutex<Option<Follower>>,
+    /// The most pages that the fault thread keeps pinned.
+    pinned: AtomicU64,
+    ended: Mutex<bool>,
+    end: Condvar,
+}
+
+impl Watch {
+    /// Starts the thread.
+    pub fn start(runtime: &Runtime, limit: Limit, budget: u64, settings: &Settings) -> Arc<Self> {
+        let follower = match limit {
+            Limit::Pages(_) => None,
+            Limit::Process(bytes) => Some(Follower::new(bytes, budget)),
+        };
+        let timeline = settings.report.as_deref().and_then(|path| match Timeline::create(path) {
+            Ok(timeline) => Some(timeline),
+            Err(cause) => {
+                say(&format!("{} is not written: {cause}", path.display()));
+                None
+            }
+        });
+        let report = settings.report.clone().filter(|_| timeline.is_some());
+        let seen = Seen { timeline, written: Instant::now(), anonymous: None, of_files: 0 };
+        let this = Arc::new(Self {
+            limit,
+            gauge: Gauge::open(),
+            report,
+            seen: Mutex::new(seen),
+            follower: Mutex::new(follower),
+            pinned: AtomicU64::new(0),
+            ended: Mutex::new(false),
+            end: Condvar::new(),
+        });
+        let (own, of) = (this.clone(), runtime.clone());
+        let started = std::thread::Builder::new().name("outcore-memory".to_owned()).spawn(move || own.run(&of));
+        if let Err(cause) = started {
+            say(&format!("the program's memory is not followed: no thread ({cause}); raise `ulimit -u`"));
+        }
+        this
+    }
+
+    fn run(&self, runtime: &Runtime) {
+        let mut pause = CALM;
+        loop {
+            let mut ended = self.ended.lock();
+            // Notified only at the end: what is waited for is the next measurement.
+            self.end.wait_for(&mut ended, pause);
+            if *ended {
+                return;
+            }
+            drop(ended);
+            pause = self.look(runtime);
+        }
+    }
+
+    fn look(&self, runtime: &Runtime) -> Duration {
+        let mut seen = self.seen.lock();
+        let stats = runtime.stats();
+        let frames = limit::in_frames(&stats);
+        let Some(held) = self.gauge.as_ref().and_then(Gauge::read) else { return CALM };
+        seen.count_anonymous(&stats, held);
+        if seen.written.elapsed() >= WRITE {
+            self.write(&mut seen, runtime);
+        }
+        drop(seen);
+        let (page, pinned) = (stats.page_size.bytes(), self.pinned.load(Ordering::Relaxed));
+        let mut follower = self.follower.lock();
+        follower.as_mut().map_or(CALM, |follower| follower.look(runtime, held, frames, page, pinned))
+    }
+
+    fn write(&self, seen: &mut Seen, runtime: &Runtime) {
+        seen.written = Instant::now();
+        if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report)
+            && let Err(cause) = timeline.add(runtime.take_timeline())
+        {
+            say(&format!("{} is not written on: {cause}", path.display()));
+            seen.timeline = None;
+        }
+    }
+
+    /// A file was mapped, of which so many pages may be kept pinned.
+    pub fn mapped(&self, runtime: &Runtime, len: u64, pinned: u64) {
+        self.pinned.fetch_max(pinned, Ordering::Relaxed);
+        let stats = runtime.stats();
+        let mut seen = self.seen.lock();
+        seen.of_files += len;
+        if let (None, Some(held)) = (seen.anonymous, self.gauge.as_ref().and_then(Gauge::read)) {
+            let own = held.resident.saturating_sub(held.of_files).saturating_sub(limit::in_frames(&stats));
+            seen.anonymous = Some((own, own));
+        }
+    }
+
+    /// Ends the measurements, and says what happened.
+    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, u64)]) {
+        *self.ended.lock() = true;
+        self.end.notify_all();
+        let stats = runtime.stats();
+        let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
+            return say(&what_was_read(files, &stats));
+        };
+        self.write(&mut seen, runtime);
+        if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
+            seen.count_anonymous(&stats, held);
+        }
+        let mut text = what_was_read(files, &stats);
+        if let Limit::Pages(_) = self.limit {
+            text += &format!(" The budget was {}.", stats.device.1);
+        }
+        let follower = self.follower.try_lock_for(AT_END);
+        if let (Some(follower), Limit::Process(limit)) = (follower.as_deref().and_then(Option::as_ref), self.limit) {
+            let peak = ProcessMemory::now().map_or(0, |memory| memory.peak.get());
+            let (least, most) = follower.range;
+            text += &format!(
+                " The process held at most {} of {}, and pages were given ",
+                Bytes::new(peak),
+                Bytes::new(limit)
+            );
+            text += &match least == most {
+                true => format!("{}.", Bytes::new(most)),
+                false => format!("{} to {}.", Bytes::new(least), Bytes::new(most)),
+            };
+            if follower.short {
+                text += " The program itself left less than the least that pages need; raise --memory.";
+            }
+        }
+        if let Some((before, most)) = seen.anonymous
+            && most.saturating_sub(before) > seen.of_files / COPIED_PART
+        {
+            text += &format!(
+                " While the program first read the file, its own memory grew by {}: it copied weights (llama.cpp does \
+                 to repack them; `--no-repack` keeps them in the file).",
+                Bytes::new(most - before)
+            );
+        }
+        if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report) {
+            let left_out = timeline.left_out + stats.spans_dropped;
+            match timeline.finish() {
+                Ok(()) if left_out == 0 => text += &format!(" `outcore report {}` shows more.", path.display()),
+                Ok(()) => {
+                    text += &format!(" {} has the run but for its last {left_out} spans.", path.display());
+                }
+                Err(cause) => text += &format!(" {} was not written: {cause}.", path.display()),
+            }
+        }
+        say(&text);
+    }
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats) -> String {
+    let named: Vec<String> =
+        files.iter().take(3).map(|(path, len)| format!("{} ({})", name(path), Bytes::new(*len))).collect();
+    let more = if files.len() > 3 { format!(" and {} more files", files.len() - 3) } else { String::new() };
+    let (traffic, pager) = (&stats.traffic, &stats.pager);
+    let mut text = format!(
+        "{} file(s) mapped, {}{more}: {} read, into at most {} of memory. Pages were used {} times: {} were there, {} \
+         had been read ahead, {} were waited for.",
+        files.len(),
+        named.join(", "),
+        traffic.disk_read,
+        traffic.peak_device,
+        pager.uses,
+        pager.hits,
+        pager.prefetched,
+        pager.late + pager.faults,
+    );
+    let causes = stats.stalls.iter().filter(|stall| stall.count > 0);
+    let causes: Vec<String> =
+        causes.map(|stall| format!("{:.1} s: {}", stall.time.as_secs_f64(), stall.name)).collect();
+    if !causes.is_empty() {
+        let all: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
+        text += &format!(" Waiting took {all:.1} s ({}).", causes.join(", "));
+    }
+    if stats.read_retries > 0 {
+        text += &format!(" {} reads failed and were tried again.", stats.read_retries);
+    }
+    text
+}
+
+/// Files that might have been mapped, and why they were not.
+static LEFT: Mutex<Vec<(PathBuf, String)>> = Mutex::new(Vec::new());
+const LEFT_MAX: usize = 8;
+static LEFT_BY: AtomicU32 = AtomicU32::new(0);
+
+/// Notes why a file is the kernel's.
+pub fn leave(path: &Path, why: impl FnOnce() -> String) {
+    let mut left = LEFT.lock();
+    if left.len() < LEFT_MAX && !left.iter().any(|(known, _)| known == path) {
+        LEFT_BY.store(std::process::id(), Ordering::Relaxed);
+        left.push((path.to_owned(), why()));
+    }
+}
+
+/// Says why nothing was mapped, if there was a file that might have been.
+pub fn tell_of_what_was_left() {
+    // A child by fork has its parent's list.
+    if LEFT_BY.load(Ordering::Relaxed) != std::process::id() {
+        return;
+    }
+    let Some(left) = LEFT.try_lock_for(AT_END).filter(|left| !left.is_empty()) else { return };
+    let why: Vec<String> = left.iter().map(|(path, why)| format!("{} {why}", name(path))).collect();
+    say(&format!("no file was mapped: {}", why.join("; ")));
+}
