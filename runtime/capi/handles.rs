@@ -1,0 +1,109 @@
+//! The table of all living objects, and the handles by which C names them.
+//!
+//! A handle is a key of the table: a place, and how often the place was used before. So it is told from the handle that
+//! had the place earlier. The kind is in the handle's top bits, which also keeps it from being NULL.
+
+use std::any::Any;
+use std::ptr;
+use std::sync::{Arc, LazyLock};
+
+use outcore::{Error, ErrorKind, Result};
+use sharded_slab::{Config, Slab};
+
+/// How a handle's 64 bits are used: 4 for the kind, 14 for the thread that made it, 23 for the place, and 23 for how
+/// often the place was used.
+struct Bits;
+
+impl Config for Bits {
+    const MAX_THREADS: usize = 16_384;
+    const INITIAL_PAGE_SIZE: usize = 32;
+    const MAX_PAGES: usize = 17;
+    const RESERVED_BITS: usize = KIND_BITS as usize;
+}
+
+const KIND_BITS: u32 = 4;
+const KEY_BITS: u32 = usize::BITS - KIND_BITS;
+
+const _: () = assert!(usize::BITS == 64, "a handle needs 64 bits");
+
+type Object = Arc<dyn Any + Send + Sync>;
+
+static OBJECTS: LazyLock<Slab<Object, Bits>> = LazyLock::new(Slab::new_with_config);
+
+/// Names of the kinds, by the number that a handle has in its top bits.
+const NAMES: [&str; 10] = [
+    "NULL",
+    "outcore_error",
+    "outcore_runtime",
+    "outcore_model",
+    "outcore_tensor",
+    "outcore_guard",
+    "outcore_scope",
+    "outcore_walker",
+    "outcore_mapped",
+    "outcore_text",
+];
+
+/// What C has handles of. In C the type stands for the handle's target, which is never defined there.
+pub trait Kind: Any + Send + Sync + Sized {
+    /// Its place among [`NAMES`]; not 0.
+    const NUMBER: usize;
+}
+
+fn invalid(what: String, remedy: String) -> Error {
+    Error::new(ErrorKind::InvalidArgument, what).remedy(remedy)
+}
+
+/// The key of a handle, if it can be one of this kind.
+fn key<T: Kind>(handle: *const T, name: &str) -> Result<usize> {
+    let (bits, wanted) = (handle.addr(), NAMES[T::NUMBER]);
+    if bits == 0 {
+        return Err(invalid(format!("{name} is NULL"), format!("pass a handle of an {wanted}")));
+    }
+    match bits >> KEY_BITS {
+        kind if kind == T::NUMBER => Ok(bits & (usize::MAX >> KIND_BITS)),
+        kind => {
+            let found = NAMES.get(kind).filter(|_| kind > 0).map_or("no handle at all", |found| found);
+            Err(invalid(format!("{name} is {found}, not an {wanted}"), format!("pass a handle of an {wanted}")))
+        }
+    }
+}
+
+fn gone<T: Kind>(name: &str) -> Error {
+    let kind = NAMES[T::NUMBER];
+    invalid(
+        format!("{name} is no living {kind}: it was closed or freed before, or is no handle at all"),
+        "use each handle until it is closed or freed, and not afterwards".to_owned(),
+    )
+}
+
+/// A handle for a new object.
+///
+/// # Errors
+/// `OutOfMemory` if the thread has millions of handles; the object is dropped then.
+pub fn keep<T: Kind>(object: T) -> Result<*mut T> {
+    let key = OBJECTS.insert(Arc::new(object)).ok_or_else(|| {
+        Error::new(ErrorKind::OutOfMemory, "this thread has made more handles than a thread may have, some 4 million")
+            .remedy("close or free handles that are not needed any more")
+    })?;
+    Ok(ptr::without_provenance_mut(key | T::NUMBER << KEY_BITS))
+}
+
+/// The object that a handle names. It lives on as long as this is held, whatever other threads close.
+///
+/// # Errors
+/// `InvalidArgument` if the handle names none of this kind. `name` is the argument's.
+pub fn held<T: Kind>(handle: *const T, name: &str) -> Result<Arc<T>> {
+    let object = OBJECTS.get(key(handle, name)?).map(|entry| Arc::clone(&entry));
+    object.and_then(|object| object.downcast().ok()).ok_or_else(|| gone::<T>(name))
+}
+
+/// As [`held`], and the handle names nothing any more.
+///
+/// # Errors
+/// As for [`held`].
+pub fn taken<T: Kind>(handle: *mut T, name: &str) -> Result<Arc<T>> {
+    let object = held(handle, name)?;
+    // Of two threads that close one handle, one is told that it was closed.
+    if OBJECTS.remove(key(handle, name)?) { Ok(object) } else { Err(gone::<T>(name)) }
+}

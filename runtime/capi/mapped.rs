@@ -1,0 +1,96 @@
+//! Mapped files: a range of addresses behind which pages come and go.
+//!
+//! Hints about a mapped file belong here too, behind the functions that open and describe one.
+
+use std::ffi::c_char;
+
+use ::outcore_mapped::Mapped;
+
+use crate::call::{done, free, outcore_error, outcore_status, quiet};
+use crate::handles::{Kind, held};
+use crate::raw::{self, Out};
+use crate::runtime::outcore_runtime;
+use crate::tensor::outcore_tensor;
+
+use std::ffi::c_void;
+use std::ptr;
+
+/// A file as a range of addresses: a touch of a page that is not there waits until it has been read. Close it with
+/// `outcore_mapped_close`.
+pub struct outcore_mapped {
+    mapped: Mapped,
+}
+
+impl Kind for outcore_mapped {
+    const NUMBER: usize = 8;
+}
+
+/// Maps a whole file, of any format, for reading. The runtime's device must be "faulting". Reads nothing yet.
+///
+/// `*mapped` is the caller's, to be closed with `outcore_mapped_close`.
+///
+/// Errors: `OUTCORE_INVALID_ARGUMENT` for another device or no regular file, `OUTCORE_BUDGET_TOO_SMALL` if the budget has
+/// less than four pages, `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_CLOSED`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_open(
+    runtime: *const outcore_runtime,
+    path: *const c_char,
+    mapped: *mut *mut outcore_mapped,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let (mapped, error) = unsafe { (Out::handle(mapped), Out::handle(error)) };
+    done(error, || {
+        let runtime = held(runtime, "runtime")?;
+        // SAFETY: the header asks that texts end with a zero.
+        let path = unsafe { raw::path(path) }.ok_or_else(|| raw::null("path"))?;
+        mapped.give("mapped", outcore_mapped { mapped: Mapped::open(&runtime.runtime, path)? })
+    })
+}
+
+/// The first address of a mapped file. It is the same until the file is closed, and may be read from any thread. A page
+/// that cannot be read is SIGBUS, as with mmap. NULL if `mapped` is no living mapped file.
+#[unsafe(no_mangle)]
+pub extern "C" fn outcore_mapped_data(mapped: *const outcore_mapped) -> *const c_void {
+    quiet(ptr::null(), || Ok(held(mapped, "mapped")?.mapped.as_ptr().cast()))
+}
+
+/// How many bytes a mapped file has. 0 if `mapped` is no living mapped file.
+#[unsafe(no_mangle)]
+pub extern "C" fn outcore_mapped_length(mapped: *const outcore_mapped) -> usize {
+    quiet(0, || Ok(held(mapped, "mapped")?.mapped.len()))
+}
+
+/// Why a page could not be read: the first failure. Returns `OUTCORE_OK` if all could.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_failure(
+    mapped: *const outcore_mapped,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let error = unsafe { Out::handle(error) };
+    done(error, || held(mapped, "mapped")?.mapped.failure().map_or(Ok(()), Err))
+}
+
+/// A mapped file as a tensor of bytes, with the same addresses: a page of it that is pinned is there.
+///
+/// `*tensor` is the caller's, to be freed with `outcore_tensor_free`.
+///
+/// Errors: `OUTCORE_INVALID_ARGUMENT` only.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_tensor(
+    mapped: *const outcore_mapped,
+    tensor: *mut *mut outcore_tensor,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let (tensor, error) = unsafe { (Out::handle(tensor), Out::handle(error)) };
+    done(error, || tensor.give("tensor", outcore_tensor::new(held(mapped, "mapped")?.mapped.tensor().clone())))
+}
+
+/// Closes a mapped file. NULL is allowed. Nobody may touch its addresses from here on, nor be in a touch of one. Returns
+/// `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it was closed before.
+#[unsafe(no_mangle)]
+pub extern "C" fn outcore_mapped_close(mapped: *mut outcore_mapped) -> outcore_status {
+    free(mapped)
+}
