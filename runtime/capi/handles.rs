@@ -63,8 +63,12 @@ fn key<T: Kind>(handle: *const T, name: &str) -> Result<usize> {
     match bits >> KEY_BITS {
         kind if kind == T::NUMBER => Ok(bits & (usize::MAX >> KIND_BITS)),
         kind => {
-            let found = NAMES.get(kind).filter(|_| kind > 0).map_or("no handle at all", |found| found);
-            Err(invalid(format!("{name} is {found}, not an {wanted}"), format!("pass a handle of an {wanted}")))
+            let found = NAMES.get(kind).filter(|_| kind > 0);
+            let what = match found {
+                Some(found) => format!("{name} is an {found}, not an {wanted}"),
+                None => format!("{name} is no handle"),
+            };
+            Err(invalid(what, format!("pass a handle of an {wanted}")))
         }
     }
 }

@@ -9,8 +9,7 @@ use outcore_mapped::Faulting;
 use crate::raw::{self, Extensible};
 
 /// How to open a runtime. Set `size` to `sizeof(outcore_options)` and leave zero what shall have its default:
-///
-///     outcore_options options = { .size = sizeof options, .device_budget = 64 << 20 };
+/// `outcore_options options = { .size = sizeof options, .device_budget = 64 << 20 };`
 ///
 /// Texts and paths are copied: they need to live only until the call returns.
 #[repr(C)]
