@@ -2,18 +2,18 @@
 //!
 //! Hints about a mapped file belong here too, behind the functions that open and describe one.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
+use std::ptr;
 
 use ::outcore_mapped::Mapped;
+use outcore::{Error, ErrorKind};
 
 use crate::call::{done, free, outcore_error, outcore_status, quiet};
 use crate::handles::{Kind, held};
+use crate::options::FAULTING;
 use crate::raw::{self, Out};
 use crate::runtime::outcore_runtime;
 use crate::tensor::outcore_tensor;
-
-use std::ffi::c_void;
-use std::ptr;
 
 /// A file as a range of addresses: a touch of a page that is not there waits until it has been read. Close it with
 /// `outcore_mapped_close`.
@@ -44,6 +44,11 @@ pub unsafe extern "C" fn outcore_mapped_open(
         let runtime = held(runtime, "runtime")?;
         // SAFETY: the header asks that texts end with a zero.
         let path = unsafe { raw::path(path) }.ok_or_else(|| raw::null("path"))?;
+        if !runtime.faulting {
+            let message = format!("files are mapped on the device {FAULTING:?}, and this runtime has another");
+            let remedy = format!("open a runtime with options.device {FAULTING:?}");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy(remedy));
+        }
         mapped.give("mapped", outcore_mapped { mapped: Mapped::open(&runtime.runtime, path)? })
     })
 }

@@ -50,21 +50,26 @@ unsafe impl Extensible for outcore_options {
     const NAME: &'static str = "outcore_options";
 }
 
+const HOST: &str = "host";
+pub const FAULTING: &str = "faulting";
+
 fn device(builder: RuntimeBuilder, name: &str) -> Result<RuntimeBuilder> {
     match name {
-        "host" => Ok(builder),
-        "faulting" => Ok(builder.device(Faulting::new()?)),
+        HOST => Ok(builder),
+        FAULTING => Ok(builder.device(Faulting::new()?)),
         _ => Err(Error::new(ErrorKind::InvalidArgument, format!("device {name:?} does not exist here"))
-            .remedy("choose host or faulting")),
+            .remedy(format!("choose {HOST} or {FAULTING}"))),
     }
 }
 
+/// A builder with the settings of these options, and whether the device is "faulting".
+///
 /// # Safety
 /// `options` is NULL or points to options, whose texts end with a zero.
-pub unsafe fn builder(options: *const outcore_options) -> Result<RuntimeBuilder> {
+pub unsafe fn builder(options: *const outcore_options) -> Result<(RuntimeBuilder, bool)> {
     let mut builder = Runtime::builder();
     if options.is_null() {
-        return Ok(builder);
+        return Ok((builder, false));
     }
     // SAFETY: the caller's promise.
     let options = unsafe { raw::read(options, "options")? };
@@ -73,9 +78,8 @@ pub unsafe fn builder(options: *const outcore_options) -> Result<RuntimeBuilder>
     // SAFETY: the same.
     let path = |path| unsafe { raw::path(path) };
 
-    if let Some(name) = text(options.device, "options.device")? {
-        builder = device(builder, name)?;
-    }
+    let name = text(options.device, "options.device")?.unwrap_or(HOST);
+    builder = device(builder, name)?;
     if options.device_budget > 0 {
         builder = builder.device_budget(Bytes::new(options.device_budget));
     }
@@ -104,9 +108,10 @@ pub unsafe fn builder(options: *const outcore_options) -> Result<RuntimeBuilder>
     if let Some(verify) = text(options.verify, "options.verify")? {
         builder = builder.verify(verify.parse()?);
     }
-    Ok(match options.io_timeout_ms {
+    builder = match options.io_timeout_ms {
         0 => builder,
         u64::MAX => builder.io_timeout(None),
         limit => builder.io_timeout(Some(Duration::from_millis(limit))),
-    })
+    };
+    Ok((builder, name == FAULTING))
 }

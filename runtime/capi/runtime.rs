@@ -13,6 +13,8 @@ use crate::raw::{self, Extensible, Out};
 /// An open runtime: its budgets, its policy, its threads. Close it with `outcore_runtime_close`.
 pub struct outcore_runtime {
     pub(crate) runtime: Runtime,
+    /// Whether files can be mapped.
+    pub(crate) faulting: bool,
 }
 
 impl Kind for outcore_runtime {
@@ -95,8 +97,8 @@ pub unsafe extern "C" fn outcore_runtime_open(
     let (runtime, error) = unsafe { (Out::handle(runtime), Out::handle(error)) };
     done(error, || {
         // SAFETY: the header asks that options are NULL or whole.
-        let builder = unsafe { options::builder(options)? };
-        runtime.give("runtime", outcore_runtime { runtime: builder.open()? })
+        let (builder, faulting) = unsafe { options::builder(options)? };
+        runtime.give("runtime", outcore_runtime { runtime: builder.open()?, faulting })
     })
 }
 

@@ -25,7 +25,10 @@ fn has(tool: &str) -> bool {
 /// Says that tests skip for want of this, unless the machine is known to have it.
 fn lacks(what: &str, required: &str) -> Option<PathBuf> {
     let all = std::env::var("OUTCORE_REQUIRE").unwrap_or_default();
-    assert!(!all.split(',').any(|one| one == required), "skips for want of {what}, though OUTCORE_REQUIRE names {required}");
+    assert!(
+        !all.split(',').any(|one| one == required),
+        "skips for want of {what}, though OUTCORE_REQUIRE names {required}"
+    );
     eprintln!("SKIPPED: {what}");
     None
 }
@@ -239,6 +242,26 @@ fn misuse_is_told_and_harms_nothing() {
         let said = text(&output.stdout);
         assert!(said.ends_with("\n0 wrong\n"), "{link:?}: {said}");
         assert!(output.stderr.is_empty(), "{link:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn every_function_does_what_it_says_from_one_thread_and_from_several() {
+    let Some(prefix) = prefix() else { return };
+    let folder = folder();
+    let model = model(folder.path());
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tour.c");
+    let used = fs::read_to_string(&source).unwrap();
+    let unused: Vec<_> = declared().into_iter().filter(|name| !used.contains(&format!("{name}("))).collect();
+    let of_errors = |name: &String| name.starts_with("outcore_error_");
+    assert!(unused.iter().all(of_errors), "tour.c does not use {unused:?}, which misuse.c may do for errors only");
+    for link in Link::ALL {
+        let program = compile(&prefix, &source, folder.path(), link);
+        let said = text(&passes(run(&program).arg(&model).arg(folder.path())).stdout);
+        assert!(said.ends_with(": all as it should be\n"), "{link:?}: {said}");
+        if said.contains("SKIPPED") {
+            eprintln!("{link:?}: {said}");
+        }
     }
 }
 

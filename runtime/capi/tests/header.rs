@@ -24,9 +24,9 @@ fn header() -> String {
         line_length: 118,
         ..cbindgen::Config::default()
     };
-    let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
-        builder.with_src(source.join(file))
-    });
+    let builder = files
+        .iter()
+        .fold(cbindgen::Builder::new().with_config(config), |builder, file| builder.with_src(source.join(file)));
     let mut text = Vec::new();
     builder.generate().unwrap().write(&mut text);
     String::from_utf8(text).unwrap()

@@ -1,0 +1,505 @@
+/*
+ * Every function of outcore.h, used as it is meant, from one thread and from several. misuse.c is the other half.
+ *
+ *     tour MODEL FOLDER
+ *
+ * MODEL has the tensors of tests/c.rs: blk.{0,1}.ffn_{gate,up,down}_exps.weight, F32 [16, 128, 128].
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <fcntl.h>
+#include <outcore.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "tour.c:%d: %s\n", __LINE__, #condition);                                                  \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+/* Calls with a place for an error, which says what went wrong. */
+#define STATUS(wanted, call)                                                                                           \
+    do {                                                                                                               \
+        outcore_error *error = NULL;                                                                                   \
+        outcore_status status = (call);                                                                                \
+        if (status != (wanted)) {                                                                                      \
+            fprintf(stderr, "tour.c:%d: %s: %s: %s\n", __LINE__, #call, outcore_status_name(status),                   \
+                    error ? outcore_error_text(error) : "");                                                           \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+        CHECK((error == NULL) == (status == OUTCORE_OK || status == OUTCORE_NOT_READY));                               \
+        outcore_error_free(error);                                                                                     \
+    } while (0)
+#define OK(call) STATUS(OUTCORE_OK, call)
+
+enum { PAGE = 65536, ROW = 65536, ROWS = 16 };
+
+static const char *path, *folder;
+
+static outcore_runtime *open_runtime(const char *device, uint64_t pages)
+{
+    outcore_runtime *runtime = NULL;
+    outcore_options options = {.size = sizeof options,
+                               .device = device,
+                               .device_budget = pages * PAGE,
+                               .host_budget = 2 * PAGE,
+                               .page_size = PAGE,
+                               .policy = "plan",
+                               .scratch_dir = folder,
+                               .scratch_budget = 64 << 20,
+                               .lookahead = "off",
+                               .io = "auto",
+                               .verify = "first",
+                               .io_timeout_ms = 60000};
+    OK(outcore_runtime_open(&options, &runtime, &error));
+    return runtime;
+}
+
+static outcore_tensor *bytes_of(outcore_runtime *runtime, uint64_t rows)
+{
+    outcore_tensor *tensor = NULL;
+    const uint64_t shape[2] = {rows, PAGE};
+    OK(outcore_alloc(runtime, "U8", shape, 2, &tensor, &error));
+    return tensor;
+}
+
+static outcore_tensor *row_of(const outcore_tensor *tensor, uint64_t row)
+{
+    outcore_tensor *part = NULL;
+    OK(outcore_tensor_rows(tensor, row, row + 1, &part, &error));
+    return part;
+}
+
+static int all_are(const void *bytes, size_t length, int value)
+{
+    for (size_t n = 0; n < length; n++)
+        if (((const unsigned char *)bytes)[n] != value)
+            return 0;
+    return 1;
+}
+
+/* The file's bytes. */
+static unsigned char *file;
+
+static void read_file(void)
+{
+    int handle = open(path, O_RDONLY);
+    off_t end = lseek(handle, 0, SEEK_END);
+    CHECK(handle >= 0 && end > 0 && (file = malloc((size_t)end)) != NULL);
+    for (off_t at = 0; at < end;) {
+        ssize_t got = pread(handle, file + at, (size_t)(end - at), at);
+        CHECK(got > 0);
+        at += got;
+    }
+    close(handle);
+}
+
+static void models(void)
+{
+    outcore_runtime *runtime = open_runtime(NULL, 8);
+    outcore_model *model = NULL;
+    outcore_tensor *named = NULL, *counted = NULL;
+    OK(outcore_model_open(runtime, path, &model, &error));
+    CHECK(outcore_model_count(model) == 6);
+    CHECK(strcmp(outcore_model_name(model, 4), "blk.1.ffn_up_exps.weight") == 0);
+    CHECK(strcmp(outcore_model_file(model, 0), path) == 0);
+    OK(outcore_model_tensor(model, "blk.1.ffn_up_exps.weight", &named, &error));
+    OK(outcore_model_tensor_at(model, 4, &counted, &error));
+    outcore_tensor_info one = {.size = sizeof one}, other = {.size = sizeof other};
+    OK(outcore_tensor_describe(named, &one, &error));
+    OK(outcore_tensor_describe(counted, &other, &error));
+    CHECK(one.address == other.address && one.bytes == 16 * 128 * 128 * 4 && one.rank == 3 && !one.writable);
+    CHECK(one.shape[0] == ROWS && one.shape[1] == 128 && one.shape[2] == 128 && one.page_size == PAGE);
+    CHECK(strcmp(one.dtype, "F32") == 0 && strcmp(one.name, "blk.1.ffn_up_exps.weight") == 0);
+    CHECK(one.block_elements == 1 && one.block_bytes == 4 && one.pages >= 16 && one.size == sizeof one);
+    /* A program that was compiled against a shorter structure gets that much. */
+    outcore_tensor_info shorter = {.size = offsetof(outcore_tensor_info, rank), .rank = 77};
+    OK(outcore_tensor_describe(named, &shorter, &error));
+    CHECK(shorter.rank == 77 && shorter.shape[0] == ROWS);
+
+    uint32_t number = 9;
+    uint64_t offset = 0;
+    OK(outcore_model_place(model, 4, &number, &offset, &error));
+    CHECK(number == 0);
+    outcore_model_close(model); /* its tensors stay */
+    for (uint64_t n = 0; n < ROWS; n++) {
+        outcore_tensor *row = row_of(named, n);
+        outcore_guard *guard = NULL;
+        OK(outcore_pin(runtime, row, &guard, &error));
+        CHECK(outcore_guard_length(guard) == ROW && outcore_guard_count(guard) == 1);
+        CHECK((uint64_t)(uintptr_t)outcore_guard_data(guard) == one.address + n * ROW);
+        CHECK(memcmp(outcore_guard_data(guard), file + offset + n * ROW, ROW) == 0);
+        outcore_tensor_free(row); /* its guard stays */
+        CHECK(memcmp(outcore_guard_data_at(guard, 0), file + offset + n * ROW, ROW) == 0);
+        CHECK(outcore_unpin(guard) == OUTCORE_OK);
+    }
+    outcore_tensor_free(named);
+    outcore_tensor_free(counted);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+static void limits(void)
+{
+    outcore_runtime *runtime = open_runtime("host", 4);
+    outcore_model *model = NULL;
+    outcore_tensor *tensor = NULL;
+    outcore_guard *guard = NULL, *write = NULL;
+    OK(outcore_model_open(runtime, path, &model, &error));
+    OK(outcore_model_tensor(model, "blk.0.ffn_down_exps.weight", &tensor, &error));
+    outcore_tensor *row = row_of(tensor, 5);
+    STATUS(OUTCORE_NOT_READY, outcore_pin_try(runtime, row, &guard, &error)); /* nobody has read it yet */
+    CHECK(guard == NULL);
+    OK(outcore_pin_timeout(runtime, row, UINT64_MAX, &guard, &error));
+    outcore_unpin(guard);
+    OK(outcore_pin_try(runtime, row, &guard, &error));
+    outcore_unpin(guard);
+
+    outcore_tensor *own = bytes_of(runtime, 1);
+    OK(outcore_pin_mut_timeout(runtime, own, UINT64_MAX, &write, &error));
+    STATUS(OUTCORE_NOT_READY, outcore_pin_timeout(runtime, own, 1000, &guard, &error)); /* a writer has it */
+    STATUS(OUTCORE_NOT_READY, outcore_pin_set_timeout(runtime, &own, 1, 0, &guard, &error));
+    outcore_unpin(write);
+    OK(outcore_pin_set_timeout(runtime, &own, 1, UINT64_MAX, &guard, &error));
+    outcore_unpin(guard);
+    OK(outcore_pin_set(runtime, NULL, 0, &guard, &error)); /* a set of none */
+    CHECK(outcore_guard_count(guard) == 0 && outcore_guard_data(guard) == NULL && outcore_unpin(guard) == OUTCORE_OK);
+    outcore_tensor_free(own);
+    outcore_tensor_free(row);
+    outcore_tensor_free(tensor);
+    outcore_model_close(model);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+/* Four times the budget, written and read back by rows. */
+static void writes(void)
+{
+    outcore_runtime *runtime = open_runtime("host", 4);
+    outcore_tensor *tensor = bytes_of(runtime, ROWS), *rows[ROWS];
+    outcore_guard *guard = NULL;
+    for (int n = 0; n < ROWS; n++) {
+        rows[n] = row_of(tensor, (uint64_t)n);
+        OK(outcore_pin_mut(runtime, rows[n], &guard, &error));
+        CHECK(outcore_guard_data_mut(guard) == outcore_guard_data(guard));
+        CHECK(all_are(outcore_guard_data(guard), outcore_guard_length(guard), 0));
+        memset(outcore_guard_data_mut(guard), n + 1, outcore_guard_length(guard));
+        outcore_unpin(guard);
+    }
+    OK(outcore_pin_set_mut(runtime, rows, 2, &guard, &error));
+    CHECK(outcore_guard_count(guard) == 2 && outcore_guard_length_at(guard, 1) == PAGE);
+    CHECK(all_are(outcore_guard_data_at(guard, 1), PAGE, 2));
+    memset(outcore_guard_data_mut_at(guard, 1), 99, PAGE);
+    outcore_unpin(guard);
+    for (int n = 0; n < ROWS; n++) {
+        OK(outcore_pin(runtime, rows[n], &guard, &error));
+        CHECK(all_are(outcore_guard_data(guard), PAGE, n == 1 ? 99 : n + 1));
+        outcore_unpin(guard);
+    }
+    uint32_t pages = 0;
+    uint64_t given = 0;
+    OK(outcore_evict(runtime, rows[ROWS - 1], &pages, &error));
+    CHECK(pages == 1);
+    OK(outcore_prefetch(runtime, rows[0], &error));
+    OK(outcore_trim(runtime, 16 * PAGE, &given, &error));
+    OK(outcore_set_device_budget(runtime, 2 * PAGE, &error));
+
+    outcore_stats stats = {.size = sizeof stats};
+    OK(outcore_stats_read(runtime, &stats, &error));
+    CHECK(stats.uses >= 2 * ROWS && stats.hits + stats.faults > 0 && stats.evictions > 0 && stats.disk_written > 0);
+    CHECK(stats.device_budget == 2 * PAGE && stats.device_used <= 2 * PAGE && stats.device_peak <= 4 * PAGE);
+    CHECK(stats.page_size == PAGE && stats.waiting == 0 && stats.host_budget == 2 * PAGE);
+    outcore_text *json = NULL, *waiting = NULL;
+    OK(outcore_stats_json(runtime, &json, &error));
+    CHECK(strstr(outcore_text_chars(json), "\"hits\":") && strstr(outcore_text_chars(json), "\"policy\":\"plan\""));
+    CHECK(outcore_text_length(json) == strlen(outcore_text_chars(json)));
+    OK(outcore_waiting(runtime, &waiting, &error));
+    CHECK(outcore_text_length(waiting) == 0);
+    outcore_text_free(json);
+    outcore_text_free(waiting);
+    OK(outcore_health(runtime, &error));
+    for (int n = 0; n < ROWS; n++)
+        outcore_tensor_free(rows[n]);
+    outcore_tensor_free(tensor);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+typedef struct asks {
+    outcore_scope *scope;
+    outcore_tensor *tensor;
+    outcore_status status;
+} asks;
+
+static void *pin_in_a_scope(void *argument)
+{
+    asks *asks = argument;
+    outcore_guard *guard = NULL;
+    asks->status = outcore_scope_pin(asks->scope, asks->tensor, &guard, NULL);
+    outcore_unpin(guard);
+    return NULL;
+}
+
+/* Two scopes, each of which holds what the other one needs. */
+static void scopes(void)
+{
+    outcore_runtime *runtime = open_runtime("host", 2);
+    outcore_tensor *tensor = bytes_of(runtime, 4), *rows[4];
+    for (uint64_t n = 0; n < 4; n++)
+        rows[n] = row_of(tensor, n);
+    outcore_scope *one = NULL, *other = NULL, *reserved = NULL;
+    outcore_guard *a = NULL, *b = NULL, *c = NULL;
+    outcore_scope_options label = {.size = sizeof label, .label = "one", .priority = "interactive"};
+    OK(outcore_scope_open(runtime, &label, &one, &error));
+    label.label = "other", label.priority = "batch"; /* of the two it is the one that gives up */
+    OK(outcore_scope_open(runtime, &label, &other, &error));
+    OK(outcore_scope_pin(one, rows[0], &a, &error));
+    OK(outcore_scope_pin_mut(other, rows[1], &b, &error));
+    CHECK(outcore_scope_held(one) == PAGE && outcore_scope_held(other) == PAGE);
+    asks asks = {.scope = one, .tensor = rows[2]};
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, pin_in_a_scope, &asks) == 0);
+    STATUS(OUTCORE_WOULD_DEADLOCK, outcore_scope_pin(other, rows[3], &c, &error));
+    outcore_unpin(b);
+    CHECK(pthread_join(thread, NULL) == 0 && asks.status == OUTCORE_OK);
+    outcore_unpin(a);
+    outcore_scope_close(one);
+    outcore_scope_close(other);
+
+    outcore_walker *walker = NULL;
+    OK(outcore_walker_open(runtime, &walker, &error));
+    outcore_scope_options terms = {.size = sizeof terms, .reserve = 2 * PAGE, .walker = walker};
+    OK(outcore_scope_open(runtime, NULL, &reserved, &error));
+    CHECK(outcore_scope_close(reserved) == OUTCORE_OK && outcore_scope_held(reserved) == 0);
+    OK(outcore_scope_open(runtime, &terms, &reserved, &error));
+    OK(outcore_scope_pin_set(reserved, rows, 2, &a, &error));
+    STATUS(OUTCORE_BUDGET_TOO_SMALL, outcore_scope_pin(reserved, rows[2], &b, &error));
+    outcore_unpin(a);
+    OK(outcore_scope_pin_set_mut(reserved, rows + 2, 2, &a, &error));
+    CHECK(outcore_scope_held(reserved) == 2 * PAGE);
+    outcore_scope_close(reserved);
+    outcore_unpin(a); /* guards may outlive their scope */
+    outcore_walker_close(walker);
+    for (int n = 0; n < 4; n++)
+        outcore_tensor_free(rows[n]);
+    outcore_tensor_free(tensor);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+/* Two passes over one tensor, each with its place in the same plan. */
+static void walkers(void)
+{
+    outcore_runtime *runtime = open_runtime("host", 8);
+    outcore_tensor *tensor = bytes_of(runtime, ROWS), *rows[ROWS];
+    outcore_walker *ahead = NULL, *behind = NULL;
+    outcore_guard *guard = NULL;
+    OK(outcore_walker_open(runtime, &ahead, &error));
+    OK(outcore_walker_open(runtime, &behind, &error));
+    for (int n = 0; n < ROWS; n++) {
+        rows[n] = row_of(tensor, (uint64_t)n);
+        OK(outcore_walker_pin_mut(ahead, rows[n], &guard, &error));
+        memset(outcore_guard_data_mut(guard), n + 1, PAGE);
+        outcore_unpin(guard);
+    }
+    OK(outcore_plan(runtime, rows, ROWS, 1, &error));
+    OK(outcore_plan(runtime, NULL, 0, 1, &error));
+    OK(outcore_walker_plan(ahead, rows, ROWS, 1, &error));
+    OK(outcore_walker_plan(behind, rows, ROWS, 1, &error));
+    for (int step = 0; step < 3 * ROWS; step++) {
+        OK(outcore_walker_pin(ahead, rows[(step + 3) % ROWS], &guard, &error));
+        CHECK(all_are(outcore_guard_data(guard), PAGE, (step + 3) % ROWS + 1));
+        outcore_unpin(guard);
+        OK(outcore_walker_pin_set(behind, &rows[step % ROWS], 1, &guard, &error));
+        CHECK(all_are(outcore_guard_data(guard), PAGE, step % ROWS + 1));
+        outcore_unpin(guard);
+    }
+    outcore_stats stats = {.size = sizeof stats};
+    OK(outcore_stats_read(runtime, &stats, &error));
+    CHECK(stats.hits * 10 > stats.uses * 3); /* the one behind finds what the one ahead left */
+    OK(outcore_walker_pin_set_mut(ahead, rows, 2, &guard, &error));
+    outcore_unpin(guard);
+    outcore_walker_close(ahead);
+    outcore_walker_close(behind);
+    for (int n = 0; n < ROWS; n++)
+        outcore_tensor_free(rows[n]);
+    outcore_tensor_free(tensor);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+static const unsigned char *range;
+static size_t range_length;
+
+static void *read_range(void *argument)
+{
+    uint64_t state = (uint64_t)(uintptr_t)argument;
+    for (int n = 0; n < 200; n++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        size_t at = (state >> 20) % (range_length - 300);
+        CHECK(memcmp(range + at, file + at, 300) == 0);
+    }
+    return NULL;
+}
+
+static void mapped(void)
+{
+    outcore_runtime *runtime = NULL;
+    outcore_mapped *mapped = NULL;
+    outcore_options options = {.size = sizeof options, .device = "faulting", .device_budget = 16 * PAGE, .page_size = PAGE};
+    outcore_error *error = NULL;
+    outcore_status status = outcore_runtime_open(&options, &runtime, &error);
+    if (status == OUTCORE_UNSUPPORTED) {
+        printf("SKIPPED: %s\n", outcore_error_text(error));
+        outcore_error_free(error);
+        return;
+    }
+    CHECK(status == OUTCORE_OK && error == NULL);
+    OK(outcore_mapped_open(runtime, path, &mapped, &error));
+    range = outcore_mapped_data(mapped), range_length = outcore_mapped_length(mapped);
+    pthread_t threads[4];
+    for (uintptr_t n = 0; n < 4; n++)
+        CHECK(pthread_create(&threads[n], NULL, read_range, (void *)(n + 1)) == 0);
+    for (int n = 0; n < 4; n++)
+        CHECK(pthread_join(threads[n], NULL) == 0);
+    CHECK(memcmp(range, file, range_length) == 0);
+    outcore_tensor *whole = NULL, *part = NULL;
+    outcore_guard *guard = NULL;
+    OK(outcore_mapped_tensor(mapped, &whole, &error));
+    OK(outcore_tensor_rows(whole, 100, 200, &part, &error));
+    OK(outcore_pin(runtime, part, &guard, &error));
+    CHECK(outcore_guard_data(guard) == (const void *)(range + 100) && outcore_guard_length(guard) == 100);
+    outcore_unpin(guard);
+    OK(outcore_mapped_failure(mapped, &error));
+    outcore_stats stats = {.size = sizeof stats};
+    OK(outcore_stats_read(runtime, &stats, &error));
+    CHECK(stats.device_peak <= 16 * PAGE && stats.evictions > 0);
+    outcore_tensor_free(part);
+    outcore_tensor_free(whole);
+    CHECK(outcore_mapped_close(mapped) == OUTCORE_OK && outcore_mapped_close(mapped) == OUTCORE_INVALID_ARGUMENT);
+    OK(outcore_runtime_close(runtime, &error));
+}
+
+typedef struct shared {
+    outcore_runtime *runtime;
+    outcore_tensor *tensor;
+    uint64_t seed;
+    outcore_status status;
+} shared;
+
+static void *pin_rows(void *argument)
+{
+    shared *shared = argument;
+    for (int n = 0; n < 300; n++) {
+        shared->seed = shared->seed * 6364136223846793005u + 1442695040888963407u;
+        uint64_t at = (shared->seed >> 33) % ROWS;
+        outcore_tensor *row = row_of(shared->tensor, at);
+        outcore_guard *guard = NULL;
+        OK(outcore_pin(shared->runtime, row, &guard, &error));
+        CHECK(all_are(outcore_guard_data(guard), PAGE, (int)at + 1));
+        CHECK(outcore_unpin(guard) == OUTCORE_OK && outcore_unpin(guard) == OUTCORE_INVALID_ARGUMENT);
+        CHECK(outcore_tensor_free(row) == OUTCORE_OK);
+    }
+    return NULL;
+}
+
+static void *wait_for_a_writer(void *argument)
+{
+    shared *shared = argument;
+    outcore_guard *guard = NULL;
+    shared->status = outcore_pin(shared->runtime, shared->tensor, &guard, NULL);
+    CHECK(guard == NULL);
+    return NULL;
+}
+
+static void *free_it(void *argument)
+{
+    shared *shared = argument;
+    shared->status = outcore_tensor_free(shared->tensor);
+    return NULL;
+}
+
+static void threads(void)
+{
+    outcore_runtime *runtime = open_runtime("host", 8);
+    outcore_tensor *tensor = bytes_of(runtime, ROWS);
+    outcore_guard *guard = NULL;
+    enum { MANY = 6 };
+    pthread_t threads[MANY];
+    shared shared[MANY];
+    for (int n = 0; n < ROWS; n++) {
+        outcore_tensor *row = row_of(tensor, (uint64_t)n);
+        OK(outcore_pin_mut(runtime, row, &guard, &error));
+        memset(outcore_guard_data_mut(guard), n + 1, PAGE);
+        outcore_unpin(guard);
+        outcore_tensor_free(row);
+    }
+    for (uint64_t n = 0; n < MANY; n++) {
+        shared[n].runtime = runtime, shared[n].tensor = tensor, shared[n].seed = n;
+        CHECK(pthread_create(&threads[n], NULL, pin_rows, &shared[n]) == 0);
+    }
+    for (int n = 0; n < MANY; n++)
+        CHECK(pthread_join(threads[n], NULL) == 0);
+
+    /* Of several threads that free one handle, one does. */
+    for (int round = 0; round < 50; round++) {
+        outcore_tensor *one = row_of(tensor, 0);
+        int freed = 0;
+        for (int n = 0; n < MANY; n++) {
+            shared[n].tensor = one;
+            CHECK(pthread_create(&threads[n], NULL, free_it, &shared[n]) == 0);
+        }
+        for (int n = 0; n < MANY; n++) {
+            CHECK(pthread_join(threads[n], NULL) == 0);
+            freed += shared[n].status == OUTCORE_OK;
+        }
+        CHECK(freed == 1);
+    }
+
+    /* In a child by fork everything ends, and nothing hangs. */
+    outcore_tensor *row = row_of(tensor, 3);
+    pid_t child = fork();
+    if (child == 0) {
+        outcore_status status = outcore_pin(runtime, row, &guard, NULL);
+        _exit(status == OUTCORE_CLOSED && outcore_tensor_free(row) == OUTCORE_OK ? 0 : 1);
+    }
+    int ended = 0;
+    CHECK(child > 0 && waitpid(child, &ended, 0) == child && WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
+
+    /* To close ends the waits of others. */
+    OK(outcore_pin_mut(runtime, row, &guard, &error));
+    shared[0].tensor = row;
+    CHECK(pthread_create(&threads[0], NULL, wait_for_a_writer, &shared[0]) == 0);
+    for (outcore_stats stats = {.size = sizeof stats}; stats.waiting == 0; sched_yield())
+        OK(outcore_stats_read(runtime, &stats, &error));
+    outcore_text *waiting = NULL;
+    OK(outcore_waiting(runtime, &waiting, &error));
+    CHECK(outcore_text_length(waiting) > 0);
+    outcore_text_free(waiting);
+    OK(outcore_runtime_close(runtime, &error));
+    CHECK(pthread_join(threads[0], NULL) == 0 && shared[0].status == OUTCORE_CLOSED);
+    memset(outcore_guard_data_mut(guard), 1, PAGE); /* guards stay valid */
+    CHECK(outcore_unpin(guard) == OUTCORE_OK);
+    outcore_tensor_free(row);
+    outcore_tensor_free(tensor);
+}
+
+int main(int argc, char **argv)
+{
+    CHECK(argc == 3);
+    path = argv[1], folder = argv[2];
+    read_file();
+    models();
+    limits();
+    writes();
+    scopes();
+    walkers();
+    mapped();
+    threads();
+    free(file);
+    printf("outcore %s: all as it should be\n", outcore_version());
+    return 0;
+}
