@@ -7,7 +7,7 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo test bench gpu-check peers soak fuzz lint fmt clean
+.PHONY: help demo capi test bench gpu-check peers soak fuzz lint fmt clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,10 @@ help: ## Show this list
 demo: ## Run a real model in 32 MiB and compare its words with a run that holds everything
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/demo.sh
+
+capi: ## The libraries and the header for C, in release, into PREFIX (target/capi)
+	@scripts/need.sh cargo cc
+	@scripts/capi.sh "$(PREFIX)"
 
 test: ## All tests, doctests and examples
 	@scripts/need.sh cargo cc python3 pip

@@ -4,8 +4,8 @@
 # Below PREFIX (target/capi unless named) there are then lib/liboutcore.so.VERSION with its two links, lib/liboutcore.a,
 # include/outcore.h and lib/pkgconfig/outcore.pc, which finds the others wherever the folder is moved to.
 #
-# Both libraries are made of one archive, which Cargo builds; --archive names one that is there already. Cargo could link
-# a shared library itself, but hands the linker a list of symbols that does not go together with symbol versions.
+# Both are made of one archive, which Cargo builds; --archive names one that is there already. Cargo could link a
+# shared library itself, but then hands the linker a list of symbols that does not go together with symbol versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -34,8 +34,8 @@ everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outco
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-run
-    # The library that `outcore run` loads. Tests link it nowhere.
-    cargo build -p outcore-preload
+    # The library that `outcore run` loads, and what the libraries for C are made of. Tests of Rust link them nowhere.
+    cargo build -p outcore-preload -p outcore-capi
 }
 step_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
@@ -181,6 +181,11 @@ else
 fi
 
 printf '\n== compilers\n'
+if command -v cc >/dev/null; then
+    required+=(c)
+else
+    results+=("SKIPPED there is no C compiler (cc): no test linked the libraries for C")
+fi
 compiler=${CXX:-c++}
 if command -v "${compiler%% *}" >/dev/null; then
     required+=(c++)

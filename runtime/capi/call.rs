@@ -239,3 +239,80 @@ pub extern "C" fn outcore_error_is_transient(error: *const outcore_error) -> i32
 pub extern "C" fn outcore_error_free(error: *mut outcore_error) -> outcore_status {
     free(error)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    fn said(text: *const c_char) -> String {
+        assert!(!text.is_null());
+        // SAFETY: texts of errors end with a zero and live until the error is freed, which is later.
+        unsafe { CStr::from_ptr(text) }.to_str().expect("errors are UTF-8").to_owned()
+    }
+
+    fn fails(body: impl FnOnce() -> Result<outcore_status>) -> (outcore_status, *mut outcore_error) {
+        let mut error = ptr::null_mut();
+        // SAFETY: a variable, which outlives the call.
+        let status = call(unsafe { Out::handle(&raw mut error) }, body);
+        (status, error)
+    }
+
+    #[test]
+    fn a_panic_is_an_error_like_others() {
+        let (status, error) = fails(|| panic!("on purpose, number {}", 7));
+        assert_eq!((status, outcore_error_status(error)), (OUTCORE_INTERNAL, OUTCORE_INTERNAL));
+        assert_eq!(said(outcore_error_message(error)), "outcore panicked: on purpose, number 7");
+        assert_eq!(outcore_error_free(error), OUTCORE_OK);
+        assert_eq!(quiet(5, || panic!("on purpose")), 5);
+    }
+
+    #[test]
+    fn an_error_says_message_and_remedy_apart_and_together() {
+        let cause = io::Error::from_raw_os_error(28);
+        let (status, error) = fails(|| Err(Error::io("write\0page 7", cause).remedy("free some (\u{e9})")));
+        assert_eq!(status, OUTCORE_DISK_FULL);
+        assert_eq!(outcore_error_is_transient(error), 1);
+        let (message, remedy) = (said(outcore_error_message(error)), said(outcore_error_remedy(error)));
+        assert!(message.starts_with("write?page 7: No space left"), "{message}");
+        assert_eq!(remedy, "free some (\u{e9})");
+        assert_eq!(said(outcore_error_text(error)), format!("{message} ({remedy})"));
+        assert_eq!(outcore_error_free(error), OUTCORE_OK);
+
+        let (_, error) = fails(|| Err(Error::new(ErrorKind::Closed, "closed")));
+        assert!(outcore_error_remedy(error).is_null());
+        assert_eq!(said(outcore_error_message(error)), "closed");
+        assert_eq!(outcore_error_free(error), OUTCORE_OK);
+    }
+
+    #[test]
+    fn every_kind_of_error_has_a_status_and_a_name_of_its_own() {
+        let kinds = [
+            ErrorKind::InvalidArgument,
+            ErrorKind::NotFound,
+            ErrorKind::PermissionDenied,
+            ErrorKind::Format,
+            ErrorKind::Unsupported,
+            ErrorKind::BudgetTooSmall,
+            ErrorKind::WouldDeadlock,
+            ErrorKind::OutOfMemory,
+            ErrorKind::TooManyMappings,
+            ErrorKind::Io,
+            ErrorKind::TimedOut,
+            ErrorKind::Device,
+            ErrorKind::DiskFull,
+            ErrorKind::Corrupt,
+            ErrorKind::ModelChanged,
+            ErrorKind::Poisoned,
+            ErrorKind::Closed,
+            ErrorKind::Internal,
+        ];
+        let statuses = kinds.map(|kind| outcore_status::from(kind) as i32);
+        assert_eq!(statuses.to_vec(), (1..=18).collect::<Vec<i32>>());
+        let mut names: Vec<_> = (0..=18).chain([100, 101]).map(|status| said(outcore_status_name(status))).collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 21);
+    }
+}

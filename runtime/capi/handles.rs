@@ -111,3 +111,67 @@ pub fn taken<T: Kind>(handle: *mut T, name: &str) -> Result<Arc<T>> {
     // Of two threads that close one handle, one is told that it was closed.
     if OBJECTS.remove(key(handle, name)?) { Ok(object) } else { Err(gone::<T>(name)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    /// An object that counts nothing but itself.
+    struct Thing(u64);
+
+    impl Kind for Thing {
+        const NUMBER: usize = 9;
+    }
+
+    struct Other;
+
+    impl Kind for Other {
+        const NUMBER: usize = 3;
+    }
+
+    #[test]
+    fn a_handle_of_a_place_that_is_used_again_stays_dead() {
+        let mut dead = Vec::new();
+        for n in 0..1000 {
+            let handle = keep(Thing(n)).expect("there is room");
+            assert_eq!(held(handle, "it").map(|thing| thing.0).ok(), Some(n));
+            assert!(held(handle.cast::<Other>(), "it").is_err());
+            assert_eq!(taken(handle, "it").map(|thing| thing.0).ok(), Some(n));
+            dead.push(handle);
+        }
+        let _alive = keep(Thing(1)).expect("there is room");
+        for handle in dead {
+            assert_eq!(held(handle, "it").map(drop).map_err(|error| error.kind()), Err(ErrorKind::InvalidArgument));
+            assert!(taken(handle, "it").is_err());
+        }
+    }
+
+    #[test]
+    fn what_is_no_handle_is_told() {
+        let mut bits = 1_usize;
+        for _ in 0..100_000 {
+            bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            assert!(held(ptr::without_provenance::<Other>(bits), "it").is_err());
+            // Of this kind, and of places that are likely to be there.
+            let near = (bits >> 20 & 0xff) | Other::NUMBER << KEY_BITS;
+            assert!(held(ptr::without_provenance::<Other>(near), "it").is_err());
+        }
+        assert!(held(ptr::null::<Other>(), "it").is_err());
+        assert!(held(ptr::without_provenance::<Other>(usize::MAX), "it").is_err());
+    }
+
+    #[test]
+    fn an_object_lives_while_a_thread_uses_it() {
+        let handle = keep(Thing(7)).expect("there is room").expose_provenance();
+        let used = held(ptr::with_exposed_provenance::<Thing>(handle), "it").expect("it lives");
+        let free = || taken(ptr::with_exposed_provenance_mut::<Thing>(handle), "it").map(drop).is_ok();
+        let freed = thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(free)).collect();
+            threads.into_iter().filter_map(|thread| thread.join().ok()).filter(|freed| *freed).count()
+        });
+        assert_eq!((freed, used.0), (1, 7));
+        assert_eq!(Arc::strong_count(&used), 1);
+    }
+}

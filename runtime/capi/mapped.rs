@@ -29,8 +29,8 @@ impl Kind for outcore_mapped {
 ///
 /// `*mapped` is the caller's, to be closed with `outcore_mapped_close`.
 ///
-/// Errors: `OUTCORE_INVALID_ARGUMENT` for another device or no regular file, `OUTCORE_BUDGET_TOO_SMALL` if the budget has
-/// less than four pages, `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_CLOSED`.
+/// Errors: `OUTCORE_INVALID_ARGUMENT` for another device or no regular file, `OUTCORE_BUDGET_TOO_SMALL` if the budget
+/// has less than four pages, `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_CLOSED`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_open(
     runtime: *const outcore_runtime,
@@ -93,8 +93,8 @@ pub unsafe extern "C" fn outcore_mapped_tensor(
     done(error, || tensor.give("tensor", outcore_tensor::new(held(mapped, "mapped")?.mapped.tensor().clone())))
 }
 
-/// Closes a mapped file. NULL is allowed. Nobody may touch its addresses from here on, nor be in a touch of one. Returns
-/// `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it was closed before.
+/// Closes a mapped file. NULL is allowed. Nobody may touch its addresses from here on, nor be in a touch of one.
+/// Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it was closed before.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_mapped_close(mapped: *mut outcore_mapped) -> outcore_status {
     free(mapped)

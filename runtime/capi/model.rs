@@ -59,8 +59,8 @@ pub unsafe extern "C" fn outcore_model_open(
     })
 }
 
-/// Closes a model. NULL is allowed. Tensors and guards of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing,
-/// if it was closed before.
+/// Closes a model. NULL is allowed. Tensors and guards of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does
+/// nothing, if it was closed before.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_model_close(model: *mut outcore_model) -> outcore_status {
     free(model)
@@ -149,8 +149,8 @@ pub unsafe extern "C" fn outcore_model_place(
     })
 }
 
-/// The path of a file of the model, by its number. It lives until the model is closed. NULL if there is no such file, or
-/// `model` is no living model.
+/// The path of a file of the model, by its number. It lives until the model is closed. NULL if there is no such file,
+/// or `model` is no living model.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_model_file(model: *const outcore_model, file: u32) -> *const c_char {
     quiet(ptr::null(), || {

@@ -245,8 +245,8 @@ impl Places {
     }
 }
 
-/// Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long as
-/// that takes, at the disk and for guards of others. Any number of guards may read a tensor.
+/// Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long
+/// as that takes, at the disk and for guards of others. Any number of guards may read a tensor.
 ///
 /// A thread that holds guards and asks for more should do so in a scope, or for all at once with `outcore_pin_set`:
 /// otherwise threads may wait for each other for ever, which outcore cannot tell.
@@ -280,8 +280,8 @@ pub unsafe extern "C" fn outcore_pin_mut(
     unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, WRITE)
 }
 
-/// As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL and
-/// no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
+/// As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL
+/// and no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
 ///
 /// Errors: as for `outcore_pin`.
 #[unsafe(no_mangle)]
@@ -561,8 +561,8 @@ pub unsafe extern "C" fn outcore_walker_open(
     done(error, || walker.give("walker", outcore_walker { walker: held(runtime, "runtime")?.runtime.walker()? }))
 }
 
-/// Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it
-/// was closed before.
+/// Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
+/// it was closed before.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_walker_close(walker: *mut outcore_walker) -> outcore_status {
     free(walker)

@@ -177,3 +177,68 @@ pub unsafe fn write<T: Extensible>(place: *mut T, name: &str, value: &T) -> Resu
     unsafe { ptr::write_bytes(to.add(filled), 0, size - filled) };
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Older {
+        size: usize,
+        one: u64,
+    }
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Ours {
+        size: usize,
+        one: u64,
+        two: u64,
+    }
+
+    #[repr(C)]
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    struct Newer {
+        size: usize,
+        one: u64,
+        two: u64,
+        three: u64,
+    }
+
+    // SAFETY: `repr(C)`, `size` comes first, and all fields are numbers.
+    unsafe impl Extensible for Ours {
+        const NAME: &'static str = "ours";
+    }
+
+    #[test]
+    fn structures_of_older_and_newer_headers_are_read() {
+        let read = |place: *const Ours| {
+            // SAFETY: all places below are structures of the size that they say.
+            unsafe { super::read(place, "it") }.map_err(|error| error.kind())
+        };
+        let older = Older { size: size_of::<Older>(), one: 5 };
+        assert_eq!(read((&raw const older).cast()), Ok(Ours { size: 16, one: 5, two: 0 }));
+        let mut newer = Newer { size: size_of::<Newer>(), one: 5, two: 6, three: 0 };
+        assert_eq!(read((&raw const newer).cast()), Ok(Ours { size: 32, one: 5, two: 6 }));
+        newer.three = 1;
+        assert_eq!(read((&raw const newer).cast()), Err(ErrorKind::Unsupported));
+        for size in [0, 7, SIZE_MOST + 1, usize::MAX] {
+            assert_eq!(read(&Ours { size, one: 5, two: 6 }), Err(ErrorKind::InvalidArgument));
+        }
+        assert_eq!(read(ptr::null()), Err(ErrorKind::InvalidArgument));
+    }
+
+    #[test]
+    fn structures_of_older_and_newer_headers_are_written() {
+        let value = Ours { size: size_of::<Ours>(), one: 1, two: 2 };
+        let mut theirs = [Newer { size: size_of::<Older>(), one: 7, two: 7, three: 7 }; 2];
+        theirs[1].size = size_of::<Newer>();
+        for place in &mut theirs {
+            // SAFETY: each has the bytes that it says, or more.
+            unsafe { write(ptr::from_mut(place).cast(), "it", &value) }.expect("its size is one");
+        }
+        assert_eq!(theirs[0], Newer { size: 16, one: 1, two: 7, three: 7 });
+        assert_eq!(theirs[1], Newer { size: 32, one: 1, two: 2, three: 0 });
+    }
+}

@@ -85,8 +85,8 @@ pub extern "C" fn outcore_version() -> *const c_char {
 ///
 /// `*runtime` is the caller's, to be closed with `outcore_runtime_close`.
 ///
-/// Errors: `OUTCORE_INVALID_ARGUMENT` for a setting that is none, `OUTCORE_BUDGET_TOO_SMALL` if the budget holds no page,
-/// `OUTCORE_UNSUPPORTED` if this kernel lacks or forbids what the device needs.
+/// Errors: `OUTCORE_INVALID_ARGUMENT` for a setting that is none, `OUTCORE_BUDGET_TOO_SMALL` if the budget holds no
+/// page, `OUTCORE_UNSUPPORTED` if this kernel lacks or forbids what the device needs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_runtime_open(
     options: *const outcore_options,
@@ -102,8 +102,8 @@ pub unsafe extern "C" fn outcore_runtime_open(
     })
 }
 
-/// Closes a runtime: waiting requests of other threads end with `OUTCORE_CLOSED`, what is in flight is finished, and the
-/// threads end. NULL is allowed. The handle is gone afterwards, also if this fails.
+/// Closes a runtime: waiting requests of other threads end with `OUTCORE_CLOSED`, what is in flight is finished, and
+/// the threads end. NULL is allowed. The handle is gone afterwards, also if this fails.
 ///
 /// Guards stay valid until they are unpinned; other handles made from the runtime stay handles, to be freed.
 ///

@@ -159,8 +159,8 @@ pub unsafe extern "C" fn outcore_alloc(
     })
 }
 
-/// Frees a handle of a tensor. NULL is allowed. Guards and rows of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does
-/// nothing, if it was freed before.
+/// Frees a handle of a tensor. NULL is allowed. Guards and rows of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and
+/// does nothing, if it was freed before.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_tensor_free(tensor: *mut outcore_tensor) -> outcore_status {
     free(tensor)
@@ -183,8 +183,8 @@ pub unsafe extern "C" fn outcore_prefetch(
     })
 }
 
-/// Evicts a tensor's pages, as far as no guard forbids it. `pages` may be NULL; otherwise it gets how many it were. Does
-/// not wait: what was written is written back in the background.
+/// Evicts a tensor's pages, as far as no guard forbids it. `pages` may be NULL; otherwise it gets how many it were.
+/// Does not wait: what was written is written back in the background.
 ///
 /// Errors: `OUTCORE_INVALID_ARGUMENT` only.
 #[unsafe(no_mangle)]
@@ -202,9 +202,9 @@ pub unsafe extern "C" fn outcore_evict(
     })
 }
 
-/// Declares the order in which tensors will be used by pins without a walker, so that pages come before they are wanted;
-/// repeated for ever if `cyclic` is not 0. With `count` 0 the plan is withdrawn. A policy that follows no plans ignores
-/// it.
+/// Declares the order in which tensors will be used by pins without a walker, so that pages come before they are
+/// wanted; repeated for ever if `cyclic` is not 0. With `count` 0 the plan is withdrawn. A policy that follows no plans
+/// ignores it.
 ///
 /// The handles may be freed afterwards.
 ///

@@ -11,7 +11,8 @@
  * Errors. Calls return a status. The last argument of calls that can fail in several ways is a place for an error: it
  * may be NULL. It is set to NULL by a call that succeeds, and otherwise to an error that the caller frees. A status other
  * than OUTCORE_OK and OUTCORE_NOT_READY comes with an error. Places for handles are set to NULL by calls that fail. The
- * library prints nothing, never exits, and lets no Rust panic out.
+ * library prints nothing and never exits. A panic in it, which is a bug, ends as OUTCORE_INTERNAL; only its message goes
+ * to stderr.
  *
  * Arguments. Text ends with a zero and is UTF-8; paths may be any bytes. Text and arrays need to live only until the
  * call returns. Structures whose first field is `size` may get more fields at their end; set `size` to their sizeof.
@@ -22,9 +23,7 @@
  *
  * Threads. Any thread may call any function with any handle, also at the same time. A handle that one thread frees while
  * another one uses it lives until that call ends. The bytes of a guard may be read from any thread until it is ended;
- * those of a guard for writing as the threads agree. In a child by fork() calls end with OUTCORE_CLOSED.
- *
- * Signals. Reads beyond the end of a changed file and of broken disks are errors, but SIGBUS in a mapped file.
+ * those of a guard for writing as the threads agree. In a child by fork() calls that can fail end with OUTCORE_CLOSED.
  */
 
 #ifndef OUTCORE_H
@@ -195,8 +194,8 @@ typedef struct {
    */
   uint64_t page_size;
   /**
-   * The policy by its name: "plan" (the default), "lru", "lfu", "arc", "kv" and others; a wrong name is an error that
-   * lists them.
+   * The policy by its name: "plan" (the default), "lru", "lfu", "arc", "kv" and others; a wrong name is an error
+   * that lists them.
    */
   const char *policy;
   /**
@@ -436,16 +435,14 @@ const char *outcore_version(void);
  *
  * `*runtime` is the caller's, to be closed with `outcore_runtime_close`.
  *
- * Errors: `OUTCORE_INVALID_ARGUMENT` for a setting that is none, `OUTCORE_BUDGET_TOO_SMALL` if the budget holds no page,
- * `OUTCORE_UNSUPPORTED` if this kernel lacks or forbids what the device needs.
+ * Errors: `OUTCORE_INVALID_ARGUMENT` for a setting that is none, `OUTCORE_BUDGET_TOO_SMALL` if the budget holds no
+ * page, `OUTCORE_UNSUPPORTED` if this kernel lacks or forbids what the device needs.
  */
-outcore_status outcore_runtime_open(const outcore_options *options,
-                                    outcore_runtime **runtime,
-                                    outcore_error **error);
+outcore_status outcore_runtime_open(const outcore_options *options, outcore_runtime **runtime, outcore_error **error);
 
 /**
- * Closes a runtime: waiting requests of other threads end with `OUTCORE_CLOSED`, what is in flight is finished, and the
- * threads end. NULL is allowed. The handle is gone afterwards, also if this fails.
+ * Closes a runtime: waiting requests of other threads end with `OUTCORE_CLOSED`, what is in flight is finished, and
+ * the threads end. NULL is allowed. The handle is gone afterwards, also if this fails.
  *
  * Guards stay valid until they are unpinned; other handles made from the runtime stay handles, to be freed.
  *
@@ -534,8 +531,8 @@ outcore_status outcore_model_open(const outcore_runtime *runtime,
                                   outcore_error **error);
 
 /**
- * Closes a model. NULL is allowed. Tensors and guards of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing,
- * if it was closed before.
+ * Closes a model. NULL is allowed. Tensors and guards of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does
+ * nothing, if it was closed before.
  */
 outcore_status outcore_model_close(outcore_model *model);
 
@@ -587,11 +584,10 @@ outcore_status outcore_model_place(const outcore_model *model,
                                    outcore_error **error);
 
 /**
- * The path of a file of the model, by its number. It lives until the model is closed. NULL if there is no such file, or
- * `model` is no living model.
+ * The path of a file of the model, by its number. It lives until the model is closed. NULL if there is no such file,
+ * or `model` is no living model.
  */
-const char *outcore_model_file(const outcore_model *model,
-                               uint32_t file);
+const char *outcore_model_file(const outcore_model *model, uint32_t file);
 
 /**
  * Writes what a tensor is to `*info`, whose field `size` the caller has set.
@@ -633,8 +629,8 @@ outcore_status outcore_alloc(const outcore_runtime *runtime,
                              outcore_error **error);
 
 /**
- * Frees a handle of a tensor. NULL is allowed. Guards and rows of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does
- * nothing, if it was freed before.
+ * Frees a handle of a tensor. NULL is allowed. Guards and rows of it stay. Returns `OUTCORE_INVALID_ARGUMENT`, and
+ * does nothing, if it was freed before.
  */
 outcore_status outcore_tensor_free(outcore_tensor *tensor);
 
@@ -646,8 +642,8 @@ outcore_status outcore_tensor_free(outcore_tensor *tensor);
 outcore_status outcore_prefetch(const outcore_runtime *runtime, const outcore_tensor *tensor, outcore_error **error);
 
 /**
- * Evicts a tensor's pages, as far as no guard forbids it. `pages` may be NULL; otherwise it gets how many it were. Does
- * not wait: what was written is written back in the background.
+ * Evicts a tensor's pages, as far as no guard forbids it. `pages` may be NULL; otherwise it gets how many it were.
+ * Does not wait: what was written is written back in the background.
  *
  * Errors: `OUTCORE_INVALID_ARGUMENT` only.
  */
@@ -657,9 +653,9 @@ outcore_status outcore_evict(const outcore_runtime *runtime,
                              outcore_error **error);
 
 /**
- * Declares the order in which tensors will be used by pins without a walker, so that pages come before they are wanted;
- * repeated for ever if `cyclic` is not 0. With `count` 0 the plan is withdrawn. A policy that follows no plans ignores
- * it.
+ * Declares the order in which tensors will be used by pins without a walker, so that pages come before they are
+ * wanted; repeated for ever if `cyclic` is not 0. With `count` 0 the plan is withdrawn. A policy that follows no plans
+ * ignores it.
  *
  * The handles may be freed afterwards.
  *
@@ -672,8 +668,8 @@ outcore_status outcore_plan(const outcore_runtime *runtime,
                             outcore_error **error);
 
 /**
- * Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long as
- * that takes, at the disk and for guards of others. Any number of guards may read a tensor.
+ * Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long
+ * as that takes, at the disk and for guards of others. Any number of guards may read a tensor.
  *
  * A thread that holds guards and asks for more should do so in a scope, or for all at once with `outcore_pin_set`:
  * otherwise threads may wait for each other for ever, which outcore cannot tell.
@@ -699,8 +695,8 @@ outcore_status outcore_pin_mut(const outcore_runtime *runtime,
                                outcore_error **error);
 
 /**
- * As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL and
- * no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
+ * As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL
+ * and no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
  *
  * Errors: as for `outcore_pin`.
  */
@@ -877,8 +873,8 @@ outcore_status outcore_scope_pin_set_mut(const outcore_scope *scope,
 outcore_status outcore_walker_open(const outcore_runtime *runtime, outcore_walker **walker, outcore_error **error);
 
 /**
- * Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it
- * was closed before.
+ * Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
+ * it was closed before.
  */
 outcore_status outcore_walker_close(outcore_walker *walker);
 
@@ -933,8 +929,8 @@ outcore_status outcore_walker_pin_set_mut(const outcore_walker *walker,
  *
  * `*mapped` is the caller's, to be closed with `outcore_mapped_close`.
  *
- * Errors: `OUTCORE_INVALID_ARGUMENT` for another device or no regular file, `OUTCORE_BUDGET_TOO_SMALL` if the budget has
- * less than four pages, `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_CLOSED`.
+ * Errors: `OUTCORE_INVALID_ARGUMENT` for another device or no regular file, `OUTCORE_BUDGET_TOO_SMALL` if the budget
+ * has less than four pages, `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_CLOSED`.
  */
 outcore_status outcore_mapped_open(const outcore_runtime *runtime,
                                    const char *path,
@@ -967,8 +963,8 @@ outcore_status outcore_mapped_failure(const outcore_mapped *mapped, outcore_erro
 outcore_status outcore_mapped_tensor(const outcore_mapped *mapped, outcore_tensor **tensor, outcore_error **error);
 
 /**
- * Closes a mapped file. NULL is allowed. Nobody may touch its addresses from here on, nor be in a touch of one. Returns
- * `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it was closed before.
+ * Closes a mapped file. NULL is allowed. Nobody may touch its addresses from here on, nor be in a touch of one.
+ * Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if it was closed before.
  */
 outcore_status outcore_mapped_close(outcore_mapped *mapped);
 

@@ -265,6 +265,55 @@ fn every_function_does_what_it_says_from_one_thread_and_from_several() {
     }
 }
 
+#[test]
+fn the_first_program_of_the_page_shows_each_tensor() {
+    let Some(prefix) = prefix() else { return };
+    let page = fs::read_to_string(repository().join("docs/c.md")).unwrap();
+    let program = page.split_once("```c\n").unwrap().1.split_once("```").unwrap().0;
+    let folder = folder();
+    let (model, source) = (model(folder.path()), folder.path().join("first.c"));
+    fs::write(&source, program).unwrap();
+    for link in Link::ALL {
+        let program = compile(&prefix, &source, folder.path(), link);
+        let said = text(&passes(run(&program).arg(&model)).stdout);
+        assert_eq!(said.lines().count(), 6, "{link:?}: {said}");
+        let first = "blk.0.ffn_gate_exps.weight: 1048576 bytes, the first is ";
+        assert!(said.lines().all(|line| line.contains(" 1048576 bytes, ")) && said.starts_with(first), "{said}");
+        let failed = run(&program).arg(folder.path().join("missing.gguf")).output().unwrap();
+        let told = text(&failed.stderr);
+        assert!(!failed.status.success() && told.contains("missing.gguf") && told.contains("check the path"), "{told}");
+    }
+}
+
+/// The folder can be moved: `outcore.pc` finds it where it is.
+#[test]
+fn pkg_config_finds_the_libraries_where_they_were_moved_to() {
+    let Some(prefix) = prefix() else { return };
+    if !has("pkg-config") {
+        eprintln!("SKIPPED: there is no pkg-config");
+        return;
+    }
+    let folder = folder();
+    let moved = folder.path().join("elsewhere");
+    passes(Command::new("cp").arg("-a").arg(&prefix).arg(&moved));
+    let ask = |flags: &[&str]| {
+        let mut command = Command::new("pkg-config");
+        command.env("PKG_CONFIG_PATH", moved.join("lib/pkgconfig")).args(flags).arg("outcore");
+        text(&passes(&mut command).stdout)
+    };
+    assert_eq!(ask(&["--modversion"]).trim(), env!("CARGO_PKG_VERSION"));
+    let flags = ask(&["--cflags", "--libs"]);
+    let program = folder.path().join("misuse");
+    let source = repository().join("examples/c/misuse.c");
+    let mut command = Command::new("cc");
+    command.args(FLAGS).arg(source).arg("-o").arg(&program).args(flags.split_whitespace());
+    passes(&mut command);
+    let model = model(folder.path());
+    passes(run(&program).env("LD_LIBRARY_PATH", moved.join("lib")).arg(&model).arg(folder.path()));
+    let all = ask(&["--static", "--libs-only-l"]);
+    assert!(["-loutcore", "-lgcc_s", "-lpthread"].iter().all(|one| all.contains(one)), "{all}");
+}
+
 /// The functions that the header declares.
 fn declared() -> BTreeSet<String> {
     let header = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("include/outcore.h")).unwrap();
