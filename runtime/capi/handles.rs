@@ -4,11 +4,14 @@
 //! had the place earlier. The kind is in the handle's top bits, which also keeps it from being NULL.
 
 use std::any::Any;
+use std::marker::PhantomData;
+use std::ops::Deref;
 use std::ptr;
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use outcore::{Error, ErrorKind, Result};
-use sharded_slab::{Config, Slab};
+use sharded_slab::{Config, Entry, Slab};
 
 /// How a handle's 64 bits are used: 4 for the kind, 14 for the thread that made it, 23 for the place, and 23 for how
 /// often the place was used.
@@ -26,7 +29,11 @@ const KEY_BITS: u32 = usize::BITS - KIND_BITS;
 
 const _: () = assert!(usize::BITS == 64, "a handle needs 64 bits");
 
-type Object = Arc<dyn Any + Send + Sync>;
+struct Object {
+    value: Box<dyn Any + Send + Sync>,
+    /// Its handle was closed or freed. It goes when the last call that uses it ends.
+    ended: AtomicBool,
+}
 
 static OBJECTS: LazyLock<Slab<Object, Bits>> = LazyLock::new(Slab::new_with_config);
 
@@ -86,43 +93,79 @@ fn gone<T: Kind>(name: &str) -> Error {
 /// # Errors
 /// `OutOfMemory` if the thread has millions of handles; the object is dropped then.
 pub fn keep<T: Kind>(object: T) -> Result<*mut T> {
-    let key = OBJECTS.insert(Arc::new(object)).ok_or_else(|| {
+    let object = Object { value: Box::new(object), ended: AtomicBool::new(false) };
+    let key = OBJECTS.insert(object).ok_or_else(|| {
         Error::new(ErrorKind::OutOfMemory, "this thread has made more handles than a thread may have, some 4 million")
             .remedy("close or free handles that are not needed any more")
     })?;
     Ok(ptr::without_provenance_mut(key | T::NUMBER << KEY_BITS))
 }
 
-/// The object that a handle names. It lives on as long as this is held, whatever other threads close.
+/// An object in use: it lives as long as this does, whatever other threads close.
+pub struct Held<T> {
+    entry: Entry<'static, Object, Bits>,
+    kind: PhantomData<T>,
+}
+
+impl<T: Kind> Deref for Held<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        match self.entry.value.downcast_ref() {
+            Some(object) => object,
+            // `held` has looked, and an object keeps its type.
+            None => unreachable!("an object of the table changed its type"),
+        }
+    }
+}
+
+/// The object that a handle names.
 ///
 /// # Errors
 /// `InvalidArgument` if the handle names none of this kind. `name` is the argument's.
-pub fn held<T: Kind>(handle: *const T, name: &str) -> Result<Arc<T>> {
-    let object = OBJECTS.get(key(handle, name)?).map(|entry| Arc::clone(&entry));
-    object.and_then(|object| object.downcast().ok()).ok_or_else(|| gone::<T>(name))
+pub fn held<T: Kind>(handle: *const T, name: &str) -> Result<Held<T>> {
+    let entry = OBJECTS.get(key(handle, name)?).filter(|object| object.value.is::<T>());
+    let living = entry.filter(|object| !object.ended.load(Ordering::Acquire));
+    living.map(|entry| Held { entry, kind: PhantomData }).ok_or_else(|| gone::<T>(name))
 }
 
 /// As [`held`], and the handle names nothing any more.
 ///
 /// # Errors
-/// As for [`held`].
-pub fn taken<T: Kind>(handle: *mut T, name: &str) -> Result<Arc<T>> {
+/// As for [`held`]: of several threads that close one handle, all but one are told that it was closed.
+pub fn taken<T: Kind>(handle: *mut T, name: &str) -> Result<Held<T>> {
     let object = held(handle, name)?;
-    // Of two threads that close one handle, one is told that it was closed.
-    if OBJECTS.remove(key(handle, name)?) { Ok(object) } else { Err(gone::<T>(name)) }
+    if object.entry.ended.swap(true, Ordering::AcqRel) {
+        return Err(gone::<T>(name));
+    }
+    OBJECTS.remove(object.entry.key());
+    Ok(object)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::thread;
 
     use super::*;
 
-    /// An object that counts nothing but itself.
     struct Thing(u64);
 
     impl Kind for Thing {
         const NUMBER: usize = 9;
+    }
+
+    /// An object that tells when it goes.
+    struct Told(u64, Arc<AtomicBool>);
+
+    impl Kind for Told {
+        const NUMBER: usize = 8;
+    }
+
+    impl Drop for Told {
+        fn drop(&mut self) {
+            self.1.store(true, Ordering::Release);
+        }
     }
 
     struct Other;
@@ -164,14 +207,17 @@ mod tests {
 
     #[test]
     fn an_object_lives_while_a_thread_uses_it() {
-        let handle = keep(Thing(7)).expect("there is room").expose_provenance();
-        let used = held(ptr::with_exposed_provenance::<Thing>(handle), "it").expect("it lives");
-        let free = || taken(ptr::with_exposed_provenance_mut::<Thing>(handle), "it").map(drop).is_ok();
+        let dropped = Arc::new(AtomicBool::new(false));
+        let handle = keep(Told(7, dropped.clone())).expect("there is room").expose_provenance();
+        let used = held(ptr::with_exposed_provenance::<Told>(handle), "it").expect("it lives");
+        let free = || taken(ptr::with_exposed_provenance_mut::<Told>(handle), "it").map(drop).is_ok();
         let freed = thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(free)).collect();
             threads.into_iter().filter_map(|thread| thread.join().ok()).filter(|freed| *freed).count()
         });
         assert_eq!((freed, used.0), (1, 7));
-        assert_eq!(Arc::strong_count(&used), 1);
+        assert!(!dropped.load(Ordering::Acquire));
+        drop(used);
+        assert!(dropped.load(Ordering::Acquire));
     }
 }

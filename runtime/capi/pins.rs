@@ -2,7 +2,6 @@
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use outcore::pin::{HostPin, HostPins};
@@ -583,7 +582,7 @@ pub unsafe extern "C" fn outcore_walker_plan(
     // SAFETY: the header asks that places for results are NULL or may be written.
     let error = unsafe { Out::handle(error) };
     done(error, || {
-        let walker: Arc<outcore_walker> = held(walker, "walker")?;
+        let walker = held(walker, "walker")?;
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
         walker.walker.plan(&tensors, cyclic != 0);
