@@ -183,6 +183,11 @@ fi
 printf '\n== compilers\n'
 if command -v cc >/dev/null; then
     required+=(c)
+    if echo 'int main(void) { return 0; }' | cc -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null; then
+        required+=(asan)
+    else
+        results+=("SKIPPED the C compiler has no sanitizers: no test checked what C programs access")
+    fi
 else
     results+=("SKIPPED there is no C compiler (cc): no test linked the libraries for C")
 fi

@@ -309,7 +309,7 @@ pub unsafe extern "C" fn outcore_pin_mut_timeout(
 }
 
 /// As `outcore_pin` for what is in memory, and waits for nothing: `outcore_pin_timeout` with 0. Returns
-/// `OUTCORE_NOT_READY` if a page is missing; it is then on its way, as after `outcore_prefetch`.
+/// `OUTCORE_NOT_READY` if a page is missing; it is then on its way, if there is room, as after `outcore_prefetch`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_pin_try(
     runtime: *const outcore_runtime,

@@ -23,7 +23,9 @@
  *
  * Threads. Any thread may call any function with any handle, also at the same time. A handle that one thread frees while
  * another one uses it lives until that call ends. The bytes of a guard may be read from any thread until it is ended;
- * those of a guard for writing as the threads agree. In a child by fork() calls that can fail end with OUTCORE_CLOSED.
+ * those of a guard for writing as the threads agree. A call must run to its end: no pthread_cancel, no longjmp out of it,
+ * and no call from a signal handler. In a child by fork() pins, and what opens something of a runtime, end with
+ * OUTCORE_CLOSED; hints do nothing, and counters are zero.
  */
 
 #ifndef OUTCORE_H
@@ -717,7 +719,7 @@ outcore_status outcore_pin_mut_timeout(const outcore_runtime *runtime,
 
 /**
  * As `outcore_pin` for what is in memory, and waits for nothing: `outcore_pin_timeout` with 0. Returns
- * `OUTCORE_NOT_READY` if a page is missing; it is then on its way, as after `outcore_prefetch`.
+ * `OUTCORE_NOT_READY` if a page is missing; it is then on its way, if there is room, as after `outcore_prefetch`.
  */
 outcore_status outcore_pin_try(const outcore_runtime *runtime,
                                const outcore_tensor *tensor,
