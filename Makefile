@@ -17,7 +17,7 @@ demo: ## Run a real model in 32 MiB and compare its words with a run that holds 
 	@scripts/demo.sh
 
 capi: ## The libraries and the header for C, in release, into PREFIX (target/capi)
-	@scripts/need.sh cargo cc
+	@scripts/need.sh cargo cc binutils
 	@scripts/capi.sh "$(PREFIX)"
 
 test: ## All tests, doctests and examples

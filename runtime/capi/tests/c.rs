@@ -363,8 +363,40 @@ fn what_is_exported_is_what_is_declared_with_its_version() {
     let wanted: BTreeSet<String> = declared().iter().map(|name| format!("{name}@@OUTCORE_0")).collect();
     assert!(wanted.len() > 50, "{wanted:?}");
     assert_eq!(symbols, wanted);
+    let output = passes(Command::new("nm").args(["-g", "--defined-only"]).arg(prefix.join("lib/liboutcore.a")));
+    let listed = text(&output.stdout);
+    let symbols = listed.lines().filter_map(|line| line.split_whitespace().nth(2));
+    assert_eq!(symbols.map(str::to_owned).collect::<BTreeSet<_>>(), declared());
     let output = passes(Command::new("readelf").arg("-d").arg(&library));
     assert!(text(&output.stdout).contains("[liboutcore.so.0]"), "{}", text(&output.stdout));
+}
+
+/// Each archive of Rust brings Rust's standard library. Only what has no name can be there twice.
+#[test]
+fn a_program_can_link_another_archive_of_rust() {
+    let Some(prefix) = prefix() else { return };
+    if !has("rustc") {
+        lacks("there is no rustc", "c");
+        return;
+    }
+    let folder = folder();
+    let (other, source) = (folder.path().join("other.rs"), folder.path().join("both.c"));
+    let code = "#[unsafe(no_mangle)]\npub extern \"C\" fn other(n: i32) -> i32 {\n    \
+                std::panic::catch_unwind(|| if n > 0 { n } else { panic!() }).unwrap_or(-1)\n}\n";
+    fs::write(&other, code).unwrap();
+    let archive = folder.path().join("libother.a");
+    passes(Command::new("rustc").args(["--edition=2024", "--crate-type=staticlib", "-o"]).arg(&archive).arg(&other));
+    let code = "#include <outcore.h>\nint other(int);\nint main(void)\n{\n    outcore_runtime *runtime = 0;\n    \
+                if (outcore_runtime_open(0, &runtime, 0) != OUTCORE_OK || other(7) != 7 || other(0) != -1)\n        \
+                return 1;\n    return outcore_runtime_close(runtime, 0) == OUTCORE_OK ? 0 : 1;\n}\n";
+    fs::write(&source, code).unwrap();
+    let program = folder.path().join("both");
+    let mut command = Command::new("cc");
+    command.args(FLAGS).arg(&source).arg("-o").arg(&program).arg(format!("-I{}", prefix.join("include").display()));
+    command.arg(prefix.join("lib/liboutcore.a")).arg(&archive);
+    command.args(libraries(&prefix, true).iter().filter(|flag| flag.starts_with("-l") && *flag != "-loutcore"));
+    passes(&mut command);
+    passes(&mut run(&program));
 }
 
 #[test]
