@@ -371,7 +371,8 @@ fn what_is_exported_is_what_is_declared_with_its_version() {
     assert!(text(&output.stdout).contains("[liboutcore.so.0]"), "{}", text(&output.stdout));
 }
 
-/// Each archive of Rust brings Rust's standard library. Only what has no name can be there twice.
+/// Each archive of Rust brings Rust's standard library. What ours names, or leaves undefined, must not get in the way
+/// of the other's.
 #[test]
 fn a_program_can_link_another_archive_of_rust() {
     let Some(prefix) = prefix() else { return };
