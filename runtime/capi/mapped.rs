@@ -66,6 +66,35 @@ pub extern "C" fn outcore_mapped_length(mapped: *const outcore_mapped) -> usize 
     quiet(0, || Ok(held(mapped, "mapped")?.mapped.len()))
 }
 
+/// 1 if a mapped file has this expert of a mixture, by the layer's and the expert's number in the model; else 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn outcore_mapped_has_expert(mapped: *const outcore_mapped, layer: u32, expert: u32) -> i32 {
+    quiet(0, || Ok(i32::from(held(mapped, "mapped")?.mapped.has_expert(layer, expert))))
+}
+
+/// These `count` experts of a layer are used next, in this order: for programs that know what the router has chosen.
+/// All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
+/// the frames: what is more comes when it is touched.
+///
+/// Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file; those of
+/// `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_expert_hint(
+    mapped: *const outcore_mapped,
+    layer: u32,
+    experts: *const u32,
+    count: usize,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let error = unsafe { Out::handle(error) };
+    done(error, || {
+        // SAFETY: the header asks that arrays have as many elements as is said.
+        let experts = unsafe { raw::array(experts, count, "experts") }?;
+        held(mapped, "mapped")?.mapped.expert_hint(layer, experts)
+    })
+}
+
 /// Why a page could not be read: the first failure. Returns `OUTCORE_OK` if all could.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_failure(

@@ -92,9 +92,15 @@ impl Keeper {
         }
     }
 
-    /// Lets all pages go that the program told of.
-    pub fn let_go_of_told(&self) {
+    /// Lets all pages go but those of the last two faults.
+    pub fn let_go(&self) {
         self.drop_all(|held| held.told);
+        let gone: Vec<Held> = {
+            let mut kept = self.0.lock();
+            let gone = kept.len().saturating_sub(2);
+            kept.drain(..gone).collect()
+        };
+        drop(gone);
     }
 
     fn forget(&self, range: u64) {

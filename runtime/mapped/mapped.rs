@@ -335,23 +335,23 @@ impl Mapped {
     ///   when it is touched.
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
         let known = &self.pages;
-        known.untold.store(0, Ordering::Relaxed);
         known.count_frames();
         let may_keep = known.may_keep();
+        let ids = experts.iter().map(|expert| ExpertId { layer, expert: *expert });
+        if let Some(unknown) = ids.clone().find(|id| !known.experts.has(*id)) {
+            let message = format!("the file has no expert {} in layer {layer}", unknown.expert);
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("tell of experts that the router of this model can choose"));
+        }
         let mut pages = Vec::new();
-        for expert in experts {
-            let id = ExpertId { layer, expert: *expert };
-            if !known.experts.has(id) {
-                let message = format!("the file has no expert {expert} in layer {layer}");
-                return Err(Error::new(ErrorKind::InvalidArgument, message)
-                    .remedy("tell of experts that the router of this model can choose"));
-            }
+        for id in ids {
             let of_expert = known.experts.pages(id, known.page);
             if pages.len() + of_expert.len() > may_keep {
                 break;
             }
             pages.extend(of_expert);
         }
+        known.untold.store(0, Ordering::Relaxed);
         pages.sort_unstable();
         pages.dedup();
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
@@ -378,16 +378,17 @@ impl Mapped {
         }
     }
 
-    /// Lets the frames go that are kept because the program [told](Self::expert_hint) of their pages, of all files on
-    /// this runtime. Before the runtime's budget is lowered: frames that are kept stay until others are.
+    /// Lets the frames go that are kept behind their use, of all files on this runtime, but for the last two uses.
+    /// Before the runtime's budget is lowered: kept frames stay until others are.
     pub fn let_go(&self) {
-        self.core.bell().keeper().let_go_of_told();
+        self.core.bell().keeper().let_go();
     }
 
-    /// Pages that stay pinned after [`let_go`](Self::let_go) at most: those that threads were waiting for last.
+    /// Pages of this file that stay pinned after [`let_go`](Self::let_go), at most.
     pub fn most_pinned(&self) -> u64 {
-        let of_experts = self.pages.experts.ids().map(|id| self.pages.experts.pages(id, self.pages.page).len());
-        KEPT.max(of_experts.max().unwrap_or(0)) as u64
+        let Pages { experts, page, .. } = &*self.pages;
+        let of_experts = experts.ids().map(|id| experts.pages(id, *page).len());
+        2 * of_experts.max().unwrap_or(1) as u64
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.

@@ -951,6 +951,25 @@ const void *outcore_mapped_data(const outcore_mapped *mapped);
 size_t outcore_mapped_length(const outcore_mapped *mapped);
 
 /**
+ * 1 if a mapped file has this expert of a mixture, by the layer's and the expert's number in the model; else 0.
+ */
+int32_t outcore_mapped_has_expert(const outcore_mapped *mapped, uint32_t layer, uint32_t expert);
+
+/**
+ * These `count` experts of a layer are used next, in this order: for programs that know what the router has chosen.
+ * All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
+ * the frames: what is more comes when it is touched.
+ *
+ * Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file; those of
+ * `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
+ */
+outcore_status outcore_mapped_expert_hint(const outcore_mapped *mapped,
+                                          uint32_t layer,
+                                          const uint32_t *experts,
+                                          size_t count,
+                                          outcore_error **error);
+
+/**
  * Why a page could not be read: the first failure. Returns `OUTCORE_OK` if all could.
  */
 outcore_status outcore_mapped_failure(const outcore_mapped *mapped, outcore_error **error);

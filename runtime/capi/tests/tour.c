@@ -366,6 +366,14 @@ static void mapped(void)
     for (int n = 0; n < 4; n++)
         CHECK(pthread_join(threads[n], NULL) == 0);
     CHECK(memcmp(range, file, range_length) == 0);
+    const uint32_t drawn[] = {0, 1}, none[] = {0, 1000000};
+    CHECK(outcore_mapped_has_expert(mapped, 0, 1) && !outcore_mapped_has_expert(mapped, 0, 1000000));
+    OK(outcore_mapped_expert_hint(mapped, 0, drawn, 2, &error));
+    CHECK(outcore_mapped_expert_hint(mapped, 0, none, 2, &error) == OUTCORE_INVALID_ARGUMENT);
+    CHECK(strstr(outcore_error_text(error), "1000000") != NULL);
+    outcore_error_free(error);
+    CHECK(outcore_mapped_expert_hint(mapped, 0, NULL, 2, NULL) == OUTCORE_INVALID_ARGUMENT);
+    CHECK(memcmp(range, file, range_length) == 0);
     outcore_tensor *whole = NULL, *part = NULL;
     outcore_guard *guard = NULL;
     OK(outcore_mapped_tensor(mapped, &whole, &error));

@@ -253,6 +253,7 @@ pub fn map(request: &Request) -> Option<u64> {
     HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
     let mut given = Given::default();
     given.add(offset, len);
+    HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
     files.push(Known { identity, path, mapped, given, refused: false });
     Some(start + offset)
