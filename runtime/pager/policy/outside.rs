@@ -171,9 +171,9 @@ impl Outside {
         }
     }
 
-    /// A page that no plan names is used; it need not be resident. Only where pages have scores.
-    pub(super) fn count(&mut self, number: u32) {
-        let room = self.len();
+    /// A page that no plan names is used; it need not be resident. There is room for so many of these pages. Only where
+    /// pages have scores.
+    pub(super) fn count(&mut self, number: u32, room: usize) {
         let Line::Worth { scores, line, .. } = &mut self.line else { return };
         scores.fit(room);
         if scores.used(number) {

@@ -837,7 +837,9 @@ impl Policy for PlanPolicy {
         let Some(number) = self.recency.numbers().number(page) else { return };
         self.recency.touch(page);
         if self.outside.is_by_worth() && !self.plans.iter().any(|(_, active)| active.names(number)) {
-            self.outside.count(number);
+            // Before the first search nobody has listed them, and all that is resident may be one.
+            let room = if self.followed.is_some() { self.outside.len() } else { self.recency.len() };
+            self.outside.count(number, room);
         }
         self.outside.touch(number);
         self.ahead.remove(number as usize);

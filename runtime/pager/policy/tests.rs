@@ -1077,3 +1077,58 @@ fn names_are_found_and_others_refused_with_the_closest() {
         assert!(message.contains(part), "{message}");
     }
 }
+
+/// Hits among uses of pages in no order.
+fn hits_without_order(kind: PolicyKind, frames: usize, uses: &[u32]) -> usize {
+    let mut policy = kind.build();
+    policy.resize(frames as u32, 0, 0);
+    policy.segment(SegmentId(0), uses.iter().max().map_or(1, |last| last + 1));
+    policy.unordered();
+    let (mut resident, mut hits) = (BTreeSet::new(), 0);
+    for number in uses.iter().copied() {
+        policy.accessed(page(number));
+        if !resident.insert(number) {
+            hits += 1;
+            continue;
+        }
+        if resident.len() > frames {
+            let victim = demand(&mut *policy).unwrap();
+            policy.removed(page(victim));
+            resident.remove(&victim);
+        }
+        policy.inserted(page(number));
+    }
+    hits
+}
+
+/// How the experts of 8 layers of 32 are drawn, two a layer: always the same ones most, others most after a while,
+/// those of the token before again, all alike.
+#[test]
+fn drawn_pages_stay_as_by_the_better_of_recency_and_frequency() {
+    const LAYERS: u32 = 8;
+    const EXPERTS: u32 = 32;
+    for (name, changes, again) in
+        [("skewed", u32::MAX, 0), ("drifting", 100, 0), ("sticky", u32::MAX, 7), ("even", 0, 0)]
+    {
+        let mut random = crate::random::Random(3);
+        let mut draw = |below: u32| random.below(below);
+        let mut uses: Vec<u32> = Vec::new();
+        for token in 0..1500 {
+            for layer in 0..LAYERS {
+                for _ in 0..2 {
+                    // The lesser of two draws is small more often; the ranks turn with time.
+                    let rank = if changes == 0 { draw(EXPERTS) } else { draw(EXPERTS).min(draw(EXPERTS)) };
+                    let expert = (rank * 5 + layer * 7 + token / changes.max(1) * 3) % EXPERTS;
+                    let before = uses.len().checked_sub(2 * LAYERS as usize).map(|at| uses[at]);
+                    let same = before.filter(|_| draw(10) < again);
+                    uses.push(same.unwrap_or(layer * EXPERTS + expert));
+                }
+            }
+        }
+        for frames in [60, 130] {
+            let [model, lru, lfu] = [PolicyKind::Model, PolicyKind::Lru, PolicyKind::Lfu]
+                .map(|kind| hits_without_order(kind, frames, &uses));
+            assert!(model + uses.len() / 50 > lru.max(lfu), "{name}, {frames} frames: {model} hits; {lru}, {lfu}");
+        }
+    }
+}
