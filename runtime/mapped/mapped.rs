@@ -64,6 +64,8 @@ struct Pages {
     page: u64,
     /// Pages that are kept pinned behind their use, over all ranges.
     may_keep: usize,
+    /// Threads that are served at once.
+    turns: usize,
     /// An expert with more pages is used page by page.
     expert_max: usize,
     failure: Mutex<Option<Error>>,
@@ -143,6 +145,10 @@ impl Handler for Pages {
 
     fn may_keep(&self) -> usize {
         self.may_keep
+    }
+
+    fn turns(&self) -> usize {
+        self.turns
     }
 
     fn failed(&self, offset: u64, error: Error) {
@@ -286,7 +292,8 @@ impl Mapped {
         let frames = frames as usize;
         let (may_keep, expert_max) = match experts.is_empty() {
             true => ((frames / 16).clamp(2, KEPT), 0),
-            false => ((frames / 4).max(2), frames / 8),
+            // Beside the two pages of a turn, and one that is on its way.
+            false => ((frames / 4).max(1), frames / 8),
         };
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
@@ -303,6 +310,8 @@ impl Mapped {
             bytes,
             page,
             may_keep,
+            // Each has two pages: a quarter of the frames, and half where there are four.
+            turns: (frames / 8).max(1),
             expert_max,
             failure: Mutex::new(None),
             own: own.clone(),
