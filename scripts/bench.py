@@ -25,7 +25,7 @@ ROUNDS = 2 if QUICK else 5
 # A small model takes more tokens, so that a run is seconds long.
 TOKENS = 12 if QUICK else 24
 PROMPT = "1,5,9,200,33"
-BENCHES = ["pin", "crowd", "fault", "stats", "policies", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify"]
+BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify"]
 SKIPPED = 77
 PEER = Path(os.environ.get("OUTCORE_PEERS", ROOT / ".venv")) / "bin/llama-peer"
 FIO = shutil.which("fio")
@@ -158,6 +158,18 @@ def libcachesim(folder):
     return {"within_half_a_point": done.returncode == 0, "table": done.stdout}
 
 
+def outcore_run():
+    """`outcore run` beside plain `mmap`, by scripts/bench_mapped.py, which says itself what it skips."""
+    short = ["--rounds", "1", "--tokens", "8"] if QUICK else []
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench_mapped.py", *short], stdout=subprocess.PIPE, text=True)
+    found = last_json(done.stdout)
+    if found is None:
+        return {"failed": done.returncode} if done.returncode else None
+    text = done.stdout[: done.stdout.rindex("\n{")].strip()
+    print(text, flush=True)
+    return {"table": text, **found}
+
+
 def same_ids(ours, theirs):
     """How many of the first ids are the same; the kernels round differently, so that some texts part."""
     return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -261,6 +273,9 @@ def table(results):
     ]
     if compared := results.get("libcachesim"):
         lines += ["", "## Policies beside libCacheSim, on made-up conversations", "", compared["table"].strip()]
+    if (mapped := results.get("outcore_run")) and "table" in mapped:
+        lines += ["", "## `outcore run` beside plain `mmap`, llama.cpp", "", mapped["table"]]
+        lines += [f"WRONG: {what}" for what in mapped["wrong"]]
     lines += ["", "## Benches", "", "```json"]
     lines += [json.dumps({name: found}) for name, found in results.get("benches", {}).items()]
     lines += ["```", ""]
@@ -299,6 +314,8 @@ def main(names):
                 results["benches"][name] = cargo_bench(name)
         if not names or "libcachesim" in names:
             results["libcachesim"] = libcachesim(folder)
+        if not names or "outcore_run" in names:
+            results["outcore_run"] = outcore_run()
         small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
         if small.exists() and (not names or "smollm2" in names):
             results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, 8 * TOKENS, ["130MB"])

@@ -10,5 +10,5 @@ cd "$(dirname "$0")/.."
 
 scripts/fetch_model.sh || echo "bench: the real model could not be fetched; its rows will be missing"
 cargo build --release -p outcore-llm --bins
-OUTCORE_EMBED=0 cargo build --release -p outcore-cli
+OUTCORE_EMBED=0 cargo build --release -p outcore-cli -p outcore-preload
 exec python3 scripts/bench.py "$@"

@@ -59,6 +59,7 @@ UNSAFE_ALLOWED = {
     "benches/fault.rs": "moves and reads raw pages, beside which faults are measured",
     "benches/frame_moves.rs": "moves raw memory in both ways that are compared",
     "benches/host_map.rs": "maps and touches raw device addresses",
+    "benches/mapped.rs": "maps a file as the kernel does, beside which mapped files are measured",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }
 

@@ -102,6 +102,8 @@ struct Frame {
     has_memory: bool,
     behind: Option<u64>,
     published: bool,
+    /// All its bytes are there, but it is not published, so that its next use is seen.
+    hidden: bool,
 }
 
 /// Addresses of a segment.
@@ -224,15 +226,33 @@ impl Core {
         occupant.is_some_and(|frame| layout.frames[frame as usize].published)
     }
 
+    /// Whether the page has a frame, filled or not: a pin of it takes no other.
+    pub fn has_frame(&self, page: u64) -> bool {
+        self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
+    }
+
     /// Hides a page that is pinned: its next touch is seen.
     pub fn hide(&self, page: u64) {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
-        if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize))
-            && let Err(error) = self.take_back(frame)
-        {
-            // It stays visible: a use goes unseen, and no more.
-            tracing::debug!(%error, "a page was not hidden");
+        if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
+            let published = frame.published;
+            match self.take_back(frame) {
+                Ok(()) => frame.hidden |= published,
+                // It stays visible: a use goes unseen, and no more.
+                Err(error) => tracing::debug!(%error, "a page was not hidden"),
+            }
+        }
+    }
+
+    /// Publishes a page that is there, and hidden. Nobody needs to pin it for that: as long as the frame is behind the
+    /// page, it has the page's bytes.
+    pub fn show_hidden(&self, page: u64) {
+        let mut layout = self.layout.lock();
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
+        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page)) {
+            tracing::debug!(%error, "a hidden page was not shown at once");
         }
     }
 
@@ -270,6 +290,7 @@ impl Core {
             return Err(Self::no_such_address(DeviceAddress::new(to)));
         }
         let (home, published) = (frame.home, std::mem::replace(&mut frame.published, true));
+        let hidden = std::mem::take(&mut frame.hidden);
         if let Some(range) = layout.range_mut(to) {
             range.wanted.remove(&to);
             let bytes = range.end.saturating_sub(to);
@@ -293,7 +314,7 @@ impl Core {
         };
         moved.map_err(|cause| {
             if let Ok(frame) = layout.frame(id) {
-                frame.published = published;
+                (frame.published, frame.hidden) = (published, hidden);
             }
             failed("publish", cause)
         })
@@ -325,6 +346,7 @@ impl Core {
     fn clear(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
         let frame = layout.frame(id)?;
         self.take_back(frame)?;
+        frame.hidden = false;
         if let Some(address) = frame.behind.take()
             && let Some(range) = layout.range_mut(address)
         {
@@ -427,7 +449,7 @@ impl Device for FaultingDevice {
         for (_, frame) in range.occupants.drain() {
             let frame = layout.frame(FrameId::new(frame))?;
             self.core.take_back(frame)?;
-            frame.behind = None;
+            (frame.behind, frame.hidden) = (None, false);
         }
         Ok(())
     }
@@ -484,6 +506,7 @@ impl Device for FaultingDevice {
         // A page of a mapped file that nobody waits for yet stays hidden: its first touch tells that it is used.
         let hidden = |range: &Range| range.handler.is_some() && !range.wanted.contains(&address.get());
         if layout.range(address.get()).is_some_and(hidden) {
+            layout.frame(frame)?.hidden = true;
             return Ok(());
         }
         self.core.publish(&mut layout, frame, address.get())

@@ -10,8 +10,9 @@
 //! # Why a fault ends
 //!
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
-//! waits for it can run. An instruction touches a few pages at a time. The pages kept are at most half of the frames:
-//! whatever is asked for next finds the other half.
+//! waits for it can run. Where many threads touch pages, those of a few [turns](super::turns) at a time stay, and the
+//! other threads wait in line. The pages kept are at most half of the frames, or three of four to seven: whatever is
+//! asked for next finds another.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,12 +24,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
+use std::time::Instant;
 
 use outcore::{Error, PinSet, Result};
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::device::Core;
+use crate::turns::{Fault, Turns};
 
 /// Pages of a range that are used together.
 pub struct Request {
@@ -47,6 +50,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn hides(&self, page: u64) -> bool;
     /// How many pages may be kept pinned behind their use, whatever range they are of.
     fn may_keep(&self) -> usize;
+    /// How many threads may be served at once.
+    fn turns(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
     fn failed(&self, offset: u64, error: Error);
 }
@@ -63,9 +68,23 @@ pub struct Held {
     pub _pins: PinSet,
 }
 
+#[derive(Default)]
+struct Kept {
+    held: VecDeque<Held>,
+    /// Addresses of the pages of turns, which are not let go.
+    guarded: Vec<u64>,
+}
+
+impl Kept {
+    /// A page of a turn is held alone too. A set of pages would keep others with it, until no frame is left.
+    fn is_guarded(&self, held: &Held) -> bool {
+        matches!(held.pages[..], [page] if self.guarded.contains(&(held.range + page)))
+    }
+}
+
 /// The pages that were published last.
 #[derive(Default)]
-pub struct Keeper(Mutex<VecDeque<Held>>);
+pub struct Keeper(Mutex<Kept>);
 
 impl Keeper {
     /// Keeps these pages, and lets the oldest go while more than `most` are kept; never the ones that are added.
@@ -74,16 +93,22 @@ impl Keeper {
         let (mut gone, mut handlers) = (Vec::new(), Vec::new());
         {
             let mut kept = self.0.lock();
-            kept.push_back(held);
-            let mut pages: usize = kept.iter().map(|held| held.pages.len()).sum();
-            while pages > most && kept.len() > 1 {
-                let Some(old) = kept.pop_front() else { break };
+            kept.held.push_back(held);
+            let mut pages: usize = kept.held.iter().map(|held| held.pages.len()).sum();
+            let mut at = 0;
+            while pages > most && at + 1 < kept.held.len() {
+                if kept.is_guarded(&kept.held[at]) {
+                    at += 1;
+                    continue;
+                }
+                let Some(old) = kept.held.remove(at) else { break };
                 pages -= old.pages.len();
                 gone.push(old);
             }
             for old in &gone {
                 let Some(handler) = old.handler.upgrade() else { continue };
-                let again = |page: &u64| kept.iter().any(|held| held.range == old.range && held.pages.contains(page));
+                let again =
+                    |page: &u64| kept.held.iter().any(|held| held.range == old.range && held.pages.contains(page));
                 for page in old.pages.iter().filter(|page| handler.hides(**page) && !again(page)) {
                     core.hide(old.range + page);
                 }
@@ -92,15 +117,21 @@ impl Keeper {
         }
     }
 
-    /// Lets all pages go but those of the last two faults.
+    /// Lets all pages go but those of the last two faults. A thread that has a turn, and not used its pages yet, asks
+    /// for them again.
     pub fn let_go(&self) {
         self.drop_all(|held| held.told);
         let gone: Vec<Held> = {
             let mut kept = self.0.lock();
-            let gone = kept.len().saturating_sub(2);
-            kept.drain(..gone).collect()
+            let old = kept.held.len().saturating_sub(2);
+            kept.held.drain(..old).collect()
         };
         drop(gone);
+    }
+
+    /// The pages at these addresses are not let go from now on; others are.
+    fn guard(&self, pages: Vec<u64>) {
+        self.0.lock().guarded = pages;
     }
 
     fn forget(&self, range: u64) {
@@ -110,8 +141,8 @@ impl Keeper {
     fn drop_all(&self, which: impl Fn(&Held) -> bool) {
         let gone: VecDeque<Held> = {
             let mut kept = self.0.lock();
-            let (gone, others) = kept.drain(..).partition(which);
-            *kept = others;
+            let (gone, others) = kept.held.drain(..).partition(which);
+            kept.held = others;
             gone
         };
         drop(gone);
@@ -210,7 +241,8 @@ pub fn forget(core: &Core, start: u64) {
 impl FaultThread {
     pub fn start(core: &Arc<Core>) -> Result<Self> {
         let bell = core.bell().clone();
-        let mut worker = Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new() };
+        let mut worker =
+            Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new(), turns: Turns::default() };
         let thread = thread::Builder::new()
             .name("outcore-faults".into())
             .spawn(move || {
@@ -249,6 +281,7 @@ struct Worker {
     core: Weak<Core>,
     bell: Arc<Bell>,
     pending: Vec<Pending>,
+    turns: Turns,
 }
 
 impl Drop for Worker {
@@ -257,7 +290,7 @@ impl Drop for Worker {
         self.bell.closing.store(true, Ordering::Release);
         self.pending.clear();
         self.bell.keeper.clear();
-        self.obey();
+        self.obey(None);
     }
 }
 
@@ -270,13 +303,14 @@ impl Worker {
                 tracing::error!(%cause, "reading faults");
                 return;
             }
-            faults.sort_unstable();
-            faults.dedup();
-            for address in &faults {
-                self.fault(&core, *address);
+            for fault in &faults {
+                self.fault(&core, *fault);
             }
-            self.obey();
+            self.obey(Some(&core));
             self.look(&core);
+            while self.next_in_line(&core) {
+                self.look(&core);
+            }
             if self.bell.closing.load(Ordering::Acquire) {
                 return;
             }
@@ -285,19 +319,21 @@ impl Worker {
                 PollFd::from_borrowed_fd(core.uffd().fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(bell.event.as_fd(), PollFlags::IN),
             ];
+            let longest = self.turns.until_next(Instant::now()).and_then(|time| Timespec::try_from(time).ok());
             // An interrupted poll looks again.
-            let _ = poll(&mut fds, None);
+            let _ = poll(&mut fds, longest.as_ref());
             let _ = rustix::io::read(&bell.event, &mut [0; 8]);
         }
     }
 
     /// Carries out what was asked.
-    fn obey(&mut self) {
+    fn obey(&mut self, core: Option<&Core>) {
         let commands = std::mem::take(&mut *self.bell.commands.lock());
         for command in commands {
             match command {
                 Command::Forget(range, tell) => {
                     self.pending.retain(|pending| pending.range != range);
+                    self.turns.keep(|address| core.is_some_and(|core| core.handler(address).is_some()));
                     self.bell.keeper.forget(range);
                     let _ = tell.send(());
                 }
@@ -306,31 +342,71 @@ impl Worker {
     }
 
     /// A thread waits for the page of this address.
-    fn fault(&mut self, core: &Arc<Core>, address: u64) {
-        let page = address - address % core.page();
+    fn fault(&mut self, core: &Arc<Core>, fault: Fault) {
+        let page = fault.address - fault.address % core.page();
         if core.wake_if_published(page) {
             return;
         }
-        let Some((handler, range)) = core.handler(page) else {
+        let Some((handler, _)) = core.handler(page) else {
             // A tensor without a pin: the access is a mistake of the program's.
             return core.poison(page);
         };
         let Some(asked) = handler.upgrade() else { return core.poison(page) };
+        // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.
+        core.show_hidden(page);
+        if self.turns.may_have(fault, page, asked.turns()) || core.has_frame(page) {
+            self.bring(core, fault.address);
+        }
+        // A turn may have ended.
+        self.bell.keeper.guard(self.turns.pages());
+    }
+
+    /// Serves the first thread in line, if it is its turn.
+    fn next_in_line(&mut self, core: &Arc<Core>) -> bool {
+        let page_of = |address: u64| address - address % core.page();
+        let Some(first) = self.turns.first_in_line() else { return false };
+        // How many turns there are is the same for all ranges of a runtime.
+        let handler = core.handler(page_of(first.address)).and_then(|(handler, _)| handler.upgrade());
+        let most = handler.map_or(1, |handler| handler.turns());
+        let Some(fault) = self.turns.next(most, Instant::now(), page_of) else { return false };
+        self.bell.keeper.guard(self.turns.pages());
+        self.bring(core, fault.address);
+        true
+    }
+
+    /// Asks for what is to be there because this address was touched.
+    fn bring(&mut self, core: &Arc<Core>, address: u64) {
+        let page = address - address % core.page();
+        let asked = core.handler(page).and_then(|(handler, range)| Some((handler.upgrade()?, handler, range)));
+        let Some((asked, handler, range)) = asked else {
+            self.ended(core, page);
+            return core.poison(page);
+        };
         let alone = [page - range];
-        if self.pending.iter().any(|pending| pending.range == range && pending.request.pages == alone) {
+        // An earlier request may be in the pager's line for a frame. A page that is there by now, because the thread
+        // holds a guard of it, is pinned at once by a new one.
+        let asked_for = |pending: &Pending| pending.range == range && pending.request.pages == alone;
+        if self.pending.iter().any(asked_for) && !core.has_frame(page) {
             return;
         }
         let requests = asked.requests(address - range);
         if requests.is_empty() {
+            self.ended(core, page);
             return core.poison(page);
         }
         for request in requests {
-            if !self.pending.iter().any(|pending| pending.range == range && pending.request.pages == request.pages) {
+            let again = |pending: &Pending| pending.range == range && pending.request.pages == request.pages;
+            if request.pages == alone || !self.pending.iter().any(again) {
                 request.pages.iter().for_each(|page| core.want(range + page));
                 let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
                 self.pending.push(Pending { range, handler: handler.clone(), request, waker });
             }
         }
+    }
+
+    /// Nobody waits for this page any more.
+    fn ended(&mut self, core: &Core, page: u64) {
+        self.turns.ended(page, Instant::now(), |address| address - address % core.page());
     }
 
     /// Looks at the requests whose wakers were rung.
@@ -352,6 +428,7 @@ impl Worker {
                 .and_then(|pins| request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins));
             match shown {
                 Ok(pins) => {
+                    request.pages.iter().for_each(|page| self.ended(core, range + page));
                     let most = answers.map_or(1, |answers| answers.may_keep());
                     self.bell.keeper.keep(
                         core,
@@ -370,6 +447,7 @@ impl Worker {
                             answers.failed(page, error.clone());
                         }
                         core.poison(range + page);
+                        self.ended(core, range + page);
                     }
                 }
             }

@@ -29,6 +29,7 @@ mod followed;
 mod mapped;
 mod memory;
 mod order;
+mod turns;
 mod uffd;
 
 pub use device::Faulting;

@@ -149,7 +149,13 @@ impl Handler for Pages {
 
     fn may_keep(&self) -> usize {
         let frames = self.frames.load(Ordering::Relaxed);
-        if self.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(2) }
+        // Beside the pages of turns, and one that is on its way.
+        if self.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(1) }
+    }
+
+    fn turns(&self) -> usize {
+        // Each has two pages: a quarter of the frames, and half where there are four.
+        (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
     fn failed(&self, offset: u64, error: Error) {

@@ -9,8 +9,12 @@ use std::ptr;
 use outcore::{Error, ErrorKind, Result};
 use rustix::mm::UserfaultfdFlags;
 
+use crate::turns::Fault;
+
 const API: u64 = 0xAA;
-/// `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and `UFFD_FEATURE_MOVE` of linux/userfaultfd.h.
+/// `UFFD_FEATURE_THREAD_ID`, `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and `UFFD_FEATURE_MOVE` of
+/// linux/userfaultfd.h.
+const FEATURE_THREAD_ID: u64 = 1 << 8;
 const FEATURE_EXACT_ADDRESS: u64 = 1 << 11;
 const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
@@ -73,11 +77,12 @@ struct Message {
     reserved: [u8; 7],
     flags: u64,
     address: u64,
+    /// The thread's number in the lower half; the kernel clears the upper one.
     thread: u64,
 }
 
 /// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
-/// was touched.
+/// was touched by which thread.
 #[derive(Debug)]
 pub struct Uffd(OwnedFd);
 
@@ -100,7 +105,8 @@ impl Uffd {
                 )
         })?;
         let this = Self(fd);
-        let mut api = Api { api: API, features: FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS, ioctls: 0 };
+        let features = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
+        let mut api = Api { api: API, features, ioctls: 0 };
         this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
             Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd cannot move pages: {cause}"))
                 .remedy("use Linux 6.8 or newer, or pin tensors instead")
@@ -155,8 +161,8 @@ impl Uffd {
         self.call(request(0x08, size_of::<Poison>()), &mut arg)
     }
 
-    /// The addresses of faults that are waiting to be handled.
-    pub fn faults(&self, found: &mut Vec<u64>) -> io::Result<()> {
+    /// The faults that are waiting to be handled, in their order.
+    pub fn faults(&self, found: &mut Vec<Fault>) -> io::Result<()> {
         const EMPTY: Message = Message { event: 0, reserved: [0; 7], flags: 0, address: 0, thread: 0 };
         let mut messages = [EMPTY; 64];
         // SAFETY: the kernel writes whole messages, at most as many bytes as it is told.
@@ -166,7 +172,8 @@ impl Uffd {
         match usize::try_from(read) {
             Ok(bytes) => {
                 let messages = &messages[..bytes / size_of::<Message>()];
-                found.extend(messages.iter().filter(|m| m.event == EVENT_PAGEFAULT).map(|m| m.address));
+                let faults = messages.iter().filter(|m| m.event == EVENT_PAGEFAULT);
+                found.extend(faults.map(|m| Fault { address: m.address, thread: m.thread & u64::from(u32::MAX) }));
                 Ok(())
             }
             Err(_) => match io::Error::last_os_error() {

@@ -5,7 +5,8 @@
 //! between. Where the program wants to see nothing, it is told of the tensors `ffn_moe_topk-N`: the experts that each
 //! token uses in layer `N`. They are computed before the experts' products begin, so all of them are fetched at once.
 //!
-//! Only functions that ggml exports are called. Where one is missing, nothing is set.
+//! Only functions that ggml exports are called. Where one is missing, nothing is set. `OUTCORE_RUN_ROUTING=off` leaves
+//! all of it out: what experts cost that nobody tells of can then be measured.
 
 use std::collections::HashSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -34,6 +35,22 @@ struct Ggml {
 }
 
 static GGML: OnceLock<Option<Ggml>> = OnceLock::new();
+
+/// `off`: nothing is asked of ggml, and experts come as they are touched.
+const ROUTING: &str = "OUTCORE_RUN_ROUTING";
+
+/// Whether the program's choice of experts is looked at. Read once: ggml is told of its callback before each pass.
+fn is_on() -> bool {
+    static ON: OnceLock<bool> = OnceLock::new();
+    *ON.get_or_init(|| match std::env::var_os(ROUTING) {
+        None => true,
+        Some(value) if value == "off" => false,
+        Some(value) => {
+            pool::say(&format!("{ROUTING}={}: only `off` is known, so experts are looked at", value.display()));
+            true
+        }
+    })
+}
 
 /// A function of the libraries that are loaded, behind this one. A library that was loaded by `dlopen` without
 /// RTLD_GLOBAL is found too.
@@ -110,7 +127,7 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
     callback: Callback,
     data: *mut c_void,
 ) {
-    let found = pool::without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && pool::has_experts())));
+    let found = pool::without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && pool::has_experts() && is_on())));
     match found {
         Some((ggml, true)) => {
             // SAFETY: as the caller promised; `see` has the signature and needs no data.
