@@ -11,7 +11,8 @@
 //!
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
 //! waits for it can run. An instruction touches a few pages at a time. The pages kept are at most half of the frames:
-//! whatever is asked for next finds the other half.
+//! whatever is asked for next finds the other half. A budget may shrink to less than what is kept, so nothing stays
+//! kept for longer than [`QUIET`] without a fault: an instruction needs far less.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,12 +24,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
+use std::time::Duration;
 
 use outcore::{Error, PinSet, Result};
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::device::Core;
+
+/// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
+const QUIET: Duration = Duration::from_millis(100);
 
 /// Pages of a range that are used together.
 pub struct Request {
@@ -47,6 +52,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn hides(&self, page: u64) -> bool;
     /// How many pages may be kept pinned behind their use, whatever range they are of.
     fn may_keep(&self) -> usize;
+    /// Frames may have become fewer.
+    fn look_again(&self);
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
     fn failed(&self, offset: u64, error: Error);
 }
@@ -117,6 +124,10 @@ impl Keeper {
         drop(gone);
     }
 
+    fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
     fn clear(&self) {
         let gone = std::mem::take(&mut *self.0.lock());
         drop(gone);
@@ -135,6 +146,8 @@ pub struct Bell {
     closing: AtomicBool,
     commands: Mutex<VecDeque<Command>>,
     thread: OnceLock<ThreadId>,
+    /// The process that has the thread: a child by `fork` has none.
+    process: u32,
     keeper: Keeper,
 }
 
@@ -147,11 +160,17 @@ impl Bell {
                 .remedy("raise the limit on open files (ulimit -n)")
         })?;
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
-        Ok(Arc::new(Self { event, closing, commands, thread, keeper: Keeper::default() }))
+        let process = std::process::id();
+        Ok(Arc::new(Self { event, closing, commands, thread, process, keeper: Keeper::default() }))
     }
 
     pub fn keeper(&self) -> &Keeper {
         &self.keeper
+    }
+
+    /// Whether this is the process that has the thread, and no child of it by `fork`.
+    pub fn is_at_home(&self) -> bool {
+        self.process == std::process::id()
     }
 
     fn ring(&self) {
@@ -196,6 +215,8 @@ pub fn forget(core: &Core, start: u64) {
     {
         let mut commands = bell.commands.lock();
         if bell.closing.load(Ordering::Acquire) {
+            // The thread ends with the last mapping.
+            bell.ring();
             return;
         }
         commands.push_back(Command::Forget(start, tell));
@@ -225,10 +246,13 @@ impl FaultThread {
         Ok(Self { bell, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Ends the thread. Faults that come later are never answered, so the ranges are gone by then.
-    pub fn close(&self) {
+    /// Ends the thread, as soon as no file is mapped. Until then a fault gets SIGBUS, because no page can be read.
+    pub fn close(&self, core: &Core) {
         self.bell.closing.store(true, Ordering::Release);
         self.bell.ring();
+        if core.has_handlers() {
+            return;
+        }
         let thread = self.thread.lock().take();
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id())
             && thread.join().is_err()
@@ -278,7 +302,10 @@ impl Worker {
             self.obey();
             self.look(&core);
             if self.bell.closing.load(Ordering::Acquire) {
-                return;
+                self.bell.keeper.clear();
+                if !core.has_handlers() {
+                    return;
+                }
             }
             let bell = self.bell.clone();
             let mut fds = [
@@ -286,7 +313,12 @@ impl Worker {
                 PollFd::from_borrowed_fd(bell.event.as_fd(), PollFlags::IN),
             ];
             // An interrupted poll looks again.
-            let _ = poll(&mut fds, None);
+            let quiet = Timespec { tv_sec: 0, tv_nsec: QUIET.subsec_nanos().into() };
+            let limit = (!bell.keeper.is_empty()).then_some(&quiet);
+            if poll(&mut fds, limit) == Ok(0) {
+                bell.keeper.clear();
+                self.pending.iter().filter_map(|pending| pending.handler.upgrade()).for_each(|of| of.look_again());
+            }
             let _ = rustix::io::read(&bell.event, &mut [0; 8]);
         }
     }

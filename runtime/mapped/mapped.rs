@@ -152,6 +152,10 @@ impl Handler for Pages {
         if self.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(2) }
     }
 
+    fn look_again(&self) {
+        self.count_frames();
+    }
+
     fn failed(&self, offset: u64, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
         self.failure.lock().get_or_insert(error);
@@ -428,6 +432,10 @@ impl AsRef<[u8]> for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        // A child by fork has neither the range nor the thread, and locks may be held for ever.
+        if !self.core.bell().is_at_home() {
+            return;
+        }
         self.core.leave(self.start);
         faults::forget(&self.core, self.start);
     }
