@@ -373,6 +373,8 @@ impl Mapped {
                 let handler: Weak<dyn Handler> = known.own.clone();
                 let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
                 self.core.bell().keeper().keep(&self.core, held, may_keep);
+                // So that the thread sees that something is kept, and lets it go in time.
+                self.core.bell().ring();
                 Ok(())
             }
             Err(error) => {
