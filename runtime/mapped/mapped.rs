@@ -113,7 +113,7 @@ impl Pages {
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
-        if self.faults.load(Ordering::Relaxed) % LOOK == 0 {
+        if self.faults.load(Ordering::Relaxed).is_multiple_of(LOOK) {
             let mine = self.runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
             self.learning.store(mine.is_none_or(|stats| stats.places.is_empty()), Ordering::Relaxed);
         }
