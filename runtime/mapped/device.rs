@@ -201,6 +201,11 @@ impl Core {
         }
     }
 
+    /// Whether a file is mapped.
+    pub fn has_handlers(&self) -> bool {
+        self.layout.lock().ranges.values().any(|range| range.handler.is_some())
+    }
+
     /// Faults in the range of this address are nobody's from now on.
     pub fn leave(&self, address: u64) {
         if let Some(range) = self.layout.lock().range_mut(address) {
@@ -576,7 +581,7 @@ impl Device for FaultingDevice {
 
     fn close(&self) -> Result<()> {
         let closed = self.streams.close();
-        self.faults.close();
+        self.faults.close(&self.core);
         closed
     }
 }

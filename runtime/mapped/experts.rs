@@ -17,6 +17,11 @@ pub struct ExpertId {
     pub expert: u32,
 }
 
+/// A tensor with more experts than this has none: no model comes near it, and each takes a place in a table.
+const EXPERTS_MAX: u64 = 1 << 16;
+/// Pieces of all tensors of a file together. Further ones are read as pages.
+const PIECES_MAX: u64 = 1 << 20;
+
 /// The experts of a file. Empty for a model without experts.
 #[derive(Debug, Default)]
 pub struct Experts {
@@ -37,7 +42,11 @@ impl Experts {
                 Expert::One(number) => number,
                 Expert::All => 0,
             };
-            for nth in 0..tensor.len / piece {
+            let count = tensor.len / piece;
+            if count > EXPERTS_MAX || this.by_start.len() as u64 + count > PIECES_MAX {
+                continue;
+            }
+            for nth in 0..count {
                 let start = tensor.offset + nth * piece;
                 let Some(expert) = u32::try_from(nth).ok().and_then(|nth| first.checked_add(nth)) else { break };
                 this.add(ExpertId { layer, expert }, start..start + piece);

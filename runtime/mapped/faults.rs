@@ -12,7 +12,8 @@
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
 //! waits for it can run. Where many threads touch pages, those of a few [turns](super::turns) at a time stay, and the
 //! other threads wait in line. The pages kept are at most half of the frames, or three of four to seven: whatever is
-//! asked for next finds another.
+//! asked for next finds another. A budget may shrink to less than twice what is kept; then all of it is let
+//! go after [`QUIET`] without an event.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -24,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use outcore::{Error, PinSet, Result};
 use parking_lot::Mutex;
@@ -32,6 +33,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::device::Core;
 use crate::turns::{Fault, Turns};
+
+/// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
+const QUIET: Duration = Duration::from_millis(100);
 
 /// Pages of a range that are used together.
 pub struct Request {
@@ -52,6 +56,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn may_keep(&self) -> usize;
     /// How many threads may be served at once.
     fn turns(&self) -> usize;
+    /// How many frames there are now: a budget may change.
+    fn frames(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
     fn failed(&self, offset: u64, error: Error);
 }
@@ -129,6 +135,18 @@ impl Keeper {
         drop(gone);
     }
 
+    /// Lets all pages go if they are more than half of the frames.
+    fn let_go_of_too_much(&self) {
+        let (pages, handlers) = {
+            let kept = self.0.lock();
+            let handlers: Vec<_> = kept.held.iter().filter_map(|held| held.handler.upgrade()).collect();
+            (kept.held.iter().map(|held| held.pages.len()).sum::<usize>(), handlers)
+        };
+        if handlers.iter().any(|handler| 2 * pages > handler.frames()) {
+            self.clear();
+        }
+    }
+
     /// The pages at these addresses are not let go from now on; others are.
     fn guard(&self, pages: Vec<u64>) {
         self.0.lock().guarded = pages;
@@ -146,6 +164,10 @@ impl Keeper {
             gone
         };
         drop(gone);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.lock().held.is_empty()
     }
 
     fn clear(&self) {
@@ -166,6 +188,8 @@ pub struct Bell {
     closing: AtomicBool,
     commands: Mutex<VecDeque<Command>>,
     thread: OnceLock<ThreadId>,
+    /// The process that has the thread: a child by `fork` has none.
+    process: u32,
     keeper: Keeper,
 }
 
@@ -178,14 +202,20 @@ impl Bell {
                 .remedy("raise the limit on open files (ulimit -n)")
         })?;
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
-        Ok(Arc::new(Self { event, closing, commands, thread, keeper: Keeper::default() }))
+        let process = std::process::id();
+        Ok(Arc::new(Self { event, closing, commands, thread, process, keeper: Keeper::default() }))
     }
 
     pub fn keeper(&self) -> &Keeper {
         &self.keeper
     }
 
-    fn ring(&self) {
+    /// Whether this is the process that has the thread, and no child of it by `fork`.
+    pub fn is_at_home(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    pub fn ring(&self) {
         // A full counter is as good as a ring; nothing else can fail.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
@@ -227,6 +257,8 @@ pub fn forget(core: &Core, start: u64) {
     {
         let mut commands = bell.commands.lock();
         if bell.closing.load(Ordering::Acquire) {
+            // The thread ends with the last mapping.
+            bell.ring();
             return;
         }
         commands.push_back(Command::Forget(start, tell));
@@ -257,10 +289,13 @@ impl FaultThread {
         Ok(Self { bell, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Ends the thread. Faults that come later are never answered, so the ranges are gone by then.
-    pub fn close(&self) {
+    /// Ends the thread, as soon as no file is mapped. Until then a fault gets SIGBUS, because no page can be read.
+    pub fn close(&self, core: &Core) {
         self.bell.closing.store(true, Ordering::Release);
         self.bell.ring();
+        if core.has_handlers() {
+            return;
+        }
         let thread = self.thread.lock().take();
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id())
             && thread.join().is_err()
@@ -296,7 +331,7 @@ impl Drop for Worker {
 
 impl Worker {
     fn run(&mut self) {
-        let mut faults = Vec::new();
+        let (mut faults, mut last) = (Vec::new(), Instant::now());
         while let Some(core) = self.core.upgrade() {
             faults.clear();
             if let Err(cause) = core.uffd().faults(&mut faults) {
@@ -312,16 +347,26 @@ impl Worker {
                 self.look(&core);
             }
             if self.bell.closing.load(Ordering::Acquire) {
-                return;
+                self.bell.keeper.clear();
+                if !core.has_handlers() {
+                    return;
+                }
             }
             let bell = self.bell.clone();
             let mut fds = [
                 PollFd::from_borrowed_fd(core.uffd().fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(bell.event.as_fd(), PollFlags::IN),
             ];
-            let longest = self.turns.until_next(Instant::now()).and_then(|time| Timespec::try_from(time).ok());
+            let longest = self.turns.until_next(Instant::now());
             // An interrupted poll looks again.
-            let _ = poll(&mut fds, longest.as_ref());
+            let quiet = (!bell.keeper.is_empty()).then_some(QUIET);
+            let longest = longest.into_iter().chain(quiet).min();
+            let longest = longest.and_then(|time| Timespec::try_from(time).ok());
+            if poll(&mut fds, longest.as_ref()) != Ok(0) {
+                last = Instant::now();
+            } else if last.elapsed() >= QUIET {
+                self.bell.keeper.let_go_of_too_much();
+            }
             let _ = rustix::io::read(&bell.event, &mut [0; 8]);
         }
     }

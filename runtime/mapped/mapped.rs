@@ -158,6 +158,11 @@ impl Handler for Pages {
         (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
+    fn frames(&self) -> usize {
+        self.count_frames();
+        self.frames.load(Ordering::Relaxed)
+    }
+
     fn failed(&self, offset: u64, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
         self.failure.lock().get_or_insert(error);
@@ -375,6 +380,8 @@ impl Mapped {
                 let handler: Weak<dyn Handler> = known.own.clone();
                 let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
                 self.core.bell().keeper().keep(&self.core, held, may_keep);
+                // So that the thread sees that something is kept, and lets it go in time.
+                self.core.bell().ring();
                 Ok(())
             }
             Err(error) => {
@@ -434,6 +441,10 @@ impl AsRef<[u8]> for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        // A child by fork has neither the range nor the thread, and locks may be held for ever.
+        if !self.core.bell().is_at_home() {
+            return;
+        }
         self.core.leave(self.start);
         faults::forget(&self.core, self.start);
     }

@@ -379,7 +379,8 @@ pub fn experts(layer: u32, experts: &[u32]) {
     let (Some(one), None) = (found(0), found(1)) else { return };
     drop(files);
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
-    let _ = one.expert_hint(layer, experts);
+    // A handler of the program's that touches a page must not run while this thread holds a lock.
+    let _ = without_signals(|| one.expert_hint(layer, experts));
 }
 
 extern "C" fn at_exit() {

@@ -172,10 +172,10 @@ unsafe fn chosen(ggml: Ggml, tensor: *mut c_void) -> Option<Vec<u32>> {
     // SAFETY: as the caller promised.
     let (bytes, elements, rows) = unsafe { ((ggml.bytes)(tensor), (ggml.elements)(tensor), (ggml.rows)(tensor)) };
     let (elements, rows) = (usize::try_from(elements).ok()?, usize::try_from(rows).ok()?);
-    let mut ids = vec![0i32; bytes / size_of::<i32>()];
     if bytes > IDS_MAX || !bytes.is_multiple_of(size_of::<i32>()) || rows == 0 || !elements.is_multiple_of(rows) {
         return None;
     }
+    let mut ids = vec![0i32; bytes / size_of::<i32>()];
     // SAFETY: the buffer has as many bytes.
     unsafe { (ggml.get)(tensor, ids.as_mut_ptr().cast(), 0, bytes) };
     experts_in(&ids, elements / rows, rows)

@@ -442,3 +442,139 @@ fn an_open_file_is_mapped_without_a_runtime() {
     assert_eq!(Mapped::map(&open).unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(Mapped::map(&File::open(folder.path()).unwrap()).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
+
+/// Runs `run` on another thread, and fails if it does not end: a wait without an end is what these tests look for.
+fn ends<T: Send>(what: &str, run: impl FnOnce() -> T + Send) -> T {
+    thread::scope(|scope| {
+        let (tell, told) = std::sync::mpsc::channel::<()>();
+        let thread = scope.spawn(move || {
+            let result = run();
+            drop(tell);
+            result
+        });
+        if told.recv_timeout(std::time::Duration::from_secs(60)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            // The scope would wait for the thread, so the process ends here.
+            eprintln!("{what} did not end");
+            std::process::exit(101);
+        }
+        thread.join().unwrap()
+    })
+}
+
+/// The pages that the fault thread keeps pinned were all frames of the smaller budget: no touch came back.
+#[test]
+fn regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch() {
+    let folder = folder();
+    let path = file(folder.path(), 300 * PAGE);
+    let Some(builder) = builder(256) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    for budget in [16, 4] {
+        for page in 0..40 {
+            is_the_files(&mapped, page * PAGE, 1);
+        }
+        ends("a smaller budget", || runtime.set_device_budget(Bytes::new(budget * PAGE)).unwrap());
+        ends("a touch", || is_the_files(&mapped, 100 * PAGE, 100 * PAGE));
+    }
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// As above, of experts: whether they were told of or touched.
+#[test]
+fn regression_a_budget_shrinks_below_the_experts_that_are_kept() {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    for told in [true, false] {
+        let Some(builder) = builder(200) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        for expert in 0..EXPERTS {
+            if told {
+                mapped.expert_hint(1, &[expert as u32]).unwrap();
+            }
+            is_the_files(&mapped, place(1, expert, 0), PIECE);
+        }
+        ends("a smaller budget", || runtime.set_device_budget(Bytes::new(6 * PAGE)).unwrap());
+        ends("a touch", || (0..EXPERTS).for_each(|expert| is_the_files(&mapped, place(2, expert, 0), PIECE)));
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
+#[test]
+fn regression_a_touch_after_the_runtime_is_closed_is_a_signal() {
+    if Faulting::new().is_ok() {
+        assert_eq!(signal_of("child_touches_after_the_runtime_is_closed"), Some(libc::SIGBUS));
+    }
+}
+
+#[test]
+#[ignore = "the process of a test"]
+fn child_touches_after_the_runtime_is_closed() {
+    if !is_child("child_touches_after_the_runtime_is_closed") {
+        return;
+    }
+    // SAFETY: plain: what does not end is another signal.
+    unsafe { libc::alarm(30) };
+    let folder = folder();
+    let path = file(folder.path(), 20 * PAGE);
+    let runtime = builder(8).unwrap().open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    is_the_files(&mapped, 0, 2 * PAGE);
+    runtime.close().unwrap();
+    is_the_files(&mapped, 0, 20 * PAGE);
+}
+
+/// A header that calls each byte of a large tensor an expert took as many entries of a table.
+#[test]
+fn regression_a_header_with_a_billion_experts_takes_no_memory() {
+    let folder = folder();
+    let experts = 1u64 << 27;
+    let header = format!(
+        r#"{{"blk.0.ffn_up_exps.weight":{{"dtype":"U8","shape":[{experts},1,1],"data_offsets":[0,{experts}]}}}}"#
+    );
+    let path = folder.path().join("sparse");
+    let written = File::create(&path).unwrap();
+    written.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
+    written.write_all_at(header.as_bytes(), 8).unwrap();
+    written.set_len(8 + header.len() as u64 + experts).unwrap();
+    let Some(builder) = builder(8) else { return };
+    let runtime = builder.open().unwrap();
+    let before = outcore::machine::ProcessMemory::now().unwrap().peak;
+    let mapped = ends("to map a file", || Mapped::open(&runtime, &path).unwrap());
+    let after = outcore::machine::ProcessMemory::now().unwrap().peak;
+    assert!(after.get() - before.get() < 256 << 20, "{before} before, {after} after");
+    assert!(mapped[mapped.len() - 1] == 0);
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// A child by `fork` has no thread that could answer.
+#[test]
+fn regression_a_child_by_fork_drops_a_mapping() {
+    let folder = folder();
+    let path = file(folder.path(), 20 * PAGE);
+    let Some(builder) = builder(8) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    is_the_files(&mapped, 0, 20 * PAGE);
+    let mut mapped = std::mem::ManuallyDrop::new(mapped);
+    // SAFETY: the child only drops the mapping, and ends; what does not end is a signal.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above. The child's copy is dropped once.
+        unsafe {
+            libc::alarm(20);
+            std::mem::ManuallyDrop::drop(&mut mapped);
+            libc::_exit(0);
+        }
+    }
+    let mut status = 0;
+    // SAFETY: the child of this process.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status), "the child ended with signal {}", libc::WTERMSIG(status));
+    is_the_files(&mapped, 0, 20 * PAGE);
+    drop(std::mem::ManuallyDrop::into_inner(mapped));
+    runtime.close().unwrap();
+}
