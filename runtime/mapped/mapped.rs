@@ -11,7 +11,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Waker};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
@@ -65,6 +65,7 @@ struct Pages {
     /// Frames of the runtime at the last look: its budget may change.
     frames: AtomicUsize,
     failure: Mutex<Option<Error>>,
+    tell: OnceLock<fn(&Error)>,
     own: Weak<Self>,
 }
 
@@ -165,6 +166,9 @@ impl Handler for Pages {
 
     fn failed(&self, offset: u64, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
+        if let Some(tell) = self.tell.get() {
+            tell(&error);
+        }
         self.failure.lock().get_or_insert(error);
     }
 }
@@ -317,6 +321,7 @@ impl Mapped {
             page,
             frames: AtomicUsize::new(frames as usize),
             failure: Mutex::new(None),
+            tell: OnceLock::new(),
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
@@ -407,6 +412,13 @@ impl Mapped {
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
     pub fn tensor(&self) -> &Tensor {
         &self.pages.bytes
+    }
+
+    /// Has `tell` called with the reason before a thread gets SIGBUS, since the signal may end the process. Only the
+    /// first call of this counts. `tell` runs on the thread of faults: it touches no mapped file, and takes no lock
+    /// that a thread may hold while it touches one.
+    pub fn on_failure(&self, tell: fn(&Error)) {
+        let _ = self.pages.tell.set(tell);
     }
 
     /// Why a page could not be read, if one could not: the first failure.

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
+use std::time::Duration;
 
 use outcore::{Error, ErrorKind, Result};
 use rustix::mm::UserfaultfdFlags;
@@ -20,8 +21,11 @@ const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
-/// A move that finds the page busy is tried again this often. Each try takes microseconds.
-const BUSY_MAX: u32 = 1_000_000;
+/// A move that finds the page busy is tried again: at first at once, then with pauses, since whoever has the page may
+/// need this very processor. After about ten seconds it fails.
+const BUSY_AT_ONCE: u32 = 1_000;
+const BUSY_MAX: u32 = 100_000;
+const BUSY_PAUSE: Duration = Duration::from_micros(50);
 
 /// Numbers of requests: `_IOWR(0xAA, number, size)` of the kernel's generic encoding.
 const fn request(number: u64, size: usize) -> libc::Ioctl {
@@ -147,7 +151,10 @@ impl Uffd {
                 busy = 0;
             } else if again && busy < BUSY_MAX {
                 busy += 1;
-                std::hint::spin_loop();
+                match busy < BUSY_AT_ONCE {
+                    true => std::hint::spin_loop(),
+                    false => std::thread::sleep(BUSY_PAUSE),
+                }
             } else {
                 return Err(cause);
             }

@@ -244,6 +244,9 @@ pub fn map(request: &Request) -> Option<u64> {
             return None;
         }
     };
+    mapped.on_failure(|error| {
+        say(&format!("a page that the program touches cannot be read, so it gets SIGBUS: {error}"))
+    });
     let start = mapped.as_ptr() as u64;
     let [at, len_of, descriptor] = slot;
     at.store(start, Ordering::Relaxed);

@@ -170,3 +170,22 @@ fn programs_that_do_not_take_the_library_are_told_and_run() {
         "{told}"
     );
 }
+
+#[test]
+fn a_page_that_cannot_be_read_is_told_before_the_signal() {
+    if !can_run() {
+        return;
+    }
+    const CHANGE: &str = r#"
+with open(sys.argv[1], "r+b") as other:
+    other.seek(1 << 20)
+    other.write(b"changed")
+for at in range(0, len(one), 1 << 20):
+    one[at : at + 1000]
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let (status, told) = program(CHANGE, &path);
+    assert_eq!(status.signal(), Some(7), "{told}");
+    assert!(told.contains("SIGBUS") && told.contains("model.gguf") && told.contains("changed"), "{told}");
+}
