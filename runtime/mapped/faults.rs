@@ -34,6 +34,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use crate::device::Core;
 use crate::turns::{Fault, Turns};
 
+/// What may succeed later is tried again this often, before the thread that waits gets a signal.
+const FAILED_MAX: u32 = 3;
+
 /// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
 const QUIET: Duration = Duration::from_millis(100);
 
@@ -310,6 +313,8 @@ struct Pending {
     handler: Weak<dyn Handler>,
     request: Request,
     waker: Arc<Rung>,
+    /// How often it failed before.
+    failed: u32,
 }
 
 struct Worker {
@@ -400,7 +405,7 @@ impl Worker {
         // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.
         core.show_hidden(page);
         if self.turns.may_have(fault, page, asked.turns()) || core.has_frame(page) {
-            self.bring(core, fault.address);
+            self.bring(core, fault.address, 0);
         }
         // A turn may have ended.
         self.bell.keeper.guard(self.turns.pages());
@@ -415,12 +420,12 @@ impl Worker {
         let most = handler.map_or(1, |handler| handler.turns());
         let Some(fault) = self.turns.next(most, Instant::now(), page_of) else { return false };
         self.bell.keeper.guard(self.turns.pages());
-        self.bring(core, fault.address);
+        self.bring(core, fault.address, 0);
         true
     }
 
-    /// Asks for what is to be there because this address was touched.
-    fn bring(&mut self, core: &Arc<Core>, address: u64) {
+    /// Asks for what is to be there because this address was touched, after it `failed` so often.
+    fn bring(&mut self, core: &Arc<Core>, address: u64, failed: u32) {
         let page = address - address % core.page();
         let asked = core.handler(page).and_then(|(handler, range)| Some((handler.upgrade()?, handler, range)));
         let Some((asked, handler, range)) = asked else {
@@ -444,7 +449,7 @@ impl Worker {
             if request.pages == alone || !self.pending.iter().any(again) {
                 request.pages.iter().for_each(|page| core.want(range + page));
                 let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
-                self.pending.push(Pending { range, handler: handler.clone(), request, waker });
+                self.pending.push(Pending { range, handler: handler.clone(), request, waker, failed });
             }
         }
     }
@@ -467,7 +472,7 @@ impl Worker {
                 at += 1;
                 continue;
             };
-            let Pending { range, handler, request, .. } = self.pending.swap_remove(at);
+            let Pending { range, handler, request, failed, .. } = self.pending.swap_remove(at);
             let answers = handler.upgrade();
             let shown = result
                 .and_then(|pins| request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins));
@@ -485,6 +490,13 @@ impl Worker {
                 Err(error) if request.pages.len() > 1 => {
                     tracing::debug!(%error, "pages that are used together");
                     request.pages.iter().for_each(|page| core.do_not_want(range + page));
+                }
+                // A frame that cannot be taken from its page now is not the only one.
+                Err(error) if error.is_transient() && failed < FAILED_MAX => {
+                    tracing::debug!(%error, "a page that was touched is asked for again");
+                    for page in request.pages {
+                        self.bring(core, range + page, failed + 1);
+                    }
                 }
                 Err(error) => {
                     for page in request.pages {

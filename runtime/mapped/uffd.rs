@@ -22,9 +22,9 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
 /// A move that finds the page busy is tried again: at first at once, then with pauses, since whoever has the page may
-/// need this very processor. After about ten seconds it fails.
+/// need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
-const BUSY_MAX: u32 = 100_000;
+const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
 
 /// Numbers of requests: `_IOWR(0xAA, number, size)` of the kernel's generic encoding.
@@ -138,8 +138,20 @@ impl Uffd {
         self.call(request_read(0x02, size_of::<Range>()), &mut Range { start, len })
     }
 
-    /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`.
+    /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`. If it fails, all
+    /// of the memory is where it was.
     pub fn move_pages(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        self.move_on(to, from, len).map_err(|(done, cause)| {
+            // A page in two places would be found in neither.
+            if done > 0 && self.move_on(from, to, done).is_err() {
+                tracing::error!(to, from, "a page was moved in part, and not back");
+            }
+            cause
+        })
+    }
+
+    /// As [`move_pages`](Self::move_pages). A failure says how many bytes were moved before it.
+    fn move_on(&self, to: u64, from: u64, len: u64) -> std::result::Result<(), (u64, io::Error)> {
         let (mut done, mut busy) = (0, 0);
         while done < len {
             let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
@@ -156,7 +168,7 @@ impl Uffd {
                     false => std::thread::sleep(BUSY_PAUSE),
                 }
             } else {
-                return Err(cause);
+                return Err((done, cause));
             }
         }
         Ok(())

@@ -14,6 +14,8 @@ mod calls;
 mod programs;
 #[path = "run/report.rs"]
 mod report;
+#[path = "run/routing.rs"]
+mod routing;
 #[path = "run/settings.rs"]
 mod settings;
 
