@@ -7,16 +7,15 @@
 //! ```no_run
 //! use std::fs::File;
 //!
-//! use outcore::{Bytes, PolicyKind, Runtime};
-//! use outcore_mapped::{Faulting, Mapped};
+//! use outcore::Bytes;
+//! use outcore_mapped::{Mapped, builder_for};
 //!
 //! // In place of `memmap2::Mmap::map`:
 //! let file = Mapped::map(&File::open("model.gguf")?)?;
 //! assert_eq!(&file[..4], b"GGUF");
 //!
 //! // Within a budget, beside tensors and pins of the same runtime:
-//! let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
-//! let runtime = builder.device_budget(Bytes::gib(1)).open()?;
+//! let runtime = builder_for("model.gguf")?.device_budget(Bytes::gib(1)).open()?;
 //! let file = Mapped::open(&runtime, "model.gguf")?;
 //! assert_eq!(&file[..4], b"GGUF");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -33,4 +32,4 @@ mod turns;
 mod uffd;
 
 pub use device::Faulting;
-pub use mapped::{Mapped, page_size_for};
+pub use mapped::{Mapped, builder_for};

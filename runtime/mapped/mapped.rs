@@ -15,7 +15,9 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Waker};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
-use outcore::{Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor, Walker};
+use outcore::{
+    Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
+};
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
@@ -182,16 +184,25 @@ fn model_of(path: &Path) -> Option<(ModelHeader, u32)> {
     Some((header, file as u32))
 }
 
-/// The page size for a runtime that maps this model: `None` if it has no experts, so that the runtime's own choice
-/// fits.
+/// The page size for this model: `None` if it has no experts, so that the runtime's own choice fits.
 ///
 /// A file keeps experts beside each other, and the pages at both ends of a matrix bring parts of its neighbours. With
 /// an eighth of a matrix to a page these are a tenth of what is read.
-pub fn page_size_for(path: impl AsRef<Path>) -> Option<PageSize> {
-    let (header, file) = model_of(path.as_ref())?;
+fn page_size_for(path: &Path) -> Option<PageSize> {
+    let (header, file) = model_of(path)?;
     let piece = Experts::of(header.tensors.iter().filter(|tensor| tensor.file == file)).largest_piece()?;
     let page = (piece / 8).max(1).next_power_of_two().clamp(EXPERT_PAGE_LEAST, EXPERT_PAGE_MOST);
     PageSize::new(Bytes::new(page)).ok()
+}
+
+/// A builder for a runtime that maps this file: the device [`Faulting`], the policy
+/// [`Model`](PolicyKind::Model), and for a model with experts the page size that fits them.
+///
+/// # Errors
+/// As for [`Faulting::new`].
+pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
+    let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
+    Ok(page_size_for(path.as_ref()).into_iter().fold(builder, RuntimeBuilder::page_size))
 }
 
 /// The runtime of [`Mapped::map`]. Its pages fit the first file.
@@ -202,10 +213,7 @@ fn own_runtime(first: &Path) -> Result<&'static Runtime> {
         return Ok(runtime);
     }
     let budget = DeviceBudget::Free { percent: 50, headroom: Bytes::mib(256) };
-    let mut builder = Runtime::builder().device(Faulting::new()?).device_budget(budget).policy(PolicyKind::Model);
-    if let Some(page) = page_size_for(first) {
-        builder = builder.page_size(page);
-    }
+    let builder = builder_for(first)?.device_budget(budget);
     // It lives as long as the process: a mapping may be a static.
     Ok(own.insert(Box::leak(Box::new(builder.open()?))))
 }

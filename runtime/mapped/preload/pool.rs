@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 
-use outcore::{Bytes, ErrorKind, PolicyKind, Runtime};
-use outcore_mapped::{Faulting, Mapped, page_size_for};
+use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
+use outcore_mapped::{Mapped, builder_for};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
@@ -110,13 +110,9 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     let open = || {
         let budget = limit.first_budget();
         let builder = || {
-            let builder = Runtime::builder().device(Faulting::new()?).device_budget(Bytes::new(budget));
-            let builder = builder.policy(settings.policy.unwrap_or(PolicyKind::Model));
-            let builder = builder.timeline(settings.report.is_some());
-            match page_size_for(first) {
-                Some(page) => builder.page_size(page).open(),
-                None => builder.open(),
-            }
+            let builder = builder_for(first)?.device_budget(Bytes::new(budget));
+            let builder = settings.policy.into_iter().fold(builder, RuntimeBuilder::policy);
+            builder.timeline(settings.report.is_some()).open()
         };
         // Threads of the runtime take no signals: a handler of the program's may not run on them.
         let opened =
