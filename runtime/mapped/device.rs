@@ -268,6 +268,37 @@ impl Core {
         }
     }
 
+    /// As [`want`](Self::want), of pages of the range that begins at `start`.
+    pub fn want_all(&self, start: u64, offsets: &[u64]) {
+        if let Some(range) = self.layout.lock().range_mut(start) {
+            range.wanted.extend(offsets.iter().map(|offset| start + offset));
+        }
+    }
+
+    /// As [`do_not_want`](Self::do_not_want), of pages of the range that begins at `start`.
+    pub fn want_no_more<'a>(&self, start: u64, offsets: impl Iterator<Item = &'a u64>) {
+        if let Some(range) = self.layout.lock().range_mut(start) {
+            offsets.for_each(|offset| _ = range.wanted.remove(&(start + offset)));
+        }
+    }
+
+    /// Publishes pages that are pinned and not published yet, of the range that begins at `start`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn show_all(&self, start: u64, offsets: &[u64]) -> Result<()> {
+        let mut layout = self.layout.lock();
+        for page in offsets.iter().map(|offset| start + offset) {
+            let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
+            let Some(frame) = occupant else { return Err(Self::no_such_address(DeviceAddress::new(page))) };
+            // A thread that began to wait before it was published is woken by that, or by the thread of faults.
+            if !layout.frames[frame as usize].published {
+                self.publish(&mut layout, FrameId::new(frame), page)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Nobody waits for this page any more.
     pub fn do_not_want(&self, page: u64) {
         if let Some(range) = self.layout.lock().range_mut(page) {

@@ -11,7 +11,7 @@ use outcore::format::TensorHeader;
 use outcore::rules::{Expert, Role, role};
 
 /// One expert of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExpertId {
     pub layer: u32,
     pub expert: u32,

@@ -25,6 +25,7 @@ mod device;
 mod experts;
 mod faults;
 mod followed;
+mod foresight;
 mod mapped;
 mod memory;
 mod order;

@@ -24,6 +24,7 @@ use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, Handler, Held, Request};
 use crate::followed::Followed;
+use crate::foresight::Foresight;
 use crate::order;
 
 /// The name of the only tensor of a file that is opened as bytes.
@@ -57,6 +58,11 @@ struct Pages {
     firsts: HashSet<u32>,
     /// Uses of experts since one was [told of](Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
     untold: AtomicU64,
+    /// Offsets of the pages that are [expected](Mapped::expect_experts).
+    expected: Mutex<Vec<u64>>,
+    foresight: Mutex<Foresight>,
+    /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
+    foresees: AtomicBool,
     /// Faults so far.
     faults: AtomicU64,
     /// Whether the walker follows no order: then every use must be seen, for one to be learned.
@@ -100,6 +106,52 @@ impl Pages {
         Some(Request { pages: offsets, pins })
     }
 
+    fn check_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let has = |expert: &&u32| self.experts.has(ExpertId { layer, expert: **expert });
+        experts.iter().find(|expert| !has(expert)).map_or(Ok(()), |unknown| {
+            let message = format!("the file has no expert {unknown} in layer {layer}");
+            Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("tell of experts that the router of this model can choose"))
+        })
+    }
+
+    /// These experts of a layer are likely to be used soon, and nothing else is.
+    fn expect(&self, foresight: &mut Foresight, layer: u32, experts: &[u32]) {
+        let worth = foresight.predicts(layer, experts);
+        let pages = if worth { self.pages_of_experts(layer, experts) } else { Vec::new() };
+        let mut expected = self.expected.lock();
+        if pages.is_empty() && expected.is_empty() {
+            return;
+        }
+        let offsets = self.offsets(&pages);
+        // Published as soon as they are there, which costs the program nothing then. If uses are not told of, the first
+        // page of each stays hidden, so that its use is seen.
+        let told = self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX;
+        let seen = |offset: &u64| told || !self.firsts.contains(&((offset / self.page) as u32));
+        let shown: Vec<u64> = offsets.into_iter().filter(seen).collect();
+        self.core.want_no_more(self.start, expected.iter());
+        self.core.want_all(self.start, &shown);
+        self.drawn.expect(&self.runs(&pages));
+        *expected = shown;
+    }
+
+    /// The pages of these experts of a layer, ascending, as far as a quarter of the frames has room for them.
+    fn pages_of_experts(&self, layer: u32, experts: &[u32]) -> Vec<u32> {
+        self.count_frames();
+        let may_keep = self.may_keep();
+        let mut pages = Vec::new();
+        for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
+            let of_expert = self.experts.pages(id, self.page);
+            if pages.len() + of_expert.len() > may_keep {
+                break;
+            }
+            pages.extend(of_expert);
+        }
+        pages.sort_unstable();
+        pages.dedup();
+        pages
+    }
+
     fn count_frames(&self) {
         let frames = self.runtime.stats().device_frames;
         self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
@@ -135,7 +187,14 @@ impl Handler for Pages {
         }
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
         if let Some(expert) = expert {
-            self.untold.fetch_add(1, Ordering::Relaxed);
+            let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
+            if untold && self.foresees.load(Ordering::Relaxed) {
+                let mut foresight = self.foresight.lock();
+                let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
+                if let Some((layer, experts)) = next {
+                    self.expect(&mut foresight, layer, &experts);
+                }
+            }
             let all = self.experts.pages(expert, self.page);
             if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
                 requests.extend(self.request(&all, true));
@@ -323,6 +382,9 @@ impl Mapped {
             firsts: experts.firsts(page).collect(),
             experts,
             untold: AtomicU64::new(UNTOLD_MAX + 1),
+            expected: Mutex::default(),
+            foresight: Mutex::default(),
+            foresees: AtomicBool::new(true),
             faults: AtomicU64::new(0),
             learning: AtomicBool::new(order.is_empty()),
             bytes,
@@ -359,48 +421,63 @@ impl Mapped {
     ///   when it is touched.
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
         let known = &self.pages;
-        known.count_frames();
-        let may_keep = known.may_keep();
-        let ids = experts.iter().map(|expert| ExpertId { layer, expert: *expert });
-        if let Some(unknown) = ids.clone().find(|id| !known.experts.has(*id)) {
-            let message = format!("the file has no expert {} in layer {layer}", unknown.expert);
-            return Err(Error::new(ErrorKind::InvalidArgument, message)
-                .remedy("tell of experts that the router of this model can choose"));
-        }
-        let mut pages = Vec::new();
-        for id in ids {
-            let of_expert = known.experts.pages(id, known.page);
-            if pages.len() + of_expert.len() > may_keep {
-                break;
-            }
-            pages.extend(of_expert);
-        }
+        known.check_experts(layer, experts)?;
+        let pages = known.pages_of_experts(layer, experts);
         known.untold.store(0, Ordering::Relaxed);
-        pages.sort_unstable();
-        pages.dedup();
+        known.foresight.lock().used(layer, experts);
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
         if tensors.is_empty() {
             return Ok(());
         }
-        offsets.iter().for_each(|page| self.core.want(self.start + page));
-        let shown = known
-            .drawn
-            .pin_set(&tensors)
-            .wait()
-            .and_then(|pins| offsets.iter().try_for_each(|page| self.core.show(self.start + page)).map(|()| pins));
+        self.core.want_all(self.start, &offsets);
+        let shown = known.drawn.pin_set(&tensors).wait();
+        let shown = shown.and_then(|pins| self.core.show_all(self.start, &offsets).map(|()| pins));
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
                 let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
-                self.core.bell().keeper().keep(&self.core, held, may_keep);
+                self.core.bell().keeper().keep(&self.core, held, known.may_keep());
                 // So that the thread sees that something is kept, and lets it go in time.
                 self.core.bell().ring();
+                if known.foresees.load(Ordering::Relaxed) {
+                    let mut foresight = known.foresight.lock();
+                    if let Some((layer, experts)) = foresight.after_used() {
+                        known.expect(&mut foresight, layer, &experts);
+                    }
+                }
                 Ok(())
             }
             Err(error) => {
-                offsets.iter().for_each(|page| self.core.do_not_want(self.start + page));
+                self.core.want_no_more(self.start, offsets.iter());
                 Err(error)
             }
+        }
+    }
+
+    /// These experts of a layer are likely to be used soon: for programs that predict what the router will choose. They
+    /// take the place of those that were expected before.
+    ///
+    /// What is missing of them is read while nothing else waits for the disk, and stays until it was used or something
+    /// else is expected, as long as other pages can go. Returns at once. Together they may have a quarter of the
+    /// frames: what is more is left out.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
+    /// [`has_expert`](Self::has_expert).
+    pub fn expect_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let known = &self.pages;
+        known.check_experts(layer, experts)?;
+        known.foresees.store(false, Ordering::Relaxed);
+        known.expect(&mut known.foresight.lock(), layer, experts);
+        Ok(())
+    }
+
+    /// Whether experts are expected by what followed before, as they are unless the program has
+    /// [predicted](Self::expect_experts) some itself.
+    pub fn foresee(&self, on: bool) {
+        self.pages.foresees.store(on, Ordering::Relaxed);
+        if !on {
+            self.pages.expect(&mut self.pages.foresight.lock(), 0, &[]);
         }
     }
 

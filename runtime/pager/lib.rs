@@ -519,7 +519,7 @@ pub struct Pager {
     /// Moves in flight with priority `Background`.
     background: u32,
     moves: Slab<MoveRecord>,
-    hints: VecDeque<PageId>,
+    hints: VecDeque<lookahead::Hint>,
     /// Fills that nobody waits for, with or without a frame.
     prefetching: u32,
     /// The page used last. `None` if the policy has since been told of anything else.
@@ -727,6 +727,7 @@ impl Pager {
         if walker != WalkerId::DEFAULT && self.is_walking(walker) {
             self.tells_of(WalkerId::DEFAULT);
             self.walkers.remove(&walker);
+            self.expect_nothing(walker);
             self.policy.walker_ended(walker);
             self.pump(fx);
         }

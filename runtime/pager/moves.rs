@@ -631,7 +631,7 @@ impl Pager {
                 self.forget_pins_of(segment);
             }
         }
-        self.hints.retain(|page| page.segment != segment);
+        self.hints.retain(|hint| hint.page.segment != segment);
         self.reap_segment(segment, fx);
         self.pump(fx);
     }

@@ -81,6 +81,17 @@ impl Walker {
         shared.engine.with(|pager, fx| pager.declare_unordered(*id, fx));
     }
 
+    /// This walker is likely to use these tensors next, in this order, for example because a predictor says so. They
+    /// take the place of those that it expected before. What is missing of them is read while nobody waits for anything
+    /// else, and pages that are expected go after all others. A hint: where there is no room, nothing happens. Tensors
+    /// of other runtimes are left out.
+    pub fn expect(&self, tensors: &[Tensor]) {
+        let Walking { id, shared } = &*self.walking;
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        shared.engine.with(|pager, fx| pager.expect(*id, &runs, fx));
+    }
+
     /// Opens a [scope](crate::Scope), whose pins are uses of this walker.
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::of_walker(&self.walking)

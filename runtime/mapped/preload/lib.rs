@@ -8,6 +8,7 @@ mod calls;
 mod fragments;
 mod limit;
 mod pool;
+mod predict;
 mod routing;
 mod settings;
 mod timeline;

@@ -16,6 +16,8 @@ use parking_lot::Mutex;
 
 use crate::fragments::Given;
 use crate::limit::{self, Limit};
+use crate::predict::Routers;
+use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
 
@@ -28,6 +30,7 @@ pub struct Known {
     identity: Identity,
     pub path: PathBuf,
     pub mapped: Arc<Mapped>,
+    routers: Arc<Routers>,
     pub given: Given,
     /// Whether the program was told that nothing is mapped over this file.
     pub refused: bool,
@@ -253,8 +256,11 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
+    let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
+    let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
+    mapped.foresee(prediction() != Prediction::Off);
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-    files.push(Known { identity, path, mapped, given, refused: false });
+    files.push(Known { identity, path, mapped, routers, given, refused: false });
     Some(start + offset)
 }
 
@@ -364,22 +370,44 @@ pub fn has_experts() -> bool {
     HAS_EXPERTS.load(Ordering::Relaxed)
 }
 
-/// The program uses these experts of a layer next. Returns when they are there.
-pub fn experts(layer: u32, experts: &[u32]) {
-    let Some(Some(pool)) = POOL.get() else { return };
-    // A child by fork has a copy of this, and reads the files themselves.
-    if in_a_child() {
-        return;
-    }
+/// What the router of a layer was given: as many numbers for each token.
+#[derive(Debug)]
+pub struct RouterInput {
+    pub layer: u32,
+    pub numbers: Vec<f32>,
+    pub tokens: usize,
+}
+
+/// The only mapped file that fits. Of two models nobody knows which one is meant: their experts come as they are
+/// touched. Nothing in a child by `fork`, which has a copy of this, and reads the files themselves.
+fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>)> {
+    let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
-    let has_all = |known: &&Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
-    // Of two models with such a layer nobody knows which one is meant. Their experts come as they are touched.
-    let found = |nth| files.iter().filter(has_all).nth(nth).map(|known| known.mapped.clone());
-    let (Some(one), None) = (found(0), found(1)) else { return };
-    drop(files);
+    let mut found = files.iter().filter(|known| fits(known));
+    let one = found.next()?;
+    found.next().is_none().then(|| (one.mapped.clone(), one.routers.clone()))
+}
+
+/// Whether what the router of this layer is given tells of the experts of the next one.
+pub fn can_predict(layer: u32) -> bool {
+    only_file(|known| known.routers.know_what_follows(layer)).is_some()
+}
+
+/// The program uses these experts of a layer next, `used` for each token. Returns when they are there. `input` is what
+/// the router was given, if that is known.
+pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
+    let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
+    let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     // A handler of the program's that touches a page must not run while this thread holds a lock.
     let _ = without_signals(|| one.expert_hint(layer, experts));
+    if let Some(input) = input.filter(|input| input.layer == layer) {
+        let next = routers.predict(&one, layer, &input.numbers, input.tokens, used);
+        if !next.is_empty() {
+            // A model whose experts end here has no others to expect.
+            let _ = without_signals(|| one.expect_experts(layer + 1, &next));
+        }
+    }
 }
 
 extern "C" fn at_exit() {

@@ -356,6 +356,9 @@ fn experts_come_whole_whether_they_are_told_of_or_touched() {
                 let drawn = [random.below(EXPERTS), random.below(EXPERTS / 4)];
                 if told {
                     mapped.expert_hint(layer as u32, &drawn.map(|expert| expert as u32)).unwrap();
+                    // A prediction, which is wrong mostly.
+                    let next = (layer + 1) % LAYERS;
+                    mapped.expect_experts(next as u32, &[random.below(EXPERTS) as u32, 0]).unwrap();
                 }
                 for (expert, matrix) in drawn.into_iter().flat_map(|expert| [(expert, 0), (expert, 1)]) {
                     is_the_files(&mapped, place(layer, expert, matrix), PIECE);
@@ -380,12 +383,44 @@ fn experts_that_a_file_has_not_are_refused() {
         let error = mapped.expert_hint(layer, &[0, expert]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains(&layer.to_string()), "{error}");
+        assert_eq!(mapped.expect_experts(layer, &[expert]).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
     // More than fits is no error, nor is none, nor the same twice.
     let all: Vec<u32> = (0..EXPERTS as u32).chain(0..EXPERTS as u32).collect();
     mapped.expert_hint(0, &all).unwrap();
     mapped.expert_hint(0, &[]).unwrap();
     mapped.expert_hint(0, &[3, 3]).unwrap();
+    mapped.expect_experts(1, &all).unwrap();
+    mapped.expect_experts(1, &[]).unwrap();
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// What a program expects is read although nobody waits for it, and is there when it is told of or touched.
+#[test]
+fn expected_experts_are_read_ahead() {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    let Some(builder) = builder(100) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    // All frames are in use.
+    (0..EXPERTS).for_each(|expert| is_the_files(&mapped, place(0, expert, 0), PIECE));
+    mapped.expect_experts(1, &[7, 2]).unwrap();
+    let of_matrix = |place: u64| place / PAGE..(place + PIECE).div_ceil(PAGE);
+    let pages = [(7, 0), (7, 1), (2, 0), (2, 1)].map(|(expert, matrix)| of_matrix(place(1, expert, matrix)));
+    let pages: Vec<u64> = pages.into_iter().flatten().collect();
+    ends("a fill ahead", || {
+        let here = |page: &u64| runtime.snapshot(mapped.tensor()).pages[*page as usize].tier() == Tier::Device;
+        while !pages.iter().all(here) {
+            thread::yield_now();
+        }
+    });
+    let read = runtime.stats().traffic.disk_read;
+    mapped.expert_hint(1, &[2]).unwrap();
+    is_the_files(&mapped, place(1, 2, 1), PIECE);
+    is_the_files(&mapped, place(1, 7, 0), PIECE);
+    assert_eq!(runtime.stats().traffic.disk_read, read);
     drop(mapped);
     runtime.close().unwrap();
 }

@@ -181,6 +181,9 @@ impl Policy for Guarded {
     fn chain(&mut self, pages: &[PageId]) {
         self.tell(|policy| policy.chain(pages));
     }
+    fn expected(&mut self, pages: &[PageId]) {
+        self.tell(|policy| policy.expected(pages));
+    }
     fn accessed(&mut self, page: PageId) {
         self.tell(|policy| policy.accessed(page));
     }

@@ -97,6 +97,8 @@ pub struct PlanPolicy {
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
+    /// Pages that walkers expect to use, and have not used yet, by number. They are outside of plans, mostly.
+    expected: Bits,
     /// Whether pages may be filled ahead for a walker that has passed them, or whose place is not known.
     astray: bool,
     /// Sorted by id: the default walker is first.
@@ -130,6 +132,8 @@ struct Walk {
     uses: u64,
     /// Whether its uses have no order, as the program says: then nothing is recognised.
     unordered: bool,
+    /// Pages that it expects to use, by number.
+    expected: Vec<u32>,
     /// Whether the walker's uses may be recorded: not while it follows a declared plan and has never strayed from it.
     records: bool,
 }
@@ -137,7 +141,18 @@ struct Walk {
 impl Walk {
     fn new(id: WalkerId, share: usize) -> Self {
         let recorder = CycleRecorder::new(share);
-        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0, unordered: false, records: true }
+        Self {
+            id,
+            plan: None,
+            recorder,
+            doubt: DOUBT,
+            lead: None,
+            speed: 0,
+            uses: 0,
+            unordered: false,
+            expected: Vec::new(),
+            records: true,
+        }
     }
 }
 
@@ -247,6 +262,7 @@ impl PlanPolicy {
             outside,
             followed: None,
             ahead: Bits::default(),
+            expected: Bits::default(),
             astray: false,
             walkers: vec![Walk::new(WalkerId::DEFAULT, share)],
             current: 0,
@@ -820,6 +836,9 @@ impl Policy for PlanPolicy {
     fn walker_ended(&mut self, walker: WalkerId) {
         let Ok(at) = self.find_walker(walker) else { return };
         self.leave(at, false);
+        for number in self.walkers[at].expected.drain(..) {
+            self.expected.remove(number as usize);
+        }
         if walker != WalkerId::DEFAULT {
             self.walkers.remove(at);
             self.current = 0;
@@ -843,6 +862,7 @@ impl Policy for PlanPolicy {
         }
         self.outside.touch(number);
         self.ahead.remove(number as usize);
+        self.expected.remove(number as usize);
         self.count();
         let walk = &mut self.walkers[self.current];
         if let Some(plan) = walk.plan
@@ -923,6 +943,7 @@ impl Policy for PlanPolicy {
         self.outside.forget(gone.clone());
         for number in gone.clone() {
             self.ahead.remove(number);
+            self.expected.remove(number);
         }
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
@@ -956,7 +977,13 @@ impl Policy for PlanPolicy {
         // A frame for which no request waits is not worth a look at all pages.
         let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
         self.find_outside();
-        let (mut found, offered) = self.outside.offer(want, self.recency.numbers(), take);
+        // A page that is expected is passed over, as one that is pinned is, and offered at the last.
+        let expected = &self.expected;
+        let numbers = self.recency.numbers();
+        let is_expected =
+            |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
+        let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
+        let (mut found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
         if matches!(found, Ok(None)) {
             found = self.victim_planned(want, must, take);
         }
@@ -964,6 +991,18 @@ impl Policy for PlanPolicy {
             found = self.outside.offer_held(&offered, self.recency.numbers(), take);
         }
         found.ok().flatten()
+    }
+
+    fn expected(&mut self, pages: &[PageId]) {
+        let walk = &mut self.walkers[self.current];
+        for number in walk.expected.drain(..) {
+            self.expected.remove(number as usize);
+        }
+        walk.expected.extend(pages.iter().filter_map(|page| self.recency.numbers().number(*page)));
+        for number in &walk.expected {
+            self.expected.reach(*number as usize + 1);
+            self.expected.insert(*number as usize);
+        }
     }
 
     fn unordered(&mut self) {

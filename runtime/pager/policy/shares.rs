@@ -548,6 +548,13 @@ impl Policy for SharesPolicy {
         self.settle();
     }
 
+    fn expected(&mut self, pages: &[PageId]) {
+        for class in 0..CLASSES {
+            let own: Vec<PageId> = pages.iter().copied().filter(|page| self.class_of(page.segment) == class).collect();
+            self.parts[class].policy.expected(&own);
+        }
+    }
+
     fn has_plan(&self) -> bool {
         self.parts.iter().any(|part| part.policy.has_plan())
     }

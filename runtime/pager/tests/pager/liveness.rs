@@ -160,6 +160,61 @@ fn prefetches_do_not_block_demand() {
     world.drain();
 }
 
+/// Which pages of a segment are in the device tier.
+fn resident(world: &World, segment: SegmentId, pages: u32) -> Vec<u32> {
+    (0..pages).filter(|index| world.word(page(segment, *index)).load().state == State::Clean).collect()
+}
+
+#[test]
+fn what_a_walker_expects_is_filled_ahead_and_stays_until_it_is_used_or_no_more_expected() {
+    let mut world = World::new(config(4, 0, 2, true), PolicyKind::Model);
+    let s = world.segment(Backing::File, 12);
+    let walker = world.pager.begin_walker();
+    world.with(|pager, fx| pager.declare_unordered(walker, fx));
+    world.walker = walker;
+    for index in [0, 1, 2, 3, 0, 1, 2, 3] {
+        touch(&mut world, s, index, false);
+    }
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 8, 2)], fx));
+    assert!(world.moves.iter().all(|(filled, _)| filled.priority == Priority::Prefetch));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [2, 3, 8, 9]);
+    // Neither was ever used, but others go for what is demanded.
+    touch(&mut world, s, 5, false);
+    touch(&mut world, s, 6, false);
+    assert_eq!(resident(&world, s, 12), [5, 6, 8, 9]);
+    // A page that was used is one among others. What nobody expects any more goes first, because it was never used.
+    touch(&mut world, s, 8, false);
+    world.with(|pager, fx| pager.expect(walker, &[], fx));
+    touch(&mut world, s, 7, false);
+    assert_eq!(resident(&world, s, 12), [5, 6, 7, 8]);
+    // Where only expected pages can go, they do.
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 5, 4)], fx));
+    touch(&mut world, s, 0, false);
+    assert!(resident(&world, s, 12).contains(&0));
+    world.drain();
+}
+
+#[test]
+fn what_is_no_more_expected_is_not_filled() {
+    // Two pages are filled ahead at a time.
+    let mut world = World::new(config(8, 0, 2, true), PolicyKind::Model);
+    let s = world.segment(Backing::File, 12);
+    let walker = world.pager.begin_walker();
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 0, 4)], fx));
+    world.with(|pager, fx| pager.prefetch(&[run(s, 8, 1)], fx));
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 6, 1)], fx));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [0, 1, 6, 8], "what others hinted at stays");
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 2, 4)], fx));
+    world.with(|pager, fx| pager.end_walker(walker, fx));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [0, 1, 2, 3, 6, 8]);
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 10, 1)], fx));
+    assert!(world.moves.is_empty(), "it has ended");
+    world.drain();
+}
+
 #[test]
 fn a_page_being_evicted_is_rescued_unless_its_frame_is_promised() {
     for promised in [false, true] {
