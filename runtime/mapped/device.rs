@@ -73,7 +73,13 @@ impl DeviceFactory for Faulting {
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
         let (uffd, bell) = (Uffd::open()?, Bell::new()?);
-        let core = Arc::new(Core { page_size: settings.page_size, uffd, bell, layout: Mutex::default() });
+        let core = Arc::new(Core {
+            page_size: settings.page_size,
+            uffd,
+            bell,
+            layout: Mutex::default(),
+            turn: Mutex::default(),
+        });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -158,6 +164,9 @@ pub struct Core {
     uffd: Uffd,
     bell: Arc<Bell>,
     layout: Mutex<Layout>,
+    /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
+    /// holds another lock of this device asks for it.
+    turn: Mutex<()>,
 }
 
 impl fmt::Debug for Core {
@@ -201,6 +210,39 @@ impl Core {
         }
     }
 
+    /// Whom to ask for the pages of all files that are mapped.
+    pub fn handlers(&self) -> Vec<Arc<dyn Handler>> {
+        let layout = self.layout.lock();
+        layout.ranges.values().filter_map(|range| range.handler.as_ref()?.upgrade()).collect()
+    }
+
+    /// Has all threads that wait for pages touch them again.
+    pub fn wake_all(&self) {
+        for range in self.layout.lock().ranges.values() {
+            let _ = self.uffd.wake(range.region.start(), range.region.len());
+        }
+    }
+
+    /// The thread that waits for this page gets SIGBUS, unless the page is there by now. Takes no lock.
+    pub fn refuse(&self, page: u64) {
+        if self.uffd.poison(page, self.page()).is_err() {
+            self.forbid_all();
+        }
+    }
+
+    /// Nobody learns of faults any more: from now on whoever touches a page gets a signal, whether it is there or not.
+    pub fn forbid_all(&self) {
+        for range in self.layout.lock().ranges.values() {
+            range.region.forbid();
+        }
+    }
+
+    /// Takes `change` in turn with all others of this device.
+    pub fn in_turn<T>(&self, change: impl FnOnce() -> T) -> T {
+        let _turn = self.turn.lock();
+        change()
+    }
+
     /// Whether a file is mapped.
     pub fn has_handlers(&self) -> bool {
         self.layout.lock().ranges.values().any(|range| range.handler.is_some())
@@ -236,9 +278,14 @@ impl Core {
         self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
     }
 
-    /// Hides a page that is pinned: its next touch is seen.
-    pub fn hide(&self, page: u64) {
+    /// Hides a page, so that its next touch is seen; not if anybody but the caller has it `pinned`, who may give its
+    /// address to a system call.
+    pub fn hide(&self, page: u64, pinned: impl FnOnce() -> bool) {
         let mut layout = self.layout.lock();
+        // A pin that comes later shows the page once it has this lock: see `Device::pinned`.
+        if pinned() {
+            return;
+        }
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
             let published = frame.published;
@@ -545,12 +592,49 @@ impl Device for FaultingDevice {
             layout.frame(frame)?.hidden = true;
             return Ok(());
         }
-        self.core.publish(&mut layout, frame, address.get())
+        let of_file = layout.range(address.get()).is_some_and(|range| range.handler.is_some());
+        match self.core.publish(&mut layout, frame, address.get()) {
+            // Its bytes are there: the thread of faults shows it when the kernel can.
+            Err(error) if of_file && crate::uffd::is_momentary(&error) => {
+                tracing::debug!(%error, "a page that was filled is shown later");
+                layout.frame(frame)?.hidden = true;
+                Ok(())
+            }
+            published => published,
+        }
     }
 
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
         if layout.frame(frame)?.published { Ok(()) } else { self.core.publish(&mut layout, frame, address.get()) }
+    }
+
+    fn hides_pages(&self) -> bool {
+        true
+    }
+
+    fn pinned(&self, first: DeviceAddress, pages: u32) {
+        let mut layout = self.core.layout.lock();
+        for page in (0..u64::from(pages)).map(|at| first.get() + at * self.core.page()) {
+            let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+            let Some(frame) = occupant.and_then(|frame| layout.frames.get(frame as usize).map(|of| (frame, of))) else {
+                continue;
+            };
+            match frame {
+                (_, Frame { published: true, .. }) => {}
+                (id, Frame { hidden: true, .. }) => {
+                    if let Err(error) = self.core.publish(&mut layout, FrameId::new(id), page) {
+                        tracing::debug!(%error, "a hidden page that was pinned was not shown at once");
+                    }
+                }
+                // It is pinned for a stream, and its fill has not ended.
+                _ => {
+                    if let Some(range) = layout.range_mut(page) {
+                        range.wanted.insert(page);
+                    }
+                }
+            }
+        }
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {

@@ -7,12 +7,15 @@ use std::future::Future;
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
 use outcore::{
@@ -22,7 +25,7 @@ use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
-use crate::faults::{self, Handler, Held, Request};
+use crate::faults::{self, FLOOR, Handler, Held, Request};
 use crate::followed::Followed;
 use crate::foresight::Foresight;
 use crate::order;
@@ -36,6 +39,9 @@ const KEPT: usize = 16;
 /// Smaller pages cost more to bring than their bytes; larger ones are huge pages already.
 const EXPERT_PAGE_LEAST: u64 = 64 << 10;
 const EXPERT_PAGE_MOST: u64 = 2 << 20;
+
+/// After so long without a frame, whoever tells of experts waits no longer: guards of its own may be in the way.
+const WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
@@ -94,14 +100,16 @@ impl Pages {
         pages.iter().map(|page| u64::from(*page) * self.page).collect()
     }
 
-    /// The pin of pages in ascending order, by one of the walkers.
-    fn request(&self, pages: &[u32], of_expert: bool) -> Option<Request> {
+    /// The pin of pages in ascending order, by one of the walkers. A page that was `touched` may have a frame that
+    /// guards of the program leave.
+    fn request(&self, pages: &[u32], of_expert: bool, touched: bool) -> Option<Request> {
         let (tensors, offsets) = (self.runs(pages), self.offsets(pages));
         // Owned by the request, which outlives this call.
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
             let walker = if of_expert { &this.drawn } else { &this.walker };
-            walker.pin_set(&tensors).await
+            let request = walker.pin_set(&tensors);
+            if touched { request.never_refused().await } else { request.await }
         });
         Some(Request { pages: offsets, pins })
     }
@@ -185,7 +193,7 @@ impl Handler for Pages {
         if expert.is_none() {
             self.tell_of_the_unseen(page);
         }
-        let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
+        let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
         if let Some(expert) = expert {
             let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
             if untold && self.foresees.load(Ordering::Relaxed) {
@@ -197,7 +205,7 @@ impl Handler for Pages {
             }
             let all = self.experts.pages(expert, self.page);
             if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
-                requests.extend(self.request(&all, true));
+                requests.extend(self.request(&all, true, false));
             }
         }
         requests
@@ -207,6 +215,11 @@ impl Handler for Pages {
         let page = (page / self.page) as u32;
         let untold = self.untold.load(Ordering::Relaxed) > UNTOLD_MAX;
         self.learning.load(Ordering::Relaxed) || (untold && self.firsts.contains(&page))
+    }
+
+    fn pins(&self, page: u64) -> u32 {
+        let index = (page / self.page) as u32;
+        self.run(index, index + 1).map_or(0, |page| page.pins())
     }
 
     fn may_keep(&self) -> usize {
@@ -220,17 +233,40 @@ impl Handler for Pages {
         (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
-    fn frames(&self) -> usize {
-        self.count_frames();
-        self.frames.load(Ordering::Relaxed)
-    }
-
     fn failed(&self, offset: u64, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
+        self.failure.lock().get_or_insert(error.clone());
         if let Some(tell) = self.tell.get() {
-            tell(&error);
+            // What panics there is the program's, and ends nothing here.
+            drop(catch_unwind(AssertUnwindSafe(|| tell(&error))));
         }
-        self.failure.lock().get_or_insert(error);
+    }
+}
+
+/// Waits for `request` on this thread; `None` if pages have been `missing` for [`WAIT_MAX`], which are those without a
+/// frame. A page that has one comes, or fails.
+fn wait_for<T>(request: impl Future<Output = Result<T>>, missing: impl Fn() -> usize) -> Option<Result<T>> {
+    let mut request = pin!(request);
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut since = Instant::now();
+    loop {
+        if let Poll::Ready(result) = request.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(result);
+        }
+        thread::park_timeout(WAIT_MAX / 4);
+        if missing() == 0 {
+            since = Instant::now();
+        } else if since.elapsed() >= WAIT_MAX {
+            return None;
+        }
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 
@@ -395,7 +431,11 @@ impl Mapped {
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
-        core.handle(start, len as u64, handler);
+        core.in_turn(|| {
+            runtime.keep_frames(FLOOR)?;
+            core.handle(start, len as u64, handler);
+            Ok::<(), Error>(())
+        })?;
         Ok(Self { pages, core, start, len })
     }
 
@@ -417,8 +457,11 @@ impl Mapped {
     /// # Errors
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
     ///   [`has_expert`](Self::has_expert);
-    /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait). Nothing is lost then: what is missing is read
-    ///   when it is touched.
+    /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if guards have held the frames for so long that they may be the
+    ///   caller's own;
+    /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait).
+    ///
+    /// Nothing is lost then: what is missing is read when it is touched.
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
         let known = &self.pages;
         known.check_experts(layer, experts)?;
@@ -430,8 +473,21 @@ impl Mapped {
             return Ok(());
         }
         self.core.want_all(self.start, &offsets);
-        let shown = known.drawn.pin_set(&tensors).wait();
-        let shown = shown.and_then(|pins| self.core.show_all(self.start, &offsets).map(|()| pins));
+        let missing = || offsets.iter().filter(|page| !self.core.has_frame(self.start + **page)).count();
+        let shown = wait_for(known.drawn.pin_set(&tensors), missing)
+            .unwrap_or_else(|| {
+                let frames = known.frames.load(Ordering::Relaxed);
+                let message = format!(
+                    "these experts of layer {layer} need {} pages, {} of which have waited for frames for {} s: others \
+                     have them pinned, of {frames} frames in all",
+                    offsets.len(),
+                    missing(),
+                    WAIT_MAX.as_secs()
+                );
+                Err(Error::new(ErrorKind::WouldDeadlock, message)
+                    .remedy("let guards go before you tell of experts, or raise the device budget"))
+            })
+            .and_then(|pins| self.core.show_all(self.start, &offsets).map(|()| pins));
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
@@ -542,7 +598,14 @@ impl Drop for Mapped {
         if !self.core.bell().is_at_home() {
             return;
         }
-        self.core.leave(self.start);
+        let Self { core, pages, start, .. } = self;
+        core.in_turn(|| {
+            core.leave(*start);
+            if !core.has_handlers() {
+                // A runtime that is closed keeps nothing for anybody.
+                let _ = pages.runtime.keep_frames(0);
+            }
+        });
         faults::forget(&self.core, self.start);
     }
 }

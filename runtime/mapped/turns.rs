@@ -17,7 +17,7 @@ pub struct Fault {
 }
 
 /// Pages that an instruction may need at once.
-const AT_ONCE: usize = 2;
+pub const AT_ONCE: usize = 2;
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(256);
 /// Turns that ended by time, of which is known whether they were too short.
@@ -129,6 +129,24 @@ impl Turns {
         }
     }
 
+    /// Leaves one turn, of a thread that waits if there is one. The threads of the others are in line again.
+    pub fn leave_one(&mut self) {
+        let first = self.turns.iter().position(|turn| turn.since.is_none()).unwrap_or(0);
+        if !self.turns.is_empty() {
+            self.turns.swap(0, first);
+        }
+        for turn in self.turns.drain(1.min(self.turns.len())..) {
+            // What it waits for is its last page.
+            let waits = turn.since.is_none().then(|| turn.pages.back().copied()).flatten();
+            self.line.extend(waits.map(|address| Fault { address, thread: turn.thread }));
+        }
+    }
+
+    /// Whether nobody is in line.
+    pub fn is_line_empty(&self) -> bool {
+        self.line.is_empty()
+    }
+
     /// Forgets the turns and the threads in line whose addresses are not to be kept.
     pub fn keep(&mut self, keep: impl Fn(u64) -> bool) {
         self.line.retain(|fault| keep(fault.address));
@@ -187,6 +205,21 @@ mod tests {
         assert!(!asks(&mut turns, 1, 10));
         turns.ended(20, now, |page| page);
         assert_eq!(turns.until_next(now), Some(2 * SHORTEST));
+    }
+
+    #[test]
+    fn one_turn_is_left_and_it_is_of_a_thread_that_waits() {
+        let (mut turns, now) = (Turns::default(), Instant::now());
+        for thread in 1..=3 {
+            assert!(turns.may_have(fault(thread, 10 * thread), 10 * thread, 3));
+            turns.ended(10 * thread, now, |page| page);
+        }
+        assert!(turns.may_have(fault(2, 21), 21, 3) && turns.may_have(fault(3, 31), 31, 3));
+        turns.leave_one();
+        assert_eq!((turns.pages(), turns.first_in_line()), (vec![20, 21], Some(fault(3, 31))));
+        turns.ended(21, now, |page| page);
+        assert_eq!(turns.next(1, now + SHORTEST, |page| page), Some(fault(3, 31)));
+        assert!(turns.is_line_empty());
     }
 
     #[test]

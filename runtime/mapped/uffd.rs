@@ -21,8 +21,8 @@ const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
-/// A move that finds the page busy is tried again: at first at once, then with pauses, since whoever has the page may
-/// need this very processor. After about a second it fails.
+/// A move that finds the page busy, or no memory for a page table, is tried again: at first at once, then with pauses,
+/// since whoever has the page may need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
 const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
@@ -88,7 +88,30 @@ struct Message {
 /// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
 /// was touched by which thread.
 #[derive(Debug)]
-pub struct Uffd(OwnedFd);
+pub struct Uffd(OwnedFd, #[cfg(test)] Refusals);
+
+/// For tests: how many moves the kernel is to refuse, and with which error.
+#[cfg(test)]
+pub type Refusals = parking_lot::Mutex<(u32, i32)>;
+
+/// What the kernel refuses now and may grant later: a page is in somebody's hands (pinned for a disk until its worker
+/// has let go, or read through /proc), addresses of the process are changed meanwhile, or its control group has no
+/// memory for a page table.
+fn is_momentary_errno(number: Option<i32>) -> bool {
+    matches!(number, Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM | libc::EINTR))
+}
+
+/// Whether such a refusal is behind this error.
+pub fn is_momentary(error: &Error) -> bool {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        if error.downcast_ref::<io::Error>().is_some_and(|io| is_momentary_errno(io.raw_os_error())) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
 
 impl Uffd {
     /// # Errors
@@ -108,7 +131,11 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        let this = Self(fd);
+        let this = Self(
+            fd,
+            #[cfg(test)]
+            Refusals::default(),
+        );
         let features = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
         let mut api = Api { api: API, features, ioctls: 0 };
         this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
@@ -141,6 +168,10 @@ impl Uffd {
     /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`. If it fails, all
     /// of the memory is where it was.
     pub fn move_pages(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(refused) = self.refused() {
+            return Err(refused);
+        }
         self.move_on(to, from, len).map_err(|(done, cause)| {
             // A page in two places would be found in neither.
             if done > 0 && self.move_on(from, to, done).is_err() {
@@ -156,28 +187,53 @@ impl Uffd {
         while done < len {
             let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
             let Err(cause) = self.call(request(0x05, size_of::<Move>()), &mut arg) else { return Ok(()) };
-            // A part was moved, or the page is in somebody's hands for a moment (a reader of /proc, say).
-            let again = matches!(cause.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY));
+            // A part was moved, or none for the moment.
             if arg.moved > 0 {
                 done += arg.moved as u64;
                 busy = 0;
-            } else if again && busy < BUSY_MAX {
-                busy += 1;
-                match busy < BUSY_AT_ONCE {
-                    true => std::hint::spin_loop(),
-                    false => std::thread::sleep(BUSY_PAUSE),
-                }
-            } else {
+            } else if !waited(&cause, &mut busy) {
                 return Err((done, cause));
             }
         }
         Ok(())
     }
 
-    /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there.
+    /// Has the next `count` moves refused.
+    #[cfg(test)]
+    pub fn refuse(&self, count: u32, errno: i32) {
+        *self.1.lock() = (count, errno);
+    }
+
+    /// How many moves are still to be refused.
+    #[cfg(test)]
+    pub fn refusals(&self) -> u32 {
+        self.1.lock().0
+    }
+
+    #[cfg(test)]
+    fn refused(&self) -> Option<io::Error> {
+        let mut left = self.1.lock();
+        left.0 = left.0.checked_sub(1)?;
+        Some(io::Error::from_raw_os_error(left.1))
+    }
+
+    /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there. If some of it is
+    /// there, or poisoned, the threads that wait try again.
     pub fn poison(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut arg = Poison { range: Range { start, len }, mode: 0, updated: 0 };
-        self.call(request(0x08, size_of::<Poison>()), &mut arg)
+        let (mut done, mut busy) = (0, 0);
+        while done < len {
+            let range = Range { start: start + done, len: len - done };
+            let mut arg = Poison { range, mode: 0, updated: 0 };
+            let Err(cause) = self.call(request(0x08, size_of::<Poison>()), &mut arg) else { return Ok(()) };
+            if arg.updated > 0 {
+                done += arg.updated as u64;
+            } else if cause.raw_os_error() == Some(libc::EEXIST) {
+                return self.wake(start, len);
+            } else if !waited(&cause, &mut busy) {
+                return Err(cause);
+            }
+        }
+        Ok(())
     }
 
     /// The faults that are waiting to be handled, in their order.
@@ -208,4 +264,17 @@ impl Uffd {
         let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, ptr::from_mut(arg)) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
+}
+
+/// Whether to try again, for the moment's pause that this takes; `busy` counts them.
+fn waited(cause: &io::Error, busy: &mut u32) -> bool {
+    if !is_momentary_errno(cause.raw_os_error()) || *busy >= BUSY_MAX {
+        return false;
+    }
+    *busy += 1;
+    match *busy < BUSY_AT_ONCE {
+        true => std::hint::spin_loop(),
+        false => std::thread::sleep(BUSY_PAUSE),
+    }
+    true
 }
