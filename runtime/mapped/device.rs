@@ -236,29 +236,36 @@ impl Core {
         self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
     }
 
-    /// Hides a page that is pinned: its next touch is seen.
-    pub fn hide(&self, page: u64) {
+    /// Hides a page: its next touch is seen. Whoever reads it meanwhile, a copy to another tier among them, has it shown
+    /// again. Returns whether it is hidden now and was not.
+    pub fn hide(&self, page: u64) -> bool {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
             let published = frame.published;
             match self.take_back(frame) {
-                Ok(()) => frame.hidden |= published,
+                Ok(()) => {
+                    frame.hidden |= published;
+                    return published;
+                }
                 // It stays visible: a use goes unseen, and no more.
                 Err(error) => tracing::debug!(%error, "a page was not hidden"),
             }
         }
+        false
     }
 
     /// Publishes a page that is there, and hidden. Nobody needs to pin it for that: as long as the frame is behind the
-    /// page, it has the page's bytes.
-    pub fn show_hidden(&self, page: u64) {
+    /// page, it has the page's bytes. Returns whether it did.
+    pub fn show_hidden(&self, page: u64) -> bool {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page)) {
+        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page));
+        if let Some(Err(error)) = &shown {
             tracing::debug!(%error, "a hidden page was not shown at once");
         }
+        matches!(shown, Some(Ok(())))
     }
 
     /// A thread waits for this page: it is published as soon as it is filled.

@@ -25,11 +25,16 @@ mod device;
 mod experts;
 mod faults;
 mod followed;
+mod looks;
 mod mapped;
 mod memory;
+mod options;
 mod order;
+mod remembered;
 mod turns;
 mod uffd;
+mod uses;
 
 pub use device::Faulting;
 pub use mapped::{Mapped, builder_for};
+pub use options::MapOptions;

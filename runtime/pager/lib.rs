@@ -757,6 +757,11 @@ impl Pager {
         all
     }
 
+    /// The order that a walker follows, or one cycle of it; empty if it follows none.
+    pub fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        self.policy.order_of(walker)
+    }
+
     fn is_walking(&self, walker: WalkerId) -> bool {
         self.walkers.contains_key(&walker)
     }

@@ -7,7 +7,7 @@ use super::member::Walking;
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::compute::ComputeStream;
 use crate::error::Result;
-use crate::ids::WalkerId;
+use crate::ids::{PageId, WalkerId};
 use crate::shared::Shared;
 use crate::tensor::Tensor;
 
@@ -79,6 +79,24 @@ impl Walker {
     pub fn unordered(&self) {
         let Walking { id, shared } = &*self.walking;
         shared.engine.with(|pager, fx| pager.declare_unordered(*id, fx));
+    }
+
+    /// The order that this walker follows now, or one cycle of it, whether it was declared or recognised: of the pages
+    /// that `tensor` has a part of, counted from its first one. Its [place](crate::WalkerStats::places) is in the whole
+    /// order, which may name other pages too. Empty if it follows none.
+    ///
+    /// A program may keep it, and [declare](Self::plan) it the next time.
+    pub fn order_of(&self, tensor: &Tensor) -> Vec<u32> {
+        let Walking { id, shared } = &*self.walking;
+        if !tensor.is_of(shared) {
+            return Vec::new();
+        }
+        let run = tensor.run();
+        let order = shared.engine.recorded(|pager| pager.order_of(*id)).unwrap_or_default();
+        let of_segment = order.into_iter().filter(|page| page.segment == run.segment);
+        let (first, count) = (run.first.index(), run.count as usize);
+        let place = |page: PageId| page.index.index().checked_sub(first).filter(|place| *place < count);
+        of_segment.filter_map(place).map(|place| place as u32).collect()
     }
 
     /// Opens a [scope](crate::Scope), whose pins are uses of this walker.

@@ -253,6 +253,9 @@ impl Policy for Guarded {
     fn places(&self) -> Vec<WalkerPlace> {
         self.look(|policy| policy.places()).unwrap_or_default()
     }
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        self.look(|policy| policy.order_of(walker)).unwrap_or_default()
+    }
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         self.tell(|policy| policy.next_fill(present))
     }
