@@ -28,6 +28,7 @@ use parking_lot::Mutex;
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
+use crate::tables::Tables;
 use crate::uffd::Uffd;
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
@@ -73,7 +74,8 @@ impl DeviceFactory for Faulting {
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
         let (uffd, bell) = (Uffd::open()?, Bell::new()?);
-        let core = Arc::new(Core { page_size: settings.page_size, uffd, bell, layout: Mutex::default() });
+        let (page_size, tables) = (settings.page_size, Tables::new());
+        let core = Arc::new(Core { page_size, uffd, bell, layout: Mutex::default(), tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -158,6 +160,7 @@ pub struct Core {
     uffd: Uffd,
     bell: Arc<Bell>,
     layout: Mutex<Layout>,
+    tables: Tables,
 }
 
 impl fmt::Debug for Core {
@@ -236,8 +239,8 @@ impl Core {
         self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
     }
 
-    /// Hides a page: its next touch is seen. Whoever reads it meanwhile, a copy to another tier among them, has it shown
-    /// again. Returns whether it is hidden now and was not.
+    /// Hides a page: its next touch is seen. Whoever reads it meanwhile, a copy to another tier among them, has it
+    /// shown again. Returns whether it is hidden now and was not.
     pub fn hide(&self, page: u64) -> bool {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
@@ -324,6 +327,9 @@ impl Core {
                 (moved, _) => moved,
             },
         };
+        if !published && moved.is_ok() {
+            self.tables.enter(to, self.page());
+        }
         moved.map_err(|cause| {
             if let Ok(frame) = layout.frame(id) {
                 (frame.published, frame.hidden) = (published, hidden);
@@ -340,8 +346,14 @@ impl Core {
         range.wanted.remove(&page);
         let Some(range) = layout.range(page) else { return };
         let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
-        if !published && let Err(cause) = self.uffd.poison(page, self.page()) {
-            tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
+        if !published {
+            match self.uffd.poison(page, self.page()) {
+                Ok(()) => self.tables.poison(page, self.page()),
+                Err(cause) => tracing::error!(
+                    %cause,
+                    "a page whose fill failed could not be poisoned: threads wait for it for ever"
+                ),
+            }
         }
     }
 
@@ -350,6 +362,7 @@ impl Core {
         if let (true, Some(address)) = (frame.published, frame.behind) {
             self.uffd.move_pages(frame.home, address, self.page()).map_err(|cause| failed("take back", cause))?;
             frame.published = false;
+            self.tables.leave(address, self.page());
         }
         Ok(())
     }
@@ -381,6 +394,7 @@ impl Core {
         region.touch(home, self.page());
         self.uffd.register(home, self.page()).map_err(|cause| failed("register", cause))?;
         layout.frame(id)?.has_memory = true;
+        self.tables.home(self.page(), true);
         Ok(())
     }
 
@@ -451,6 +465,7 @@ impl Device for FaultingDevice {
         })?;
         let end = start + region.len();
         let range = Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None, end };
+        self.core.tables.add_range(start, end - start);
         self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
     }
@@ -463,7 +478,13 @@ impl Device for FaultingDevice {
             self.core.take_back(frame)?;
             (frame.behind, frame.hidden) = (None, false);
         }
+        drop(range);
+        self.core.tables.remove_range(base.get());
         Ok(())
+    }
+
+    fn page_tables(&self) -> Bytes {
+        self.core.tables.held()
     }
 
     fn frame_count(&self) -> u32 {
@@ -555,6 +576,7 @@ impl Device for FaultingDevice {
             return Ok(());
         }
         let home = found.home;
+        self.core.tables.home(self.core.page(), false);
         self.core.uffd.unregister(home, self.core.page()).map_err(|cause| failed("give back", cause))?;
         match layout.home(home) {
             Some(region) => region.give_back(home, self.core.page()),

@@ -31,6 +31,7 @@ mod memory;
 mod options;
 mod order;
 mod remembered;
+mod tables;
 mod turns;
 mod uffd;
 mod uses;

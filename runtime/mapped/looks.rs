@@ -72,11 +72,11 @@ pub struct Looks {
     pattern: Pattern,
     /// Pages that the program sees, by their last use that was seen.
     queue: VecDeque<u32>,
+    /// Frames that there are for pages.
+    frames: usize,
     /// Until when the time for looks is counted, and what is left of it. Below nothing, none is made.
     counted: Duration,
     left: i64,
-    /// Looks made.
-    looks: u64,
 }
 
 impl Looks {
@@ -94,14 +94,20 @@ impl Looks {
             before: None,
             pattern: Pattern::default(),
             queue: VecDeque::new(),
+            frames: 0,
             counted: Duration::ZERO,
             left: 0,
-            looks: 0,
         }
     }
 
-    /// Whether the walker follows an order, as it is now.
-    pub fn follows(&mut self, follows: bool, now: Duration) {
+    /// Whether every use is seen.
+    pub fn is_learning(&self) -> bool {
+        self.mode == Mode::Learning
+    }
+
+    /// Whether the walker follows an order, as it is now, and how many frames there are.
+    pub fn follows(&mut self, follows: bool, frames: usize, now: Duration) {
+        self.frames = frames;
         match (follows, self.mode) {
             (true, Mode::Learning | Mode::Looking) => {
                 (self.mode, self.patience, self.before) = (Mode::Following, PATIENCE, None);
@@ -175,10 +181,7 @@ impl Looks {
         match self.mode {
             Mode::Following => {}
             Mode::Learning => self.took += took,
-            Mode::Looking => {
-                self.left -= took.as_nanos() as i64;
-                self.looks += 1;
-            }
+            Mode::Looking => self.left -= took.as_nanos() as i64,
         }
     }
 
@@ -186,6 +189,9 @@ impl Looks {
     pub fn let_go(&mut self, page: u32) -> bool {
         if self.mode == Mode::Looking {
             self.queue.push_back(page);
+            // What is that long ago has left.
+            let over = self.queue.len().saturating_sub(2 * self.frames);
+            self.queue.drain(..over);
         }
         self.mode == Mode::Learning
     }
@@ -204,5 +210,109 @@ impl Looks {
     /// The page that the hand comes to.
     pub fn next(&mut self) -> Option<u32> {
         self.queue.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const LOOK: Duration = Duration::from_micros(50);
+
+    /// A file of which pages are used, each use a millisecond after the one before; all are there, unless they are told
+    /// to be read.
+    struct Program {
+        looks: Looks,
+        now: Duration,
+        /// Faults of hidden pages.
+        shown: u32,
+        hidden: Vec<bool>,
+    }
+
+    impl Program {
+        fn new(pages: u32, has_order: bool) -> Self {
+            Self {
+                looks: Looks::new(pages, has_order),
+                now: Duration::ZERO,
+                shown: 0,
+                hidden: vec![true; pages as usize],
+            }
+        }
+
+        fn uses(&mut self, page: u32, is_read: bool) {
+            self.now += MS;
+            let hidden = std::mem::take(&mut self.hidden[page as usize]);
+            if !hidden && !is_read {
+                return;
+            }
+            if !is_read {
+                self.shown += 1;
+                self.looks.shown(LOOK);
+            }
+            self.looks.fault(page, !is_read, self.now);
+            if is_read {
+                for _ in 0..self.looks.may_hide(self.now) {
+                    if let Some(page) = self.looks.next() {
+                        self.hidden[page as usize] = true;
+                    }
+                }
+            }
+            self.hidden[page as usize] = self.looks.let_go(page);
+            self.looks.follows(false, 400, self.now);
+        }
+    }
+
+    fn numbers(below: u32, count: usize) -> impl Iterator<Item = u32> {
+        let mut state = 1_u32;
+        std::iter::repeat_with(move || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) % below
+        })
+        .take(count)
+    }
+
+    #[test]
+    fn where_all_pages_are_there_looking_ends() {
+        let mut program = Program::new(500, false);
+        numbers(500, 2500).for_each(|page| program.uses(page, false));
+        assert!(program.shown > 2000, "{}", program.shown);
+        // Each page is shown once more, and then nothing costs anything.
+        numbers(500, 10_000).for_each(|page| program.uses(page, false));
+        let before = program.shown;
+        numbers(500, 100_000).for_each(|page| program.uses(page, false));
+        assert_eq!(program.shown, before);
+    }
+
+    #[test]
+    fn looks_take_one_of_a_hundred_parts_of_the_time() {
+        let mut program = Program::new(1000, false);
+        numbers(1000, 10_000).for_each(|page| program.uses(page, page % 2 == 0));
+        let (shown, since) = (program.shown, program.now);
+        numbers(1000, 400_000).for_each(|page| program.uses(page, page % 2 == 0));
+        let took = LOOK * (program.shown - shown);
+        assert!(took <= (program.now - since) / 50, "{took:?} of {:?}", program.now - since);
+        assert!(took >= (program.now - since) / 300, "{took:?} of {:?}", program.now - since);
+    }
+
+    #[test]
+    fn another_pattern_of_faults_is_learned_anew() {
+        let mut program = Program::new(10_000, false);
+        numbers(100, 1000).for_each(|page| program.uses(page, page % 2 == 0));
+        assert_eq!(program.looks.mode, Mode::Looking);
+        numbers(10_000, 3000).for_each(|page| program.uses(page, page % 2 == 0));
+        assert_eq!(program.looks.mode, Mode::Looking);
+        (0..2 * WINDOW).for_each(|page| program.uses(page, true));
+        assert_eq!(program.looks.mode, Mode::Learning);
+    }
+
+    #[test]
+    fn an_order_that_is_followed_and_left_again() {
+        let mut looks = Looks::new(10, true);
+        assert!(!looks.let_go(3));
+        looks.follows(false, 4, MS);
+        assert!(looks.let_go(3));
+        looks.follows(true, 4, MS);
+        assert!(!looks.let_go(3) && looks.may_hide(100 * MS) == 0);
     }
 }

@@ -26,7 +26,7 @@ use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, Handler, Held, Request};
 use crate::options::MapOptions;
 use crate::order;
-use crate::uses::{LOOK, Uses, run};
+use crate::uses::{Uses, run};
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
@@ -37,6 +37,9 @@ const KEPT: usize = 16;
 /// Smaller pages cost more to bring than their bytes; larger ones are huge pages already.
 const EXPERT_PAGE_LEAST: u64 = 64 << 10;
 const EXPERT_PAGE_MOST: u64 = 2 << 20;
+
+/// Faults between looks at whether the walker follows an order.
+const LOOK: u64 = 32;
 
 /// Uses of experts that nobody told of, after which it is believed that nobody tells.
 const UNTOLD_MAX: u64 = 64;
@@ -118,7 +121,7 @@ impl Pages {
             self.uses.look_at_some(|page| self.core.hide(self.address(page)));
         }
         if self.faults.load(Ordering::Relaxed).is_multiple_of(LOOK) {
-            self.uses.look(&self.runtime);
+            self.uses.look(&self.runtime, self.frames.load(Ordering::Relaxed));
         }
     }
 }

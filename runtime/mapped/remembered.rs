@@ -1,9 +1,10 @@
 //! Orders of use that were learned, kept for the next start, in the user's cache folder.
 //!
-//! A note belongs to a file as it is now: its device, inode, length, time of the last change, and to a page size. A note
-//! that is wrong costs time only, as a header's order that nobody follows does: its pages are read ahead for nothing
-//! until the policy sees that. So what is read here needs to be sound, not true.
+//! A note belongs to a file as it is now: its device, inode, length, time of the last change, and to a page size. A
+//! note that is wrong costs time only, as a header's order that nobody follows does: its pages are read ahead for
+//! nothing until the policy sees that. So what is read here needs to be sound, not true.
 
+use std::collections::HashSet;
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -22,8 +23,10 @@ const NOTES_MOST: usize = 64;
 const AGE_MOST: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 /// Most orders of a file: a prompt is read in another one than words are written in.
 pub const ORDERS_MOST: usize = 4;
+/// Uses in a row that are not those of a period before, at which a cycle has begun.
+const CHANGE: usize = 8;
 /// Most uses in an order: the recogniser remembers no more.
-const USES_MOST: u64 = 1 << 18;
+pub const USES_MOST: u64 = 1 << 18;
 
 /// A file's note, and where it is.
 #[derive(Clone, Debug)]
@@ -34,7 +37,7 @@ pub struct Place {
 }
 
 /// What is written: of which file, and of each order the runs of pages that follow one another in the file, as first
-/// page and number of pages in turn. The order that was followed last is the first.
+/// page and number of pages in turn. The order with which the program begins is the first.
 #[derive(Debug, Serialize, Deserialize)]
 struct Note {
     file: String,
@@ -96,7 +99,7 @@ impl Place {
         (!order.is_empty()).then_some(order)
     }
 
-    /// Keeps these orders, the one that was followed last first. What does not fit is left out.
+    /// Keeps these orders. Of what does not fit, the last are left out.
     ///
     /// # Errors
     /// What the system says.
@@ -123,14 +126,16 @@ fn runs_of(order: &[u32]) -> Vec<u32> {
     runs.flat_map(|run| [run[0], run.len() as u32]).collect()
 }
 
-/// Adds an order in front, in place of the same one if it is known. Cycles that differ in where they begin are the same.
+/// Adds an order in front, in place of the same one if it is known. Cycles that differ in where they begin are the
+/// same.
 pub fn add(orders: &mut Vec<Vec<u32>>, new: Vec<u32>) {
     orders.retain(|known| !is_turned(known, &new));
     orders.insert(0, new);
     orders.truncate(ORDERS_MOST);
 }
 
-fn is_turned(one: &[u32], other: &[u32]) -> bool {
+/// Whether two cycles differ in where they begin only.
+pub fn is_turned(one: &[u32], other: &[u32]) -> bool {
     let Some(first) = other.first().filter(|_| one.len() == other.len()) else { return one.len() == other.len() };
     let begins = |(at, _): (usize, &u32)| {
         let (head, tail) = one.split_at(at);
@@ -140,17 +145,41 @@ fn is_turned(one: &[u32], other: &[u32]) -> bool {
     one.iter().enumerate().filter(|(_, page)| *page == first).any(begins)
 }
 
-/// Turns a cycle so that it begins where a program does: at the first of its uses that is followed by the next one in
-/// the cycle.
-pub fn begin_at(order: &mut [u32], first_uses: &[u32]) {
-    let pairs = first_uses.windows(2);
-    let place = |pair: &[u32]| {
-        let follows = |at: &usize| order[*at] == pair[0] && order[(at + 1) % order.len()] == pair[1];
-        (0..order.len()).find(follows)
+/// Puts the order in front with which a program begins, as its first uses tell, and turns it so that it begins where
+/// the program does: at the first of its uses that is followed by the next one in the cycle.
+pub fn begin_with(orders: &mut [Vec<u32>], first_uses: &[u32]) {
+    let pairs: HashSet<(u32, u32)> = first_uses.windows(2).map(|pair| (pair[0], pair[1])).collect();
+    let next = |order: &[u32], at: usize| (order[at], order[(at + 1) % order.len()]);
+    let common = |order: &Vec<u32>| (0..order.len()).filter(|at| pairs.contains(&next(order, *at))).count();
+    let counts: Vec<usize> = orders.iter().map(common).collect();
+    // Of orders that have as much in common with it, the one that is the first already.
+    let Some(best) = (0..orders.len()).rev().max_by_key(|at| counts[*at]).filter(|best| counts[*best] > 0) else {
+        return;
     };
-    if let Some(at) = pairs.filter_map(place).next() {
+    orders[..=best].rotate_right(1);
+    let order = &mut orders[0];
+    let place = |pair: &[u32]| (0..order.len()).find(|at| next(order, *at) == (pair[0], pair[1]));
+    if let Some(at) = first_uses.windows(2).find_map(place) {
         order.rotate_left(at);
     }
+}
+
+/// What came before the uses that repeat themselves every `period`: perhaps a pass in another order. Some uses may
+/// differ.
+pub fn before_the_cycle(uses: &[u32], period: usize) -> &[u32] {
+    let mut others = 0;
+    let mut start = uses.len().saturating_sub(period);
+    for at in (period..uses.len()).rev() {
+        let same = uses[at] == uses[at - period];
+        others = if same { 0 } else { others + 1 };
+        if others == CHANGE {
+            break;
+        }
+        if same {
+            start = at - period;
+        }
+    }
+    &uses[..start]
 }
 
 #[cfg(test)]
@@ -290,14 +319,29 @@ mod tests {
         (10..20).for_each(|page| add(&mut orders, vec![page]));
         assert_eq!(orders.len(), ORDERS_MOST);
         let turned = |first: &[u32]| {
-            let mut order = [5, 6, 5, 7, 8];
-            begin_at(&mut order, first);
-            order
+            let mut orders = vec![vec![1, 2, 3], vec![5, 6, 5, 7, 8]];
+            begin_with(&mut orders, first);
+            orders.swap_remove(usize::from(orders[0] == [1, 2, 3]))
         };
         // A header first, which the cycle has not, and a page that it has, but in another order.
         assert_eq!(turned(&[0, 6, 8, 7, 8, 5]), [7, 8, 5, 6, 5]);
         assert_eq!(turned(&[5, 7]), [5, 7, 8, 5, 6]);
-        assert_eq!(turned(&[0, 1, 2]), [5, 6, 5, 7, 8]);
+        assert_eq!(turned(&[0, 2, 1]), [5, 6, 5, 7, 8]);
         assert_eq!(turned(&[]), [5, 6, 5, 7, 8]);
+        let mut orders = vec![vec![1, 2, 3], vec![3, 2, 1], vec![1, 3, 9]];
+        begin_with(&mut orders, &[7, 1, 3, 9, 2, 3]);
+        assert_eq!(orders, [vec![1, 3, 9], vec![1, 2, 3], vec![3, 2, 1]]);
+    }
+
+    #[test]
+    fn what_came_before_a_cycle_is_found() {
+        let first: Vec<u32> = (100..150).collect();
+        let cycle: Vec<u32> = (0..40).collect();
+        let uses = [&first[..], &cycle, &cycle[..13]].concat();
+        assert_eq!(before_the_cycle(&uses, 40), first);
+        // One use differs from pass to pass.
+        let uses = [&first[..], &[200], &cycle, &[201], &cycle[..20]].concat();
+        assert_eq!(before_the_cycle(&uses, 41), [&first[..], &[200]].concat());
+        assert!(before_the_cycle(&cycle, 40).is_empty() && before_the_cycle(&[], 7).is_empty());
     }
 }

@@ -11,10 +11,12 @@ use parking_lot::Mutex;
 
 use crate::followed::Followed;
 use crate::looks::Looks;
-use crate::remembered::{self, Place};
+use crate::remembered::{self, Place, USES_MOST};
 
-/// Faults between looks at whether the walker follows an order.
-pub const LOOK: u64 = 32;
+/// The fewest uses of a pass that is kept although it came but once, and the part of the cycle behind it that it has at
+/// least.
+const PASS_LEAST: usize = 64;
+const PASS_PART: usize = 4;
 
 /// Uses from the first one on that tell where a program begins.
 const FIRST: usize = 64;
@@ -26,9 +28,13 @@ struct State {
     serial: u64,
     /// The first pages that were used.
     first: Vec<u32>,
+    /// While every use is seen: all of them, but for those of the page used last.
+    seen: Vec<u32>,
     /// Orders that are kept, the one that was followed last first.
     orders: Vec<Vec<u32>>,
-    /// The number of the order that was kept last.
+    /// Whether they are to be written down.
+    is_new: bool,
+    /// The number of the order that was added to them last.
     kept: u64,
     looks: Looks,
 }
@@ -74,12 +80,9 @@ impl Uses {
                 of_header(bytes, header)
             }
             Some((last, others)) => {
-                // An order that nobody follows is kept for a while, and is taken up where a program follows it.
-                if !header.is_empty() {
-                    runtime.walker()?.plan(header, true);
-                }
+                walker.know(header);
                 for order in others.iter().rev() {
-                    runtime.walker()?.plan(&tensors(bytes, page, order), true);
+                    walker.know(&tensors(bytes, page, order));
                 }
                 walker.plan(&tensors(bytes, page, last), true);
                 last.clone()
@@ -87,7 +90,8 @@ impl Uses {
         };
         let looks = Looks::new(pages, !known.is_empty());
         let followed = Followed::new(known, 0);
-        let state = State { followed, serial: 0, first: Vec::new(), orders, kept: 0, looks };
+        let state =
+            State { followed, serial: 0, first: Vec::new(), seen: Vec::new(), orders, is_new: false, kept: 0, looks };
         Ok(Self {
             walker,
             bytes: bytes.clone(),
@@ -112,6 +116,9 @@ impl Uses {
         let mut state = self.state.lock();
         if state.first.len() < FIRST {
             state.first.push(page);
+        }
+        if state.looks.is_learning() && state.seen.last() != Some(&page) && (state.seen.len() as u64) < USES_MOST {
+            state.seen.push(page);
         }
         state.looks.fault(page, was_there, self.now());
         state.followed.passed(page)
@@ -139,11 +146,14 @@ impl Uses {
     }
 
     /// Looks which order the walker follows.
-    pub fn look(&self, runtime: &Runtime) {
+    pub fn look(&self, runtime: &Runtime, frames: usize) {
         let place = self.place_of(runtime);
         let mut state = self.state.lock();
-        state.looks.follows(place.is_some(), self.now());
+        state.looks.follows(place.is_some(), frames, self.now());
         let Some(place) = place else {
+            if !state.looks.is_learning() {
+                state.seen = Vec::new();
+            }
             if state.serial != 0 {
                 // Nothing is between two faults of an order that is not followed.
                 state.followed = Followed::new(Vec::new(), 0);
@@ -155,9 +165,28 @@ impl Uses {
             state.followed = Followed::new(self.walker.order_of(&self.bytes), place.next as usize);
             state.serial = place.order;
         }
+        let seen = std::mem::take(&mut state.seen);
+        self.keep_a_pass(&mut state, &seen, place.pages as usize);
         if place.expected >= place.pages && state.kept != place.order && !place.declared {
             self.add(&mut state, place);
-            self.write_soon(state.orders.clone());
+            if self.write_soon(Self::written(&state)) {
+                state.is_new = false;
+            }
+        }
+    }
+
+    /// A pass that came before the cycle which is followed now may come again: a prompt before the words. It is known
+    /// from now on, and kept behind the orders that have repeated themselves.
+    fn keep_a_pass(&self, state: &mut State, seen: &[u32], cycle: usize) {
+        let pass = remembered::before_the_cycle(seen, cycle);
+        let known = |order: &Vec<u32>| remembered::is_turned(order, pass);
+        if pass.len() >= PASS_LEAST.max(cycle / PASS_PART)
+            && state.orders.len() < remembered::ORDERS_MOST
+            && !state.orders.iter().any(known)
+        {
+            self.walker.know(&tensors(&self.bytes, self.bytes.page_size().bytes(), pass));
+            state.orders.push(pass.to_vec());
+            state.is_new = true;
         }
     }
 
@@ -168,45 +197,55 @@ impl Uses {
 
     /// Adds the order that is followed to those that are kept.
     fn add(&self, state: &mut State, place: WalkerPlace) {
-        let mut order = self.walker.order_of(&self.bytes);
+        let order = self.walker.order_of(&self.bytes);
         state.kept = place.order;
         if !order.is_empty() {
-            remembered::begin_at(&mut order, &state.first);
             remembered::add(&mut state.orders, order);
+            state.is_new = true;
         }
     }
 
-    /// Writes orders down on a thread of its own: whoever calls this may not wait for a disk.
-    fn write_soon(&self, orders: Vec<Vec<u32>>) {
-        let Some(place) = self.place.clone() else { return };
+    /// The orders as they are written down: the one with which the program begins is the first.
+    fn written(state: &State) -> Vec<Vec<u32>> {
+        let mut orders = state.orders.clone();
+        remembered::begin_with(&mut orders, &state.first);
+        orders
+    }
+
+    /// Writes orders down on a thread of its own: whoever calls this may not wait for a disk. Returns whether it does;
+    /// otherwise they are written at the end.
+    fn write_soon(&self, orders: Vec<Vec<u32>>) -> bool {
+        let Some(place) = self.place.clone() else { return false };
         if self.writing.swap(true, Ordering::AcqRel) {
-            // What is written at the end has it.
-            return;
+            return false;
         }
         let writing = self.writing.clone();
         let write = move || {
             write(&place, &orders);
             writing.store(false, Ordering::Release);
         };
-        if let Err(cause) = thread::Builder::new().name("outcore-order".to_owned()).spawn(write) {
+        let started = thread::Builder::new().name("outcore-order".to_owned()).spawn(write);
+        if let Err(cause) = &started {
             tracing::debug!(%cause, "an order is not written down before the end");
             self.writing.store(false, Ordering::Release);
         }
+        started.is_ok()
     }
 
     /// Keeps the order that is followed now, if it was learned. Waits for the disk.
     pub fn keep(&self, runtime: &Runtime) {
         let Some(place) = &self.place else { return };
-        let Some(followed) = self.place_of(runtime).filter(|followed| !followed.declared) else { return };
+        let followed = self.place_of(runtime).filter(|followed| !followed.declared);
         let orders = {
             let mut state = self.state.lock();
-            if state.kept == followed.order {
-                return;
+            if let Some(followed) = followed.filter(|followed| followed.order != state.kept) {
+                self.add(&mut state, followed);
             }
-            self.add(&mut state, followed);
-            state.orders.clone()
+            std::mem::take(&mut state.is_new).then(|| Self::written(&state))
         };
-        write(place, &orders);
+        if let Some(orders) = orders {
+            write(place, &orders);
+        }
     }
 }
 

@@ -95,7 +95,7 @@ use policy::opt::Trace;
 use reclaim::Barren;
 use scope::Scope;
 use state::Illegal;
-use table::SegmentTable;
+use table::{PageEntry, SegmentTable};
 
 /// How urgent a move is. The smallest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -702,6 +702,11 @@ impl Pager {
         self.tells_of(walker);
         self.policy.declare_runs(order, cyclic);
         self.pump(fx);
+    }
+
+    /// Tells of a cycle that walkers may be seen to follow later.
+    pub fn know_order(&mut self, order: &[PageRun]) {
+        self.policy.know(order);
     }
 
     /// The walker's uses have no order.

@@ -74,6 +74,16 @@ impl Walker {
         shared.engine.with(|pager, fx| pager.declare_plan_of(*id, &runs, cyclic, fx));
     }
 
+    /// Tells of a cycle that this walker, or another one, may follow later, beside the order that it has declared. As
+    /// soon as it is seen to follow that one, it is taken up; nothing is read ahead for it before. The last four such
+    /// cycles are known, those that walkers have left among them.
+    pub fn know(&self, order: &[Tensor]) {
+        let shared = &self.walking.shared;
+        let ours = order.iter().filter(|tensor| tensor.is_of(shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        shared.engine.with(|pager, _| pager.know_order(&runs));
+    }
+
     /// This walker uses tensors in no order, such as the experts that a router chooses. Withdraws its plan. Its uses
     /// count for what stays resident, but no order is looked for in them.
     pub fn unordered(&self) {

@@ -244,6 +244,9 @@ impl Policy for Guarded {
     fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
         self.tell(|policy| policy.declare_runs(order, cyclic));
     }
+    fn know(&mut self, order: &[PageRun]) {
+        self.tell(|policy| policy.know(order));
+    }
     fn unordered(&mut self) {
         self.tell(|policy| policy.unordered());
     }

@@ -221,6 +221,8 @@ pub trait Policy: Send + fmt::Debug {
         let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
         self.declare(&pages, cyclic);
     }
+    /// A cycle that walkers may be seen to follow later. None does yet: nothing is read ahead for it.
+    fn know(&mut self, _order: &[PageRun]) {}
     /// The uses of the current [walker](Self::walker) have no order: none is to be recognised.
     fn unordered(&mut self) {}
     /// Whether a plan, declared or recognised, is being followed.
@@ -232,8 +234,8 @@ pub trait Policy: Send + fmt::Debug {
     fn places(&self) -> Vec<WalkerPlace> {
         Vec::new()
     }
-    /// The order that this walker follows, or one cycle of it; its [place](Self::places) is the next use in it. Empty if
-    /// it follows none.
+    /// The order that this walker follows, or one cycle of it; its [place](Self::places) is the next use in it. Empty
+    /// if it follows none.
     fn order_of(&self, _walker: WalkerId) -> Vec<PageId> {
         Vec::new()
     }

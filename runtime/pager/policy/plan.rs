@@ -349,11 +349,7 @@ impl PlanPolicy {
     fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
         let found = known.or_else(|| {
-            let mut new = Active::new(steps)?;
-            self.file_all(&mut new);
-            self.serials += 1;
-            new.serial = self.serials;
-            Some((self.plans.insert(new), 0))
+            Some((self.add_plan(steps)?, 0))
         });
         match found {
             Some((plan, start)) => {
@@ -363,6 +359,15 @@ impl PlanPolicy {
             None => self.leave(self.current, declared),
         }
         found
+    }
+
+    /// Adds a plan that nobody follows yet. `None` if there is nothing to follow.
+    fn add_plan(&mut self, steps: Steps) -> Option<usize> {
+        let mut new = Active::new(steps)?;
+        self.file_all(&mut new);
+        self.serials += 1;
+        new.serial = self.serials;
+        Some(self.plans.insert(new))
     }
 
     /// Forgets the current walker's recorded uses: its order is declared now.
@@ -1031,6 +1036,21 @@ impl Policy for PlanPolicy {
         let all = steps.of == order.iter().map(|run| run.count as usize).sum::<usize>();
         if let Some((plan, start)) = self.follow(steps, true).filter(|_| all) {
             self.plans[plan].declared_as(order, start);
+        }
+    }
+
+    fn know(&mut self, order: &[PageRun]) {
+        let numbers = self.recency.numbers();
+        let pages = order.iter().flat_map(|run| run.pages());
+        let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), true);
+        if self.plans.iter().any(|(_, active)| active.beginning_of(&steps).is_some()) {
+            return;
+        }
+        if let Some(plan) = self.add_plan(steps) {
+            self.left += 1;
+            (self.plans[plan].declared, self.plans[plan].left) = (true, self.left);
+            self.forget_left();
+            self.divide_all(true);
         }
     }
 
