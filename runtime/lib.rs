@@ -138,6 +138,7 @@ pub mod rules {
     pub use crate::device::host::HostDevice;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
+    pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
 }

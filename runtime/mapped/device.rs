@@ -28,6 +28,7 @@ use parking_lot::Mutex;
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
+use crate::tables::Tables;
 use crate::uffd::Uffd;
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
@@ -73,13 +74,9 @@ impl DeviceFactory for Faulting {
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
         let (uffd, bell) = (Uffd::open()?, Bell::new()?);
-        let core = Arc::new(Core {
-            page_size: settings.page_size,
-            uffd,
-            bell,
-            layout: Mutex::default(),
-            turn: Mutex::default(),
-        });
+        let (page_size, tables) = (settings.page_size, Tables::new());
+        let (layout, turn) = (Mutex::default(), Mutex::default());
+        let core = Arc::new(Core { page_size, uffd, bell, layout, turn, tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -167,6 +164,7 @@ pub struct Core {
     /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
     /// holds another lock of this device asks for it.
     turn: Mutex<()>,
+    tables: Tables,
 }
 
 impl fmt::Debug for Core {
@@ -279,33 +277,40 @@ impl Core {
     }
 
     /// Hides a page, so that its next touch is seen; not if anybody but the caller has it `pinned`, who may give its
-    /// address to a system call.
-    pub fn hide(&self, page: u64, pinned: impl FnOnce() -> bool) {
+    /// address to a system call. Whoever reads it meanwhile, a copy to another tier among them, has it shown again.
+    /// Returns whether it is hidden now and was not.
+    pub fn hide(&self, page: u64, pinned: impl FnOnce() -> bool) -> bool {
         let mut layout = self.layout.lock();
         // A pin that comes later shows the page once it has this lock: see `Device::pinned`.
         if pinned() {
-            return;
+            return false;
         }
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
             let published = frame.published;
             match self.take_back(frame) {
-                Ok(()) => frame.hidden |= published,
+                Ok(()) => {
+                    frame.hidden |= published;
+                    return published;
+                }
                 // It stays visible: a use goes unseen, and no more.
                 Err(error) => tracing::debug!(%error, "a page was not hidden"),
             }
         }
+        false
     }
 
     /// Publishes a page that is there, and hidden. Nobody needs to pin it for that: as long as the frame is behind the
-    /// page, it has the page's bytes.
-    pub fn show_hidden(&self, page: u64) {
+    /// page, it has the page's bytes. Returns whether it did.
+    pub fn show_hidden(&self, page: u64) -> bool {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page)) {
+        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page));
+        if let Some(Err(error)) = &shown {
             tracing::debug!(%error, "a hidden page was not shown at once");
         }
+        matches!(shown, Some(Ok(())))
     }
 
     /// A thread waits for this page: it is published as soon as it is filled.
@@ -395,6 +400,9 @@ impl Core {
                 (moved, _) => moved,
             },
         };
+        if !published && moved.is_ok() {
+            self.tables.enter(to, self.page());
+        }
         moved.map_err(|cause| {
             if let Ok(frame) = layout.frame(id) {
                 (frame.published, frame.hidden) = (published, hidden);
@@ -411,8 +419,14 @@ impl Core {
         range.wanted.remove(&page);
         let Some(range) = layout.range(page) else { return };
         let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
-        if !published && let Err(cause) = self.uffd.poison(page, self.page()) {
-            tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
+        if !published {
+            match self.uffd.poison(page, self.page()) {
+                Ok(()) => self.tables.poison(page, self.page()),
+                Err(cause) => tracing::error!(
+                    %cause,
+                    "a page whose fill failed could not be poisoned: threads wait for it for ever"
+                ),
+            }
         }
     }
 
@@ -421,6 +435,7 @@ impl Core {
         if let (true, Some(address)) = (frame.published, frame.behind) {
             self.uffd.move_pages(frame.home, address, self.page()).map_err(|cause| failed("take back", cause))?;
             frame.published = false;
+            self.tables.leave(address, self.page());
         }
         Ok(())
     }
@@ -452,6 +467,7 @@ impl Core {
         region.touch(home, self.page());
         self.uffd.register(home, self.page()).map_err(|cause| failed("register", cause))?;
         layout.frame(id)?.has_memory = true;
+        self.tables.home(self.page(), true);
         Ok(())
     }
 
@@ -522,6 +538,7 @@ impl Device for FaultingDevice {
         })?;
         let end = start + region.len();
         let range = Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None, end };
+        self.core.tables.add_range(start, end - start);
         self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
     }
@@ -534,7 +551,13 @@ impl Device for FaultingDevice {
             self.core.take_back(frame)?;
             (frame.behind, frame.hidden) = (None, false);
         }
+        drop(range);
+        self.core.tables.remove_range(base.get());
         Ok(())
+    }
+
+    fn page_tables(&self) -> Bytes {
+        self.core.tables.held()
     }
 
     fn frame_count(&self) -> u32 {
@@ -663,6 +686,7 @@ impl Device for FaultingDevice {
             return Ok(());
         }
         let home = found.home;
+        self.core.tables.home(self.core.page(), false);
         self.core.uffd.unregister(home, self.core.page()).map_err(|cause| failed("give back", cause))?;
         match layout.home(home) {
             Some(region) => region.give_back(home, self.core.page()),

@@ -79,6 +79,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn hides(&self, page: u64) -> bool;
     /// How many pins the page has. Takes no lock.
     fn pins(&self, page: u64) -> u32;
+    /// A hidden page was shown to a thread that touched it, which took this long.
+    fn shown(&self, page: u64, took: Duration);
     /// How many pages may be kept pinned behind their use, whatever range they are of.
     fn may_keep(&self) -> usize;
     /// How many threads may be served at once.
@@ -532,17 +534,19 @@ impl Worker {
 
     /// A thread waits for the page of this address.
     fn fault(&mut self, core: &Arc<Core>, fault: Fault) {
-        let page = fault.address - fault.address % core.page();
+        let (page, since) = (fault.address - fault.address % core.page(), Instant::now());
         if core.wake_if_published(page) {
             return;
         }
-        let Some((handler, _)) = core.handler(page) else {
+        let Some((handler, range)) = core.handler(page) else {
             // A tensor without a pin: the access is a mistake of the program's.
             return core.poison(page);
         };
         let Some(asked) = handler.upgrade() else { return core.poison(page) };
         // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.
-        core.show_hidden(page);
+        if core.show_hidden(page) {
+            asked.shown(page - range, since.elapsed());
+        }
         let most = if self.starving { 1 } else { asked.turns() };
         if self.turns.may_have(fault, page, most) || core.has_frame(page) {
             self.bring(core, fault.address, 0);

@@ -26,11 +26,17 @@ mod experts;
 mod faults;
 mod followed;
 mod foresight;
+mod looks;
 mod mapped;
 mod memory;
+mod options;
 mod order;
+mod remembered;
+mod tables;
 mod turns;
 mod uffd;
+mod uses;
 
 pub use device::Faulting;
 pub use mapped::{Mapped, builder_for};
+pub use options::MapOptions;

@@ -26,9 +26,10 @@ use parking_lot::Mutex;
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, FLOOR, Handler, Held, Request};
-use crate::followed::Followed;
 use crate::foresight::Foresight;
+use crate::options::MapOptions;
 use crate::order;
+use crate::uses::{Uses, run};
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
@@ -54,9 +55,8 @@ struct Pages {
     runtime: Runtime,
     core: Arc<Core>,
     start: u64,
-    /// The uses of this mapping that have an order.
-    walker: Walker,
-    followed: Followed,
+    /// Uses of this mapping that have an order.
+    uses: Uses,
     /// Uses of experts: they have none.
     drawn: Walker,
     experts: Experts,
@@ -71,8 +71,6 @@ struct Pages {
     foresees: AtomicBool,
     /// Faults so far.
     faults: AtomicU64,
-    /// Whether the walker follows no order: then every use must be seen, for one to be learned.
-    learning: AtomicBool,
     /// The whole file.
     bytes: Tensor,
     page: u64,
@@ -84,11 +82,8 @@ struct Pages {
 }
 
 impl Pages {
-    /// Pages that follow one another, as a tensor; `None` behind the end of the file.
     fn run(&self, first: u32, end: u32) -> Option<Tensor> {
-        let first = u64::from(first) * self.page;
-        let end = (u64::from(end) * self.page).min(self.bytes.size().get());
-        if first < end { self.bytes.rows(first..end).ok() } else { None }
+        run(&self.bytes, self.page, first, end)
     }
 
     /// Pages in ascending order, as few tensors.
@@ -107,7 +102,7 @@ impl Pages {
         // Owned by the request, which outlives this call.
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.drawn } else { &this.walker };
+            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
             let request = walker.pin_set(&tensors);
             if touched { request.never_refused().await } else { request.await }
         });
@@ -165,20 +160,28 @@ impl Pages {
         self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
     }
 
+    fn address(&self, index: u32) -> u64 {
+        self.start + u64::from(index) * self.page
+    }
+
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
-        for passed in self.followed.passed(index) {
-            let there = self.core.is_published(self.start + u64::from(passed) * self.page);
+        let was_there = self.core.is_published(self.address(index));
+        for passed in self.uses.fault(index, was_there) {
+            let there = self.core.is_published(self.address(passed));
             if let Some(page) = self.run(passed, passed + 1).filter(|_| there) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
-                let mut request = pin!(self.walker.pin(&page));
+                let mut request = pin!(self.uses.walker().pin(&page));
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
+        if !was_there {
+            self.uses
+                .look_at_some(|page| self.core.hide(self.address(page), || self.pins(u64::from(page) * self.page) > 0));
+        }
         if self.faults.load(Ordering::Relaxed).is_multiple_of(LOOK) {
-            let mine = self.runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
-            self.learning.store(mine.is_none_or(|stats| stats.places.is_empty()), Ordering::Relaxed);
+            self.uses.look(&self.runtime, self.frames.load(Ordering::Relaxed));
         }
     }
 }
@@ -212,9 +215,17 @@ impl Handler for Pages {
     }
 
     fn hides(&self, page: u64) -> bool {
-        let page = (page / self.page) as u32;
-        let untold = self.untold.load(Ordering::Relaxed) > UNTOLD_MAX;
-        self.learning.load(Ordering::Relaxed) || (untold && self.firsts.contains(&page))
+        let index = (page / self.page) as u32;
+        if self.experts.at(page).is_some() {
+            return self.untold.load(Ordering::Relaxed) > UNTOLD_MAX && self.firsts.contains(&index);
+        }
+        self.uses.let_go(index)
+    }
+
+    fn shown(&self, page: u64, took: Duration) {
+        if self.experts.at(page).is_none() {
+            self.uses.shown(took);
+        }
     }
 
     fn pins(&self, page: u64) -> u32 {
@@ -366,6 +377,10 @@ impl Mapped {
     /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
     ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
     pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_with(runtime, path.as_ref(), &MapOptions::new())
+    }
+
+    pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
         if frames < 4 {
@@ -374,7 +389,6 @@ impl Mapped {
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );
         }
-        let path = path.as_ref();
         let model = runtime.open_parsed(format::open_bytes(path)?)?;
         let bytes = model.tensor(BYTES)?;
         let start = bytes.address();
@@ -386,7 +400,7 @@ impl Mapped {
         let len = usize::try_from(bytes.size().get())
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
         let page = core.page();
-        let (walker, drawn) = (runtime.walker()?, runtime.walker()?);
+        let drawn = runtime.walker()?;
         let model = model_of(path);
         let tensors: Vec<&TensorHeader> = match &model {
             Some((header, file)) => header.tensors.iter().filter(|tensor| tensor.file == *file).collect(),
@@ -399,21 +413,14 @@ impl Mapped {
         let experts = Experts::of(tensors.iter().copied());
         let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
         let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
-        walker.plan(&order, true);
         drawn.unordered();
-        let pages_of = |tensor: &Tensor| {
-            let first = (tensor.address() - start) / page;
-            let end = (tensor.address() - start + tensor.size().get()).div_ceil(page);
-            first as u32..end as u32
-        };
-        let mut known: Vec<u32> = order.iter().flat_map(pages_of).collect();
-        known.dedup();
+        let place = options.place(path, page, bytes.size().get().div_ceil(page) as u32);
+        let uses = Uses::new(runtime, &bytes, &order, place)?;
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
             core: core.clone(),
             start,
-            walker,
-            followed: Followed::new(known),
+            uses,
             drawn,
             firsts: experts.firsts(page).collect(),
             experts,
@@ -422,7 +429,6 @@ impl Mapped {
             foresight: Mutex::default(),
             foresees: AtomicBool::new(true),
             faults: AtomicU64::new(0),
-            learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
             frames: AtomicUsize::new(frames as usize),
@@ -550,6 +556,13 @@ impl Mapped {
         2 * of_experts.max().unwrap_or(1) as u64
     }
 
+    /// Keeps the order in which the program uses the file for the next start, if it was learned, in the user's cache
+    /// folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
+    /// this is for programs that end without either. See [`MapOptions::keep_order`].
+    pub fn keep_order(&self) {
+        self.pages.uses.keep(&self.pages.runtime);
+    }
+
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
     pub fn tensor(&self) -> &Tensor {
         &self.pages.bytes
@@ -598,6 +611,7 @@ impl Drop for Mapped {
         if !self.core.bell().is_at_home() {
             return;
         }
+        self.keep_order();
         let Self { core, pages, start, .. } = self;
         core.in_turn(|| {
             core.leave(*start);

@@ -75,6 +75,17 @@ impl Region {
         }
     }
 
+    /// Has the kernel give back the page tables of a range that holds no memory, where it does that.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn give_back_empty(start: u64, len: u64) -> Result<()> {
+        let address = ptr::with_exposed_provenance_mut::<c_void>(start as usize);
+        // SAFETY: a part of a region in which nothing is, as `super::tables` counts: the advice loses nothing.
+        unsafe { madvise(address, len as usize, Advice::LinuxDontNeed) }
+            .map_err(|cause| Error::io("give page tables back", io::Error::from(cause)))
+    }
+
     /// Brings memory in for a part of the region, which has none and is registered nowhere.
     pub fn touch(&self, start: u64, len: u64) {
         debug_assert!(self.holds(start, len), "no part of the region");

@@ -13,6 +13,7 @@ use super::policy::Want;
 use super::request::{Purpose, ScopePriority, Terms, pages_of};
 use super::scope::Scope;
 use super::state::{Claim, State, TryPin};
+use super::table::PageEntry;
 use super::{Effects, Granted, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};

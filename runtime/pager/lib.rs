@@ -95,7 +95,7 @@ use policy::opt::Trace;
 use reclaim::Barren;
 use scope::Scope;
 use state::Illegal;
-use table::SegmentTable;
+use table::{PageEntry, SegmentTable};
 
 /// How urgent a move is. The smallest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -709,6 +709,11 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// Tells of a cycle that walkers may be seen to follow later.
+    pub fn know_order(&mut self, order: &[PageRun]) {
+        self.policy.know(order);
+    }
+
     /// The walker's uses have no order.
     pub fn declare_unordered(&mut self, walker: WalkerId, fx: &mut Effects) {
         if self.is_walking(walker) {
@@ -761,6 +766,11 @@ impl Pager {
             }
         }
         all
+    }
+
+    /// The order that a walker follows, or one cycle of it; empty if it follows none.
+    pub fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        self.policy.order_of(walker)
     }
 
     fn is_walking(&self, walker: WalkerId) -> bool {

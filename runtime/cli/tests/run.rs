@@ -10,6 +10,8 @@ use std::process::{Command, Output};
 
 #[path = "run/calls.rs"]
 mod calls;
+#[path = "run/memmap.rs"]
+mod memmap;
 #[path = "run/programs.rs"]
 mod programs;
 #[path = "run/report.rs"]

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 
 use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
-use outcore_mapped::{Mapped, builder_for};
+use outcore_mapped::{MapOptions, Mapped, builder_for};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
@@ -234,7 +234,8 @@ pub fn map(request: &Request) -> Option<u64> {
         left("this process has no file descriptor left; raise `ulimit -n`");
         return None;
     }
-    let mapped = match without_signals(|| Mapped::open(&pool.runtime, &path)) {
+    let options = MapOptions::new().keep_order(settings.keep_order);
+    let mapped = match without_signals(|| options.open(&pool.runtime, &path)) {
         Ok(mapped) => Arc::new(mapped),
         Err(error) => {
             left(&error.to_string());
@@ -417,7 +418,9 @@ extern "C" fn at_exit() {
     let told = match POOL.get() {
         Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
             let named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
+            let mapped: Vec<_> = files.iter().map(|known| known.mapped.clone()).collect();
             drop(files);
+            mapped.iter().for_each(|mapped| mapped.keep_order());
             if !named.is_empty() {
                 pool.watch.tell(&pool.runtime, &named);
             }

@@ -15,6 +15,8 @@ const POLICY: &str = "OUTCORE_RUN_POLICY";
 /// Patterns, one a line.
 const MATCH: &str = "OUTCORE_RUN_MATCH";
 const REPORT: &str = "OUTCORE_RUN_REPORT";
+/// 0: orders are not kept for the next start.
+const KEEP_ORDER: &str = "OUTCORE_RUN_KEEP_ORDER";
 /// The process that was asked for. Others are started by it, and write to files of their own.
 const FIRST: &str = "OUTCORE_RUN_FIRST";
 
@@ -33,6 +35,8 @@ pub enum Memory {
 pub struct Settings {
     pub memory: Memory,
     pub policy: Option<PolicyKind>,
+    /// Whether the order in which files are used is kept for the next start.
+    pub keep_order: bool,
     matches: Vec<Pattern>,
     /// Where the timeline goes.
     pub report: Option<PathBuf>,
@@ -69,7 +73,12 @@ impl Settings {
             }
             PathBuf::from(path)
         });
-        Ok(Self { memory, policy, matches, report })
+        let keep_order = match text(KEEP_ORDER)?.as_deref() {
+            None | Some("1") => true,
+            Some("0") => false,
+            Some(other) => return Err(wrong(KEEP_ORDER, other)),
+        };
+        Ok(Self { memory, policy, keep_order, matches, report })
     }
 
     /// Whether a file of this path may be mapped. A pattern without a slash is one of file names.

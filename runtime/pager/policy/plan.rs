@@ -70,6 +70,8 @@ const DOUBT: u64 = 4;
 const DOUBT_MAX: u64 = 1 << 10;
 /// Frames that streaming keeps beyond the lookahead and one unit, for uses that the plan does not name.
 const STREAM_SLACK: u32 = 2;
+/// Places of a page in a plan at which a walker that follows none is looked for.
+const LEADS: usize = 8;
 /// How many plans without walkers are kept, so that the next pass need not be learned again.
 const LEFT: usize = 4;
 /// Uses between looks at speeds: an eighth of all planned pages, within these bounds.
@@ -110,6 +112,8 @@ pub struct PlanPolicy {
     epoch: u64,
     /// How many plans have been left so far.
     left: u64,
+    /// How many plans there have been so far.
+    serials: u64,
     /// How many uses each walker's recorder may remember.
     share: usize,
 }
@@ -126,6 +130,8 @@ struct Walk {
     /// For a walker that follows no plan: the plan and the position of its last use, and how many uses in a row came in
     /// that order.
     lead: Option<(usize, usize, u32)>,
+    /// For a walker that follows no plan: the page used last.
+    last: Option<u32>,
     /// The walker's recent share of all uses, in parts of [`FULL_SPEED`].
     speed: u64,
     /// Uses since the last look at speeds.
@@ -147,6 +153,7 @@ impl Walk {
             recorder,
             doubt: DOUBT,
             lead: None,
+            last: None,
             speed: 0,
             uses: 0,
             unordered: false,
@@ -269,6 +276,7 @@ impl PlanPolicy {
             uses: 0,
             epoch: EPOCH_MIN,
             left: 0,
+            serials: 0,
             share,
         }
     }
@@ -346,11 +354,7 @@ impl PlanPolicy {
     /// Makes the current walker follow this order from here on. Returns the plan, and the position in it.
     fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
-        let found = known.or_else(|| {
-            let mut new = Active::new(steps)?;
-            self.file_all(&mut new);
-            Some((self.plans.insert(new), 0))
-        });
+        let found = known.or_else(|| Some((self.add_plan(steps)?, 0)));
         match found {
             Some((plan, start)) => {
                 self.plans[plan].declared |= declared;
@@ -359,6 +363,15 @@ impl PlanPolicy {
             None => self.leave(self.current, declared),
         }
         found
+    }
+
+    /// Adds a plan that nobody follows yet. `None` if there is nothing to follow.
+    fn add_plan(&mut self, steps: Steps) -> Option<usize> {
+        let mut new = Active::new(steps)?;
+        self.file_all(&mut new);
+        self.serials += 1;
+        new.serial = self.serials;
+        Some(self.plans.insert(new))
     }
 
     /// Forgets the current walker's recorded uses: its order is declared now.
@@ -564,6 +577,7 @@ impl PlanPolicy {
     /// it did.
     fn finds_a_plan(&mut self, number: u32) -> bool {
         let walk = &mut self.walkers[self.current];
+        let last = walk.last.replace(number);
         let next = walk.lead.filter(|(plan, position, _)| {
             let active = &self.plans[*plan];
             let next = position + 1;
@@ -580,8 +594,19 @@ impl PlanPolicy {
             return true;
         }
         let own = walk.plan;
-        let named = self.plans.iter().find(|(plan, active)| Some(*plan) != own && active.names(number));
-        walk.lead = named.map(|(plan, active)| (plan, active.positions(number)[0] as usize, 1));
+        let others = || self.plans.iter().filter(|(plan, active)| Some(*plan) != own && active.names(number));
+        // Of several plans that name the page, one in which it comes behind the page used last.
+        let behind = others().find_map(|(plan, active)| {
+            let before = |position: usize| match position.checked_sub(1) {
+                Some(before) => Some(active.order[before]),
+                None => active.order.last().copied().filter(|_| active.cyclic),
+            };
+            let mut positions = active.positions(number).iter().take(LEADS).map(|position| *position as usize);
+            let position = positions.find(|position| last.is_some() && before(*position) == last)?;
+            Some((plan, position, 2))
+        });
+        let first = || others().next().map(|(plan, active)| (plan, active.positions(number)[0] as usize, 1));
+        walk.lead = behind.or_else(first);
         false
     }
 
@@ -980,8 +1005,7 @@ impl Policy for PlanPolicy {
         // A page that is expected is passed over, as one that is pinned is, and offered at the last.
         let expected = &self.expected;
         let numbers = self.recency.numbers();
-        let is_expected =
-            |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
+        let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
         let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
         let (mut found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
         if matches!(found, Ok(None)) {
@@ -1008,7 +1032,7 @@ impl Policy for PlanPolicy {
     fn unordered(&mut self) {
         self.leave(self.current, true);
         let walk = &mut self.walkers[self.current];
-        (walk.unordered, walk.lead) = (true, None);
+        (walk.unordered, walk.lead, walk.last) = (true, None, None);
         walk.recorder.clear();
         self.share_memory();
     }
@@ -1041,6 +1065,21 @@ impl Policy for PlanPolicy {
         }
     }
 
+    fn know(&mut self, order: &[PageRun]) {
+        let numbers = self.recency.numbers();
+        let pages = order.iter().flat_map(|run| run.pages());
+        let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), true);
+        if self.plans.iter().any(|(_, active)| active.beginning_of(&steps).is_some()) {
+            return;
+        }
+        if let Some(plan) = self.add_plan(steps) {
+            self.left += 1;
+            (self.plans[plan].declared, self.plans[plan].left) = (true, self.left);
+            self.forget_left();
+            self.divide_all(true);
+        }
+    }
+
     fn has_plan(&self) -> bool {
         self.plans.iter().any(|(_, active)| active.is_followed())
     }
@@ -1055,9 +1094,22 @@ impl Policy for PlanPolicy {
                 next: at.place as u64,
                 pages,
                 followers,
+                order: active.serial,
+                declared: active.declared,
+                expected: at.followed,
             }));
         }
         all
+    }
+
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        let walk = self.find_walker(walker).ok().map(|at| &self.walkers[at]);
+        let Some(active) = walk.and_then(|walk| walk.plan).map(|plan| &self.plans[plan]) else { return Vec::new() };
+        if active.place_of(walker).is_none_or(|at| active.places[at].suspended) {
+            return Vec::new();
+        }
+        let numbers = self.recency.numbers();
+        active.order.iter().map(|number| numbers.page(*number)).collect()
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {

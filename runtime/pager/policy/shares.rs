@@ -563,6 +563,14 @@ impl Policy for SharesPolicy {
         self.parts.iter().flat_map(|part| part.policy.places()).collect()
     }
 
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        let orders = self.parts.iter().map(|part| part.policy.order_of(walker));
+        // Of orders in several classes, nobody knows how they interleave.
+        let mut orders = orders.filter(|order| !order.is_empty());
+        let first = orders.next().unwrap_or_default();
+        if orders.next().is_some() { Vec::new() } else { first }
+    }
+
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         self.parts.iter_mut().filter(|part| !part.refused).find_map(|part| part.policy.next_fill(present))
     }
