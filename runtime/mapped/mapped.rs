@@ -18,8 +18,9 @@ use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
+use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
 };
 use parking_lot::Mutex;
 
@@ -43,6 +44,9 @@ const EXPERT_PAGE_MOST: u64 = 2 << 20;
 
 /// After so long without a frame, whoever tells of experts waits no longer: guards of its own may be in the way.
 const WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// Bytes of experts that the disk is asked for at a time.
+const IN_FLIGHT: u64 = 8 << 20;
 
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
@@ -308,7 +312,11 @@ fn page_size_for(path: &Path) -> Option<PageSize> {
 /// As for [`Faulting::new`].
 pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
     let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
-    Ok(page_size_for(path.as_ref()).into_iter().fold(builder, RuntimeBuilder::page_size))
+    let Some(page_size) = page_size_for(path.as_ref()) else { return Ok(builder) };
+    // As many bytes on their way as larger pages would have.
+    let depth = (IN_FLIGHT / page_size.bytes()).clamp(16, 64) as u32;
+    let store = StoreOptions::new(IoBackend::Auto).depth(QueueDepth::new(depth)?);
+    Ok(builder.page_size(page_size).store(store))
 }
 
 /// The runtime of [`Mapped::map`]. Its pages fit the first file.
