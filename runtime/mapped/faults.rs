@@ -661,3 +661,131 @@ impl Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::sync::atomic::AtomicUsize;
+
+    use outcore::{Bytes, PageSize, Runtime};
+    use outcore_testkit::harness::{Scene, is_child, scene_ended};
+
+    use super::*;
+    use crate::{Faulting, Mapped, device};
+
+    const PAGE: usize = 64 << 10;
+
+    fn byte(at: usize) -> u8 {
+        (at / PAGE + at % 251) as u8
+    }
+
+    /// A file on eight frames; `None` where the kernel has no such userfaultfd, which is said.
+    fn mapped() -> Option<(tempfile::TempDir, Runtime, Mapped, Arc<Core>)> {
+        let device = Faulting::new().inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, (0..40 * PAGE).map(byte).collect::<Vec<u8>>()).unwrap();
+        let page = PageSize::new(Bytes::new(PAGE as u64)).unwrap();
+        let budget = Bytes::new(8 * PAGE as u64);
+        let runtime = Runtime::builder().device(device).page_size(page).device_budget(budget).open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        let core = device::find(mapped.as_ptr() as u64).unwrap();
+        Some((folder, runtime, mapped, core))
+    }
+
+    /// The kernel had no memory for a page table of a control group at its limit, and the touch was a signal at once.
+    /// Where it had the page pinned for a disk, the touch was a signal after some seconds.
+    #[test]
+    fn regression_what_the_kernel_refuses_for_the_moment_is_a_wait_and_no_signal() {
+        let Some((_folder, runtime, mapped, core)) = mapped() else { return };
+        for (errno, first) in [(libc::ENOMEM, 0), (libc::EBUSY, 10), (libc::EAGAIN, 20)] {
+            core.uffd().refuse(12, errno);
+            for at in (first * PAGE..(first + 10) * PAGE).step_by(1000) {
+                assert_eq!(mapped[at], byte(at));
+            }
+            assert_eq!(core.uffd().refusals(), 0, "no move was refused, so this shows nothing");
+        }
+        assert!(mapped.failure().is_none());
+        drop((core, mapped));
+        runtime.close().unwrap();
+    }
+
+    /// Its first request is the end of the thread of faults.
+    #[derive(Debug, Default)]
+    struct Panics(Mutex<Vec<Error>>);
+
+    impl Handler for Panics {
+        fn requests(&self, _: u64) -> Vec<Request> {
+            panic!("on purpose")
+        }
+        fn hides(&self, _: u64) -> bool {
+            false
+        }
+        fn pins(&self, _: u64) -> u32 {
+            0
+        }
+        fn may_keep(&self) -> usize {
+            1
+        }
+        fn turns(&self) -> usize {
+            1
+        }
+        fn failed(&self, _: u64, error: Error) {
+            self.0.lock().push(error);
+        }
+    }
+
+    #[test]
+    fn regression_touches_end_when_the_thread_of_faults_has_panicked() {
+        if Faulting::new().is_ok() {
+            Scene::of("child_whose_thread_of_faults_panics").run().well("touches without a thread of faults");
+        }
+    }
+
+    static SIGNALS: AtomicUsize = AtomicUsize::new(0);
+
+    /// A thread that got the signal would touch the page again, so it stays here.
+    extern "C" fn at_signal(_: libc::c_int) {
+        SIGNALS.fetch_add(1, Ordering::Relaxed);
+        loop {
+            // SAFETY: plain, and allowed in a handler.
+            unsafe { libc::pause() };
+        }
+    }
+
+    #[test]
+    #[ignore = "the process of a test"]
+    fn child_whose_thread_of_faults_panics() {
+        if !is_child("child_whose_thread_of_faults_panics") {
+            return;
+        }
+        // SAFETY: plain: what does not end is another signal.
+        unsafe {
+            libc::alarm(60);
+            libc::signal(libc::SIGBUS, at_signal as *const () as libc::sighandler_t);
+        }
+        let (_folder, runtime, mapped, core) = mapped().unwrap();
+        let mapped: &'static Mapped = Box::leak(Box::new(mapped));
+        let (start, handler) = (mapped.as_ptr() as u64, Arc::new(Panics::default()));
+        core.handle(start, mapped.len() as u64, Arc::downgrade(&(handler.clone() as Arc<dyn Handler>)));
+        // Two that wait, and one that comes when the thread has panicked.
+        let touch = |page: usize| drop(thread::spawn(move || std::hint::black_box(mapped[page * PAGE])));
+        touch(3);
+        touch(4);
+        while SIGNALS.load(Ordering::Relaxed) < 2 {
+            thread::yield_now();
+        }
+        touch(5);
+        while SIGNALS.load(Ordering::Relaxed) < 3 {
+            thread::yield_now();
+        }
+        let told = handler.0.lock().clone();
+        assert!(told[0].to_string().contains("panicked: on purpose"), "{told:?}");
+        // The threads that stay in the signal have the mapping for good; the end of the runtime waits for none of them.
+        core.leave(start);
+        forget(&core, start);
+        runtime.close().unwrap();
+        scene_ended();
+    }
+}

@@ -9,10 +9,11 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
+use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
 use outcore_mapped::{Faulting, Mapped};
-use outcore_testkit::harness::{Rng, Scene, is_child};
+use outcore_testkit::harness::{Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
 
@@ -611,5 +612,104 @@ fn regression_a_child_by_fork_drops_a_mapping() {
     assert!(libc::WIFEXITED(status), "the child ended with signal {}", libc::WTERMSIG(status));
     is_the_files(&mapped, 0, 20 * PAGE);
     drop(std::mem::ManuallyDrop::into_inner(mapped));
+    runtime.close().unwrap();
+}
+
+/// Whether the kernel has a page at this address, so that nobody meets a fault there.
+fn is_visible(bytes: &[u8]) -> bool {
+    let mut there = 0;
+    let first = bytes.as_ptr().cast_mut().cast();
+    // SAFETY: one page of the machine, and one byte for it.
+    assert_eq!(unsafe { libc::mincore(first, 4096, &mut there) }, 0);
+    there & 1 == 1
+}
+
+/// Where no order is known, pages are hidden behind their use, so that the next use is seen. A system call that is given
+/// an address in a hidden page fails.
+#[test]
+fn regression_a_page_that_is_pinned_is_not_hidden() {
+    let folder = folder();
+    let path = file(folder.path(), 100 * PAGE);
+    let Some(builder) = builder(80) else { return };
+    let runtime = builder.lookahead(Lookahead::Bytes(Bytes::new(4 * PAGE))).open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let page = |at: u64| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap();
+    is_the_files(&mapped, 3 * PAGE, 1);
+    let third = page(3);
+    let guard = runtime.pin(&third).wait().unwrap();
+    // Many pages later the one behind the guard is not kept any more.
+    (10..60).for_each(|at| is_the_files(&mapped, at * PAGE, 1));
+    assert!(is_visible(&guard), "it was hidden, though it is pinned");
+    assert!(!is_visible(&mapped[10 * PAGE as usize..]), "nothing is hidden here, so this test shows nothing");
+    // Nor is a page that was filled ahead of its first pin.
+    let ahead = page(80);
+    runtime.prefetch(&ahead);
+    until("a page that was hinted at", || runtime.snapshot(&ahead).pages[80].tier() == Tier::Device);
+    let other = runtime.pin(&ahead).wait().unwrap();
+    assert!(is_visible(&other), "it was hidden, though it is pinned");
+    drop((guard, other, third, ahead, mapped));
+    runtime.close().unwrap();
+}
+
+/// Pins one page after the other for as long as there are frames.
+fn all_that_can_be_had(runtime: &Runtime, pages: &[outcore::Tensor]) -> Vec<outcore::PinGuard> {
+    pages.iter().map_while(|page| runtime.pin(page).wait_timeout(Duration::from_millis(300)).unwrap()).collect()
+}
+
+/// Guards of a program had all frames, and a touch of the same program waited for them.
+#[test]
+fn regression_touches_end_though_guards_have_all_frames_that_they_can_have() {
+    let folder = folder();
+    let path = file(folder.path(), 100 * PAGE);
+    for (frames, threads) in [(4, 1), (4, 5), (9, 3), (64, 16)] {
+        let Some(builder) = builder(frames) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        let pages: Vec<_> = (0..100).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
+        let guards = all_that_can_be_had(&runtime, &pages);
+        assert_eq!(guards.len() as u64, frames - 2, "all but those for touches");
+        // Each thread needs two pages at once.
+        let across = |n: u64| {
+            for at in (70 + n % 3..99).rev() {
+                let place = (at * PAGE) as usize - 4;
+                let expected = u64::from_le_bytes(std::array::from_fn(|byte| self::byte((place + byte) as u64)));
+                // SAFETY: eight bytes of the slice.
+                let found = unsafe { mapped.as_ptr().add(place).cast::<u64>().read_unaligned() };
+                assert_eq!(found, expected);
+            }
+        };
+        let all = || thread::scope(|scope| (0..threads).for_each(|n| drop(scope.spawn(move || across(n)))));
+        ends("touches beside guards", all);
+        // What was touched is there. Pins of it do not take what the next touches need.
+        let more = all_that_can_be_had(&runtime, &pages[70..]);
+        ends("touches beside more guards", all);
+        drop((guards, more));
+        drop((pages, mapped));
+        // Without a mapped file guards may have all.
+        let own = runtime.alloc(outcore::DType::U8, &[frames, PAGE]).unwrap();
+        drop(ends("a pin of all frames", || runtime.pin_mut(&own).wait().unwrap()));
+        drop(own);
+        runtime.close().unwrap();
+    }
+}
+
+/// Guards of whoever tells of experts had the frames that these need.
+#[test]
+fn regression_to_tell_of_experts_beside_own_guards_ends() {
+    let folder = folder();
+    let (path, _) = mixture(folder.path());
+    let Some(builder) = builder(64) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let pages: Vec<_> = (0..62).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
+    let guards = all_that_can_be_had(&runtime, &pages);
+    assert_eq!(guards.len(), 62);
+    let error = ends("to tell of an expert", || mapped.expert_hint(LAYERS as u32 - 1, &[7]).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("64 frames") && text.contains("let guards go"), "{text}");
+    drop(guards);
+    mapped.expert_hint(LAYERS as u32 - 1, &[7]).unwrap();
+    drop((pages, mapped));
     runtime.close().unwrap();
 }
