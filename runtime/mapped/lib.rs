@@ -25,6 +25,8 @@ mod device;
 mod experts;
 mod faults;
 mod followed;
+mod layers;
+pub mod live;
 mod mapped;
 mod memory;
 mod order;

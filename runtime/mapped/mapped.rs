@@ -16,7 +16,7 @@ use std::task::{Context, Waker};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Tier, Walker,
 };
 use parking_lot::Mutex;
 
@@ -24,6 +24,8 @@ use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, Handler, Held, Request};
 use crate::followed::Followed;
+use crate::layers::{self, Layers, There};
+use crate::live;
 use crate::order;
 
 /// The name of the only tensor of a file that is opened as bytes.
@@ -57,6 +59,13 @@ struct Pages {
     firsts: HashSet<u32>,
     /// Uses of experts since one was [told of](Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
     untold: AtomicU64,
+    /// The file's name, without its folder.
+    name: String,
+    layers: Layers,
+    /// What [`Mapped::experts`] says.
+    hints: AtomicU64,
+    told: AtomicU64,
+    touched: AtomicU64,
     /// Faults so far.
     faults: AtomicU64,
     /// Whether the walker follows no order: then every use must be seen, for one to be learned.
@@ -136,6 +145,7 @@ impl Handler for Pages {
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
         if let Some(expert) = expert {
             self.untold.fetch_add(1, Ordering::Relaxed);
+            self.touched.fetch_add(1, Ordering::Relaxed);
             let all = self.experts.pages(expert, self.page);
             if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
                 requests.extend(self.request(&all, true));
@@ -302,6 +312,7 @@ impl Mapped {
             header.tensors.iter().any(|tensor| outcore::rules::role(&tensor.name) == outcore::rules::Role::Output)
         });
         let experts = Experts::of(tensors.iter().copied());
+        let layers = Layers::of(&tensors, &experts);
         let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
         let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
         walker.plan(&order, true);
@@ -323,6 +334,11 @@ impl Mapped {
             firsts: experts.firsts(page).collect(),
             experts,
             untold: AtomicU64::new(UNTOLD_MAX + 1),
+            name: path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned(),
+            layers,
+            hints: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            touched: AtomicU64::new(0),
             faults: AtomicU64::new(0),
             learning: AtomicBool::new(order.is_empty()),
             bytes,
@@ -376,6 +392,8 @@ impl Mapped {
             pages.extend(of_expert);
         }
         known.untold.store(0, Ordering::Relaxed);
+        known.hints.fetch_add(1, Ordering::Relaxed);
+        known.told.fetch_add(experts.len() as u64, Ordering::Relaxed);
         pages.sort_unstable();
         pages.dedup();
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
@@ -415,6 +433,36 @@ impl Mapped {
         let Pages { experts, page, .. } = &*self.pages;
         let of_experts = experts.ids().map(|id| experts.pages(id, *page).len());
         2 * of_experts.max().unwrap_or(1) as u64
+    }
+
+    /// How the use of experts was known so far. All zero for a file without experts.
+    pub fn experts(&self) -> live::Experts {
+        let Pages { hints, told, touched, .. } = &*self.pages;
+        let [hints, told, touched] = [hints, told, touched].map(|count| count.load(Ordering::Relaxed));
+        live::Experts { hints, told, touched }
+    }
+
+    /// What of the file is in memory now, by layer. It holds up the runtime no longer than
+    /// [`Runtime::snapshot`] does.
+    pub fn look(&self) -> live::File {
+        let Pages { runtime, bytes, page, layers, experts, .. } = &*self.pages;
+        let pages = runtime.snapshot(bytes).pages;
+        let there = pages.iter().map(|page| match (page.tier(), page.device.fresh) {
+            (Tier::Device, true) => There::Ahead,
+            (Tier::Device, false) => There::Used,
+            _ => There::No,
+        });
+        let there: Vec<There> = there.collect();
+        let len = bytes.size().get();
+        let each: Vec<live::Held> = (0..len.div_ceil(*page))
+            .map(|index| layers::held(&(index * page..((index + 1) * page).min(len)), &there, *page))
+            .collect();
+        live::File {
+            name: self.pages.name.clone(),
+            held: layers::held(&(0..len), &there, *page),
+            cells: layers::cells(&each),
+            parts: layers.look(experts, &there, *page),
+        }
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.

@@ -2,6 +2,8 @@
 
 mod bars;
 mod input;
+mod lines;
+mod of_mapped;
 mod of_run;
 mod of_simulation;
 mod of_timeline;
@@ -9,6 +11,7 @@ mod of_trace;
 mod page;
 mod part;
 mod residency;
+mod run;
 mod timeline;
 
 use std::io::Write;

@@ -9,8 +9,10 @@ use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
+use std::time::Duration;
 
 use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
+use outcore_mapped::live::{Optimum, Snapshot};
 use outcore_mapped::{Mapped, builder_for};
 use parking_lot::Mutex;
 
@@ -18,9 +20,10 @@ use crate::fragments::Given;
 use crate::limit::{self, Limit};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
+use crate::{answer, opens, routing};
 
 /// Files smaller than this are left to the kernel.
-const LEAST: u64 = 32 << 20;
+pub const LEAST: u64 = 32 << 20;
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
@@ -36,7 +39,7 @@ pub struct Known {
 /// Device, inode, time of the last change, length.
 pub type Identity = (u64, u64, i64, i64, u64);
 
-fn identity(of: &fs::Metadata) -> Identity {
+pub fn identity(of: &fs::Metadata) -> Identity {
     (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
 }
 
@@ -118,7 +121,10 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
         let opened =
             without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
         match opened {
-            Ok((watch, runtime)) => Some(Pool { runtime, watch, files: Mutex::default() }),
+            Ok((watch, runtime)) => {
+                without_signals(answer::start);
+                Some(Pool { runtime, watch, files: Mutex::default() })
+            }
             Err(error) => {
                 let why = if error.kind() == ErrorKind::BudgetTooSmall {
                     limit.too_little(budget)
@@ -133,8 +139,32 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     POOL.get_or_init(open).as_ref()
 }
 
+/// What is mapped, with its path. `None` if a file is just being mapped, and for longer than `limit`.
+fn named(files: &Mutex<Vec<Known>>, limit: Duration) -> Option<Vec<(PathBuf, Arc<Mapped>)>> {
+    let files = files.try_lock_for(limit)?;
+    Some(files.iter().map(|known| (known.path.clone(), known.mapped.clone())).collect())
+}
+
+/// What this process does now; `None` if it cannot be said within `limit`. The optimum is the caller's to add.
+pub fn look(limit: Duration) -> Option<Snapshot> {
+    let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
+    let files = named(&pool.files, limit)?;
+    let stats = pool.runtime.stats();
+    let mut seen = Snapshot::of(&stats, pool.watch.open_for());
+    seen.memory = pool.watch.memory(&stats);
+    files.iter().for_each(|(_, mapped)| seen.experts += mapped.experts());
+    seen.routing = routing::state(seen.experts);
+    seen.files = files.iter().map(|(_, mapped)| mapped.look()).collect();
+    Some(seen)
+}
+
+/// The best that a policy could have done so far.
+pub fn optimum() -> Option<Optimum> {
+    Optimum::of(&POOL.get()?.as_ref()?.runtime)
+}
+
 /// Has the C library tell of the end of this process, and of children by `fork`.
-fn follow_the_process() {
+pub fn follow_the_process() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
         // SAFETY: both functions have the C library's signature and do not unwind.
@@ -158,7 +188,7 @@ fn without_signals<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// The path of a large model file; `None` for everything else.
-fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
+pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
     if !metadata.is_file() || metadata.len() < LEAST {
         return None;
@@ -194,6 +224,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let (path, metadata) = model(&file)?;
     let settings = settings()?;
     follow_the_process();
+    opens::mapped(identity(&metadata));
     if !settings.may_map(&path) {
         watch::leave(&path, || "does not match --match".to_owned());
         return None;
@@ -337,6 +368,7 @@ pub fn holds(address: u64) -> bool {
 
 /// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves.
 extern "C" fn in_child() {
+    answer::leave();
     for [start, len, fd] in &FOR_CHILDREN {
         let fd = fd.load(Ordering::Acquire);
         if fd > 0 {
@@ -375,7 +407,11 @@ pub fn experts(layer: u32, experts: &[u32]) {
     let has_all = |known: &&Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
     // Of two models with such a layer nobody knows which one is meant. Their experts come as they are touched.
     let found = |nth| files.iter().filter(has_all).nth(nth).map(|known| known.mapped.clone());
-    let (Some(one), None) = (found(0), found(1)) else { return };
+    let one = match (found(0), found(1)) {
+        (Some(one), None) => one,
+        (Some(_), Some(_)) => return routing::two_models(),
+        (None, _) => return,
+    };
     drop(files);
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     // A handler of the program's that touches a page must not run while this thread holds a lock.
@@ -387,9 +423,7 @@ extern "C" fn at_exit() {
         return;
     }
     let told = match POOL.get() {
-        Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
-            let named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
-            drop(files);
+        Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
             if !named.is_empty() {
                 pool.watch.tell(&pool.runtime, &named);
             }
