@@ -1341,6 +1341,7 @@ fn made_page(dir: &Path) -> String {
         place(dir, "run.json", format!("words of the model\n{one_line}\n")),
         place(dir, "timeline.json", timeline_with(RESIDENCY)),
         place(dir, "simulated.json", simulated_run(&["--timeline"])),
+        place(dir, "mapped.json", timeline_of_run()),
         place(dir, "found.json", text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
         "--probe".to_owned(),
         place(dir, "probe.json", PROBED),
@@ -1460,9 +1461,12 @@ fn report_makes_a_page_that_needs_nothing_else() {
     );
     assert_eq!(of("memory-1")["labels"], serde_json::json!(["attention", "norm"]));
     assert_eq!(of("optimum-0")["series"][0]["values"], serde_json::json!([0.25, 0.5]));
-    for bars in bars {
+    for bars in bars.iter().chain(data["lines"].as_array().unwrap()) {
         assert!(page.contains(&format!("id={}", bars["id"])), "{bars}");
     }
+    // Between the samples: 15 hits in 20 uses, and 2 MiB in half a second.
+    assert_eq!(data["lines"][0]["series"][0]["values"][0], 0.75);
+    assert_eq!(data["lines"][1]["series"][0]["values"][0], 4194304.0);
 }
 
 #[test]
@@ -1612,7 +1616,7 @@ fn report_of_a_program_has_hits_reads_and_layers() {
         assert!(html.contains(part) || html.contains(&part.replace('/', "&#x2f;")), "{part:?} is not in the page");
     }
     // Two of them on a page are told apart.
-    let other = place(dir.path(), "other.json", &timeline_of_run());
+    let other = place(dir.path(), "other.json", timeline_of_run());
     text(&["report", string(&run), &other, "-o", string(&page)]);
     let html = fs::read_to_string(&page).unwrap();
     well_formed(&html);
