@@ -92,7 +92,7 @@ pub use verify::Verify;
 pub mod stats {
     #[doc(inline)]
     pub use crate::ids::{RequestId, ScopeId};
-    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
+    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, TraceRows, Traffic};
     #[doc(inline)]
     pub use crate::pager::policy::opt::Optimum;
     #[doc(inline)]

@@ -30,7 +30,7 @@ pub struct Options {
     /// Map only files whose path, or name if there is no slash, matches; may be given several times
     #[arg(long = "match", value_name = "GLOB", value_parser = pattern)]
     matches: Vec<Pattern>,
-    /// Write the timeline of the run, for `outcore report`
+    /// Write what the run was, its timeline included, for `outcore report`
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
     /// Do not keep the order in which the program uses its files for the next start, nor follow one that was kept

@@ -85,6 +85,11 @@ impl Experts {
         self.pieces.keys().copied()
     }
 
+    /// Where the bytes of an expert are.
+    pub fn pieces(&self, id: ExpertId) -> impl Iterator<Item = &Range<u64>> {
+        self.pieces.get(&id).into_iter().flatten()
+    }
+
     /// The first page of each expert.
     pub fn firsts(&self, page: u64) -> impl Iterator<Item = u32> {
         self.pieces.values().filter_map(move |pieces| Some((pieces.first()?.start / page) as u32))

@@ -26,6 +26,8 @@ mod experts;
 mod faults;
 mod followed;
 mod foresight;
+mod layers;
+pub mod live;
 mod looks;
 mod mapped;
 mod memory;

@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 use outcore::format::{self, ModelHeader, TensorHeader};
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
+    Tier, Walker,
 };
 use parking_lot::Mutex;
 
@@ -28,6 +29,8 @@ use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
 use crate::faults::{self, FLOOR, Handler, Held, Request};
 use crate::foresight::Foresight;
+use crate::layers::{self, Layers, There};
+use crate::live;
 use crate::options::MapOptions;
 use crate::order;
 use crate::uses::{Uses, run};
@@ -73,6 +76,13 @@ struct Pages {
     foresight: Mutex<Foresight>,
     /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
     foresees: AtomicBool,
+    /// The file's name, without its folder.
+    name: String,
+    layers: Layers,
+    /// What [`Mapped::experts`] says.
+    hints: AtomicU64,
+    told: AtomicU64,
+    touched: AtomicU64,
     /// Faults so far.
     faults: AtomicU64,
     /// The whole file.
@@ -202,6 +212,7 @@ impl Handler for Pages {
         }
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
         if let Some(expert) = expert {
+            self.touched.fetch_add(1, Ordering::Relaxed);
             let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
             if untold && self.foresees.load(Ordering::Relaxed) {
                 let mut foresight = self.foresight.lock();
@@ -419,6 +430,7 @@ impl Mapped {
             header.tensors.iter().any(|tensor| outcore::rules::role(&tensor.name) == outcore::rules::Role::Output)
         });
         let experts = Experts::of(tensors.iter().copied());
+        let layers = Layers::of(&tensors, &experts);
         let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
         let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
         drawn.unordered();
@@ -436,6 +448,11 @@ impl Mapped {
             expected: Mutex::default(),
             foresight: Mutex::default(),
             foresees: AtomicBool::new(true),
+            name: path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned(),
+            layers,
+            hints: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            touched: AtomicU64::new(0),
             faults: AtomicU64::new(0),
             bytes,
             page,
@@ -482,6 +499,8 @@ impl Mapped {
         let pages = known.pages_of_experts(layer, experts);
         known.untold.store(0, Ordering::Relaxed);
         known.foresight.lock().used(layer, experts);
+        known.hints.fetch_add(1, Ordering::Relaxed);
+        known.told.fetch_add(experts.len() as u64, Ordering::Relaxed);
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
         if tensors.is_empty() {
             return Ok(());
@@ -569,6 +588,36 @@ impl Mapped {
     /// this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
         self.pages.uses.keep(&self.pages.runtime);
+    }
+
+    /// How the use of experts was known so far. All zero for a file without experts.
+    pub fn experts(&self) -> live::Experts {
+        let Pages { hints, told, touched, .. } = &*self.pages;
+        let [hints, told, touched] = [hints, told, touched].map(|count| count.load(Ordering::Relaxed));
+        live::Experts { hints, told, touched }
+    }
+
+    /// What of the file is in memory now, by layer. It holds up the runtime no longer than
+    /// [`Runtime::snapshot`] does.
+    pub fn look(&self) -> live::File {
+        let Pages { runtime, bytes, page, layers, experts, .. } = &*self.pages;
+        let pages = runtime.snapshot(bytes).pages;
+        let there = pages.iter().map(|page| match (page.tier(), page.device.fresh) {
+            (Tier::Device, true) => There::Ahead,
+            (Tier::Device, false) => There::Used,
+            _ => There::No,
+        });
+        let there: Vec<There> = there.collect();
+        let len = bytes.size().get();
+        let each: Vec<live::Held> = (0..len.div_ceil(*page))
+            .map(|index| layers::held(&(index * page..((index + 1) * page).min(len)), &there, *page))
+            .collect();
+        live::File {
+            name: self.pages.name.clone(),
+            held: layers::held(&(0..len), &there, *page),
+            cells: layers::cells(&each),
+            parts: layers.look(experts, &there, *page),
+        }
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.

@@ -257,7 +257,8 @@ struct Together {
 /// Whether `next` is a read of the bytes behind those of `last`, so that one call can do both.
 fn is_behind((last, lane): &(Active, Lane), (next, next_lane): &(Active, Lane)) -> bool {
     let (a, b) = (&last.op, &next.op);
-    let plain = |active: &Active| active.op.kind == IoKind::Read && active.file.is_direct() && active.file.source().is_none();
+    let plain =
+        |active: &Active| active.op.kind == IoKind::Read && active.file.is_direct() && active.file.source().is_none();
     let demand = |lane: &Lane| *lane == Lane::Demand;
     plain(last)
         && plain(next)

@@ -20,6 +20,8 @@ mod report;
 mod routing;
 #[path = "run/settings.rs"]
 mod settings;
+#[path = "run/top.rs"]
+mod top;
 
 /// Reads a mapping in several ways, and compares each with the file read as a file.
 const PROGRAM: &str = r#"

@@ -9,8 +9,10 @@ use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
+use std::time::Duration;
 
 use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
+use outcore_mapped::live::{Optimum, Snapshot};
 use outcore_mapped::{MapOptions, Mapped, builder_for};
 use parking_lot::Mutex;
 
@@ -20,9 +22,10 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
+use crate::{answer, opens, routing};
 
 /// Files smaller than this are left to the kernel.
-const LEAST: u64 = 32 << 20;
+pub const LEAST: u64 = 32 << 20;
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
@@ -39,7 +42,7 @@ pub struct Known {
 /// Device, inode, time of the last change, length.
 pub type Identity = (u64, u64, i64, i64, u64);
 
-fn identity(of: &fs::Metadata) -> Identity {
+pub fn identity(of: &fs::Metadata) -> Identity {
     (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
 }
 
@@ -121,7 +124,10 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
         let opened =
             without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
         match opened {
-            Ok((watch, runtime)) => Some(Pool { runtime, watch, files: Mutex::default() }),
+            Ok((watch, runtime)) => {
+                without_signals(answer::start);
+                Some(Pool { runtime, watch, files: Mutex::default() })
+            }
             Err(error) => {
                 let why = if error.kind() == ErrorKind::BudgetTooSmall {
                     limit.too_little(budget)
@@ -136,8 +142,32 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     POOL.get_or_init(open).as_ref()
 }
 
+/// What is mapped, with its path. `None` if a file is just being mapped, and for longer than `limit`.
+fn named(files: &Mutex<Vec<Known>>, limit: Duration) -> Option<Vec<(PathBuf, Arc<Mapped>)>> {
+    let files = files.try_lock_for(limit)?;
+    Some(files.iter().map(|known| (known.path.clone(), known.mapped.clone())).collect())
+}
+
+/// What this process does now; `None` if it cannot be said within `limit`. The optimum is the caller's to add.
+pub fn look(limit: Duration) -> Option<Snapshot> {
+    let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
+    let files = named(&pool.files, limit)?;
+    let stats = pool.runtime.stats();
+    let mut seen = Snapshot::of(&stats, pool.watch.open_for());
+    seen.memory = pool.watch.memory(&stats);
+    files.iter().for_each(|(_, mapped)| seen.experts += mapped.experts());
+    seen.routing = routing::state(seen.experts);
+    seen.files = files.iter().map(|(_, mapped)| mapped.look()).collect();
+    Some(seen)
+}
+
+/// The best that a policy could have done so far.
+pub fn optimum() -> Option<Optimum> {
+    Optimum::of(&POOL.get()?.as_ref()?.runtime)
+}
+
 /// Has the C library tell of the end of this process, and of children by `fork`.
-fn follow_the_process() {
+pub fn follow_the_process() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
         // SAFETY: both functions have the C library's signature and do not unwind.
@@ -161,7 +191,7 @@ fn without_signals<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// The path of a large model file; `None` for everything else.
-fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
+pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
     if !metadata.is_file() || metadata.len() < LEAST {
         return None;
@@ -197,6 +227,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let (path, metadata) = model(&file)?;
     let settings = settings()?;
     follow_the_process();
+    opens::mapped(identity(&metadata));
     if !settings.may_map(&path) {
         watch::leave(&path, || "does not match --match".to_owned());
         return None;
@@ -344,6 +375,7 @@ pub fn holds(address: u64) -> bool {
 
 /// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves.
 extern "C" fn in_child() {
+    answer::leave();
     for [start, len, fd] in &FOR_CHILDREN {
         let fd = fd.load(Ordering::Acquire);
         if fd > 0 {
@@ -386,7 +418,11 @@ fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>
     let files = pool.files.lock();
     let mut found = files.iter().filter(|known| fits(known));
     let one = found.next()?;
-    found.next().is_none().then(|| (one.mapped.clone(), one.routers.clone()))
+    if found.next().is_some() {
+        routing::two_models();
+        return None;
+    }
+    Some((one.mapped.clone(), one.routers.clone()))
 }
 
 /// Whether what the router of this layer is given tells of the experts of the next one.
@@ -416,11 +452,8 @@ extern "C" fn at_exit() {
         return;
     }
     let told = match POOL.get() {
-        Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
-            let named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
-            let mapped: Vec<_> = files.iter().map(|known| known.mapped.clone()).collect();
-            drop(files);
-            mapped.iter().for_each(|mapped| mapped.keep_order());
+        Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
+            named.iter().for_each(|(_, mapped)| mapped.keep_order());
             if !named.is_empty() {
                 pool.watch.tell(&pool.runtime, &named);
             }

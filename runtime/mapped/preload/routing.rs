@@ -12,6 +12,9 @@ use std::collections::HashSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use outcore_mapped::live::{Experts, Routing};
 
 use parking_lot::Mutex;
 
@@ -50,6 +53,31 @@ const ROUTING: &str = "OUTCORE_RUN_ROUTING";
 /// `off`: no experts are predicted. `followed`: they are predicted by what followed before, not by what routers are
 /// given.
 const PREDICTION: &str = "OUTCORE_RUN_PREDICTION";
+/// What was last done about routing, as a number of [`STATES`].
+static STATE: AtomicUsize = AtomicUsize::new(0);
+const STATES: [Routing; 5] =
+    [Routing::NeverAsked, Routing::NoFunctions, Routing::OwnCallback, Routing::Off, Routing::NothingChosen];
+/// Whether hints were left out because two models have such a layer.
+static TWO_MODELS: AtomicBool = AtomicBool::new(false);
+
+fn note(state: Routing) {
+    STATE.store(STATES.iter().position(|known| *known == state).unwrap_or(0), Ordering::Relaxed);
+}
+
+/// Nobody knows which model is meant.
+pub fn two_models() {
+    TWO_MODELS.store(true, Ordering::Relaxed);
+}
+
+/// Whether the choices of the router were read, by what came of it.
+pub fn state(experts: Experts) -> Routing {
+    match (pool::has_experts(), experts.hints) {
+        (false, _) => Routing::NoExperts,
+        (true, 1..) => Routing::Read,
+        (true, 0) if TWO_MODELS.load(Ordering::Relaxed) => Routing::TwoModels,
+        (true, 0) => STATES[STATE.load(Ordering::Relaxed)],
+    }
+}
 
 /// Whether the program's choice of experts is looked at. Read once: ggml is told of its callback before each pass.
 fn is_on() -> bool {
@@ -163,6 +191,16 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
     data: *mut c_void,
 ) {
     let found = pool::without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && pool::has_experts() && is_on())));
+    // Before a file with experts is mapped, it does not matter.
+    if pool::has_experts() {
+        note(match found {
+            None => Routing::NoFunctions,
+            Some(_) if callback.is_some() => Routing::OwnCallback,
+            // Until a layer is computed.
+            Some((_, true)) => Routing::NothingChosen,
+            Some((_, false)) => Routing::Off,
+        });
+    }
     match found {
         Some((ggml, true)) => {
             // SAFETY: as the caller promised; `see` has the signature and needs no data.
