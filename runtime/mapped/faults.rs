@@ -716,6 +716,7 @@ mod tests {
     struct Panics(Mutex<Vec<Error>>);
 
     impl Handler for Panics {
+        fn shown(&self, _page: u64, _took: Duration) {}
         fn requests(&self, _: u64) -> Vec<Request> {
             panic!("on purpose")
         }
