@@ -86,8 +86,8 @@ impl Default for Foresight {
 }
 
 impl Foresight {
-    /// These experts of a layer are all that is used there now. They are compared with what was predicted, and remembered
-    /// as what followed the experts of the layer before.
+    /// These experts of a layer are all that is used there now. They are compared with what was predicted, and
+    /// remembered as what followed the experts of the layer before.
     pub fn used(&mut self, layer: u32, experts: &[u32]) {
         let predicted = std::mem::take(&mut self.predicted);
         if predicted.layer == layer && !predicted.experts.is_empty() {
@@ -187,6 +187,7 @@ mod tests {
             (0..1000).find(|_| ends(foresight) != before).unwrap_or(1000)
         };
         assert!((20..200).contains(&tries(&mut foresight, &[8, 9])));
+        assert_eq!(tries(&mut foresight, &[8, 9]), 1000);
         assert!((20..200).contains(&tries(&mut foresight, &[2, 1])));
         // Half of them right is worth it.
         assert_eq!(tries(&mut foresight, &[2, 9]), 1000);

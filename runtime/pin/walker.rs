@@ -103,8 +103,8 @@ impl Walker {
     }
 
     /// The order that this walker follows now, or one cycle of it, whether it was declared or recognised: of the pages
-    /// that `tensor` has a part of, counted from its first one. Its [place](crate::WalkerStats::places) is in the whole
-    /// order, which may name other pages too. Empty if it follows none.
+    /// that `tensor` has a part of, counted from its first one. Its [place](crate::stats::WalkerStats::places) is in
+    /// the whole order, which may name other pages too. Empty if it follows none.
     ///
     /// A program may keep it, and [declare](Self::plan) it the next time.
     pub fn order_of(&self, tensor: &Tensor) -> Vec<u32> {

@@ -196,8 +196,8 @@ pub trait Policy: Send + fmt::Debug {
     /// One request is about to use these pages, in this order. They are a prefix chain: each page's content depends on
     /// the pages before it, and the last page is usually not full yet. Programs declare chains with `Runtime::chain`.
     fn chain(&mut self, _pages: &[PageId]) {}
-    /// The current [walker](Self::walker) is likely to use these pages next. They replace those that it expected before.
-    /// Some are resident; others are filled by hints. It is worth little to evict one before it was used.
+    /// The current [walker](Self::walker) is likely to use these pages next. They replace those that it expected
+    /// before. Some are resident; others are filled by hints. It is worth little to evict one before it was used.
     fn expected(&mut self, _pages: &[PageId]) {}
     /// A page is used. If it is not inserted, this is a miss, and [`inserted`](Self::inserted) follows if it
     /// comes.
