@@ -348,9 +348,7 @@ impl PlanPolicy {
     /// Makes the current walker follow this order from here on. Returns the plan, and the position in it.
     fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
-        let found = known.or_else(|| {
-            Some((self.add_plan(steps)?, 0))
-        });
+        let found = known.or_else(|| Some((self.add_plan(steps)?, 0)));
         match found {
             Some((plan, start)) => {
                 self.plans[plan].declared |= declared;
@@ -958,13 +956,13 @@ impl Policy for PlanPolicy {
     fn forget(&mut self, segment: SegmentId) {
         let gone = self.recency.numbers().of_segment(segment);
         self.outside.forget(gone.clone());
-        for number in gone.clone() {
+        while let Some(number) = self.ahead.first_from(gone.start).filter(|number| *number < gone.end) {
             self.ahead.remove(number);
         }
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);
-        let named = |active: &Active| gone.clone().any(|number| active.names(number as u32));
+        let named = |active: &Active| active.names_any(&gone);
         let plans: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
         for plan in &plans {
             match self.plans[*plan].without(&gone) {
