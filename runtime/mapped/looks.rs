@@ -105,6 +105,11 @@ impl Looks {
         self.mode == Mode::Learning
     }
 
+    /// Whether only a few pages are looked at.
+    pub fn is_looking(&self) -> bool {
+        self.mode == Mode::Looking
+    }
+
     /// Whether the walker follows an order, as it is now, and how many frames there are.
     pub fn follows(&mut self, follows: bool, frames: usize, now: Duration) {
         self.frames = frames;
@@ -298,9 +303,9 @@ mod tests {
     #[test]
     fn another_pattern_of_faults_is_learned_anew() {
         let mut program = Program::new(10_000, false);
-        numbers(100, 1000).for_each(|page| program.uses(page, page % 2 == 0));
+        numbers(100, 450).for_each(|page| program.uses(page, page % 2 == 0));
         assert_eq!(program.looks.mode, Mode::Looking);
-        numbers(10_000, 3000).for_each(|page| program.uses(page, page % 2 == 0));
+        numbers(10_000, 1200).for_each(|page| program.uses(page, page % 2 == 0));
         assert_eq!(program.looks.mode, Mode::Looking);
         (0..2 * WINDOW).for_each(|page| program.uses(page, true));
         assert_eq!(program.looks.mode, Mode::Learning);

@@ -181,9 +181,8 @@ impl Pages {
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
         let was_there = self.core.is_published(self.address(index));
-        for passed in self.uses.fault(index, was_there) {
-            let there = self.core.is_published(self.address(passed));
-            if let Some(page) = self.run(passed, passed + 1).filter(|_| there) {
+        for passed in self.uses.fault(index, was_there, |page| self.core.is_published(self.address(page))) {
+            if let Some(page) = self.run(passed, passed + 1) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
                 let mut request = pin!(self.uses.walker().pin(&page));

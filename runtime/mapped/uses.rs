@@ -37,6 +37,8 @@ struct State {
     /// The number of the order that was added to them last.
     kept: u64,
     looks: Looks,
+    /// Whether the policy looks for no order.
+    unordered: bool,
 }
 
 #[derive(Debug)]
@@ -90,8 +92,17 @@ impl Uses {
         };
         let looks = Looks::new(pages, !known.is_empty());
         let followed = Followed::new(known, 0);
-        let state =
-            State { followed, serial: 0, first: Vec::new(), seen: Vec::new(), orders, is_new: false, kept: 0, looks };
+        let state = State {
+            followed,
+            serial: 0,
+            first: Vec::new(),
+            seen: Vec::new(),
+            orders,
+            is_new: false,
+            kept: 0,
+            looks,
+            unordered: false,
+        };
         Ok(Self {
             walker,
             bytes: bytes.clone(),
@@ -111,8 +122,8 @@ impl Uses {
     }
 
     /// There was a fault of this page; `was_there` if it had only been hidden. Returns the pages that were used unseen
-    /// since the fault before.
-    pub fn fault(&self, page: u32, was_there: bool) -> Vec<u32> {
+    /// since the fault before; `there` says whether the program sees a page.
+    pub fn fault(&self, page: u32, was_there: bool, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let mut state = self.state.lock();
         if state.first.len() < FIRST {
             state.first.push(page);
@@ -121,7 +132,7 @@ impl Uses {
             state.seen.push(page);
         }
         state.looks.fault(page, was_there, self.now());
-        state.followed.passed(page)
+        state.followed.passed(page, there)
     }
 
     /// A page that was used is let go. Returns whether it is to be hidden.
@@ -150,6 +161,15 @@ impl Uses {
         let place = self.place_of(runtime);
         let mut state = self.state.lock();
         state.looks.follows(place.is_some(), frames, self.now());
+        // A few uses of many seem to have an order where they have none: those that need a read may be a walk over the
+        // file, while pages that are there are used in between.
+        if state.looks.is_looking() != state.unordered {
+            state.unordered = !state.unordered;
+            match state.unordered {
+                true => self.walker.unordered(),
+                false => self.walker.plan(&[], true),
+            }
+        }
         let Some(place) = place else {
             if !state.looks.is_learning() {
                 state.seen = Vec::new();

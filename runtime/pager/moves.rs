@@ -649,6 +649,10 @@ impl Pager {
         let count = table.entries.len() as u32;
         for index in 0..count {
             let page = PageId { segment, index: crate::ids::PageIndex(index) };
+            if *self.entry(page) == Entry::default() {
+                // Nothing was ever here.
+                continue;
+            }
             if let Some(frame) = self.entry(page).frame() {
                 self.policy.removed(page);
                 self.vacate(page, frame, fx);

@@ -287,3 +287,23 @@ fn hits_without_an_order() {
         runtime.close().unwrap();
     }
 }
+
+#[test]
+#[ignore = "a measurement"]
+fn opening_a_large_file() {
+    let Ok(device) = Faulting::new() else { return };
+    let folder = folder();
+    let path = folder.path().join("sparse");
+    fs::File::create(&path).unwrap().set_len(100_000_000_000).unwrap();
+    let builder = Runtime::builder().device(device).page_size(PageSize::new(Bytes::kib(64)).unwrap());
+    let builder = builder.device_budget(Bytes::mib(4)).policy(PolicyKind::Model);
+    let runtime = builder.scratch_dir(folder.path()).open().unwrap();
+    for _ in 0..7 {
+        let start = std::time::Instant::now();
+        let mapped = MapOptions::new().keep_order(false).open(&runtime, &path).unwrap();
+        let opened = start.elapsed();
+        drop(mapped);
+        println!("{opened:?} to open, {:?} to drop", start.elapsed() - opened);
+    }
+    runtime.close().unwrap();
+}

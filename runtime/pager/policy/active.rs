@@ -204,6 +204,13 @@ impl Active {
         self.entry(number).is_some()
     }
 
+    /// Whether the plan names any of these pages.
+    pub(super) fn names_any(&self, numbers: &std::ops::Range<usize>) -> bool {
+        let base = self.base as usize;
+        let (start, end) = (numbers.start.saturating_sub(base), numbers.end.saturating_sub(base));
+        self.at.get(start..end.min(self.at.len())).is_some_and(|at| at.iter().any(|at| *at != UNPLANNED))
+    }
+
     /// The index of a named page in the tables by page.
     pub(super) fn index(&self, number: u32) -> usize {
         (number - self.base) as usize

@@ -966,14 +966,14 @@ impl Policy for PlanPolicy {
     fn forget(&mut self, segment: SegmentId) {
         let gone = self.recency.numbers().of_segment(segment);
         self.outside.forget(gone.clone());
-        for number in gone.clone() {
+        while let Some(number) = self.ahead.first_from(gone.start).filter(|number| *number < gone.end) {
             self.ahead.remove(number);
             self.expected.remove(number);
         }
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);
-        let named = |active: &Active| gone.clone().any(|number| active.names(number as u32));
+        let named = |active: &Active| active.names_any(&gone);
         let plans: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
         for plan in &plans {
             match self.plans[*plan].without(&gone) {
