@@ -5,6 +5,7 @@
 //! do what the kernel would do where this library has no part in it.
 
 mod calls;
+mod descriptors;
 mod fragments;
 mod limit;
 mod pool;
@@ -12,3 +13,4 @@ mod routing;
 mod settings;
 mod timeline;
 mod watch;
+mod written;

@@ -589,8 +589,8 @@ fn is_visible(bytes: &[u8]) -> bool {
     there & 1 == 1
 }
 
-/// Where no order is known, pages are hidden behind their use, so that the next use is seen. A system call that is given
-/// an address in a hidden page fails.
+/// Where no order is known, pages are hidden behind their use, so that the next use is seen. A system call that is
+/// given an address in a hidden page fails.
 #[test]
 fn regression_a_page_that_is_pinned_is_not_hidden() {
     let folder = folder();
