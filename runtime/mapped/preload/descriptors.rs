@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn what_is_closed_leaves_what_is_ours() {
-        [60_000, 60_001, 60_005].map(protect);
+        [60_000, 60_001, 60_005].into_iter().for_each(protect);
         assert_eq!(others(59_990, c_uint::MAX), [(59_990, 59_999), (60_002, 60_004), (60_006, c_uint::MAX)]);
         assert_eq!(others(60_000, 60_001), []);
         release(60_001);
