@@ -88,7 +88,13 @@ struct Message {
 /// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
 /// was touched by which thread.
 #[derive(Debug)]
-pub struct Uffd(OwnedFd, #[cfg(test)] Refusals);
+pub struct Uffd {
+    fd: OwnedFd,
+    /// Whether faults of the kernel come here too.
+    of_kernel: bool,
+    #[cfg(test)]
+    refusals: Refusals,
+}
 
 /// For tests: how many moves the kernel is to refuse, and with which error.
 #[cfg(test)]
@@ -123,6 +129,7 @@ impl Uffd {
         let user_mode = UserfaultfdFlags::from_bits_retain(1);
         // SAFETY: a new descriptor, whose ioctls are made in this module under the rules of each method.
         let opened = unsafe { rustix::mm::userfaultfd(flags) };
+        let of_kernel = opened.is_ok();
         // SAFETY: as above.
         let opened = opened.or_else(|_| unsafe { rustix::mm::userfaultfd(flags | user_mode) });
         let fd = opened.map_err(|cause| {
@@ -131,11 +138,12 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        let this = Self(
+        let this = Self {
             fd,
+            of_kernel,
             #[cfg(test)]
-            Refusals::default(),
-        );
+            refusals: Refusals::default(),
+        };
         let features = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
         let mut api = Api { api: API, features, ioctls: 0 };
         this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
@@ -146,7 +154,12 @@ impl Uffd {
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
+    }
+
+    /// Whether a system call that meets a missing page waits for it.
+    pub fn handles_the_kernel(&self) -> bool {
+        self.of_kernel
     }
 
     /// Sends faults on missing pages of the range here.
@@ -201,18 +214,18 @@ impl Uffd {
     /// Has the next `count` moves refused.
     #[cfg(test)]
     pub fn refuse(&self, count: u32, errno: i32) {
-        *self.1.lock() = (count, errno);
+        *self.refusals.lock() = (count, errno);
     }
 
     /// How many moves are still to be refused.
     #[cfg(test)]
     pub fn refusals(&self) -> u32 {
-        self.1.lock().0
+        self.refusals.lock().0
     }
 
     #[cfg(test)]
     fn refused(&self) -> Option<io::Error> {
-        let mut left = self.1.lock();
+        let mut left = self.refusals.lock();
         left.0 = left.0.checked_sub(1)?;
         Some(io::Error::from_raw_os_error(left.1))
     }
@@ -242,7 +255,7 @@ impl Uffd {
         let mut messages = [EMPTY; 64];
         // SAFETY: the kernel writes whole messages, at most as many bytes as it is told.
         let read = unsafe {
-            libc::read(self.0.as_raw_fd(), ptr::from_mut(&mut messages).cast::<c_void>(), size_of_val(&messages))
+            libc::read(self.fd.as_raw_fd(), ptr::from_mut(&mut messages).cast::<c_void>(), size_of_val(&messages))
         };
         match usize::try_from(read) {
             Ok(bytes) => {
@@ -261,7 +274,7 @@ impl Uffd {
     fn call<T>(&self, request: libc::Ioctl, arg: &mut T) -> io::Result<()> {
         // SAFETY: `request` holds the size of `T`, and the kernel reads and writes that many bytes of `arg`. What it
         // does with the ranges that `arg` names is the caller's to answer for: all are ranges of `super::memory`.
-        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, ptr::from_mut(arg)) };
+        let result = unsafe { libc::ioctl(self.fd.as_raw_fd(), request, ptr::from_mut(arg)) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }

@@ -6,6 +6,7 @@
 
 mod answer;
 mod calls;
+mod descriptors;
 mod fragments;
 mod limit;
 mod opens;
@@ -15,3 +16,4 @@ mod routing;
 mod settings;
 mod timeline;
 mod watch;
+mod written;

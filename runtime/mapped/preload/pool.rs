@@ -16,6 +16,7 @@ use outcore_mapped::live::{Optimum, Snapshot};
 use outcore_mapped::{MapOptions, Mapped, builder_for};
 use parking_lot::Mutex;
 
+use crate::descriptors;
 use crate::fragments::Given;
 use crate::limit::{self, Limit};
 use crate::predict::Routers;
@@ -65,6 +66,8 @@ static POOL: OnceLock<Option<Pool>> = OnceLock::new();
 /// The range of addresses that all mapped files lie in, so that other calls are told apart without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
+/// Whether system calls wait for pages too. The same for all files.
+static KERNEL_WAITS: AtomicBool = AtomicBool::new(false);
 static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
@@ -244,7 +247,7 @@ pub fn map(request: &Request) -> Option<u64> {
         watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
         return None;
     }
-    let pool = pool(settings, limit, &path)?;
+    let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
     let mut files = pool.files.lock();
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity) {
         known.given.add(offset, len);
@@ -266,7 +269,8 @@ pub fn map(request: &Request) -> Option<u64> {
         return None;
     }
     let options = MapOptions::new().keep_order(settings.keep_order);
-    let mapped = match without_signals(|| options.open(&pool.runtime, &path)) {
+    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
+    let mapped = match opened {
         Ok(mapped) => Arc::new(mapped),
         Err(error) => {
             left(&error.to_string());
@@ -278,6 +282,8 @@ pub fn map(request: &Request) -> Option<u64> {
     mapped.on_failure(|error| {
         say(&format!("a page that the program touches cannot be read, so it gets SIGBUS: {error}"))
     });
+    descriptors::protect(own);
+    KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
     let start = mapped.as_ptr() as u64;
     let [at, len_of, descriptor] = slot;
     at.store(start, Ordering::Relaxed);
@@ -329,7 +335,7 @@ pub fn is_mapped(fd: c_int) -> bool {
 }
 
 /// Whether this process is a child by `fork` of one that has mapped files here.
-fn in_a_child() -> bool {
+pub fn in_a_child() -> bool {
     IN_CHILD.load(Ordering::Relaxed)
 }
 
@@ -356,6 +362,17 @@ pub fn overlapped(address: u64, len: u64) -> Option<u64> {
     }
     let found = |slot| range_of(slot).filter(|(start, behind, _)| address < *behind && *start < end);
     FOR_CHILDREN.iter().find_map(found).map(|(start, ..)| start)
+}
+
+/// The part of these addresses that belongs to the first mapped file that has any: its beginning and its end.
+pub fn first_part(address: u64, end: u64) -> Option<(u64, u64)> {
+    let parts = FOR_CHILDREN.iter().filter_map(range_of).filter(|(start, behind, _)| address < *behind && *start < end);
+    parts.map(|(start, behind, _)| (start.max(address), behind.min(end))).min()
+}
+
+/// Whether system calls wait for pages of mapped files.
+pub fn kernel_waits() -> bool {
+    KERNEL_WAITS.load(Ordering::Relaxed)
 }
 
 /// Whether a mapped file has any of these addresses.
