@@ -143,3 +143,72 @@ fn experts_that_a_router_chose_are_read_before_they_are_used() {
     assert!(told.contains("not read: the engine is not llama.cpp as shared libraries"), "{told}");
     assert!(told.contains("Experts came by 1 faults."), "{told}");
 }
+
+/// As [`mixture`], of two layers. The router of the second has a row of four numbers for each expert: `[e, -e, 0, 0]`
+/// for even ones, `[0, 0, e, -e]` for others.
+fn two_layers(folder: &Path) -> PathBuf {
+    let len = EXPERTS * PIECE;
+    let experts = |layer: usize| {
+        let (start, end) = (layer * len, (layer + 1) * len);
+        format!(
+            r#""blk.{layer}.ffn_up_exps.weight":{{"dtype":"U8","shape":[{EXPERTS},1024,1024],"data_offsets":[{start},{end}]}}"#
+        )
+    };
+    let (start, end) = (2 * len, 2 * len + EXPERTS * 16);
+    let router = format!(
+        r#""blk.1.ffn_gate_inp.weight":{{"dtype":"F32","shape":[{EXPERTS},4],"data_offsets":[{start},{end}]}}"#
+    );
+    let header = format!("{{{},{},{router}}}", experts(0), experts(1));
+    let path = folder.join("layers.safetensors");
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.write_all(&vec![7; 2 * len]).unwrap();
+    for expert in 0..EXPERTS {
+        let e = expert as f32;
+        let row = if expert % 2 == 0 { [e, -e, 0.0, 0.0] } else { [0.0, 0.0, e, -e] };
+        row.iter().for_each(|number| file.write_all(&number.to_le_bytes()).unwrap());
+    }
+    path
+}
+
+/// Computes a token's experts in the first layer, and waits until `sys.argv[3]` MiB were read.
+const PREDICTED: &str = r#"
+import ctypes, mmap, re, sys, time
+
+llama = ctypes.CDLL(sys.argv[2])
+given, ids = (ctypes.c_float * 4)(1, 0, 0, 0), (ctypes.c_int32 * 2)(3, 40)
+row = lambda used: [ctypes.c_int64(n) for n in (1, used, used)]
+file = open(sys.argv[1], "rb")
+one = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+read = lambda: int(re.search(r"^read_bytes: (\d+)", open("/proc/self/io").read(), re.M)[1])
+before, end = read(), time.monotonic() + 60
+seen = llama.decode(b"ffn_norm-0", ctypes.cast(given, ctypes.POINTER(ctypes.c_int32)), *row(4))
+llama.decode(b"ffn_moe_topk-0", ids, *row(2))
+while read() - before < int(sys.argv[3]) << 20 and time.monotonic() < end: pass
+print(seen, read() - before >= int(sys.argv[3]) << 20)
+"#;
+
+#[test]
+fn experts_that_the_next_router_would_choose_are_read_ahead() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(_) = library(folder.path(), "ggml-of-test", GGML, &[]) else { return };
+    let at = folder.path().to_str().unwrap();
+    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
+    let llama = library(folder.path(), "llama-of-test", LLAMA, &beside).unwrap();
+    let path = two_layers(folder.path());
+    // Two experts of 1 MiB were chosen, and two are predicted: 46 and 44. Only those that were chosen are waited for.
+    for (prediction, mib, seen) in [("on", "4", "1 True\n"), ("off", "2", "0 True\n")] {
+        let output = outcore()
+            .args(["run", "--budget", "40MiB", "--", "python3", "-c", PREDICTED])
+            .args([path.as_os_str(), llama.as_os_str(), mib.as_ref()])
+            .envs((prediction == "off").then_some(("OUTCORE_RUN_PREDICTION", "off")))
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), seen, "{prediction}: {told}");
+    }
+}
