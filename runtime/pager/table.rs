@@ -92,7 +92,7 @@ pub(super) struct SegmentTable {
 impl SegmentTable {
     pub(super) fn new(backing: Backing, pages: u32) -> Self {
         let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0, urgent_failures: 0 };
-        entry.set_on_disk(backing == Backing::File);
+        entry.set_on_disk(backing != Backing::ReadWrite);
         Self {
             backing,
             words: PageWords::new(pages as usize),
