@@ -29,14 +29,12 @@ use crate::segment::Segment;
 use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
-    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchAllocation, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
-    no_descriptor_left, scratch_on_a_disk,
+    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchAllocation, ScratchFile, ScratchOptions,
+    ScratchRoom, SlotRun, Store, no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
-use crate::transfer::{
-    Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait,
-};
+use crate::transfer::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 ///

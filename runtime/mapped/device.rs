@@ -4,15 +4,25 @@
 //! address (`UFFDIO_MOVE`); to take it back, home again. Both edit page tables and copy nothing. A touch of a page
 //! that is not published is a fault, which [`super::faults`] handles.
 //!
+//! Where the kernel cannot move memory, and in private ranges, which are written, it copies the bytes (`UFFDIO_COPY`),
+//! and the home is emptied. To take the page back, it is emptied too: its bytes are not needed then. So it cannot be
+//! hidden and shown again.
+//!
 //! # Invariants
 //!
-//! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`.
+//! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`. Only
+//!    while a page is copied is it in two, and one page is copied at a time.
 //! 2. `occupants` of a range and `behind` of the frames say the same.
 //! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses
-//!    that are not registered, and the disk cannot read to addresses where it would meet a fault.
+//!    that are not registered, and the disk cannot read to addresses where it would meet a fault. A registered home
+//!    that was emptied gets memory that was touched elsewhere.
+//! 4. A page of a private range can be written only while it is `writable`. It becomes that while its pin for writing
+//!    is held, so it is dirty. Before its bytes are written back, it is protected again: what was written before that is
+//!    written back, and what comes later waits for a pin.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
@@ -25,10 +35,11 @@ use outcore::device::{
 };
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
-use crate::uffd::Uffd;
+use crate::uffd::{Features, Mechanism, Uffd};
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
 const HUGE: u64 = 2 << 20;
@@ -44,15 +55,36 @@ static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 /// its frames.
 #[derive(Clone, Debug)]
 pub struct Faulting {
-    _private: (),
+    mechanism: Mechanism,
 }
 
 impl Faulting {
+    /// The device, with the best [`Mechanism`] that works here.
+    ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that moves pages (before Linux
-    /// 6.8), or forbids it (seccomp).
+    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that serves (before Linux 4.14), or
+    /// forbids it (seccomp).
     pub fn new() -> Result<Self> {
-        Uffd::open().map(|_| Self { _private: () })
+        Self::with_mechanism(Features::probe()?.best())
+    }
+
+    /// The device with this mechanism. Private ranges ([`MappedMut`](crate::MappedMut)) are copied in any case.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new); [`Unsupported`](ErrorKind::Unsupported) too where the mechanism does not work.
+    pub fn with_mechanism(mechanism: Mechanism) -> Result<Self> {
+        Uffd::open(mechanism).map(|_| Self { mechanism })
+    }
+
+    /// The mechanism that was chosen.
+    pub fn mechanism(&self) -> Mechanism {
+        self.mechanism
+    }
+
+    /// Whether files can be mapped to be written privately ([`MappedMut`](crate::MappedMut)): Linux 5.7, and on some
+    /// processors later.
+    pub fn maps_private(&self) -> bool {
+        Uffd::open(self.mechanism).is_ok_and(|uffd| uffd.protects())
     }
 }
 
@@ -72,8 +104,16 @@ impl DeviceFactory for Faulting {
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
-        let (uffd, bell) = (Uffd::open()?, Bell::new()?);
-        let core = Arc::new(Core { page_size: settings.page_size, uffd, bell, layout: Mutex::default() });
+        let (mechanism, bell) = (self.mechanism, Bell::new()?);
+        let uffd = Uffd::open(mechanism)?;
+        let lost = match mechanism {
+            Mechanism::Move => Lost::Poisoned,
+            Mechanism::Copy => Lost::Buried(memfd_create("outcore-lost", MemfdFlags::CLOEXEC).map_err(|cause| {
+                Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
+            })?),
+        };
+        let core = Core { page_size: settings.page_size, mechanism, uffd, lost, bell, layout: Mutex::default() };
+        let core = Arc::new(core);
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -99,11 +139,30 @@ pub fn find(address: u64) -> Option<Arc<Core>> {
 #[derive(Debug, Default)]
 struct Frame {
     home: u64,
-    has_memory: bool,
+    /// Whether its home is registered with userfaultfd.
+    registered: bool,
+    at_home: bool,
     behind: Option<u64>,
     published: bool,
+    /// It is published, and a write to it is no fault.
+    writable: bool,
     /// All its bytes are there, but it is not published, so that its next use is seen.
     hidden: bool,
+}
+
+impl Frame {
+    fn has_memory(&self) -> bool {
+        self.at_home || self.published
+    }
+}
+
+/// How access to a page that cannot be read becomes a signal.
+#[derive(Debug)]
+enum Lost {
+    /// By the kernel's own mark.
+    Poisoned,
+    /// By a mapping of this empty file.
+    Buried(OwnedFd),
 }
 
 /// Addresses of a segment.
@@ -117,6 +176,12 @@ struct Range {
     handler: Option<Weak<dyn Handler>>,
     /// The address behind the bytes that there are.
     end: u64,
+    /// Whether the program writes it. Then writes to pages that are not dirty are faults.
+    private: bool,
+    /// Whether pages come by a copy.
+    copied: bool,
+    /// Pages in whose place is the empty file.
+    buried: HashSet<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -124,6 +189,8 @@ struct Layout {
     frames: Vec<Frame>,
     /// Regions of homes. They are never given back while the device lives.
     homes: Vec<Region>,
+    /// A page of addresses that is registered nowhere, to bring memory in.
+    spare: Option<Region>,
     /// By their first address.
     ranges: BTreeMap<u64, Range>,
 }
@@ -155,7 +222,9 @@ impl Layout {
 /// What the device, its streams and the thread of its faults share.
 pub struct Core {
     page_size: PageSize,
+    mechanism: Mechanism,
     uffd: Uffd,
+    lost: Lost,
     bell: Arc<Bell>,
     layout: Mutex<Layout>,
 }
@@ -193,12 +262,34 @@ impl Core {
     }
 
     /// Faults in the range of this address are `handler`'s from now on. The range is a file of `len` bytes, behind
-    /// which there are zeros.
+    /// which there are zeros; in a private one the runtime has put them there.
     pub fn handle(&self, address: u64, len: u64, handler: Weak<dyn Handler>) {
         if let Some(range) = self.layout.lock().range_mut(address) {
-            range.end = range.region.start() + len;
+            // What is written behind the end of a private range stays.
+            if !range.private {
+                range.end = range.region.start() + len;
+            }
             range.handler = Some(handler);
         }
+    }
+
+    /// The program writes the range of this address from now on, where nothing was published yet.
+    ///
+    /// # Errors
+    /// `Unsupported` where the kernel cannot protect pages; what it says.
+    pub fn make_private(&self, address: u64) -> Result<()> {
+        if !self.uffd.protects() {
+            return Err(Error::new(ErrorKind::Unsupported, "this kernel's userfaultfd does not tell of writes")
+                .remedy("use Linux 5.7 or newer (on ARM 6.10), or map the file read-only"));
+        }
+        let mut layout = self.layout.lock();
+        let Some(range) = layout.range_mut(address) else {
+            return Err(Self::no_such_address(DeviceAddress::new(address)));
+        };
+        let registered = self.uffd.register_protected(range.region.start(), range.region.len());
+        registered.map_err(|cause| Error::io("have userfaultfd tell of writes", cause))?;
+        (range.private, range.copied) = (true, true);
+        Ok(())
     }
 
     /// Whether a file is mapped.
@@ -213,11 +304,13 @@ impl Core {
         }
     }
 
-    /// Wakes the threads that wait for a page, if it is published: they did not see that yet.
-    pub fn wake_if_published(&self, page: u64) -> bool {
+    /// Wakes the threads that wait for a page, to write it or not, if they need not: they did not see that yet.
+    pub fn wake_if_published(&self, page: u64, writes: bool) -> bool {
         let layout = self.layout.lock();
-        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
-        let published = occupant.is_some_and(|frame| layout.frames[frame as usize].published);
+        let Some(range) = layout.range(page) else { return false };
+        let frame = range.occupants.get(&page).map(|frame| &layout.frames[*frame as usize]);
+        let waits = |frame: &Frame| writes && range.private && !frame.writable;
+        let published = frame.is_some_and(|frame| frame.published && !waits(frame));
         if published && let Err(cause) = self.uffd.wake(page, self.page()) {
             tracing::warn!(%cause, "waking threads that wait for a page");
         }
@@ -236,17 +329,16 @@ impl Core {
         self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
     }
 
-    /// Hides a page that is pinned: its next touch is seen.
+    /// Hides a page that is pinned: its next touch is seen. Not one that was copied: it would have to be read again.
     pub fn hide(&self, page: u64) {
         let mut layout = self.layout.lock();
-        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
-        if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
-            let published = frame.published;
-            match self.take_back(frame) {
-                Ok(()) => frame.hidden |= published,
-                // It stays visible: a use goes unseen, and no more.
-                Err(error) => tracing::debug!(%error, "a page was not hidden"),
-            }
+        let found = layout.range(page).filter(|range| !range.copied);
+        let occupant = found.and_then(|range| range.occupants.get(&page).copied());
+        let Some(id) = occupant.filter(|frame| layout.frames[*frame as usize].published) else { return };
+        match self.take_back(&mut layout, FrameId::new(id)) {
+            Ok(()) => layout.frames[id as usize].hidden = true,
+            // It stays visible: a use goes unseen, and no more.
+            Err(error) => tracing::debug!(%error, "a page was not hidden"),
         }
     }
 
@@ -256,7 +348,7 @@ impl Core {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page)) {
+        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page, false)) {
             tracing::debug!(%error, "a hidden page was not shown at once");
         }
     }
@@ -275,27 +367,32 @@ impl Core {
         }
     }
 
-    /// Publishes a page that is pinned, for the threads that wait for it.
+    /// Publishes a page that is pinned, for the threads that wait for it. To be `written`, it is pinned for that.
     ///
     /// # Errors
     /// What the kernel says.
-    pub fn show(&self, page: u64) -> Result<()> {
+    pub fn show(&self, page: u64, written: bool) -> Result<()> {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         match occupant {
-            Some(frame) => self.publish(&mut layout, FrameId::new(frame), page),
+            Some(frame) => self.publish(&mut layout, FrameId::new(frame), page, written),
             None => Err(Self::no_such_address(DeviceAddress::new(page))),
         }
     }
 
-    /// Moves the memory of a filled frame to its page, and wakes who waits there.
-    fn publish(&self, layout: &mut Layout, id: FrameId, to: u64) -> Result<()> {
+    /// Brings the memory of a filled frame to its page, and wakes who waits there. Of a private range, it can be
+    /// written afterwards only if it is to be `written`, or could be before.
+    fn publish(&self, layout: &mut Layout, id: FrameId, to: u64, written: bool) -> Result<()> {
         let frame = layout.frame(id)?;
         if frame.behind != Some(to) {
             return Err(Self::no_such_address(DeviceAddress::new(to)));
         }
+        if !frame.has_memory() {
+            return Err(Error::new(ErrorKind::Internal, "a page that was given up has no bytes"));
+        }
         let (home, published) = (frame.home, std::mem::replace(&mut frame.published, true));
         let hidden = std::mem::take(&mut frame.hidden);
+        let (private, copied) = layout.range(to).map_or((false, false), |range| (range.private, range.copied));
         if let Some(range) = layout.range_mut(to) {
             range.wanted.remove(&to);
             let bytes = range.end.saturating_sub(to);
@@ -305,52 +402,135 @@ impl Core {
                 unsafe { ptr::write_bytes(rest, 0, (self.page() - bytes) as usize) };
             }
         }
-        let moved = match published {
+        let brought = match published {
+            true if written && private => self.unprotect(layout, id, to),
             // Threads may have begun to wait just before.
-            true => self.uffd.wake(to, self.page()),
-            false => match (self.uffd.move_pages(to, home, self.page()), layout.range(to)) {
+            true => self.uffd.wake(to, self.page()).map_err(|cause| failed("publish", cause)),
+            false => match (self.bring(layout, home, to, private && !written), layout.range(to)) {
                 // A fill of this page failed before, and it was poisoned.
-                (Err(cause), Some(range)) if cause.raw_os_error() == Some(libc::EEXIST) => {
-                    range.region.give_back(to, self.page())?;
-                    self.uffd.move_pages(to, home, self.page())
-                }
-                (moved, _) => moved,
+                (Err(cause), Some(range)) if cause.raw_os_error() == Some(libc::EEXIST) => range
+                    .region
+                    .give_back(to, self.page())
+                    .and_then(|()| self.bring(layout, home, to, private && !written).map_err(|c| failed("publish", c))),
+                (brought, _) => brought.map_err(|cause| failed("publish", cause)),
             },
         };
-        moved.map_err(|cause| {
+        if let Err(error) = brought {
             if let Ok(frame) = layout.frame(id) {
                 (frame.published, frame.hidden) = (published, hidden);
             }
-            failed("publish", cause)
+            return Err(error);
+        }
+        if !published {
+            // What was copied is there twice now.
+            let emptied = match copied {
+                false => true,
+                true => layout.home(home).is_some_and(|region| match region.give_back(home, self.page()) {
+                    Ok(()) => true,
+                    Err(error) => {
+                        tracing::error!(%error, "a page is in memory twice");
+                        false
+                    }
+                }),
+            };
+            let frame = layout.frame(id)?;
+            (frame.at_home, frame.writable) = (!emptied, written && private);
+        }
+        Ok(())
+    }
+
+    /// Brings the bytes of a frame at home to its page, which has none. If it fails, the page has none either.
+    fn bring(&self, layout: &mut Layout, home: u64, to: u64, protected: bool) -> std::io::Result<()> {
+        let page = self.page();
+        let Some(range) = layout.range_mut(to) else { return Ok(()) };
+        if !range.copied {
+            return self.uffd.move_pages(to, home, page);
+        }
+        let unburied = |error: Error| std::io::Error::other(error);
+        if range.buried.contains(&to) {
+            range.region.unbury(to, page).map_err(unburied)?;
+            match range.private {
+                true => self.uffd.register_protected(to, page)?,
+                false => self.uffd.register(to, page)?,
+            }
+            range.buried.remove(&to);
+        }
+        self.uffd.copy_pages(to, home, page, protected).inspect_err(|cause| {
+            // A part of a page would be taken for all of it.
+            if cause.raw_os_error() != Some(libc::EEXIST)
+                && let Err(error) = range.region.give_back(to, page)
+            {
+                tracing::error!(%error, to, "a page was copied in part");
+            }
         })
+    }
+
+    /// Lets a published page be written, which is pinned for that.
+    fn unprotect(&self, layout: &mut Layout, id: FrameId, page: u64) -> Result<()> {
+        self.uffd.protect(page, self.page(), false).map_err(|cause| failed("open", cause))?;
+        layout.frame(id)?.writable = true;
+        Ok(())
+    }
+
+    /// A page that is published, and whose bytes are lost or can be used no more, is there no more.
+    pub fn give_up(&self, page: u64) {
+        let mut layout = self.layout.lock();
+        let found = layout.range(page).filter(|range| range.private);
+        let occupant = found.and_then(|range| range.occupants.get(&page).copied());
+        if let Some(Err(error)) = occupant.map(|frame| self.take_back(&mut layout, FrameId::new(frame))) {
+            tracing::error!(%error, "a page that was lost is still there");
+        }
     }
 
     /// Threads that touch this page get SIGBUS, until it is filled after all.
     pub fn poison(&self, page: u64) {
         // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
-        let mut layout = self.layout.lock();
-        let Some(range) = layout.range_mut(page) else { return };
+        let mut guard = self.layout.lock();
+        let layout = &mut *guard;
+        let Some((_, range)) = layout.ranges.range_mut(..=page).next_back() else { return };
+        if page - range.region.start() >= range.region.len() {
+            return;
+        }
         range.wanted.remove(&page);
-        let Some(range) = layout.range(page) else { return };
-        let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
-        if !published && let Err(cause) = self.uffd.poison(page, self.page()) {
+        if range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published) {
+            return;
+        }
+        let lost = match &self.lost {
+            Lost::Poisoned => self.uffd.poison(page, self.page()),
+            Lost::Buried(_) if range.buried.contains(&page) => self.uffd.wake(page, self.page()),
+            Lost::Buried(empty) => match range.region.bury(page, self.page(), empty.as_fd()) {
+                Ok(()) => {
+                    range.buried.insert(page);
+                    self.uffd.wake(page, self.page())
+                }
+                Err(error) => Err(std::io::Error::other(error)),
+            },
+        };
+        if let Err(cause) = lost {
             tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
         }
     }
 
-    /// Moves the memory of a published frame home.
-    fn take_back(&self, frame: &mut Frame) -> Result<()> {
-        if let (true, Some(address)) = (frame.published, frame.behind) {
-            self.uffd.move_pages(frame.home, address, self.page()).map_err(|cause| failed("take back", cause))?;
-            frame.published = false;
+    /// Takes a published page away: the memory goes home, or, if it was copied, is given back.
+    fn take_back(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
+        let frame = layout.frame(id)?;
+        let (home, Some(address), true) = (frame.home, frame.behind, frame.published) else { return Ok(()) };
+        match layout.range(address) {
+            Some(range) if range.copied => range.region.give_back(address, self.page())?,
+            _ => {
+                self.uffd.move_pages(home, address, self.page()).map_err(|cause| failed("take back", cause))?;
+                layout.frame(id)?.at_home = true;
+            }
         }
+        let frame = layout.frame(id)?;
+        (frame.published, frame.writable) = (false, false);
         Ok(())
     }
 
     /// Leaves the frame behind no address.
     fn clear(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
+        self.take_back(layout, id)?;
         let frame = layout.frame(id)?;
-        self.take_back(frame)?;
         frame.hidden = false;
         if let Some(address) = frame.behind.take()
             && let Some(range) = layout.range_mut(address)
@@ -360,21 +540,42 @@ impl Core {
         Ok(())
     }
 
-    /// Brings memory in for a frame that has none.
-    fn give_memory(&self, id: FrameId) -> Result<()> {
-        let mut layout = self.layout.lock();
+    /// Brings memory in for a frame that is behind no address.
+    fn give_memory(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
         let frame = layout.frame(id)?;
-        if frame.has_memory {
+        if frame.at_home {
             return Ok(());
         }
-        let home = frame.home;
-        let Some(region) = layout.home(home) else {
-            return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
-        };
-        region.touch(home, self.page());
-        self.uffd.register(home, self.page()).map_err(|cause| failed("register", cause))?;
-        layout.frame(id)?.has_memory = true;
+        let (home, page) = (frame.home, self.page());
+        if frame.registered {
+            // A touch there would be a fault.
+            let spare = match &mut layout.spare {
+                Some(spare) => spare,
+                none => none.insert(Self::addresses(page, page)?),
+            };
+            spare.touch(spare.start(), page);
+            self.uffd.move_pages(home, spare.start(), page).map_err(|cause| failed("give memory to", cause))?;
+        } else {
+            let Some(region) = layout.home(home) else {
+                return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
+            };
+            region.touch(home, page);
+            if self.mechanism == Mechanism::Move {
+                self.uffd.register(home, page).map_err(|cause| failed("register", cause))?;
+                layout.frame(id)?.registered = true;
+            }
+        }
+        layout.frame(id)?.at_home = true;
         Ok(())
+    }
+
+    /// Addresses for pages of the device.
+    fn addresses(len: u64, page: u64) -> Result<Region> {
+        let region = Region::new(len, page.max(HUGE))?;
+        if page >= HUGE {
+            region.want_huge_pages();
+        }
+        Ok(region)
     }
 
     fn no_such_address(address: DeviceAddress) -> Error {
@@ -443,20 +644,27 @@ impl Device for FaultingDevice {
             Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
         })?;
         let end = start + region.len();
-        let range = Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None, end };
+        let range = Range {
+            region,
+            occupants: HashMap::new(),
+            wanted: HashSet::new(),
+            handler: None,
+            end,
+            private: false,
+            copied: self.core.mechanism == Mechanism::Copy,
+            buried: HashSet::new(),
+        };
         self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
     }
 
     fn release(&self, base: DeviceAddress, _pages: u32) -> Result<()> {
         let mut layout = self.core.layout.lock();
-        let Some(mut range) = layout.ranges.remove(&base.get()) else { return Err(Core::no_such_address(base)) };
-        for (_, frame) in range.occupants.drain() {
-            let frame = layout.frame(FrameId::new(frame))?;
-            self.core.take_back(frame)?;
-            (frame.behind, frame.hidden) = (None, false);
-        }
-        Ok(())
+        let Some(range) = layout.ranges.get(&base.get()) else { return Err(Core::no_such_address(base)) };
+        let occupants: Vec<u32> = range.occupants.values().copied().collect();
+        let cleared = occupants.iter().try_for_each(|frame| self.core.clear(&mut layout, FrameId::new(*frame)));
+        layout.ranges.remove(&base.get());
+        cleared
     }
 
     fn frame_count(&self) -> u32 {
@@ -470,10 +678,7 @@ impl Device for FaultingDevice {
         if more == 0 {
             return Ok(());
         }
-        let region = Region::new(more as u64 * page, page.max(HUGE))?;
-        if page >= HUGE {
-            region.want_huge_pages();
-        }
+        let region = Core::addresses(more as u64 * page, page)?;
         let homes = (0..more as u64).map(|at| region.start() + at * page);
         layout.frames.extend(homes.map(|home| Frame { home, ..Frame::default() }));
         layout.homes.push(region);
@@ -481,9 +686,9 @@ impl Device for FaultingDevice {
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.core.give_memory(frame)?;
         let mut layout = self.core.layout.lock();
         self.core.clear(&mut layout, frame)?;
+        self.core.give_memory(&mut layout, frame)?;
         let before = layout.range(address.get()).map(|range| range.occupants.get(&address.get()).copied());
         match before {
             None => return Err(Core::no_such_address(address)),
@@ -514,18 +719,27 @@ impl Device for FaultingDevice {
             layout.frame(frame)?.hidden = true;
             return Ok(());
         }
-        self.core.publish(&mut layout, frame, address.get())
+        self.core.publish(&mut layout, frame, address.get(), false)
     }
 
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
-        if layout.frame(frame)?.published { Ok(()) } else { self.core.publish(&mut layout, frame, address.get()) }
+        let Frame { published, writable, .. } = *layout.frame(frame)?;
+        if !published {
+            return self.core.publish(&mut layout, frame, address.get(), false);
+        }
+        if writable {
+            // What reads it needs bytes that stay, and what is written later makes the page dirty again.
+            let protected = self.core.uffd.protect(address.get(), self.core.page(), true);
+            protected.map_err(|cause| failed("protect", cause))?;
+            layout.frame(frame)?.writable = false;
+        }
+        Ok(())
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
         if STRICT {
-            let mut layout = self.core.layout.lock();
-            self.core.take_back(layout.frame(frame)?)?;
+            self.core.take_back(&mut self.core.layout.lock(), frame)?;
         }
         Ok(())
     }
@@ -536,23 +750,27 @@ impl Device for FaultingDevice {
 
     fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
         let mut layout = self.core.layout.lock();
-        let has_memory = layout.frame(frame)?.has_memory;
-        Ok(if has_memory { Bytes::new(self.core.page()) } else { Bytes::ZERO })
+        Ok(if layout.frame(frame)?.has_memory() { Bytes::new(self.core.page()) } else { Bytes::ZERO })
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
         let mut layout = self.core.layout.lock();
         self.core.clear(&mut layout, frame)?;
         let found = layout.frame(frame)?;
-        if !std::mem::take(&mut found.has_memory) {
+        if !found.at_home {
             return Ok(());
         }
-        let home = found.home;
-        self.core.uffd.unregister(home, self.core.page()).map_err(|cause| failed("give back", cause))?;
-        match layout.home(home) {
-            Some(region) => region.give_back(home, self.core.page()),
-            None => Ok(()),
+        let (home, page) = (found.home, self.core.page());
+        // Its next memory comes by a touch, which makes huge pages.
+        if found.registered {
+            self.core.uffd.unregister(home, page).map_err(|cause| failed("give back", cause))?;
+            layout.frame(frame)?.registered = false;
         }
+        if let Some(region) = layout.home(home) {
+            region.give_back(home, page)?;
+        }
+        layout.frame(frame)?.at_home = false;
+        Ok(())
     }
 
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {

@@ -14,6 +14,12 @@
 //! other threads wait in line. The pages kept are at most half of the frames, or three of four to seven: whatever is
 //! asked for next finds another. A budget may shrink to less than twice what is kept; then all of it is let
 //! go after [`QUIET`] without an event.
+//!
+//! # Writes
+//!
+//! A write to a page of a private range waits until the page is pinned for writing, so it is dirty. That pin is kept as
+//! others are. It waits for pins of the page, so the thread lets go of its own before it asks, and keeps no other of
+//! the page while it waits; nobody else has any. It waits for a write back of the page too: that ends.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,7 +33,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use outcore::{Error, PinSet, Result};
+use outcore::{Error, PinSet, Result, Write};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -40,12 +46,23 @@ const FAILED_MAX: u32 = 3;
 /// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
 const QUIET: Duration = Duration::from_millis(100);
 
+/// What keeps pages where they are.
+#[derive(Debug)]
+#[expect(dead_code, reason = "held, and never looked at")]
+pub enum Pins {
+    Read(PinSet),
+    /// Nobody else has pins of these pages, and they are dirty.
+    Write(PinSet<Write>),
+}
+
 /// Pages of a range that are used together.
 pub struct Request {
     /// Where they begin in the range, ascending. Each is published as soon as it is filled.
     pub pages: Vec<u64>,
+    /// Whether they are to be written.
+    pub writes: bool,
     /// The pin of all of them.
-    pub pins: Pin<Box<dyn Future<Output = Result<PinSet>> + Send>>,
+    pub pins: Pin<Box<dyn Future<Output = Result<Pins>> + Send>>,
 }
 
 /// Who answers for the pages of a range.
@@ -53,6 +70,12 @@ pub trait Handler: Send + Sync + fmt::Debug {
     /// What is to be asked for because the byte `offset` of the range was touched: first the page that holds it, alone.
     /// Nothing if the range has no such page.
     fn requests(&self, offset: u64) -> Vec<Request>;
+    /// The same for a write, in a range that is private: one page.
+    fn request_to_write(&self, offset: u64) -> Option<Request>;
+    /// Whether the range is private, so that it may be written.
+    fn is_private(&self) -> bool;
+    /// This page is about to be written.
+    fn will_be_written(&self, offset: u64);
     /// Whether this page is hidden again when it is let go, so that its next use is seen.
     fn hides(&self, page: u64) -> bool;
     /// How many pages may be kept pinned behind their use, whatever range they are of.
@@ -74,7 +97,7 @@ pub struct Held {
     /// Whether they are kept because the program told of them, and not because a thread waited for them.
     pub told: bool,
     /// Held, and never looked at.
-    pub _pins: PinSet,
+    pub _pins: Pins,
 }
 
 #[derive(Default)]
@@ -153,6 +176,11 @@ impl Keeper {
     /// The pages at these addresses are not let go from now on; others are.
     fn guard(&self, pages: Vec<u64>) {
         self.0.lock().guarded = pages;
+    }
+
+    /// Lets go of a page that is to be written: a pin for writing waits for all others.
+    fn let_write(&self, range: u64, page: u64) {
+        self.drop_all(|held| held.range == range && held.pages.contains(&page));
     }
 
     fn forget(&self, range: u64) {
@@ -313,6 +341,8 @@ struct Pending {
     handler: Weak<dyn Handler>,
     request: Request,
     waker: Arc<Rung>,
+    /// What it was asked for first.
+    fault: Fault,
     /// How often it failed before.
     failed: u32,
 }
@@ -394,7 +424,7 @@ impl Worker {
     /// A thread waits for the page of this address.
     fn fault(&mut self, core: &Arc<Core>, fault: Fault) {
         let page = fault.address - fault.address % core.page();
-        if core.wake_if_published(page) {
+        if core.wake_if_published(page, fault.writes) {
             return;
         }
         let Some((handler, _)) = core.handler(page) else {
@@ -405,7 +435,7 @@ impl Worker {
         // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.
         core.show_hidden(page);
         if self.turns.may_have(fault, page, asked.turns()) || core.has_frame(page) {
-            self.bring(core, fault.address, 0);
+            self.bring(core, fault, 0);
         }
         // A turn may have ended.
         self.bell.keeper.guard(self.turns.pages());
@@ -420,12 +450,13 @@ impl Worker {
         let most = handler.map_or(1, |handler| handler.turns());
         let Some(fault) = self.turns.next(most, Instant::now(), page_of) else { return false };
         self.bell.keeper.guard(self.turns.pages());
-        self.bring(core, fault.address, 0);
+        self.bring(core, fault, 0);
         true
     }
 
     /// Asks for what is to be there because this address was touched, after it `failed` so often.
-    fn bring(&mut self, core: &Arc<Core>, address: u64, failed: u32) {
+    fn bring(&mut self, core: &Arc<Core>, fault: Fault, failed: u32) {
+        let Fault { address, writes, .. } = fault;
         let page = address - address % core.page();
         let asked = core.handler(page).and_then(|(handler, range)| Some((handler.upgrade()?, handler, range)));
         let Some((asked, handler, range)) = asked else {
@@ -433,6 +464,21 @@ impl Worker {
             return core.poison(page);
         };
         let alone = [page - range];
+        if self.is_to_be_written(range, page - range) {
+            // The page is shown when it may be written, to readers too.
+            return;
+        }
+        if writes && asked.is_private() {
+            self.bell.keeper.let_write(range, page - range);
+            match asked.request_to_write(address - range) {
+                Some(request) => self.ask(range, handler, request, fault, failed),
+                None => {
+                    self.ended(core, page);
+                    core.poison(page);
+                }
+            }
+            return;
+        }
         // An earlier request may be in the pager's line for a frame. A page that is there by now, because the thread
         // holds a guard of it, is pinned at once by a new one.
         let asked_for = |pending: &Pending| pending.range == range && pending.request.pages == alone;
@@ -448,10 +494,20 @@ impl Worker {
             let again = |pending: &Pending| pending.range == range && pending.request.pages == request.pages;
             if request.pages == alone || !self.pending.iter().any(again) {
                 request.pages.iter().for_each(|page| core.want(range + page));
-                let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
-                self.pending.push(Pending { range, handler: handler.clone(), request, waker, failed });
+                self.ask(range, handler.clone(), request, fault, failed);
             }
         }
+    }
+
+    fn ask(&mut self, range: u64, handler: Weak<dyn Handler>, request: Request, fault: Fault, failed: u32) {
+        let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
+        self.pending.push(Pending { range, handler, request, waker, fault, failed });
+    }
+
+    /// Whether a pin of this page for writing is under way.
+    fn is_to_be_written(&self, range: u64, page: u64) -> bool {
+        let writes = |pending: &Pending| pending.request.writes && pending.range == range;
+        self.pending.iter().any(|pending| writes(pending) && pending.request.pages.contains(&page))
     }
 
     /// Nobody waits for this page any more.
@@ -472,11 +528,21 @@ impl Worker {
                 at += 1;
                 continue;
             };
-            let Pending { range, handler, request, failed, .. } = self.pending.swap_remove(at);
+            let Pending { range, handler, request, fault, failed, .. } = self.pending.swap_remove(at);
             let answers = handler.upgrade();
-            let shown = result
-                .and_then(|pins| request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins));
+            let writes = request.writes;
+            let show = |page: &u64| {
+                if let Some(answers) = answers.as_ref().filter(|_| writes) {
+                    answers.will_be_written(*page);
+                }
+                core.show(range + page, writes)
+            };
+            let shown = result.and_then(|pins| request.pages.iter().try_for_each(show).map(|()| pins));
             match shown {
+                // Kept, they would be waited for by the pin for writing.
+                Ok(_pins) if request.pages.iter().any(|page| self.is_to_be_written(range, *page)) => {
+                    request.pages.iter().for_each(|page| self.ended(core, range + page));
+                }
                 Ok(pins) => {
                     request.pages.iter().for_each(|page| self.ended(core, range + page));
                     let most = answers.map_or(1, |answers| answers.may_keep());
@@ -494,14 +560,15 @@ impl Worker {
                 // A frame that cannot be taken from its page now is not the only one.
                 Err(error) if error.is_transient() && failed < FAILED_MAX => {
                     tracing::debug!(%error, "a page that was touched is asked for again");
-                    for page in request.pages {
-                        self.bring(core, range + page, failed + 1);
-                    }
+                    self.bring(core, fault, failed + 1);
                 }
                 Err(error) => {
                     for page in request.pages {
                         if let Some(answers) = &answers {
                             answers.failed(page, error.clone());
+                        }
+                        if writes {
+                            core.give_up(range + page);
                         }
                         core.poison(range + page);
                         self.ended(core, range + page);

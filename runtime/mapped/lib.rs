@@ -32,4 +32,5 @@ mod turns;
 mod uffd;
 
 pub use device::Faulting;
-pub use mapped::{Mapped, builder_for};
+pub use mapped::{Mapped, MappedMut, Written, builder_for};
+pub use uffd::Mechanism;

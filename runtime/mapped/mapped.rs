@@ -4,10 +4,10 @@ use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File};
 use std::future::Future;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
-use crate::faults::{self, Handler, Held, Request};
+use crate::faults::{self, Handler, Held, Pins, Request};
 use crate::followed::Followed;
 use crate::order;
 
@@ -68,6 +68,8 @@ struct Pages {
     frames: AtomicUsize,
     failure: Mutex<Option<Error>>,
     tell: OnceLock<fn(&Error)>,
+    private: bool,
+    written: Arc<Written>,
     own: Weak<Self>,
 }
 
@@ -95,9 +97,9 @@ impl Pages {
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
             let walker = if of_expert { &this.drawn } else { &this.walker };
-            walker.pin_set(&tensors).await
+            walker.pin_set(&tensors).await.map(Pins::Read)
         });
-        Some(Request { pages: offsets, pins })
+        Some(Request { pages: offsets, writes: false, pins })
     }
 
     fn count_frames(&self) {
@@ -134,7 +136,8 @@ impl Handler for Pages {
             self.tell_of_the_unseen(page);
         }
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
-        if let Some(expert) = expert {
+        // A pin of several pages would wait for those that are written.
+        if let Some(expert) = expert.filter(|_| !self.private) {
             self.untold.fetch_add(1, Ordering::Relaxed);
             let all = self.experts.pages(expert, self.page);
             if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
@@ -142,6 +145,29 @@ impl Handler for Pages {
             }
         }
         requests
+    }
+
+    fn request_to_write(&self, offset: u64) -> Option<Request> {
+        let page = (offset / self.page) as u32;
+        let of_expert = self.experts.at(offset).is_some();
+        if !of_expert {
+            self.tell_of_the_unseen(page);
+        }
+        self.faults.fetch_add(1, Ordering::Relaxed);
+        let (tensor, this) = (self.run(page, page + 1)?, self.own.upgrade()?);
+        let pins = Box::pin(async move {
+            let walker = if of_expert { &this.drawn } else { &this.walker };
+            walker.pin_set_mut(std::slice::from_ref(&tensor)).await.map(Pins::Write)
+        });
+        Some(Request { pages: self.offsets(&[page]), writes: true, pins })
+    }
+
+    fn is_private(&self) -> bool {
+        self.private
+    }
+
+    fn will_be_written(&self, offset: u64) {
+        self.written.add(offset);
     }
 
     fn hides(&self, page: u64) -> bool {
@@ -218,6 +244,23 @@ fn own_runtime(first: &Path) -> Result<&'static Runtime> {
     Ok(own.insert(Box::leak(Box::new(builder.open()?))))
 }
 
+/// The name of an open file, by which pages of it can be read.
+///
+/// # Errors
+/// `NotFound` if it has none any more.
+fn path_of(file: &File) -> Result<PathBuf> {
+    let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
+    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+        .map_err(|cause| io("ask for the name of an open file", cause))?;
+    let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
+    let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
+    if !named {
+        let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
+        return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
+    }
+    Ok(path)
+}
+
 /// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
 ///
 /// A touch of a page that is not there waits until the runtime has read it. Pages go as those of tensors do, by the
@@ -250,15 +293,7 @@ impl Mapped {
     /// As for [`open`](Self::open), and [`NotFound`](ErrorKind::NotFound) if the file has no name any more, because it
     /// was removed or replaced: pages are read again later, by its name.
     pub fn map(file: &File) -> Result<Self> {
-        let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
-        let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
-            .map_err(|cause| io("ask for the name of an open file", cause))?;
-        let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
-        let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
-        if !named {
-            let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
-            return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
-        }
+        let path = path_of(file)?;
         Self::open(own_runtime(&path)?, path)
     }
 
@@ -271,6 +306,10 @@ impl Mapped {
     /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
     ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
     pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_as(runtime, path.as_ref(), false)
+    }
+
+    fn open_as(runtime: &Runtime, path: &Path, private: bool) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
         if frames < 4 {
@@ -279,8 +318,8 @@ impl Mapped {
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );
         }
-        let path = path.as_ref();
-        let model = runtime.open_parsed(format::open_bytes(path)?)?;
+        let header = format::open_bytes(path)?;
+        let model = if private { runtime.open_private(header)? } else { runtime.open_parsed(header)? };
         let bytes = model.tensor(BYTES)?;
         let start = bytes.address();
         let Some(core) = device::find(start) else {
@@ -290,6 +329,9 @@ impl Mapped {
         };
         let len = usize::try_from(bytes.size().get())
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
+        if private {
+            core.make_private(start)?;
+        }
         let page = core.page();
         let (walker, drawn) = (runtime.walker()?, runtime.walker()?);
         let model = model_of(path);
@@ -330,6 +372,8 @@ impl Mapped {
             frames: AtomicUsize::new(frames as usize),
             failure: Mutex::new(None),
             tell: OnceLock::new(),
+            private,
+            written: Arc::new(Written::new(page, if private { len as u64 } else { 0 })),
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
@@ -383,15 +427,13 @@ impl Mapped {
             return Ok(());
         }
         offsets.iter().for_each(|page| self.core.want(self.start + page));
-        let shown = known
-            .drawn
-            .pin_set(&tensors)
-            .wait()
-            .and_then(|pins| offsets.iter().try_for_each(|page| self.core.show(self.start + page)).map(|()| pins));
+        let shown = known.drawn.pin_set(&tensors).wait().and_then(|pins| {
+            offsets.iter().try_for_each(|page| self.core.show(self.start + page, false)).map(|()| pins)
+        });
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
-                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
+                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: Pins::Read(pins) };
                 self.core.bell().keeper().keep(&self.core, held, may_keep);
                 // So that the thread sees that something is kept, and lets it go in time.
                 self.core.bell().ring();
@@ -447,7 +489,7 @@ impl Deref for Mapped {
     fn deref(&self) -> &[u8] {
         // SAFETY: the range belongs to the segment of `pages.bytes`, which lives as long as `self`, and has `len` bytes
         // of the file. It is registered with userfaultfd: a page that is not there is filled before the access goes on,
-        // or the thread gets a signal. Nobody writes a file's segment: its pages are only read, and a page that is
+        // or the thread gets a signal. Nobody writes a file's segment but through `MappedMut`, as there: a page that is
         // taken away comes back with the same bytes, since the store compares the file's identity at each read.
         unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(self.start as usize), self.len) }
     }
@@ -467,5 +509,134 @@ impl Drop for Mapped {
         }
         self.core.leave(self.start);
         faults::forget(&self.core, self.start);
+    }
+}
+
+/// Which pages of a [`MappedMut`] file were written. It takes no lock and no memory to look at it, so a child by `fork`
+/// can.
+#[derive(Debug)]
+pub struct Written {
+    page: u64,
+    len: u64,
+    bits: Box<[AtomicU64]>,
+}
+
+impl Written {
+    fn new(page: u64, len: u64) -> Self {
+        Self { page, len, bits: (0..len.div_ceil(page).div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// The page that begins here is about to be written.
+    fn add(&self, offset: u64) {
+        let page = offset / self.page;
+        if let Some(bits) = self.bits.get((page / 64) as usize) {
+            bits.fetch_or(1 << (page % 64), Ordering::Release);
+        }
+    }
+
+    fn has(&self, page: u64) -> bool {
+        self.bits.get((page / 64) as usize).is_some_and(|bits| bits.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
+    }
+
+    /// The pages, as ranges of bytes of the file, ascending.
+    pub fn parts(&self) -> impl Iterator<Item = Range<u64>> {
+        let written = (0..self.len.div_ceil(self.page)).filter(|page| self.has(*page));
+        written.map(|page| page * self.page..((page + 1) * self.page).min(self.len))
+    }
+}
+
+/// A file as a plain slice of bytes that can be written, in place of `memmap2::MmapMut::map_copy`: what is written is
+/// seen here alone, and the file is never changed.
+///
+/// Pages come and go as those of a [`Mapped`] file do. A page that was written goes to the runtime's scratch file, and
+/// comes from there. The scratch file takes room for a page when the page leaves memory for the first time. If the disk
+/// has none, the page stays in memory, and the write is tried again; after eight tries, or three while somebody waits
+/// for its frame, its bytes are lost: the thread that touches it next gets SIGBUS, and
+/// [`Runtime::health`](outcore::Runtime::health) says why.
+///
+/// It has a range and pages of its own. A page that is also mapped elsewhere is in memory twice.
+///
+/// Dropping it loses what was written. A child by `fork` does not have the range.
+pub struct MappedMut(Mapped);
+
+impl MappedMut {
+    /// Maps a whole open file on a runtime of this process's own, which [`Mapped::map`] uses too.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open) and [`Mapped::map`].
+    pub fn map(file: &File) -> Result<Self> {
+        let path = path_of(file)?;
+        Self::open(own_runtime(&path)?, path)
+    }
+
+    /// Maps a whole file, of any format. Reads nothing yet.
+    ///
+    /// # Errors
+    /// - As for [`Mapped::open`];
+    /// - [`Unsupported`](ErrorKind::Unsupported) where the kernel does not tell of writes
+    ///   ([`Faulting::maps_private`](crate::Faulting::maps_private));
+    /// - those of the scratch file, as for [`Runtime::open_private`].
+    pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
+        Mapped::open_as(runtime, path.as_ref(), true).map(Self)
+    }
+
+    /// Which pages were written. It outlives the mapping.
+    pub fn written(&self) -> Arc<Written> {
+        self.0.pages.written.clone()
+    }
+
+    /// As [`Mapped::let_go`].
+    pub fn let_go(&self) {
+        self.0.let_go();
+    }
+
+    /// As [`Mapped::most_pinned`].
+    pub fn most_pinned(&self) -> u64 {
+        self.0.most_pinned()
+    }
+
+    /// As [`Mapped::on_failure`].
+    pub fn on_failure(&self, tell: fn(&Error)) {
+        self.0.on_failure(tell);
+    }
+
+    /// As [`Mapped::failure`].
+    pub fn failure(&self) -> Option<Error> {
+        self.0.failure()
+    }
+}
+
+impl fmt::Debug for MappedMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MappedMut").field("tensor", &self.0.pages.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Deref for MappedMut {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for MappedMut {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `Mapped::deref`, and `&mut self` makes this the only slice of the range. Nobody else writes it:
+        // there are no pins of its tensor but those of the thread of faults. A page is dirty before it can be written,
+        // so it comes back as it was left.
+        unsafe { std::slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(self.0.start as usize), self.0.len) }
+    }
+}
+
+impl AsRef<[u8]> for MappedMut {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl AsMut<[u8]> for MappedMut {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
     }
 }

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 pub struct Fault {
     pub address: u64,
     pub thread: u64,
+    /// Whether it is a write that waits.
+    pub writes: bool,
 }
 
 /// Pages that an instruction may need at once.
@@ -146,7 +148,7 @@ mod tests {
     use super::*;
 
     fn fault(thread: u64, address: u64) -> Fault {
-        Fault { address, thread }
+        Fault { address, thread, writes: false }
     }
 
     fn asks(turns: &mut Turns, thread: u64, page: u64) -> bool {

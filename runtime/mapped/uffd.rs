@@ -2,6 +2,7 @@
 //! ioctl_userfaultfd(2)).
 
 use std::ffi::c_void;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -13,14 +14,21 @@ use rustix::mm::UserfaultfdFlags;
 use crate::turns::Fault;
 
 const API: u64 = 0xAA;
-/// `UFFD_FEATURE_THREAD_ID`, `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and `UFFD_FEATURE_MOVE` of
-/// linux/userfaultfd.h.
+/// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, `UFFD_FEATURE_THREAD_ID`, `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and
+/// `UFFD_FEATURE_MOVE` of linux/userfaultfd.h.
+const FEATURE_WRITE_PROTECT: u64 = 1 << 0;
 const FEATURE_THREAD_ID: u64 = 1 << 8;
 const FEATURE_EXACT_ADDRESS: u64 = 1 << 11;
 const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
+const REGISTER_WRITE_PROTECT: u64 = 1 << 1;
+const COPY_PROTECTED: u64 = 1 << 1;
+const PROTECT: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
+/// A fault of a write: to a missing page, or to a protected one.
+const FLAG_WRITE: u64 = 1 << 0;
+const FLAG_PROTECTED: u64 = 1 << 1;
 /// A move that finds the page busy is tried again: at first at once, then with pauses, since whoever has the page may
 /// need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
@@ -67,6 +75,21 @@ struct Move {
 }
 
 #[repr(C)]
+struct Copy {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+#[repr(C)]
 struct Poison {
     range: Range,
     mode: u64,
@@ -85,15 +108,101 @@ struct Message {
     thread: u64,
 }
 
-/// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
-/// was touched by which thread.
+/// How the memory of a page that was read gets to the page's address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mechanism {
+    /// The kernel moves it there, and back: nothing is copied. `UFFDIO_MOVE`, Linux 6.8.
+    Move,
+    /// The kernel copies it there, and its first place is emptied. So one page at a time is in memory twice, and a page
+    /// costs about as much as its read from a fast disk. `UFFDIO_COPY`, Linux 4.14.
+    Copy,
+}
+
+impl fmt::Display for Mechanism {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Move => "UFFDIO_MOVE",
+            Self::Copy => "UFFDIO_COPY",
+        })
+    }
+}
+
+/// What this kernel's `userfaultfd` can do.
+#[derive(Clone, Copy, Debug)]
+pub struct Features(u64);
+
+impl Features {
+    const OF_MOVE: u64 = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
+
+    /// # Errors
+    /// `Unsupported` where the kernel is too old or forbids it.
+    pub fn probe() -> Result<Self> {
+        let mut api = Api { api: API, features: 0, ioctls: 0 };
+        let asked = Uffd::descriptor()?.call(request(0x3F, size_of::<Api>()), &mut api);
+        asked.map_err(|cause| too_old(&cause.to_string()))?;
+        let features = Self(api.features);
+        // Without it, whose turn it is is not known.
+        if features.has(FEATURE_THREAD_ID) { Ok(features) } else { Err(too_old("it does not say which thread waits")) }
+    }
+
+    fn has(self, features: u64) -> bool {
+        self.0 & features == features
+    }
+
+    /// The better mechanism that works here.
+    pub fn best(self) -> Mechanism {
+        if self.has(Self::OF_MOVE) { Mechanism::Move } else { Mechanism::Copy }
+    }
+
+    /// # Errors
+    /// `Unsupported` where this mechanism does not work.
+    pub fn allow(self, mechanism: Mechanism) -> Result<()> {
+        match mechanism {
+            Mechanism::Move if !self.has(Self::OF_MOVE) => {
+                Err(Error::new(ErrorKind::Unsupported, "this kernel's userfaultfd cannot move pages")
+                    .remedy("use Linux 6.8 or newer, or Mechanism::Copy"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What to ask for. Of what came with Linux 6.6 and later, `Copy` uses nothing, wherever it runs.
+    fn of(self, mechanism: Mechanism) -> u64 {
+        let optional = self.0 & (FEATURE_WRITE_PROTECT | FEATURE_EXACT_ADDRESS);
+        match mechanism {
+            Mechanism::Move => Self::OF_MOVE | optional,
+            Mechanism::Copy => FEATURE_THREAD_ID | optional,
+        }
+    }
+}
+
+fn too_old(why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd is too old: {why}"))
+        .remedy("use Linux 4.14 or newer, or pin tensors instead")
+}
+
+/// A file descriptor of `userfaultfd`, with the features that a [`Mechanism`] needs.
 #[derive(Debug)]
-pub struct Uffd(OwnedFd);
+pub struct Uffd {
+    fd: OwnedFd,
+    protects: bool,
+}
 
 impl Uffd {
     /// # Errors
     /// `Unsupported` where the kernel is too old or forbids it.
-    pub fn open() -> Result<Self> {
+    pub fn open(mechanism: Mechanism) -> Result<Self> {
+        let features = Features::probe()?;
+        features.allow(mechanism)?;
+        let mut this = Self::descriptor()?;
+        let mut api = Api { api: API, features: features.of(mechanism), ioctls: 0 };
+        this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| too_old(&cause.to_string()))?;
+        this.protects = features.has(FEATURE_WRITE_PROTECT);
+        Ok(this)
+    }
+
+    fn descriptor() -> Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         // Faults of the kernel in these ranges may be handled by privileged processes only. The flag is the kernel's
         // UFFD_USER_MODE_ONLY, which rustix does not name.
@@ -108,23 +217,28 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        let this = Self(fd);
-        let features = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
-        let mut api = Api { api: API, features, ioctls: 0 };
-        this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
-            Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd cannot move pages: {cause}"))
-                .remedy("use Linux 6.8 or newer, or pin tensors instead")
-        })?;
-        Ok(this)
+        Ok(Self { fd, protects: false })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
+    }
+
+    /// Whether pages can be protected against writes: Linux 5.7, and on some processors later.
+    pub fn protects(&self) -> bool {
+        self.protects
     }
 
     /// Sends faults on missing pages of the range here.
     pub fn register(&self, start: u64, len: u64) -> io::Result<()> {
         let mut arg = Register { range: Range { start, len }, mode: REGISTER_MISSING, ioctls: 0 };
+        self.call(request(0x00, size_of::<Register>()), &mut arg)
+    }
+
+    /// As [`register`](Self::register), and writes to pages that are protected are faults too.
+    pub fn register_protected(&self, start: u64, len: u64) -> io::Result<()> {
+        let mode = REGISTER_MISSING | REGISTER_WRITE_PROTECT;
+        let mut arg = Register { range: Range { start, len }, mode, ioctls: 0 };
         self.call(request(0x00, size_of::<Register>()), &mut arg)
     }
 
@@ -174,6 +288,45 @@ impl Uffd {
         Ok(())
     }
 
+    /// Copies `len` bytes to new memory, and wakes the threads that wait there. Nothing is behind `to`. If `protected`,
+    /// a write there is a fault. If it fails, some pages of `to` may have memory.
+    pub fn copy_pages(&self, to: u64, from: u64, len: u64, protected: bool) -> io::Result<()> {
+        let mode = if protected { COPY_PROTECTED } else { 0 };
+        let (mut done, mut repeats) = (0, 0);
+        while done < len {
+            let mut arg = Copy { to: to + done, from: from + done, len: len - done, mode, copied: 0 };
+            let Err(cause) = self.call(request(0x03, size_of::<Copy>()), &mut arg) else { return Ok(()) };
+            // A part was copied, or the process's memory is just being changed.
+            if arg.copied > 0 {
+                done += arg.copied as u64;
+                repeats = 0;
+            } else if cause.raw_os_error() == Some(libc::EAGAIN) && repeats < BUSY_MAX {
+                repeats += 1;
+                std::thread::yield_now();
+            } else {
+                return Err(cause);
+            }
+        }
+        Ok(())
+    }
+
+    /// From now on writes to these pages are faults, or are none any more. In the latter case it wakes who waits there.
+    /// When it returns, no write that saw the earlier state is under way.
+    pub fn protect(&self, start: u64, len: u64, protected: bool) -> io::Result<()> {
+        let mode = if protected { PROTECT } else { 0 };
+        let mut repeats = 0;
+        loop {
+            let mut arg = WriteProtect { range: Range { start, len }, mode };
+            match self.call(request(0x06, size_of::<WriteProtect>()), &mut arg) {
+                Err(cause) if cause.raw_os_error() == Some(libc::EAGAIN) && repeats < BUSY_MAX => {
+                    repeats += 1;
+                    std::thread::yield_now();
+                }
+                done => return done,
+            }
+        }
+    }
+
     /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there.
     pub fn poison(&self, start: u64, len: u64) -> io::Result<()> {
         let mut arg = Poison { range: Range { start, len }, mode: 0, updated: 0 };
@@ -186,13 +339,17 @@ impl Uffd {
         let mut messages = [EMPTY; 64];
         // SAFETY: the kernel writes whole messages, at most as many bytes as it is told.
         let read = unsafe {
-            libc::read(self.0.as_raw_fd(), ptr::from_mut(&mut messages).cast::<c_void>(), size_of_val(&messages))
+            libc::read(self.fd.as_raw_fd(), ptr::from_mut(&mut messages).cast::<c_void>(), size_of_val(&messages))
         };
         match usize::try_from(read) {
             Ok(bytes) => {
                 let messages = &messages[..bytes / size_of::<Message>()];
                 let faults = messages.iter().filter(|m| m.event == EVENT_PAGEFAULT);
-                found.extend(faults.map(|m| Fault { address: m.address, thread: m.thread & u64::from(u32::MAX) }));
+                found.extend(faults.map(|m| Fault {
+                    address: m.address,
+                    thread: m.thread & u64::from(u32::MAX),
+                    writes: m.flags & (FLAG_WRITE | FLAG_PROTECTED) != 0,
+                }));
                 Ok(())
             }
             Err(_) => match io::Error::last_os_error() {
@@ -205,7 +362,7 @@ impl Uffd {
     fn call<T>(&self, request: libc::Ioctl, arg: &mut T) -> io::Result<()> {
         // SAFETY: `request` holds the size of `T`, and the kernel reads and writes that many bytes of `arg`. What it
         // does with the ranges that `arg` names is the caller's to answer for: all are ranges of `super::memory`.
-        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, ptr::from_mut(arg)) };
+        let result = unsafe { libc::ioctl(self.fd.as_raw_fd(), request, ptr::from_mut(arg)) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }

@@ -1300,7 +1300,9 @@ impl Engine {
         let Some(entry) = self.in_flight.lock().get(&MoveId::new(token.0)).copied() else { return false };
         let page = entry.planned.page;
         self.segment_io(page.segment).is_ok_and(|io| match (entry.stage, io.source.read_from(page.index)) {
-            (Stage::Reading, Below::File(from)) => from.learned.as_ref().is_some_and(|learned| learned.asks(page.index)),
+            (Stage::Reading, Below::File(from)) => {
+                from.learned.as_ref().is_some_and(|learned| learned.asks(page.index))
+            }
             _ => true,
         })
     }
@@ -1499,7 +1501,8 @@ impl Engine {
             Stage::Reading => {
                 let buffer = self.io_buffer(planned, address)?;
                 self.check(&io, planned.page, buffer)?;
-                if let (Source::CopyOnWrite { .. }, Below::File(_)) = (&io.source, io.source.read_from(planned.page.index))
+                if let (Source::CopyOnWrite { .. }, Below::File(_)) =
+                    (&io.source, io.source.read_from(planned.page.index))
                 {
                     // What is written behind the end of the file stays, so it has to begin as zeros.
                     buffer.zero(self.valid(&io, planned.page), self.page_bytes);

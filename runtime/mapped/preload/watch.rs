@@ -220,6 +220,14 @@ fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats) -> String {
         pager.prefetched,
         pager.late + pager.faults,
     );
+    if traffic.disk_written > Bytes::ZERO {
+        let folder = stats.scratch.as_ref().map(|scratch| format!(" in {}", scratch.folder.display()));
+        text += &format!(
+            " Pages that the program had written went to a scratch file{}: {}.",
+            folder.unwrap_or_default(),
+            traffic.disk_written
+        );
+    }
     let causes = stats.stalls.iter().filter(|stall| stall.count > 0);
     let causes: Vec<String> =
         causes.map(|stall| format!("{:.1} s: {}", stall.time.as_secs_f64(), stall.name)).collect();
