@@ -37,6 +37,7 @@ in_each_mechanism! {
     behind_the_end_of_a_file_there_are_zeros
     a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes
     a_tensor_that_is_not_pinned_is_a_signal
+    a_page_that_was_lost_is_there_when_it_is_pinned
     a_mapping_that_is_dropped_leaves_nothing
     any_policy_may_decide
     a_touch_of_a_part_of_an_expert_brings_all_of_it
@@ -277,6 +278,39 @@ fn child_touches_a_tensor_without_a_pin() {
     // SAFETY: not sound, on purpose: nothing is there, and the process is to end here.
     let found = unsafe { address.read_volatile() };
     panic!("it read {found}");
+}
+
+/// The kernel's own access to a page that nobody brings is an error, where a thread's is a signal.
+fn a_page_that_was_lost_is_there_when_it_is_pinned(by: Mechanism) {
+    let folder = folder();
+    let Some(builder) = builder(by, 8) else { return };
+    let runtime = builder.open().unwrap();
+    let tensor = runtime.alloc(outcore::DType::U8, &[4, PAGE]).unwrap();
+    let other = File::create(folder.path().join("other")).unwrap();
+    let write = |row: u64| {
+        let address = std::ptr::with_exposed_provenance::<libc::c_void>((tensor.address() + row * PAGE) as usize);
+        // SAFETY: the kernel reads a byte there, or says that it cannot.
+        let written = unsafe { libc::write(std::os::fd::AsRawFd::as_raw_fd(&other), address, 1) };
+        if written < 0 { Err(std::io::Error::last_os_error().raw_os_error()) } else { Ok(written) }
+    };
+    for round in 0..3 {
+        for row in 0..4 {
+            assert_eq!(write(row), Err(Some(libc::EFAULT)), "row {row}, round {round}");
+        }
+        for row in 0..4 {
+            let part = tensor.rows(row..row + 1).unwrap();
+            let mut guard = runtime.pin_mut(&part).wait().unwrap();
+            assert!(guard.bytes().iter().all(|byte| *byte == 10 * round), "row {row}, round {round}");
+            guard.bytes_mut().fill(10 * round + 10);
+            assert_eq!(write(row), Ok(1));
+        }
+        runtime.evict(&tensor);
+        outcore_testkit::harness::until("the pages leave", || runtime.stats().device_frames.used == 0);
+        // Until its frame is another page's, what has left may still be seen.
+        runtime.trim(Bytes::new(8 * PAGE));
+    }
+    drop(tensor);
+    runtime.close().unwrap();
 }
 
 fn a_mapping_that_is_dropped_leaves_nothing(by: Mechanism) {
