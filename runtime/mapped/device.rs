@@ -572,8 +572,9 @@ impl Core {
     /// Addresses for pages of the device.
     fn addresses(len: u64, page: u64) -> Result<Region> {
         let region = Region::new(len, page.max(HUGE))?;
-        if page >= HUGE {
-            region.want_huge_pages();
+        match page >= HUGE {
+            true => region.want_huge_pages(),
+            false => region.refuse_huge_pages(),
         }
         Ok(region)
     }
@@ -636,8 +637,9 @@ impl Device for FaultingDevice {
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
         let page = self.core.page();
         let region = Region::new(u64::from(pages.max(1)) * page, page)?;
-        if page >= HUGE {
-            region.want_huge_pages();
+        match page >= HUGE {
+            true => region.want_huge_pages(),
+            false => region.refuse_huge_pages(),
         }
         let start = region.start();
         self.core.uffd.register(start, region.len()).map_err(|cause| {

@@ -32,5 +32,5 @@ mod turns;
 mod uffd;
 
 pub use device::Faulting;
-pub use mapped::{Mapped, MappedMut, Written, builder_for};
+pub use mapped::{Mapped, MappedMut, Written, builder_for, builder_on};
 pub use uffd::Mechanism;

@@ -227,8 +227,13 @@ fn page_size_for(path: &Path) -> Option<PageSize> {
 /// # Errors
 /// As for [`Faulting::new`].
 pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
-    let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
-    Ok(page_size_for(path.as_ref()).into_iter().fold(builder, RuntimeBuilder::page_size))
+    Ok(builder_on(Faulting::new()?, path))
+}
+
+/// As [`builder_for`], with a device whose [mechanism](crate::Mechanism) was chosen.
+pub fn builder_on(device: Faulting, path: impl AsRef<Path>) -> RuntimeBuilder {
+    let builder = Runtime::builder().device(device).policy(PolicyKind::Model);
+    page_size_for(path.as_ref()).into_iter().fold(builder, RuntimeBuilder::page_size)
 }
 
 /// The runtime of [`Mapped::map`]. Its pages fit the first file.

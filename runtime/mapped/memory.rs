@@ -61,6 +61,12 @@ impl Region {
         let _ = self.advise(self.start, self.len, Advice::LinuxHugepage);
     }
 
+    /// Asks for no huge pages: of a part of one that is given back, the kernel keeps the memory. A refusal costs memory
+    /// only, where the kernel makes huge pages unasked.
+    pub fn refuse_huge_pages(&self) {
+        let _ = self.advise(self.start, self.len, Advice::LinuxNoHugepage);
+    }
+
     /// Gives the memory of a part of the region back, and what marks it as poisoned.
     ///
     /// # Errors
@@ -85,9 +91,10 @@ impl Region {
     /// `Io`.
     pub fn bury(&self, start: u64, len: u64, empty: BorrowedFd<'_>) -> Result<()> {
         let place = self.place(start, len);
+        // Writable too: a write that is forbidden would be another signal.
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a part of the region, whose bytes are not needed. Nothing of it is mapped elsewhere.
-        let mapped =
-            unsafe { mmap(place, len as usize, ProtFlags::READ, MapFlags::SHARED | MapFlags::FIXED, empty, 0) };
+        let mapped = unsafe { mmap(place, len as usize, access, MapFlags::SHARED | MapFlags::FIXED, empty, 0) };
         mapped.map_err(|cause| Error::io("mark a page as lost", io::Error::from(cause)))?;
         self.advise(start, len, Advice::LinuxDontFork)
     }

@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use outcore::{Error, ErrorKind, Result};
@@ -117,6 +118,19 @@ pub enum Mechanism {
     /// The kernel copies it there, and its first place is emptied. So one page at a time is in memory twice, and a page
     /// costs about as much as its read from a fast disk. `UFFDIO_COPY`, Linux 4.14.
     Copy,
+}
+
+impl FromStr for Mechanism {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "move" => Ok(Self::Move),
+            "copy" => Ok(Self::Copy),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("mechanism {text:?} is not known"))
+                .remedy("choose move or copy")),
+        }
+    }
 }
 
 impl fmt::Display for Mechanism {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 
 use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
-use outcore_mapped::{Mapped, MappedMut, Written, builder_for};
+use outcore_mapped::{Faulting, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
@@ -171,7 +171,8 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     let open = || {
         let budget = limit.first_budget();
         let builder = || {
-            let builder = builder_for(first)?.device_budget(Bytes::new(budget));
+            let device = settings.mechanism.map_or_else(Faulting::new, Faulting::with_mechanism)?;
+            let builder = builder_on(device, first).device_budget(Bytes::new(budget));
             let builder = settings.policy.into_iter().fold(builder, RuntimeBuilder::policy);
             builder.timeline(settings.report.is_some()).open()
         };

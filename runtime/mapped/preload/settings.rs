@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use glob::Pattern;
 use outcore::{Error, ErrorKind, PolicyKind, Result};
+use outcore_mapped::Mechanism;
 
 use crate::pool::say;
 
@@ -14,6 +15,8 @@ const MEMORY: &str = "OUTCORE_RUN_MEMORY";
 const POLICY: &str = "OUTCORE_RUN_POLICY";
 /// Patterns, one a line.
 const MATCH: &str = "OUTCORE_RUN_MATCH";
+/// How pages come, in place of what fits the kernel: `move` or `copy`.
+const MECHANISM: &str = "OUTCORE_RUN_MECHANISM";
 const REPORT: &str = "OUTCORE_RUN_REPORT";
 /// The process that was asked for. Others are started by it, and write to files of their own.
 const FIRST: &str = "OUTCORE_RUN_FIRST";
@@ -33,6 +36,7 @@ pub enum Memory {
 pub struct Settings {
     pub memory: Memory,
     pub policy: Option<PolicyKind>,
+    pub mechanism: Option<Mechanism>,
     matches: Vec<Pattern>,
     /// Where the timeline goes.
     pub report: Option<PathBuf>,
@@ -59,6 +63,7 @@ impl Settings {
             (None, None) => Memory::Left,
         };
         let policy = text(POLICY)?.map(|name| name.parse()).transpose()?;
+        let mechanism = text(MECHANISM)?.map(|name| name.parse()).transpose()?;
         let pattern = |line: &str| Pattern::new(line).map_err(|_| wrong(MATCH, line));
         let matches = text(MATCH)?.unwrap_or_default().lines().map(pattern).collect::<Result<_>>()?;
         let own = std::process::id();
@@ -69,7 +74,7 @@ impl Settings {
             }
             PathBuf::from(path)
         });
-        Ok(Self { memory, policy, matches, report })
+        Ok(Self { memory, policy, mechanism, matches, report })
     }
 
     /// Whether a file of this path may be mapped. A pattern without a slash is one of file names.

@@ -41,6 +41,7 @@ in_each_mechanism! {
     any_policy_may_decide
     a_write_after_the_runtime_is_closed_is_a_signal
     a_child_by_fork_drops_a_private_mapping
+    a_page_is_in_memory_once
 }
 
 fn bytes(len: u64) -> Vec<u8> {
@@ -450,6 +451,47 @@ fn a_child_by_fork_drops_a_private_mapping(by: Mechanism) {
     assert!(mapped.iter().all(|byte| *byte == 7));
     drop(std::mem::ManuallyDrop::into_inner(mapped));
     runtime.close().unwrap();
+}
+
+fn a_page_is_in_memory_once(by: Mechanism) {
+    if builder(by, 4).is_some() {
+        let ended = Scene::of("child_measures_its_memory").tell(MECHANISM, by.to_string()).run();
+        ended.well("the memory of a process");
+    }
+}
+
+#[test]
+#[ignore = "the process of a test"]
+fn child_measures_its_memory() {
+    if !is_child("child_measures_its_memory") {
+        return;
+    }
+    const BUDGET: u64 = 24 << 20;
+    let folder = folder();
+    let path = folder.path().join("file");
+    let file = fs::File::create(&path).unwrap();
+    file.set_len(96 << 20).unwrap();
+    let resident = || outcore::machine::ProcessMemory::now().unwrap().resident.get();
+    for page in [PAGE, 2 << 20] {
+        let before = resident();
+        let runtime = builder_of(mechanism_of_the_parent(), page, BUDGET / page).unwrap().open().unwrap();
+        let (shared, mut private) = (Mapped::open(&runtime, &path).unwrap(), MappedMut::open(&runtime, &path).unwrap());
+        let mut most = 0;
+        for round in 0..2u8 {
+            for at in (0..96 << 20).step_by(page as usize) {
+                assert_eq!((shared[at], private[at]), (0, round));
+                private[at] = round + 1;
+                most = most.max(resident());
+            }
+        }
+        // A page that is being copied, and what threads and tables take.
+        let more = most.saturating_sub(before + BUDGET);
+        assert!(more <= page + (7 << 20), "{page}: {more} more than the budget");
+        assert!(most >= before + BUDGET / 2, "{page}: {most} says nothing");
+        drop((shared, private));
+        runtime.close().unwrap();
+    }
+    scene_ended();
 }
 
 /// What a page would have that the disk did not take is never taken for its bytes.
