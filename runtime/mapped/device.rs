@@ -17,8 +17,8 @@
 //!    that are not registered, and the disk cannot read to addresses where it would meet a fault. A registered home
 //!    that was emptied gets memory that was touched elsewhere.
 //! 4. A page of a private range can be written only while it is `writable`. It becomes that while its pin for writing
-//!    is held, so it is dirty. Before its bytes are written back, it is protected again: what was written before that is
-//!    written back, and what comes later waits for a pin.
+//!    is held, so it is dirty. Before its bytes are written back, it is protected again: what was written before that
+//!    is written back, and what comes later waits for a pin.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -62,8 +62,8 @@ impl Faulting {
     /// The device, with the best [`Mechanism`] that works here.
     ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that serves (before Linux 4.14), or
-    /// forbids it (seccomp).
+    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that serves (before Linux 4.14),
+    /// or forbids it (seccomp).
     pub fn new() -> Result<Self> {
         Self::with_mechanism(Features::probe()?.best())
     }

@@ -254,7 +254,8 @@ impl ScratchFile {
         let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
         let most = longest_file();
         let fits = run.offset() + run.len() <= most;
-        let refused = if fits { inner.take_room(allocation, run.offset(), run.len()).err().map(Some) } else { Some(None) };
+        let refused =
+            if fits { inner.take_room(allocation, run.offset(), run.len()).err().map(Some) } else { Some(None) };
         if let Some(cause) = refused {
             let wish = run.len();
             drop(run);

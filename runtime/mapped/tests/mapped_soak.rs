@@ -1,6 +1,7 @@
 //! The promise of mapped files, under random work: sixteen threads read one or two mappings in orders that are bad for
 //! some policy, in budgets from four frames to all pages, while mappings are dropped and mapped anew and memory is
-//! given back. Some mappings are private: of these each thread writes bytes of its own. A few rounds in the normal run, and as long as one likes with `make soak`.
+//! given back. Some mappings are private: of these each thread writes bytes of its own. A few rounds in the normal run,
+//! and as long as one likes with `make soak`.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

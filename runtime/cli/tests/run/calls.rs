@@ -418,8 +418,14 @@ fn a_program_that_maps_as_pytorch_does_finds_what_it_wrote() {
         command.args(["run", "--budget", budget, "--"]).arg(&program).arg(&path);
         let output = command.env("OUTCORE_RUN_MECHANISM", mechanism).output().unwrap();
         let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
-        assert!(output.status.success() && said == "all is equal
-", "{budget}: {:?}: {said}{told}", output.status);
+        assert!(
+            output.status.success()
+                && said
+                    == "all is equal
+",
+            "{budget}: {:?}: {said}{told}",
+            output.status
+        );
         assert!(told.contains("1 file(s) mapped") && told.contains("went to a scratch file"), "{budget}: {told}");
         assert!(std::fs::read(&path).unwrap() == before, "{budget}: the file was written");
     }
