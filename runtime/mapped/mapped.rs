@@ -561,7 +561,8 @@ impl Written {
 ///
 /// It has a range and pages of its own. A page that is also mapped elsewhere is in memory twice.
 ///
-/// Dropping it loses what was written. A child by `fork` does not have the range.
+/// Dropping it loses what was written. A child by `fork` does not have the range. What is read into it with `O_DIRECT`
+/// may be lost: such writes are no faults.
 pub struct MappedMut(Mapped);
 
 impl MappedMut {

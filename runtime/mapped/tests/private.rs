@@ -34,6 +34,7 @@ in_each_mechanism! {
     two_private_mappings_and_a_shared_one_do_not_see_each_other
     a_write_is_the_first_touch_of_a_page
     what_is_written_behind_the_end_of_the_file_stays
+    what_the_kernel_writes_there_stays
     writers_of_one_page_all_get_their_turn
     large_pages_are_written_too
     a_private_mapping_that_is_dropped_leaves_nothing
@@ -252,6 +253,32 @@ fn what_is_written_behind_the_end_of_the_file_stays(by: Mechanism) {
     drop(mapped);
     runtime.close().unwrap();
     assert!(fs::read(&path).unwrap() == original);
+}
+
+/// Where the process may handle the kernel's faults, as root may.
+fn what_the_kernel_writes_there_stays(by: Mechanism) {
+    use std::io::Read;
+    let folder = folder();
+    let (path, mut known) = file(folder.path(), 20 * PAGE);
+    let Some(builder) = builder(by, 6) else { return };
+    let runtime = builder.open().unwrap();
+    let mut mapped = MappedMut::open(&runtime, &path).unwrap();
+    for turn in 0..3 {
+        let mut file = fs::File::open(&path).unwrap();
+        let start = (turn * 3 * PAGE + 77) as usize;
+        let end = start + 5 * PAGE as usize;
+        match file.read_exact(&mut mapped[start..end]) {
+            Ok(()) => known[start..end].copy_from_slice(&bytes(5 * PAGE)),
+            Err(cause) if cause.raw_os_error() == Some(libc::EFAULT) => {
+                return eprintln!("SKIPPED: this process may not handle the kernel's faults");
+            }
+            Err(cause) => panic!("{cause}"),
+        }
+        assert!(mapped[..] == known[..], "turn {turn}");
+    }
+    assert!(mapped[..] == known[..]);
+    drop(mapped);
+    runtime.close().unwrap();
 }
 
 /// All threads write the same few pages, which are written back as fast as they are written.
