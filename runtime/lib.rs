@@ -92,7 +92,7 @@ pub use verify::Verify;
 pub mod stats {
     #[doc(inline)]
     pub use crate::ids::{RequestId, ScopeId};
-    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
+    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, TraceRows, Traffic};
     #[doc(inline)]
     pub use crate::pager::policy::opt::Optimum;
     #[doc(inline)]
@@ -138,6 +138,7 @@ pub mod rules {
     pub use crate::device::host::HostDevice;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
+    pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
 }

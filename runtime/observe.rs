@@ -42,6 +42,119 @@ pub struct Span {
     pub duration: Duration,
 }
 
+/// Makes events of the Trace Event Format, which chrome://tracing, Perfetto and `outcore report` read, out of spans.
+///
+/// Spans of a lane that overlap get rows of their own, so that all are seen. A file has the events of all spans, in the
+/// order of their starts, and then those that [name](Self::names) the rows:
+///
+/// ```
+/// use outcore::stats::{Lane, Span, TraceRows};
+/// use std::time::Duration;
+///
+/// let span = |start, duration| Span {
+///     lane: Lane::Disk,
+///     what: "read",
+///     detail: String::new(),
+///     start: Duration::from_micros(start),
+///     duration: Duration::from_micros(duration),
+/// };
+/// let mut rows = TraceRows::default();
+/// let mut events = Vec::new();
+/// for span in [span(0, 10), span(5, 10), span(10, 10)] {
+///     events.push(serde_json::to_value(rows.event(&span))?);
+/// }
+/// assert_eq!(events[0]["tid"], events[2]["tid"]);
+/// assert_ne!(events[0]["tid"], events[1]["tid"]);
+/// for name in rows.names() {
+///     events.push(serde_json::to_value(name)?);
+/// }
+/// println!("{}", serde_json::json!({"displayTimeUnit": "ms", "traceEvents": events}));
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct TraceRows {
+    /// For each row of a lane, the end of its last span.
+    ends: [Vec<Duration>; TraceRows::LANES.len()],
+}
+
+/// An event that is a span.
+#[derive(Serialize)]
+struct SpanEvent<'a> {
+    name: &'static str,
+    cat: &'static str,
+    ph: &'static str,
+    /// Microseconds.
+    ts: f64,
+    dur: f64,
+    pid: u32,
+    tid: usize,
+    args: SpanDetail<'a>,
+}
+
+#[derive(Serialize)]
+struct SpanDetail<'a> {
+    detail: &'a str,
+}
+
+/// An event that says something of a row.
+#[derive(Serialize)]
+struct RowEvent {
+    name: &'static str,
+    ph: &'static str,
+    pid: u32,
+    tid: usize,
+    args: RowDetail,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum RowDetail {
+    Name(String),
+    SortIndex(usize),
+}
+
+impl TraceRows {
+    const LANES: [(Lane, &str); 4] =
+        [(Lane::Compute, "pass"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
+    /// A span that finds all rows of its lane taken shares the last one.
+    const PER_LANE: usize = 1000;
+
+    /// The event of a span, which begins no earlier than those before it.
+    pub fn event<'a>(&mut self, span: &'a Span) -> impl Serialize + use<'a> {
+        let lane = Self::LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
+        let ends = &mut self.ends[lane];
+        let row = ends.iter().position(|end| *end <= span.start).unwrap_or_else(|| {
+            if ends.len() < Self::PER_LANE {
+                ends.push(Duration::ZERO);
+            }
+            ends.len() - 1
+        });
+        ends[row] = span.start + span.duration;
+        let microseconds = |time: Duration| time.as_nanos() as f64 / 1e3;
+        SpanEvent {
+            name: span.what,
+            cat: Self::LANES[lane].1,
+            ph: "X",
+            ts: microseconds(span.start),
+            dur: microseconds(span.duration),
+            pid: 1,
+            tid: lane * Self::PER_LANE + row,
+            args: SpanDetail { detail: &span.detail },
+        }
+    }
+
+    /// The events that name the rows, and put them in order. Each lane has at least one row.
+    pub fn names(&self) -> impl Iterator<Item = impl Serialize> {
+        let rows = |(lane, ends): (usize, &Vec<Duration>)| (0..ends.len().max(1)).map(move |row| (lane, row));
+        self.ends.iter().enumerate().flat_map(rows).flat_map(|(lane, row)| {
+            let (name, tid) = (Self::LANES[lane].1, lane * Self::PER_LANE + row);
+            let name = if row == 0 { name.to_owned() } else { format!("{name} {}", row + 1) };
+            let event = |kind, args| RowEvent { name: kind, ph: "M", pid: 1, tid, args };
+            [event("thread_name", RowDetail::Name(name)), event("thread_sort_index", RowDetail::SortIndex(tid))]
+        })
+    }
+}
+
 /// A resource's busy time: the union of the spans in which it had work.
 #[derive(Debug, Default)]
 struct Busy {

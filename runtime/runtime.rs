@@ -984,6 +984,16 @@ impl Runtime {
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
+    /// Keeps so many frames for [requests that can never be refused](crate::pin::PinRequest::never_refused): pins that
+    /// are none of these leave them.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if that leaves no frame, or too few for scopes that reserved.
+    #[doc(hidden)]
+    pub fn keep_frames(&self, frames: u32) -> Result<()> {
+        self.engine().set_floor(frames)
+    }
+
     /// Counters. Takes microseconds, however many pages and uses there are. What takes longer has a call of its own
     /// ([`optimum`](Self::optimum), [`worst_pages`](Self::worst_pages)).
     pub fn stats(&self) -> Stats {

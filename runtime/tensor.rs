@@ -131,6 +131,13 @@ impl Tensor {
         Ok((bytes / row.max(1)).clamp(1, self.shape[0]))
     }
 
+    /// The most pins that one of its pages has now.
+    #[doc(hidden)]
+    pub fn pins(&self) -> u32 {
+        let words = self.segment.words_of(self.run());
+        words.iter().map(|word| word.load().pins).max().unwrap_or(0)
+    }
+
     /// The page size of the runtime it belongs to.
     pub fn page_size(&self) -> PageSize {
         self.segment.page_size

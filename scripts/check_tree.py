@@ -30,6 +30,8 @@ UNSAFE_ALLOWED = {
     "runtime/testkit/hooked.rs": "hands on the adoption of a stream",
     "runtime/testkit/sim.rs": "a simulated device copies raw memory",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",
+    "examples/memmap2.rs": "maps a file by memmap2, as engines do",
+    "runtime/cli/tests/run/memmap.rs": "maps a file by memmap2, as engines do",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",

@@ -95,6 +95,28 @@ pub unsafe extern "C" fn outcore_mapped_expert_hint(
     })
 }
 
+/// These `count` experts of a layer are likely to be used soon: for programs that predict what the router will choose.
+/// They take the place of those that were expected before. What is missing of them is read while nothing else waits for
+/// the disk. Returns at once. Together they may have a quarter of the frames: what is more is left out.
+///
+/// Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_expect_experts(
+    mapped: *const outcore_mapped,
+    layer: u32,
+    experts: *const u32,
+    count: usize,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let error = unsafe { Out::handle(error) };
+    done(error, || {
+        // SAFETY: the header asks that arrays have as many elements as is said.
+        let experts = unsafe { raw::array(experts, count, "experts") }?;
+        held(mapped, "mapped")?.mapped.expect_experts(layer, experts)
+    })
+}
+
 /// Why a page could not be read: the first failure. Returns `OUTCORE_OK` if all could.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_failure(

@@ -23,6 +23,7 @@ mod report;
 mod residency;
 mod run;
 mod simulate;
+mod top;
 mod trial;
 
 use std::io::{ErrorKind, Write};
@@ -61,6 +62,8 @@ enum Command {
     Simulate(simulate::Options),
     /// Run a program whose model files are larger than memory: their pages come and go within a budget
     Run(run::Options),
+    /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
+    Top(top::Options),
 }
 
 /// The result of a command, which can be printed as a JSON object or as text.
@@ -88,6 +91,9 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),
         Command::Report(options) => report::run(&options, own).map(|report| render(&report, options.json)),
         Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
+        Command::Top(options) => {
+            top::run(&options).map(|view| view.map_or(Ok(String::new()), |view| render(&view, options.json)))
+        }
         // The program takes the place of this one.
         Command::Run(options) => return fail(&run::run(&options).to_string()),
     };

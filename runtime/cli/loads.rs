@@ -11,6 +11,8 @@ use elf::ElfStream;
 use elf::abi::PT_INTERP;
 use elf::endian::AnyEndian;
 use elf::file::Class;
+use rustix::fs::fgetxattr;
+use rustix::process::getuid;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loads {
@@ -20,6 +22,8 @@ pub enum Loads {
     Static,
     /// The dynamic linker does not take it, because the program has more rights than this user.
     MoreRights,
+    /// The same, by capabilities of its file.
+    Capabilities,
     /// The program would not start with it: it is for another processor, or has another C library.
     Fails,
 }
@@ -40,6 +44,7 @@ impl Loads {
             Self::Yes => None,
             Self::Static => Some("is statically linked"),
             Self::MoreRights => Some("runs with the rights of its owner or group"),
+            Self::Capabilities => Some("has file capabilities (`getcap` shows them)"),
             Self::Fails => Some("has another C library, or is for another processor"),
         }
     }
@@ -58,6 +63,10 @@ impl Loads {
         if other_user || other_group {
             return Some(Self::MoreRights);
         }
+        // Root has them anyway.
+        if getuid().as_raw() != 0 && gives_capabilities(&file) {
+            return Some(Self::Capabilities);
+        }
         let own = machine(&File::open("/proc/self/exe").ok()?)?;
         if machine(&file)? != own {
             return Some(Self::Fails);
@@ -71,6 +80,19 @@ impl Loads {
         let musl = String::from_utf8_lossy(&name).contains("ld-musl");
         Some(if musl { Self::Fails } else { Self::Yes })
     }
+}
+
+/// Whether the kernel gives whoever starts this file more capabilities than it has: those that its file permits, or
+/// makes effective. Mounts without set-user-id programs, and processes that may get no new rights, are not asked for:
+/// then nothing is lost by a word too many.
+fn gives_capabilities(file: &File) -> bool {
+    // A magic number with flags, then what is permitted and what may be inherited, each in halves of 32 bits.
+    let mut value = [0; 32];
+    let Ok(len) = fgetxattr(file, "security.capability", &mut value) else { return false };
+    let words = value[..len.min(value.len())].chunks_exact(4).map(|word| word.try_into().map_or(0, u32::from_le_bytes));
+    let words = Vec::from_iter(words);
+    let is_effective = words.first().is_some_and(|magic| magic & 1 != 0);
+    is_effective || [1, 3].into_iter().any(|permitted| words.get(permitted).is_some_and(|bits| *bits != 0))
 }
 
 /// Where the shell would find it.

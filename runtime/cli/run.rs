@@ -30,9 +30,12 @@ pub struct Options {
     /// Map only files whose path, or name if there is no slash, matches; may be given several times
     #[arg(long = "match", value_name = "GLOB", value_parser = pattern)]
     matches: Vec<Pattern>,
-    /// Write the timeline of the run, for `outcore report`
+    /// Write what the run was, its timeline included, for `outcore report`
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
+    /// Do not keep the order in which the program uses its files for the next start, nor follow one that was kept
+    #[arg(long)]
+    no_kept_order: bool,
     /// The program and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<OsString>,
@@ -96,12 +99,13 @@ fn set(command: &mut Command, options: &Options) -> Result<()> {
         None => None,
     };
     let number = |bytes: Option<Bytes>| bytes.map(|bytes| bytes.get().to_string().into());
-    let variables: [(&str, Option<OsString>); 6] = [
+    let variables: [(&str, Option<OsString>); 7] = [
         ("OUTCORE_RUN_BUDGET", number(options.budget)),
         ("OUTCORE_RUN_MEMORY", number(options.memory)),
         ("OUTCORE_RUN_POLICY", options.policy.map(|policy| policy.name().into())),
         ("OUTCORE_RUN_MATCH", (!lines.is_empty()).then(|| lines.join("\n").into())),
         ("OUTCORE_RUN_REPORT", report.map(PathBuf::into_os_string)),
+        ("OUTCORE_RUN_KEEP_ORDER", options.no_kept_order.then(|| "0".into())),
         // The program has the number of this process.
         ("OUTCORE_RUN_FIRST", Some(std::process::id().to_string().into())),
     ];

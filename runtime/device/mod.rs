@@ -385,6 +385,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn publish(&self, _frame: FrameId, _address: DeviceAddress) -> Result<()> {
         Ok(())
     }
+    /// Whether the device is told of [pins](Self::pinned): it may hide pages whose bytes are there. Asked once.
+    fn hides_pages(&self) -> bool {
+        false
+    }
+    /// Somebody has just pinned these pages, whose bytes are there: they must be at their addresses until the pins end.
+    /// What cannot be shown now is shown when it is touched. Called at every pin, on the caller's thread, if the device
+    /// [hides pages](Self::hides_pages).
+    fn pinned(&self, _first: DeviceAddress, _pages: u32) {}
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;
     /// Whether frames have no memory when they are made, and get it when they are mapped or later.

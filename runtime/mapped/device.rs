@@ -39,6 +39,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
+use crate::tables::Tables;
 use crate::uffd::{Features, Mechanism, Uffd};
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
@@ -112,8 +113,9 @@ impl DeviceFactory for Faulting {
                 Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
             })?),
         };
-        let core = Core { page_size: settings.page_size, mechanism, uffd, lost, bell, layout: Mutex::default() };
-        let core = Arc::new(core);
+        let (page_size, tables) = (settings.page_size, Tables::new());
+        let (layout, turn) = (Mutex::default(), Mutex::default());
+        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -142,6 +144,8 @@ struct Frame {
     /// Whether its home is registered with userfaultfd.
     registered: bool,
     at_home: bool,
+    /// Whether its home is among those with page tables. They stay when it is emptied by a move or a copy.
+    counted: bool,
     behind: Option<u64>,
     published: bool,
     /// It is published, and a write to it is no fault.
@@ -227,6 +231,10 @@ pub struct Core {
     lost: Lost,
     bell: Arc<Bell>,
     layout: Mutex<Layout>,
+    /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
+    /// holds another lock of this device asks for it.
+    turn: Mutex<()>,
+    tables: Tables,
 }
 
 impl fmt::Debug for Core {
@@ -292,6 +300,49 @@ impl Core {
         Ok(())
     }
 
+    /// Whom to ask for the pages of all files that are mapped.
+    pub fn handlers(&self) -> Vec<Arc<dyn Handler>> {
+        let layout = self.layout.lock();
+        layout.ranges.values().filter_map(|range| range.handler.as_ref()?.upgrade()).collect()
+    }
+
+    /// Has all threads that wait for pages touch them again.
+    pub fn wake_all(&self) {
+        for range in self.layout.lock().ranges.values() {
+            let _ = self.uffd.wake(range.region.start(), range.region.len());
+        }
+    }
+
+    /// The thread that waits for this page, to write it or not, gets SIGBUS, unless it need not wait by now.
+    pub fn refuse(&self, page: u64, writes: bool) {
+        if writes {
+            if self.wake_if_published(page, true) {
+                return;
+            }
+            self.give_up(page);
+        }
+        let refused = match self.lost {
+            Lost::Poisoned => self.uffd.poison(page, self.page()),
+            Lost::Buried(_) => self.lose(page),
+        };
+        if refused.is_err() {
+            self.forbid_all();
+        }
+    }
+
+    /// Nobody learns of faults any more: from now on whoever touches a page gets a signal, whether it is there or not.
+    pub fn forbid_all(&self) {
+        for range in self.layout.lock().ranges.values() {
+            range.region.forbid();
+        }
+    }
+
+    /// Takes `change` in turn with all others of this device.
+    pub fn in_turn<T>(&self, change: impl FnOnce() -> T) -> T {
+        let _turn = self.turn.lock();
+        change()
+    }
+
     /// Whether a file is mapped.
     pub fn has_handlers(&self) -> bool {
         self.layout.lock().ranges.values().any(|range| range.handler.is_some())
@@ -329,28 +380,39 @@ impl Core {
         self.layout.lock().range(page).is_some_and(|range| range.occupants.contains_key(&page))
     }
 
-    /// Hides a page that is pinned: its next touch is seen. Not one that was copied: it would have to be read again.
-    pub fn hide(&self, page: u64) {
+    /// Hides a page, so that its next touch is seen; not if anybody but the caller has it `pinned`, who may give its
+    /// address to a system call. Whoever reads it meanwhile, a copy to another tier among them, has it shown again. Not
+    /// a page that was copied: it would have to be read again. Returns whether it is hidden now and was not.
+    pub fn hide(&self, page: u64, pinned: impl FnOnce() -> bool) -> bool {
         let mut layout = self.layout.lock();
-        let found = layout.range(page).filter(|range| !range.copied);
-        let occupant = found.and_then(|range| range.occupants.get(&page).copied());
-        let Some(id) = occupant.filter(|frame| layout.frames[*frame as usize].published) else { return };
+        // A pin that comes later shows the page once it has this lock: see `Device::pinned`.
+        if layout.range(page).is_none_or(|range| range.copied) || pinned() {
+            return false;
+        }
+        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+        let Some(id) = occupant.filter(|frame| layout.frames[*frame as usize].published) else { return false };
         match self.take_back(&mut layout, FrameId::new(id)) {
-            Ok(()) => layout.frames[id as usize].hidden = true,
+            Ok(()) => {
+                layout.frames[id as usize].hidden = true;
+                return true;
+            }
             // It stays visible: a use goes unseen, and no more.
             Err(error) => tracing::debug!(%error, "a page was not hidden"),
         }
+        false
     }
 
     /// Publishes a page that is there, and hidden. Nobody needs to pin it for that: as long as the frame is behind the
-    /// page, it has the page's bytes.
-    pub fn show_hidden(&self, page: u64) {
+    /// page, it has the page's bytes. Returns whether it did.
+    pub fn show_hidden(&self, page: u64) -> bool {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        if let Some(Err(error)) = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page, false)) {
+        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page, false));
+        if let Some(Err(error)) = &shown {
             tracing::debug!(%error, "a hidden page was not shown at once");
         }
+        matches!(shown, Some(Ok(())))
     }
 
     /// A thread waits for this page: it is published as soon as it is filled.
@@ -358,6 +420,37 @@ impl Core {
         if let Some(range) = self.layout.lock().range_mut(page) {
             range.wanted.insert(page);
         }
+    }
+
+    /// As [`want`](Self::want), of pages of the range that begins at `start`.
+    pub fn want_all(&self, start: u64, offsets: &[u64]) {
+        if let Some(range) = self.layout.lock().range_mut(start) {
+            range.wanted.extend(offsets.iter().map(|offset| start + offset));
+        }
+    }
+
+    /// As [`do_not_want`](Self::do_not_want), of pages of the range that begins at `start`.
+    pub fn want_no_more<'a>(&self, start: u64, offsets: impl Iterator<Item = &'a u64>) {
+        if let Some(range) = self.layout.lock().range_mut(start) {
+            offsets.for_each(|offset| _ = range.wanted.remove(&(start + offset)));
+        }
+    }
+
+    /// Publishes pages that are pinned and not published yet, of the range that begins at `start`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn show_all(&self, start: u64, offsets: &[u64]) -> Result<()> {
+        let mut layout = self.layout.lock();
+        for page in offsets.iter().map(|offset| start + offset) {
+            let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
+            let Some(frame) = occupant else { return Err(Self::no_such_address(DeviceAddress::new(page))) };
+            // A thread that began to wait before it was published is woken by that, or by the thread of faults.
+            if !layout.frames[frame as usize].published {
+                self.publish(&mut layout, FrameId::new(frame), page, false)?;
+            }
+        }
+        Ok(())
     }
 
     /// Nobody waits for this page any more.
@@ -433,6 +526,7 @@ impl Core {
                     }
                 }),
             };
+            self.tables.enter(to, self.page());
             let frame = layout.frame(id)?;
             (frame.at_home, frame.writable) = (!emptied, written && private);
         }
@@ -482,33 +576,42 @@ impl Core {
         }
     }
 
+    /// Marks a page that is not there as lost, and wakes who waits for it.
+    fn mark(&self, range: &mut Range, page: u64) -> std::io::Result<()> {
+        match &self.lost {
+            Lost::Poisoned => self.uffd.poison(page, self.page())?,
+            Lost::Buried(_) if range.buried.contains(&page) => self.uffd.wake(page, self.page())?,
+            Lost::Buried(empty) => {
+                range.region.bury(page, self.page(), empty.as_fd()).map_err(std::io::Error::other)?;
+                range.buried.insert(page);
+                self.uffd.wake(page, self.page())?;
+            }
+        }
+        // The kernel keeps the table of a slot that has two mappings, too.
+        self.tables.poison(page, self.page());
+        Ok(())
+    }
+
     /// Threads that touch this page get SIGBUS, until it is filled after all.
     pub fn poison(&self, page: u64) {
-        // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
-        let mut guard = self.layout.lock();
-        let layout = &mut *guard;
-        let Some((_, range)) = layout.ranges.range_mut(..=page).next_back() else { return };
-        if page - range.region.start() >= range.region.len() {
-            return;
-        }
-        range.wanted.remove(&page);
-        if range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published) {
-            return;
-        }
-        let lost = match &self.lost {
-            Lost::Poisoned => self.uffd.poison(page, self.page()),
-            Lost::Buried(_) if range.buried.contains(&page) => self.uffd.wake(page, self.page()),
-            Lost::Buried(empty) => match range.region.bury(page, self.page(), empty.as_fd()) {
-                Ok(()) => {
-                    range.buried.insert(page);
-                    self.uffd.wake(page, self.page())
-                }
-                Err(error) => Err(std::io::Error::other(error)),
-            },
-        };
-        if let Err(cause) = lost {
+        if let Err(cause) = self.lose(page) {
             tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
         }
+    }
+
+    fn lose(&self, page: u64) -> std::io::Result<()> {
+        // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
+        let mut guard = self.layout.lock();
+        let Layout { frames, ranges, .. } = &mut *guard;
+        let Some((_, range)) = ranges.range_mut(..=page).next_back() else { return Ok(()) };
+        if page - range.region.start() >= range.region.len() {
+            return Ok(());
+        }
+        range.wanted.remove(&page);
+        if range.occupants.get(&page).is_some_and(|frame| frames[*frame as usize].published) {
+            return Ok(());
+        }
+        self.mark(range, page)
     }
 
     /// Takes a published page away: the memory goes home, or, if it was copied, is given back.
@@ -522,6 +625,7 @@ impl Core {
                 layout.frame(id)?.at_home = true;
             }
         }
+        self.tables.leave(address, self.page());
         let frame = layout.frame(id)?;
         (frame.published, frame.writable) = (false, false);
         Ok(())
@@ -565,7 +669,11 @@ impl Core {
                 layout.frame(id)?.registered = true;
             }
         }
-        layout.frame(id)?.at_home = true;
+        let frame = layout.frame(id)?;
+        frame.at_home = true;
+        if !std::mem::replace(&mut frame.counted, true) {
+            self.tables.home(page, true);
+        }
         Ok(())
     }
 
@@ -656,6 +764,7 @@ impl Device for FaultingDevice {
             copied: self.core.mechanism == Mechanism::Copy,
             buried: HashSet::new(),
         };
+        self.core.tables.add_range(start, end - start);
         self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
     }
@@ -666,7 +775,12 @@ impl Device for FaultingDevice {
         let occupants: Vec<u32> = range.occupants.values().copied().collect();
         let cleared = occupants.iter().try_for_each(|frame| self.core.clear(&mut layout, FrameId::new(*frame)));
         layout.ranges.remove(&base.get());
+        self.core.tables.remove_range(base.get());
         cleared
+    }
+
+    fn page_tables(&self) -> Bytes {
+        self.core.tables.held()
     }
 
     fn frame_count(&self) -> u32 {
@@ -721,7 +835,16 @@ impl Device for FaultingDevice {
             layout.frame(frame)?.hidden = true;
             return Ok(());
         }
-        self.core.publish(&mut layout, frame, address.get(), false)
+        let of_file = layout.range(address.get()).is_some_and(|range| range.handler.is_some());
+        match self.core.publish(&mut layout, frame, address.get(), false) {
+            // Its bytes are there: the thread of faults shows it when the kernel can.
+            Err(error) if of_file && crate::uffd::is_momentary(&error) => {
+                tracing::debug!(%error, "a page that was filled is shown later");
+                layout.frame(frame)?.hidden = true;
+                Ok(())
+            }
+            published => published,
+        }
     }
 
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
@@ -737,6 +860,34 @@ impl Device for FaultingDevice {
             layout.frame(frame)?.writable = false;
         }
         Ok(())
+    }
+
+    fn hides_pages(&self) -> bool {
+        true
+    }
+
+    fn pinned(&self, first: DeviceAddress, pages: u32) {
+        let mut layout = self.core.layout.lock();
+        for page in (0..u64::from(pages)).map(|at| first.get() + at * self.core.page()) {
+            let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
+            let Some(frame) = occupant.and_then(|frame| layout.frames.get(frame as usize).map(|of| (frame, of))) else {
+                continue;
+            };
+            match frame {
+                (_, Frame { published: true, .. }) => {}
+                (id, Frame { hidden: true, .. }) => {
+                    if let Err(error) = self.core.publish(&mut layout, FrameId::new(id), page, false) {
+                        tracing::debug!(%error, "a hidden page that was pinned was not shown at once");
+                    }
+                }
+                // It is pinned for a stream, and its fill has not ended.
+                _ => {
+                    if let Some(range) = layout.range_mut(page) {
+                        range.wanted.insert(page);
+                    }
+                }
+            }
+        }
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
@@ -759,6 +910,10 @@ impl Device for FaultingDevice {
         let mut layout = self.core.layout.lock();
         self.core.clear(&mut layout, frame)?;
         let found = layout.frame(frame)?;
+        let counted = std::mem::take(&mut found.counted);
+        if counted {
+            self.core.tables.home(self.core.page(), false);
+        }
         if !found.at_home {
             return Ok(());
         }

@@ -11,7 +11,7 @@ use outcore::format::TensorHeader;
 use outcore::rules::{Expert, Role, role};
 
 /// One expert of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExpertId {
     pub layer: u32,
     pub expert: u32,
@@ -83,6 +83,11 @@ impl Experts {
 
     pub fn ids(&self) -> impl Iterator<Item = ExpertId> {
         self.pieces.keys().copied()
+    }
+
+    /// Where the bytes of an expert are.
+    pub fn pieces(&self, id: ExpertId) -> impl Iterator<Item = &Range<u64>> {
+        self.pieces.get(&id).into_iter().flatten()
     }
 
     /// The first page of each expert.

@@ -12,20 +12,34 @@
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
 //! waits for it can run. Where many threads touch pages, those of a few [turns](super::turns) at a time stay, and the
 //! other threads wait in line. The pages kept are at most half of the frames, or three of four to seven: whatever is
-//! asked for next finds another. A budget may shrink to less than twice what is kept; then all of it is let
-//! go after [`QUIET`] without an event.
+//! asked for next finds another. After [`QUIET`] without an event all of them are let go, because what waits for frames
+//! may wait for just these.
+//!
+//! Guards of the program leave [`FLOOR`] frames to the pages that are touched ([`Runtime::keep_frames`]). That is
+//! enough for one turn. So if a touched page has waited for a frame through [`QUIET`], one turn is left and only its
+//! pages stay pinned, until nobody is in line.
+//!
+//! What the kernel refuses for the moment, as it does where a page is in somebody's hands or where a control group has
+//! no memory left for a page table, is tried again for as long as it takes. A thread that waits gets a signal only if
+//! its page cannot be read.
+//!
+//! If this thread panics, it touches nothing any more but the faults themselves: whoever waits and whoever touches a
+//! page that is not there, or writes one that is protected, gets SIGBUS, and the reason is told.
 //!
 //! # Writes
 //!
 //! A write to a page of a private range waits until the page is pinned for writing, so it is dirty. That pin is kept as
 //! others are. It waits for pins of the page, so the thread lets go of its own before it asks, and keeps no other of
 //! the page while it waits; nobody else has any. It waits for a write back of the page too: that ends.
+//!
+//! [`Runtime::keep_frames`]: outcore::Runtime
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
@@ -33,15 +47,23 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use outcore::{Error, PinSet, Result, Write};
+use outcore::{Error, ErrorKind, PinSet, Result, Write};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::device::Core;
-use crate::turns::{Fault, Turns};
+use crate::turns::{AT_ONCE, Fault, Turns};
+use crate::uffd;
 
-/// What may succeed later is tried again this often, before the thread that waits gets a signal.
+/// A read that may succeed later is tried again this often, before the thread that waits gets a signal.
 const FAILED_MAX: u32 = 3;
+
+/// Frames that guards of the program leave to the pages that are touched: what an instruction may need at once.
+pub const FLOOR: u32 = AT_ONCE as u32;
+
+/// The first and the longest pause before what the kernel refused is tried again.
+const AGAIN: Duration = Duration::from_micros(500);
+const AGAIN_MAX: Duration = Duration::from_millis(50);
 
 /// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
 const QUIET: Duration = Duration::from_millis(100);
@@ -78,12 +100,14 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn will_be_written(&self, offset: u64);
     /// Whether this page is hidden again when it is let go, so that its next use is seen.
     fn hides(&self, page: u64) -> bool;
+    /// How many pins the page has. Takes no lock.
+    fn pins(&self, page: u64) -> u32;
+    /// A hidden page was shown to a thread that touched it, which took this long.
+    fn shown(&self, page: u64, took: Duration);
     /// How many pages may be kept pinned behind their use, whatever range they are of.
     fn may_keep(&self) -> usize;
     /// How many threads may be served at once.
     fn turns(&self) -> usize;
-    /// How many frames there are now: a budget may change.
-    fn frames(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS.
     fn failed(&self, offset: u64, error: Error);
 }
@@ -142,7 +166,8 @@ impl Keeper {
                 let again =
                     |page: &u64| kept.held.iter().any(|held| held.range == old.range && held.pages.contains(page));
                 for page in old.pages.iter().filter(|page| handler.hides(**page) && !again(page)) {
-                    core.hide(old.range + page);
+                    // One pin is the keeper's own.
+                    core.hide(old.range + page, || handler.pins(*page) > 1);
                 }
                 handlers.push(handler);
             }
@@ -161,18 +186,6 @@ impl Keeper {
         drop(gone);
     }
 
-    /// Lets all pages go if they are more than half of the frames.
-    fn let_go_of_too_much(&self) {
-        let (pages, handlers) = {
-            let kept = self.0.lock();
-            let handlers: Vec<_> = kept.held.iter().filter_map(|held| held.handler.upgrade()).collect();
-            (kept.held.iter().map(|held| held.pages.len()).sum::<usize>(), handlers)
-        };
-        if handlers.iter().any(|handler| 2 * pages > handler.frames()) {
-            self.clear();
-        }
-    }
-
     /// The pages at these addresses are not let go from now on; others are.
     fn guard(&self, pages: Vec<u64>) {
         self.0.lock().guarded = pages;
@@ -181,6 +194,19 @@ impl Keeper {
     /// Lets go of a page that is to be written: a pin for writing waits for all others.
     fn let_write(&self, range: u64, page: u64) {
         self.drop_all(|held| held.range == range && held.pages.contains(&page));
+    }
+
+    /// As [`guard`](Self::guard), and all other pages are let go.
+    fn keep_only(&self, pages: Vec<u64>) {
+        let gone: VecDeque<Held> = {
+            let mut kept = self.0.lock();
+            kept.guarded = pages;
+            let held = std::mem::take(&mut kept.held);
+            let (stay, gone) = held.into_iter().partition(|held| kept.is_guarded(held));
+            kept.held = stay;
+            gone
+        };
+        drop(gone);
     }
 
     fn forget(&self, range: u64) {
@@ -304,14 +330,32 @@ pub fn forget(core: &Core, start: u64) {
 impl FaultThread {
     pub fn start(core: &Arc<Core>) -> Result<Self> {
         let bell = core.bell().clone();
-        let mut worker =
-            Worker { core: Arc::downgrade(core), bell: bell.clone(), pending: Vec::new(), turns: Turns::default() };
+        let mut worker = Worker {
+            core: Arc::downgrade(core),
+            bell: bell.clone(),
+            pending: Vec::new(),
+            later: Vec::new(),
+            turns: Turns::default(),
+            starving: false,
+        };
         let thread = thread::Builder::new()
             .name("outcore-faults".into())
             .spawn(move || {
                 outcore::rules::answer_soon();
                 let none = tracing::subscriber::NoSubscriber::new();
-                tracing::subscriber::with_default(none, || worker.run());
+                tracing::subscriber::with_default(none, || {
+                    let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+                        Ok(Ok(())) => return,
+                        Ok(Err(why)) => why,
+                        Err(panic) => {
+                            let said = panic.downcast_ref::<&str>().map(ToString::to_string);
+                            let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+                            Error::new(ErrorKind::Internal, format!("the thread of faults panicked: {said}"))
+                                .remedy("report this as a bug, and start the program again")
+                        }
+                    };
+                    worker.give_up(&why);
+                });
             })
             .map_err(|cause| {
                 Error::io("start the thread of faults", cause).remedy("raise the thread limit (ulimit -u)")
@@ -347,11 +391,21 @@ struct Pending {
     failed: u32,
 }
 
+/// A page that the kernel refused to move for the moment: it is asked for again.
+struct Later {
+    fault: Fault,
+    failed: u32,
+    at: Instant,
+}
+
 struct Worker {
     core: Weak<Core>,
     bell: Arc<Bell>,
     pending: Vec<Pending>,
+    later: Vec<Later>,
     turns: Turns,
+    /// Whether a page has waited for a frame for long. Then there is one turn at a time, until nobody is in line.
+    starving: bool,
 }
 
 impl Drop for Worker {
@@ -365,26 +419,30 @@ impl Drop for Worker {
 }
 
 impl Worker {
-    fn run(&mut self) {
+    /// # Errors
+    /// Why no fault can be answered any more.
+    fn run(&mut self) -> Result<()> {
         let (mut faults, mut last) = (Vec::new(), Instant::now());
         while let Some(core) = self.core.upgrade() {
             faults.clear();
-            if let Err(cause) = core.uffd().faults(&mut faults) {
-                tracing::error!(%cause, "reading faults");
-                return;
-            }
+            core.uffd().faults(&mut faults).map_err(|cause| {
+                Error::io("read faults of userfaultfd", cause)
+                    .remedy("do not close descriptors that others have opened (close_range)")
+            })?;
             for fault in &faults {
                 self.fault(&core, *fault);
             }
             self.obey(Some(&core));
+            self.bring_later(&core);
             self.look(&core);
             while self.next_in_line(&core) {
                 self.look(&core);
             }
+            self.starving &= !(self.turns.is_line_empty() && self.pending.is_empty());
             if self.bell.closing.load(Ordering::Acquire) {
                 self.bell.keeper.clear();
                 if !core.has_handlers() {
-                    return;
+                    return Ok(());
                 }
             }
             let bell = self.bell.clone();
@@ -394,15 +452,98 @@ impl Worker {
             ];
             let longest = self.turns.until_next(Instant::now());
             // An interrupted poll looks again.
-            let quiet = (!bell.keeper.is_empty()).then_some(QUIET);
-            let longest = longest.into_iter().chain(quiet).min();
+            let quiet = (!bell.keeper.is_empty() || !self.pending.is_empty()).then_some(QUIET);
+            let now = Instant::now();
+            let later = self.later.iter().map(|later| later.at.saturating_duration_since(now)).min();
+            let longest = longest.into_iter().chain(quiet).chain(later).min();
             let longest = longest.and_then(|time| Timespec::try_from(time).ok());
             if poll(&mut fds, longest.as_ref()) != Ok(0) {
                 last = Instant::now();
             } else if last.elapsed() >= QUIET {
-                self.bell.keeper.let_go_of_too_much();
+                if self.waits_for_frames(&core) { self.starve(&core) } else { bell.keeper.clear() }
             }
             let _ = rustix::io::read(&bell.event, &mut [0; 8]);
+        }
+        Ok(())
+    }
+
+    /// Whether a page that was touched has no frame.
+    fn waits_for_frames(&self, core: &Core) -> bool {
+        let mut touched = self.pending.iter().filter_map(|pending| match pending.request.pages[..] {
+            [page] => Some(pending.range + page),
+            _ => None,
+        });
+        touched.any(|page| !core.has_frame(page))
+    }
+
+    /// Frames are so few that what is kept may be what is waited for: one turn goes on alone, and nothing is asked for
+    /// but its pages.
+    fn starve(&mut self, core: &Core) {
+        self.starving = true;
+        self.turns.leave_one();
+        let pages = self.turns.pages();
+        let (stay, gone): (Vec<_>, Vec<_>) = self.pending.drain(..).partition(
+            |pending| matches!(pending.request.pages[..], [page] if pages.contains(&(pending.range + page))),
+        );
+        self.pending = stay;
+        for pending in gone {
+            pending.request.pages.iter().for_each(|page| core.do_not_want(pending.range + page));
+        }
+        for pending in &self.pending {
+            pending.request.pages.iter().for_each(|page| core.want(pending.range + page));
+        }
+        self.later.retain(|later| pages.contains(&(later.fault.address - later.fault.address % core.page())));
+        self.bell.keeper.keep_only(pages);
+    }
+
+    /// The pages of turns stay, and others go as there are more of them.
+    fn keep_turns(&self) {
+        match self.starving {
+            true => self.bell.keeper.keep_only(self.turns.pages()),
+            false => self.bell.keeper.guard(self.turns.pages()),
+        }
+    }
+
+    /// Asks again for what the kernel refused before.
+    fn bring_later(&mut self, core: &Arc<Core>) {
+        let now = Instant::now();
+        while let Some(at) = self.later.iter().position(|later| later.at <= now) {
+            let Later { fault, failed, .. } = self.later.swap_remove(at);
+            self.bring(core, fault, failed);
+        }
+    }
+
+    /// Answers all faults with a signal from now on, until no file is mapped.
+    fn give_up(&mut self, why: &Error) {
+        // What panicked may panic again.
+        let quietly = |run: &mut dyn FnMut()| drop(catch_unwind(AssertUnwindSafe(run)));
+        quietly(&mut || self.pending.clear());
+        quietly(&mut || self.bell.keeper.clear());
+        let Some(core) = self.core.upgrade() else { return };
+        for handler in core.handlers() {
+            quietly(&mut || handler.failed(0, why.clone()));
+        }
+        // Faults that were read before come again.
+        core.wake_all();
+        let mut faults = Vec::new();
+        drop(core);
+        while let Some(core) = self.core.upgrade() {
+            faults.clear();
+            if core.uffd().faults(&mut faults).is_err() {
+                // Nobody learns of faults any more.
+                return core.forbid_all();
+            }
+            faults.iter().for_each(|fault| core.refuse(fault.address - fault.address % core.page(), fault.writes));
+            quietly(&mut || self.obey(None));
+            if self.bell.closing.load(Ordering::Acquire) && !core.has_handlers() {
+                return;
+            }
+            let mut fds = [
+                PollFd::from_borrowed_fd(core.uffd().fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(self.bell.event.as_fd(), PollFlags::IN),
+            ];
+            let _ = poll(&mut fds, None);
+            let _ = rustix::io::read(&self.bell.event, &mut [0; 8]);
         }
     }
 
@@ -423,22 +564,25 @@ impl Worker {
 
     /// A thread waits for the page of this address.
     fn fault(&mut self, core: &Arc<Core>, fault: Fault) {
-        let page = fault.address - fault.address % core.page();
+        let (page, since) = (fault.address - fault.address % core.page(), Instant::now());
         if core.wake_if_published(page, fault.writes) {
             return;
         }
-        let Some((handler, _)) = core.handler(page) else {
+        let Some((handler, range)) = core.handler(page) else {
             // A tensor without a pin: the access is a mistake of the program's.
             return core.poison(page);
         };
         let Some(asked) = handler.upgrade() else { return core.poison(page) };
         // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.
-        core.show_hidden(page);
-        if self.turns.may_have(fault, page, asked.turns()) || core.has_frame(page) {
+        if core.show_hidden(page) {
+            asked.shown(page - range, since.elapsed());
+        }
+        let most = if self.starving { 1 } else { asked.turns() };
+        if self.turns.may_have(fault, page, most) || core.has_frame(page) {
             self.bring(core, fault, 0);
         }
         // A turn may have ended.
-        self.bell.keeper.guard(self.turns.pages());
+        self.keep_turns();
     }
 
     /// Serves the first thread in line, if it is its turn.
@@ -447,9 +591,9 @@ impl Worker {
         let Some(first) = self.turns.first_in_line() else { return false };
         // How many turns there are is the same for all ranges of a runtime.
         let handler = core.handler(page_of(first.address)).and_then(|(handler, _)| handler.upgrade());
-        let most = handler.map_or(1, |handler| handler.turns());
+        let most = handler.filter(|_| !self.starving).map_or(1, |handler| handler.turns());
         let Some(fault) = self.turns.next(most, Instant::now(), page_of) else { return false };
-        self.bell.keeper.guard(self.turns.pages());
+        self.keep_turns();
         self.bring(core, fault, 0);
         true
     }
@@ -545,7 +689,7 @@ impl Worker {
                 }
                 Ok(pins) => {
                     request.pages.iter().for_each(|page| self.ended(core, range + page));
-                    let most = answers.map_or(1, |answers| answers.may_keep());
+                    let most = answers.filter(|_| !self.starving).map_or(1, |answers| answers.may_keep());
                     self.bell.keeper.keep(
                         core,
                         Held { range, pages: request.pages, handler, told: false, _pins: pins },
@@ -557,7 +701,12 @@ impl Worker {
                     tracing::debug!(%error, "pages that are used together");
                     request.pages.iter().for_each(|page| core.do_not_want(range + page));
                 }
-                // A frame that cannot be taken from its page now is not the only one.
+                // Memory that the kernel cannot move now: not this frame's, or not to this page.
+                Err(error) if uffd::is_momentary(&error) => {
+                    tracing::debug!(%error, "a page that was touched is asked for again later");
+                    let at = Instant::now() + AGAIN.saturating_mul(1 << failed.min(16)).min(AGAIN_MAX);
+                    self.later.push(Later { fault, failed: failed.saturating_add(1), at });
+                }
                 Err(error) if error.is_transient() && failed < FAILED_MAX => {
                     tracing::debug!(%error, "a page that was touched is asked for again");
                     self.bring(core, fault, failed + 1);
@@ -576,5 +725,141 @@ impl Worker {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::sync::atomic::AtomicUsize;
+
+    use outcore::{Bytes, PageSize, Runtime};
+    use outcore_testkit::harness::{Scene, is_child, scene_ended};
+
+    use super::*;
+    use crate::{Faulting, Mapped, device};
+
+    const PAGE: usize = 64 << 10;
+
+    fn byte(at: usize) -> u8 {
+        (at / PAGE + at % 251) as u8
+    }
+
+    /// A file on eight frames; `None` where the kernel has no such userfaultfd, which is said.
+    fn mapped() -> Option<(tempfile::TempDir, Runtime, Mapped, Arc<Core>)> {
+        let device = Faulting::new().inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, (0..40 * PAGE).map(byte).collect::<Vec<u8>>()).unwrap();
+        let page = PageSize::new(Bytes::new(PAGE as u64)).unwrap();
+        let budget = Bytes::new(8 * PAGE as u64);
+        let runtime = Runtime::builder().device(device).page_size(page).device_budget(budget).open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        let core = device::find(mapped.as_ptr() as u64).unwrap();
+        Some((folder, runtime, mapped, core))
+    }
+
+    /// The kernel had no memory for a page table of a control group at its limit, and the touch was a signal at once.
+    /// Where it had the page pinned for a disk, the touch was a signal after some seconds.
+    #[test]
+    fn regression_what_the_kernel_refuses_for_the_moment_is_a_wait_and_no_signal() {
+        let Some((_folder, runtime, mapped, core)) = mapped() else { return };
+        for (errno, first) in [(libc::ENOMEM, 0), (libc::EBUSY, 10), (libc::EAGAIN, 20)] {
+            core.uffd().refuse(12, errno);
+            for at in (first * PAGE..(first + 10) * PAGE).step_by(1000) {
+                assert_eq!(mapped[at], byte(at));
+            }
+            assert_eq!(core.uffd().refusals(), 0, "no move was refused, so this shows nothing");
+        }
+        assert!(mapped.failure().is_none());
+        drop((core, mapped));
+        runtime.close().unwrap();
+    }
+
+    /// Its first request is the end of the thread of faults.
+    #[derive(Debug, Default)]
+    struct Panics(Mutex<Vec<Error>>);
+
+    impl Handler for Panics {
+        fn shown(&self, _page: u64, _took: Duration) {}
+        fn request_to_write(&self, _: u64) -> Option<Request> {
+            panic!("on purpose")
+        }
+        fn is_private(&self) -> bool {
+            true
+        }
+        fn will_be_written(&self, _: u64) {}
+        fn requests(&self, _: u64) -> Vec<Request> {
+            panic!("on purpose")
+        }
+        fn hides(&self, _: u64) -> bool {
+            false
+        }
+        fn pins(&self, _: u64) -> u32 {
+            0
+        }
+        fn may_keep(&self) -> usize {
+            1
+        }
+        fn turns(&self) -> usize {
+            1
+        }
+        fn failed(&self, _: u64, error: Error) {
+            self.0.lock().push(error);
+        }
+    }
+
+    #[test]
+    fn regression_touches_end_when_the_thread_of_faults_has_panicked() {
+        if Faulting::new().is_ok() {
+            Scene::of("child_whose_thread_of_faults_panics").run().well("touches without a thread of faults");
+        }
+    }
+
+    static SIGNALS: AtomicUsize = AtomicUsize::new(0);
+
+    /// A thread that got the signal would touch the page again, so it stays here.
+    extern "C" fn at_signal(_: libc::c_int) {
+        SIGNALS.fetch_add(1, Ordering::Relaxed);
+        loop {
+            // SAFETY: plain, and allowed in a handler.
+            unsafe { libc::pause() };
+        }
+    }
+
+    #[test]
+    #[ignore = "the process of a test"]
+    fn child_whose_thread_of_faults_panics() {
+        if !is_child("child_whose_thread_of_faults_panics") {
+            return;
+        }
+        // SAFETY: plain: what does not end is another signal.
+        unsafe {
+            libc::alarm(60);
+            libc::signal(libc::SIGBUS, at_signal as *const () as libc::sighandler_t);
+        }
+        let (_folder, runtime, mapped, core) = mapped().unwrap();
+        let mapped: &'static Mapped = Box::leak(Box::new(mapped));
+        let (start, handler) = (mapped.as_ptr() as u64, Arc::new(Panics::default()));
+        core.handle(start, mapped.len() as u64, Arc::downgrade(&(handler.clone() as Arc<dyn Handler>)));
+        // Two that wait, and one that comes when the thread has panicked.
+        let touch = |page: usize| drop(thread::spawn(move || std::hint::black_box(mapped[page * PAGE])));
+        touch(3);
+        touch(4);
+        while SIGNALS.load(Ordering::Relaxed) < 2 {
+            thread::yield_now();
+        }
+        touch(5);
+        while SIGNALS.load(Ordering::Relaxed) < 3 {
+            thread::yield_now();
+        }
+        let told = handler.0.lock().clone();
+        assert!(told[0].to_string().contains("panicked: on purpose"), "{told:?}");
+        // The threads that stay in the signal have the mapping for good; the end of the runtime waits for none of them.
+        core.leave(start);
+        forget(&core, start);
+        runtime.close().unwrap();
+        scene_ended();
     }
 }

@@ -5,7 +5,12 @@
 
 use std::collections::HashMap;
 
-use parking_lot::Mutex;
+/// Pages that may be missing between two faults: a program passes over some, and others have just gone.
+const MISSING: usize = 4;
+/// One of so many may be missing in a long step.
+const MISSING_PART: usize = 8;
+/// The longest step that is looked at.
+const STEP: usize = 1 << 12;
 
 /// An order of pages that repeats, and the place of the last fault in it.
 #[derive(Debug)]
@@ -13,31 +18,67 @@ pub struct Followed {
     order: Vec<u32>,
     /// The places of each page, ascending.
     places: HashMap<u32, Vec<u32>>,
-    at: Mutex<usize>,
+    at: usize,
+    /// The place of the last fault, if the program did not come there from `at`.
+    stray: Option<usize>,
 }
 
 impl Followed {
-    pub fn new(order: Vec<u32>) -> Self {
+    /// The use that comes next is at this place of the order.
+    pub fn new(order: Vec<u32>, next: usize) -> Self {
         let mut places: HashMap<u32, Vec<u32>> = HashMap::new();
         for (at, page) in order.iter().enumerate() {
             places.entry(*page).or_default().push(at as u32);
         }
-        let at = Mutex::new(order.len().saturating_sub(1));
-        Self { order, places, at }
+        let at = next.checked_sub(1).unwrap_or(order.len().saturating_sub(1));
+        let at = at.min(order.len().saturating_sub(1));
+        Self { order, places, at, stray: None }
     }
 
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
-    /// through the order forwards; none if it has gone elsewhere. A step of more than half of the order is taken for a
-    /// step back.
-    pub fn passed(&self, page: u32) -> Vec<u32> {
+    /// through the order forwards; none if it has gone elsewhere. `there` says whether the program sees a page: one that
+    /// it does not see it did not use, or there would have been a fault. So a program that has come from the fault
+    /// before has passed over next to none of these.
+    pub fn passed(&mut self, page: u32, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let Some(places) = self.places.get(&page) else { return Vec::new() };
-        let (mut at, len) = (self.at.lock(), self.order.len());
-        let next = places.get(places.partition_point(|place| *place as usize <= *at)).or(places.first());
-        let next = next.map_or(0, |place| *place as usize);
-        let steps = (next + len - *at - 1) % len;
-        let first = *at + 1;
-        *at = next;
-        if steps > len / 2 { Vec::new() } else { (first..first + steps).map(|place| self.order[place % len]).collect() }
+        let next = |at: usize| {
+            let next = places.get(places.partition_point(|place| *place as usize <= at)).or(places.first());
+            next.map_or(0, |place| *place as usize)
+        };
+        if let (to, Some(between)) = (next(self.at), self.between(self.at, next(self.at), &there)) {
+            (self.at, self.stray) = (to, None);
+            return between;
+        }
+        // A single page that is used out of order says nothing. Two that follow one another do.
+        let follows = self.stray.is_some_and(|stray| self.between(stray, next(stray), &there).is_some());
+        match (follows, self.stray.take()) {
+            (true, Some(stray)) => self.at = next(stray),
+            _ => self.stray = Some(next(self.at)),
+        }
+        Vec::new()
+    }
+
+    /// The pages between two places that are there, if next to all are.
+    fn between(&self, from: usize, to: usize, there: impl Fn(u32) -> bool) -> Option<Vec<u32>> {
+        let len = self.order.len();
+        let steps = (to + len - from - 1) % len;
+        if steps > (len / 2).min(STEP) {
+            return None;
+        }
+        let may_miss = MISSING.max(steps / MISSING_PART);
+        let (mut found, mut missing) = (Vec::new(), 0);
+        for place in from + 1..=from + steps {
+            let page = self.order[place % len];
+            if there(page) {
+                found.push(page);
+            } else {
+                missing += 1;
+                if missing > may_miss {
+                    return None;
+                }
+            }
+        }
+        Some(found)
     }
 }
 
@@ -45,20 +86,39 @@ impl Followed {
 mod tests {
     use super::Followed;
 
+    const ALL: fn(u32) -> bool = |_| true;
+
     #[test]
     fn what_lies_between_two_faults_was_used() {
-        let followed = Followed::new(vec![5, 6, 7, 5, 8, 9, 10, 11]);
-        assert!(followed.passed(5).is_empty());
-        assert_eq!(followed.passed(7), [6]);
+        let mut followed = Followed::new(vec![5, 6, 7, 5, 8, 9, 10, 11], 0);
+        assert!(followed.passed(5, ALL).is_empty());
+        assert_eq!(followed.passed(7, ALL), [6]);
         // The later of its places comes next.
-        assert!(followed.passed(5).is_empty());
-        assert_eq!(followed.passed(10), [8, 9]);
+        assert!(followed.passed(5, ALL).is_empty());
+        assert_eq!(followed.passed(10, ALL), [8, 9]);
         // Around the end.
-        assert_eq!(followed.passed(6), [11, 5]);
-        // Back, and somewhere else.
-        assert_eq!(followed.passed(5), [7]);
-        assert!(followed.passed(7).is_empty());
-        assert!(followed.passed(99).is_empty());
-        assert!(Followed::new(Vec::new()).passed(1).is_empty());
+        assert_eq!(followed.passed(6, ALL), [11, 5]);
+        assert_eq!(followed.passed(5, ALL), [7]);
+        assert!(followed.passed(99, ALL).is_empty());
+        assert!(Followed::new(Vec::new(), 3).passed(1, ALL).is_empty());
+        // In the middle.
+        assert_eq!(Followed::new(vec![5, 6, 7, 8, 9], 2).passed(9, ALL), [7, 8]);
+    }
+
+    #[test]
+    fn regression_a_page_out_of_order_tells_of_no_others() {
+        // Every eighth page is not there.
+        let there = |page: u32| !page.is_multiple_of(8);
+        let mut followed = Followed::new((0..1000).collect(), 0);
+        assert!(followed.passed(0, there).is_empty());
+        assert_eq!(followed.passed(8, there), [1, 2, 3, 4, 5, 6, 7]);
+        // Some pages are used all the time, wherever the program is.
+        for (stray, next) in [(504, 16), (760, 24), (240, 32)] {
+            assert!(followed.passed(stray, |_| false).is_empty());
+            assert_eq!(followed.passed(next, there).len(), 7);
+        }
+        // The program goes on elsewhere.
+        assert!(followed.passed(800, |_| false).is_empty() && followed.passed(808, there).is_empty());
+        assert_eq!(followed.passed(816, there).len(), 7);
     }
 }

@@ -7,24 +7,33 @@ use std::future::Future;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Context, Waker};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
+use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
+    Tier, Walker,
 };
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
-use crate::faults::{self, Handler, Held, Pins, Request};
-use crate::followed::Followed;
+use crate::faults::{self, FLOOR, Handler, Held, Pins, Request};
+use crate::foresight::Foresight;
+use crate::layers::{self, Layers, There};
+use crate::live;
+use crate::options::MapOptions;
 use crate::order;
+use crate::uses::{Uses, run};
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
@@ -35,6 +44,12 @@ const KEPT: usize = 16;
 /// Smaller pages cost more to bring than their bytes; larger ones are huge pages already.
 const EXPERT_PAGE_LEAST: u64 = 64 << 10;
 const EXPERT_PAGE_MOST: u64 = 2 << 20;
+
+/// After so long without a frame, whoever tells of experts waits no longer: guards of its own may be in the way.
+const WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// Bytes of experts that the disk is asked for at a time.
+const IN_FLIGHT: u64 = 8 << 20;
 
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
@@ -47,9 +62,8 @@ struct Pages {
     runtime: Runtime,
     core: Arc<Core>,
     start: u64,
-    /// The uses of this mapping that have an order.
-    walker: Walker,
-    followed: Followed,
+    /// Uses of this mapping that have an order.
+    uses: Uses,
     /// Uses of experts: they have none.
     drawn: Walker,
     experts: Experts,
@@ -57,10 +71,20 @@ struct Pages {
     firsts: HashSet<u32>,
     /// Uses of experts since one was [told of](Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
     untold: AtomicU64,
+    /// Offsets of the pages that are [expected](Mapped::expect_experts).
+    expected: Mutex<Vec<u64>>,
+    foresight: Mutex<Foresight>,
+    /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
+    foresees: AtomicBool,
+    /// The file's name, without its folder.
+    name: String,
+    layers: Layers,
+    /// What [`Mapped::experts`] says.
+    hints: AtomicU64,
+    told: AtomicU64,
+    touched: AtomicU64,
     /// Faults so far.
     faults: AtomicU64,
-    /// Whether the walker follows no order: then every use must be seen, for one to be learned.
-    learning: AtomicBool,
     /// The whole file.
     bytes: Tensor,
     page: u64,
@@ -74,11 +98,8 @@ struct Pages {
 }
 
 impl Pages {
-    /// Pages that follow one another, as a tensor; `None` behind the end of the file.
     fn run(&self, first: u32, end: u32) -> Option<Tensor> {
-        let first = u64::from(first) * self.page;
-        let end = (u64::from(end) * self.page).min(self.bytes.size().get());
-        if first < end { self.bytes.rows(first..end).ok() } else { None }
+        run(&self.bytes, self.page, first, end)
     }
 
     /// Pages in ascending order, as few tensors.
@@ -90,16 +111,65 @@ impl Pages {
         pages.iter().map(|page| u64::from(*page) * self.page).collect()
     }
 
-    /// The pin of pages in ascending order, by one of the walkers.
-    fn request(&self, pages: &[u32], of_expert: bool) -> Option<Request> {
+    /// The pin of pages in ascending order, by one of the walkers. A page that was `touched` may have a frame that
+    /// guards of the program leave.
+    fn request(&self, pages: &[u32], of_expert: bool, touched: bool) -> Option<Request> {
         let (tensors, offsets) = (self.runs(pages), self.offsets(pages));
         // Owned by the request, which outlives this call.
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.drawn } else { &this.walker };
-            walker.pin_set(&tensors).await.map(Pins::Read)
+            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
+            let request = walker.pin_set(&tensors);
+            let pins = if touched { request.never_refused().await } else { request.await };
+            pins.map(Pins::Read)
         });
         Some(Request { pages: offsets, writes: false, pins })
+    }
+
+    fn check_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let has = |expert: &&u32| self.experts.has(ExpertId { layer, expert: **expert });
+        experts.iter().find(|expert| !has(expert)).map_or(Ok(()), |unknown| {
+            let message = format!("the file has no expert {unknown} in layer {layer}");
+            Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("tell of experts that the router of this model can choose"))
+        })
+    }
+
+    /// These experts of a layer are likely to be used soon, and nothing else is.
+    fn expect(&self, foresight: &mut Foresight, layer: u32, experts: &[u32]) {
+        let worth = foresight.predicts(layer, experts);
+        let pages = if worth { self.pages_of_experts(layer, experts) } else { Vec::new() };
+        let mut expected = self.expected.lock();
+        if pages.is_empty() && expected.is_empty() {
+            return;
+        }
+        let offsets = self.offsets(&pages);
+        // Published as soon as they are there, which costs the program nothing then. If uses are not told of, the first
+        // page of each stays hidden, so that its use is seen.
+        let told = self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX;
+        let seen = |offset: &u64| told || !self.firsts.contains(&((offset / self.page) as u32));
+        let shown: Vec<u64> = offsets.into_iter().filter(seen).collect();
+        self.core.want_no_more(self.start, expected.iter());
+        self.core.want_all(self.start, &shown);
+        self.drawn.expect(&self.runs(&pages));
+        *expected = shown;
+    }
+
+    /// The pages of these experts of a layer, ascending, as far as a quarter of the frames has room for them.
+    fn pages_of_experts(&self, layer: u32, experts: &[u32]) -> Vec<u32> {
+        self.count_frames();
+        let may_keep = self.may_keep();
+        let mut pages = Vec::new();
+        for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
+            let of_expert = self.experts.pages(id, self.page);
+            if pages.len() + of_expert.len() > may_keep {
+                break;
+            }
+            pages.extend(of_expert);
+        }
+        pages.sort_unstable();
+        pages.dedup();
+        pages
     }
 
     fn count_frames(&self) {
@@ -107,20 +177,37 @@ impl Pages {
         self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
     }
 
+    fn address(&self, index: u32) -> u64 {
+        self.start + u64::from(index) * self.page
+    }
+
+    /// There is a fault on this page, of an expert or not.
+    fn count_fault(&self, index: u32, of_expert: bool) {
+        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
+            self.count_frames();
+        }
+        if !of_expert {
+            self.tell_of_the_unseen(index);
+        }
+    }
+
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
-        for passed in self.followed.passed(index) {
-            let there = self.core.is_published(self.start + u64::from(passed) * self.page);
-            if let Some(page) = self.run(passed, passed + 1).filter(|_| there) {
+        let was_there = self.core.is_published(self.address(index));
+        for passed in self.uses.fault(index, was_there, |page| self.core.is_published(self.address(page))) {
+            if let Some(page) = self.run(passed, passed + 1) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
-                let mut request = pin!(self.walker.pin(&page));
+                let mut request = pin!(self.uses.walker().pin(&page));
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
+        if !was_there {
+            self.uses
+                .look_at_some(|page| self.core.hide(self.address(page), || self.pins(u64::from(page) * self.page) > 0));
+        }
         if self.faults.load(Ordering::Relaxed).is_multiple_of(LOOK) {
-            let mine = self.runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
-            self.learning.store(mine.is_none_or(|stats| stats.places.is_empty()), Ordering::Relaxed);
+            self.uses.look(&self.runtime, self.frames.load(Ordering::Relaxed));
         }
     }
 }
@@ -129,19 +216,22 @@ impl Handler for Pages {
     fn requests(&self, offset: u64) -> Vec<Request> {
         let page = (offset / self.page) as u32;
         let expert = self.experts.at(offset);
-        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
-            self.count_frames();
-        }
-        if expert.is_none() {
-            self.tell_of_the_unseen(page);
-        }
-        let mut requests = Vec::from_iter(self.request(&[page], expert.is_some()));
+        self.count_fault(page, expert.is_some());
+        let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
         // A pin of several pages would wait for those that are written.
         if let Some(expert) = expert.filter(|_| !self.private) {
-            self.untold.fetch_add(1, Ordering::Relaxed);
+            self.touched.fetch_add(1, Ordering::Relaxed);
+            let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
+            if untold && self.foresees.load(Ordering::Relaxed) {
+                let mut foresight = self.foresight.lock();
+                let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
+                if let Some((layer, experts)) = next {
+                    self.expect(&mut foresight, layer, &experts);
+                }
+            }
             let all = self.experts.pages(expert, self.page);
             if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
-                requests.extend(self.request(&all, true));
+                requests.extend(self.request(&all, true, false));
             }
         }
         requests
@@ -150,14 +240,11 @@ impl Handler for Pages {
     fn request_to_write(&self, offset: u64) -> Option<Request> {
         let page = (offset / self.page) as u32;
         let of_expert = self.experts.at(offset).is_some();
-        if !of_expert {
-            self.tell_of_the_unseen(page);
-        }
-        self.faults.fetch_add(1, Ordering::Relaxed);
+        self.count_fault(page, of_expert);
         let (tensor, this) = (self.run(page, page + 1)?, self.own.upgrade()?);
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.drawn } else { &this.walker };
-            walker.pin_set_mut(std::slice::from_ref(&tensor)).await.map(Pins::Write)
+            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
+            walker.pin_set_mut(std::slice::from_ref(&tensor)).never_refused().await.map(Pins::Write)
         });
         Some(Request { pages: self.offsets(&[page]), writes: true, pins })
     }
@@ -171,9 +258,22 @@ impl Handler for Pages {
     }
 
     fn hides(&self, page: u64) -> bool {
-        let page = (page / self.page) as u32;
-        let untold = self.untold.load(Ordering::Relaxed) > UNTOLD_MAX;
-        self.learning.load(Ordering::Relaxed) || (untold && self.firsts.contains(&page))
+        let index = (page / self.page) as u32;
+        if self.experts.at(page).is_some() {
+            return self.untold.load(Ordering::Relaxed) > UNTOLD_MAX && self.firsts.contains(&index);
+        }
+        self.uses.let_go(index)
+    }
+
+    fn shown(&self, page: u64, took: Duration) {
+        if self.experts.at(page).is_none() {
+            self.uses.shown(took);
+        }
+    }
+
+    fn pins(&self, page: u64) -> u32 {
+        let index = (page / self.page) as u32;
+        self.run(index, index + 1).map_or(0, |page| page.pins())
     }
 
     fn may_keep(&self) -> usize {
@@ -187,17 +287,40 @@ impl Handler for Pages {
         (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
-    fn frames(&self) -> usize {
-        self.count_frames();
-        self.frames.load(Ordering::Relaxed)
-    }
-
     fn failed(&self, offset: u64, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
+        self.failure.lock().get_or_insert(error.clone());
         if let Some(tell) = self.tell.get() {
-            tell(&error);
+            // What panics there is the program's, and ends nothing here.
+            drop(catch_unwind(AssertUnwindSafe(|| tell(&error))));
         }
-        self.failure.lock().get_or_insert(error);
+    }
+}
+
+/// Waits for `request` on this thread; `None` if pages have been `missing` for [`WAIT_MAX`], which are those without a
+/// frame. A page that has one comes, or fails.
+fn wait_for<T>(request: impl Future<Output = Result<T>>, missing: impl Fn() -> usize) -> Option<Result<T>> {
+    let mut request = pin!(request);
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut since = Instant::now();
+    loop {
+        if let Poll::Ready(result) = request.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Some(result);
+        }
+        thread::park_timeout(WAIT_MAX / 4);
+        if missing() == 0 {
+            since = Instant::now();
+        } else if since.elapsed() >= WAIT_MAX {
+            return None;
+        }
+    }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
     }
 }
 
@@ -233,7 +356,11 @@ pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
 /// As [`builder_for`], with a device whose [mechanism](crate::Mechanism) was chosen.
 pub fn builder_on(device: Faulting, path: impl AsRef<Path>) -> RuntimeBuilder {
     let builder = Runtime::builder().device(device).policy(PolicyKind::Model);
-    page_size_for(path.as_ref()).into_iter().fold(builder, RuntimeBuilder::page_size)
+    let Some(page_size) = page_size_for(path.as_ref()) else { return builder };
+    // As many bytes on their way as larger pages would have.
+    let depth = QueueDepth::new((IN_FLIGHT / page_size.bytes()).clamp(16, 64) as u32);
+    let builder = builder.page_size(page_size);
+    depth.into_iter().fold(builder, |builder, depth| builder.store(StoreOptions::new(IoBackend::Auto).depth(depth)))
 }
 
 /// The runtime of [`Mapped::map`]. Its pages fit the first file.
@@ -311,10 +438,10 @@ impl Mapped {
     /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
     ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
     pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
-        Self::open_as(runtime, path.as_ref(), false)
+        Self::open_with(runtime, path.as_ref(), &MapOptions::new(), false)
     }
 
-    fn open_as(runtime: &Runtime, path: &Path, private: bool) -> Result<Self> {
+    pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions, private: bool) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
         if frames < 4 {
@@ -338,7 +465,7 @@ impl Mapped {
             core.make_private(start)?;
         }
         let page = core.page();
-        let (walker, drawn) = (runtime.walker()?, runtime.walker()?);
+        let drawn = runtime.walker()?;
         let model = model_of(path);
         let tensors: Vec<&TensorHeader> = match &model {
             Some((header, file)) => header.tensors.iter().filter(|tensor| tensor.file == *file).collect(),
@@ -349,29 +476,30 @@ impl Mapped {
             header.tensors.iter().any(|tensor| outcore::rules::role(&tensor.name) == outcore::rules::Role::Output)
         });
         let experts = Experts::of(tensors.iter().copied());
+        let layers = Layers::of(&tensors, &experts);
         let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
         let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
-        walker.plan(&order, true);
         drawn.unordered();
-        let pages_of = |tensor: &Tensor| {
-            let first = (tensor.address() - start) / page;
-            let end = (tensor.address() - start + tensor.size().get()).div_ceil(page);
-            first as u32..end as u32
-        };
-        let mut known: Vec<u32> = order.iter().flat_map(pages_of).collect();
-        known.dedup();
+        let place = options.place(path, page, bytes.size().get().div_ceil(page) as u32);
+        let uses = Uses::new(runtime, &bytes, &order, place)?;
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
             core: core.clone(),
             start,
-            walker,
-            followed: Followed::new(known),
+            uses,
             drawn,
             firsts: experts.firsts(page).collect(),
             experts,
             untold: AtomicU64::new(UNTOLD_MAX + 1),
+            expected: Mutex::default(),
+            foresight: Mutex::default(),
+            foresees: AtomicBool::new(true),
+            name: path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned(),
+            layers,
+            hints: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            touched: AtomicU64::new(0),
             faults: AtomicU64::new(0),
-            learning: AtomicBool::new(order.is_empty()),
             bytes,
             page,
             frames: AtomicUsize::new(frames as usize),
@@ -382,7 +510,11 @@ impl Mapped {
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
-        core.handle(start, len as u64, handler);
+        core.in_turn(|| {
+            runtime.keep_frames(FLOOR)?;
+            core.handle(start, len as u64, handler);
+            Ok::<(), Error>(())
+        })?;
         Ok(Self { pages, core, start, len })
     }
 
@@ -404,50 +536,85 @@ impl Mapped {
     /// # Errors
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
     ///   [`has_expert`](Self::has_expert);
-    /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait). Nothing is lost then: what is missing is read
-    ///   when it is touched.
+    /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if guards have held the frames for so long that they may be the
+    ///   caller's own;
+    /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait).
+    ///
+    /// Nothing is lost then: what is missing is read when it is touched.
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
         let known = &self.pages;
-        known.count_frames();
-        let may_keep = known.may_keep();
-        let ids = experts.iter().map(|expert| ExpertId { layer, expert: *expert });
-        if let Some(unknown) = ids.clone().find(|id| !known.experts.has(*id)) {
-            let message = format!("the file has no expert {} in layer {layer}", unknown.expert);
-            return Err(Error::new(ErrorKind::InvalidArgument, message)
-                .remedy("tell of experts that the router of this model can choose"));
-        }
-        let mut pages = Vec::new();
-        for id in ids {
-            let of_expert = known.experts.pages(id, known.page);
-            if pages.len() + of_expert.len() > may_keep {
-                break;
-            }
-            pages.extend(of_expert);
-        }
+        known.check_experts(layer, experts)?;
+        let pages = known.pages_of_experts(layer, experts);
         known.untold.store(0, Ordering::Relaxed);
-        pages.sort_unstable();
-        pages.dedup();
+        known.foresight.lock().used(layer, experts);
+        known.hints.fetch_add(1, Ordering::Relaxed);
+        known.told.fetch_add(experts.len() as u64, Ordering::Relaxed);
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
         if tensors.is_empty() {
             return Ok(());
         }
-        offsets.iter().for_each(|page| self.core.want(self.start + page));
-        let shown = known.drawn.pin_set(&tensors).wait().and_then(|pins| {
-            offsets.iter().try_for_each(|page| self.core.show(self.start + page, false)).map(|()| pins)
-        });
+        self.core.want_all(self.start, &offsets);
+        let missing = || offsets.iter().filter(|page| !self.core.has_frame(self.start + **page)).count();
+        let shown = wait_for(known.drawn.pin_set(&tensors), missing)
+            .unwrap_or_else(|| {
+                let frames = known.frames.load(Ordering::Relaxed);
+                let message = format!(
+                    "these experts of layer {layer} need {} pages, {} of which have waited for frames for {} s: others \
+                     have them pinned, of {frames} frames in all",
+                    offsets.len(),
+                    missing(),
+                    WAIT_MAX.as_secs()
+                );
+                Err(Error::new(ErrorKind::WouldDeadlock, message)
+                    .remedy("let guards go before you tell of experts, or raise the device budget"))
+            })
+            .and_then(|pins| self.core.show_all(self.start, &offsets).map(|()| pins));
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
                 let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: Pins::Read(pins) };
-                self.core.bell().keeper().keep(&self.core, held, may_keep);
+                self.core.bell().keeper().keep(&self.core, held, known.may_keep());
                 // So that the thread sees that something is kept, and lets it go in time.
                 self.core.bell().ring();
+                if known.foresees.load(Ordering::Relaxed) {
+                    let mut foresight = known.foresight.lock();
+                    if let Some((layer, experts)) = foresight.after_used() {
+                        known.expect(&mut foresight, layer, &experts);
+                    }
+                }
                 Ok(())
             }
             Err(error) => {
-                offsets.iter().for_each(|page| self.core.do_not_want(self.start + page));
+                self.core.want_no_more(self.start, offsets.iter());
                 Err(error)
             }
+        }
+    }
+
+    /// These experts of a layer are likely to be used soon: for programs that predict what the router will choose. They
+    /// take the place of those that were expected before.
+    ///
+    /// What is missing of them is read while nothing else waits for the disk, and stays until it was used or something
+    /// else is expected, as long as other pages can go. Returns at once. Together they may have a quarter of the
+    /// frames: what is more is left out.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
+    /// [`has_expert`](Self::has_expert).
+    pub fn expect_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let known = &self.pages;
+        known.check_experts(layer, experts)?;
+        known.foresees.store(false, Ordering::Relaxed);
+        known.expect(&mut known.foresight.lock(), layer, experts);
+        Ok(())
+    }
+
+    /// Whether experts are expected by what followed before, as they are unless the program has
+    /// [predicted](Self::expect_experts) some itself.
+    pub fn foresee(&self, on: bool) {
+        self.pages.foresees.store(on, Ordering::Relaxed);
+        if !on {
+            self.pages.expect(&mut self.pages.foresight.lock(), 0, &[]);
         }
     }
 
@@ -462,6 +629,43 @@ impl Mapped {
         let Pages { experts, page, .. } = &*self.pages;
         let of_experts = experts.ids().map(|id| experts.pages(id, *page).len());
         2 * of_experts.max().unwrap_or(1) as u64
+    }
+
+    /// Keeps the order in which the program uses the file for the next start, if it was learned, in the user's cache
+    /// folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
+    /// this is for programs that end without either. See [`MapOptions::keep_order`].
+    pub fn keep_order(&self) {
+        self.pages.uses.keep(&self.pages.runtime);
+    }
+
+    /// How the use of experts was known so far. All zero for a file without experts.
+    pub fn experts(&self) -> live::Experts {
+        let Pages { hints, told, touched, .. } = &*self.pages;
+        let [hints, told, touched] = [hints, told, touched].map(|count| count.load(Ordering::Relaxed));
+        live::Experts { hints, told, touched }
+    }
+
+    /// What of the file is in memory now, by layer. It holds up the runtime no longer than
+    /// [`Runtime::snapshot`] does.
+    pub fn look(&self) -> live::File {
+        let Pages { runtime, bytes, page, layers, experts, .. } = &*self.pages;
+        let pages = runtime.snapshot(bytes).pages;
+        let there = pages.iter().map(|page| match (page.tier(), page.device.fresh) {
+            (Tier::Device, true) => There::Ahead,
+            (Tier::Device, false) => There::Used,
+            _ => There::No,
+        });
+        let there: Vec<There> = there.collect();
+        let len = bytes.size().get();
+        let each: Vec<live::Held> = (0..len.div_ceil(*page))
+            .map(|index| layers::held(&(index * page..((index + 1) * page).min(len)), &there, *page))
+            .collect();
+        live::File {
+            name: self.pages.name.clone(),
+            held: layers::held(&(0..len), &there, *page),
+            cells: layers::cells(&each),
+            parts: layers.look(experts, &there, *page),
+        }
     }
 
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
@@ -512,7 +716,15 @@ impl Drop for Mapped {
         if !self.core.bell().is_at_home() {
             return;
         }
-        self.core.leave(self.start);
+        self.keep_order();
+        let Self { core, pages, start, .. } = self;
+        core.in_turn(|| {
+            core.leave(*start);
+            if !core.has_handlers() {
+                // A runtime that is closed keeps nothing for anybody.
+                let _ = pages.runtime.keep_frames(0);
+            }
+        });
         faults::forget(&self.core, self.start);
     }
 }
@@ -563,7 +775,7 @@ impl Written {
 ///
 /// Dropping it loses what was written. A child by `fork` does not have the range. What is read into it with `O_DIRECT`
 /// may be lost: such writes are no faults.
-pub struct MappedMut(Mapped);
+pub struct MappedMut(pub(crate) Mapped);
 
 impl MappedMut {
     /// Maps a whole open file on a runtime of this process's own, which [`Mapped::map`] uses too.
@@ -583,7 +795,7 @@ impl MappedMut {
     ///   ([`Faulting::maps_private`](crate::Faulting::maps_private));
     /// - those of the scratch file, as for [`Runtime::open_private`].
     pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
-        Mapped::open_as(runtime, path.as_ref(), true).map(Self)
+        MapOptions::new().open_private(runtime, path)
     }
 
     /// Which pages were written. It outlives the mapping.
@@ -599,6 +811,16 @@ impl MappedMut {
     /// As [`Mapped::most_pinned`].
     pub fn most_pinned(&self) -> u64 {
         self.0.most_pinned()
+    }
+
+    /// As [`Mapped::keep_order`].
+    pub fn keep_order(&self) {
+        self.0.keep_order();
+    }
+
+    /// As [`Mapped::look`].
+    pub fn look(&self) -> live::File {
+        self.0.look()
     }
 
     /// As [`Mapped::on_failure`].

@@ -75,6 +75,26 @@ impl Region {
         self.advise(start, len, Advice::LinuxDontNeed)
     }
 
+    /// Forbids all access, for good.
+    pub fn forbid(&self) {
+        let address = ptr::with_exposed_provenance_mut::<c_void>(self.start as usize);
+        // SAFETY: the region's own range; whoever accesses it from now on gets a signal, which is what is wanted.
+        if let Err(cause) = unsafe { mprotect(address, self.len as usize, MprotectFlags::empty()) } {
+            tracing::error!(%cause, "a range without its pages could not be forbidden");
+        }
+    }
+
+    /// Has the kernel give back the page tables of a range that holds no memory, where it does that.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn give_back_empty(start: u64, len: u64) -> Result<()> {
+        let address = ptr::with_exposed_provenance_mut::<c_void>(start as usize);
+        // SAFETY: a part of a region in which nothing is, as `super::tables` counts: the advice loses nothing.
+        unsafe { madvise(address, len as usize, Advice::LinuxDontNeed) }
+            .map_err(|cause| Error::io("give page tables back", io::Error::from(cause)))
+    }
+
     /// Brings memory in for a part of the region, which has none and is registered nowhere.
     pub fn touch(&self, start: u64, len: u64) {
         debug_assert!(self.holds(start, len), "no part of the region");

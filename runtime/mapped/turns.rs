@@ -19,7 +19,7 @@ pub struct Fault {
 }
 
 /// Pages that an instruction may need at once.
-const AT_ONCE: usize = 2;
+pub const AT_ONCE: usize = 2;
 const SHORTEST: Duration = Duration::from_millis(1);
 const LONGEST: Duration = Duration::from_millis(256);
 /// Turns that ended by time, of which is known whether they were too short.
@@ -30,6 +30,8 @@ struct Turn {
     thread: u64,
     /// The oldest first.
     pages: VecDeque<u64>,
+    /// Whether it is a write that waits for the last one.
+    writes: bool,
     /// Since when all of them are there; `None` while one is on its way.
     since: Option<Instant>,
 }
@@ -65,7 +67,7 @@ impl Turns {
         }
         let Some(at) = self.turns.iter().position(|turn| turn.thread == thread) else {
             if self.turns.len() < most.max(1) && self.line.is_empty() {
-                self.begin(thread, page);
+                self.begin(fault, page);
                 return true;
             }
             self.line.push_back(fault);
@@ -84,12 +86,13 @@ impl Turns {
         if !turn.pages.contains(&page) {
             turn.pages.push_back(page);
         }
-        turn.since = None;
+        (turn.writes, turn.since) = (fault.writes, None);
         true
     }
 
-    fn begin(&mut self, thread: u64, page: u64) {
-        self.turns.push(Turn { thread, pages: VecDeque::from([page]), since: None });
+    fn begin(&mut self, fault: Fault, page: u64) {
+        let Fault { thread, writes, .. } = fault;
+        self.turns.push(Turn { thread, pages: VecDeque::from([page]), writes, since: None });
     }
 
     /// Who is in line first.
@@ -111,7 +114,7 @@ impl Turns {
             }
         }
         let fault = self.line.pop_front()?;
-        self.begin(fault.thread, page_of(fault.address));
+        self.begin(fault, page_of(fault.address));
         Some(fault)
     }
 
@@ -129,6 +132,24 @@ impl Turns {
         for turn in self.turns.iter_mut().filter(|turn| turn.pages.contains(&page)) {
             turn.since = Some(now);
         }
+    }
+
+    /// Leaves one turn, of a thread that waits if there is one. The threads of the others are in line again.
+    pub fn leave_one(&mut self) {
+        let first = self.turns.iter().position(|turn| turn.since.is_none()).unwrap_or(0);
+        if !self.turns.is_empty() {
+            self.turns.swap(0, first);
+        }
+        for turn in self.turns.drain(1.min(self.turns.len())..) {
+            // What it waits for is its last page.
+            let waits = turn.since.is_none().then(|| turn.pages.back().copied()).flatten();
+            self.line.extend(waits.map(|address| Fault { address, thread: turn.thread, writes: turn.writes }));
+        }
+    }
+
+    /// Whether nobody is in line.
+    pub fn is_line_empty(&self) -> bool {
+        self.line.is_empty()
     }
 
     /// Forgets the turns and the threads in line whose addresses are not to be kept.
@@ -189,6 +210,21 @@ mod tests {
         assert!(!asks(&mut turns, 1, 10));
         turns.ended(20, now, |page| page);
         assert_eq!(turns.until_next(now), Some(2 * SHORTEST));
+    }
+
+    #[test]
+    fn one_turn_is_left_and_it_is_of_a_thread_that_waits() {
+        let (mut turns, now) = (Turns::default(), Instant::now());
+        for thread in 1..=3 {
+            assert!(turns.may_have(fault(thread, 10 * thread), 10 * thread, 3));
+            turns.ended(10 * thread, now, |page| page);
+        }
+        assert!(turns.may_have(fault(2, 21), 21, 3) && turns.may_have(fault(3, 31), 31, 3));
+        turns.leave_one();
+        assert_eq!((turns.pages(), turns.first_in_line()), (vec![20, 21], Some(fault(3, 31))));
+        turns.ended(21, now, |page| page);
+        assert_eq!(turns.next(1, now + SHORTEST, |page| page), Some(fault(3, 31)));
+        assert!(turns.is_line_empty());
     }
 
     #[test]

@@ -30,8 +30,8 @@ const EVENT_PAGEFAULT: u8 = 0x12;
 /// A fault of a write: to a missing page, or to a protected one.
 const FLAG_WRITE: u64 = 1 << 0;
 const FLAG_PROTECTED: u64 = 1 << 1;
-/// A move that finds the page busy is tried again: at first at once, then with pauses, since whoever has the page may
-/// need this very processor. After about a second it fails.
+/// A move or a copy that finds the page busy, or no memory for a page table, is tried again: at first at once, then with
+/// pauses, since whoever has the page may need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
 const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
@@ -201,6 +201,31 @@ fn too_old(why: &str) -> Error {
 pub struct Uffd {
     fd: OwnedFd,
     protects: bool,
+    #[cfg(test)]
+    refusals: Refusals,
+}
+
+/// For tests: how many moves and copies the kernel is to refuse, and with which error.
+#[cfg(test)]
+pub type Refusals = parking_lot::Mutex<(u32, i32)>;
+
+/// What the kernel refuses now and may grant later: a page is in somebody's hands (pinned for a disk until its worker
+/// has let go, or read through /proc), addresses of the process are changed meanwhile, or its control group has no
+/// memory for a page table or a copy.
+fn is_momentary_errno(number: Option<i32>) -> bool {
+    matches!(number, Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM | libc::EINTR))
+}
+
+/// Whether such a refusal is behind this error.
+pub fn is_momentary(error: &Error) -> bool {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        if error.downcast_ref::<io::Error>().is_some_and(|io| is_momentary_errno(io.raw_os_error())) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 impl Uffd {
@@ -231,7 +256,12 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        Ok(Self { fd, protects: false })
+        Ok(Self {
+            fd,
+            protects: false,
+            #[cfg(test)]
+            refusals: Refusals::default(),
+        })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -269,6 +299,10 @@ impl Uffd {
     /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`. If it fails, all
     /// of the memory is where it was.
     pub fn move_pages(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(refused) = self.refused() {
+            return Err(refused);
+        }
         self.move_on(to, from, len).map_err(|(done, cause)| {
             // A page in two places would be found in neither.
             if done > 0 && self.move_on(from, to, done).is_err() {
@@ -284,18 +318,11 @@ impl Uffd {
         while done < len {
             let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
             let Err(cause) = self.call(request(0x05, size_of::<Move>()), &mut arg) else { return Ok(()) };
-            // A part was moved, or the page is in somebody's hands for a moment (a reader of /proc, say).
-            let again = matches!(cause.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY));
+            // A part was moved, or none for the moment.
             if arg.moved > 0 {
                 done += arg.moved as u64;
                 busy = 0;
-            } else if again && busy < BUSY_MAX {
-                busy += 1;
-                match busy < BUSY_AT_ONCE {
-                    true => std::hint::spin_loop(),
-                    false => std::thread::sleep(BUSY_PAUSE),
-                }
-            } else {
+            } else if !waited(&cause, &mut busy) {
                 return Err((done, cause));
             }
         }
@@ -305,19 +332,20 @@ impl Uffd {
     /// Copies `len` bytes to new memory, and wakes the threads that wait there. Nothing is behind `to`. If `protected`,
     /// a write there is a fault. If it fails, some pages of `to` may have memory.
     pub fn copy_pages(&self, to: u64, from: u64, len: u64, protected: bool) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(refused) = self.refused() {
+            return Err(refused);
+        }
         let mode = if protected { COPY_PROTECTED } else { 0 };
-        let (mut done, mut repeats) = (0, 0);
+        let (mut done, mut busy) = (0, 0);
         while done < len {
             let mut arg = Copy { to: to + done, from: from + done, len: len - done, mode, copied: 0 };
             let Err(cause) = self.call(request(0x03, size_of::<Copy>()), &mut arg) else { return Ok(()) };
-            // A part was copied, or the process's memory is just being changed.
+            // A part was copied, or none for the moment.
             if arg.copied > 0 {
                 done += arg.copied as u64;
-                repeats = 0;
-            } else if cause.raw_os_error() == Some(libc::EAGAIN) && repeats < BUSY_MAX {
-                repeats += 1;
-                std::thread::yield_now();
-            } else {
+                busy = 0;
+            } else if !waited(&cause, &mut busy) {
                 return Err(cause);
             }
         }
@@ -328,23 +356,52 @@ impl Uffd {
     /// When it returns, no write that saw the earlier state is under way.
     pub fn protect(&self, start: u64, len: u64, protected: bool) -> io::Result<()> {
         let mode = if protected { PROTECT } else { 0 };
-        let mut repeats = 0;
+        let mut busy = 0;
         loop {
             let mut arg = WriteProtect { range: Range { start, len }, mode };
             match self.call(request(0x06, size_of::<WriteProtect>()), &mut arg) {
-                Err(cause) if cause.raw_os_error() == Some(libc::EAGAIN) && repeats < BUSY_MAX => {
-                    repeats += 1;
-                    std::thread::yield_now();
-                }
+                Err(cause) if waited(&cause, &mut busy) => {}
                 done => return done,
             }
         }
     }
 
-    /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there.
+    /// Has the next `count` moves and copies refused.
+    #[cfg(test)]
+    pub fn refuse(&self, count: u32, errno: i32) {
+        *self.refusals.lock() = (count, errno);
+    }
+
+    /// How many are still to be refused.
+    #[cfg(test)]
+    pub fn refusals(&self) -> u32 {
+        self.refusals.lock().0
+    }
+
+    #[cfg(test)]
+    fn refused(&self) -> Option<io::Error> {
+        let mut left = self.refusals.lock();
+        left.0 = left.0.checked_sub(1)?;
+        Some(io::Error::from_raw_os_error(left.1))
+    }
+
+    /// From now on, access to the missing pages of the range raises SIGBUS. Wakes who waits there. If some of it is
+    /// there, or poisoned, the threads that wait try again.
     pub fn poison(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut arg = Poison { range: Range { start, len }, mode: 0, updated: 0 };
-        self.call(request(0x08, size_of::<Poison>()), &mut arg)
+        let (mut done, mut busy) = (0, 0);
+        while done < len {
+            let range = Range { start: start + done, len: len - done };
+            let mut arg = Poison { range, mode: 0, updated: 0 };
+            let Err(cause) = self.call(request(0x08, size_of::<Poison>()), &mut arg) else { return Ok(()) };
+            if arg.updated > 0 {
+                done += arg.updated as u64;
+            } else if cause.raw_os_error() == Some(libc::EEXIST) {
+                return self.wake(start, len);
+            } else if !waited(&cause, &mut busy) {
+                return Err(cause);
+            }
+        }
+        Ok(())
     }
 
     /// The faults that are waiting to be handled, in their order.
@@ -379,4 +436,17 @@ impl Uffd {
         let result = unsafe { libc::ioctl(self.fd.as_raw_fd(), request, ptr::from_mut(arg)) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
+}
+
+/// Whether to try again, for the moment's pause that this takes; `busy` counts them.
+fn waited(cause: &io::Error, busy: &mut u32) -> bool {
+    if !is_momentary_errno(cause.raw_os_error()) || *busy >= BUSY_MAX {
+        return false;
+    }
+    *busy += 1;
+    match *busy < BUSY_AT_ONCE {
+        true => std::hint::spin_loop(),
+        false => std::thread::sleep(BUSY_PAUSE),
+    }
+    true
 }

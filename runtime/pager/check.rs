@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::moves::MoveRecord;
 use super::state::State;
+use super::table::PageEntry;
 use super::{Pager, Place, Priority, Tails};
 use crate::ids::{PageId, PageIndex, RequestId, SegmentId};
 
@@ -136,7 +137,7 @@ impl Pager {
             let waited_for = self.page_lines.get(&page).is_some_and(|line| !line.is_empty());
             let closed = waited_for || entry.evict_after();
             ensure!(word.closed == closed, "{page:?}: closed {}, waited for {waited_for}", word.closed);
-            let held = entry.copying_out() || entry.failures > 0;
+            let held = entry.copying_out() || entry.failures().0 > 0;
             ensure!(word.held == held, "{page:?}: held {}, {entry:?}", word.held);
             let moving = filling.is_some_and(|fill| fill.moving.is_some());
             ensure!(moves.fill == u32::from(moving), "{page:?}: fill moves");
@@ -401,7 +402,8 @@ impl Pager {
         let mut scopes: Vec<_> =
             self.scopes.iter().map(|(_, scope)| (scope.purse, scope.coming, scope.owed, scope.declared)).collect();
         scopes.sort_unstable();
-        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.floor, scopes, self.closing).hash(&mut hasher);
+        (&self.awaiting, &self.spoiled, &self.hints, self.staying, (self.floor, &self.on_floor), scopes, self.closing)
+            .hash(&mut hasher);
         if self.policy.name() == "lru" {
             self.policy.tracked().hash(&mut hasher);
         } else {

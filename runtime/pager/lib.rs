@@ -95,7 +95,7 @@ use policy::opt::Trace;
 use reclaim::Barren;
 use scope::Scope;
 use state::Illegal;
-use table::SegmentTable;
+use table::{PageEntry, SegmentTable};
 
 /// How urgent a move is. The smallest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -488,7 +488,7 @@ pub struct Pager {
     eased: bool,
     /// How many times a request was looked at to see whether it can go on.
     looks: u64,
-    /// Closed while a request waits for frames.
+    /// Closed while a request waits for frames, or the floor is short.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
     members: Members,
@@ -508,6 +508,10 @@ pub struct Pager {
     declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
+    /// Pages for which requests that can never be refused, and are of no scope, took frames since the floor was last
+    /// whole. Their frames are the floor's again as soon as those requests' pins end, so other pins of them must leave
+    /// the floor elsewhere.
+    on_floor: BTreeSet<PageId>,
     barren: Barren,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
@@ -522,7 +526,7 @@ pub struct Pager {
     /// Moves in flight with priority `Background`.
     background: u32,
     moves: Slab<MoveRecord>,
-    hints: VecDeque<PageId>,
+    hints: VecDeque<lookahead::Hint>,
     /// Fills that nobody waits for, with or without a frame.
     prefetching: u32,
     /// The page used last. `None` if the policy has since been told of anything else.
@@ -625,6 +629,7 @@ impl Pager {
             owed_to: BTreeSet::new(),
             declared: 0,
             floor: 0,
+            on_floor: BTreeSet::new(),
             barren: Barren::default(),
             shrinking: Vec::new(),
             filling: HashMap::new(),
@@ -707,6 +712,11 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// Tells of a cycle that walkers may be seen to follow later.
+    pub fn know_order(&mut self, order: &[PageRun]) {
+        self.policy.know(order);
+    }
+
     /// The walker's uses have no order.
     pub fn declare_unordered(&mut self, walker: WalkerId, fx: &mut Effects) {
         if self.is_walking(walker) {
@@ -730,6 +740,7 @@ impl Pager {
         if walker != WalkerId::DEFAULT && self.is_walking(walker) {
             self.tells_of(WalkerId::DEFAULT);
             self.walkers.remove(&walker);
+            self.expect_nothing(walker);
             self.policy.walker_ended(walker);
             self.pump(fx);
         }
@@ -758,6 +769,11 @@ impl Pager {
             }
         }
         all
+    }
+
+    /// The order that a walker follows, or one cycle of it; empty if it follows none.
+    pub fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        self.policy.order_of(walker)
     }
 
     fn is_walking(&self, walker: WalkerId) -> bool {
@@ -1073,13 +1089,14 @@ impl Pager {
             self.serve_awaiting(fx);
         }
         self.raise_victims(fx);
+        self.look_at_floor();
         invariant!(
             self.moved.is_empty() && self.nearly.is_empty() && self.filled.is_empty(),
             "somebody who may go on was not tried"
         );
         invariant!(
-            self.gate.is_closed() != self.frame_line.line.is_empty(),
-            "the gate does not say who waits for frames"
+            self.gate.is_closed() == (self.floor_is_short() || !self.frame_line.line.is_empty()),
+            "the gate does not say who waits for frames, or that the floor is short"
         );
         invariant!(
             self.frames.free_count() <= self.purses || self.awaiting.is_empty(),

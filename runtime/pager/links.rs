@@ -1,6 +1,6 @@
 //! Doubly linked lists in an array by page number.
 
-use super::numbers::{PageNumbers, fit};
+use super::numbers::{PageNumbers, fit_zeros};
 
 /// The end of a list.
 pub(super) const NONE: u32 = u32::MAX;
@@ -8,13 +8,16 @@ pub(super) const NONE: u32 = u32::MAX;
 const ABSENT: u32 = u32::MAX - 1;
 const _: () = assert!(PageNumbers::LIMIT <= ABSENT);
 
+/// What a link is kept as: a page that is in no list is all zeros, and takes no memory before it is in one.
+const SHIFT: u32 = 2;
+const _: () = assert!(ABSENT.wrapping_add(SHIFT) == 0);
+
+/// Before, and after.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     before: u32,
     after: u32,
 }
-
-const UNLINKED: Link = Link { before: ABSENT, after: ABSENT };
 
 /// The ends and the length of a list. The owner keeps its lists, and must name the right one in each call.
 #[derive(Clone, Copy, Debug)]
@@ -37,44 +40,62 @@ impl List {
 ///
 /// Every number must be below the length last given to [`fit`](Self::fit).
 #[derive(Debug, Default)]
-pub(super) struct Links(Vec<Link>);
+pub(super) struct Links(Vec<[u32; 2]>);
 
 impl Links {
     /// Makes room for page numbers below `len`. Pages without a number from now on must have been removed before.
     pub(super) fn fit(&mut self, len: usize) {
-        fit(&mut self.0, len, UNLINKED);
+        fit_zeros(&mut self.0, len);
+    }
+
+    fn get(&self, number: u32) -> Link {
+        let [before, after] = self.0[number as usize].map(|kept| kept.wrapping_sub(SHIFT));
+        Link { before, after }
+    }
+
+    fn set(&mut self, number: u32, link: Link) {
+        self.0[number as usize] = [link.before, link.after].map(|link| link.wrapping_add(SHIFT));
+    }
+
+    fn set_before(&mut self, number: u32, before: u32) {
+        self.0[number as usize][0] = before.wrapping_add(SHIFT);
+    }
+
+    fn set_after(&mut self, number: u32, after: u32) {
+        self.0[number as usize][1] = after.wrapping_add(SHIFT);
     }
 
     /// Whether the page is in any list.
     pub(super) fn present(&self, number: u32) -> bool {
-        self.0[number as usize].before != ABSENT
+        self.0[number as usize] != [0; 2]
     }
 
     /// The page behind this one. This one must be in a list.
     pub(super) fn after(&self, number: u32) -> Option<u32> {
-        Some(self.0[number as usize].after).filter(|after| *after != NONE)
+        Some(self.get(number).after).filter(|after| *after != NONE)
     }
 
     /// Takes a page out of `list`, in which it must be.
     pub(super) fn remove(&mut self, list: &mut List, number: u32) {
-        let Link { before, after } = std::mem::replace(&mut self.0[number as usize], UNLINKED);
+        let Link { before, after } = self.get(number);
+        self.0[number as usize] = [0; 2];
         match before {
             NONE => list.first = after,
-            before => self.0[before as usize].after = after,
+            before => self.set_after(before, after),
         }
         match after {
             NONE => list.last = before,
-            after => self.0[after as usize].before = before,
+            after => self.set_before(after, before),
         }
         list.len -= 1;
     }
 
     /// Puts a page that is in no list at the end.
     pub(super) fn push_last(&mut self, list: &mut List, number: u32) {
-        self.0[number as usize] = Link { before: list.last, after: NONE };
+        self.set(number, Link { before: list.last, after: NONE });
         match list.last {
             NONE => list.first = number,
-            last => self.0[last as usize].after = number,
+            last => self.set_after(last, number),
         }
         list.last = number;
         list.len += 1;
@@ -90,10 +111,10 @@ impl Links {
 
     /// Puts a page that is in no list at the beginning.
     pub(super) fn push_first(&mut self, list: &mut List, number: u32) {
-        self.0[number as usize] = Link { before: NONE, after: list.first };
+        self.set(number, Link { before: NONE, after: list.first });
         match list.first {
             NONE => list.last = number,
-            first => self.0[first as usize].before = number,
+            first => self.set_before(first, number),
         }
         list.first = number;
         list.len += 1;
@@ -106,9 +127,9 @@ impl Links {
         }
         match list.last {
             NONE => list.first = other.first,
-            last => self.0[last as usize].after = other.first,
+            last => self.set_after(last, other.first),
         }
-        self.0[other.first as usize].before = list.last;
+        self.set_before(other.first, list.last);
         list.last = other.last;
         list.len += other.len;
         *other = List::EMPTY;

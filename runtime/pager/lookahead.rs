@@ -2,20 +2,57 @@
 
 use super::policy::Want;
 use super::{Effects, PageRun, Pager, Priority};
-use crate::ids::PageId;
+use crate::ids::{PageId, WalkerId};
 
 /// The most hints that are kept. Later ones are dropped.
 const HINTS_MAX: usize = 4096;
+/// With less frames than this many times the floor, fills ahead use the floor's frames too.
+const FEW: u32 = 8;
+
+/// A page that may be used soon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Hint {
+    pub(super) page: PageId,
+    /// The walker that [expects](Pager::expect) to use it; `None` for a hint that stays until there is room.
+    of: Option<WalkerId>,
+}
 
 impl Pager {
     /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped if there is no frame for it.
     pub fn prefetch(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
-            if self.hints.len() < HINTS_MAX && self.fillable(page) {
-                self.hints.push_back(page);
-            }
+            self.hint(page, None);
         }
         self.pump(fx);
+    }
+
+    /// A walker is likely to use these pages next, in this order. They take the place of those that it expected before:
+    /// what is not on its way of these is not filled any more. The policy keeps expected pages from going before they
+    /// are used, as long as others can go. A walker that has ended expects nothing.
+    pub fn expect(&mut self, walker: WalkerId, runs: &[PageRun], fx: &mut Effects) {
+        if !self.is_walking(walker) {
+            return;
+        }
+        self.expect_nothing(walker);
+        let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
+        for page in &pages {
+            self.hint(*page, Some(walker));
+        }
+        self.staying = None;
+        self.tells_of(walker);
+        self.policy.expected(&pages);
+        self.pump(fx);
+    }
+
+    /// Drops the hints of a walker.
+    pub(super) fn expect_nothing(&mut self, walker: WalkerId) {
+        self.hints.retain(|hint| hint.of != Some(walker));
+    }
+
+    fn hint(&mut self, page: PageId, of: Option<WalkerId>) {
+        if self.hints.len() < HINTS_MAX && self.fillable(page) {
+            self.hints.push_back(Hint { page, of });
+        }
     }
 
     /// How many pages ahead of use fills start.
@@ -36,7 +73,7 @@ impl Pager {
         if !self.frame_line.line.is_empty() || self.frames.active() > self.frames.target {
             return;
         }
-        while let Some(page) = self.hints.front().copied() {
+        while let Some(Hint { page, .. }) = self.hints.front().copied() {
             if self.prefetching >= self.config.lookahead.max(1) {
                 return;
             }
@@ -69,10 +106,16 @@ impl Pager {
         if self.closing {
             return false;
         }
-        while self.frames.free_count() + self.transit <= self.promised() + self.floor {
+        // Where the floor is a large part of few frames, it may hold what is filled ahead, which can go at any time.
+        let floor = if self.floor * FEW > self.frames.target { 0 } else { self.floor };
+        while self.frames.free_count() + self.transit <= self.promised() + floor {
             if !self.reclaim(want, fx) {
                 return false;
             }
+        }
+        if floor < self.floor {
+            // Pins without the latch could take what the floor needs.
+            self.gate.close();
         }
         let _ = self.admit_fill(page, None, false, Priority::Prefetch, fx);
         true

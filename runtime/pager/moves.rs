@@ -1,7 +1,7 @@
 //! Moves: how they are started, and what follows when they end.
 
 use super::state::{BeginEvict, Claim, State};
-use super::table::Entry;
+use super::table::{Entry, PageEntry};
 use super::{Effects, Fill, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
@@ -452,7 +452,7 @@ impl Pager {
         let entry = self.entry(page);
         entry.set_host_busy(false);
         entry.set_copying_out(false);
-        if entry.failures == 0 {
+        if entry.failures().0 == 0 {
             self.word(page).release();
         }
         self.changed(page);
@@ -526,7 +526,7 @@ impl Pager {
     /// Clears a page's failed write backs: one has succeeded, or the bytes that failed are out of date.
     pub(super) fn forget_failures(&mut self, page: PageId) {
         let entry = self.entry(page);
-        (entry.failures, entry.urgent_failures) = (0, 0);
+        entry.set_failures(0, 0);
         let copying_out = entry.copying_out();
         if !copying_out {
             self.word(page).release();
@@ -541,11 +541,12 @@ impl Pager {
     /// Counts a failed write back of this page. The next one that nobody waits for comes later.
     fn put_off(&mut self, page: PageId) {
         let entry = self.entry(page);
-        entry.failures = entry.failures.saturating_add(1);
+        let (all, urgent) = entry.failures();
+        entry.set_failures(all.saturating_add(1), urgent);
         entry.set_put_off(true);
         self.word(page).hold();
         let entry = self.entry(page);
-        let wait = PUT_OFF << (entry.failures - 1).min(ATTEMPTS);
+        let wait = PUT_OFF << (entry.failures().0 - 1).min(ATTEMPTS);
         self.put_off.insert(page, self.events + wait);
     }
 
@@ -559,8 +560,10 @@ impl Pager {
         let page = record.page;
         self.put_off(page);
         let entry = self.entry(page);
-        entry.urgent_failures += u8::from(record.priority <= Priority::WriteBack);
-        let give_up = entry.urgent_failures >= URGENT_ATTEMPTS || entry.failures >= ATTEMPTS;
+        let (all, urgent) = entry.failures();
+        let urgent = urgent + u8::from(record.priority <= Priority::WriteBack);
+        entry.set_failures(all, urgent);
+        let give_up = urgent >= URGENT_ATTEMPTS || all >= ATTEMPTS;
         let evict = entry.evict_after();
         entry.set_evict_after(false);
         self.reopen(page);
@@ -631,7 +634,7 @@ impl Pager {
                 self.forget_pins_of(segment);
             }
         }
-        self.hints.retain(|page| page.segment != segment);
+        self.hints.retain(|hint| hint.page.segment != segment);
         self.reap_segment(segment, fx);
         self.pump(fx);
     }
@@ -646,6 +649,10 @@ impl Pager {
         let count = table.entries.len() as u32;
         for index in 0..count {
             let page = PageId { segment, index: crate::ids::PageIndex(index) };
+            if *self.entry(page) == Entry::default() {
+                // Nothing was ever here.
+                continue;
+            }
             if let Some(frame) = self.entry(page).frame() {
                 self.policy.removed(page);
                 self.vacate(page, frame, fx);

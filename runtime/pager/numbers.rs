@@ -133,6 +133,22 @@ pub(super) fn fit<T: Clone>(array: &mut Vec<T>, len: usize, empty: T) {
     }
 }
 
+/// As [`fit`], for an array of zeros. What is new takes no memory until it is written.
+pub(super) fn fit_zeros<const N: usize>(array: &mut Vec<[u32; N]>, len: usize) {
+    if len > array.capacity() {
+        let room = len.max(array.len() + array.len() / 16);
+        // The allocator has zeros that nobody has touched yet.
+        let mut larger = vec![[0; N]; room];
+        larger[..array.len()].copy_from_slice(array);
+        larger.truncate(len);
+        *array = larger;
+    }
+    array.resize(len, [0; N]);
+    if array.capacity() / 2 > len {
+        array.shrink_to(len);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -27,8 +27,13 @@ impl Order {
 
     /// Removes a segment and its pages.
     pub(super) fn remove_segment(&mut self, segment: SegmentId) {
-        for number in self.numbers.of_segment(segment) {
-            self.remove_number(number as u32);
+        let range = self.numbers.of_segment(segment);
+        if range.len() > self.len() {
+            let of_segment = |number: &u32| range.contains(&(*number as usize));
+            let gone: Vec<u32> = self.present_numbers().filter(of_segment).collect();
+            gone.into_iter().for_each(|number| self.remove_number(number));
+        } else {
+            range.for_each(|number| self.remove_number(number as u32));
         }
         self.numbers.remove(segment);
         self.links.fit(self.numbers.end());

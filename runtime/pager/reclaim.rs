@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
+use super::table::PageEntry;
 use super::{Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
 

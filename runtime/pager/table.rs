@@ -4,39 +4,87 @@ use super::state::{PageWords, State};
 use super::{Backing, PageView};
 use crate::ids::{FrameId, HostFrameId, PageIndex};
 
-const NONE: u32 = u32::MAX;
+/// Where a page's bytes are, and flags that its word does not have: the device frame plus one, the host frame plus one,
+/// and the flags with the counts of failures. 12 bytes. A page of a file that was never used is all zeros, so that a
+/// table of a large file takes no memory before its pages are used. The methods are those of [`PageEntry`].
+pub(super) type Entry = [u32; 3];
 
-/// Where a page's bytes are, and flags that its word does not have. 12 bytes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
-    frame: u32,
-    host: u32,
-    flags: u16,
-    /// How many write backs of this page failed in a row.
-    pub(super) failures: u8,
-    /// How many of these somebody waited for.
-    pub(super) urgent_failures: u8,
-}
+/// The numbers of an [`Entry`] that no flag has.
+const FAILURES: u32 = 16;
+const URGENT: u32 = 24;
 
 macro_rules! flags {
     ($($(#[$doc:meta])* $get:ident $set:ident = $bit:expr;)*) => {
-        impl Entry {
+        /// What an [`Entry`] says.
+        pub(super) trait PageEntry {
             $(
                 $(#[$doc])*
-                pub(super) fn $get(&self) -> bool {
-                    self.flags & (1 << $bit) != 0
+                fn $get(&self) -> bool;
+                fn $set(&mut self, on: bool);
+            )*
+            /// The disk holds the newest bytes.
+            fn on_disk(&self) -> bool;
+            fn set_on_disk(&mut self, on: bool);
+            fn frame(&self) -> Option<FrameId>;
+            fn set_frame(&mut self, frame: Option<FrameId>);
+            fn host(&self) -> Option<HostFrameId>;
+            fn set_host(&mut self, host: Option<HostFrameId>);
+            /// Whether a move still uses this page's frame, or its outdated host copy: then the page must stay.
+            fn held_back(&self) -> bool;
+            /// The frame of a host copy whose bytes are valid and newest.
+            fn valid_host(&self) -> Option<HostFrameId>;
+            /// How many write backs of this page failed in a row, and how many of these somebody waited for.
+            fn failures(&self) -> (u8, u8);
+            fn set_failures(&mut self, all: u8, urgent: u8);
+        }
+
+        impl PageEntry for Entry {
+            $(
+                fn $get(&self) -> bool {
+                    self[2] & (1 << $bit) != 0
                 }
-                pub(super) fn $set(&mut self, on: bool) {
-                    if on { self.flags |= 1 << $bit } else { self.flags &= !(1 << $bit) }
+                fn $set(&mut self, on: bool) {
+                    if on { self[2] |= 1 << $bit } else { self[2] &= !(1 << $bit) }
                 }
             )*
+            fn on_disk(&self) -> bool {
+                !self.off_disk()
+            }
+            fn set_on_disk(&mut self, on: bool) {
+                self.set_off_disk(!on);
+            }
+            fn frame(&self) -> Option<FrameId> {
+                self[0].checked_sub(1).map(FrameId)
+            }
+            fn set_frame(&mut self, frame: Option<FrameId>) {
+                self[0] = frame.map_or(0, |f| f.0 + 1);
+            }
+            fn host(&self) -> Option<HostFrameId> {
+                self[1].checked_sub(1).map(HostFrameId)
+            }
+            fn set_host(&mut self, host: Option<HostFrameId>) {
+                self[1] = host.map_or(0, |f| f.0 + 1);
+            }
+            fn held_back(&self) -> bool {
+                self.copying_out() || self.host_stale()
+            }
+            fn valid_host(&self) -> Option<HostFrameId> {
+                if self.host_stale() { None } else { self.host() }
+            }
+            fn failures(&self) -> (u8, u8) {
+                ((self[2] >> FAILURES) as u8, (self[2] >> URGENT) as u8)
+            }
+            fn set_failures(&mut self, all: u8, urgent: u8) {
+                let flags = self[2] & ((1 << FAILURES) - 1);
+                self[2] = flags | u32::from(all) << FAILURES | u32::from(urgent) << URGENT;
+            }
         }
     };
 }
 
 flags! {
-    /// The disk holds the newest bytes.
-    on_disk set_on_disk = 0;
+    /// The disk does not hold the newest bytes.
+    off_disk set_off_disk = 0;
     /// The host copy is newer than the disk's.
     host_dirty set_host_dirty = 1;
     /// A move reads or writes the host copy.
@@ -49,29 +97,6 @@ flags! {
     copying_out set_copying_out = 5;
     /// A write back has failed, and the next one that nobody waits for is put off.
     put_off set_put_off = 6;
-}
-
-impl Entry {
-    pub(super) fn frame(&self) -> Option<FrameId> {
-        (self.frame != NONE).then_some(FrameId(self.frame))
-    }
-    pub(super) fn set_frame(&mut self, frame: Option<FrameId>) {
-        self.frame = frame.map_or(NONE, |f| f.0);
-    }
-    pub(super) fn host(&self) -> Option<HostFrameId> {
-        (self.host != NONE).then_some(HostFrameId(self.host))
-    }
-    /// Whether a move still uses this page's frame, or its outdated host copy: then the page must stay.
-    pub(super) fn held_back(&self) -> bool {
-        self.copying_out() || self.host_stale()
-    }
-    pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
-        self.host = host.map_or(NONE, |f| f.0);
-    }
-    /// The frame of a host copy whose bytes are valid and newest.
-    pub(super) fn valid_host(&self) -> Option<HostFrameId> {
-        if self.host_stale() { None } else { self.host() }
-    }
 }
 
 #[derive(Debug)]
@@ -91,12 +116,15 @@ pub(super) struct SegmentTable {
 
 impl SegmentTable {
     pub(super) fn new(backing: Backing, pages: u32) -> Self {
-        let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0, urgent_failures: 0 };
-        entry.set_on_disk(backing != Backing::ReadWrite);
+        let mut entries = vec![[0; 3]; pages as usize];
+        // The first bytes of a segment that is copied on write are the file's.
+        if backing == Backing::ReadWrite {
+            entries.iter_mut().for_each(|entry: &mut Entry| entry.set_on_disk(false));
+        }
         Self {
             backing,
             words: PageWords::new(pages as usize),
-            entries: vec![entry; pages as usize],
+            entries,
             in_flight: 0,
             requests: 0,
             tail: 0,

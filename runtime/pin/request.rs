@@ -15,7 +15,7 @@ use crate::device::EventId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
-use crate::pager::{Granted, PageRun, Purpose};
+use crate::pager::{Granted, PageRun, Purpose, Terms};
 use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::store::OwnRead;
@@ -79,6 +79,8 @@ pub struct PinRequest<'a, T: Target> {
     /// The walker whose use this is. None if a tensor is of another runtime than was asked to pin it: the request is
     /// refused then, and numbers of that runtime's scopes and walkers mean others here.
     walker: Option<WalkerId>,
+    /// Whether it may use the frames that are kept for requests which can never be refused.
+    never_refused: bool,
     progress: Progress,
 }
 
@@ -107,7 +109,34 @@ impl<'a, T: Target> PinRequest<'a, T> {
     #[inline]
     fn of(target: T, runtime: &Arc<Shared>, scope: Option<&'a Arc<Member>>, walker: WalkerId) -> Self {
         let ours = target.tensors().iter().all(|tensor| tensor.is_of(runtime));
-        Self { target, scope, walker: ours.then_some(walker), progress: Progress::Start }
+        Self { target, scope, walker: ours.then_some(walker), never_refused: false, progress: Progress::Start }
+    }
+
+    /// For the pages of faults: it may use the frames that [are kept](crate::Runtime::keep_frames) for these, and
+    /// passes all requests that may not.
+    #[doc(hidden)]
+    pub fn never_refused(mut self) -> Self {
+        self.never_refused = true;
+        self
+    }
+
+    /// Has the device show pages that it hides: they are pinned now.
+    #[inline]
+    fn show(&self, runs: &[PageRun]) {
+        if self.segment().is_some_and(|segment| segment.shared.engine.hides_pages) {
+            self.show_all(runs);
+        }
+    }
+
+    #[cold]
+    fn show_all(&self, runs: &[PageRun]) {
+        for (at, run) in runs.iter().enumerate() {
+            if let Some(tensor) = tensor_of(self.target.tensors(), at, run) {
+                let segment = &tensor.segment;
+                let first = segment.base.offset(run.first.index() as u64 * segment.page_size.bytes());
+                segment.shared.engine.device.pinned(first, run.count);
+            }
+        }
     }
 
     #[inline]
@@ -142,6 +171,9 @@ impl<'a, T: Target> PinRequest<'a, T> {
             (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, walker),
             (Some(scope), words) => scope.try_pin(engine, &[(run, words)], &[run], T::PURPOSE),
         };
+        if pinned && engine.hides_pages {
+            self.show_all(&[run]);
+        }
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
 
@@ -161,6 +193,9 @@ impl<'a, T: Target> PinRequest<'a, T> {
             None => engine.try_pin(&words, T::PURPOSE, walker),
             Some(scope) => scope.try_pin(engine, &words, &runs, T::PURPOSE),
         };
+        if pinned && engine.hides_pages {
+            self.show_all(&runs);
+        }
         pinned.then(|| self.target.guard(&runs, self.hold(0)))
     }
 
@@ -193,10 +228,13 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| scope.id), walker);
+        let (scope, never_refused) = (self.scope.map(|scope| scope.id), self.never_refused);
+        let terms = Terms { purpose: T::PURPOSE, scope, walker, never_refused, ..Terms::default() };
+        let submit = || engine.submit(&runs, terms);
         let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
         match received? {
             Received::Ready(Granted { after, spent, .. }) => {
+                self.show(&runs);
                 self.target.guard_after(&runs, self.hold(spent), after.map(event_at)).map(Some)
             }
             Received::Waiting(Waiting { id, ticket, page }) => {
@@ -215,6 +253,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         if let Some(segment) = self.segment() {
             segment.shared.engine.stalled(cause, page, since, || describe(self.target.tensors()));
         }
+        self.show(&runs);
         self.target.guard_after(&runs, self.hold(spent), after.map(event_at))
     }
 

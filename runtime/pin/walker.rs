@@ -7,7 +7,7 @@ use super::member::Walking;
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::compute::ComputeStream;
 use crate::error::Result;
-use crate::ids::WalkerId;
+use crate::ids::{PageId, WalkerId};
 use crate::shared::Shared;
 use crate::tensor::Tensor;
 
@@ -74,11 +74,50 @@ impl Walker {
         shared.engine.with(|pager, fx| pager.declare_plan_of(*id, &runs, cyclic, fx));
     }
 
+    /// Tells of a cycle that this walker, or another one, may follow later, beside the order that it has declared. As
+    /// soon as it is seen to follow that one, it is taken up; nothing is read ahead for it before. The last four such
+    /// cycles are known, those that walkers have left among them.
+    pub fn know(&self, order: &[Tensor]) {
+        let shared = &self.walking.shared;
+        let ours = order.iter().filter(|tensor| tensor.is_of(shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        shared.engine.with(|pager, _| pager.know_order(&runs));
+    }
+
     /// This walker uses tensors in no order, such as the experts that a router chooses. Withdraws its plan. Its uses
     /// count for what stays resident, but no order is looked for in them.
     pub fn unordered(&self) {
         let Walking { id, shared } = &*self.walking;
         shared.engine.with(|pager, fx| pager.declare_unordered(*id, fx));
+    }
+
+    /// This walker is likely to use these tensors next, in this order, for example because a predictor says so. They
+    /// take the place of those that it expected before. What is missing of them is read while nobody waits for anything
+    /// else, and pages that are expected go after all others. A hint: where there is no room, nothing happens. Tensors
+    /// of other runtimes are left out.
+    pub fn expect(&self, tensors: &[Tensor]) {
+        let Walking { id, shared } = &*self.walking;
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        shared.engine.with(|pager, fx| pager.expect(*id, &runs, fx));
+    }
+
+    /// The order that this walker follows now, or one cycle of it, whether it was declared or recognised: of the pages
+    /// that `tensor` has a part of, counted from its first one. Its [place](crate::stats::WalkerStats::places) is in
+    /// the whole order, which may name other pages too. Empty if it follows none.
+    ///
+    /// A program may keep it, and [declare](Self::plan) it the next time.
+    pub fn order_of(&self, tensor: &Tensor) -> Vec<u32> {
+        let Walking { id, shared } = &*self.walking;
+        if !tensor.is_of(shared) {
+            return Vec::new();
+        }
+        let run = tensor.run();
+        let order = shared.engine.recorded(|pager| pager.order_of(*id)).unwrap_or_default();
+        let of_segment = order.into_iter().filter(|page| page.segment == run.segment);
+        let (first, count) = (run.first.index(), run.count as usize);
+        let place = |page: PageId| page.index.index().checked_sub(first).filter(|place| *place < count);
+        of_segment.filter_map(place).map(|place| place as u32).collect()
     }
 
     /// Opens a [scope](crate::Scope), whose pins are uses of this walker.

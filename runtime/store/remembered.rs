@@ -1,11 +1,8 @@
 //! Keeps measurements of disks in the user's cache folder and in this process.
-//!
-//! The files are not trusted: the folder may be shared, and a file may hold anything.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -15,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use super::disk::{BLOCK, DiskProfile, MOST, WAIT};
-use super::file::{effective_user, file_system, filesystem_name};
-use super::limits::longest_file;
-use super::place::{cache_folder, make_cache_folder};
+use super::file::{file_system, filesystem_name};
+use super::notes;
+use super::place::cache_folder;
 use crate::error::{Error, Result};
 use crate::ids::Bytes;
 
@@ -229,54 +226,26 @@ fn mount_source(mounts: &str, major: u32, minor: u32) -> Option<String> {
     Some(line.split_once(" - ")?.1.split(' ').take(2).collect::<Vec<_>>().join(" "))
 }
 
-/// Reads a note. Only a small regular file of this user's is read: no link, no pipe, no device.
 fn read_note(path: &Path) -> io::Result<Note> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    let metadata = file.metadata()?;
-    let user = effective_user();
-    if !metadata.is_file() || metadata.uid() != user || metadata.len() > NOTE_MOST {
-        return Err(io::Error::other("not a note of this user's"));
-    }
-    let mut text = Vec::new();
-    file.take(NOTE_MOST).read_to_end(&mut text)?;
-    Ok(serde_json::from_slice(&text)?)
+    Ok(serde_json::from_slice(&notes::read(path, NOTE_MOST)?)?)
 }
 
-/// Writes a note whole or not at all, because another process may be reading it.
 fn write_note(path: &Path, note: &Note) -> io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    make_cache_folder(folder)?;
-    let text = serde_json::to_vec(note)?;
-    if text.len() as u64 > longest_file() {
-        return Err(io::Error::from_raw_os_error(libc::EFBIG));
-    }
-    let mut file = tempfile::Builder::new().prefix(PREFIX).tempfile_in(folder)?;
-    file.write_all(&text)?;
-    file.persist(path).map_err(|error| error.error)?;
-    forget_old(folder);
+    notes::write(path, PREFIX, &serde_json::to_vec(note)?)?;
+    // Without this their number would grow: each mount of a network file system and each start of a container is
+    // another disk.
+    notes::forget_old(path.parent().unwrap_or(Path::new(".")), PREFIX, SURE, usize::MAX);
     Ok(())
-}
-
-/// Removes notes of which no measurement counts, and files that were not written to their end. Without this their
-/// number would grow: each mount of a network file system and each start of a container is another disk.
-fn forget_old(folder: &Path) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let age = || entry.metadata().and_then(|note| note.modified()).ok()?.elapsed().ok();
-        if entry.file_name().as_bytes().starts_with(PREFIX.as_bytes())
-            && age().is_some_and(|age| age > SURE)
-            && let Err(cause) = fs::remove_file(entry.path())
-        {
-            tracing::debug!(%cause, note = %entry.path().display(), "an old measurement stays");
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
     use std::time::SystemTime;
 
+    use super::super::file::effective_user;
     use super::*;
 
     const MINUTE: u64 = 60;

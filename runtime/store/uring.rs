@@ -47,6 +47,9 @@ use crate::ids::FileId;
 const FIXED_FILES: u32 = 1024;
 /// `user_data` of the eventfd's read.
 const WAKE: u64 = u64::MAX;
+/// Reads of adjacent bytes that begin together are one call, up to this many bytes: small calls cost a disk and the
+/// processor more than their bytes.
+const TOGETHER_MAX: u64 = 1 << 20;
 /// Pause before trying again after the kernel has refused submissions.
 const BACK_OFF: Duration = Duration::from_millis(1);
 
@@ -103,7 +106,7 @@ fn set_up(depth: u32) -> Result<IoUring> {
     .map_err(|cause| refused("set up a ring", cause))?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|cause| refused("ask for its operations", cause))?;
-    let needed = [("READ", opcode::Read::CODE), ("WRITE", opcode::Write::CODE)];
+    let needed = [("READ", opcode::Read::CODE), ("READV", opcode::Readv::CODE), ("WRITE", opcode::Write::CODE)];
     if let Some((name, _)) = needed.iter().find(|(_, code)| !probe.is_supported(*code)) {
         return Err(Error::new(ErrorKind::Unsupported, format!("this kernel's io_uring has no {name}"))
             .remedy("use the I/O backend `threads` (RuntimeBuilder::io), or a kernel from 5.6 on"));
@@ -239,6 +242,30 @@ struct InFlight {
     lane: Lane,
     /// The registered file of its last call.
     slot: Option<u32>,
+    /// Of the first of several reads that are one call: all of them.
+    together: Option<Together>,
+}
+
+/// Reads of adjacent bytes as one call. If it fails, or ends early, those that it did not reach are calls of their own.
+struct Together {
+    /// Keys in `in_flight`, in the order of their bytes.
+    members: Vec<usize>,
+    /// Their memory, where the kernel finds it.
+    buffers: Box<[libc::iovec]>,
+}
+
+/// Whether `next` is a read of the bytes behind those of `last`, so that one call can do both.
+fn is_behind((last, lane): &(Active, Lane), (next, next_lane): &(Active, Lane)) -> bool {
+    let (a, b) = (&last.op, &next.op);
+    let plain =
+        |active: &Active| active.op.kind == IoKind::Read && active.file.is_direct() && active.file.source().is_none();
+    let demand = |lane: &Lane| *lane == Lane::Demand;
+    plain(last)
+        && plain(next)
+        && a.file == b.file
+        && a.valid == a.len
+        && a.offset + u64::from(a.len) == b.offset
+        && demand(lane) == demand(next_lane)
 }
 
 /// A thread that reports ended operations, so that the ring's thread serves the kernel meanwhile.
@@ -537,13 +564,15 @@ impl Ring {
 
     fn run(&mut self) {
         while self.admit() {
+            let mut ready = Vec::with_capacity(self.starting.len());
             for (mut active, lane) in mem::take(&mut self.starting) {
                 if active.take_hold() {
-                    self.begin(active, lane);
+                    ready.push((active, lane));
                 } else {
                     self.opener.take(active, lane);
                 }
             }
+            self.begin_all(ready);
             for (active, lane, opened) in self.opener.back() {
                 match opened {
                     Ok(()) => self.begin(active, lane),
@@ -566,8 +595,77 @@ impl Ring {
 
     /// Begins an operation that has hold of its file.
     fn begin(&mut self, active: Active, lane: Lane) {
-        let key = self.in_flight.insert(InFlight { active, lane, slot: None });
+        let key = self.in_flight.insert(InFlight { active, lane, slot: None, together: None });
         self.issue(key);
+    }
+
+    /// Begins operations that have hold of their files, demand first.
+    fn begin_all(&mut self, mut ready: Vec<(Active, Lane)>) {
+        // A hook sees each operation as a call of its own.
+        if self.shared.hook.is_none() {
+            ready.sort_by_key(|(active, lane)| (*lane != Lane::Demand, active.op.file, active.op.offset));
+        }
+        let mut ready = ready.into_iter().peekable();
+        while let Some(first) = ready.next() {
+            let mut bytes = u64::from(first.0.op.len);
+            let mut group = vec![first];
+            while self.shared.hook.is_none()
+                && let Some(next) = ready.next_if(|next| {
+                    bytes + u64::from(next.0.op.len) <= TOGETHER_MAX
+                        && group.last().is_some_and(|last| is_behind(last, next))
+                })
+            {
+                bytes += u64::from(next.0.op.len);
+                group.push(next);
+            }
+            if group.len() == 1 {
+                group.into_iter().for_each(|(active, lane)| self.begin(active, lane));
+            } else {
+                self.begin_together(group);
+            }
+        }
+    }
+
+    /// Begins reads of adjacent bytes of a file as one call.
+    fn begin_together(&mut self, group: Vec<(Active, Lane)>) {
+        let buffer = |(active, _): &(Active, Lane)| libc::iovec {
+            iov_base: active.op.buffer.as_ptr().cast(),
+            iov_len: active.op.len as usize,
+        };
+        let buffers: Box<[libc::iovec]> = group.iter().map(buffer).collect();
+        let members: Vec<usize> = group
+            .into_iter()
+            .map(|(active, lane)| self.in_flight.insert(InFlight { active, lane, slot: None, together: None }))
+            .collect();
+        let Some(InFlight { active, slot, together, .. }) =
+            members.first().and_then(|first| self.in_flight.get_mut(*first))
+        else {
+            return;
+        };
+        let (first, count) = (buffers.as_ptr(), buffers.len() as u32);
+        *slot = self.fixed_files.as_mut().and_then(|files| files.name(active.op.file));
+        let offset = active.op.offset;
+        let entry = match *slot {
+            Some(slot) => opcode::Readv::new(types::Fixed(slot), first, count).offset(offset).build(),
+            None => opcode::Readv::new(types::Fd(active.fd()), first, count).offset(offset).build(),
+        };
+        let key = members[0] as u64;
+        *together = Some(Together { members, buffers });
+        self.push(&entry.user_data(key));
+    }
+
+    /// Divides the answer to a call for several reads among them.
+    fn divide(&mut self, together: Together, answer: i32) {
+        let mut left = usize::try_from(answer).unwrap_or(0);
+        for (key, buffer) in together.members.into_iter().zip(together.buffers.iter()) {
+            let part = left.min(buffer.iov_len);
+            left -= part;
+            match part {
+                // What went wrong is this one's to find out, or has nothing to do with it.
+                0 => self.issue(key),
+                part => self.answers.push((key as u64, part as i32)),
+            }
+        }
     }
 
     fn end(&mut self, active: Active, lane: Lane, outcome: Result<()>) {
@@ -711,7 +809,11 @@ impl Ring {
     fn settle(&mut self) {
         while let Some((key, answer)) = self.answers.pop() {
             let key = key as usize;
-            let Some(InFlight { active, lane, slot }) = self.in_flight.get_mut(key) else { continue };
+            let Some(InFlight { active, lane, slot, together }) = self.in_flight.get_mut(key) else { continue };
+            if let Some(together) = together.take() {
+                self.divide(together, answer);
+                continue;
+            }
             let (lane, slot) = (*lane, *slot);
             match active.advance(answer) {
                 None => self.issue(key),

@@ -220,6 +220,12 @@ impl Device for HookedDevice {
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.device.publish(frame, address)
     }
+    fn hides_pages(&self) -> bool {
+        self.device.hides_pages()
+    }
+    fn pinned(&self, first: DeviceAddress, pages: u32) {
+        self.device.pinned(first, pages);
+    }
     fn protect(&self, frame: FrameId) -> Result<()> {
         self.ask(DeviceCall::Protect)?;
         self.device.protect(frame)

@@ -495,6 +495,8 @@ pub(crate) struct Engine {
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
+    /// Whether the device is told of pins; asked at every pin.
+    pub(crate) hides_pages: bool,
     /// The device accepts no more operations. Callers' operations check this first: the device would report a refusal
     /// from a new thread, which could outlive the caller that it tells.
     closed: AtomicBool,
@@ -601,6 +603,7 @@ impl Engine {
             write_backs: device.create_stream(StreamKind::WriteBack)?,
             page_bytes: device.page_size().bytes(),
             host_addressable: device.host_addressable(),
+            hides_pages: device.hides_pages(),
             device,
             process_memory,
             store,
@@ -819,19 +822,17 @@ impl Engine {
     }
 
     /// Submits a request, of a scope if it has one.
-    pub(crate) fn submit(
-        &self,
-        runs: &[PageRun],
-        purpose: Purpose,
-        scope: Option<ScopeId>,
-        walker: WalkerId,
-    ) -> Result<Received> {
-        let terms = Terms { purpose, scope, walker, ..Terms::default() };
+    pub(crate) fn submit(&self, runs: &[PageRun], terms: Terms) -> Result<Received> {
         self.step(|latched, fx| {
             let page = latched.pager.awaited(runs);
             let submitted = latched.pager.submit(runs, terms, fx);
             latched.received(submitted, page)
         })?
+    }
+
+    /// Keeps this many frames for requests that can never be refused.
+    pub(crate) fn set_floor(&self, frames: u32) -> Result<()> {
+        self.change(|pager, fx| pager.set_floor(frames, fx))?
     }
 
     /// Requests the frames that a scope is to reserve.

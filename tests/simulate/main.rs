@@ -492,6 +492,19 @@ fn a_lost_device_ends_the_run_and_names_what_is_lost_with_it() {
 }
 
 #[test]
+fn a_program_that_lost_its_device_computes_no_more() {
+    // Computing takes nearly all of the memory's bandwidth from the disk. If it went on after the loss, each of the
+    // reads that look for lost pages would take a hundred thousand events.
+    let disk = machine().disk;
+    let compute = ComputeModel { bandwidth: Bytes::kib(1), flops: None, step: Duration::ZERO };
+    let machine = MachineModel { link: None, disk, compute, ..machine() };
+    let lost = Trouble::from(TroubleKind::DeviceLost { device: 0 }, When::Time(Duration::from_secs(1)));
+    let settings = Settings { trouble: vec![lost], checked: true, ..settings(4) };
+    let error = simulate(&pages(40), &machine, &settings).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Device, "{error}");
+}
+
+#[test]
 fn what_a_program_tells_its_pager_is_done_when_it_says() {
     let ten = vec![Span { segment: 0, offset: 10 * PAGE, len: 10 * PAGE, row: 1 }];
     let of = |kinds: Vec<TroubleKind>| {

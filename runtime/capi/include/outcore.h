@@ -970,6 +970,19 @@ outcore_status outcore_mapped_expert_hint(const outcore_mapped *mapped,
                                           outcore_error **error);
 
 /**
+ * These `count` experts of a layer are likely to be used soon: for programs that predict what the router will choose.
+ * They take the place of those that were expected before. What is missing of them is read while nothing else waits for
+ * the disk. Returns at once. Together they may have a quarter of the frames: what is more is left out.
+ *
+ * Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
+ */
+outcore_status outcore_mapped_expect_experts(const outcore_mapped *mapped,
+                                             uint32_t layer,
+                                             const uint32_t *experts,
+                                             size_t count,
+                                             outcore_error **error);
+
+/**
  * Why a page could not be read: the first failure. Returns `OUTCORE_OK` if all could.
  */
 outcore_status outcore_mapped_failure(const outcore_mapped *mapped, outcore_error **error);

@@ -373,6 +373,9 @@ static void mapped(void)
     CHECK(strstr(outcore_error_text(error), "1000000") != NULL);
     outcore_error_free(error);
     CHECK(outcore_mapped_expert_hint(mapped, 0, NULL, 2, NULL) == OUTCORE_INVALID_ARGUMENT);
+    OK(outcore_mapped_expect_experts(mapped, 0, drawn, 2, &error));
+    OK(outcore_mapped_expect_experts(mapped, 0, NULL, 0, &error));
+    CHECK(outcore_mapped_expect_experts(mapped, 0, none, 2, NULL) == OUTCORE_INVALID_ARGUMENT);
     CHECK(memcmp(range, file, range_length) == 0);
     outcore_tensor *whole = NULL, *part = NULL;
     outcore_guard *guard = NULL;

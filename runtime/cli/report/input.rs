@@ -9,6 +9,7 @@ use std::path::Path;
 use outcore::{Bytes, Error, ErrorKind, Result};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::{ClassBytes, OwnPolicy, capture};
+use outcore_mapped::live::Run;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -210,6 +211,7 @@ struct Object {
     #[serde(rename = "traceEvents")]
     events: Option<Vec<Event>>,
     residency: Option<Residency>,
+    run: Option<Run>,
     #[serde(flatten)]
     fields: Map<String, Value>,
 }
@@ -259,7 +261,7 @@ impl Inputs {
         })?;
         let has = |field: &str| object.fields.contains_key(field);
         if let Some(events) = object.events {
-            self.timelines.push(Timeline::new(name, events, object.residency)?);
+            self.timelines.push(Timeline::new(name, events, object.residency, object.run)?);
         } else if has("capacities") && has("pages") {
             let found: Found = fields(object.fields, &name, "outcore policies --json")?;
             let same = |capacity: &super::super::comparison::Capacity| {

@@ -2,6 +2,8 @@
 
 mod bars;
 mod input;
+mod lines;
+mod of_mapped;
 mod of_run;
 mod of_simulation;
 mod of_timeline;
@@ -9,6 +11,7 @@ mod of_trace;
 mod page;
 mod part;
 mod residency;
+mod run;
 mod timeline;
 
 use std::io::Write;
@@ -27,9 +30,9 @@ use outcore_lab::sim::OwnPolicy;
 /// The options of `outcore report`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Files of one run or of several: what `generate --timeline` and `generate --capture` wrote, or the JSON of
-    /// `generate --json`, `outcore policies --json`, `outcore simulate --json` (best with `--timeline`) or `outcore
-    /// probe --json`
+    /// Files of one run or of several: what `outcore run --report`, `generate --timeline` and `generate --capture`
+    /// wrote, or the JSON of `generate --json`, `outcore policies --json`, `outcore simulate --json` (best with
+    /// `--timeline`) or `outcore probe --json`
     #[arg(value_name = "JSON", required = true)]
     inputs: Vec<PathBuf>,
     /// The JSON of `outcore probe --json`, made on the run's machine: the speed of its disk and memory

@@ -34,31 +34,35 @@ fn summary(run: &Generated, of: &str) -> Part {
     Part { kind: RUN, title: format!("The run{of}"), notes, rows, ..Part::default() }
 }
 
-fn links(run: &Generated, inputs: &Inputs, of: &str) -> Part {
-    let mut notes = vec!["A link's bandwidth is its bytes over the time in which it had work.".to_owned()];
+/// The disk's ceiling as a probe found it, if there is one, and what is said of it.
+pub fn probed(inputs: &Inputs) -> (Option<u64>, String) {
     let probed = inputs.probed.iter().flat_map(|probed| probed.points.iter().map(move |point| (probed, point)));
     let probed = probed.filter(|(_, point)| point.bytes_per_second > 0).max_by_key(|(_, point)| point.bytes_per_second);
-    let disk = match (run.ceiling.disk_bytes_per_second, probed) {
-        (Some(rate), _) => {
+    let note = match probed {
+        Some((probed, point)) => format!(
+            "The disk's ceiling is what `outcore probe` read of {}: blocks of {}, {} at a time.",
+            probed.file,
+            size(point.block_bytes),
+            point.depth
+        ),
+        None => "The disk's ceiling is not known: run `outcore probe --json --file MODEL > probe.json` on the run's \
+                 machine, and give that file with `--probe`."
+            .to_owned(),
+    };
+    (probed.map(|(_, point)| point.bytes_per_second), note)
+}
+
+fn links(run: &Generated, inputs: &Inputs, of: &str) -> Part {
+    let mut notes = vec!["A link's bandwidth is its bytes over the time in which it had work.".to_owned()];
+    let disk = match run.ceiling.disk_bytes_per_second {
+        Some(rate) => {
             notes.push("The disk's ceiling is what the run's JSON says.".to_owned());
             Some(rate.get())
         }
-        (None, Some((probed, point))) => {
-            notes.push(format!(
-                "The disk's ceiling is what `outcore probe` read of {}: blocks of {}, {} at a time.",
-                probed.file,
-                size(point.block_bytes),
-                point.depth
-            ));
-            Some(point.bytes_per_second)
-        }
-        (None, None) => {
-            notes.push(
-                "The disk's ceiling is not known: run `outcore probe --json --file MODEL > probe.json` on the run's \
-                 machine, and give that file with `--probe`."
-                    .to_owned(),
-            );
-            None
+        None => {
+            let (ceiling, note) = probed(inputs);
+            notes.push(note);
+            ceiling
         }
     };
     let copied = inputs.probed.iter().map(|probed| probed.memcpy_bytes_per_second).max().filter(|rate| *rate > 0);

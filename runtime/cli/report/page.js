@@ -104,6 +104,26 @@
     new uPlot(options, [labels.map((_, at) => at), ...series.map((one) => one.values)], place);
   });
 
+  // Values over time.
+  data.lines.forEach((chart) => {
+    const say = told[chart.unit];
+    const show = (u, value) => (value == null ? "" : plain(say(value)));
+    const most = Math.max(...chart.series.flatMap((one) => one.values).filter((value) => value != null), 0) || 1;
+    const whole = chart.unit === "ratio" ? 1 : most * 1.05;
+    const options = {
+      width: width(), height: 240,
+      series: [
+        { label: "seconds", value: (u, v) => (v == null ? "" : v.toFixed(2)) },
+        ...chart.series.map((one, i) => ({
+          label: one.name, stroke: ["#1f5fbf", "#e08a1e"][i % 2], width: 1.5, points: { show: chart.at.length < 60, size: 4 }, value: show,
+        })),
+      ],
+      scales: { x: { time: false }, y: { range: [0, whole] } },
+      axes: [{ label: "seconds" }, { size: 90, values: (u, values) => values.map((v) => (v === 0 ? "0" : plain(say(v)))) }],
+    };
+    new uPlot(options, [chart.at, ...chart.series.map((one) => one.values)], document.getElementById(chart.id));
+  });
+
   // Hit ratios: LRU's curve at every capacity, the others through the capacities that were looked at.
   data.policies.forEach((found, number) => {
     const xs = [...new Set([...found.lru.map((p) => p.pages), ...found.capacities.map((c) => c.pages)])].sort((a, b) => a - b);

@@ -10,9 +10,10 @@ use super::super::comparison::Found;
 use super::super::output::size;
 use super::bars::Bars;
 use super::input::{Inputs, Simulated};
+use super::lines::Lines;
 use super::part::{NEEDS, OPTIMUM, Part, file_name};
 use super::timeline::Timeline;
-use super::{LeftOut, of_run, of_simulation, of_timeline, of_trace};
+use super::{LeftOut, of_mapped, of_run, of_simulation, of_timeline, of_trace};
 
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
@@ -42,6 +43,12 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     }
     for (at, line) in inputs.timelines.iter().enumerate() {
         parts.extend(of_timeline::parts(line, at));
+        if let Some(run) = &line.run {
+            // A run's own JSON, or another run, may be beside it.
+            let alone = inputs.timelines.len() == 1 && inputs.generated.is_empty();
+            let of = if alone { String::new() } else { format!(", in {}", line.name) };
+            parts.extend(of_mapped::parts(run, inputs, &of));
+        }
     }
     for (at, found) in inputs.policies.iter().enumerate() {
         // If there is a run, only the hit ratio of its own policy is shown beside the optimum.
@@ -54,7 +61,7 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     // Sorted by kind in the order of `NEEDS`; within a kind in the order given.
     let rank = |kind: &str| NEEDS.iter().position(|(known, _)| *known == kind).unwrap_or(NEEDS.len());
     parts.sort_by_key(|part| rank(part.kind));
-    let bars = number(&mut parts);
+    let (bars, lines) = number(&mut parts);
     let there = |kind: &str| parts.iter().any(|part| part.kind == kind);
     let left_out: Vec<LeftOut> =
         NEEDS.iter().filter(|(part, _)| !there(part)).map(|(part, needs)| LeftOut { part, needs }).collect();
@@ -66,25 +73,38 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
         (_, _, Some(line)) => line.name.clone(),
         _ => inputs.simulated.first().map_or("What a disk reads".to_owned(), Simulated::name),
     };
-    Ok(Page { text: render(&title, &parts, &left_out, &bars, inputs)?, parts: kinds, left_out })
+    Ok(Page { text: render(&title, &parts, &left_out, (&bars, &lines), inputs)?, parts: kinds, left_out })
 }
 
 /// Takes the charts out of the parts and gives each a unique id.
-fn number(parts: &mut [Part]) -> Vec<Bars> {
-    let mut all: Vec<Bars> = Vec::new();
+fn number(parts: &mut [Part]) -> (Vec<Bars>, Vec<Lines>) {
+    let (mut all, mut all_lines) = (Vec::new(), Vec::new());
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-    for part in parts {
-        let Some(mut bars) = part.bars.take() else { continue };
-        let count = counts.entry(bars.id.clone()).or_default();
-        bars.id = format!("{}-{count}", bars.id);
+    let mut name = |id: &mut String| {
+        let count = counts.entry(id.clone()).or_default();
+        *id = format!("{id}-{count}");
         *count += 1;
-        part.chart = Some(bars.id.clone());
-        all.push(bars);
+        Some(id.clone())
+    };
+    for part in parts {
+        if let Some(mut bars) = part.bars.take() {
+            part.chart = name(&mut bars.id);
+            all.push(bars);
+        } else if let Some(mut lines) = part.lines.take() {
+            part.chart = name(&mut lines.id);
+            all_lines.push(lines);
+        }
     }
-    all
+    (all, all_lines)
 }
 
-fn render(title: &str, parts: &[Part], left_out: &[LeftOut], bars: &[Bars], inputs: &Inputs) -> Result<String> {
+fn render(
+    title: &str,
+    parts: &[Part],
+    left_out: &[LeftOut],
+    (bars, lines): (&[Bars], &[Lines]),
+    inputs: &Inputs,
+) -> Result<String> {
     #[derive(Serialize)]
     struct Data<'a> {
         policies: &'a [Found],
@@ -92,12 +112,13 @@ fn render(title: &str, parts: &[Part], left_out: &[LeftOut], bars: &[Bars], inpu
         /// Each simulation's passes, in seconds.
         simulated: Vec<&'a [f64]>,
         bars: &'a [Bars],
+        lines: &'a [Lines],
     }
     let failed = |cause: String| {
         Error::new(ErrorKind::Internal, format!("the page was not made: {cause}")).remedy("report this as a bug")
     };
     let simulated = inputs.simulated.iter().map(|simulated| simulated.passes_s.as_slice()).collect();
-    let data = Data { policies: &inputs.policies, timelines: &inputs.timelines, simulated, bars };
+    let data = Data { policies: &inputs.policies, timelines: &inputs.timelines, simulated, bars, lines };
     // In a script element, only "<" can begin the end of the data.
     let data = serde_json::to_string(&data).map_err(|cause| failed(cause.to_string()))?.replace('<', "\\u003c");
     let mut environment = Environment::new();

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::super::output::size;
 use super::bars::{Bars, Unit};
+use super::lines::Lines;
 
 #[derive(Debug, Default, Serialize)]
 pub struct Cell {
@@ -40,6 +41,8 @@ pub struct Part {
     pub chart: Option<String>,
     #[serde(skip)]
     pub bars: Option<Bars>,
+    #[serde(skip)]
+    pub lines: Option<Lines>,
     pub head: Vec<Cell>,
     pub rows: Vec<Vec<Cell>>,
 }
@@ -48,6 +51,8 @@ pub const RUN: &str = "what a run was";
 pub const SIMULATED: &str = "what a simulation found";
 pub const TIMELINE: &str = "timeline by lane";
 pub const RESIDENCY: &str = "residency over time";
+pub const OVER_TIME: &str = "hits, reads and budget over time";
+pub const LAYERS: &str = "layers in memory at the end";
 pub const STALLS: &str = "stalls by cause";
 pub const LINKS: &str = "bandwidth by link";
 pub const OPTIMUM: &str = "hit ratio beside the optimum";
@@ -55,13 +60,15 @@ pub const MEMORY: &str = "memory by class";
 pub const POLICIES: &str = "hit ratio by capacity and policy";
 
 /// The input that each kind of part needs, in the order of the page.
-pub const NEEDS: [(&str, &str); 9] = [
-    (RUN, "the last line of `generate --json`"),
+pub const NEEDS: [(&str, &str); 11] = [
+    (RUN, "the last line of `generate --json`, or the file of `outcore run --report`"),
     (SIMULATED, "`outcore simulate --json`"),
-    (TIMELINE, "the file of `generate --timeline`, or `outcore simulate --json --timeline`"),
+    (TIMELINE, "the file of `generate --timeline` or `outcore run --report`, or `outcore simulate --json --timeline`"),
+    (OVER_TIME, "the file of `outcore run --report`"),
     (RESIDENCY, "the file of `generate --timeline`, or `outcore simulate --json --timeline`, of this release"),
+    (LAYERS, "the file of `outcore run --report`"),
     (STALLS, "the last line of `generate --json`, the file of `generate --timeline`, or `outcore simulate --json`"),
-    (LINKS, "the last line of `generate --json`, or `outcore simulate --json`"),
+    (LINKS, "the last line of `generate --json`, the file of `outcore run --report`, or `outcore simulate --json`"),
     (
         OPTIMUM,
         "the last line of `generate --json`, the file of `generate --capture`, `outcore policies --json`, or \

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 
 use outcore::{Error, ErrorKind, Result};
 use outcore_lab::residency::Residency;
+use outcore_mapped::live::Run;
 use serde::{Deserialize, Serialize};
 
-use super::residency;
+use super::{residency, run};
 
 /// The fields of an event that are read.
 #[derive(Debug, Deserialize)]
@@ -52,6 +53,9 @@ pub struct Timeline {
     pub names: Vec<String>,
     pub lanes: Vec<Lane>,
     pub residency: Option<Residency>,
+    /// What `outcore run --report` wrote besides.
+    #[serde(skip)]
+    pub run: Option<Run>,
 }
 
 type Span = (usize, f64, f64, f64);
@@ -99,9 +103,10 @@ fn place(of: &str, names: &mut Vec<String>, most: usize) -> usize {
 }
 
 impl Timeline {
-    /// Makes a timeline from a file's events, in any order, and its residency.
-    pub fn new(file: String, events: Vec<Event>, residency: Option<Residency>) -> Result<Self> {
+    /// Makes a timeline from a file's events, in any order, its residency, and what the run was.
+    pub fn new(file: String, events: Vec<Event>, residency: Option<Residency>, run: Option<Run>) -> Result<Self> {
         residency.as_ref().map_or(Ok(()), |seen| residency::check(seen, &file))?;
+        run.as_ref().map_or(Ok(()), |found| run::check(found, &file))?;
         let (mut names, mut lanes) = (Vec::new(), Vec::new());
         let mut spans: Vec<Vec<(usize, f64, f64)>> = Vec::new();
         for event in events {
@@ -129,7 +134,7 @@ impl Timeline {
         // Computing and waiting first, then what moved.
         let order = ["compute", "pass", "stall", "link", "disk"];
         lanes.sort_by_key(|lane| order.iter().position(|known| *known == lane.name).unwrap_or(order.len()));
-        Ok(Self { name: file, about: None, start, end, names, lanes, residency })
+        Ok(Self { name: file, about: None, start, end, names, lanes, residency, run })
     }
 
     /// Makes a timeline from the record of a simulation.
@@ -177,7 +182,7 @@ impl Timeline {
         if lanes.iter().all(|lane| lane.spans.is_empty()) {
             return wrong("that has no spans".to_owned());
         }
-        Ok(Self { name, about, start: 0.0, end: last, names, lanes, residency: Some(seen) })
+        Ok(Self { name, about, start: 0.0, end: last, names, lanes, residency: Some(seen), run: None })
     }
 
     /// The lane of this name.
@@ -240,7 +245,7 @@ mod tests {
             event("disk", "write", 1e6, 2e6),
             event("stall", "disk fault", 5e6, 1e6),
         ];
-        let timeline = Timeline::new("t".into(), events, None).unwrap();
+        let timeline = Timeline::new("t".into(), events, None, None).unwrap();
         assert_eq!((timeline.start, timeline.end, timeline.seconds()), (0.0, 6.0, 6.0));
         let disk = timeline.lane("disk").unwrap();
         assert_eq!((disk.busy, disk.count), (4.0, 3));
@@ -252,7 +257,7 @@ mod tests {
     #[test]
     fn very_many_spans_are_joined_and_none_is_lost() {
         let events: Vec<Event> = (0..100_000).map(|n| event("disk", "read", f64::from(n) * 10.0, 5.0)).collect();
-        let timeline = Timeline::new("t".into(), events, None).unwrap();
+        let timeline = Timeline::new("t".into(), events, None, None).unwrap();
         let disk = &timeline.lanes[0];
         assert_eq!(disk.count, 100_000);
         assert!((4000..4400).contains(&disk.spans.len()), "{}", disk.spans.len());
@@ -262,7 +267,7 @@ mod tests {
         // A thousand groups of spans, a second apart.
         let apart =
             (0..100_000).map(|n| event("disk", "read", f64::from(n / 100) * 1e6 + f64::from(n % 100), 5.0)).collect();
-        let drawn = Timeline::new("t".into(), apart, None).unwrap().lanes[0].spans.len();
+        let drawn = Timeline::new("t".into(), apart, None, None).unwrap().lanes[0].spans.len();
         assert_eq!(drawn, 1000);
     }
 
@@ -295,7 +300,7 @@ mod tests {
             (0..100).map(|n| event(&format!("lane {n}"), &format!("name {n}"), f64::from(n), 1.0)).collect();
         events.push(event("x", "endless", 0.0, f64::INFINITY));
         events.push(Event { ph: "M".into(), ..event("x", "thread_name", 0.0, 0.0) });
-        let timeline = Timeline::new("t".into(), events, None).unwrap();
+        let timeline = Timeline::new("t".into(), events, None, None).unwrap();
         assert_eq!((timeline.lanes.len(), timeline.names.len()), (LANES_MAX, NAMES_MAX));
         assert_eq!(timeline.lanes.iter().map(|lane| lane.count).sum::<u64>(), 100);
     }

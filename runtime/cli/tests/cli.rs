@@ -1285,6 +1285,29 @@ fn timeline_with(residency: &str) -> String {
     format!("{},\"residency\":{residency}}}", TIMELINE.strip_suffix('}').unwrap())
 }
 
+/// What `outcore run --report` writes besides: two samples, a layer with experts.
+const MAPPED: &str = r#"{"samples":[
+{"at":0.5,"uses":10,"hits":5,"prefetched":1,"late":1,"faults":3,"evictions":2,"read_bytes":1048576,"read_seconds":0.1,
+"budget_bytes":2097152,"used_bytes":1048576,"stalls":[]},
+{"at":1.0,"uses":30,"hits":20,"prefetched":2,"late":2,"faults":6,"evictions":5,"read_bytes":3145728,"read_seconds":0.3,
+"budget_bytes":1048576,"used_bytes":1048576,"stalls":[]},
+{"at":1.5,"uses":60,"hits":45,"prefetched":3,"late":3,"faults":9,"evictions":9,"read_bytes":6291456,"read_seconds":0.5,
+"budget_bytes":1048576,"used_bytes":1048576,"stalls":[]}],
+"end":{"process":7,"page_bytes":65536,"policy":"model","planned":true,
+"memory":{"process_limit_bytes":9437184,"resident_bytes":8388608,"frames_bytes":1048576},
+"counts":{"at":1.5,"uses":60,"hits":45,"prefetched":3,"late":3,"faults":9,"evictions":9,"read_bytes":6291456,
+"read_seconds":0.5,"budget_bytes":1048576,"used_bytes":1048576,
+"stalls":[{"cause":"disk fault","count":9,"seconds":0.3}]},
+"optimum":{"uses":60,"hit_ratio":0.75,"best":0.875},"routing":"off","experts":{"hints":0,"told":0,"touched":4},
+"files":[{"name":"<i>m</i>.gguf","held":{"bytes":4194304,"used":917504,"ahead":131072},"cells":[100,0],
+"parts":[{"name":"layer 0","held":{"bytes":2097152,"used":917504,"ahead":131072},
+"experts":{"count":4,"held":{"bytes":2097152,"used":0,"ahead":0},"cells":[0,0,0,0]}}]}]}}"#;
+
+/// A timeline as `outcore run --report` writes it.
+fn timeline_of_run() -> String {
+    format!("{},\"run\":{MAPPED}}}", TIMELINE.strip_suffix('}').unwrap())
+}
+
 const PROBED: &str = r#"{"file":"disk.bin","memcpy_bytes_per_second":9000000000,
 "points":[{"block_bytes":65536,"depth":8,"bytes_per_second":10485760},
 {"block_bytes":65536,"depth":1,"bytes_per_second":1}]}"#;
@@ -1318,6 +1341,7 @@ fn made_page(dir: &Path) -> String {
         place(dir, "run.json", format!("words of the model\n{one_line}\n")),
         place(dir, "timeline.json", timeline_with(RESIDENCY)),
         place(dir, "simulated.json", simulated_run(&["--timeline"])),
+        place(dir, "mapped.json", timeline_of_run()),
         place(dir, "found.json", text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
         "--probe".to_owned(),
         place(dir, "probe.json", PROBED),
@@ -1437,9 +1461,12 @@ fn report_makes_a_page_that_needs_nothing_else() {
     );
     assert_eq!(of("memory-1")["labels"], serde_json::json!(["attention", "norm"]));
     assert_eq!(of("optimum-0")["series"][0]["values"], serde_json::json!([0.25, 0.5]));
-    for bars in bars {
+    for bars in bars.iter().chain(data["lines"].as_array().unwrap()) {
         assert!(page.contains(&format!("id={}", bars["id"])), "{bars}");
     }
+    // Between the samples: 15 hits in 20 uses, and 2 MiB in half a second.
+    assert_eq!(data["lines"][0]["series"][0]["values"][0], 0.75);
+    assert_eq!(data["lines"][1]["series"][0]["values"][0], 4194304.0);
 }
 
 #[test]
@@ -1557,13 +1584,65 @@ fn report_of_a_simulation_has_all_that_one_of_a_run_has() {
 }
 
 #[test]
+fn report_of_a_program_has_hits_reads_and_layers() {
+    let dir = scratch();
+    let (run, page) = (dir.path().join("run.json"), dir.path().join("report.html"));
+    fs::write(&run, timeline_of_run()).unwrap();
+    let probe = place(dir.path(), "probe.json", PROBED);
+    let done = json(&["report", string(&run), "--probe", &probe, "-o", string(&page), "--json"]);
+    let parts = [
+        "what a run was",
+        "timeline by lane",
+        "hits, reads and budget over time",
+        "layers in memory at the end",
+        "stalls by cause",
+        "bandwidth by link",
+        "hit ratio beside the optimum",
+    ];
+    assert_eq!(done["parts"], serde_json::json!(parts));
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    for part in [
+        "&lt;i&gt;m&lt;&#x2f;i&gt;.gguf (4.0 MiB)",
+        "45 (75.0 %)",
+        "6.0 MiB, 12.0 MiB/s while reading",
+        "8.0 MiB of 9.0 MiB",
+        "was not read: OUTCORE_RUN_ROUTING=off",
+        "layer 0, 4 experts",
+        "12.0 MiB/s of 10.0 MiB/s",
+        "0.8750",
+        "Budget over time",
+    ] {
+        assert!(html.contains(part) || html.contains(&part.replace('/', "&#x2f;")), "{part:?} is not in the page");
+    }
+    // Two of them on a page are told apart.
+    let other = place(dir.path(), "other.json", timeline_of_run());
+    text(&["report", string(&run), &other, "-o", string(&page)]);
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    assert!(html.contains("The run, in ") && html.contains("id=\"layers-1\"") && html.contains("id=\"room-1\""));
+    // Altered JSON is refused.
+    for (from, to, part) in [
+        ("\"used\":917504", "\"used\":4294967296", "a run that is uneven"),
+        ("\"at\":0.5", "\"at\":7.5", "a run that is uneven"),
+        ("\"end\":", "\"start\":", "missing field `end`"),
+        ("\"routing\":\"off\"", "\"routing\":\"some\"", "unknown variant"),
+    ] {
+        let bad = timeline_of_run().replacen(from, to, 1);
+        assert_ne!(bad, timeline_of_run(), "{from}");
+        fs::write(&run, bad).unwrap();
+        refused(&["report", string(&run), "-o", string(&page)], 1, &["run.json", part]);
+    }
+}
+
+#[test]
 fn report_says_what_it_leaves_out() {
     let dir = scratch();
     let (run, page) = (dir.path().join("run.json"), dir.path().join("report.html"));
     fs::write(&run, TIMELINE).unwrap();
     let done = json(&["report", string(&run), "-o", string(&page), "--json"]);
     assert_eq!(done["parts"], serde_json::json!(["timeline by lane", "stalls by cause"]));
-    assert_eq!(done["left_out"].as_array().unwrap().len(), 7);
+    assert_eq!(done["left_out"].as_array().unwrap().len(), 9);
     let html = fs::read_to_string(&page).unwrap();
     well_formed(&html);
     assert_eq!(done["bytes"], html.len());
@@ -1737,7 +1816,11 @@ fn report_is_drawn_by_a_browser() {
     let run = place("run.json", GENERATED.replace('\n', "").as_bytes());
     let timeline = place("timeline.json", timeline_with(RESIDENCY).as_bytes());
     let found = text(&["policies", "--workload", "moe", "--uses", "20000", "--json"]);
-    let kinds: [(&[String], &[&str]); 5] = [
+    let kinds: [(&[String], &[&str]); 6] = [
+        (
+            &[place("mapped.json", timeline_of_run().as_bytes())],
+            &["timeline-0", "hits-0", "reads-0", "room-0", "layers-0", "stalls-0", "links-0", "optimum-0"],
+        ),
         (
             &[run, timeline],
             &["timeline-0", "residency-0", "stalls-0", "stalls-1", "links-0", "optimum-0", "memory-0", "memory-1"],
@@ -1789,7 +1872,7 @@ fn a_misspelt_command_line_is_explained() {
     refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
     refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
     assert!(text(&["--version"]).starts_with("outcore 0."));
-    for command in ["doctor", "probe", "inspect", "plan", "policies", "report", "simulate"] {
+    for command in ["doctor", "probe", "inspect", "plan", "policies", "report", "simulate", "top"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
 }

@@ -10,6 +10,8 @@ use std::process::{Command, Output};
 
 #[path = "run/calls.rs"]
 mod calls;
+#[path = "run/memmap.rs"]
+mod memmap;
 #[path = "run/programs.rs"]
 mod programs;
 #[path = "run/report.rs"]
@@ -18,6 +20,8 @@ mod report;
 mod routing;
 #[path = "run/settings.rs"]
 mod settings;
+#[path = "run/top.rs"]
+mod top;
 
 /// Reads a mapping in several ways, and compares each with the file read as a file.
 const PROGRAM: &str = r#"

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_uchar, c_uint, c_void};
 
 use crate::fragments;
+use crate::opens;
 use crate::pool::{self, Request, kernel};
 
 thread_local! {
@@ -12,7 +13,7 @@ thread_local! {
 }
 
 /// Runs `run`; a panic is the same as "not ours".
-fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
+pub fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
     // While a thread ends, it has no such variable, and maps no model.
     if INSIDE.try_with(|inside| inside.replace(true)).unwrap_or(true) {
         return None;
@@ -22,7 +23,7 @@ fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
     result
 }
 
-fn do_ours(run: impl FnOnce()) {
+pub fn do_ours(run: impl FnOnce()) {
     let _ = ours(|| {
         run();
         Some(())
@@ -68,6 +69,9 @@ pub unsafe extern "C" fn mmap(
         if let Some(found) = found {
             return found as *mut c_void;
         }
+    }
+    if fd >= 0 && flags & libc::MAP_ANONYMOUS == 0 && len as u64 >= pool::LEAST {
+        opens::mapped_elsewhere(fd);
     }
     let arguments = [address as u64, len as u64, prot as u64, flags as u64, fd as i64 as u64, offset as u64];
     // SAFETY: as the caller promised.

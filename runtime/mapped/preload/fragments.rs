@@ -49,6 +49,7 @@ pub fn unmap(address: u64, len: u64) {
         let (start, tensor) = (known.mapped.as_ptr() as u64, known.mapped.tensor());
         let (offset, size, page) = (address - start, tensor.size().get(), tensor.page_size().bytes());
         if !known.given.take(offset, len.next_multiple_of(pool::page_size())) {
+            known.mapped.keep_order();
             return;
         }
         let end = offset.saturating_add(len);

@@ -5,10 +5,13 @@
 //! The functions here replace those of the C library, so they keep its contracts: they set `errno`, never unwind, and
 //! do what the kernel would do where this library has no part in it.
 
+mod answer;
 mod calls;
 mod fragments;
 mod limit;
+mod opens;
 mod pool;
+mod predict;
 mod routing;
 mod settings;
 mod timeline;

@@ -9,18 +9,23 @@ use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
+use std::time::Duration;
 
 use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
-use outcore_mapped::{Faulting, Mapped, MappedMut, Written, builder_on};
+use outcore_mapped::live::{self, Optimum, Snapshot};
+use outcore_mapped::{Faulting, MapOptions, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
 use crate::fragments::Given;
 use crate::limit::{self, Limit};
+use crate::predict::Routers;
+use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
+use crate::{answer, opens, routing};
 
 /// Files smaller than this are left to the kernel.
-const LEAST: u64 = 32 << 20;
+pub const LEAST: u64 = 32 << 20;
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there.
@@ -28,6 +33,7 @@ pub struct Known {
     identity: Identity,
     pub path: PathBuf,
     pub mapped: Arc<Mapped>,
+    routers: Arc<Routers>,
     pub given: Given,
     /// Whether the program was told that nothing is mapped over this file.
     pub refused: bool,
@@ -53,7 +59,7 @@ impl Private {
 /// Device, inode, time of the last change, length.
 pub type Identity = (u64, u64, i64, i64, u64);
 
-fn identity(of: &fs::Metadata) -> Identity {
+pub fn identity(of: &fs::Metadata) -> Identity {
     (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
 }
 
@@ -180,13 +186,16 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
         let opened =
             without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
         match opened {
-            Ok((watch, runtime)) => Some(Pool {
-                runtime,
-                watch,
-                files: Mutex::default(),
-                private: Mutex::default(),
-                once_private: Mutex::default(),
-            }),
+            Ok((watch, runtime)) => {
+                without_signals(answer::start);
+                Some(Pool {
+                    runtime,
+                    watch,
+                    files: Mutex::default(),
+                    private: Mutex::default(),
+                    once_private: Mutex::default(),
+                })
+            }
             Err(error) => {
                 let why = if error.kind() == ErrorKind::BudgetTooSmall {
                     limit.too_little(budget)
@@ -201,8 +210,41 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     POOL.get_or_init(open).as_ref()
 }
 
+/// What is mapped, with its path. `None` if a file is just being mapped, and for longer than `limit`.
+fn named(files: &Mutex<Vec<Known>>, limit: Duration) -> Option<Vec<(PathBuf, Arc<Mapped>)>> {
+    let files = files.try_lock_for(limit)?;
+    Some(files.iter().map(|known| (known.path.clone(), known.mapped.clone())).collect())
+}
+
+/// What this process does now; `None` if it cannot be said within `limit`. The optimum is the caller's to add.
+pub fn look(limit: Duration) -> Option<Snapshot> {
+    let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
+    let files = named(&pool.files, limit)?;
+    let stats = pool.runtime.stats();
+    let mut seen = Snapshot::of(&stats, pool.watch.open_for());
+    seen.memory = pool.watch.memory(&stats);
+    files.iter().for_each(|(_, mapped)| seen.experts += mapped.experts());
+    seen.routing = routing::state(seen.experts);
+    seen.files = looks(&files, limit);
+    Some(seen)
+}
+
+/// What is in memory of these files, and of those that the program writes privately. If one of those is just being
+/// mapped, and for longer than `limit`, they are left out.
+pub fn looks(files: &[(PathBuf, Arc<Mapped>)], limit: Duration) -> Vec<live::File> {
+    let mut looks: Vec<live::File> = files.iter().map(|(_, mapped)| mapped.look()).collect();
+    let private = POOL.get().and_then(Option::as_ref).and_then(|pool| pool.private.try_lock_for(limit));
+    looks.extend(private.iter().flat_map(|private| private.iter()).map(|known| known.mapped.look()));
+    looks
+}
+
+/// The best that a policy could have done so far.
+pub fn optimum() -> Option<Optimum> {
+    Optimum::of(&POOL.get()?.as_ref()?.runtime)
+}
+
 /// Has the C library tell of the end of this process, and of children by `fork`.
-fn follow_the_process() {
+pub fn follow_the_process() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
         // SAFETY: both functions have the C library's signature and do not unwind.
@@ -226,7 +268,7 @@ fn without_signals<T>(run: impl FnOnce() -> T) -> T {
 }
 
 /// The path of a large model file; `None` for everything else.
-fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
+pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
     if !metadata.is_file() || metadata.len() < LEAST {
         return None;
@@ -262,6 +304,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let (path, metadata) = model(&file)?;
     let settings = settings()?;
     follow_the_process();
+    opens::mapped(identity(&metadata));
     if !settings.may_map(&path) {
         watch::leave(&path, || "does not match --match".to_owned());
         return None;
@@ -300,6 +343,7 @@ pub fn map(request: &Request) -> Option<u64> {
         left("this process has no file descriptor left; raise `ulimit -n`");
         return None;
     }
+    let options = MapOptions::new().keep_order(settings.keep_order);
     let refused = |error: &Error| {
         left(&error.to_string());
         // SAFETY: the copy that was just made, of which nobody knows.
@@ -308,7 +352,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
-        let opened = without_signals(|| MappedMut::open(&pool.runtime, &path));
+        let opened = without_signals(|| options.open_private(&pool.runtime, &path));
         let mapped = opened.inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
@@ -318,13 +362,16 @@ pub fn map(request: &Request) -> Option<u64> {
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
-    let mapped = Arc::new(without_signals(|| Mapped::open(&pool.runtime, &path)).inspect_err(refused).ok()?);
+    let mapped = Arc::new(without_signals(|| options.open(&pool.runtime, &path)).inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
     let start = mapped.as_ptr() as u64;
     slot.fill(start, whole_pages(metadata.len()), own, None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
+    let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
+    let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
+    mapped.foresee(prediction() != Prediction::Off);
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-    files.push(Known { identity, path, mapped, given, refused: false });
+    files.push(Known { identity, path, mapped, routers, given, refused: false });
     Some(start + offset)
 }
 
@@ -445,6 +492,7 @@ pub fn holds(address: u64) -> bool {
 /// that its parent has written are not to be had here, and what the file has there would be other bytes: access to
 /// them is SIGSEGV.
 extern "C" fn in_child() {
+    answer::leave();
     for slot in &FOR_CHILDREN {
         let Some((start, end, fd)) = range_of(slot) else { continue };
         // SAFETY: null, or of an `Arc` that is dropped after the slot is cleared. The child has a copy of both.
@@ -477,22 +525,48 @@ pub fn has_experts() -> bool {
     HAS_EXPERTS.load(Ordering::Relaxed)
 }
 
-/// The program uses these experts of a layer next. Returns when they are there.
-pub fn experts(layer: u32, experts: &[u32]) {
-    let Some(Some(pool)) = POOL.get() else { return };
-    // A child by fork has a copy of this, and reads the files themselves.
-    if in_a_child() {
-        return;
-    }
+/// What the router of a layer was given: as many numbers for each token.
+#[derive(Debug)]
+pub struct RouterInput {
+    pub layer: u32,
+    pub numbers: Vec<f32>,
+    pub tokens: usize,
+}
+
+/// The only mapped file that fits. Of two models nobody knows which one is meant: their experts come as they are
+/// touched. Nothing in a child by `fork`, which has a copy of this, and reads the files themselves.
+fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>)> {
+    let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
-    let has_all = |known: &&Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
-    // Of two models with such a layer nobody knows which one is meant. Their experts come as they are touched.
-    let found = |nth| files.iter().filter(has_all).nth(nth).map(|known| known.mapped.clone());
-    let (Some(one), None) = (found(0), found(1)) else { return };
-    drop(files);
+    let mut found = files.iter().filter(|known| fits(known));
+    let one = found.next()?;
+    if found.next().is_some() {
+        routing::two_models();
+        return None;
+    }
+    Some((one.mapped.clone(), one.routers.clone()))
+}
+
+/// Whether what the router of this layer is given tells of the experts of the next one.
+pub fn can_predict(layer: u32) -> bool {
+    only_file(|known| known.routers.know_what_follows(layer)).is_some()
+}
+
+/// The program uses these experts of a layer next, `used` for each token. Returns when they are there. `input` is what
+/// the router was given, if that is known.
+pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
+    let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
+    let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     // A handler of the program's that touches a page must not run while this thread holds a lock.
     let _ = without_signals(|| one.expert_hint(layer, experts));
+    if let Some(input) = input.filter(|input| input.layer == layer) {
+        let next = routers.predict(&one, layer, &input.numbers, input.tokens, used);
+        if !next.is_empty() {
+            // A model whose experts end here has no others to expect.
+            let _ = without_signals(|| one.expect_experts(layer + 1, &next));
+        }
+    }
 }
 
 extern "C" fn at_exit() {
@@ -500,18 +574,17 @@ extern "C" fn at_exit() {
         return;
     }
     let told = match POOL.get() {
-        Some(Some(pool)) => pool.files.try_lock().is_some_and(|files| {
-            let mut named: Vec<_> = files.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)).collect();
-            drop(files);
-            for private in pool.once_private.try_lock().iter().flat_map(|private| private.iter()) {
-                if !named.contains(private) {
-                    named.push(private.clone());
-                }
+        Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
+            named.iter().for_each(|(_, mapped)| mapped.keep_order());
+            let private = pool.private.try_lock();
+            private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());
+            drop(private);
+            let once_private = pool.once_private.try_lock().map(|names| names.clone()).unwrap_or_default();
+            let any = !named.is_empty() || !once_private.is_empty();
+            if any {
+                pool.watch.tell(&pool.runtime, &named, once_private);
             }
-            if !named.is_empty() {
-                pool.watch.tell(&pool.runtime, &named);
-            }
-            !named.is_empty()
+            any
         }),
         _ => false,
     };

@@ -12,8 +12,13 @@ use std::collections::HashSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::pool;
+use outcore_mapped::live::{Experts, Routing};
+
+use parking_lot::Mutex;
+
+use crate::pool::{self, RouterInput};
 
 /// What ggml calls for each tensor: with `ask`, whether it is wanted; without, that it is computed. `false` ends the
 /// computation in the second case.
@@ -21,6 +26,10 @@ type Callback = Option<unsafe extern "C" fn(tensor: *mut c_void, ask: bool, data
 
 /// The names of tensors with the chosen experts begin so; the layer's number follows.
 const CHOSEN: &[u8] = b"ffn_moe_topk-";
+/// The names of what routers are given.
+const GIVEN: [&[u8]; 2] = [b"ffn_norm-", b"attn_post_norm-"];
+/// What a router is given is looked at up to this many bytes: a few tokens.
+const GIVEN_MAX: usize = 1 << 20;
 /// Ids of this many bytes are looked at. A batch of 16,384 tokens with 256 experts has as many.
 const IDS_MAX: usize = 16 << 20;
 
@@ -35,21 +44,75 @@ struct Ggml {
 }
 
 static GGML: OnceLock<Option<Ggml>> = OnceLock::new();
+/// What the last router was given, until it has chosen.
+static INPUT: Mutex<Option<RouterInput>> = Mutex::new(None);
 
 /// `off`: nothing is asked of ggml, and experts come as they are touched.
 const ROUTING: &str = "OUTCORE_RUN_ROUTING";
 
+/// `off`: no experts are predicted. `followed`: they are predicted by what followed before, not by what routers are
+/// given.
+const PREDICTION: &str = "OUTCORE_RUN_PREDICTION";
+/// What was last done about routing, as a number of [`STATES`].
+static STATE: AtomicUsize = AtomicUsize::new(0);
+const STATES: [Routing; 5] =
+    [Routing::NeverAsked, Routing::NoFunctions, Routing::OwnCallback, Routing::Off, Routing::NothingChosen];
+/// Whether hints were left out because two models have such a layer.
+static TWO_MODELS: AtomicBool = AtomicBool::new(false);
+
+fn note(state: Routing) {
+    STATE.store(STATES.iter().position(|known| *known == state).unwrap_or(0), Ordering::Relaxed);
+}
+
+/// Nobody knows which model is meant.
+pub fn two_models() {
+    TWO_MODELS.store(true, Ordering::Relaxed);
+}
+
+/// Whether the choices of the router were read, by what came of it.
+pub fn state(experts: Experts) -> Routing {
+    match (pool::has_experts(), experts.hints) {
+        (false, _) => Routing::NoExperts,
+        (true, 1..) => Routing::Read,
+        (true, 0) if TWO_MODELS.load(Ordering::Relaxed) => Routing::TwoModels,
+        (true, 0) => STATES[STATE.load(Ordering::Relaxed)],
+    }
+}
+
 /// Whether the program's choice of experts is looked at. Read once: ggml is told of its callback before each pass.
 fn is_on() -> bool {
     static ON: OnceLock<bool> = OnceLock::new();
-    *ON.get_or_init(|| match std::env::var_os(ROUTING) {
-        None => true,
-        Some(value) if value == "off" => false,
-        Some(value) => {
-            pool::say(&format!("{ROUTING}={}: only `off` is known, so experts are looked at", value.display()));
-            true
-        }
+    *ON.get_or_init(|| value_of(ROUTING, &["off"]).is_none())
+}
+
+/// How experts are predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prediction {
+    /// By what routers are given, or else by what followed before.
+    Best,
+    /// By what followed before.
+    Followed,
+    Off,
+}
+
+pub fn prediction() -> Prediction {
+    static BY: OnceLock<Prediction> = OnceLock::new();
+    *BY.get_or_init(|| match value_of(PREDICTION, &["off", "followed"]) {
+        None => Prediction::Best,
+        Some(0) => Prediction::Off,
+        Some(_) => Prediction::Followed,
     })
+}
+
+/// Which of these words a variable of the environment is.
+fn value_of(name: &str, known: &[&str]) -> Option<usize> {
+    let value = std::env::var_os(name)?;
+    let found = known.iter().position(|known| value == **known);
+    if found.is_none() {
+        let known = known.join("` or `");
+        pool::say(&format!("{name}={}: only `{known}` is known, so it is as if it were not set", value.display()));
+    }
+    found
 }
 
 /// A function of the libraries that are loaded, behind this one. A library that was loaded by `dlopen` without
@@ -128,6 +191,16 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
     data: *mut c_void,
 ) {
     let found = pool::without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && pool::has_experts() && is_on())));
+    // Before a file with experts is mapped, it does not matter.
+    if pool::has_experts() {
+        note(match found {
+            None => Routing::NoFunctions,
+            Some(_) if callback.is_some() => Routing::OwnCallback,
+            // Until a layer is computed.
+            Some((_, true)) => Routing::NothingChosen,
+            Some((_, false)) => Routing::Off,
+        });
+    }
     match found {
         Some((ggml, true)) => {
             // SAFETY: as the caller promised; `see` has the signature and needs no data.
@@ -141,9 +214,9 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
     }
 }
 
-/// The layer of a tensor of chosen experts.
-fn layer_of(name: &[u8]) -> Option<u32> {
-    std::str::from_utf8(name.strip_prefix(CHOSEN)?).ok()?.parse().ok()
+/// The layer of a tensor whose name begins so.
+fn layer_of(name: &[u8], begins: &[u8]) -> Option<u32> {
+    std::str::from_utf8(name.strip_prefix(begins)?).ok()?.parse().ok()
 }
 
 unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> bool {
@@ -151,12 +224,20 @@ unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> 
     pool::without_panic(|| {
         let ggml = ggml()?;
         // SAFETY: a tensor of ggml's, whose name is a string that ends.
-        let name = unsafe { CStr::from_ptr((ggml.name)(tensor)) };
-        let layer = layer_of(name.to_bytes())?;
+        let name = unsafe { CStr::from_ptr((ggml.name)(tensor)) }.to_bytes();
+        if let Some(layer) = layer_of(name, CHOSEN) {
+            if !ask {
+                // SAFETY: a tensor that is computed, as ggml promises.
+                let (chosen, used) = unsafe { chosen(ggml, tensor) }?;
+                let input = INPUT.lock().take();
+                pool::experts(layer, &chosen, used, input.as_ref());
+            }
+            return Some(());
+        }
+        let layer = GIVEN.iter().find_map(|given| layer_of(name, given)).filter(|layer| pool::can_predict(*layer))?;
         if !ask {
-            // SAFETY: a tensor that is computed, as ggml promises.
-            let chosen = unsafe { chosen(ggml, tensor) }?;
-            pool::experts(layer, &chosen);
+            // SAFETY: as above.
+            *INPUT.lock() = unsafe { given(ggml, tensor, layer) };
         }
         Some(())
     })
@@ -164,11 +245,30 @@ unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> 
         || !ask
 }
 
-/// The experts in a tensor of ids, ascending, each once: llama.cpp goes through them in this order.
+/// What a router is given, for a few tokens.
 ///
 /// # Safety
 /// `tensor` is one of ggml's, and computed.
-unsafe fn chosen(ggml: Ggml, tensor: *mut c_void) -> Option<Vec<u32>> {
+unsafe fn given(ggml: Ggml, tensor: *mut c_void, layer: u32) -> Option<RouterInput> {
+    // SAFETY: as the caller promised.
+    let (bytes, elements, rows) = unsafe { ((ggml.bytes)(tensor), (ggml.elements)(tensor), (ggml.rows)(tensor)) };
+    let (elements, tokens) = (usize::try_from(elements).ok()?, usize::try_from(rows).ok()?);
+    // Numbers of 32 bits, one behind the other.
+    if bytes > GIVEN_MAX || bytes != elements * size_of::<f32>() {
+        return None;
+    }
+    let mut numbers = vec![0f32; elements];
+    // SAFETY: the buffer has as many bytes.
+    unsafe { (ggml.get)(tensor, numbers.as_mut_ptr().cast(), 0, bytes) };
+    Some(RouterInput { layer, numbers, tokens })
+}
+
+/// The experts in a tensor of ids, ascending, each once: llama.cpp goes through them in this order; and how many each
+/// token uses.
+///
+/// # Safety
+/// `tensor` is one of ggml's, and computed.
+unsafe fn chosen(ggml: Ggml, tensor: *mut c_void) -> Option<(Vec<u32>, usize)> {
     // SAFETY: as the caller promised.
     let (bytes, elements, rows) = unsafe { ((ggml.bytes)(tensor), (ggml.elements)(tensor), (ggml.rows)(tensor)) };
     let (elements, rows) = (usize::try_from(elements).ok()?, usize::try_from(rows).ok()?);
@@ -178,7 +278,7 @@ unsafe fn chosen(ggml: Ggml, tensor: *mut c_void) -> Option<Vec<u32>> {
     let mut ids = vec![0i32; bytes / size_of::<i32>()];
     // SAFETY: the buffer has as many bytes.
     unsafe { (ggml.get)(tensor, ids.as_mut_ptr().cast(), 0, bytes) };
-    experts_in(&ids, elements / rows, rows)
+    Some((experts_in(&ids, elements / rows, rows)?, elements / rows))
 }
 
 /// The tensor is a view of the sorted experts of each token: rows of `used` ids, a fixed step apart.

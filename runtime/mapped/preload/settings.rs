@@ -18,6 +18,8 @@ const MATCH: &str = "OUTCORE_RUN_MATCH";
 /// How pages come, in place of what fits the kernel: `move` or `copy`.
 const MECHANISM: &str = "OUTCORE_RUN_MECHANISM";
 const REPORT: &str = "OUTCORE_RUN_REPORT";
+/// 0: orders are not kept for the next start.
+const KEEP_ORDER: &str = "OUTCORE_RUN_KEEP_ORDER";
 /// The process that was asked for. Others are started by it, and write to files of their own.
 const FIRST: &str = "OUTCORE_RUN_FIRST";
 
@@ -37,6 +39,8 @@ pub struct Settings {
     pub memory: Memory,
     pub policy: Option<PolicyKind>,
     pub mechanism: Option<Mechanism>,
+    /// Whether the order in which files are used is kept for the next start.
+    pub keep_order: bool,
     matches: Vec<Pattern>,
     /// Where the timeline goes.
     pub report: Option<PathBuf>,
@@ -74,7 +78,12 @@ impl Settings {
             }
             PathBuf::from(path)
         });
-        Ok(Self { memory, policy, mechanism, matches, report })
+        let keep_order = match text(KEEP_ORDER)?.as_deref() {
+            None | Some("1") => true,
+            Some("0") => false,
+            Some(other) => return Err(wrong(KEEP_ORDER, other)),
+        };
+        Ok(Self { memory, policy, mechanism, keep_order, matches, report })
     }
 
     /// Whether a file of this path may be mapped. A pattern without a slash is one of file names.

@@ -7,10 +7,14 @@ use std::time::{Duration, Instant};
 
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Runtime, Stats};
+use outcore_mapped::Mapped;
+use outcore_mapped::live::{Counts, Memory, Optimum, Run, Samples, Snapshot, rate};
 use parking_lot::{Condvar, Mutex};
 
 use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
-use crate::pool::say;
+use crate::opens;
+use crate::pool::{self, say};
+use crate::routing;
 use crate::settings::Settings;
 use crate::timeline::Timeline;
 
@@ -20,12 +24,15 @@ const WRITE: Duration = Duration::from_millis(500);
 const AT_END: Duration = Duration::from_secs(2);
 /// The program is still reading the file for the first time as long as this many times its bytes were not read.
 const FIRST_PASS: f64 = 1.25;
-/// The least part of the files that counts as copied.
+/// The least part of the files that counts as copied, and the least that is worth a word.
 const COPIED_PART: u64 = 3;
+const GROWN_PART: u64 = 16;
 
 #[derive(Debug)]
 struct Seen {
     timeline: Option<Timeline>,
+    /// Counters over the run, where there is a timeline.
+    samples: Samples,
     written: Instant,
     /// The program's anonymous memory when the first file was mapped, and the most while it was read first.
     anonymous: Option<(u64, u64)>,
@@ -49,6 +56,7 @@ pub struct Watch {
     limit: Limit,
     gauge: Option<Gauge>,
     report: Option<PathBuf>,
+    opened: Instant,
     seen: Mutex<Seen>,
     /// Apart: a smaller budget waits for pages to be let go, and nobody may wait for that.
     follower: Mutex<Option<Follower>>,
@@ -73,11 +81,13 @@ impl Watch {
             }
         });
         let report = settings.report.clone().filter(|_| timeline.is_some());
-        let seen = Seen { timeline, written: Instant::now(), anonymous: None, of_files: 0 };
+        let seen =
+            Seen { timeline, samples: Samples::default(), written: Instant::now(), anonymous: None, of_files: 0 };
         let this = Arc::new(Self {
             limit,
             gauge: Gauge::open(),
             report,
+            opened: Instant::now(),
             seen: Mutex::new(seen),
             follower: Mutex::new(follower),
             pinned: AtomicU64::new(0),
@@ -112,6 +122,7 @@ impl Watch {
         let frames = limit::in_frames(&stats);
         let Some(held) = self.gauge.as_ref().and_then(Gauge::read) else { return CALM };
         seen.count_anonymous(&stats, held);
+        self.sample(&mut seen, &stats);
         if seen.written.elapsed() >= WRITE {
             self.write(&mut seen, runtime);
         }
@@ -119,6 +130,30 @@ impl Watch {
         let (page, pinned) = (stats.page_size.bytes(), self.pinned.load(Ordering::Relaxed));
         let mut follower = self.follower.lock();
         follower.as_mut().map_or(CALM, |follower| follower.look(runtime, held, frames, page, pinned))
+    }
+
+    /// How long the runtime has been open.
+    pub fn open_for(&self) -> Duration {
+        self.opened.elapsed()
+    }
+
+    /// What the process and its pages may take, and take.
+    pub fn memory(&self, stats: &Stats) -> Memory {
+        Memory {
+            process_limit_bytes: match self.limit {
+                Limit::Pages(_) => None,
+                Limit::Process(bytes) => Some(bytes),
+            },
+            resident_bytes: self.gauge.as_ref().and_then(Gauge::read).map_or(0, |held| held.resident),
+            frames_bytes: limit::in_frames(stats),
+        }
+    }
+
+    fn sample(&self, seen: &mut Seen, stats: &Stats) {
+        let open_for = self.open_for();
+        if seen.timeline.is_some() && seen.samples.wants(open_for) {
+            seen.samples.push(Counts::of(stats, open_for));
+        }
     }
 
     fn write(&self, seen: &mut Seen, runtime: &Runtime) {
@@ -143,19 +178,30 @@ impl Watch {
         }
     }
 
-    /// Ends the measurements, and says what happened.
-    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, u64)]) {
+    /// Ends the measurements, and says what happened. `private` are names and lengths of what the program wrote
+    /// privately.
+    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], private: Vec<(PathBuf, u64)>) {
         *self.ended.lock() = true;
         self.end.notify_all();
         let stats = runtime.stats();
+        let mut names: Vec<_> = files.iter().map(|(path, mapped)| (path.clone(), mapped.len() as u64)).collect();
+        for file in private {
+            if !names.contains(&file) {
+                names.push(file);
+            }
+        }
+        let mut end = Snapshot::of(&stats, self.open_for());
+        end.memory = self.memory(&stats);
+        files.iter().for_each(|(_, mapped)| end.experts += mapped.experts());
+        end.routing = routing::state(end.experts);
         let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
-            return say(&what_was_read(files, &stats));
+            return say(&what_was_read(&names, &stats, &end));
         };
         self.write(&mut seen, runtime);
         if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
             seen.count_anonymous(&stats, held);
         }
-        let mut text = what_was_read(files, &stats);
+        let mut text = what_was_read(&names, &stats, &end);
         if let Limit::Pages(_) = self.limit {
             text += &format!(" The budget was {}.", stats.device.1);
         }
@@ -177,17 +223,24 @@ impl Watch {
             }
         }
         if let Some((before, most)) = seen.anonymous
-            && most.saturating_sub(before) > seen.of_files / COPIED_PART
+            && most.saturating_sub(before) > seen.of_files / GROWN_PART
         {
-            text += &format!(
-                " While the program first read the file, its own memory grew by {}: it copied weights (llama.cpp does \
-                 to repack them; `--no-repack` keeps them in the file).",
-                Bytes::new(most - before)
-            );
+            let grown = most - before;
+            text += &format!(" While the program first read the file, its own memory grew by {}", Bytes::new(grown));
+            text += match grown > seen.of_files / COPIED_PART {
+                true => ": it copied weights (llama.cpp does to repack them; `--no-repack` keeps them in the file).",
+                false => ".",
+            };
         }
+        if seen.timeline.is_some() {
+            end.optimum = Optimum::of(runtime);
+            end.files = pool::looks(files, AT_END);
+            seen.samples.push(end.counts.clone());
+        }
+        let run = Run { samples: std::mem::take(&mut seen.samples).into_all(), end };
         if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report) {
             let left_out = timeline.left_out + stats.spans_dropped;
-            match timeline.finish() {
+            match timeline.finish(&run) {
                 Ok(()) if left_out == 0 => text += &format!(" `outcore report {}` shows more.", path.display()),
                 Ok(()) => {
                     text += &format!(" {} has the run but for its last {left_out} spans.", path.display());
@@ -203,22 +256,24 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats) -> String {
+fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> String {
     let named: Vec<String> =
         files.iter().take(3).map(|(path, len)| format!("{} ({})", name(path), Bytes::new(*len))).collect();
     let more = if files.len() > 3 { format!(" and {} more files", files.len() - 3) } else { String::new() };
     let (traffic, pager) = (&stats.traffic, &stats.pager);
     let mut text = format!(
-        "{} file(s) mapped, {}{more}: {} read, into at most {} of memory. Pages were used {} times: {} were there, {} \
-         had been read ahead, {} were waited for.",
+        "{} file(s) mapped, {}{more}: {} read{}, into at most {} of memory. Pages were used {} times: {} were there, \
+         {} had been read ahead, {} were waited for{}.",
         files.len(),
         named.join(", "),
         traffic.disk_read,
+        end.counts.read_rate().map_or(String::new(), |found| format!(" (at {} while reading)", rate(found))),
         traffic.peak_device,
         pager.uses,
         pager.hits,
         pager.prefetched,
         pager.late + pager.faults,
+        end.counts.hit_ratio().map_or(String::new(), |hits| format!(" (hit ratio {hits:.2})")),
     );
     if traffic.disk_written > Bytes::ZERO {
         let folder = stats.scratch.as_ref().map(|scratch| format!(" in {}", scratch.folder.display()));
@@ -234,6 +289,10 @@ fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats) -> String {
     if !causes.is_empty() {
         let all: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
         text += &format!(" Waiting took {all:.1} s ({}).", causes.join(", "));
+    }
+    let experts = end.told_of_experts();
+    if !experts.is_empty() {
+        text += &format!(" {experts}");
     }
     if stats.read_retries > 0 {
         text += &format!(" {} reads failed and were tried again.", stats.read_retries);
@@ -258,10 +317,12 @@ pub fn leave(path: &Path, why: impl FnOnce() -> String) {
 /// Says why nothing was mapped, if there was a file that might have been.
 pub fn tell_of_what_was_left() {
     // A child by fork has its parent's list.
-    if LEFT_BY.load(Ordering::Relaxed) != std::process::id() {
-        return;
-    }
-    let Some(left) = LEFT.try_lock_for(AT_END).filter(|left| !left.is_empty()) else { return };
+    let Some(left) = LEFT
+        .try_lock_for(AT_END)
+        .filter(|left| !left.is_empty() && LEFT_BY.load(Ordering::Relaxed) == std::process::id())
+    else {
+        return opens::tell();
+    };
     let why: Vec<String> = left.iter().map(|(path, why)| format!("{} {why}", name(path))).collect();
     say(&format!("no file was mapped: {}", why.join("; ")));
 }

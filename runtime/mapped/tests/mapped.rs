@@ -9,10 +9,11 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
+use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
+use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
 use outcore_mapped::{Faulting, Mapped, Mechanism};
-use outcore_testkit::harness::{Rng, Scene, is_child};
+use outcore_testkit::harness::{Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
 const MECHANISMS: [Mechanism; 2] = [Mechanism::Move, Mechanism::Copy];
@@ -43,12 +44,15 @@ in_each_mechanism! {
     a_touch_of_a_part_of_an_expert_brings_all_of_it
     experts_come_whole_whether_they_are_told_of_or_touched
     experts_that_a_file_has_not_are_refused
+    expected_experts_are_read_ahead
     many_threads_tell_and_touch
     regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch
     regression_a_budget_shrinks_below_the_experts_that_are_kept
     regression_a_touch_after_the_runtime_is_closed_is_a_signal
     regression_a_header_with_a_billion_experts_takes_no_memory
     regression_a_child_by_fork_drops_a_mapping
+    regression_touches_end_though_guards_have_all_frames_that_they_can_have
+    regression_to_tell_of_experts_beside_own_guards_ends
 }
 
 /// The byte at this place of every file here.
@@ -420,6 +424,9 @@ fn experts_come_whole_whether_they_are_told_of_or_touched(by: Mechanism) {
                 let drawn = [random.below(EXPERTS), random.below(EXPERTS / 4)];
                 if told {
                     mapped.expert_hint(layer as u32, &drawn.map(|expert| expert as u32)).unwrap();
+                    // A prediction, which is wrong mostly.
+                    let next = (layer + 1) % LAYERS;
+                    mapped.expect_experts(next as u32, &[random.below(EXPERTS) as u32, 0]).unwrap();
                 }
                 for (expert, matrix) in drawn.into_iter().flat_map(|expert| [(expert, 0), (expert, 1)]) {
                     is_the_files(&mapped, place(layer, expert, matrix), PIECE);
@@ -443,12 +450,43 @@ fn experts_that_a_file_has_not_are_refused(by: Mechanism) {
         let error = mapped.expert_hint(layer, &[0, expert]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains(&layer.to_string()), "{error}");
+        assert_eq!(mapped.expect_experts(layer, &[expert]).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
     // More than fits is no error, nor is none, nor the same twice.
     let all: Vec<u32> = (0..EXPERTS as u32).chain(0..EXPERTS as u32).collect();
     mapped.expert_hint(0, &all).unwrap();
     mapped.expert_hint(0, &[]).unwrap();
     mapped.expert_hint(0, &[3, 3]).unwrap();
+    mapped.expect_experts(1, &all).unwrap();
+    mapped.expect_experts(1, &[]).unwrap();
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// What a program expects is read although nobody waits for it, and is there when it is told of or touched.
+fn expected_experts_are_read_ahead(by: Mechanism) {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    let Some(builder) = builder(by, 100) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    // All frames are in use.
+    (0..EXPERTS).for_each(|expert| is_the_files(&mapped, place(0, expert, 0), PIECE));
+    mapped.expect_experts(1, &[7, 2]).unwrap();
+    let of_matrix = |place: u64| place / PAGE..(place + PIECE).div_ceil(PAGE);
+    let pages = [(7, 0), (7, 1), (2, 0), (2, 1)].map(|(expert, matrix)| of_matrix(place(1, expert, matrix)));
+    let pages: Vec<u64> = pages.into_iter().flatten().collect();
+    ends("a fill ahead", || {
+        let here = |page: &u64| runtime.snapshot(mapped.tensor()).pages[*page as usize].tier() == Tier::Device;
+        while !pages.iter().all(here) {
+            thread::yield_now();
+        }
+    });
+    let read = runtime.stats().traffic.disk_read;
+    mapped.expert_hint(1, &[2]).unwrap();
+    is_the_files(&mapped, place(1, 2, 1), PIECE);
+    is_the_files(&mapped, place(1, 7, 0), PIECE);
+    assert_eq!(runtime.stats().traffic.disk_read, read);
     drop(mapped);
     runtime.close().unwrap();
 }
@@ -633,5 +671,102 @@ fn regression_a_child_by_fork_drops_a_mapping(by: Mechanism) {
     assert!(libc::WIFEXITED(status), "the child ended with signal {}", libc::WTERMSIG(status));
     is_the_files(&mapped, 0, 20 * PAGE);
     drop(std::mem::ManuallyDrop::into_inner(mapped));
+    runtime.close().unwrap();
+}
+
+/// Whether the kernel has a page at this address, so that nobody meets a fault there.
+fn is_visible(bytes: &[u8]) -> bool {
+    let mut there = 0;
+    let first = bytes.as_ptr().cast_mut().cast();
+    // SAFETY: one page of the machine, and one byte for it.
+    assert_eq!(unsafe { libc::mincore(first, 4096, &mut there) }, 0);
+    there & 1 == 1
+}
+
+/// Where no order is known, pages are hidden behind their use, so that the next use is seen. A system call that is
+/// given an address in a hidden page fails. What was copied is never hidden.
+#[test]
+fn regression_a_page_that_is_pinned_is_not_hidden() {
+    let folder = folder();
+    let path = file(folder.path(), 100 * PAGE);
+    let Some(builder) = builder(Mechanism::Move, 80) else { return };
+    let runtime = builder.lookahead(Lookahead::Bytes(Bytes::new(4 * PAGE))).open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let page = |at: u64| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap();
+    is_the_files(&mapped, 3 * PAGE, 1);
+    let third = page(3);
+    let guard = runtime.pin(&third).wait().unwrap();
+    // Many pages later the one behind the guard is not kept any more.
+    (10..60).for_each(|at| is_the_files(&mapped, at * PAGE, 1));
+    assert!(is_visible(&guard), "it was hidden, though it is pinned");
+    assert!(!is_visible(&mapped[10 * PAGE as usize..]), "nothing is hidden here, so this test shows nothing");
+    // Nor is a page that was filled ahead of its first pin.
+    let ahead = page(80);
+    runtime.prefetch(&ahead);
+    until("a page that was hinted at", || runtime.snapshot(&ahead).pages[80].tier() == Tier::Device);
+    let other = runtime.pin(&ahead).wait().unwrap();
+    assert!(is_visible(&other), "it was hidden, though it is pinned");
+    drop((guard, other, third, ahead, mapped));
+    runtime.close().unwrap();
+}
+
+/// Pins one page after the other for as long as there are frames.
+fn all_that_can_be_had(runtime: &Runtime, pages: &[outcore::Tensor]) -> Vec<outcore::PinGuard> {
+    pages.iter().map_while(|page| runtime.pin(page).wait_timeout(Duration::from_millis(300)).unwrap()).collect()
+}
+
+/// Guards of a program had all frames, and a touch of the same program waited for them.
+fn regression_touches_end_though_guards_have_all_frames_that_they_can_have(by: Mechanism) {
+    let folder = folder();
+    let path = file(folder.path(), 100 * PAGE);
+    for (frames, threads) in [(4, 1), (4, 5), (9, 3), (64, 16)] {
+        let Some(builder) = builder(by, frames) else { return };
+        let runtime = builder.open().unwrap();
+        let mapped = Mapped::open(&runtime, &path).unwrap();
+        let pages: Vec<_> = (0..100).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
+        let guards = all_that_can_be_had(&runtime, &pages);
+        assert_eq!(guards.len() as u64, frames - 2, "all but those for touches");
+        // Each thread needs two pages at once.
+        let across = |n: u64| {
+            for at in (70 + n % 3..99).rev() {
+                let place = (at * PAGE) as usize - 4;
+                let expected = u64::from_le_bytes(std::array::from_fn(|byte| self::byte((place + byte) as u64)));
+                // SAFETY: eight bytes of the slice.
+                let found = unsafe { mapped.as_ptr().add(place).cast::<u64>().read_unaligned() };
+                assert_eq!(found, expected);
+            }
+        };
+        let all = || thread::scope(|scope| (0..threads).for_each(|n| drop(scope.spawn(move || across(n)))));
+        ends("touches beside guards", all);
+        // What was touched is there. Pins of it do not take what the next touches need.
+        let more = all_that_can_be_had(&runtime, &pages[70..]);
+        ends("touches beside more guards", all);
+        drop((guards, more));
+        drop((pages, mapped));
+        // Without a mapped file guards may have all.
+        let own = runtime.alloc(outcore::DType::U8, &[frames, PAGE]).unwrap();
+        drop(ends("a pin of all frames", || runtime.pin_mut(&own).wait().unwrap()));
+        drop(own);
+        runtime.close().unwrap();
+    }
+}
+
+/// Guards of whoever tells of experts had the frames that these need.
+fn regression_to_tell_of_experts_beside_own_guards_ends(by: Mechanism) {
+    let folder = folder();
+    let (path, _) = mixture(folder.path());
+    let Some(builder) = builder(by, 64) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let pages: Vec<_> = (0..62).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
+    let guards = all_that_can_be_had(&runtime, &pages);
+    assert_eq!(guards.len(), 62);
+    let error = ends("to tell of an expert", || mapped.expert_hint(LAYERS as u32 - 1, &[7]).unwrap_err());
+    assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("64 frames") && text.contains("let guards go"), "{text}");
+    drop(guards);
+    mapped.expert_hint(LAYERS as u32 - 1, &[7]).unwrap();
+    drop((pages, mapped));
     runtime.close().unwrap();
 }

@@ -42,6 +42,8 @@ pub(super) struct Active {
     pub(super) cyclic: bool,
     /// Whether the plan was declared; otherwise it was recognised.
     pub(super) declared: bool,
+    /// Tells the plan from others that this policy has had.
+    pub(super) serial: u64,
     /// The runs of pages that the plan was declared as, if they are few, and the position at which they begin.
     pub(super) runs: (Box<[PageRun]>, usize),
     keep: Vec<Keep>,
@@ -181,6 +183,7 @@ impl Active {
             planned,
             cyclic,
             declared: false,
+            serial: 0,
             runs: Default::default(),
             places: Vec::new(),
             left: 0,
@@ -199,6 +202,13 @@ impl Active {
     /// Whether the plan names the page. The page may be of a segment that is younger than the plan.
     pub(super) fn names(&self, number: u32) -> bool {
         self.entry(number).is_some()
+    }
+
+    /// Whether the plan names any of these pages.
+    pub(super) fn names_any(&self, numbers: &std::ops::Range<usize>) -> bool {
+        let base = self.base as usize;
+        let (start, end) = (numbers.start.saturating_sub(base), numbers.end.saturating_sub(base));
+        self.at.get(start..end.min(self.at.len())).is_some_and(|at| at.iter().any(|at| *at != UNPLANNED))
     }
 
     /// The index of a named page in the tables by page.
@@ -262,7 +272,7 @@ impl Active {
         }
         moved.resize(self.order.len() + 1, steps.order.len());
         let mut plan = Self::new(steps.end())?;
-        (plan.declared, plan.left) = (self.declared, self.left);
+        (plan.declared, plan.serial, plan.left) = (self.declared, self.serial, self.left);
         plan.places = std::mem::take(&mut self.places);
         let (old, new) = (self.len(), plan.len());
         for place in &mut plan.places {

@@ -181,6 +181,9 @@ impl Policy for Guarded {
     fn chain(&mut self, pages: &[PageId]) {
         self.tell(|policy| policy.chain(pages));
     }
+    fn expected(&mut self, pages: &[PageId]) {
+        self.tell(|policy| policy.expected(pages));
+    }
     fn accessed(&mut self, page: PageId) {
         self.tell(|policy| policy.accessed(page));
     }
@@ -244,6 +247,9 @@ impl Policy for Guarded {
     fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
         self.tell(|policy| policy.declare_runs(order, cyclic));
     }
+    fn know(&mut self, order: &[PageRun]) {
+        self.tell(|policy| policy.know(order));
+    }
     fn unordered(&mut self) {
         self.tell(|policy| policy.unordered());
     }
@@ -252,6 +258,9 @@ impl Policy for Guarded {
     }
     fn places(&self) -> Vec<WalkerPlace> {
         self.look(|policy| policy.places()).unwrap_or_default()
+    }
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        self.look(|policy| policy.order_of(walker)).unwrap_or_default()
     }
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         self.tell(|policy| policy.next_fill(present))

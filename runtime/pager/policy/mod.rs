@@ -114,6 +114,13 @@ pub struct WalkerPlace {
     pub pages: u64,
     /// How many walkers follow the same order, this one included.
     pub followers: u64,
+    /// Tells this order from others that walkers have followed.
+    pub order: u64,
+    /// Whether the order was declared; otherwise it was recognised.
+    pub declared: bool,
+    /// Uses that came as expected since the order was recognised, or taken up again. Of a declared order they are not
+    /// counted, and this is `u64::MAX`.
+    pub expected: u64,
 }
 
 /// The order in which pages leave and come. `RuntimeBuilder::custom_policy` opens a runtime with a policy of the
@@ -189,6 +196,9 @@ pub trait Policy: Send + fmt::Debug {
     /// One request is about to use these pages, in this order. They are a prefix chain: each page's content depends on
     /// the pages before it, and the last page is usually not full yet. Programs declare chains with `Runtime::chain`.
     fn chain(&mut self, _pages: &[PageId]) {}
+    /// The current [walker](Self::walker) is likely to use these pages next. They replace those that it expected
+    /// before. Some are resident; others are filled by hints. It is worth little to evict one before it was used.
+    fn expected(&mut self, _pages: &[PageId]) {}
     /// A page is used. If it is not inserted, this is a miss, and [`inserted`](Self::inserted) follows if it
     /// comes.
     fn accessed(&mut self, page: PageId);
@@ -214,6 +224,8 @@ pub trait Policy: Send + fmt::Debug {
         let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
         self.declare(&pages, cyclic);
     }
+    /// A cycle that walkers may be seen to follow later. None does yet: nothing is read ahead for it.
+    fn know(&mut self, _order: &[PageRun]) {}
     /// The uses of the current [walker](Self::walker) have no order: none is to be recognised.
     fn unordered(&mut self) {}
     /// Whether a plan, declared or recognised, is being followed.
@@ -223,6 +235,11 @@ pub trait Policy: Send + fmt::Debug {
     /// Where walkers are in the orders they follow. A policy that treats classes apart may report several places of one
     /// walker.
     fn places(&self) -> Vec<WalkerPlace> {
+        Vec::new()
+    }
+    /// The order that this walker follows, or one cycle of it; its [place](Self::places) is the next use in it. Empty
+    /// if it follows none.
+    fn order_of(&self, _walker: WalkerId) -> Vec<PageId> {
         Vec::new()
     }
     /// Returns the next page worth filling ahead of use, if any. `present` tells whether a page is resident or on its

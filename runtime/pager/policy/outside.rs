@@ -165,7 +165,12 @@ impl Outside {
 
     /// These numbers are those of other pages from now on, or of none.
     pub(super) fn forget(&mut self, numbers: Range<usize>) {
-        numbers.clone().for_each(|number| self.remove(number as u32));
+        if numbers.len() > self.line.len() {
+            let gone: Vec<u32> = self.line.numbers().filter(|number| numbers.contains(&(*number as usize))).collect();
+            gone.into_iter().for_each(|number| self.remove(number));
+        } else {
+            numbers.clone().for_each(|number| self.remove(number as u32));
+        }
         if let Line::Worth { scores, .. } = &mut self.line {
             scores.forget(numbers);
         }

@@ -70,6 +70,8 @@ const DOUBT: u64 = 4;
 const DOUBT_MAX: u64 = 1 << 10;
 /// Frames that streaming keeps beyond the lookahead and one unit, for uses that the plan does not name.
 const STREAM_SLACK: u32 = 2;
+/// Places of a page in a plan at which a walker that follows none is looked for.
+const LEADS: usize = 8;
 /// How many plans without walkers are kept, so that the next pass need not be learned again.
 const LEFT: usize = 4;
 /// Uses between looks at speeds: an eighth of all planned pages, within these bounds.
@@ -97,6 +99,8 @@ pub struct PlanPolicy {
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
+    /// Pages that walkers expect to use, and have not used yet, by number. They are outside of plans, mostly.
+    expected: Bits,
     /// Whether pages may be filled ahead for a walker that has passed them, or whose place is not known.
     astray: bool,
     /// Sorted by id: the default walker is first.
@@ -108,6 +112,8 @@ pub struct PlanPolicy {
     epoch: u64,
     /// How many plans have been left so far.
     left: u64,
+    /// How many plans there have been so far.
+    serials: u64,
     /// How many uses each walker's recorder may remember.
     share: usize,
 }
@@ -124,12 +130,16 @@ struct Walk {
     /// For a walker that follows no plan: the plan and the position of its last use, and how many uses in a row came in
     /// that order.
     lead: Option<(usize, usize, u32)>,
+    /// For a walker that follows no plan: the page used last.
+    last: Option<u32>,
     /// The walker's recent share of all uses, in parts of [`FULL_SPEED`].
     speed: u64,
     /// Uses since the last look at speeds.
     uses: u64,
     /// Whether its uses have no order, as the program says: then nothing is recognised.
     unordered: bool,
+    /// Pages that it expects to use, by number.
+    expected: Vec<u32>,
     /// Whether the walker's uses may be recorded: not while it follows a declared plan and has never strayed from it.
     records: bool,
 }
@@ -137,7 +147,19 @@ struct Walk {
 impl Walk {
     fn new(id: WalkerId, share: usize) -> Self {
         let recorder = CycleRecorder::new(share);
-        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0, unordered: false, records: true }
+        Self {
+            id,
+            plan: None,
+            recorder,
+            doubt: DOUBT,
+            lead: None,
+            last: None,
+            speed: 0,
+            uses: 0,
+            unordered: false,
+            expected: Vec::new(),
+            records: true,
+        }
     }
 }
 
@@ -247,12 +269,14 @@ impl PlanPolicy {
             outside,
             followed: None,
             ahead: Bits::default(),
+            expected: Bits::default(),
             astray: false,
             walkers: vec![Walk::new(WalkerId::DEFAULT, share)],
             current: 0,
             uses: 0,
             epoch: EPOCH_MIN,
             left: 0,
+            serials: 0,
             share,
         }
     }
@@ -330,11 +354,7 @@ impl PlanPolicy {
     /// Makes the current walker follow this order from here on. Returns the plan, and the position in it.
     fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
-        let found = known.or_else(|| {
-            let mut new = Active::new(steps)?;
-            self.file_all(&mut new);
-            Some((self.plans.insert(new), 0))
-        });
+        let found = known.or_else(|| Some((self.add_plan(steps)?, 0)));
         match found {
             Some((plan, start)) => {
                 self.plans[plan].declared |= declared;
@@ -343,6 +363,15 @@ impl PlanPolicy {
             None => self.leave(self.current, declared),
         }
         found
+    }
+
+    /// Adds a plan that nobody follows yet. `None` if there is nothing to follow.
+    fn add_plan(&mut self, steps: Steps) -> Option<usize> {
+        let mut new = Active::new(steps)?;
+        self.file_all(&mut new);
+        self.serials += 1;
+        new.serial = self.serials;
+        Some(self.plans.insert(new))
     }
 
     /// Forgets the current walker's recorded uses: its order is declared now.
@@ -548,6 +577,7 @@ impl PlanPolicy {
     /// it did.
     fn finds_a_plan(&mut self, number: u32) -> bool {
         let walk = &mut self.walkers[self.current];
+        let last = walk.last.replace(number);
         let next = walk.lead.filter(|(plan, position, _)| {
             let active = &self.plans[*plan];
             let next = position + 1;
@@ -564,8 +594,19 @@ impl PlanPolicy {
             return true;
         }
         let own = walk.plan;
-        let named = self.plans.iter().find(|(plan, active)| Some(*plan) != own && active.names(number));
-        walk.lead = named.map(|(plan, active)| (plan, active.positions(number)[0] as usize, 1));
+        let others = || self.plans.iter().filter(|(plan, active)| Some(*plan) != own && active.names(number));
+        // Of several plans that name the page, one in which it comes behind the page used last.
+        let behind = others().find_map(|(plan, active)| {
+            let before = |position: usize| match position.checked_sub(1) {
+                Some(before) => Some(active.order[before]),
+                None => active.order.last().copied().filter(|_| active.cyclic),
+            };
+            let mut positions = active.positions(number).iter().take(LEADS).map(|position| *position as usize);
+            let position = positions.find(|position| last.is_some() && before(*position) == last)?;
+            Some((plan, position, 2))
+        });
+        let first = || others().next().map(|(plan, active)| (plan, active.positions(number)[0] as usize, 1));
+        walk.lead = behind.or_else(first);
         false
     }
 
@@ -820,6 +861,9 @@ impl Policy for PlanPolicy {
     fn walker_ended(&mut self, walker: WalkerId) {
         let Ok(at) = self.find_walker(walker) else { return };
         self.leave(at, false);
+        for number in self.walkers[at].expected.drain(..) {
+            self.expected.remove(number as usize);
+        }
         if walker != WalkerId::DEFAULT {
             self.walkers.remove(at);
             self.current = 0;
@@ -843,6 +887,7 @@ impl Policy for PlanPolicy {
         }
         self.outside.touch(number);
         self.ahead.remove(number as usize);
+        self.expected.remove(number as usize);
         self.count();
         let walk = &mut self.walkers[self.current];
         if let Some(plan) = walk.plan
@@ -921,13 +966,14 @@ impl Policy for PlanPolicy {
     fn forget(&mut self, segment: SegmentId) {
         let gone = self.recency.numbers().of_segment(segment);
         self.outside.forget(gone.clone());
-        for number in gone.clone() {
+        while let Some(number) = self.ahead.first_from(gone.start).filter(|number| *number < gone.end) {
             self.ahead.remove(number);
+            self.expected.remove(number);
         }
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);
-        let named = |active: &Active| gone.clone().any(|number| active.names(number as u32));
+        let named = |active: &Active| active.names_any(&gone);
         let plans: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
         for plan in &plans {
             match self.plans[*plan].without(&gone) {
@@ -956,7 +1002,12 @@ impl Policy for PlanPolicy {
         // A frame for which no request waits is not worth a look at all pages.
         let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
         self.find_outside();
-        let (mut found, offered) = self.outside.offer(want, self.recency.numbers(), take);
+        // A page that is expected is passed over, as one that is pinned is, and offered at the last.
+        let expected = &self.expected;
+        let numbers = self.recency.numbers();
+        let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
+        let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
+        let (mut found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
         if matches!(found, Ok(None)) {
             found = self.victim_planned(want, must, take);
         }
@@ -966,10 +1017,22 @@ impl Policy for PlanPolicy {
         found.ok().flatten()
     }
 
+    fn expected(&mut self, pages: &[PageId]) {
+        let walk = &mut self.walkers[self.current];
+        for number in walk.expected.drain(..) {
+            self.expected.remove(number as usize);
+        }
+        walk.expected.extend(pages.iter().filter_map(|page| self.recency.numbers().number(*page)));
+        for number in &walk.expected {
+            self.expected.reach(*number as usize + 1);
+            self.expected.insert(*number as usize);
+        }
+    }
+
     fn unordered(&mut self) {
         self.leave(self.current, true);
         let walk = &mut self.walkers[self.current];
-        (walk.unordered, walk.lead) = (true, None);
+        (walk.unordered, walk.lead, walk.last) = (true, None, None);
         walk.recorder.clear();
         self.share_memory();
     }
@@ -1002,6 +1065,21 @@ impl Policy for PlanPolicy {
         }
     }
 
+    fn know(&mut self, order: &[PageRun]) {
+        let numbers = self.recency.numbers();
+        let pages = order.iter().flat_map(|run| run.pages());
+        let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), true);
+        if self.plans.iter().any(|(_, active)| active.beginning_of(&steps).is_some()) {
+            return;
+        }
+        if let Some(plan) = self.add_plan(steps) {
+            self.left += 1;
+            (self.plans[plan].declared, self.plans[plan].left) = (true, self.left);
+            self.forget_left();
+            self.divide_all(true);
+        }
+    }
+
     fn has_plan(&self) -> bool {
         self.plans.iter().any(|(_, active)| active.is_followed())
     }
@@ -1016,9 +1094,22 @@ impl Policy for PlanPolicy {
                 next: at.place as u64,
                 pages,
                 followers,
+                order: active.serial,
+                declared: active.declared,
+                expected: at.followed,
             }));
         }
         all
+    }
+
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        let walk = self.find_walker(walker).ok().map(|at| &self.walkers[at]);
+        let Some(active) = walk.and_then(|walk| walk.plan).map(|plan| &self.plans[plan]) else { return Vec::new() };
+        if active.place_of(walker).is_none_or(|at| active.places[at].suspended) {
+            return Vec::new();
+        }
+        let numbers = self.recency.numbers();
+        active.order.iter().map(|number| numbers.page(*number)).collect()
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {

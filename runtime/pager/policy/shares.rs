@@ -548,12 +548,27 @@ impl Policy for SharesPolicy {
         self.settle();
     }
 
+    fn expected(&mut self, pages: &[PageId]) {
+        for class in 0..CLASSES {
+            let own: Vec<PageId> = pages.iter().copied().filter(|page| self.class_of(page.segment) == class).collect();
+            self.parts[class].policy.expected(&own);
+        }
+    }
+
     fn has_plan(&self) -> bool {
         self.parts.iter().any(|part| part.policy.has_plan())
     }
 
     fn places(&self) -> Vec<WalkerPlace> {
         self.parts.iter().flat_map(|part| part.policy.places()).collect()
+    }
+
+    fn order_of(&self, walker: WalkerId) -> Vec<PageId> {
+        let orders = self.parts.iter().map(|part| part.policy.order_of(walker));
+        // Of orders in several classes, nobody knows how they interleave.
+        let mut orders = orders.filter(|order| !order.is_empty());
+        let first = orders.next().unwrap_or_default();
+        if orders.next().is_some() { Vec::new() } else { first }
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {

@@ -43,7 +43,11 @@ fn the_paragraph_says_what_was_read_and_what_waited() {
     let (used, there) = (number("were used "), number("times: "));
     let (ahead, waited) = (number("were there, "), number("read ahead, "));
     assert!(used >= 20.0 && used == there + ahead + waited && waited >= 1.0, "{told}");
-    assert!(!told.contains("copied"), "{told}");
+    assert!(!told.contains("copied") && !told.contains("grew"), "{told}");
+    // The file has no experts, so nothing is said of them.
+    assert!(told.contains("/s while reading)") && !told.contains("router"), "{told}");
+    let ratio = number("(hit ratio ");
+    assert!((ratio - there / used).abs() <= 0.006, "{told}");
 }
 
 #[test]
@@ -111,6 +115,108 @@ fn where_nothing_is_mapped_the_reason_is_told() {
     }
 }
 
+/// What copies weights is told from what reads a file through.
+#[test]
+fn engines_that_read_the_file_into_memory_are_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 64 << 20);
+    const COPIES: &str = "import sys; weights = open(sys.argv[1], 'rb').read()";
+    const READS: &str = "import sys; f = open(sys.argv[1], 'rb')\nwhile f.read(1 << 20): pass";
+    const HEADER: &str = "import sys; f = open(sys.argv[1], 'rb'); f.read(1 << 20); other = bytearray(64 << 20)";
+    const BOTH: &str = "import mmap, sys; f = open(sys.argv[1], 'rb'); weights = f.read(); \
+                        m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); m[5]";
+    let told = |options: &[&str], program: &str| {
+        let mut command = outcore();
+        command.arg("run").args(options).args(["--", "python3", "-c", program]).arg(&path).arg("--no-warmup");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let small = ["--budget", "8MiB"];
+    let copies = told(&small, COPIES);
+    for part in ["no file was mapped: the program read model.gguf (64.0 MiB) into memory of its own", "copies"] {
+        assert!(copies.contains(part) && copies.lines().count() == 1, "{part:?} is not in {copies}");
+    }
+    for nothing in [READS, HEADER] {
+        assert_eq!(told(&small, nothing), "");
+    }
+    assert!(told(&small, BOTH).starts_with("outcore: 1 file(s) mapped"));
+    assert_eq!(told(&["--budget", "8MiB", "--match", "*.safetensors"], COPIES), "", "another one is meant");
+    // By the C library's streams, as llama.cpp does; and the option that has it do so is named.
+    let (source, program) = (folder.path().join("copy.c"), folder.path().join("copy"));
+    std::fs::write(&source, COPY).unwrap();
+    let built = Command::new("cc").arg("-O1").arg("-o").arg(&program).arg(&source).output();
+    if !built.is_ok_and(|output| output.status.success()) {
+        return eprintln!("SKIPPED: there is no C compiler (cc)");
+    }
+    let mut command = outcore();
+    let output = command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path).arg("--no-mmap").output();
+    let output = output.unwrap();
+    let copies = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && copies.contains("was given --no-mmap: leave that out"), "{output:?}");
+}
+
+/// Reads its first argument into memory.
+const COPY: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+
+int main(int argc, char **argv) {
+    FILE *file = argc > 1 ? fopen(argv[1], "rb") : NULL;
+    if (!file || fseek(file, 0, SEEK_END) != 0) return 2;
+    long size = ftell(file);
+    char *bytes = malloc(size);
+    rewind(file);
+    return bytes && fread(bytes, 1, size, file) == (size_t)size && bytes[0] == 'G' ? 0 : 3;
+}
+"#;
+
+/// Files are opened as they were without the library, by all functions there are: flags, modes, errors.
+#[test]
+fn files_are_opened_as_ever() {
+    if !can_run() {
+        return;
+    }
+    const OPENS: &str = r#"
+import ctypes, errno, os, sys
+
+c = ctypes.CDLL(None, use_errno=True)
+c.fopen.restype = c.fopen64.restype = ctypes.c_void_p
+folder = os.path.dirname(sys.argv[1])
+os.umask(0o027)
+at = os.open(folder, os.O_RDONLY)
+for name in ("open", "open64", "openat", "openat64"):
+    path = os.path.join(folder, name).encode()
+    first = [at, name.encode()] if "at" in name else [path]
+    fd = getattr(c, name)(*first, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    assert fd >= 0 and os.write(fd, name.encode()) == len(name), name
+    assert os.stat(path).st_mode & 0o777 == 0o640 and not os.get_inheritable(fd), name
+    assert getattr(c, name)(*first, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666) == -1, name
+    assert ctypes.get_errno() == errno.EEXIST, name
+for name in ("__open_2", "__open64_2", "__openat_2", "__openat64_2"):
+    first = [at, b"open"] if "at" in name else [os.path.join(folder, "open").encode()]
+    fd = getattr(c, name)(*first, os.O_RDONLY)
+    assert fd >= 0 and os.read(fd, 9) == b"open", name
+    os.lseek(fd, 0, 0)
+    assert getattr(c, name)(*([at] if "at" in name else []), b"none such", os.O_RDONLY) == -1, name
+    assert ctypes.get_errno() == errno.ENOENT, name
+for name in ("fopen", "fopen64"):
+    assert not getattr(c, name)(b"/none/such", b"r") and ctypes.get_errno() == errno.ENOENT, name
+    stream = getattr(c, name)(os.path.join(folder, "open").encode(), b"re")
+    text = ctypes.create_string_buffer(10)
+    assert c.fread(text, 1, 9, ctypes.c_void_p(stream)) == 4 and text.value == b"open", name
+# The model itself.
+for fd in [c.open(sys.argv[1].encode(), os.O_RDONLY), c.openat(-100, sys.argv[1].encode(), os.O_PATH)]:
+    assert os.fstat(fd).st_size == 40 << 20
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let output = run_program(OPENS, "8MiB", &model(folder.path(), 40 << 20));
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
+
 /// Maps its first argument, prints a checksum.
 const C: &str = r#"
 #include <fcntl.h>
@@ -160,6 +266,7 @@ fn programs_that_do_not_take_the_library_are_told_and_run() {
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     let [said, told] = run(&script);
     assert!(said == expected && told.contains("1 file(s) mapped") && told.lines().count() == 1, "{told}");
+    with_capabilities(&usual, &path, &expected);
     let Some(alone) = build("alone", &["-static"]) else {
         return eprintln!("SKIPPED: the C library cannot be linked statically here");
     };
@@ -169,6 +276,46 @@ fn programs_that_do_not_take_the_library_are_told_and_run() {
         told.contains("is statically linked: its mappings stay the kernel's") && told.lines().count() == 1,
         "{told}"
     );
+}
+
+/// The kernel has the dynamic linker ignore the library for users that a program's file gives rights.
+fn with_capabilities(program: &Path, path: &Path, expected: &str) {
+    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::process::CommandExt;
+    const NOBODY: u32 = 65534;
+    const SET: &str = "import os, sys; os.setxattr(sys.argv[1], 'security.capability', bytes.fromhex(sys.argv[2]))";
+    // Version 2, effective; of what is permitted, to bind low ports. Then one that gives nothing.
+    let (ports, none) = ("0100000200040000000000000000000000000000", "0000000200000000000000000000000000000000");
+    if std::fs::metadata("/proc/self").unwrap().uid() != 0 {
+        return eprintln!("SKIPPED: only root can give a file capabilities, and be another user");
+    }
+    // Where anybody may go.
+    let folder = tempfile::tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let place = |from: &Path, name: &str| {
+        let to = folder.path().join(name);
+        std::fs::copy(from, &to).unwrap();
+        to
+    };
+    let beside = Path::new(env!("CARGO_BIN_EXE_outcore"));
+    let (outcore, program, path) = (place(beside, "outcore"), place(program, "usual"), place(path, "model.gguf"));
+    place(&beside.with_file_name("liboutcore_preload.so"), "liboutcore_preload.so");
+    for (capabilities, user, is_told) in [(none, NOBODY, false), (ports, 0, false), (ports, NOBODY, true)] {
+        let set = Command::new("python3").args(["-c", SET]).arg(&program).arg(capabilities).output().unwrap();
+        if !set.status.success() {
+            return eprintln!("SKIPPED: files have no capabilities here");
+        }
+        let mut command = Command::new(&outcore);
+        command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path);
+        let output = command.current_dir("/").uid(user).gid(user).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        if told.contains("vm.unprivileged_userfaultfd") {
+            return eprintln!("SKIPPED: only root has userfaultfd here");
+        }
+        assert!(output.status.success() && String::from_utf8_lossy(&output.stdout) == expected, "{output:?}");
+        assert_eq!(told.contains("has file capabilities"), is_told, "{capabilities}, {user}: {told}");
+        assert_eq!(told.contains("1 file(s) mapped"), !is_told, "{capabilities}, {user}: {told}");
+    }
 }
 
 #[test]

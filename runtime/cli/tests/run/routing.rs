@@ -31,17 +31,22 @@ void ggml_backend_tensor_get(const struct tensor *t, void *to, size_t offset, si
 int ggml_compute(struct tensor *t) { return see && see(t, true, data) && see(t, false, data); }
 "#;
 
-/// The library above it, which sets no callback.
+/// The library above it, which sets no callback unless it is told to.
 const LLAMA: &str = r#"
+#include <stdlib.h>
 #include <stddef.h>
 #include <stdint.h>
 struct tensor { const char *name; const int32_t *ids; int64_t rows, used, step; };
 void ggml_backend_sched_set_eval_callback(void *scheduler, void *of, void *with);
 int ggml_compute(struct tensor *t);
+static int own(void *t, int ask, void *data)
+{
+    return t && data ? 1 : ask + 1;
+}
 int decode(const char *name, const int32_t *ids, int64_t rows, int64_t used, int64_t step)
 {
     struct tensor t = {name, ids, rows, used, step};
-    ggml_backend_sched_set_eval_callback(NULL, NULL, NULL);
+    ggml_backend_sched_set_eval_callback(NULL, getenv("OWN_CALLBACK") ? own : NULL, NULL);
     return ggml_compute(&t);
 }
 "#;
@@ -73,7 +78,7 @@ fn library(folder: &Path, name: &str, text: &str, others: &[&str]) -> Option<Pat
 }
 
 /// A safetensors file with one layer's experts.
-fn mixture(folder: &Path) -> PathBuf {
+pub fn mixture(folder: &Path) -> PathBuf {
     let len = EXPERTS * PIECE;
     let header = format!(
         r#"{{"blk.0.ffn_up_exps.weight":{{"dtype":"U8","shape":[{EXPERTS},1024,1024],"data_offsets":[0,{len}]}}}}"#
@@ -111,5 +116,30 @@ fn experts_that_a_router_chose_are_read_before_they_are_used() {
         let (number, _) = rest.split_once(" read").unwrap_or_else(|| panic!("{told}"));
         let some = number.strip_suffix(" MiB").is_some_and(|mib| mib.parse::<f64>().unwrap() >= 3.0);
         assert_eq!(some, read, "{routing}: {told}");
+        let why = match read {
+            true => "The router's choice was read 1 times, of 3 experts; 0 times an expert came by a fault.",
+            false => "The router's choice was not read: OUTCORE_RUN_ROUTING=off. Experts came by 0 faults.",
+        };
+        assert!(told.contains(why), "{told}");
     }
+    for (own, names, why) in [
+        (true, "ffn_moe_topk", "the program has a callback of its own"),
+        (false, "other", "the engine computed no tensor ffn_moe_topk-N"),
+    ] {
+        let output = outcore()
+            .args(["run", "--budget", "40MiB", "--", "python3", "-c", &PROGRAM.replace("ffn_moe_topk", names)])
+            .args([&path, &llama])
+            .envs(own.then_some(("OWN_CALLBACK", "1")))
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && told.contains(&format!("was not read: {why}")), "{told}");
+    }
+    // An engine of another kind, which touches one expert.
+    const OTHER: &str = "import mmap, sys; f = open(sys.argv[1], 'rb'); \
+                         m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); m[20 << 20]";
+    let output = run_program(OTHER, "40MiB", &path);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("not read: the engine is not llama.cpp as shared libraries"), "{told}");
+    assert!(told.contains("Experts came by 1 faults."), "{told}");
 }

@@ -289,7 +289,36 @@ if len(sys.argv) == 2:
         let drawn = outcore().arg("report").arg(&file).arg("-o").arg(&page).output().unwrap();
         assert!(drawn.status.success(), "{}", String::from_utf8_lossy(&drawn.stderr));
         let said = String::from_utf8_lossy(&drawn.stdout);
-        assert!(said.contains("timeline by lane") && said.contains("stalls by cause"), "{said}");
+        for part in [
+            "what a run was",
+            "timeline by lane",
+            "hits, reads and budget over time",
+            "layers in memory at the end",
+            "stalls by cause",
+            "bandwidth by link",
+            "hit ratio beside the optimum",
+        ] {
+            assert!(said.contains(&format!("  {part}\n")), "{part:?} is not in {said}");
+        }
+        let page = std::fs::read_to_string(page).unwrap();
+        for part in ["model.gguf (40.0 MiB)", "read ahead, and ready", "Budget over time", "8.0 MiB"] {
+            assert!(page.contains(part), "{part:?} is not in the page");
+        }
+        let text = std::fs::read_to_string(&file).unwrap();
+        let written: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let run = &written["run"];
+        let read = run["end"]["counts"]["read_bytes"].as_u64().unwrap();
+        let samples = run["samples"].as_array().unwrap();
+        assert!(read >= 40 << 20 && samples.last().unwrap()["read_bytes"] == read, "{run}");
+        // What this project did not write.
+        for (from, to, part) in
+            [("\"samples\":[", "\"samples\":[{},", "missing field"), ("\"used\":", "\"used\":9", "uneven")]
+        {
+            std::fs::write(folder.path().join("bad.json"), text.replacen(from, to, 1)).unwrap();
+            let refused = outcore().current_dir(folder.path()).args(["report", "bad.json", "-o", "bad.html"]).output();
+            let told = String::from_utf8(refused.unwrap().stderr).unwrap();
+            assert!(told.contains(part) && told.contains("bad.json"), "{from}: {told}");
+        }
     }
 }
 

@@ -25,6 +25,10 @@ impl World<'_> {
             if let Some((id, _)) = device.caller.request.take() {
                 device.pager.cancel(id, &mut device.fx);
             }
+            // Nor does it compute any more: the disk has all of the memory's bandwidth.
+            if std::mem::take(&mut device.caller.computing) {
+                self.clocks.ends_computing();
+            }
             let first = device.caller.ended;
             let pinned = std::mem::take(&mut device.caller.pinned);
             for (unit, (_, valid)) in self.units.iter().skip(first).zip(pinned) {
@@ -79,10 +83,10 @@ impl World<'_> {
                 return Ok(());
             }
             if !self.next_event()? {
-                break;
+                return Err(internal(format!("{what} never comes")));
             }
         }
-        Err(internal(format!("{what} never comes")))
+        Err(internal(format!("{what} has not come after {EVENTS_MAX} events")))
     }
 
     fn check_rest(&mut self) -> Result<(), String> {

@@ -160,6 +160,61 @@ fn prefetches_do_not_block_demand() {
     world.drain();
 }
 
+/// Which pages of a segment are in the device tier.
+fn resident(world: &World, segment: SegmentId, pages: u32) -> Vec<u32> {
+    (0..pages).filter(|index| world.word(page(segment, *index)).load().state == State::Clean).collect()
+}
+
+#[test]
+fn what_a_walker_expects_is_filled_ahead_and_stays_until_it_is_used_or_no_more_expected() {
+    let mut world = World::new(config(4, 0, 2, true), PolicyKind::Model);
+    let s = world.segment(Backing::File, 12);
+    let walker = world.pager.begin_walker();
+    world.with(|pager, fx| pager.declare_unordered(walker, fx));
+    world.walker = walker;
+    for index in [0, 1, 2, 3, 0, 1, 2, 3] {
+        touch(&mut world, s, index, false);
+    }
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 8, 2)], fx));
+    assert!(world.moves.iter().all(|(filled, _)| filled.priority == Priority::Prefetch));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [2, 3, 8, 9]);
+    // Neither was ever used, but others go for what is demanded.
+    touch(&mut world, s, 5, false);
+    touch(&mut world, s, 6, false);
+    assert_eq!(resident(&world, s, 12), [5, 6, 8, 9]);
+    // A page that was used is one among others. What nobody expects any more goes first, because it was never used.
+    touch(&mut world, s, 8, false);
+    world.with(|pager, fx| pager.expect(walker, &[], fx));
+    touch(&mut world, s, 7, false);
+    assert_eq!(resident(&world, s, 12), [5, 6, 7, 8]);
+    // Where only expected pages can go, they do.
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 5, 4)], fx));
+    touch(&mut world, s, 0, false);
+    assert!(resident(&world, s, 12).contains(&0));
+    world.drain();
+}
+
+#[test]
+fn what_is_no_more_expected_is_not_filled() {
+    // Two pages are filled ahead at a time.
+    let mut world = World::new(config(8, 0, 2, true), PolicyKind::Model);
+    let s = world.segment(Backing::File, 12);
+    let walker = world.pager.begin_walker();
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 0, 4)], fx));
+    world.with(|pager, fx| pager.prefetch(&[run(s, 8, 1)], fx));
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 6, 1)], fx));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [0, 1, 6, 8], "what others hinted at stays");
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 2, 4)], fx));
+    world.with(|pager, fx| pager.end_walker(walker, fx));
+    settle(&mut world);
+    assert_eq!(resident(&world, s, 12), [0, 1, 2, 3, 6, 8]);
+    world.with(|pager, fx| pager.expect(walker, &[run(s, 10, 1)], fx));
+    assert!(world.moves.is_empty(), "it has ended");
+    world.drain();
+}
+
 #[test]
 fn a_page_being_evicted_is_rescued_unless_its_frame_is_promised() {
     for promised in [false, true] {
@@ -1604,6 +1659,47 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
         assert_eq!(world.guards.last().unwrap().spent, spent);
     }
     world.close_scope(scope);
+    world.drain();
+}
+
+/// The bug: a pin of resident pages takes no latch, so it also took the frames of the floor once pages that can never
+/// be refused had been filled there. Then the next such page waited for these pins.
+#[test]
+fn regression_pins_leave_the_floor_whatever_is_resident() {
+    let (mut world, s) = world(6, 0, 16);
+    world.set_floor(2);
+    // Others have all frames but the floor's.
+    world.pin(&[run(s, 0, 4)], false, false).unwrap();
+    settle(&mut world);
+    let bring = |world: &mut World, page: u32| {
+        world.never_refused = true;
+        let asked = world.pin(&[run(s, page, 1)], false, false).unwrap();
+        world.never_refused = false;
+        settle(world);
+        assert!(asked.is_ok() || world.guards.last().is_some_and(|guard| guard.never_refused), "page {page} waits");
+    };
+    bring(&mut world, 8);
+    bring(&mut world, 9);
+    // Both are there. Whoever pins one of them as well would keep its frame, so it waits; pages that are pinned already
+    // are nobody's frames.
+    let waits = world.pin(&[run(s, 8, 1)], false, false).unwrap().expect_err("it has a frame of the floor");
+    world.pin(&[run(s, 3, 1)], false, false).unwrap().expect("it is pinned already");
+    let at = world.guards.iter().position(|guard| guard.never_refused).unwrap();
+    world.unpin(at);
+    bring(&mut world, 10);
+    assert!(world.waits(waits), "the floor is not whole");
+    while let Some(at) = world.guards.iter().position(|guard| guard.never_refused) {
+        world.unpin(at);
+    }
+    for page in [11, 12, 13] {
+        bring(&mut world, page);
+        let at = world.guards.iter().position(|guard| guard.never_refused).unwrap();
+        world.unpin(at);
+    }
+    assert!(world.waits(waits), "its page would be a fifth, and four fit beside the floor");
+    world.unpin(0);
+    settle(&mut world);
+    assert!(!world.waits(waits), "others have let go");
     world.drain();
 }
 

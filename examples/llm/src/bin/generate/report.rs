@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::stats::{Lane, Optimum, PageStalls, Span, TierStalls};
+use outcore::stats::{Optimum, PageStalls, Span, TierStalls, TraceRows};
 use outcore::{Bytes, PageSize, Result, Stats};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::residency::Residency;
@@ -281,43 +281,15 @@ impl Timeline {
     /// # Errors
     /// `Io` and its kin if the file cannot be written.
     pub fn write(self, mut spans: Vec<Span>, residency: &Residency) -> Result<()> {
-        const LANES: [(Lane, &str); 4] =
-            [(Lane::Compute, "pass"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
-        const ROWS_PER_LANE: usize = 1000;
         spans.sort_by_key(|span| (span.start, span.duration));
-        let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
         let failed = |cause| self.0.failed(cause);
         let file = self.0.beside()?;
         let mut out = BufWriter::new(file.as_file());
-        let mut events = Vec::with_capacity(spans.len() + LANES.len());
-        for span in spans {
-            let lane = LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
-            let rows = &mut ends[lane];
-            let row = rows.iter().position(|end| *end <= span.start).unwrap_or_else(|| {
-                rows.push(Duration::ZERO);
-                rows.len() - 1
-            });
-            rows[row] = span.start + span.duration;
-            events.push(json!({
-                "name": span.what,
-                "cat": LANES[lane].1,
-                "ph": "X",
-                "ts": span.start.as_nanos() as f64 / 1e3,
-                "dur": span.duration.as_nanos() as f64 / 1e3,
-                "pid": 1,
-                "tid": lane * ROWS_PER_LANE + row,
-                "args": {"detail": span.detail},
-            }));
-        }
-        for (lane, rows) in ends.iter().enumerate() {
-            for row in 0..rows.len().max(1) {
-                let name = if row == 0 { LANES[lane].1.to_owned() } else { format!("{} {}", LANES[lane].1, row + 1) };
-                let tid = lane * ROWS_PER_LANE + row;
-                events.push(json!({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}));
-                events.push(
-                    json!({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}),
-                );
-            }
+        let mut rows = TraceRows::default();
+        let events = spans.iter().map(|span| serde_json::to_value(rows.event(span)));
+        let mut events = events.collect::<serde_json::Result<Vec<Value>>>().map_err(|cause| failed(cause.into()))?;
+        for name in rows.names() {
+            events.push(serde_json::to_value(name).map_err(|cause| failed(cause.into()))?);
         }
         serde_json::to_writer(
             &mut out,

@@ -1,0 +1,77 @@
+//! How a file is mapped.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use outcore::{Result, Runtime};
+
+use crate::remembered::Place;
+use crate::{Mapped, MappedMut};
+
+/// How a file is [mapped](Mapped::open), where that is not to be as usual.
+///
+/// ```no_run
+/// # use outcore_mapped::{MapOptions, builder_for};
+/// let runtime = builder_for("model.gguf")?.open()?;
+/// // Nothing is written to the user's cache folder.
+/// let file = MapOptions::new().keep_order(false).open(&runtime, "model.gguf")?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct MapOptions {
+    keep_order: bool,
+    folder: Option<PathBuf>,
+}
+
+impl Default for MapOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl MapOptions {
+    /// As [`Mapped::open`] does it.
+    pub fn new() -> Self {
+        Self { keep_order: true, folder: None }
+    }
+
+    /// Whether the order in which the program uses the file is kept for the next start once it was learned, and an
+    /// order that was kept is followed from the start. So it is, unless told.
+    ///
+    /// An order is kept for a file as it is now: after a change of it, it is learned anew. If the program does not
+    /// follow it, it is dropped as soon as that is seen. A note takes at most 1 MiB; the folder has at most 64 of them,
+    /// each for at most 90 days.
+    #[must_use]
+    pub fn keep_order(mut self, keep: bool) -> Self {
+        self.keep_order = keep;
+        self
+    }
+
+    /// The folder for orders that are kept. Unless told, it is `outcore` in `$XDG_CACHE_HOME`, or in `~/.cache`.
+    #[must_use]
+    pub fn orders_in(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.folder = Some(folder.into());
+        self
+    }
+
+    /// As [`Mapped::open`].
+    ///
+    /// # Errors
+    /// As for [`Mapped::open`].
+    pub fn open(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<Mapped> {
+        Mapped::open_with(runtime, path.as_ref(), self, false)
+    }
+
+    /// As [`MappedMut::open`].
+    ///
+    /// # Errors
+    /// As for [`MappedMut::open`].
+    pub fn open_private(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<MappedMut> {
+        Mapped::open_with(runtime, path.as_ref(), self, true).map(MappedMut)
+    }
+
+    pub(crate) fn place(&self, path: &Path, page: u64, pages: u32) -> Option<Place> {
+        let metadata = fs::metadata(path).ok().filter(|_| self.keep_order)?;
+        Place::of(&metadata, page, pages, self.folder.clone())
+    }
+}
