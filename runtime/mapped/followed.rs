@@ -36,8 +36,8 @@ impl Followed {
     }
 
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
-    /// through the order forwards; none if it has gone elsewhere. `there` says whether the program sees a page: one that
-    /// it does not see it did not use, or there would have been a fault. So a program that has come from the fault
+    /// through the order forwards; none if it has gone elsewhere. `there` says whether the program sees a page: one
+    /// that it does not see it did not use, or there would have been a fault. So a program that has come from the fault
     /// before has passed over next to none of these.
     pub fn passed(&mut self, page: u32, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let Some(places) = self.places.get(&page) else { return Vec::new() };

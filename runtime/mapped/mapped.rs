@@ -403,11 +403,12 @@ fn path_of(file: &File) -> Result<PathBuf> {
 /// file has changed, the thread that touches it gets SIGBUS, as with `mmap`; [`failure`](Self::failure) says why.
 ///
 /// System calls that are given an address in the slice (`write(2)`) end with `EFAULT` for pages that are not there,
-/// unless the process may handle the kernel's faults too (root, or `vm.unprivileged_userfaultfd`). A child by `fork`
-/// does not have the range.
+/// unless the process may handle the kernel's faults too (root, or `vm.unprivileged_userfaultfd`):
+/// [`system_calls_wait`](Self::system_calls_wait). Pages that are pinned are there. A child by `fork` does not have the
+/// range.
 ///
-/// At least four frames are needed, and two for each thread that touches it while guards hold the other frames: a touch
-/// waits until there is a frame.
+/// At least four frames are needed. Two of them are left to touches: guards of the runtime's tensors can have the
+/// others, and no more than these. Do not close descriptors that others have opened: pages come by some.
 pub struct Mapped {
     pages: Arc<Pages>,
     core: Arc<Core>,
@@ -668,6 +669,12 @@ impl Mapped {
         }
     }
 
+    /// Whether system calls that are given an address in the slice wait for pages. Otherwise they end with `EFAULT` for
+    /// those that are not there.
+    pub fn system_calls_wait(&self) -> bool {
+        self.core.uffd().handles_the_kernel()
+    }
+
     /// The file as a tensor of bytes. Pins of it are pins of the same memory: a page that is pinned is there.
     pub fn tensor(&self) -> &Tensor {
         &self.pages.bytes
@@ -821,6 +828,11 @@ impl MappedMut {
     /// As [`Mapped::look`].
     pub fn look(&self) -> live::File {
         self.0.look()
+    }
+
+    /// As [`Mapped::system_calls_wait`].
+    pub fn system_calls_wait(&self) -> bool {
+        self.0.system_calls_wait()
     }
 
     /// As [`Mapped::on_failure`].

@@ -302,6 +302,22 @@ mod tests {
         assert!(fs::read_dir(&notes).unwrap().count() <= NOTES_MOST);
     }
 
+    /// As two processes do that use a file at once.
+    #[test]
+    fn a_note_that_two_write_at_once_is_always_one_of_theirs() {
+        let (_folder, _, place) = scene();
+        let orders = [vec![(0..PAGES).collect::<Vec<u32>>()], vec![(0..PAGES).rev().collect::<Vec<u32>>()]];
+        place.write(&orders[0]).unwrap();
+        std::thread::scope(|scope| {
+            for order in &orders {
+                scope.spawn(|| (0..200).for_each(|_| place.write(order).unwrap()));
+            }
+            for _ in 0..400 {
+                assert!(orders.contains(&place.read()));
+            }
+        });
+    }
+
     #[test]
     fn a_folder_that_cannot_be_written_is_an_error() {
         let (_folder, file, _) = scene();

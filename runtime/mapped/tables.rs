@@ -90,7 +90,7 @@ impl Tables {
         // A slot at one of the ends may have pages of another range.
         let mine = self.slots_of(start, end - start);
         let whole = start.div_ceil(self.slot)..end / self.slot;
-        slots.pages.retain(|slot, pages| !whole.contains(slot) && !(mine.contains(slot) && *pages == 0));
+        slots.pages.retain(|slot, pages| !(whole.contains(slot) || (mine.contains(slot) && *pages == 0)));
         slots.empty.retain(|slot| !mine.contains(slot));
     }
 

@@ -30,8 +30,8 @@ const EVENT_PAGEFAULT: u8 = 0x12;
 /// A fault of a write: to a missing page, or to a protected one.
 const FLAG_WRITE: u64 = 1 << 0;
 const FLAG_PROTECTED: u64 = 1 << 1;
-/// A move or a copy that finds the page busy, or no memory for a page table, is tried again: at first at once, then with
-/// pauses, since whoever has the page may need this very processor. After about a second it fails.
+/// A move or a copy that finds the page busy, or no memory for a page table, is tried again: at first at once, then
+/// with pauses, since whoever has the page may need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
 const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
@@ -201,6 +201,8 @@ fn too_old(why: &str) -> Error {
 pub struct Uffd {
     fd: OwnedFd,
     protects: bool,
+    /// Whether faults of the kernel come here too.
+    of_kernel: bool,
     #[cfg(test)]
     refusals: Refusals,
 }
@@ -248,6 +250,7 @@ impl Uffd {
         let user_mode = UserfaultfdFlags::from_bits_retain(1);
         // SAFETY: a new descriptor, whose ioctls are made in this module under the rules of each method.
         let opened = unsafe { rustix::mm::userfaultfd(flags) };
+        let of_kernel = opened.is_ok();
         // SAFETY: as above.
         let opened = opened.or_else(|_| unsafe { rustix::mm::userfaultfd(flags | user_mode) });
         let fd = opened.map_err(|cause| {
@@ -259,6 +262,7 @@ impl Uffd {
         Ok(Self {
             fd,
             protects: false,
+            of_kernel,
             #[cfg(test)]
             refusals: Refusals::default(),
         })
@@ -271,6 +275,11 @@ impl Uffd {
     /// Whether pages can be protected against writes: Linux 5.7, and on some processors later.
     pub fn protects(&self) -> bool {
         self.protects
+    }
+
+    /// Whether a system call that meets a missing page waits for it.
+    pub fn handles_the_kernel(&self) -> bool {
+        self.of_kernel
     }
 
     /// Sends faults on missing pages of the range here.

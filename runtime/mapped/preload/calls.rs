@@ -3,9 +3,8 @@
 use std::cell::Cell;
 use std::ffi::{c_int, c_uchar, c_uint, c_void};
 
-use crate::fragments;
-use crate::opens;
 use crate::pool::{self, Request, kernel};
+use crate::{descriptors, fragments, opens, written};
 
 thread_local! {
     /// Whether this thread is in [`ours`]: what this library maps for itself is the kernel's.
@@ -97,16 +96,30 @@ pub unsafe extern "C" fn mmap64(
 /// That of munmap(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> c_int {
-    if in_range(address) {
-        if !(address as u64).is_multiple_of(pool::page_size()) || len == 0 {
-            set_errno(libc::EINVAL);
+    let first = address as u64;
+    // SAFETY: as the caller promised.
+    let of_kernel = |from: u64, len: u64| unsafe { kernel(libc::SYS_munmap, [from, len, 0, 0, 0, 0]) as c_int };
+    if !pool::overlaps(first, len as u64) {
+        return of_kernel(first, len as u64);
+    }
+    let whole = (len as u64).checked_next_multiple_of(pool::page_size()).and_then(|len| first.checked_add(len));
+    let Some(end) = whole.filter(|_| first.is_multiple_of(pool::page_size()) && len > 0) else {
+        set_errno(libc::EINVAL);
+        return -1;
+    };
+    // Parts of the range may be other mappings, which lie before a file, between two, and behind.
+    let mut at = first;
+    while at < end {
+        let (start, behind) = pool::first_part(at, end).unwrap_or((end, end));
+        if at < start && of_kernel(at, start - at) != 0 {
             return -1;
         }
-        do_ours(|| fragments::unmap(address as u64, len as u64));
-        return 0;
+        if start < behind {
+            do_ours(|| fragments::unmap(start, behind - start));
+        }
+        at = behind;
     }
-    // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_munmap, [address as u64, len as u64, 0, 0, 0, 0]) as c_int }
+    0
 }
 
 /// # Safety
@@ -281,4 +294,255 @@ pub unsafe extern "C" fn readahead(fd: c_int, offset: i64, count: usize) -> isiz
     }
     // SAFETY: as the caller promised.
     unsafe { kernel(libc::SYS_readahead, [fd as i64 as u64, offset as u64, count as u64, 0, 0, 0]) as isize }
+}
+
+/// Whether the program closes, or replaces, a descriptor of this library's that it does not know.
+fn is_unknown(fd: c_int) -> bool {
+    if !descriptors::is_ours(fd) || pool::in_a_child() {
+        return false;
+    }
+    let inside = INSIDE.try_with(Cell::get).unwrap_or(true);
+    if inside || descriptors::is_own_thread() {
+        descriptors::release(fd);
+        return false;
+    }
+    true
+}
+
+/// # Safety
+/// That of close(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn close(fd: c_int) -> c_int {
+    if is_unknown(fd) {
+        set_errno(libc::EBADF);
+        return -1;
+    }
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_close, [fd as i64 as u64, 0, 0, 0, 0, 0]) as c_int }
+}
+
+/// # Safety
+/// That of close_range(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    // SAFETY: as the caller promised.
+    let of_kernel = |first: c_uint, last: c_uint| unsafe {
+        kernel(libc::SYS_close_range, [first.into(), last.into(), flags as i64 as u64, 0, 0, 0]) as c_int
+    };
+    // `CLOSE_RANGE_CLOEXEC` closes nothing now.
+    if first > last || flags as c_uint & libc::CLOSE_RANGE_CLOEXEC != 0 || !pool::holds_any() {
+        return of_kernel(first, last);
+    }
+    let parts = descriptors::others(first, last);
+    if parts.into_iter().all(|(first, last)| of_kernel(first, last) == 0) { 0 } else { -1 }
+}
+
+/// # Safety
+/// That of closefrom(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn closefrom(first: c_int) {
+    // SAFETY: as the caller promised.
+    unsafe { close_range(first.max(0) as c_uint, c_uint::MAX, 0) };
+}
+
+/// # Safety
+/// That of dup2(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
+    if old == new {
+        // SAFETY: a plain question: is it open?
+        return if unsafe { libc::fcntl(old, libc::F_GETFD) } < 0 { -1 } else { new };
+    }
+    // SAFETY: as the caller promised.
+    unsafe { dup3(old, new, 0) }
+}
+
+/// # Safety
+/// That of dup3(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
+    if is_unknown(new) {
+        // What the kernel says where another thread has just got this descriptor.
+        set_errno(libc::EBUSY);
+        return -1;
+    }
+    let arguments = [old as i64 as u64, new as i64 as u64, flags as i64 as u64, 0, 0, 0];
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_dup3, arguments) as c_int }
+}
+
+/// # Safety
+/// That of write(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn write(fd: c_int, from: *const c_void, len: usize) -> isize {
+    if written::is_mapped(from, len) {
+        // SAFETY: as the caller promised.
+        return unsafe { written::write(fd, from, len, None) };
+    }
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_write, [fd as i64 as u64, from as u64, len as u64, 0, 0, 0]) as isize }
+}
+
+/// # Safety
+/// That of pwrite(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pwrite(fd: c_int, from: *const c_void, len: usize, offset: i64) -> isize {
+    if written::is_mapped(from, len) {
+        // SAFETY: as the caller promised.
+        return unsafe { written::write(fd, from, len, Some(offset)) };
+    }
+    let arguments = [fd as i64 as u64, from as u64, len as u64, offset as u64, 0, 0];
+    // SAFETY: as the caller promised.
+    unsafe { kernel(libc::SYS_pwrite64, arguments) as isize }
+}
+
+/// # Safety
+/// That of pwrite(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pwrite64(fd: c_int, from: *const c_void, len: usize, offset: i64) -> isize {
+    // SAFETY: as the caller promised.
+    unsafe { pwrite(fd, from, len, offset) }
+}
+
+/// # Safety
+/// That of writev(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_int) -> isize {
+    // SAFETY: as the caller promised.
+    let of_file = pool::holds_any() && unsafe { has_mapped(parts, count as usize) };
+    if !of_file {
+        // SAFETY: as the caller promised.
+        return unsafe {
+            kernel(libc::SYS_writev, [fd as i64 as u64, parts as u64, count as i64 as u64, 0, 0, 0]) as isize
+        };
+    }
+    let mut done = 0;
+    // SAFETY: as the caller promised.
+    for part in unsafe { std::slice::from_raw_parts(parts, count as usize) } {
+        // SAFETY: as the caller promised.
+        let now = unsafe { write(fd, part.iov_base, part.iov_len) };
+        if now < 0 {
+            return if done > 0 { done } else { now };
+        }
+        done += now;
+        if (now as usize) < part.iov_len {
+            break;
+        }
+    }
+    done
+}
+
+/// Whether one of the parts lies in a mapped file. More than the kernel takes are its to refuse.
+///
+/// # Safety
+/// There are `count` parts.
+unsafe fn has_mapped(parts: *const libc::iovec, count: usize) -> bool {
+    if parts.is_null() || count > libc::UIO_MAXIOV as usize {
+        return false;
+    }
+    // SAFETY: as the caller promised.
+    let parts = unsafe { std::slice::from_raw_parts(parts, count) };
+    parts.iter().any(|part| written::is_mapped(part.iov_base, part.iov_len))
+}
+
+/// # Safety
+/// That of send(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn send(fd: c_int, from: *const c_void, len: usize, flags: c_int) -> isize {
+    // SAFETY: as the caller promised.
+    unsafe { sendto(fd, from, len, flags, std::ptr::null(), 0) }
+}
+
+/// # Safety
+/// That of sendto(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sendto(
+    fd: c_int,
+    from: *const c_void,
+    len: usize,
+    flags: c_int,
+    to: *const libc::sockaddr,
+    to_len: libc::socklen_t,
+) -> isize {
+    let part = libc::iovec { iov_base: from.cast_mut(), iov_len: len };
+    // SAFETY: as the caller promised.
+    let copy = written::is_mapped(from, len).then(|| unsafe { written::gathered(fd, &[part]) });
+    let (from, len) = match &copy {
+        None => (from.cast::<u8>(), len),
+        Some(Some(copy)) => (copy.as_ptr(), copy.len()),
+        Some(None) => {
+            set_errno(libc::ENOMEM);
+            return -1;
+        }
+    };
+    let arguments = [fd as i64 as u64, from as u64, len as u64, flags as i64 as u64, to as u64, to_len.into()];
+    // SAFETY: as the caller promised; a copy lives until the call is over.
+    unsafe { kernel(libc::SYS_sendto, arguments) as isize }
+}
+
+/// # Safety
+/// That of sendmsg(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags: c_int) -> isize {
+    // SAFETY: as the caller promised.
+    let send = |message: *const libc::msghdr| unsafe {
+        kernel(libc::SYS_sendmsg, [fd as i64 as u64, message as u64, flags as i64 as u64, 0, 0, 0]) as isize
+    };
+    if !pool::holds_any() || message.is_null() {
+        return send(message);
+    }
+    // SAFETY: as the caller promised.
+    let mut copied = unsafe { *message };
+    // SAFETY: as the caller promised.
+    if !unsafe { has_mapped(copied.msg_iov, copied.msg_iovlen) } {
+        return send(message);
+    }
+    // SAFETY: as the caller promised.
+    let bytes = unsafe { written::gathered(fd, std::slice::from_raw_parts(copied.msg_iov, copied.msg_iovlen)) };
+    let Some(mut bytes) = bytes else {
+        set_errno(libc::ENOMEM);
+        return -1;
+    };
+    let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    (copied.msg_iov, copied.msg_iovlen) = (&raw mut part, 1);
+    send(&raw const copied)
+}
+
+/// The C library's own function of this name.
+fn next(name: &std::ffi::CStr, known: &std::sync::atomic::AtomicUsize) -> usize {
+    use std::sync::atomic::Ordering;
+    match known.load(Ordering::Relaxed) {
+        0 => {
+            // SAFETY: a plain question.
+            let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
+            known.store(found, Ordering::Relaxed);
+            found
+        }
+        found => found,
+    }
+}
+
+/// The C library writes large pieces from where they are, by a call of its own.
+///
+/// # Safety
+/// That of fwrite(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fwrite(from: *const c_void, size: usize, count: usize, to: *mut libc::FILE) -> usize {
+    type Write = unsafe extern "C" fn(*const c_void, usize, usize, *mut libc::FILE) -> usize;
+    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    let next = next(c"fwrite", &NEXT);
+    if next == 0 {
+        set_errno(libc::ENOSYS);
+        return 0;
+    }
+    // SAFETY: the C library's function of this name, which has this signature.
+    let write = unsafe { std::mem::transmute::<usize, Write>(next) };
+    let Some(len) = size.checked_mul(count).filter(|len| *len > 0 && written::is_mapped(from, *len)) else {
+        // SAFETY: as the caller promised.
+        return unsafe { write(from, size, count, to) };
+    };
+    // SAFETY: as the caller promised.
+    let done =
+        unsafe { written::in_pieces(from, len, |bytes, _| write(bytes.as_ptr().cast(), 1, bytes.len(), to) as isize) };
+    done as usize / size
 }

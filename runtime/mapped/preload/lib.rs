@@ -7,6 +7,7 @@
 
 mod answer;
 mod calls;
+mod descriptors;
 mod fragments;
 mod limit;
 mod opens;
@@ -16,3 +17,4 @@ mod routing;
 mod settings;
 mod timeline;
 mod watch;
+mod written;

@@ -16,6 +16,7 @@ use outcore_mapped::live::{self, Optimum, Snapshot};
 use outcore_mapped::{Faulting, MapOptions, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
+use crate::descriptors;
 use crate::fragments::Given;
 use crate::limit::{self, Limit};
 use crate::predict::Routers;
@@ -87,6 +88,8 @@ static POOL: OnceLock<Option<Pool>> = OnceLock::new();
 /// The range of addresses that all mapped files lie in, so that other calls are told apart without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
+/// Whether system calls wait for pages too. The same for all files.
+static KERNEL_WAITS: AtomicBool = AtomicBool::new(false);
 static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
@@ -321,7 +324,7 @@ pub fn map(request: &Request) -> Option<u64> {
         watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
         return None;
     }
-    let pool = pool(settings, limit, &path)?;
+    let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity && !writable) {
@@ -352,9 +355,12 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
-        let opened = without_signals(|| options.open_private(&pool.runtime, &path));
+        let open = || without_signals(|| options.open_private(&pool.runtime, &path));
+        let opened = descriptors::protecting(&path, open);
         let mapped = opened.inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
+        descriptors::protect(own);
+        KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
         slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
         pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
@@ -362,8 +368,11 @@ pub fn map(request: &Request) -> Option<u64> {
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
-    let mapped = Arc::new(without_signals(|| options.open(&pool.runtime, &path)).inspect_err(refused).ok()?);
+    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
+    let mapped = Arc::new(opened.inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
+    descriptors::protect(own);
+    KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
     let start = mapped.as_ptr() as u64;
     slot.fill(start, whole_pages(metadata.len()), own, None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
@@ -444,7 +453,7 @@ pub fn is_mapped(fd: c_int) -> bool {
 }
 
 /// Whether this process is a child by `fork` of one that has mapped files here.
-fn in_a_child() -> bool {
+pub fn in_a_child() -> bool {
     IN_CHILD.load(Ordering::Relaxed)
 }
 
@@ -471,6 +480,17 @@ pub fn overlapped(address: u64, len: u64) -> Option<u64> {
     }
     let found = |slot| range_of(slot).filter(|(start, behind, _)| address < *behind && *start < end);
     FOR_CHILDREN.iter().find_map(found).map(|(start, ..)| start)
+}
+
+/// The part of these addresses that belongs to the first mapped file that has any: its beginning and its end.
+pub fn first_part(address: u64, end: u64) -> Option<(u64, u64)> {
+    let parts = FOR_CHILDREN.iter().filter_map(range_of).filter(|(start, behind, _)| address < *behind && *start < end);
+    parts.map(|(start, behind, _)| (start.max(address), behind.min(end))).min()
+}
+
+/// Whether system calls wait for pages of mapped files.
+pub fn kernel_waits() -> bool {
+    KERNEL_WAITS.load(Ordering::Relaxed)
 }
 
 /// Whether a mapped file has any of these addresses.

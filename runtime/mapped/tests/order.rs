@@ -86,6 +86,31 @@ fn an_order_that_was_learned_is_followed_from_the_first_pass_the_next_time() {
     assert!(again.iter().all(|faults| *faults < 17), "{again:?}");
 }
 
+#[test]
+fn an_order_that_is_not_followed_any_more_is_dropped_and_another_is_learned() {
+    let folder = folder();
+    let (path, notes) = (file(folder.path(), 300), folder.path().join("notes"));
+    let start = |order: &[u32], passes: usize| {
+        let runtime = runtime(100)?;
+        let mapped = MapOptions::new().orders_in(&notes).open(&runtime, &path).unwrap();
+        let faults: Vec<u64> = (0..passes).map(|_| pass(&runtime, &mapped, order)).collect();
+        drop(mapped);
+        runtime.close().unwrap();
+        Some(faults)
+    };
+    let (before, after) = (shuffled(300, 1), shuffled(300, 2));
+    if start(&before, 5).is_none() {
+        return;
+    }
+    let other = start(&after, 6).unwrap();
+    assert!(other[0] > 200 && other[3..].iter().all(|faults| *faults < 17), "{other:?}");
+    let again = start(&after, 2).unwrap();
+    assert!(again.iter().all(|faults| *faults < 17), "{again:?}");
+    // The first is known still, and taken up when it is seen.
+    let back = start(&before, 3).unwrap();
+    assert!(back[0] < 160 && back[1..].iter().all(|faults| *faults < 17), "{back:?}");
+}
+
 /// A prompt is read in another order than words are written in: 921 and 543 uses of the same pages.
 fn prompt_and_word() -> [Vec<u32>; 2] {
     const PAGES: u32 = 500;

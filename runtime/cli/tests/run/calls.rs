@@ -514,3 +514,185 @@ print("all is equal", flush=True)
         assert!(output.status.success() && line == "all is equal\n", "{output:?}: {line}");
     }
 }
+
+/// A range that begins below a mapped file went to the kernel as a whole: then the file's first pages were gone.
+#[test]
+fn regression_a_range_that_reaches_into_a_mapped_file_is_unmapped_around_it() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+one = map_file()
+assert not of_kernel(one)
+
+
+def line_at(address):
+    """What is mapped there: its first and last address, rights, and name."""
+    for line in open("/proc/self/maps"):
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split()[1], line.split()[5:]
+    return None
+
+
+# Nobody's page, or one that nobody may use: it can go.
+below = line_at(one - page)
+if below is not None and below != ("---p", []):
+    print(f"SKIPPED: {below} is mapped below the file")
+else:
+    c.mmap(one - page, page, READ, PRIVATE | ANON | FIXED, -1, 0)
+    assert line_at(one - page)[0] == "r--p"
+    assert c.munmap(one - page, 3 * page) == 0
+    assert line_at(one - page) is None and same(one)
+    assert c.munmap(one - page, 0) == -1 and ctypes.get_errno() == errno.EINVAL
+"#,
+    );
+    assert!(!told.contains("panicked"), "{told}");
+}
+
+/// A program that closes all descriptors it does not know closed those that pages come by: the next page hung.
+#[test]
+fn regression_descriptors_of_the_library_are_not_closed_by_the_program() {
+    if !can_run() {
+        return;
+    }
+    for closes in [
+        "os.closerange(3, 1 << 16)",
+        "[c.close(n) for n in range(3, 1024)]",
+        "c.close_range(3, (1 << 32) - 1, 0)",
+        "c.closefrom(3)",
+        "[c.dup2(1, n) for n in range(3, 64)]",
+        "[c.dup3(1, n, 0) for n in range(3, 64)]",
+    ] {
+        equal(&format!(
+            r#"
+import signal
+
+signal.alarm(120)
+c.close_range.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int]
+first = map_file()
+assert not of_kernel(first) and same(first, 0, page)
+own = os.open("/dev/null", os.O_RDONLY)
+{closes}
+assert same(first) and same(first)
+# The program's own are closed, or replaced.
+assert not os.path.exists(f"/proc/self/fd/{{own}}") or os.readlink(f"/proc/self/fd/{{own}}") != "/dev/null"
+# Files are mapped as before.
+fd = os.open(path, os.O_RDONLY)
+assert map_file(0, None, READ, SHARED, fd) == first
+"#
+        ));
+    }
+}
+
+/// Where the kernel may not wait for pages, calls that got an address in the file ended with `EFAULT`.
+#[test]
+fn regression_system_calls_of_an_unprivileged_process_read_a_mapped_file() {
+    const PROGRAM: &str = r#"
+import signal, socket, tempfile, threading
+
+signal.alarm(240)
+one = map_file()
+assert not of_kernel(one)
+n = 30 << 20
+for call in [c.write, c.pwrite, c.pwrite64, c.writev, c.send, c.sendto, c.sendmsg, c.fwrite]:
+    call.restype = ctypes.c_ssize_t
+c.write.argtypes = [ctypes.c_int, address_t, size_t]
+c.pwrite.argtypes = c.pwrite64.argtypes = [ctypes.c_int, address_t, size_t, offset_t]
+c.writev.argtypes = [ctypes.c_int, address_t, ctypes.c_int]
+c.send.argtypes = [ctypes.c_int, address_t, size_t, ctypes.c_int]
+c.sendto.argtypes = [ctypes.c_int, address_t, size_t, ctypes.c_int, address_t, ctypes.c_uint]
+c.sendmsg.argtypes = [ctypes.c_int, address_t, ctypes.c_int]
+c.fwrite.argtypes = [address_t, size_t, size_t, address_t]
+c.fdopen.restype, c.fdopen.argtypes = address_t, [ctypes.c_int, ctypes.c_char_p]
+c.fclose.argtypes = [address_t]
+Part = ctypes.c_size_t * 2
+begin = ctypes.create_string_buffer(b"begin", 5)
+parts = (Part * 2)(Part(ctypes.addressof(begin), 5), Part(one + 100, n))
+# The other way round, the kernel has the last word: it does not write into the file.
+assert c.read(fd, ctypes.c_void_p(one), 10) == -1
+
+
+def written(do, expected):
+    with tempfile.TemporaryFile() as file:
+        do(file.fileno())
+        file.seek(0)
+        assert file.read() == expected, do
+
+
+def to_stream(fd):
+    stream = c.fdopen(os.dup(fd), b"wb")
+    assert c.fwrite(one + 100, 2, n // 2, stream) == n // 2 and c.fclose(stream) == 0
+
+
+piece = data[100 : 100 + n]
+written(lambda fd: c.write(fd, one + 100, n) == n or 1 / 0, piece)
+written(lambda fd: c.pwrite(fd, one + 100, n, 3) == n or 1 / 0, b"\0\0\0" + piece)
+written(lambda fd: c.pwrite64(fd, one + 100, n, 3) == n or 1 / 0, b"\0\0\0" + piece)
+written(lambda fd: c.writev(fd, ctypes.addressof(parts), 2) == n + 5 or 1 / 0, b"begin" + piece)
+written(to_stream, piece)
+# The end of a file that is mapped is that of its bytes: what lies behind is of no file.
+written(lambda fd: c.write(fd, one + size - 10, 10) == 10 or 1 / 0, data[-10:])
+
+
+def sent(send, expected):
+    left, right = socket.socketpair()
+    found = []
+    reader = threading.Thread(target=lambda: found.extend(iter(lambda: right.recv(1 << 20), b"")))
+    reader.start()
+    send(left.fileno())
+    left.close()
+    reader.join()
+    assert b"".join(found) == expected, send
+
+
+def all_of(fd):
+    done = 0
+    while done < n:
+        now = c.send(fd, one + 100 + done, n - done, 0)
+        assert now > 0
+        done += now
+
+
+message = (ctypes.c_size_t * 7)(0, 0, ctypes.addressof(parts), 1, 0, 0, 0)
+parts[0] = Part(one + 5, 70000)
+sent(all_of, piece)
+sent(lambda fd: c.sendto(fd, one + 5, 1000, 0, None, 0) == 1000 or 1 / 0, data[5:1005])
+sent(lambda fd: c.sendmsg(fd, ctypes.addressof(message), 0) == 70000 or 1 / 0, data[5:70005])
+# A datagram is one.
+left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+assert c.send(left.fileno(), one + 5, 50000, 0) == 50000 and right.recv(1 << 20) == data[5:50005]
+"#;
+    if !can_run() {
+        return;
+    }
+    // A process without privileges, and files that it may read.
+    let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--"];
+    let setpriv = |program: &std::ffi::OsStr| {
+        let mut command = Command::new("setpriv");
+        command.args(nobody).arg(program);
+        command
+    };
+    let may = |path: &Path| setpriv("test".as_ref()).arg("-r").arg(path).status().is_ok_and(|status| status.success());
+    let own = Path::new(env!("CARGO_BIN_EXE_outcore"));
+    let forbidden =
+        std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|text| text.trim() == "0");
+    if !forbidden || !may(own) {
+        eprintln!("SKIPPED: no process without the right to handle the kernel's faults can be started here");
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), (40 << 20) + 777);
+    for open in [folder.path(), &path] {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(open, mode).unwrap();
+    }
+    let program = format!("{BEGIN}{PROGRAM}\nprint('all is equal')");
+    let mut command = setpriv(own.as_os_str());
+    command.args(["run", "--budget", "8MiB", "--", "python3", "-c", &program]).arg(&path).arg("7");
+    command.env("HOME", "/tmp").env("XDG_CACHE_HOME", "/nonexistent");
+    let output = command.output().unwrap();
+    let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
+}
