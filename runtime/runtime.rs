@@ -29,12 +29,12 @@ use crate::segment::Segment;
 use crate::settings::Settings;
 use crate::shared::{Raising, Shared};
 use crate::store::{
-    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
-    no_descriptor_left, scratch_on_a_disk,
+    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchAllocation, ScratchFile, ScratchOptions,
+    ScratchRoom, SlotRun, Store, no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
-use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
+use crate::transfer::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 ///
@@ -384,11 +384,39 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the header was changed and contradicts the files;
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
-        let header = header.into();
+        self.open_backed(header.into(), Backing::File)
+    }
+
+    /// Opens a model whose tensors can be pinned for writing. The files are never written: a page that was written goes
+    /// to the scratch file when it leaves memory, and comes from there. All other handles of the files, of this runtime
+    /// too, keep the files' bytes. What was written is gone when the last handle is dropped.
+    ///
+    /// The scratch file takes room when a page is written back for the first time, as with
+    /// [`ScratchAllocation::AtWriteBack`]. If there is none, the page stays in memory, and the write is tried again:
+    /// see there. In the [scratch budget](RuntimeBuilder::scratch_budget) all pages of the files count from now on.
+    ///
+    /// ```no_run
+    /// use outcore::{Bytes, Runtime, format};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::gib(1)).open()?;
+    /// let model = runtime.open_private(format::open("model.safetensors")?)?;
+    /// let weight = model.tensor("lm_head.weight")?;
+    /// runtime.pin_mut(&weight).wait()?.bytes_mut().fill(0);
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`open_parsed`](Self::open_parsed); [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) and
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`alloc`](Self::alloc), if every page were written.
+    pub fn open_private(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
+        self.open_backed(header.into(), Backing::CopyOnWrite)
+    }
+
+    fn open_backed(&self, header: Arc<ModelHeader>, backing: Backing) -> Result<Model> {
         if let Some(dir) = header.files.first().and_then(|file| file.path.parent()) {
             self.shared.model_dir.get_or_init(|| dir.to_owned());
         }
-        self.open_with(header, &|file| {
+        self.open_with(header, backing, &|file| {
             let failed = |cause| {
                 let remedy =
                     "leave the model's files where they are, and see how many a process may have open (ulimit -n)";
@@ -413,7 +441,7 @@ impl Runtime {
     pub fn open_source(&self, source: Arc<dyn PageSource>) -> Result<Model> {
         let source = Arc::new(CaughtSource::new(source)?);
         let header = Arc::new(format::open_caught(&source)?);
-        self.open_with(header, &|file| {
+        self.open_with(header, Backing::File, &|file| {
             let store = &self.engine().store;
             let id = store.add_source(source.clone())?;
             // The store has taken its identity: a change from here on is noticed there.
@@ -427,16 +455,28 @@ impl Runtime {
     }
 
     /// Opens a model whose header was read; `add` takes its files into the store.
-    fn open_with(&self, header: Arc<ModelHeader>, add: &dyn Fn(&ModelFile) -> Result<FileId>) -> Result<Model> {
+    fn open_with(
+        &self,
+        header: Arc<ModelHeader>,
+        backing: Backing,
+        add: &dyn Fn(&ModelFile) -> Result<FileId>,
+    ) -> Result<Model> {
         self.still_open()?;
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
         for (index, file) in header.files.iter().enumerate() {
-            segments.push(self.add_segment(Backing::File, SegmentClass::Weights, file.len, |pages| {
-                let id = add(file)?;
+            segments.push(self.add_segment(backing, SegmentClass::Weights, file.len, |pages| {
+                let copies = match backing {
+                    Backing::CopyOnWrite => Some(self.reserve_copies(pages)?),
+                    _ => None,
+                };
                 let learned = LearnedHashes::new(self.shared.verify, pages);
-                Ok(Source::File { file: id, model: header.clone(), index: index as u32, learned })
+                let file = FromFile { file: add(file)?, model: header.clone(), index: index as u32, learned };
+                Ok(match copies {
+                    Some(copies) => Source::CopyOnWrite { file, copies, written: Written::new(pages) },
+                    None => Source::File(file),
+                })
             })?);
         }
         let mut tensors = HashMap::with_capacity(header.tensors.len());
@@ -489,9 +529,9 @@ impl Runtime {
             .remedy("choose extents of at least 1"));
         }
         self.still_open()?;
-        let (scratch, file, slots) = self.reserve_scratch(Bytes::new(bytes))?;
+        let slots = self.reserve_scratch(Bytes::new(bytes), self.shared.scratch_options.allocation)?;
         let label = format!("{dtype} {shape:?}");
-        let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
+        let source = |_| Ok(Source::Scratch { slots, label });
         let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
@@ -501,15 +541,23 @@ impl Runtime {
         if closing { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
+    /// Places for the written pages of a file. Which pages these are is known when they are written back, and room is
+    /// taken then.
+    fn reserve_copies(&self, pages: u32) -> Result<InScratch> {
+        let bytes = Bytes::new(u64::from(pages) * self.shared.page_size.bytes());
+        self.reserve_scratch(bytes, ScratchAllocation::AtWriteBack)
+    }
+
     /// Room for a tensor in the scratch file, which is made for the first one.
-    fn reserve_scratch(&self, bytes: Bytes) -> Result<(ScratchFile, FileId, SlotRun)> {
+    fn reserve_scratch(&self, bytes: Bytes, allocation: ScratchAllocation) -> Result<InScratch> {
         let (page_size, options) = (self.shared.page_size, &self.shared.scratch_options);
-        let reserve = |file: &ScratchFile| file.reserve_if(bytes, |held, more| self.allow_scratch(file, held, more));
+        let allows = |file: &ScratchFile, held, more| self.allow_scratch(file, held, more);
+        let reserve = |file: &ScratchFile| file.reserve_if(bytes, allocation, |held, more| allows(file, held, more));
         let mut scratch = self.shared.scratch.lock();
         if let Some((file, id)) = scratch.clone() {
             drop(scratch);
             let slots = self.when_there_is_room(&file, || reserve(&file))?;
-            return Ok((file, id, slots));
+            return Ok(InScratch { file: id, scratch: file, slots });
         }
         // Under the lock: as long as nothing is in it, another folder may be better.
         let (file, slots) = match &self.shared.scratch_dir {
@@ -528,7 +576,7 @@ impl Runtime {
         };
         let id = self.engine().store.add_file(file.handle()?, file.directory().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
-        Ok((file, id, slots))
+        Ok(InScratch { file: id, scratch: file, slots })
     }
 
     /// Reserves again for as long as it is refused while room of tensors that were dropped is on its way back.

@@ -48,7 +48,7 @@ impl Tensor {
     /// Whether it can be pinned for writing.
     #[inline]
     pub fn is_writable(&self) -> bool {
-        self.segment.backing == Backing::ReadWrite
+        self.segment.backing != Backing::File
     }
     /// Its address for life. Only pinned bytes may be accessed there.
     pub fn address(&self) -> u64 {

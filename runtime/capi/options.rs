@@ -17,7 +17,7 @@ use crate::raw::{self, Extensible};
 pub struct outcore_options {
     /// sizeof(outcore_options)
     pub size: usize,
-    /// "host" (the default), or "faulting", on which `outcore_mapped_open` works as well: Linux 6.8 and userfaultfd.
+    /// "host" (the default), or "faulting", on which `outcore_mapped_open` works as well, with userfaultfd.
     pub device: *const c_char,
     /// Bytes of memory for pages. 0: 1 GiB. It is never exceeded.
     pub device_budget: u64,

@@ -85,9 +85,12 @@ struct Io {
 /// Whether files can be mapped by faults that this process handles, as `outcore run` does.
 #[derive(Debug, Serialize)]
 struct MappedFiles {
-    mechanism: &'static str,
+    /// The one that was chosen; `None` if none works.
+    mechanism: Option<String>,
     works: bool,
     why_not: Option<String>,
+    /// Whether files can be mapped to be written privately.
+    private: bool,
     /// Where the library is that `outcore run` loads; `None` if it is not there.
     library: Option<String>,
     why_no_library: Option<String>,
@@ -222,8 +225,9 @@ fn io() -> Io {
 fn mapped_files() -> MappedFiles {
     let (works, library) = (outcore_mapped::Faulting::new(), library::place());
     MappedFiles {
-        mechanism: "userfaultfd, UFFDIO_MOVE",
+        mechanism: works.as_ref().ok().map(|device| device.mechanism().to_string()),
         works: works.is_ok(),
+        private: works.as_ref().is_ok_and(outcore_mapped::Faulting::maps_private),
         why_not: works.err().map(|error| error.to_string()),
         why_no_library: library.as_ref().err().map(ToString::to_string),
         library: library.ok(),
@@ -447,9 +451,12 @@ impl Report for Diagnosis {
             }
         }
         let mapped = &self.mapped_files;
-        let text = match &mapped.why_not {
-            None => format!("{} works, for `outcore run` and `Mapped`", mapped.mechanism),
-            Some(why) => format!("{} does not work: {why}", mapped.mechanism),
+        let text = match (&mapped.mechanism, &mapped.why_not) {
+            (Some(chosen), None) => {
+                let private = if mapped.private { "read or written privately" } else { "read only" };
+                format!("userfaultfd, {chosen}, for `outcore run` and `Mapped`; {private}")
+            }
+            (_, why) => format!("userfaultfd does not work: {}", why.as_deref().unwrap_or("unknown")),
         };
         facts.pair("mapped files", text);
         let library = mapped.library.as_ref().map(|place| format!("the library of `outcore run`: {place}"));

@@ -213,6 +213,12 @@ impl HostPointer {
         let bytes = unsafe { std::slice::from_raw_parts(self.0.as_ptr(), len as usize) };
         twox_hash::XxHash3_64::oneshot(bytes)
     }
+    /// Fills bytes `from..to` with zeros. Only for memory of a move, as for [`checksum`](Self::checksum).
+    pub(crate) fn zero(self, from: u64, to: u64) {
+        let len = to.saturating_sub(from) as usize;
+        // SAFETY: the constructor's promise covers the range, and the caller's move owns it (above).
+        unsafe { std::ptr::write_bytes(self.0.as_ptr().add(from as usize), 0, len) };
+    }
     /// The memory `bytes` after this, which belongs to the same operation.
     pub fn offset(self, bytes: u64) -> Self {
         // Within the operation's range, which does not wrap around; the constructor's promise covers it.

@@ -4,15 +4,25 @@
 //! address (`UFFDIO_MOVE`); to take it back, home again. Both edit page tables and copy nothing. A touch of a page
 //! that is not published is a fault, which [`super::faults`] handles.
 //!
+//! Where the kernel cannot move memory, and in private ranges, which are written, it copies the bytes (`UFFDIO_COPY`),
+//! and the home is emptied. To take the page back, it is emptied too: its bytes are not needed then. So it cannot be
+//! hidden and shown again.
+//!
 //! # Invariants
 //!
-//! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`.
+//! 1. A frame's memory is in one place: nowhere, at home, or behind the page in `behind` if it is `published`. Only
+//!    while a page is copied is it in two, and one page is copied at a time.
 //! 2. `occupants` of a range and `behind` of the frames say the same.
 //! 3. Homes are registered with userfaultfd only after they got memory, because memory cannot be moved to addresses
-//!    that are not registered, and the disk cannot read to addresses where it would meet a fault.
+//!    that are not registered, and the disk cannot read to addresses where it would meet a fault. A registered home
+//!    that was emptied gets memory that was touched elsewhere.
+//! 4. A page of a private range can be written only while it is `writable`. It becomes that while its pin for writing
+//!    is held, so it is dirty. Before its bytes are written back, it is protected again: what was written before that
+//!    is written back, and what comes later waits for a pin.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
@@ -25,11 +35,12 @@ use outcore::device::{
 };
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
 use crate::tables::Tables;
-use crate::uffd::Uffd;
+use crate::uffd::{Features, Mechanism, Uffd};
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
 const HUGE: u64 = 2 << 20;
@@ -45,15 +56,36 @@ static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 /// its frames.
 #[derive(Clone, Debug)]
 pub struct Faulting {
-    _private: (),
+    mechanism: Mechanism,
 }
 
 impl Faulting {
+    /// The device, with the best [`Mechanism`] that works here.
+    ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that moves pages (before Linux
-    /// 6.8), or forbids it (seccomp).
+    /// [`Unsupported`](ErrorKind::Unsupported) where the kernel has no `userfaultfd` that serves (before Linux 4.14),
+    /// or forbids it (seccomp).
     pub fn new() -> Result<Self> {
-        Uffd::open().map(|_| Self { _private: () })
+        Self::with_mechanism(Features::probe()?.best())
+    }
+
+    /// The device with this mechanism. Private ranges ([`MappedMut`](crate::MappedMut)) are copied in any case.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new); [`Unsupported`](ErrorKind::Unsupported) too where the mechanism does not work.
+    pub fn with_mechanism(mechanism: Mechanism) -> Result<Self> {
+        Uffd::open(mechanism).map(|_| Self { mechanism })
+    }
+
+    /// The mechanism that was chosen.
+    pub fn mechanism(&self) -> Mechanism {
+        self.mechanism
+    }
+
+    /// Whether files can be mapped to be written privately ([`MappedMut`](crate::MappedMut)): Linux 5.7, and on some
+    /// processors later.
+    pub fn maps_private(&self) -> bool {
+        Uffd::open(self.mechanism).is_ok_and(|uffd| uffd.protects())
     }
 }
 
@@ -73,10 +105,17 @@ impl DeviceFactory for Faulting {
             return Err(Error::new(ErrorKind::InvalidArgument, message)
                 .remedy(format!("choose pages of {} or more", Bytes::new(kernel))));
         }
-        let (uffd, bell) = (Uffd::open()?, Bell::new()?);
+        let (mechanism, bell) = (self.mechanism, Bell::new()?);
+        let uffd = Uffd::open(mechanism)?;
+        let lost = match mechanism {
+            Mechanism::Move => Lost::Poisoned,
+            Mechanism::Copy => Lost::Buried(memfd_create("outcore-lost", MemfdFlags::CLOEXEC).map_err(|cause| {
+                Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
+            })?),
+        };
         let (page_size, tables) = (settings.page_size, Tables::new());
         let (layout, turn) = (Mutex::default(), Mutex::default());
-        let core = Arc::new(Core { page_size, uffd, bell, layout, turn, tables });
+        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -102,11 +141,32 @@ pub fn find(address: u64) -> Option<Arc<Core>> {
 #[derive(Debug, Default)]
 struct Frame {
     home: u64,
-    has_memory: bool,
+    /// Whether its home is registered with userfaultfd.
+    registered: bool,
+    at_home: bool,
+    /// Whether its home is among those with page tables. They stay when it is emptied by a move or a copy.
+    counted: bool,
     behind: Option<u64>,
     published: bool,
+    /// It is published, and a write to it is no fault.
+    writable: bool,
     /// All its bytes are there, but it is not published, so that its next use is seen.
     hidden: bool,
+}
+
+impl Frame {
+    fn has_memory(&self) -> bool {
+        self.at_home || self.published
+    }
+}
+
+/// How access to a page that cannot be read becomes a signal.
+#[derive(Debug)]
+enum Lost {
+    /// By the kernel's own mark.
+    Poisoned,
+    /// By a mapping of this empty file.
+    Buried(OwnedFd),
 }
 
 /// Addresses of a segment.
@@ -120,6 +180,12 @@ struct Range {
     handler: Option<Weak<dyn Handler>>,
     /// The address behind the bytes that there are.
     end: u64,
+    /// Whether the program writes it. Then writes to pages that are not dirty are faults.
+    private: bool,
+    /// Whether pages come by a copy.
+    copied: bool,
+    /// Pages in whose place is the empty file.
+    buried: HashSet<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -127,6 +193,8 @@ struct Layout {
     frames: Vec<Frame>,
     /// Regions of homes. They are never given back while the device lives.
     homes: Vec<Region>,
+    /// A page of addresses that is registered nowhere, to bring memory in.
+    spare: Option<Region>,
     /// By their first address.
     ranges: BTreeMap<u64, Range>,
 }
@@ -158,7 +226,9 @@ impl Layout {
 /// What the device, its streams and the thread of its faults share.
 pub struct Core {
     page_size: PageSize,
+    mechanism: Mechanism,
     uffd: Uffd,
+    lost: Lost,
     bell: Arc<Bell>,
     layout: Mutex<Layout>,
     /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
@@ -200,12 +270,34 @@ impl Core {
     }
 
     /// Faults in the range of this address are `handler`'s from now on. The range is a file of `len` bytes, behind
-    /// which there are zeros.
+    /// which there are zeros; in a private one the runtime has put them there.
     pub fn handle(&self, address: u64, len: u64, handler: Weak<dyn Handler>) {
         if let Some(range) = self.layout.lock().range_mut(address) {
-            range.end = range.region.start() + len;
+            // What is written behind the end of a private range stays.
+            if !range.private {
+                range.end = range.region.start() + len;
+            }
             range.handler = Some(handler);
         }
+    }
+
+    /// The program writes the range of this address from now on, where nothing was published yet.
+    ///
+    /// # Errors
+    /// `Unsupported` where the kernel cannot protect pages; what it says.
+    pub fn make_private(&self, address: u64) -> Result<()> {
+        if !self.uffd.protects() {
+            return Err(Error::new(ErrorKind::Unsupported, "this kernel's userfaultfd does not tell of writes")
+                .remedy("use Linux 5.7 or newer (on ARM 6.10), or map the file read-only"));
+        }
+        let mut layout = self.layout.lock();
+        let Some(range) = layout.range_mut(address) else {
+            return Err(Self::no_such_address(DeviceAddress::new(address)));
+        };
+        let registered = self.uffd.register_protected(range.region.start(), range.region.len());
+        registered.map_err(|cause| Error::io("have userfaultfd tell of writes", cause))?;
+        (range.private, range.copied) = (true, true);
+        Ok(())
     }
 
     /// Whom to ask for the pages of all files that are mapped.
@@ -221,9 +313,19 @@ impl Core {
         }
     }
 
-    /// The thread that waits for this page gets SIGBUS, unless the page is there by now. Takes no lock.
-    pub fn refuse(&self, page: u64) {
-        if self.uffd.poison(page, self.page()).is_err() {
+    /// The thread that waits for this page, to write it or not, gets SIGBUS, unless it need not wait by now.
+    pub fn refuse(&self, page: u64, writes: bool) {
+        if writes {
+            if self.wake_if_published(page, true) {
+                return;
+            }
+            self.give_up(page);
+        }
+        let refused = match self.lost {
+            Lost::Poisoned => self.uffd.poison(page, self.page()),
+            Lost::Buried(_) => self.lose(page),
+        };
+        if refused.is_err() {
             self.forbid_all();
         }
     }
@@ -253,11 +355,13 @@ impl Core {
         }
     }
 
-    /// Wakes the threads that wait for a page, if it is published: they did not see that yet.
-    pub fn wake_if_published(&self, page: u64) -> bool {
+    /// Wakes the threads that wait for a page, to write it or not, if they need not: they did not see that yet.
+    pub fn wake_if_published(&self, page: u64, writes: bool) -> bool {
         let layout = self.layout.lock();
-        let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
-        let published = occupant.is_some_and(|frame| layout.frames[frame as usize].published);
+        let Some(range) = layout.range(page) else { return false };
+        let frame = range.occupants.get(&page).map(|frame| &layout.frames[*frame as usize]);
+        let waits = |frame: &Frame| writes && range.private && !frame.writable;
+        let published = frame.is_some_and(|frame| frame.published && !waits(frame));
         if published && let Err(cause) = self.uffd.wake(page, self.page()) {
             tracing::warn!(%cause, "waking threads that wait for a page");
         }
@@ -277,25 +381,23 @@ impl Core {
     }
 
     /// Hides a page, so that its next touch is seen; not if anybody but the caller has it `pinned`, who may give its
-    /// address to a system call. Whoever reads it meanwhile, a copy to another tier among them, has it shown again.
-    /// Returns whether it is hidden now and was not.
+    /// address to a system call. Whoever reads it meanwhile, a copy to another tier among them, has it shown again. Not
+    /// a page that was copied: it would have to be read again. Returns whether it is hidden now and was not.
     pub fn hide(&self, page: u64, pinned: impl FnOnce() -> bool) -> bool {
         let mut layout = self.layout.lock();
         // A pin that comes later shows the page once it has this lock: see `Device::pinned`.
-        if pinned() {
+        if layout.range(page).is_none_or(|range| range.copied) || pinned() {
             return false;
         }
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
-        if let Some(frame) = occupant.and_then(|frame| layout.frames.get_mut(frame as usize)) {
-            let published = frame.published;
-            match self.take_back(frame) {
-                Ok(()) => {
-                    frame.hidden |= published;
-                    return published;
-                }
-                // It stays visible: a use goes unseen, and no more.
-                Err(error) => tracing::debug!(%error, "a page was not hidden"),
+        let Some(id) = occupant.filter(|frame| layout.frames[*frame as usize].published) else { return false };
+        match self.take_back(&mut layout, FrameId::new(id)) {
+            Ok(()) => {
+                layout.frames[id as usize].hidden = true;
+                return true;
             }
+            // It stays visible: a use goes unseen, and no more.
+            Err(error) => tracing::debug!(%error, "a page was not hidden"),
         }
         false
     }
@@ -306,7 +408,7 @@ impl Core {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page));
+        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page, false));
         if let Some(Err(error)) = &shown {
             tracing::debug!(%error, "a hidden page was not shown at once");
         }
@@ -345,7 +447,7 @@ impl Core {
             let Some(frame) = occupant else { return Err(Self::no_such_address(DeviceAddress::new(page))) };
             // A thread that began to wait before it was published is woken by that, or by the thread of faults.
             if !layout.frames[frame as usize].published {
-                self.publish(&mut layout, FrameId::new(frame), page)?;
+                self.publish(&mut layout, FrameId::new(frame), page, false)?;
             }
         }
         Ok(())
@@ -358,27 +460,32 @@ impl Core {
         }
     }
 
-    /// Publishes a page that is pinned, for the threads that wait for it.
+    /// Publishes a page that is pinned, for the threads that wait for it. To be `written`, it is pinned for that.
     ///
     /// # Errors
     /// What the kernel says.
-    pub fn show(&self, page: u64) -> Result<()> {
+    pub fn show(&self, page: u64, written: bool) -> Result<()> {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         match occupant {
-            Some(frame) => self.publish(&mut layout, FrameId::new(frame), page),
+            Some(frame) => self.publish(&mut layout, FrameId::new(frame), page, written),
             None => Err(Self::no_such_address(DeviceAddress::new(page))),
         }
     }
 
-    /// Moves the memory of a filled frame to its page, and wakes who waits there.
-    fn publish(&self, layout: &mut Layout, id: FrameId, to: u64) -> Result<()> {
+    /// Brings the memory of a filled frame to its page, and wakes who waits there. Of a private range, it can be
+    /// written afterwards only if it is to be `written`, or could be before.
+    fn publish(&self, layout: &mut Layout, id: FrameId, to: u64, written: bool) -> Result<()> {
         let frame = layout.frame(id)?;
         if frame.behind != Some(to) {
             return Err(Self::no_such_address(DeviceAddress::new(to)));
         }
+        if !frame.has_memory() {
+            return Err(Error::new(ErrorKind::Internal, "a page that was given up has no bytes"));
+        }
         let (home, published) = (frame.home, std::mem::replace(&mut frame.published, true));
         let hidden = std::mem::take(&mut frame.hidden);
+        let (private, copied) = layout.range(to).map_or((false, false), |range| (range.private, range.copied));
         if let Some(range) = layout.range_mut(to) {
             range.wanted.remove(&to);
             let bytes = range.end.saturating_sub(to);
@@ -388,62 +495,146 @@ impl Core {
                 unsafe { ptr::write_bytes(rest, 0, (self.page() - bytes) as usize) };
             }
         }
-        let moved = match published {
+        let brought = match published {
+            true if written && private => self.unprotect(layout, id, to),
             // Threads may have begun to wait just before.
-            true => self.uffd.wake(to, self.page()),
-            false => match (self.uffd.move_pages(to, home, self.page()), layout.range(to)) {
+            true => self.uffd.wake(to, self.page()).map_err(|cause| failed("publish", cause)),
+            false => match (self.bring(layout, home, to, private && !written), layout.range(to)) {
                 // A fill of this page failed before, and it was poisoned.
-                (Err(cause), Some(range)) if cause.raw_os_error() == Some(libc::EEXIST) => {
-                    range.region.give_back(to, self.page())?;
-                    self.uffd.move_pages(to, home, self.page())
-                }
-                (moved, _) => moved,
+                (Err(cause), Some(range)) if cause.raw_os_error() == Some(libc::EEXIST) => range
+                    .region
+                    .give_back(to, self.page())
+                    .and_then(|()| self.bring(layout, home, to, private && !written).map_err(|c| failed("publish", c))),
+                (brought, _) => brought.map_err(|cause| failed("publish", cause)),
             },
         };
-        if !published && moved.is_ok() {
-            self.tables.enter(to, self.page());
-        }
-        moved.map_err(|cause| {
+        if let Err(error) = brought {
             if let Ok(frame) = layout.frame(id) {
                 (frame.published, frame.hidden) = (published, hidden);
             }
-            failed("publish", cause)
+            return Err(error);
+        }
+        if !published {
+            // What was copied is there twice now.
+            let emptied = match copied {
+                false => true,
+                true => layout.home(home).is_some_and(|region| match region.give_back(home, self.page()) {
+                    Ok(()) => true,
+                    Err(error) => {
+                        tracing::error!(%error, "a page is in memory twice");
+                        false
+                    }
+                }),
+            };
+            self.tables.enter(to, self.page());
+            let frame = layout.frame(id)?;
+            (frame.at_home, frame.writable) = (!emptied, written && private);
+        }
+        Ok(())
+    }
+
+    /// Brings the bytes of a frame at home to its page, which has none. If it fails, the page has none either.
+    fn bring(&self, layout: &mut Layout, home: u64, to: u64, protected: bool) -> std::io::Result<()> {
+        let page = self.page();
+        let Some(range) = layout.range_mut(to) else { return Ok(()) };
+        if !range.copied {
+            return self.uffd.move_pages(to, home, page);
+        }
+        let unburied = |error: Error| std::io::Error::other(error);
+        if range.buried.contains(&to) {
+            range.region.unbury(to, page).map_err(unburied)?;
+            match range.private {
+                true => self.uffd.register_protected(to, page)?,
+                false => self.uffd.register(to, page)?,
+            }
+            range.buried.remove(&to);
+        }
+        self.uffd.copy_pages(to, home, page, protected).inspect_err(|cause| {
+            // A part of a page would be taken for all of it.
+            if cause.raw_os_error() != Some(libc::EEXIST)
+                && let Err(error) = range.region.give_back(to, page)
+            {
+                tracing::error!(%error, to, "a page was copied in part");
+            }
         })
+    }
+
+    /// Lets a published page be written, which is pinned for that.
+    fn unprotect(&self, layout: &mut Layout, id: FrameId, page: u64) -> Result<()> {
+        self.uffd.protect(page, self.page(), false).map_err(|cause| failed("open", cause))?;
+        layout.frame(id)?.writable = true;
+        Ok(())
+    }
+
+    /// A page that is published, and whose bytes are lost or can be used no more, is there no more.
+    pub fn give_up(&self, page: u64) {
+        let mut layout = self.layout.lock();
+        let found = layout.range(page).filter(|range| range.private);
+        let occupant = found.and_then(|range| range.occupants.get(&page).copied());
+        if let Some(Err(error)) = occupant.map(|frame| self.take_back(&mut layout, FrameId::new(frame))) {
+            tracing::error!(%error, "a page that was lost is still there");
+        }
+    }
+
+    /// Marks a page that is not there as lost, and wakes who waits for it.
+    fn mark(&self, range: &mut Range, page: u64) -> std::io::Result<()> {
+        match &self.lost {
+            Lost::Poisoned => self.uffd.poison(page, self.page())?,
+            Lost::Buried(_) if range.buried.contains(&page) => self.uffd.wake(page, self.page())?,
+            Lost::Buried(empty) => {
+                range.region.bury(page, self.page(), empty.as_fd()).map_err(std::io::Error::other)?;
+                range.buried.insert(page);
+                self.uffd.wake(page, self.page())?;
+            }
+        }
+        // The kernel keeps the table of a slot that has two mappings, too.
+        self.tables.poison(page, self.page());
+        Ok(())
     }
 
     /// Threads that touch this page get SIGBUS, until it is filled after all.
     pub fn poison(&self, page: u64) {
-        // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
-        let mut layout = self.layout.lock();
-        let Some(range) = layout.range_mut(page) else { return };
-        range.wanted.remove(&page);
-        let Some(range) = layout.range(page) else { return };
-        let published = range.occupants.get(&page).is_some_and(|frame| layout.frames[*frame as usize].published);
-        if !published {
-            match self.uffd.poison(page, self.page()) {
-                Ok(()) => self.tables.poison(page, self.page()),
-                Err(cause) => tracing::error!(
-                    %cause,
-                    "a page whose fill failed could not be poisoned: threads wait for it for ever"
-                ),
-            }
+        if let Err(cause) = self.lose(page) {
+            tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
         }
     }
 
-    /// Moves the memory of a published frame home.
-    fn take_back(&self, frame: &mut Frame) -> Result<()> {
-        if let (true, Some(address)) = (frame.published, frame.behind) {
-            self.uffd.move_pages(frame.home, address, self.page()).map_err(|cause| failed("take back", cause))?;
-            frame.published = false;
-            self.tables.leave(address, self.page());
+    fn lose(&self, page: u64) -> std::io::Result<()> {
+        // Under the lock: a page that is published meanwhile is not poisoned, and nobody gives the range back.
+        let mut guard = self.layout.lock();
+        let Layout { frames, ranges, .. } = &mut *guard;
+        let Some((_, range)) = ranges.range_mut(..=page).next_back() else { return Ok(()) };
+        if page - range.region.start() >= range.region.len() {
+            return Ok(());
         }
+        range.wanted.remove(&page);
+        if range.occupants.get(&page).is_some_and(|frame| frames[*frame as usize].published) {
+            return Ok(());
+        }
+        self.mark(range, page)
+    }
+
+    /// Takes a published page away: the memory goes home, or, if it was copied, is given back.
+    fn take_back(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
+        let frame = layout.frame(id)?;
+        let (home, Some(address), true) = (frame.home, frame.behind, frame.published) else { return Ok(()) };
+        match layout.range(address) {
+            Some(range) if range.copied => range.region.give_back(address, self.page())?,
+            _ => {
+                self.uffd.move_pages(home, address, self.page()).map_err(|cause| failed("take back", cause))?;
+                layout.frame(id)?.at_home = true;
+            }
+        }
+        self.tables.leave(address, self.page());
+        let frame = layout.frame(id)?;
+        (frame.published, frame.writable) = (false, false);
         Ok(())
     }
 
     /// Leaves the frame behind no address.
     fn clear(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
+        self.take_back(layout, id)?;
         let frame = layout.frame(id)?;
-        self.take_back(frame)?;
         frame.hidden = false;
         if let Some(address) = frame.behind.take()
             && let Some(range) = layout.range_mut(address)
@@ -453,22 +644,47 @@ impl Core {
         Ok(())
     }
 
-    /// Brings memory in for a frame that has none.
-    fn give_memory(&self, id: FrameId) -> Result<()> {
-        let mut layout = self.layout.lock();
+    /// Brings memory in for a frame that is behind no address.
+    fn give_memory(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
         let frame = layout.frame(id)?;
-        if frame.has_memory {
+        if frame.at_home {
             return Ok(());
         }
-        let home = frame.home;
-        let Some(region) = layout.home(home) else {
-            return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
-        };
-        region.touch(home, self.page());
-        self.uffd.register(home, self.page()).map_err(|cause| failed("register", cause))?;
-        layout.frame(id)?.has_memory = true;
-        self.tables.home(self.page(), true);
+        let (home, page) = (frame.home, self.page());
+        if frame.registered {
+            // A touch there would be a fault.
+            let spare = match &mut layout.spare {
+                Some(spare) => spare,
+                none => none.insert(Self::addresses(page, page)?),
+            };
+            spare.touch(spare.start(), page);
+            self.uffd.move_pages(home, spare.start(), page).map_err(|cause| failed("give memory to", cause))?;
+        } else {
+            let Some(region) = layout.home(home) else {
+                return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
+            };
+            region.touch(home, page);
+            if self.mechanism == Mechanism::Move {
+                self.uffd.register(home, page).map_err(|cause| failed("register", cause))?;
+                layout.frame(id)?.registered = true;
+            }
+        }
+        let frame = layout.frame(id)?;
+        frame.at_home = true;
+        if !std::mem::replace(&mut frame.counted, true) {
+            self.tables.home(page, true);
+        }
         Ok(())
+    }
+
+    /// Addresses for pages of the device.
+    fn addresses(len: u64, page: u64) -> Result<Region> {
+        let region = Region::new(len, page.max(HUGE))?;
+        match page >= HUGE {
+            true => region.want_huge_pages(),
+            false => region.refuse_huge_pages(),
+        }
+        Ok(region)
     }
 
     fn no_such_address(address: DeviceAddress) -> Error {
@@ -529,15 +745,25 @@ impl Device for FaultingDevice {
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
         let page = self.core.page();
         let region = Region::new(u64::from(pages.max(1)) * page, page)?;
-        if page >= HUGE {
-            region.want_huge_pages();
+        match page >= HUGE {
+            true => region.want_huge_pages(),
+            false => region.refuse_huge_pages(),
         }
         let start = region.start();
         self.core.uffd.register(start, region.len()).map_err(|cause| {
             Error::io("register a range with userfaultfd", cause).remedy("close other mappings (vm.max_map_count)")
         })?;
         let end = start + region.len();
-        let range = Range { region, occupants: HashMap::new(), wanted: HashSet::new(), handler: None, end };
+        let range = Range {
+            region,
+            occupants: HashMap::new(),
+            wanted: HashSet::new(),
+            handler: None,
+            end,
+            private: false,
+            copied: self.core.mechanism == Mechanism::Copy,
+            buried: HashSet::new(),
+        };
         self.core.tables.add_range(start, end - start);
         self.core.layout.lock().ranges.insert(start, range);
         Ok(DeviceAddress::new(start))
@@ -545,15 +771,12 @@ impl Device for FaultingDevice {
 
     fn release(&self, base: DeviceAddress, _pages: u32) -> Result<()> {
         let mut layout = self.core.layout.lock();
-        let Some(mut range) = layout.ranges.remove(&base.get()) else { return Err(Core::no_such_address(base)) };
-        for (_, frame) in range.occupants.drain() {
-            let frame = layout.frame(FrameId::new(frame))?;
-            self.core.take_back(frame)?;
-            (frame.behind, frame.hidden) = (None, false);
-        }
-        drop(range);
+        let Some(range) = layout.ranges.get(&base.get()) else { return Err(Core::no_such_address(base)) };
+        let occupants: Vec<u32> = range.occupants.values().copied().collect();
+        let cleared = occupants.iter().try_for_each(|frame| self.core.clear(&mut layout, FrameId::new(*frame)));
+        layout.ranges.remove(&base.get());
         self.core.tables.remove_range(base.get());
-        Ok(())
+        cleared
     }
 
     fn page_tables(&self) -> Bytes {
@@ -571,10 +794,7 @@ impl Device for FaultingDevice {
         if more == 0 {
             return Ok(());
         }
-        let region = Region::new(more as u64 * page, page.max(HUGE))?;
-        if page >= HUGE {
-            region.want_huge_pages();
-        }
+        let region = Core::addresses(more as u64 * page, page)?;
         let homes = (0..more as u64).map(|at| region.start() + at * page);
         layout.frames.extend(homes.map(|home| Frame { home, ..Frame::default() }));
         layout.homes.push(region);
@@ -582,9 +802,9 @@ impl Device for FaultingDevice {
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.core.give_memory(frame)?;
         let mut layout = self.core.layout.lock();
         self.core.clear(&mut layout, frame)?;
+        self.core.give_memory(&mut layout, frame)?;
         let before = layout.range(address.get()).map(|range| range.occupants.get(&address.get()).copied());
         match before {
             None => return Err(Core::no_such_address(address)),
@@ -616,7 +836,7 @@ impl Device for FaultingDevice {
             return Ok(());
         }
         let of_file = layout.range(address.get()).is_some_and(|range| range.handler.is_some());
-        match self.core.publish(&mut layout, frame, address.get()) {
+        match self.core.publish(&mut layout, frame, address.get(), false) {
             // Its bytes are there: the thread of faults shows it when the kernel can.
             Err(error) if of_file && crate::uffd::is_momentary(&error) => {
                 tracing::debug!(%error, "a page that was filled is shown later");
@@ -629,7 +849,17 @@ impl Device for FaultingDevice {
 
     fn publish(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
-        if layout.frame(frame)?.published { Ok(()) } else { self.core.publish(&mut layout, frame, address.get()) }
+        let Frame { published, writable, .. } = *layout.frame(frame)?;
+        if !published {
+            return self.core.publish(&mut layout, frame, address.get(), false);
+        }
+        if writable {
+            // What reads it needs bytes that stay, and what is written later makes the page dirty again.
+            let protected = self.core.uffd.protect(address.get(), self.core.page(), true);
+            protected.map_err(|cause| failed("protect", cause))?;
+            layout.frame(frame)?.writable = false;
+        }
+        Ok(())
     }
 
     fn hides_pages(&self) -> bool {
@@ -646,7 +876,7 @@ impl Device for FaultingDevice {
             match frame {
                 (_, Frame { published: true, .. }) => {}
                 (id, Frame { hidden: true, .. }) => {
-                    if let Err(error) = self.core.publish(&mut layout, FrameId::new(id), page) {
+                    if let Err(error) = self.core.publish(&mut layout, FrameId::new(id), page, false) {
                         tracing::debug!(%error, "a hidden page that was pinned was not shown at once");
                     }
                 }
@@ -662,8 +892,7 @@ impl Device for FaultingDevice {
 
     fn protect(&self, frame: FrameId) -> Result<()> {
         if STRICT {
-            let mut layout = self.core.layout.lock();
-            self.core.take_back(layout.frame(frame)?)?;
+            self.core.take_back(&mut self.core.layout.lock(), frame)?;
         }
         Ok(())
     }
@@ -674,24 +903,31 @@ impl Device for FaultingDevice {
 
     fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
         let mut layout = self.core.layout.lock();
-        let has_memory = layout.frame(frame)?.has_memory;
-        Ok(if has_memory { Bytes::new(self.core.page()) } else { Bytes::ZERO })
+        Ok(if layout.frame(frame)?.has_memory() { Bytes::new(self.core.page()) } else { Bytes::ZERO })
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
         let mut layout = self.core.layout.lock();
         self.core.clear(&mut layout, frame)?;
         let found = layout.frame(frame)?;
-        if !std::mem::take(&mut found.has_memory) {
+        let counted = std::mem::take(&mut found.counted);
+        if counted {
+            self.core.tables.home(self.core.page(), false);
+        }
+        if !found.at_home {
             return Ok(());
         }
-        let home = found.home;
-        self.core.tables.home(self.core.page(), false);
-        self.core.uffd.unregister(home, self.core.page()).map_err(|cause| failed("give back", cause))?;
-        match layout.home(home) {
-            Some(region) => region.give_back(home, self.core.page()),
-            None => Ok(()),
+        let (home, page) = (found.home, self.core.page());
+        // Its next memory comes by a touch, which makes huge pages.
+        if found.registered {
+            self.core.uffd.unregister(home, page).map_err(|cause| failed("give back", cause))?;
+            layout.frame(frame)?.registered = false;
         }
+        if let Some(region) = layout.home(home) {
+            region.give_back(home, page)?;
+        }
+        layout.frame(frame)?.at_home = false;
+        Ok(())
     }
 
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {

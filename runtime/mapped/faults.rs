@@ -24,7 +24,13 @@
 //! its page cannot be read.
 //!
 //! If this thread panics, it touches nothing any more but the faults themselves: whoever waits and whoever touches a
-//! page that is not there gets SIGBUS, and the reason is told.
+//! page that is not there, or writes one that is protected, gets SIGBUS, and the reason is told.
+//!
+//! # Writes
+//!
+//! A write to a page of a private range waits until the page is pinned for writing, so it is dirty. That pin is kept as
+//! others are. It waits for pins of the page, so the thread lets go of its own before it asks, and keeps no other of
+//! the page while it waits; nobody else has any. It waits for a write back of the page too: that ends.
 //!
 //! [`Runtime::keep_frames`]: outcore::Runtime
 
@@ -41,7 +47,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use outcore::{Error, ErrorKind, PinSet, Result};
+use outcore::{Error, ErrorKind, PinSet, Result, Write};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -62,12 +68,23 @@ const AGAIN_MAX: Duration = Duration::from_millis(50);
 /// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
 const QUIET: Duration = Duration::from_millis(100);
 
+/// What keeps pages where they are.
+#[derive(Debug)]
+#[expect(dead_code, reason = "held, and never looked at")]
+pub enum Pins {
+    Read(PinSet),
+    /// Nobody else has pins of these pages, and they are dirty.
+    Write(PinSet<Write>),
+}
+
 /// Pages of a range that are used together.
 pub struct Request {
     /// Where they begin in the range, ascending. Each is published as soon as it is filled.
     pub pages: Vec<u64>,
+    /// Whether they are to be written.
+    pub writes: bool,
     /// The pin of all of them.
-    pub pins: Pin<Box<dyn Future<Output = Result<PinSet>> + Send>>,
+    pub pins: Pin<Box<dyn Future<Output = Result<Pins>> + Send>>,
 }
 
 /// Who answers for the pages of a range.
@@ -75,6 +92,12 @@ pub trait Handler: Send + Sync + fmt::Debug {
     /// What is to be asked for because the byte `offset` of the range was touched: first the page that holds it, alone.
     /// Nothing if the range has no such page.
     fn requests(&self, offset: u64) -> Vec<Request>;
+    /// The same for a write, in a range that is private: one page.
+    fn request_to_write(&self, offset: u64) -> Option<Request>;
+    /// Whether the range is private, so that it may be written.
+    fn is_private(&self) -> bool;
+    /// This page is about to be written.
+    fn will_be_written(&self, offset: u64);
     /// Whether this page is hidden again when it is let go, so that its next use is seen.
     fn hides(&self, page: u64) -> bool;
     /// How many pins the page has. Takes no lock.
@@ -98,7 +121,7 @@ pub struct Held {
     /// Whether they are kept because the program told of them, and not because a thread waited for them.
     pub told: bool,
     /// Held, and never looked at.
-    pub _pins: PinSet,
+    pub _pins: Pins,
 }
 
 #[derive(Default)]
@@ -166,6 +189,11 @@ impl Keeper {
     /// The pages at these addresses are not let go from now on; others are.
     fn guard(&self, pages: Vec<u64>) {
         self.0.lock().guarded = pages;
+    }
+
+    /// Lets go of a page that is to be written: a pin for writing waits for all others.
+    fn let_write(&self, range: u64, page: u64) {
+        self.drop_all(|held| held.range == range && held.pages.contains(&page));
     }
 
     /// As [`guard`](Self::guard), and all other pages are let go.
@@ -357,13 +385,15 @@ struct Pending {
     handler: Weak<dyn Handler>,
     request: Request,
     waker: Arc<Rung>,
+    /// What it was asked for first.
+    fault: Fault,
     /// How often it failed before.
     failed: u32,
 }
 
 /// A page that the kernel refused to move for the moment: it is asked for again.
 struct Later {
-    address: u64,
+    fault: Fault,
     failed: u32,
     at: Instant,
 }
@@ -462,7 +492,7 @@ impl Worker {
         for pending in &self.pending {
             pending.request.pages.iter().for_each(|page| core.want(pending.range + page));
         }
-        self.later.retain(|later| pages.contains(&(later.address - later.address % core.page())));
+        self.later.retain(|later| pages.contains(&(later.fault.address - later.fault.address % core.page())));
         self.bell.keeper.keep_only(pages);
     }
 
@@ -478,8 +508,8 @@ impl Worker {
     fn bring_later(&mut self, core: &Arc<Core>) {
         let now = Instant::now();
         while let Some(at) = self.later.iter().position(|later| later.at <= now) {
-            let Later { address, failed, .. } = self.later.swap_remove(at);
-            self.bring(core, address, failed);
+            let Later { fault, failed, .. } = self.later.swap_remove(at);
+            self.bring(core, fault, failed);
         }
     }
 
@@ -503,7 +533,7 @@ impl Worker {
                 // Nobody learns of faults any more.
                 return core.forbid_all();
             }
-            faults.iter().for_each(|fault| core.refuse(fault.address - fault.address % core.page()));
+            faults.iter().for_each(|fault| core.refuse(fault.address - fault.address % core.page(), fault.writes));
             quietly(&mut || self.obey(None));
             if self.bell.closing.load(Ordering::Acquire) && !core.has_handlers() {
                 return;
@@ -535,7 +565,7 @@ impl Worker {
     /// A thread waits for the page of this address.
     fn fault(&mut self, core: &Arc<Core>, fault: Fault) {
         let (page, since) = (fault.address - fault.address % core.page(), Instant::now());
-        if core.wake_if_published(page) {
+        if core.wake_if_published(page, fault.writes) {
             return;
         }
         let Some((handler, range)) = core.handler(page) else {
@@ -549,7 +579,7 @@ impl Worker {
         }
         let most = if self.starving { 1 } else { asked.turns() };
         if self.turns.may_have(fault, page, most) || core.has_frame(page) {
-            self.bring(core, fault.address, 0);
+            self.bring(core, fault, 0);
         }
         // A turn may have ended.
         self.keep_turns();
@@ -564,12 +594,13 @@ impl Worker {
         let most = handler.filter(|_| !self.starving).map_or(1, |handler| handler.turns());
         let Some(fault) = self.turns.next(most, Instant::now(), page_of) else { return false };
         self.keep_turns();
-        self.bring(core, fault.address, 0);
+        self.bring(core, fault, 0);
         true
     }
 
     /// Asks for what is to be there because this address was touched, after it `failed` so often.
-    fn bring(&mut self, core: &Arc<Core>, address: u64, failed: u32) {
+    fn bring(&mut self, core: &Arc<Core>, fault: Fault, failed: u32) {
+        let Fault { address, writes, .. } = fault;
         let page = address - address % core.page();
         let asked = core.handler(page).and_then(|(handler, range)| Some((handler.upgrade()?, handler, range)));
         let Some((asked, handler, range)) = asked else {
@@ -577,6 +608,21 @@ impl Worker {
             return core.poison(page);
         };
         let alone = [page - range];
+        if self.is_to_be_written(range, page - range) {
+            // The page is shown when it may be written, to readers too.
+            return;
+        }
+        if writes && asked.is_private() {
+            self.bell.keeper.let_write(range, page - range);
+            match asked.request_to_write(address - range) {
+                Some(request) => self.ask(range, handler, request, fault, failed),
+                None => {
+                    self.ended(core, page);
+                    core.poison(page);
+                }
+            }
+            return;
+        }
         // An earlier request may be in the pager's line for a frame. A page that is there by now, because the thread
         // holds a guard of it, is pinned at once by a new one.
         let asked_for = |pending: &Pending| pending.range == range && pending.request.pages == alone;
@@ -592,10 +638,20 @@ impl Worker {
             let again = |pending: &Pending| pending.range == range && pending.request.pages == request.pages;
             if request.pages == alone || !self.pending.iter().any(again) {
                 request.pages.iter().for_each(|page| core.want(range + page));
-                let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
-                self.pending.push(Pending { range, handler: handler.clone(), request, waker, failed });
+                self.ask(range, handler.clone(), request, fault, failed);
             }
         }
+    }
+
+    fn ask(&mut self, range: u64, handler: Weak<dyn Handler>, request: Request, fault: Fault, failed: u32) {
+        let waker = Arc::new(Rung { bell: self.bell.clone(), rung: AtomicBool::new(true) });
+        self.pending.push(Pending { range, handler, request, waker, fault, failed });
+    }
+
+    /// Whether a pin of this page for writing is under way.
+    fn is_to_be_written(&self, range: u64, page: u64) -> bool {
+        let writes = |pending: &Pending| pending.request.writes && pending.range == range;
+        self.pending.iter().any(|pending| writes(pending) && pending.request.pages.contains(&page))
     }
 
     /// Nobody waits for this page any more.
@@ -616,11 +672,21 @@ impl Worker {
                 at += 1;
                 continue;
             };
-            let Pending { range, handler, request, failed, .. } = self.pending.swap_remove(at);
+            let Pending { range, handler, request, fault, failed, .. } = self.pending.swap_remove(at);
             let answers = handler.upgrade();
-            let shown = result
-                .and_then(|pins| request.pages.iter().try_for_each(|page| core.show(range + page)).map(|()| pins));
+            let writes = request.writes;
+            let show = |page: &u64| {
+                if let Some(answers) = answers.as_ref().filter(|_| writes) {
+                    answers.will_be_written(*page);
+                }
+                core.show(range + page, writes)
+            };
+            let shown = result.and_then(|pins| request.pages.iter().try_for_each(show).map(|()| pins));
             match shown {
+                // Kept, they would be waited for by the pin for writing.
+                Ok(_pins) if request.pages.iter().any(|page| self.is_to_be_written(range, *page)) => {
+                    request.pages.iter().for_each(|page| self.ended(core, range + page));
+                }
                 Ok(pins) => {
                     request.pages.iter().for_each(|page| self.ended(core, range + page));
                     let most = answers.filter(|_| !self.starving).map_or(1, |answers| answers.may_keep());
@@ -639,19 +705,19 @@ impl Worker {
                 Err(error) if uffd::is_momentary(&error) => {
                     tracing::debug!(%error, "a page that was touched is asked for again later");
                     let at = Instant::now() + AGAIN.saturating_mul(1 << failed.min(16)).min(AGAIN_MAX);
-                    let of = |page: u64| Later { address: range + page, failed: failed.saturating_add(1), at };
-                    self.later.extend(request.pages.into_iter().map(of));
+                    self.later.push(Later { fault, failed: failed.saturating_add(1), at });
                 }
                 Err(error) if error.is_transient() && failed < FAILED_MAX => {
                     tracing::debug!(%error, "a page that was touched is asked for again");
-                    for page in request.pages {
-                        self.bring(core, range + page, failed + 1);
-                    }
+                    self.bring(core, fault, failed + 1);
                 }
                 Err(error) => {
                     for page in request.pages {
                         if let Some(answers) = &answers {
                             answers.failed(page, error.clone());
+                        }
+                        if writes {
+                            core.give_up(range + page);
                         }
                         core.poison(range + page);
                         self.ended(core, range + page);
@@ -717,6 +783,13 @@ mod tests {
 
     impl Handler for Panics {
         fn shown(&self, _page: u64, _took: Duration) {}
+        fn request_to_write(&self, _: u64) -> Option<Request> {
+            panic!("on purpose")
+        }
+        fn is_private(&self) -> bool {
+            true
+        }
+        fn will_be_written(&self, _: u64) {}
         fn requests(&self, _: u64) -> Vec<Request> {
             panic!("on purpose")
         }

@@ -1,8 +1,8 @@
 //! Files larger than memory as plain slices.
 //!
-//! [`Mapped`] looks like a read-only mapping of a file. Behind it, pages come and go under the budgets of an
-//! [outcore] runtime: a touch of a page that is not there is a fault, which this crate handles by
-//! `userfaultfd(2)`.
+//! [`Mapped`] looks like a read-only mapping of a file, and [`MappedMut`] like one that is written privately. Behind
+//! them, pages come and go under the budgets of an [outcore] runtime: a touch of a page that is not there is a fault,
+//! which this crate handles by `userfaultfd(2)`.
 //!
 //! ```no_run
 //! use std::fs::File;
@@ -40,5 +40,6 @@ mod uffd;
 mod uses;
 
 pub use device::Faulting;
-pub use mapped::{Mapped, builder_for};
+pub use mapped::{Mapped, MappedMut, Written, builder_for, builder_on};
 pub use options::MapOptions;
+pub use uffd::Mechanism;

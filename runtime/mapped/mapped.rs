@@ -4,11 +4,11 @@ use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File};
 use std::future::Future;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts};
-use crate::faults::{self, FLOOR, Handler, Held, Request};
+use crate::faults::{self, FLOOR, Handler, Held, Pins, Request};
 use crate::foresight::Foresight;
 use crate::layers::{self, Layers, There};
 use crate::live;
@@ -92,6 +92,8 @@ struct Pages {
     frames: AtomicUsize,
     failure: Mutex<Option<Error>>,
     tell: OnceLock<fn(&Error)>,
+    private: bool,
+    written: Arc<Written>,
     own: Weak<Self>,
 }
 
@@ -118,9 +120,10 @@ impl Pages {
         let pins = Box::pin(async move {
             let walker = if of_expert { &this.drawn } else { this.uses.walker() };
             let request = walker.pin_set(&tensors);
-            if touched { request.never_refused().await } else { request.await }
+            let pins = if touched { request.never_refused().await } else { request.await };
+            pins.map(Pins::Read)
         });
-        Some(Request { pages: offsets, pins })
+        Some(Request { pages: offsets, writes: false, pins })
     }
 
     fn check_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
@@ -178,6 +181,16 @@ impl Pages {
         self.start + u64::from(index) * self.page
     }
 
+    /// There is a fault on this page, of an expert or not.
+    fn count_fault(&self, index: u32, of_expert: bool) {
+        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
+            self.count_frames();
+        }
+        if !of_expert {
+            self.tell_of_the_unseen(index);
+        }
+    }
+
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
     fn tell_of_the_unseen(&self, index: u32) {
         let was_there = self.core.is_published(self.address(index));
@@ -203,14 +216,10 @@ impl Handler for Pages {
     fn requests(&self, offset: u64) -> Vec<Request> {
         let page = (offset / self.page) as u32;
         let expert = self.experts.at(offset);
-        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
-            self.count_frames();
-        }
-        if expert.is_none() {
-            self.tell_of_the_unseen(page);
-        }
+        self.count_fault(page, expert.is_some());
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
-        if let Some(expert) = expert {
+        // A pin of several pages would wait for those that are written.
+        if let Some(expert) = expert.filter(|_| !self.private) {
             self.touched.fetch_add(1, Ordering::Relaxed);
             let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
             if untold && self.foresees.load(Ordering::Relaxed) {
@@ -226,6 +235,26 @@ impl Handler for Pages {
             }
         }
         requests
+    }
+
+    fn request_to_write(&self, offset: u64) -> Option<Request> {
+        let page = (offset / self.page) as u32;
+        let of_expert = self.experts.at(offset).is_some();
+        self.count_fault(page, of_expert);
+        let (tensor, this) = (self.run(page, page + 1)?, self.own.upgrade()?);
+        let pins = Box::pin(async move {
+            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
+            walker.pin_set_mut(std::slice::from_ref(&tensor)).never_refused().await.map(Pins::Write)
+        });
+        Some(Request { pages: self.offsets(&[page]), writes: true, pins })
+    }
+
+    fn is_private(&self) -> bool {
+        self.private
+    }
+
+    fn will_be_written(&self, offset: u64) {
+        self.written.add(offset);
     }
 
     fn hides(&self, page: u64) -> bool {
@@ -321,12 +350,17 @@ fn page_size_for(path: &Path) -> Option<PageSize> {
 /// # Errors
 /// As for [`Faulting::new`].
 pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
-    let builder = Runtime::builder().device(Faulting::new()?).policy(PolicyKind::Model);
-    let Some(page_size) = page_size_for(path.as_ref()) else { return Ok(builder) };
+    Ok(builder_on(Faulting::new()?, path))
+}
+
+/// As [`builder_for`], with a device whose [mechanism](crate::Mechanism) was chosen.
+pub fn builder_on(device: Faulting, path: impl AsRef<Path>) -> RuntimeBuilder {
+    let builder = Runtime::builder().device(device).policy(PolicyKind::Model);
+    let Some(page_size) = page_size_for(path.as_ref()) else { return builder };
     // As many bytes on their way as larger pages would have.
-    let depth = (IN_FLIGHT / page_size.bytes()).clamp(16, 64) as u32;
-    let store = StoreOptions::new(IoBackend::Auto).depth(QueueDepth::new(depth)?);
-    Ok(builder.page_size(page_size).store(store))
+    let depth = QueueDepth::new((IN_FLIGHT / page_size.bytes()).clamp(16, 64) as u32);
+    let builder = builder.page_size(page_size);
+    depth.into_iter().fold(builder, |builder, depth| builder.store(StoreOptions::new(IoBackend::Auto).depth(depth)))
 }
 
 /// The runtime of [`Mapped::map`]. Its pages fit the first file.
@@ -340,6 +374,23 @@ fn own_runtime(first: &Path) -> Result<&'static Runtime> {
     let builder = builder_for(first)?.device_budget(budget);
     // It lives as long as the process: a mapping may be a static.
     Ok(own.insert(Box::leak(Box::new(builder.open()?))))
+}
+
+/// The name of an open file, by which pages of it can be read.
+///
+/// # Errors
+/// `NotFound` if it has none any more.
+fn path_of(file: &File) -> Result<PathBuf> {
+    let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
+    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
+        .map_err(|cause| io("ask for the name of an open file", cause))?;
+    let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
+    let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
+    if !named {
+        let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
+        return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
+    }
+    Ok(path)
 }
 
 /// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
@@ -375,15 +426,7 @@ impl Mapped {
     /// As for [`open`](Self::open), and [`NotFound`](ErrorKind::NotFound) if the file has no name any more, because it
     /// was removed or replaced: pages are read again later, by its name.
     pub fn map(file: &File) -> Result<Self> {
-        let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
-        let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
-            .map_err(|cause| io("ask for the name of an open file", cause))?;
-        let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
-        let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
-        if !named {
-            let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
-            return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
-        }
+        let path = path_of(file)?;
         Self::open(own_runtime(&path)?, path)
     }
 
@@ -396,10 +439,10 @@ impl Mapped {
     /// - [`NotFound`](ErrorKind::NotFound), [`PermissionDenied`](ErrorKind::PermissionDenied),
     ///   [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`Runtime::open_model`].
     pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
-        Self::open_with(runtime, path.as_ref(), &MapOptions::new())
+        Self::open_with(runtime, path.as_ref(), &MapOptions::new(), false)
     }
 
-    pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions) -> Result<Self> {
+    pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions, private: bool) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
         if frames < 4 {
@@ -408,7 +451,8 @@ impl Mapped {
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );
         }
-        let model = runtime.open_parsed(format::open_bytes(path)?)?;
+        let header = format::open_bytes(path)?;
+        let model = if private { runtime.open_private(header)? } else { runtime.open_parsed(header)? };
         let bytes = model.tensor(BYTES)?;
         let start = bytes.address();
         let Some(core) = device::find(start) else {
@@ -418,6 +462,9 @@ impl Mapped {
         };
         let len = usize::try_from(bytes.size().get())
             .map_err(|_| Error::new(ErrorKind::OutOfMemory, "the file is larger than this process's addresses"))?;
+        if private {
+            core.make_private(start)?;
+        }
         let page = core.page();
         let drawn = runtime.walker()?;
         let model = model_of(path);
@@ -459,6 +506,8 @@ impl Mapped {
             frames: AtomicUsize::new(frames as usize),
             failure: Mutex::new(None),
             tell: OnceLock::new(),
+            private,
+            written: Arc::new(Written::new(page, if private { len as u64 } else { 0 })),
             own: own.clone(),
         });
         let handler: Weak<dyn Handler> = Arc::downgrade(&(pages.clone() as Arc<dyn Handler>));
@@ -524,7 +573,7 @@ impl Mapped {
         match shown {
             Ok(pins) => {
                 let handler: Weak<dyn Handler> = known.own.clone();
-                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: pins };
+                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: Pins::Read(pins) };
                 self.core.bell().keeper().keep(&self.core, held, known.may_keep());
                 // So that the thread sees that something is kept, and lets it go in time.
                 self.core.bell().ring();
@@ -656,7 +705,7 @@ impl Deref for Mapped {
     fn deref(&self) -> &[u8] {
         // SAFETY: the range belongs to the segment of `pages.bytes`, which lives as long as `self`, and has `len` bytes
         // of the file. It is registered with userfaultfd: a page that is not there is filled before the access goes on,
-        // or the thread gets a signal. Nobody writes a file's segment: its pages are only read, and a page that is
+        // or the thread gets a signal. Nobody writes a file's segment but through `MappedMut`, as there: a page that is
         // taken away comes back with the same bytes, since the store compares the file's identity at each read.
         unsafe { std::slice::from_raw_parts(ptr::with_exposed_provenance(self.start as usize), self.len) }
     }
@@ -684,5 +733,150 @@ impl Drop for Mapped {
             }
         });
         faults::forget(&self.core, self.start);
+    }
+}
+
+/// Which pages of a [`MappedMut`] file were written. It takes no lock and no memory to look at it, so a child by `fork`
+/// can.
+#[derive(Debug)]
+pub struct Written {
+    page: u64,
+    len: u64,
+    bits: Box<[AtomicU64]>,
+}
+
+impl Written {
+    fn new(page: u64, len: u64) -> Self {
+        Self { page, len, bits: (0..len.div_ceil(page).div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// The page that begins here is about to be written.
+    fn add(&self, offset: u64) {
+        let page = offset / self.page;
+        if let Some(bits) = self.bits.get((page / 64) as usize) {
+            bits.fetch_or(1 << (page % 64), Ordering::Release);
+        }
+    }
+
+    fn has(&self, page: u64) -> bool {
+        self.bits.get((page / 64) as usize).is_some_and(|bits| bits.load(Ordering::Acquire) >> (page % 64) & 1 == 1)
+    }
+
+    /// The pages, as ranges of bytes of the file, ascending.
+    pub fn parts(&self) -> impl Iterator<Item = Range<u64>> {
+        let written = (0..self.len.div_ceil(self.page)).filter(|page| self.has(*page));
+        written.map(|page| page * self.page..((page + 1) * self.page).min(self.len))
+    }
+}
+
+/// A file as a plain slice of bytes that can be written, in place of `memmap2::MmapMut::map_copy`: what is written is
+/// seen here alone, and the file is never changed.
+///
+/// Pages come and go as those of a [`Mapped`] file do. A page that was written goes to the runtime's scratch file, and
+/// comes from there. The scratch file takes room for a page when the page leaves memory for the first time. If the disk
+/// has none, the page stays in memory, and the write is tried again; after eight tries, or three while somebody waits
+/// for its frame, its bytes are lost: the thread that touches it next gets SIGBUS, and
+/// [`Runtime::health`](outcore::Runtime::health) says why.
+///
+/// It has a range and pages of its own. A page that is also mapped elsewhere is in memory twice.
+///
+/// Dropping it loses what was written. A child by `fork` does not have the range. What is read into it with `O_DIRECT`
+/// may be lost: such writes are no faults.
+pub struct MappedMut(pub(crate) Mapped);
+
+impl MappedMut {
+    /// Maps a whole open file on a runtime of this process's own, which [`Mapped::map`] uses too.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open) and [`Mapped::map`].
+    pub fn map(file: &File) -> Result<Self> {
+        let path = path_of(file)?;
+        Self::open(own_runtime(&path)?, path)
+    }
+
+    /// Maps a whole file, of any format. Reads nothing yet.
+    ///
+    /// # Errors
+    /// - As for [`Mapped::open`];
+    /// - [`Unsupported`](ErrorKind::Unsupported) where the kernel does not tell of writes
+    ///   ([`Faulting::maps_private`](crate::Faulting::maps_private));
+    /// - those of the scratch file, as for [`Runtime::open_private`].
+    pub fn open(runtime: &Runtime, path: impl AsRef<Path>) -> Result<Self> {
+        MapOptions::new().open_private(runtime, path)
+    }
+
+    /// Which pages were written. It outlives the mapping.
+    pub fn written(&self) -> Arc<Written> {
+        self.0.pages.written.clone()
+    }
+
+    /// As [`Mapped::let_go`].
+    pub fn let_go(&self) {
+        self.0.let_go();
+    }
+
+    /// As [`Mapped::most_pinned`].
+    pub fn most_pinned(&self) -> u64 {
+        self.0.most_pinned()
+    }
+
+    /// As [`Mapped::keep_order`].
+    pub fn keep_order(&self) {
+        self.0.keep_order();
+    }
+
+    /// As [`Mapped::look`].
+    pub fn look(&self) -> live::File {
+        self.0.look()
+    }
+
+    /// As [`Mapped::system_calls_wait`].
+    pub fn system_calls_wait(&self) -> bool {
+        self.0.system_calls_wait()
+    }
+
+    /// As [`Mapped::on_failure`].
+    pub fn on_failure(&self, tell: fn(&Error)) {
+        self.0.on_failure(tell);
+    }
+
+    /// As [`Mapped::failure`].
+    pub fn failure(&self) -> Option<Error> {
+        self.0.failure()
+    }
+}
+
+impl fmt::Debug for MappedMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MappedMut").field("tensor", &self.0.pages.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Deref for MappedMut {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for MappedMut {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `Mapped::deref`, and `&mut self` makes this the only slice of the range. Nobody else writes it:
+        // there are no pins of its tensor but those of the thread of faults. A page is dirty before it can be written,
+        // so it comes back as it was left.
+        unsafe { std::slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(self.0.start as usize), self.0.len) }
+    }
+}
+
+impl AsRef<[u8]> for MappedMut {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl AsMut<[u8]> for MappedMut {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self
     }
 }

@@ -2,10 +2,13 @@
 
 use std::ffi::c_void;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::ptr;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
-use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munlock, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munlock, munmap,
+};
 
 /// A range of private, readable and writable addresses, without memory at first; aligned as it was asked to be.
 #[derive(Debug)]
@@ -58,6 +61,12 @@ impl Region {
         let _ = self.advise(self.start, self.len, Advice::LinuxHugepage);
     }
 
+    /// Asks for no huge pages: of a part of one that is given back, the kernel keeps the memory. A refusal costs memory
+    /// only, where the kernel makes huge pages unasked.
+    pub fn refuse_huge_pages(&self) {
+        let _ = self.advise(self.start, self.len, Advice::LinuxNoHugepage);
+    }
+
     /// Gives the memory of a part of the region back, and what marks it as poisoned.
     ///
     /// # Errors
@@ -95,13 +104,50 @@ impl Region {
         }
     }
 
+    /// Puts a mapping of an empty file in place of a part of the region: access to it raises SIGBUS. What was there is
+    /// gone.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn bury(&self, start: u64, len: u64, empty: BorrowedFd<'_>) -> Result<()> {
+        let place = self.place(start, len);
+        // Writable too: a write that is forbidden would be another signal.
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a part of the region, whose bytes are not needed. Nothing of it is mapped elsewhere.
+        let mapped = unsafe { mmap(place, len as usize, access, MapFlags::SHARED | MapFlags::FIXED, empty, 0) };
+        mapped.map_err(|cause| Error::io("mark a page as lost", io::Error::from(cause)))?;
+        self.advise(start, len, Advice::LinuxDontFork)
+    }
+
+    /// Undoes [`bury`](Self::bury). The part has no memory then, and is registered nowhere.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn unbury(&self, start: u64, len: u64) -> Result<()> {
+        let place = self.place(start, len);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: a part of the region that has nothing but the mark. As in `new`, what is locked gets memory at once,
+        // so it is made accessible when it is not locked.
+        let opened = unsafe {
+            mmap_anonymous(place, len as usize, ProtFlags::empty(), flags)
+                .and_then(|place| munlock(place, len as usize).map(|()| place))
+                .and_then(|place| mprotect(place, len as usize, MprotectFlags::READ | MprotectFlags::WRITE))
+        };
+        opened.map_err(|cause| Error::io("take the mark of a lost page away", io::Error::from(cause)))?;
+        self.advise(start, len, Advice::LinuxDontFork)
+    }
+
+    fn place(&self, start: u64, len: u64) -> *mut c_void {
+        debug_assert!(self.holds(start, len), "no part of the region");
+        ptr::with_exposed_provenance_mut(start as usize)
+    }
+
     fn holds(&self, start: u64, len: u64) -> bool {
         start >= self.start && start.saturating_add(len) <= self.start + self.len
     }
 
     fn advise(&self, start: u64, len: u64, advice: Advice) -> Result<()> {
-        debug_assert!(self.holds(start, len), "no part of the region");
-        let address = ptr::with_exposed_provenance_mut::<c_void>(start as usize);
+        let address = self.place(start, len);
         // SAFETY: a part of the region. Its bytes are not needed where the advice loses them: see the callers.
         unsafe { madvise(address, len as usize, advice) }
             .map_err(|cause| Error::io("advise the kernel about pages", io::Error::from(cause)))

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use outcore::{Result, Runtime};
 
-use crate::Mapped;
 use crate::remembered::Place;
+use crate::{Mapped, MappedMut};
 
 /// How a file is [mapped](Mapped::open), where that is not to be as usual.
 ///
@@ -59,7 +59,15 @@ impl MapOptions {
     /// # Errors
     /// As for [`Mapped::open`].
     pub fn open(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<Mapped> {
-        Mapped::open_with(runtime, path.as_ref(), self)
+        Mapped::open_with(runtime, path.as_ref(), self, false)
+    }
+
+    /// As [`MappedMut::open`].
+    ///
+    /// # Errors
+    /// As for [`MappedMut::open`].
+    pub fn open_private(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<MappedMut> {
+        Mapped::open_with(runtime, path.as_ref(), self, true).map(MappedMut)
     }
 
     pub(crate) fn place(&self, path: &Path, page: u64, pages: u32) -> Option<Place> {

@@ -38,7 +38,8 @@ struct Slots {
     pages: HashMap<u64, u32>,
     /// Slots that have a table and no page.
     empty: BTreeSet<u64>,
-    poisoned: BTreeSet<u64>,
+    /// Pages that are poisoned, and how long they are.
+    poisoned: BTreeMap<u64, u64>,
     /// Bytes of homes that have memory. They lie side by side.
     homes: u64,
 }
@@ -81,15 +82,22 @@ impl Tables {
     pub fn remove_range(&self, start: u64) {
         let mut slots = self.slots.lock();
         let Some(end) = slots.ranges.remove(&start) else { return };
-        slots.pages.retain(|slot, _| !(start / self.slot..end.div_ceil(self.slot)).contains(slot));
-        slots.empty.retain(|slot| !(start / self.slot..end.div_ceil(self.slot)).contains(slot));
-        slots.poisoned.retain(|page| !(start..end).contains(page));
+        let poisoned: Vec<_> = slots.poisoned.range(start..end).map(|(at, len)| (*at, *len)).collect();
+        for (at, len) in poisoned {
+            slots.poisoned.remove(&at);
+            self.uncount(&mut slots, at, len);
+        }
+        // A slot at one of the ends may have pages of another range.
+        let mine = self.slots_of(start, end - start);
+        let whole = start.div_ceil(self.slot)..end / self.slot;
+        slots.pages.retain(|slot, pages| !(whole.contains(slot) || (mine.contains(slot) && *pages == 0)));
+        slots.empty.retain(|slot| !mine.contains(slot));
     }
 
     /// A page is there now.
     pub fn enter(&self, at: u64, len: u64) {
         let mut slots = self.slots.lock();
-        if !slots.poisoned.remove(&at) {
+        if slots.poisoned.remove(&at).is_none() {
             self.count(&mut slots, at, len);
         }
     }
@@ -101,18 +109,7 @@ impl Tables {
         }
     }
 
-    /// A page that is not there is marked as poisoned. The mark lives in the table.
-    pub fn poison(&self, at: u64, len: u64) {
-        let mut slots = self.slots.lock();
-        if slots.poisoned.insert(at) {
-            self.count(&mut slots, at, len);
-        }
-    }
-
-    /// A page is there no more. Gives tables back if too many slots are empty: the caller holds the lock under which
-    /// pages come.
-    pub fn leave(&self, at: u64, len: u64) {
-        let mut slots = self.slots.lock();
+    fn uncount(&self, slots: &mut Slots, at: u64, len: u64) {
         for slot in self.slots_of(at, len) {
             if let Some(pages) = slots.pages.get_mut(&slot) {
                 *pages -= 1;
@@ -121,6 +118,21 @@ impl Tables {
                 }
             }
         }
+    }
+
+    /// A page that is not there is marked as poisoned. The mark lives in the table.
+    pub fn poison(&self, at: u64, len: u64) {
+        let mut slots = self.slots.lock();
+        if slots.poisoned.insert(at, len).is_none() {
+            self.count(&mut slots, at, len);
+        }
+    }
+
+    /// A page is there no more. Gives tables back if too many slots are empty: the caller holds the lock under which
+    /// pages come.
+    pub fn leave(&self, at: u64, len: u64) {
+        let mut slots = self.slots.lock();
+        self.uncount(&mut slots, at, len);
         if self.frees && slots.empty.len() > KEPT {
             self.give_back(&mut slots);
         }
@@ -217,6 +229,28 @@ mod tests {
         assert!(tables.slots.lock().poisoned.is_empty());
         tables.remove_range(start);
         assert_eq!(held(), 0);
+    }
+
+    /// The slot was forgotten with the first range, and the pages that the other one had in it came to less than none.
+    #[test]
+    fn regression_a_range_that_goes_leaves_the_pages_of_its_neighbour() {
+        let (tables, page) = (Tables::new(), page_size() as u64);
+        let slot = tables.slot;
+        let middle = 9 * slot + 3 * page;
+        tables.add_range(8 * slot, middle - 8 * slot);
+        tables.add_range(middle, 2 * slot);
+        tables.enter(middle, page);
+        tables.enter(middle + page, page);
+        tables.enter(middle - page, page);
+        tables.poison(middle - 2 * page, page);
+        tables.leave(middle - page, page);
+        tables.remove_range(8 * slot);
+        assert_eq!(tables.held().get(), page);
+        tables.enter(middle + 2 * page, page);
+        (0..3).for_each(|nth| tables.leave(middle + nth * page, page));
+        assert!(tables.slots.lock().pages.values().all(|pages| *pages == 0));
+        tables.remove_range(middle);
+        assert_eq!(tables.held().get(), 0);
     }
 
     #[test]

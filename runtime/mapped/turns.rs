@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 pub struct Fault {
     pub address: u64,
     pub thread: u64,
+    /// Whether it is a write that waits.
+    pub writes: bool,
 }
 
 /// Pages that an instruction may need at once.
@@ -28,6 +30,8 @@ struct Turn {
     thread: u64,
     /// The oldest first.
     pages: VecDeque<u64>,
+    /// Whether it is a write that waits for the last one.
+    writes: bool,
     /// Since when all of them are there; `None` while one is on its way.
     since: Option<Instant>,
 }
@@ -63,7 +67,7 @@ impl Turns {
         }
         let Some(at) = self.turns.iter().position(|turn| turn.thread == thread) else {
             if self.turns.len() < most.max(1) && self.line.is_empty() {
-                self.begin(thread, page);
+                self.begin(fault, page);
                 return true;
             }
             self.line.push_back(fault);
@@ -82,12 +86,13 @@ impl Turns {
         if !turn.pages.contains(&page) {
             turn.pages.push_back(page);
         }
-        turn.since = None;
+        (turn.writes, turn.since) = (fault.writes, None);
         true
     }
 
-    fn begin(&mut self, thread: u64, page: u64) {
-        self.turns.push(Turn { thread, pages: VecDeque::from([page]), since: None });
+    fn begin(&mut self, fault: Fault, page: u64) {
+        let Fault { thread, writes, .. } = fault;
+        self.turns.push(Turn { thread, pages: VecDeque::from([page]), writes, since: None });
     }
 
     /// Who is in line first.
@@ -109,7 +114,7 @@ impl Turns {
             }
         }
         let fault = self.line.pop_front()?;
-        self.begin(fault.thread, page_of(fault.address));
+        self.begin(fault, page_of(fault.address));
         Some(fault)
     }
 
@@ -138,7 +143,7 @@ impl Turns {
         for turn in self.turns.drain(1.min(self.turns.len())..) {
             // What it waits for is its last page.
             let waits = turn.since.is_none().then(|| turn.pages.back().copied()).flatten();
-            self.line.extend(waits.map(|address| Fault { address, thread: turn.thread }));
+            self.line.extend(waits.map(|address| Fault { address, thread: turn.thread, writes: turn.writes }));
         }
     }
 
@@ -164,7 +169,7 @@ mod tests {
     use super::*;
 
     fn fault(thread: u64, address: u64) -> Fault {
-        Fault { address, thread }
+        Fault { address, thread, writes: false }
     }
 
     fn asks(turns: &mut Turns, thread: u64, page: u64) -> bool {

@@ -2,9 +2,11 @@
 //! ioctl_userfaultfd(2)).
 
 use std::ffi::c_void;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use outcore::{Error, ErrorKind, Result};
@@ -13,16 +15,23 @@ use rustix::mm::UserfaultfdFlags;
 use crate::turns::Fault;
 
 const API: u64 = 0xAA;
-/// `UFFD_FEATURE_THREAD_ID`, `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and `UFFD_FEATURE_MOVE` of
-/// linux/userfaultfd.h.
+/// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, `UFFD_FEATURE_THREAD_ID`, `UFFD_FEATURE_EXACT_ADDRESS`, `UFFD_FEATURE_POISON` and
+/// `UFFD_FEATURE_MOVE` of linux/userfaultfd.h.
+const FEATURE_WRITE_PROTECT: u64 = 1 << 0;
 const FEATURE_THREAD_ID: u64 = 1 << 8;
 const FEATURE_EXACT_ADDRESS: u64 = 1 << 11;
 const FEATURE_POISON: u64 = 1 << 14;
 const FEATURE_MOVE: u64 = 1 << 16;
 const REGISTER_MISSING: u64 = 1;
+const REGISTER_WRITE_PROTECT: u64 = 1 << 1;
+const COPY_PROTECTED: u64 = 1 << 1;
+const PROTECT: u64 = 1;
 const EVENT_PAGEFAULT: u8 = 0x12;
-/// A move that finds the page busy, or no memory for a page table, is tried again: at first at once, then with pauses,
-/// since whoever has the page may need this very processor. After about a second it fails.
+/// A fault of a write: to a missing page, or to a protected one.
+const FLAG_WRITE: u64 = 1 << 0;
+const FLAG_PROTECTED: u64 = 1 << 1;
+/// A move or a copy that finds the page busy, or no memory for a page table, is tried again: at first at once, then
+/// with pauses, since whoever has the page may need this very processor. After about a second it fails.
 const BUSY_AT_ONCE: u32 = 1_000;
 const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
@@ -67,6 +76,21 @@ struct Move {
 }
 
 #[repr(C)]
+struct Copy {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+#[repr(C)]
 struct Poison {
     range: Range,
     mode: u64,
@@ -85,24 +109,111 @@ struct Message {
     thread: u64,
 }
 
-/// A file descriptor of `userfaultfd`, with the features that pages are moved and poisoned by, and that tell which byte
-/// was touched by which thread.
+/// How the memory of a page that was read gets to the page's address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mechanism {
+    /// The kernel moves it there, and back: nothing is copied. `UFFDIO_MOVE`, Linux 6.8.
+    Move,
+    /// The kernel copies it there, and its first place is emptied. So one page at a time is in memory twice, and a page
+    /// costs about as much as its read from a fast disk. `UFFDIO_COPY`, Linux 4.14.
+    Copy,
+}
+
+impl FromStr for Mechanism {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "move" => Ok(Self::Move),
+            "copy" => Ok(Self::Copy),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("mechanism {text:?} is not known"))
+                .remedy("choose move or copy")),
+        }
+    }
+}
+
+impl fmt::Display for Mechanism {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Move => "UFFDIO_MOVE",
+            Self::Copy => "UFFDIO_COPY",
+        })
+    }
+}
+
+/// What this kernel's `userfaultfd` can do.
+#[derive(Clone, Copy, Debug)]
+pub struct Features(u64);
+
+impl Features {
+    const OF_MOVE: u64 = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
+
+    /// # Errors
+    /// `Unsupported` where the kernel is too old or forbids it.
+    pub fn probe() -> Result<Self> {
+        let mut api = Api { api: API, features: 0, ioctls: 0 };
+        let asked = Uffd::descriptor()?.call(request(0x3F, size_of::<Api>()), &mut api);
+        asked.map_err(|cause| too_old(&cause.to_string()))?;
+        let features = Self(api.features);
+        // Without it, whose turn it is is not known.
+        if features.has(FEATURE_THREAD_ID) { Ok(features) } else { Err(too_old("it does not say which thread waits")) }
+    }
+
+    fn has(self, features: u64) -> bool {
+        self.0 & features == features
+    }
+
+    /// The better mechanism that works here.
+    pub fn best(self) -> Mechanism {
+        if self.has(Self::OF_MOVE) { Mechanism::Move } else { Mechanism::Copy }
+    }
+
+    /// # Errors
+    /// `Unsupported` where this mechanism does not work.
+    pub fn allow(self, mechanism: Mechanism) -> Result<()> {
+        match mechanism {
+            Mechanism::Move if !self.has(Self::OF_MOVE) => {
+                Err(Error::new(ErrorKind::Unsupported, "this kernel's userfaultfd cannot move pages")
+                    .remedy("use Linux 6.8 or newer, or Mechanism::Copy"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What to ask for. Of what came with Linux 6.6 and later, `Copy` uses nothing, wherever it runs.
+    fn of(self, mechanism: Mechanism) -> u64 {
+        let optional = self.0 & (FEATURE_WRITE_PROTECT | FEATURE_EXACT_ADDRESS);
+        match mechanism {
+            Mechanism::Move => Self::OF_MOVE | optional,
+            Mechanism::Copy => FEATURE_THREAD_ID | optional,
+        }
+    }
+}
+
+fn too_old(why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd is too old: {why}"))
+        .remedy("use Linux 4.14 or newer, or pin tensors instead")
+}
+
+/// A file descriptor of `userfaultfd`, with the features that a [`Mechanism`] needs.
 #[derive(Debug)]
 pub struct Uffd {
     fd: OwnedFd,
+    protects: bool,
     /// Whether faults of the kernel come here too.
     of_kernel: bool,
     #[cfg(test)]
     refusals: Refusals,
 }
 
-/// For tests: how many moves the kernel is to refuse, and with which error.
+/// For tests: how many moves and copies the kernel is to refuse, and with which error.
 #[cfg(test)]
 pub type Refusals = parking_lot::Mutex<(u32, i32)>;
 
 /// What the kernel refuses now and may grant later: a page is in somebody's hands (pinned for a disk until its worker
 /// has let go, or read through /proc), addresses of the process are changed meanwhile, or its control group has no
-/// memory for a page table.
+/// memory for a page table or a copy.
 fn is_momentary_errno(number: Option<i32>) -> bool {
     matches!(number, Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM | libc::EINTR))
 }
@@ -122,7 +233,17 @@ pub fn is_momentary(error: &Error) -> bool {
 impl Uffd {
     /// # Errors
     /// `Unsupported` where the kernel is too old or forbids it.
-    pub fn open() -> Result<Self> {
+    pub fn open(mechanism: Mechanism) -> Result<Self> {
+        let features = Features::probe()?;
+        features.allow(mechanism)?;
+        let mut this = Self::descriptor()?;
+        let mut api = Api { api: API, features: features.of(mechanism), ioctls: 0 };
+        this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| too_old(&cause.to_string()))?;
+        this.protects = features.has(FEATURE_WRITE_PROTECT);
+        Ok(this)
+    }
+
+    fn descriptor() -> Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         // Faults of the kernel in these ranges may be handled by privileged processes only. The flag is the kernel's
         // UFFD_USER_MODE_ONLY, which rustix does not name.
@@ -138,23 +259,22 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        let this = Self {
+        Ok(Self {
             fd,
+            protects: false,
             of_kernel,
             #[cfg(test)]
             refusals: Refusals::default(),
-        };
-        let features = FEATURE_MOVE | FEATURE_POISON | FEATURE_EXACT_ADDRESS | FEATURE_THREAD_ID;
-        let mut api = Api { api: API, features, ioctls: 0 };
-        this.call(request(0x3F, size_of::<Api>()), &mut api).map_err(|cause| {
-            Error::new(ErrorKind::Unsupported, format!("this kernel's userfaultfd cannot move pages: {cause}"))
-                .remedy("use Linux 6.8 or newer, or pin tensors instead")
-        })?;
-        Ok(this)
+        })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// Whether pages can be protected against writes: Linux 5.7, and on some processors later.
+    pub fn protects(&self) -> bool {
+        self.protects
     }
 
     /// Whether a system call that meets a missing page waits for it.
@@ -165,6 +285,13 @@ impl Uffd {
     /// Sends faults on missing pages of the range here.
     pub fn register(&self, start: u64, len: u64) -> io::Result<()> {
         let mut arg = Register { range: Range { start, len }, mode: REGISTER_MISSING, ioctls: 0 };
+        self.call(request(0x00, size_of::<Register>()), &mut arg)
+    }
+
+    /// As [`register`](Self::register), and writes to pages that are protected are faults too.
+    pub fn register_protected(&self, start: u64, len: u64) -> io::Result<()> {
+        let mode = REGISTER_MISSING | REGISTER_WRITE_PROTECT;
+        let mut arg = Register { range: Range { start, len }, mode, ioctls: 0 };
         self.call(request(0x00, size_of::<Register>()), &mut arg)
     }
 
@@ -211,13 +338,50 @@ impl Uffd {
         Ok(())
     }
 
-    /// Has the next `count` moves refused.
+    /// Copies `len` bytes to new memory, and wakes the threads that wait there. Nothing is behind `to`. If `protected`,
+    /// a write there is a fault. If it fails, some pages of `to` may have memory.
+    pub fn copy_pages(&self, to: u64, from: u64, len: u64, protected: bool) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(refused) = self.refused() {
+            return Err(refused);
+        }
+        let mode = if protected { COPY_PROTECTED } else { 0 };
+        let (mut done, mut busy) = (0, 0);
+        while done < len {
+            let mut arg = Copy { to: to + done, from: from + done, len: len - done, mode, copied: 0 };
+            let Err(cause) = self.call(request(0x03, size_of::<Copy>()), &mut arg) else { return Ok(()) };
+            // A part was copied, or none for the moment.
+            if arg.copied > 0 {
+                done += arg.copied as u64;
+                busy = 0;
+            } else if !waited(&cause, &mut busy) {
+                return Err(cause);
+            }
+        }
+        Ok(())
+    }
+
+    /// From now on writes to these pages are faults, or are none any more. In the latter case it wakes who waits there.
+    /// When it returns, no write that saw the earlier state is under way.
+    pub fn protect(&self, start: u64, len: u64, protected: bool) -> io::Result<()> {
+        let mode = if protected { PROTECT } else { 0 };
+        let mut busy = 0;
+        loop {
+            let mut arg = WriteProtect { range: Range { start, len }, mode };
+            match self.call(request(0x06, size_of::<WriteProtect>()), &mut arg) {
+                Err(cause) if waited(&cause, &mut busy) => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// Has the next `count` moves and copies refused.
     #[cfg(test)]
     pub fn refuse(&self, count: u32, errno: i32) {
         *self.refusals.lock() = (count, errno);
     }
 
-    /// How many moves are still to be refused.
+    /// How many are still to be refused.
     #[cfg(test)]
     pub fn refusals(&self) -> u32 {
         self.refusals.lock().0
@@ -261,7 +425,11 @@ impl Uffd {
             Ok(bytes) => {
                 let messages = &messages[..bytes / size_of::<Message>()];
                 let faults = messages.iter().filter(|m| m.event == EVENT_PAGEFAULT);
-                found.extend(faults.map(|m| Fault { address: m.address, thread: m.thread & u64::from(u32::MAX) }));
+                found.extend(faults.map(|m| Fault {
+                    address: m.address,
+                    thread: m.thread & u64::from(u32::MAX),
+                    writes: m.flags & (FLAG_WRITE | FLAG_PROTECTED) != 0,
+                }));
                 Ok(())
             }
             Err(_) => match io::Error::last_os_error() {

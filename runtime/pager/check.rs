@@ -182,7 +182,7 @@ impl Pager {
 
     /// Whether a page may have bytes other than zero. Read-write pages are left out: tests that write check those.
     fn written(&self, page: PageId) -> bool {
-        self.segments[page.segment.index()].backing == super::Backing::File
+        self.segments[page.segment.index()].backing != super::Backing::ReadWrite
     }
 
     fn check_fills(&self) -> Result<(), String> {

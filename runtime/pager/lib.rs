@@ -290,6 +290,9 @@ pub enum Backing {
     File,
     /// Read-write memory: zero bytes until written, in the scratch file after the first write back.
     ReadWrite,
+    /// A model file of which a program writes its own copy: every page is always on disk, in the model file until the
+    /// first write back, in the scratch file after it.
+    CopyOnWrite,
 }
 
 /// Sizes, in pages.
@@ -668,7 +671,7 @@ impl Pager {
     pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, PageWords) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
-        self.writable += u32::from(backing == Backing::ReadWrite);
+        self.writable += u32::from(backing != Backing::File);
         let segment = SegmentId(self.segments.insert(table) as u32);
         self.numbers.add(segment, pages);
         self.host.add_segment(segment, pages);

@@ -665,7 +665,7 @@ impl Pager {
         self.numbers.remove(segment);
         self.lost.retain(|(page, _)| page.segment != segment);
         let table = self.segments.remove(segment.index());
-        self.writable -= u32::from(table.backing == super::Backing::ReadWrite);
+        self.writable -= u32::from(table.backing != super::Backing::File);
         fx.released.push(segment);
     }
 

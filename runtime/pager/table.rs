@@ -117,7 +117,8 @@ pub(super) struct SegmentTable {
 impl SegmentTable {
     pub(super) fn new(backing: Backing, pages: u32) -> Self {
         let mut entries = vec![[0; 3]; pages as usize];
-        if backing != Backing::File {
+        // The first bytes of a segment that is copied on write are the file's.
+        if backing == Backing::ReadWrite {
             entries.iter_mut().for_each(|entry: &mut Entry| entry.set_on_disk(false));
         }
         Self {

@@ -5,7 +5,7 @@
 //! 1. A slot belongs to one [`SlotRun`] or is free. Runs are contiguous, so a tensor's pages are one range of the file.
 //!    Free neighbours are one free range.
 //! 2. Every slot of a run has its blocks from [`reserve`](ScratchFile::reserve) on, so a write back does not find the
-//!    disk full. Exceptions: [`ScratchAllocation::AtWriteBack`] was chosen, or the file system does not preallocate.
+//!    disk full. Exceptions: [`ScratchAllocation::AtWriteBack`] was asked for, or the file system does not preallocate.
 //! 3. A free slot has no blocks, where the file system can punch holes: a run's room is given back before its slots are
 //!    free. So no run finds bytes of an earlier one. Where holes cannot be punched the bytes stay in the file, but
 //!    nobody sees them: the pager reads no slot that was not written as a whole since its segment was made.
@@ -214,19 +214,23 @@ impl ScratchFile {
     /// As [`reserve_if`](Self::reserve_if).
     #[cfg(any(test, feature = "testing"))]
     pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
-        self.reserve_if(bytes, |_, _| Ok(()))
+        self.reserve_if(bytes, self.0.options.allocation, |_, _| Ok(()))
     }
 
     /// Reserves contiguous slots for `bytes` bytes, if `allows` agrees. It is told the bytes that the file holds and
     /// the bytes that it would hold more. One thread at a time asks and takes room, so no two are told the same; reads
-    /// and writes of the file's other pages go on meanwhile. Room is taken as the [options](ScratchOptions::allocation)
-    /// say.
+    /// and writes of the file's other pages go on meanwhile. Room is taken when `allocation` says.
     ///
     /// # Errors
     /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long. Then nothing is
     /// reserved, and room that was taken is given back. [`ErrorKind::InvalidArgument`] for no bytes, or more than a
     /// file can have; [`ErrorKind::OutOfMemory`] if there is no memory for the checksums.
-    pub(crate) fn reserve_if(&self, bytes: Bytes, allows: impl FnOnce(Bytes, Bytes) -> Result<()>) -> Result<SlotRun> {
+    pub(crate) fn reserve_if(
+        &self,
+        bytes: Bytes,
+        allocation: ScratchAllocation,
+        allows: impl FnOnce(Bytes, Bytes) -> Result<()>,
+    ) -> Result<SlotRun> {
         let inner = &*self.0;
         let wanted = inner.page_size.pages_for(bytes.get());
         if wanted == 0 {
@@ -250,7 +254,8 @@ impl ScratchFile {
         let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
         let most = longest_file();
         let fits = run.offset() + run.len() <= most;
-        let refused = if fits { inner.take_room(run.offset(), run.len()).err().map(Some) } else { Some(None) };
+        let refused =
+            if fits { inner.take_room(allocation, run.offset(), run.len()).err().map(Some) } else { Some(None) };
         if let Some(cause) = refused {
             let wish = run.len();
             drop(run);
@@ -361,11 +366,11 @@ fn slices(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
 }
 
 impl Inner {
-    /// Takes the room of a range, as the options say, and makes the file at least as long as that. The caller has the
+    /// Takes the room of a range, if now is the time, and makes the file at least as long as that. The caller has the
     /// turn.
-    fn take_room(&self, offset: u64, len: u64) -> io::Result<()> {
+    fn take_room(&self, allocation: ScratchAllocation, offset: u64, len: u64) -> io::Result<()> {
         let end = offset + len;
-        if self.options.allocation == ScratchAllocation::AtAlloc && !self.sparse.load(Ordering::Relaxed) {
+        if allocation == ScratchAllocation::AtAlloc && !self.sparse.load(Ordering::Relaxed) {
             match self.preallocate(offset, len) {
                 Err(cause) if is_unsupported(&cause) => {
                     if !self.sparse.swap(true, Ordering::Relaxed) {

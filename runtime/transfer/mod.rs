@@ -76,18 +76,92 @@ pub(crate) struct SegmentIo {
 #[derive(Debug)]
 pub(crate) enum Source {
     /// A model file, read in place.
-    File { file: FileId, model: Arc<ModelHeader>, index: u32, learned: Option<LearnedHashes> },
+    File(FromFile),
     /// Slots of the scratch file. The label is for messages.
-    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun, label: String },
+    Scratch { slots: InScratch, label: String },
+    /// A model file, and slots of the scratch file for the pages of it that were written.
+    CopyOnWrite { file: FromFile, copies: InScratch, written: Written },
+}
+
+/// A model file in the store.
+#[derive(Debug)]
+pub(crate) struct FromFile {
+    pub(crate) file: FileId,
+    pub(crate) model: Arc<ModelHeader>,
+    pub(crate) index: u32,
+    pub(crate) learned: Option<LearnedHashes>,
+}
+
+/// A slot of the scratch file for each page.
+#[derive(Debug)]
+pub(crate) struct InScratch {
+    pub(crate) file: FileId,
+    pub(crate) scratch: ScratchFile,
+    pub(crate) slots: SlotRun,
+}
+
+/// The pages that have been written back, a bit for each. A page's bit is set once its slot has its bytes, and never
+/// cleared: a page has one move at a time, so no fill begins between the two.
+#[derive(Debug)]
+pub(crate) struct Written(Box<[AtomicU64]>);
+
+impl Written {
+    pub(crate) fn new(pages: u32) -> Self {
+        Self((0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn place(&self, page: PageIndex) -> Option<(&AtomicU64, u64)> {
+        self.0.get(page.index() / 64).map(|word| (word, 1 << (page.index() % 64)))
+    }
+
+    fn has(&self, page: PageIndex) -> bool {
+        self.place(page).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
+    }
+
+    fn add(&self, page: PageIndex) {
+        if let Some((word, bit)) = self.place(page) {
+            word.fetch_or(bit, Ordering::Release);
+        }
+    }
+}
+
+/// Where the bytes of a page are on disk.
+enum Below<'a> {
+    File(&'a FromFile),
+    Slot(&'a InScratch),
 }
 
 impl Source {
+    /// Where a fill finds the page's bytes.
+    fn read_from(&self, page: PageIndex) -> Below<'_> {
+        match self {
+            Self::File(file) => Below::File(file),
+            Self::CopyOnWrite { file, written, .. } if !written.has(page) => Below::File(file),
+            Self::CopyOnWrite { copies: slots, .. } | Self::Scratch { slots, .. } => Below::Slot(slots),
+        }
+    }
+
+    /// The slots that write backs go to; none where no page is ever dirty.
+    fn slots(&self) -> Option<&InScratch> {
+        match self {
+            Self::File(_) => None,
+            Self::CopyOnWrite { copies: slots, .. } | Self::Scratch { slots, .. } => Some(slots),
+        }
+    }
+
+    /// The model file that it was opened for.
+    fn file(&self) -> Option<&FromFile> {
+        match self {
+            Self::File(file) | Self::CopyOnWrite { file, .. } => Some(file),
+            Self::Scratch { .. } => None,
+        }
+    }
+
     /// "model.gguf", or "a read-write tensor F32 [1024, 1024]".
     fn name(&self) -> String {
         match self {
-            Self::File { model, index, .. } => {
-                model.files.get(*index as usize).map(|file| file.path.display().to_string()).unwrap_or_default()
-            }
+            Self::File(file) => file.path(),
+            Self::CopyOnWrite { file, .. } => format!("a private copy of {}", file.path()),
             Self::Scratch { label, .. } => format!("a read-write tensor {label}"),
         }
     }
@@ -95,15 +169,24 @@ impl Source {
     /// The names of the tensors with bytes in `[start, end)`.
     fn tensors(&self, start: u64, end: u64) -> String {
         match self {
-            Self::File { model, index, .. } => {
-                let mut tensors = model.tensors_in(*index, start, end);
-                let first = tensors.next().map(|t| t.name.clone()).unwrap_or_default();
-                match tensors.count() {
-                    0 => first,
-                    more => format!("{first} and {more} more"),
-                }
-            }
+            Self::File(file) | Self::CopyOnWrite { file, .. } => file.tensors(start, end),
             Self::Scratch { label, .. } => label.clone(),
+        }
+    }
+}
+
+impl FromFile {
+    fn path(&self) -> String {
+        let file = self.model.files.get(self.index as usize);
+        file.map(|file| file.path.display().to_string()).unwrap_or_default()
+    }
+
+    fn tensors(&self, start: u64, end: u64) -> String {
+        let mut tensors = self.model.tensors_in(self.index, start, end);
+        let first = tensors.next().map(|t| t.name.clone()).unwrap_or_default();
+        match tensors.count() {
+            0 => first,
+            more => format!("{first} and {more} more"),
         }
     }
 }
@@ -977,7 +1060,7 @@ impl Engine {
         }
         // Before the pager is told, because the segment's room may be given back before that call returns.
         if let Ok(io) = self.segment_io(id)
-            && let Source::Scratch { slots, .. } = &io.source
+            && let Some(InScratch { slots, .. }) = io.source.slots()
         {
             slots.leave();
         }
@@ -998,13 +1081,13 @@ impl Engine {
     /// releases a segment only when no move names one of its pages, and a move ends when the store or the device has
     /// reported its operation. So its slots of the scratch file can be given back.
     fn release(&self, io: Arc<SegmentIo>) {
-        if let Source::File { file, .. } = &io.source {
+        if let Some(FromFile { file, .. }) = io.source.file() {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
             log(|| tracing::warn!(%error, base = ?io.base, "release a segment's addresses"));
         }
-        if is_inside() && matches!(io.source, Source::Scratch { .. }) {
+        if is_inside() && io.source.slots().is_some() {
             self.room.give_back(io);
         }
     }
@@ -1169,15 +1252,18 @@ impl Engine {
     }
 
     fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
-        let valid = self.valid(io, planned.page);
-        let (file, offset) = match &io.source {
-            Source::File { file, .. } => (*file, u64::from(planned.page.index.get()) * self.page_bytes),
-            Source::Scratch { file, scratch, slots, .. } => {
-                (*file, scratch.offset_of(slot(slots, planned.page.index)?))
+        let page = planned.page.index;
+        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
+        let below = match (kind, io.source.slots()) {
+            (IoKind::Write, Some(slots)) => Below::Slot(slots),
+            _ => io.source.read_from(page),
+        };
+        let (file, offset, valid) = match below {
+            Below::File(from) => (from.file, u64::from(page.get()) * self.page_bytes, self.valid(io, planned.page)),
+            Below::Slot(InScratch { file, scratch, slots }) => {
+                (*file, scratch.offset_of(slot(slots, page)?), self.page_bytes)
             }
         };
-        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
-        let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
         self.enter(planned, stage);
         let op = IoOp {
             token: Token(planned.id.get()),
@@ -1214,9 +1300,11 @@ impl Engine {
         }
         let Some(entry) = self.in_flight.lock().get(&MoveId::new(token.0)).copied() else { return false };
         let page = entry.planned.page;
-        self.segment_io(page.segment).is_ok_and(|io| match &io.source {
-            Source::File { learned, .. } => learned.as_ref().is_some_and(|learned| learned.asks(page.index)),
-            Source::Scratch { .. } => true,
+        self.segment_io(page.segment).is_ok_and(|io| match (entry.stage, io.source.read_from(page.index)) {
+            (Stage::Reading, Below::File(from)) => {
+                from.learned.as_ref().is_some_and(|learned| learned.asks(page.index))
+            }
+            _ => true,
         })
     }
 
@@ -1335,11 +1423,9 @@ impl Engine {
             return format!("page {} of a tensor that is gone", page.index.get());
         };
         let name = io.source.name();
-        match &io.source {
-            Source::File { .. } => {
-                format!("page {} of {name} ({})", page.index.get(), self.tensors_of(&io, page.index))
-            }
-            Source::Scratch { .. } => format!("page {} of {name}", page.index.get()),
+        match io.source.file() {
+            Some(_) => format!("page {} of {name} ({})", page.index.get(), self.tensors_of(&io, page.index)),
+            None => format!("page {} of {name}", page.index.get()),
         }
     }
 
@@ -1416,6 +1502,12 @@ impl Engine {
             Stage::Reading => {
                 let buffer = self.io_buffer(planned, address)?;
                 self.check(&io, planned.page, buffer)?;
+                if let (Source::CopyOnWrite { .. }, Below::File(_)) =
+                    (&io.source, io.source.read_from(planned.page.index))
+                {
+                    // What is written behind the end of the file stays, so it has to begin as zeros.
+                    buffer.zero(self.valid(&io, planned.page), self.page_bytes);
+                }
                 if planned.staging.is_none() {
                     return Ok(Next::Nothing);
                 }
@@ -1430,11 +1522,14 @@ impl Engine {
                 Ok(Next::Write)
             }
             Stage::Writing => {
-                if let Source::Scratch { slots, .. } = &io.source {
+                if let Some(InScratch { slots, .. }) = io.source.slots() {
                     // The page is WritingBack, or its host copy is busy: its bytes are still the ones that were
                     // written.
                     let buffer = self.io_buffer(planned, address)?;
                     slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+                }
+                if let Source::CopyOnWrite { written, .. } = &io.source {
+                    written.add(planned.page.index);
                 }
                 Ok(Next::Nothing)
             }
@@ -1453,9 +1548,9 @@ impl Engine {
 
     /// Compares the bytes read with the hash or checksum that is known for them.
     fn check(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) -> Result<()> {
-        match &io.source {
-            Source::File { learned: None, .. } => Ok(()),
-            Source::File { learned: Some(learned), .. } => {
+        match io.source.read_from(page.index) {
+            Below::File(FromFile { learned: None, .. }) => Ok(()),
+            Below::File(FromFile { learned: Some(learned), .. }) => {
                 let hash = || buffer.checksum(self.valid(io, page));
                 learned.check(page.index, hash).map_err(|(expected, found)| {
                     let message = format!(
@@ -1466,7 +1561,9 @@ impl Engine {
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
                 })
             }
-            Source::Scratch { slots, .. } => slots.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes)),
+            Below::Slot(InScratch { slots, .. }) => {
+                slots.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes))
+            }
         }
     }
 

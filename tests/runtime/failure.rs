@@ -108,6 +108,9 @@ struct Work {
     expected: Vec<Vec<u8>>,
     table: Tensor,
     rows: [u8; ROWS as usize],
+    /// A tensor of a private copy of the model, and its bytes.
+    copy: Tensor,
+    copied: Vec<u8>,
     refusals: u64,
 }
 
@@ -122,7 +125,9 @@ impl Work {
         };
         let expected = (0..LENGTHS.len()).map(bytes_of).collect();
         let table = failing.attempt(&mut refusals, || runtime.alloc(DType::U8, &[ROWS, ROW]));
-        Self { runtime, failing, model, expected, table, rows: [0; ROWS as usize], refusals }
+        let private = failing.attempt(&mut refusals, || runtime.open_private(model.header().clone()));
+        let (copy, copied) = (private.tensor("t4").unwrap(), bytes_of(4));
+        Self { runtime, failing, model, expected, table, rows: [0; ROWS as usize], copy, copied, refusals }
     }
 
     fn tensor(&self, n: usize) -> Tensor {
@@ -166,7 +171,29 @@ impl Work {
         }
     }
 
+    /// Writes these bytes of the copy.
+    fn write_copy(&mut self, range: std::ops::Range<usize>, value: u8) {
+        let part = self.copy.rows(range.start as u64..range.end as u64).unwrap();
+        let before = &self.copied[range.clone()];
+        self.failing.attempt(&mut self.refusals, || {
+            let mut guard = self.runtime.write(&part)?;
+            assert!(*guard.try_bytes()? == *before, "{range:?} of the copy lost its bytes");
+            guard.try_fill(value)
+        });
+        self.copied[range].fill(value);
+    }
+
+    fn read_copy(&mut self) {
+        for start in (0..self.copied.len()).step_by(20_000) {
+            let end = (start + 20_000).min(self.copied.len());
+            let part = self.copy.rows(start as u64..end as u64).unwrap();
+            let bytes = self.bytes(&part);
+            assert!(bytes == self.copied[start..end], "{start}..{end} of the copy");
+        }
+    }
+
     fn run(&mut self) {
+        self.write_copy(10_000..30_000, 99);
         for n in 0..LENGTHS.len() {
             self.read(n);
         }
@@ -175,6 +202,8 @@ impl Work {
         }
         self.runtime.prefetch(&self.tensor(4));
         self.read(4);
+        self.read_copy();
+        self.write_copy(29_000..31_000, 98);
         let set = [self.tensor(1), self.tensor(5), self.tensor(3), self.tensor(6)];
         let (third, empty) = self.attempt(|runtime| {
             let guard = runtime.read_set(&set)?;
@@ -193,6 +222,7 @@ impl Work {
         for row in (0..ROWS).rev() {
             self.read_rows(row, row + 1);
         }
+        self.read_copy();
         self.read(2);
     }
 }
@@ -206,7 +236,7 @@ fn fail_each(setting: Setting, fault: Fault, nth: u64) {
         work.run();
         let fired = faults.fired();
         let what = format!("{setting:?}, {fault:?} at operation {n}");
-        let tensors = vec![work.tensor(0), work.table.clone()];
+        let tensors = vec![work.tensor(0), work.table.clone(), work.copy.clone()];
         let runtime = work.runtime.clone();
         drop(work);
         check_at_rest(runtime, tensors, &what);
@@ -264,7 +294,7 @@ fn refuse_each(setting: Setting, file: &models::Synthetic, kind: DeviceCall) -> 
             std::thread::yield_now();
         }
         let what = format!("{setting:?}, {kind:?} {n} refused");
-        let tensors = vec![work.tensor(0), work.table.clone()];
+        let tensors = vec![work.tensor(0), work.table.clone(), work.copy.clone()];
         let runtime = work.runtime.clone();
         assert!(runtime.health().is_empty(), "{what}: {:?}", runtime.health());
         drop(work);

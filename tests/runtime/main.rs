@@ -7,6 +7,7 @@ mod concurrency;
 mod dlpack;
 mod failure;
 mod panics;
+mod private;
 mod readme;
 mod scopes;
 mod soak;

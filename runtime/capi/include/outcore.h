@@ -180,7 +180,7 @@ typedef struct {
    */
   size_t size;
   /**
-   * "host" (the default), or "faulting", on which `outcore_mapped_open` works as well: Linux 6.8 and userfaultfd.
+   * "host" (the default), or "faulting", on which `outcore_mapped_open` works as well, with userfaultfd.
    */
   const char *device;
   /**

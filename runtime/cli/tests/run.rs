@@ -113,10 +113,17 @@ fn a_program_reads_the_same_bytes_in_less_memory() {
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), (70 << 20) + 12345);
-    for budget in ["8MiB", "24MiB", "60MiB"] {
-        let output = run(budget, &path);
+    for (budget, mechanism) in [("8MiB", ""), ("24MiB", ""), ("60MiB", ""), ("8MiB", "copy"), ("60MiB", "copy")] {
+        let output = outcore()
+            .args(["run", "--budget", budget, "--", "python3", "-c", PROGRAM])
+            .arg(&path)
+            .arg("7")
+            .env("OUTCORE_RUN_MECHANISM", mechanism)
+            .output()
+            .unwrap();
         let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
-        assert!(output.status.success() && said == "all is equal\n", "{budget}: {:?}: {said}{told}", output.status);
+        let status = output.status;
+        assert!(status.success() && said == "all is equal\n", "{budget} {mechanism}: {status:?}: {said}{told}");
         assert!(told.contains("1 file(s) mapped") && told.contains("read"), "{budget}: {told}");
         // The child has none of it, and tells nothing.
         assert_eq!(told.matches("outcore:").count(), 1, "{budget}: {told}");

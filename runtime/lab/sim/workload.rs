@@ -123,7 +123,7 @@ impl Workload {
             }
         }
         let class = |(backing, _): &(Backing, u64)| match backing {
-            Backing::File => SegmentClass::Weights,
+            Backing::File | Backing::CopyOnWrite => SegmentClass::Weights,
             Backing::ReadWrite => SegmentClass::Other,
         };
         let classes = segments.iter().map(class).collect();

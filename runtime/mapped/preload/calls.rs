@@ -62,7 +62,8 @@ pub unsafe extern "C" fn mmap(
     if wanted {
         let found = ours(|| {
             let offset = u64::try_from(offset).ok()?;
-            pool::map(&Request { fd, len: len as u64, offset, writable: prot & libc::PROT_WRITE != 0 })
+            let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
+            pool::map(&Request { fd, len: len as u64, offset, writable: prot & libc::PROT_WRITE != 0, private })
         });
         if let Some(found) = found {
             return found as *mut c_void;
@@ -197,8 +198,9 @@ pub unsafe extern "C" fn munlock(address: *const c_void, len: usize) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: c_int) -> c_int {
     if in_range(address) {
-        // Pages stay readable. Whoever asks for less, or for a writable file, gets what a read-only file would give.
-        if prot & libc::PROT_WRITE == 0 {
+        // Pages stay readable, and writable where they were mapped so. Whoever asks for less gets that; a mapping that
+        // was read-only stays so.
+        if prot & libc::PROT_WRITE == 0 || pool::is_private(address as u64) {
             return 0;
         }
         set_errno(libc::EACCES);

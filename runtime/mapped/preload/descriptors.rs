@@ -1,8 +1,9 @@
 //! Descriptors of this library stay open, whatever the program closes: some programs close all that they do not know.
 //!
 //! What the runtime opens while a file is mapped is found by comparing what is open before and after. Of what other
-//! threads of the program open meanwhile, only events and the same file could be taken for the library's: to close
-//! these then fails. Files that the runtime opens later are not protected; a read of one that was closed fails.
+//! threads of the program open meanwhile, only events, files without a name and the same file could be taken for the
+//! library's: to close these then fails. Files that the runtime opens later are not protected; a read of one that was
+//! closed fails.
 
 use std::ffi::{c_int, c_uint};
 use std::fs;
@@ -31,13 +32,22 @@ fn open_now() -> Vec<(c_int, String)> {
     named.filter(|(_, leads_to)| !leads_to.ends_with("/fd")).collect()
 }
 
+/// Whether this may be the runtime's scratch file, which has no name, or has it no more.
+fn is_scratch(leads_to: &str) -> bool {
+    let name = leads_to.strip_suffix(" (deleted)").and_then(|path| path.rsplit('/').next());
+    name.is_some_and(|name| name.starts_with('#') || (name.starts_with("outcore-") && name.ends_with(".scratch")))
+}
+
 /// Runs `open`, and protects what it leaves open. `model` is the file that it maps.
 pub fn protecting<T>(model: &Path, open: impl FnOnce() -> T) -> T {
     let before: Vec<c_int> = open_now().into_iter().map(|(fd, _)| fd).collect();
     let result = open();
-    let kinds = ["anon_inode:[userfaultfd]", "anon_inode:[eventfd]", "anon_inode:[io_uring]", "/proc/"];
+    let kinds =
+        ["anon_inode:[userfaultfd]", "anon_inode:[eventfd]", "anon_inode:[io_uring]", "/memfd:outcore-lost", "/proc/"];
     for (fd, leads_to) in open_now() {
-        let ours = Path::new(&leads_to) == model || kinds.iter().any(|kind| leads_to.starts_with(kind));
+        let ours = Path::new(&leads_to) == model
+            || kinds.iter().any(|kind| leads_to.starts_with(kind))
+            || is_scratch(&leads_to);
         if ours && !before.contains(&fd) {
             protect(fd);
         }

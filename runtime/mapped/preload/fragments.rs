@@ -15,8 +15,13 @@ impl Given {
         self.0.push((offset, len.next_multiple_of(pool::page_size())));
     }
 
+    /// Whether the program has nothing of the file any more.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Takes a part away. Returns whether it was less than what was mapped there.
-    fn take(&mut self, offset: u64, len: u64) -> bool {
+    pub fn take(&mut self, offset: u64, len: u64) -> bool {
         if let Some(at) = self.0.iter().position(|given| *given == (offset, len)) {
             self.0.swap_remove(at);
             return false;
@@ -34,7 +39,12 @@ impl Given {
 /// The program has given this part of a mapped file back. Of a whole mapping the pages stay, since programs map files
 /// anew; of a fragment they go, because it is what the program does not need. The addresses stay this library's: the
 /// next mapping of the file has them again.
+///
+/// A private mapping is one mapping alone: it goes when nothing of it is left.
 pub fn unmap(address: u64, len: u64) {
+    if pool::unmap_private(address, len) {
+        return;
+    }
     pool::with_file(address, |known, runtime| {
         let (start, tensor) = (known.mapped.as_ptr() as u64, known.mapped.tensor());
         let (offset, size, page) = (address - start, tensor.size().get(), tensor.page_size().bytes());
@@ -73,7 +83,8 @@ pub fn remap(old: u64, old_len: u64, new_len: u64, flags: c_int, wanted: u64) ->
         }
         return Ok(old);
     }
-    if !may_move || (fixed && pool::overlaps(wanted, new_len)) {
+    // What was written is nowhere else.
+    if !may_move || pool::is_private(old) || (fixed && pool::overlaps(wanted, new_len)) {
         return Err(libc::ENOMEM);
     }
     // What is moved is the kernel's own mapping of the file from then on.
@@ -95,6 +106,15 @@ pub fn remap(old: u64, old_len: u64, new_len: u64, flags: c_int, wanted: u64) ->
 /// Says once for each file that nothing is mapped over it.
 pub fn refuse_over(address: u64, len: u64) {
     let Some(start) = pool::overlapped(address, len) else { return };
+    if pool::is_private(start) {
+        static SAID: Once = Once::new();
+        return SAID.call_once(|| {
+            pool::say(
+                "the program maps something over a model file that it writes, at a fixed address, and was told that \
+                 there is no memory; leave that file to the kernel with `--match`",
+            );
+        });
+    }
     pool::with_file(start, |known, _| {
         if !std::mem::replace(&mut known.refused, true) {
             pool::say(&format!(

@@ -1,5 +1,6 @@
 //! Loaded into a program by `LD_PRELOAD`: a read-only mapping of a large model file becomes a
-//! [`Mapped`](outcore_mapped::Mapped) range. Everything else goes to the kernel as it came.
+//! [`Mapped`](outcore_mapped::Mapped) range, and one that is written privately a
+//! [`MappedMut`](outcore_mapped::MappedMut) range of its own. Everything else goes to the kernel as it came.
 //!
 //! The functions here replace those of the C library, so they keep its contracts: they set `errno`, never unwind, and
 //! do what the kernel would do where this library has no part in it.

@@ -7,13 +7,13 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, Runtime, RuntimeBuilder};
-use outcore_mapped::live::{Optimum, Snapshot};
-use outcore_mapped::{MapOptions, Mapped, builder_for};
+use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
+use outcore_mapped::live::{self, Optimum, Snapshot};
+use outcore_mapped::{Faulting, MapOptions, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
 use crate::descriptors;
@@ -40,6 +40,23 @@ pub struct Known {
     pub refused: bool,
 }
 
+/// A mapping that the program writes. Nobody else sees it, so each has a range of its own.
+struct Private {
+    identity: Identity,
+    mapped: MappedMut,
+    given: Given,
+    slot: &'static Slot,
+    /// What a child by `fork` reads through its slot.
+    _written: Arc<Written>,
+}
+
+impl Private {
+    fn holds(&self, address: u64) -> bool {
+        let start = self.mapped.as_ptr() as u64;
+        address >= start && address - start < whole_pages(self.mapped.len() as u64)
+    }
+}
+
 /// Device, inode, time of the last change, length.
 pub type Identity = (u64, u64, i64, i64, u64);
 
@@ -54,12 +71,17 @@ pub struct Request {
     pub len: u64,
     pub offset: u64,
     pub writable: bool,
+    /// Whether what is written is seen by this mapping alone.
+    pub private: bool,
 }
 
 struct Pool {
     runtime: Runtime,
     watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
+    private: Mutex<Vec<Private>>,
+    /// Names and lengths of what was mapped to be written.
+    once_private: Mutex<Vec<(PathBuf, u64)>>,
 }
 
 static POOL: OnceLock<Option<Pool>> = OnceLock::new();
@@ -72,9 +94,48 @@ static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
 
-/// Mapped ranges for a child by `fork`, which gets the files themselves there: address, length, descriptor plus one.
+/// A mapped range for a child by `fork`, which gets the file itself there.
+struct Slot {
+    start: AtomicU64,
+    len: AtomicU64,
+    /// Plus one; 0 if the slot is free.
+    descriptor: AtomicU64,
+    /// Of a range that the program writes: which pages it has written.
+    written: AtomicPtr<Written>,
+}
+
+impl Slot {
+    const fn new() -> Self {
+        let (start, len, descriptor) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Self { start, len, descriptor, written: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// `own` is a descriptor of this library's.
+    fn fill(&self, start: u64, len: u64, own: c_int, written: Option<&Arc<Written>>) {
+        self.start.store(start, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        let written = written.map_or(std::ptr::null_mut(), |written| Arc::as_ptr(written).cast_mut());
+        self.written.store(written, Ordering::Relaxed);
+        self.descriptor.store((own + 1) as u64, Ordering::Release);
+        LOWEST.fetch_min(start, Ordering::Relaxed);
+        HIGHEST.fetch_max(start + len, Ordering::Relaxed);
+    }
+
+    fn clear(&self) {
+        let own = self.descriptor.swap(0, Ordering::AcqRel);
+        if own > 0 {
+            // SAFETY: a descriptor of this library's, of which nobody knows any more.
+            unsafe { libc::close((own - 1) as c_int) };
+        }
+    }
+}
+
 const FILES_MAX: usize = 256;
-static FOR_CHILDREN: [[AtomicU64; 3]; FILES_MAX] = [const { [const { AtomicU64::new(0) }; 3] }; FILES_MAX];
+static FOR_CHILDREN: [Slot; FILES_MAX] = [const { Slot::new() }; FILES_MAX];
+
+fn whole_pages(len: u64) -> u64 {
+    len.next_multiple_of(page_size())
+}
 
 /// Bytes of a page of the kernel.
 pub fn page_size() -> u64 {
@@ -119,7 +180,8 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
     let open = || {
         let budget = limit.first_budget();
         let builder = || {
-            let builder = builder_for(first)?.device_budget(Bytes::new(budget));
+            let device = settings.mechanism.map_or_else(Faulting::new, Faulting::with_mechanism)?;
+            let builder = builder_on(device, first).device_budget(Bytes::new(budget));
             let builder = settings.policy.into_iter().fold(builder, RuntimeBuilder::policy);
             builder.timeline(settings.report.is_some()).open()
         };
@@ -129,7 +191,13 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
         match opened {
             Ok((watch, runtime)) => {
                 without_signals(answer::start);
-                Some(Pool { runtime, watch, files: Mutex::default() })
+                Some(Pool {
+                    runtime,
+                    watch,
+                    files: Mutex::default(),
+                    private: Mutex::default(),
+                    once_private: Mutex::default(),
+                })
             }
             Err(error) => {
                 let why = if error.kind() == ErrorKind::BudgetTooSmall {
@@ -160,8 +228,17 @@ pub fn look(limit: Duration) -> Option<Snapshot> {
     seen.memory = pool.watch.memory(&stats);
     files.iter().for_each(|(_, mapped)| seen.experts += mapped.experts());
     seen.routing = routing::state(seen.experts);
-    seen.files = files.iter().map(|(_, mapped)| mapped.look()).collect();
+    seen.files = looks(&files, limit);
     Some(seen)
+}
+
+/// What is in memory of these files, and of those that the program writes privately. If one of those is just being
+/// mapped, and for longer than `limit`, they are left out.
+pub fn looks(files: &[(PathBuf, Arc<Mapped>)], limit: Duration) -> Vec<live::File> {
+    let mut looks: Vec<live::File> = files.iter().map(|(_, mapped)| mapped.look()).collect();
+    let private = POOL.get().and_then(Option::as_ref).and_then(|pool| pool.private.try_lock_for(limit));
+    looks.extend(private.iter().flat_map(|private| private.iter()).map(|known| known.mapped.look()));
+    looks
 }
 
 /// The best that a policy could have done so far.
@@ -221,7 +298,7 @@ fn only_reads(fd: c_int) -> bool {
 
 /// The address at which the bytes of an open file from `offset` on are, if it is one that is mapped here.
 pub fn map(request: &Request) -> Option<u64> {
-    let Request { fd, len, offset, writable } = *request;
+    let Request { fd, len, offset, writable, private } = *request;
     if len < LEAST || !offset.is_multiple_of(page_size()) || in_a_child() {
         return None;
     }
@@ -235,7 +312,7 @@ pub fn map(request: &Request) -> Option<u64> {
         watch::leave(&path, || "does not match --match".to_owned());
         return None;
     }
-    if writable || !only_reads(fd) {
+    if (writable && !private) || !only_reads(fd) {
         watch::leave(&path, || "may be written by the program".to_owned());
         return None;
     }
@@ -248,13 +325,14 @@ pub fn map(request: &Request) -> Option<u64> {
         return None;
     }
     let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
+    // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
-    if let Some(known) = files.iter_mut().find(|known| known.identity == identity) {
+    if let Some(known) = files.iter_mut().find(|known| known.identity == identity && !writable) {
         known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
-    let Some(slot) = FOR_CHILDREN.get(files.len()) else {
+    let Some(slot) = FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0) else {
         left(&format!("{FILES_MAX} files are mapped already"));
         return None;
     };
@@ -269,30 +347,34 @@ pub fn map(request: &Request) -> Option<u64> {
         return None;
     }
     let options = MapOptions::new().keep_order(settings.keep_order);
-    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
-    let mapped = match opened {
-        Ok(mapped) => Arc::new(mapped),
-        Err(error) => {
-            left(&error.to_string());
-            // SAFETY: the copy that was just made, of which nobody knows.
-            unsafe { libc::close(own) };
-            return None;
-        }
+    let refused = |error: &Error| {
+        left(&error.to_string());
+        // SAFETY: the copy that was just made, of which nobody knows.
+        unsafe { libc::close(own) };
     };
-    mapped.on_failure(|error| {
-        say(&format!("a page that the program touches cannot be read, so it gets SIGBUS: {error}"))
-    });
+    let mut given = Given::default();
+    given.add(offset, len);
+    if writable {
+        let open = || without_signals(|| options.open_private(&pool.runtime, &path));
+        let opened = descriptors::protecting(&path, open);
+        let mapped = opened.inspect_err(refused).ok()?;
+        mapped.on_failure(tell_of_failure);
+        descriptors::protect(own);
+        KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
+        let (start, written) = (mapped.as_ptr() as u64, mapped.written());
+        slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
+        pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
+        pool.once_private.lock().push((path, metadata.len()));
+        pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
+        return Some(start + offset);
+    }
+    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
+    let mapped = Arc::new(opened.inspect_err(refused).ok()?);
+    mapped.on_failure(tell_of_failure);
     descriptors::protect(own);
     KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
     let start = mapped.as_ptr() as u64;
-    let [at, len_of, descriptor] = slot;
-    at.store(start, Ordering::Relaxed);
-    len_of.store(metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
-    descriptor.store((own + 1) as u64, Ordering::Release);
-    LOWEST.fetch_min(start, Ordering::Relaxed);
-    HIGHEST.fetch_max(start + metadata.len().next_multiple_of(page_size()), Ordering::Relaxed);
-    let mut given = Given::default();
-    given.add(offset, len);
+    slot.fill(start, whole_pages(metadata.len()), own, None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
     let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
@@ -302,14 +384,48 @@ pub fn map(request: &Request) -> Option<u64> {
     Some(start + offset)
 }
 
+fn tell_of_failure(error: &Error) {
+    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
+    say(&format!("the program touches a page that cannot be had, so it gets SIGBUS: {error}{cause}"));
+}
+
 /// Lets frames go that are kept because the program told of their pages. If a file is just being mapped, nothing.
 pub fn let_go() {
     if let Some(Some(pool)) = POOL.get() {
+        // It lets go of those of all files.
         let files = pool.files.try_lock();
         if let Some(known) = files.iter().flat_map(|files| files.first()).next() {
+            return known.mapped.let_go();
+        }
+        let private = pool.private.try_lock();
+        if let Some(known) = private.iter().flat_map(|private| private.first()).next() {
             known.mapped.let_go();
         }
     }
+}
+
+/// Takes a part of a mapping that the program writes away. Returns whether the address is of one. When nothing is left
+/// of it, its range and what was written are gone.
+pub fn unmap_private(address: u64, len: u64) -> bool {
+    let Some(Some(pool)) = POOL.get() else { return false };
+    let mut private = pool.private.lock();
+    let Some(at) = private.iter().position(|known| known.holds(address)) else { return false };
+    let offset = address - private[at].mapped.as_ptr() as u64;
+    private[at].given.take(offset, whole_pages(len));
+    if private[at].given.is_empty() {
+        let gone = private.swap_remove(at);
+        drop(private);
+        // First: from here on the addresses are the kernel's, and may be anybody's once they are unmapped.
+        gone.slot.clear();
+        drop(gone);
+    }
+    true
+}
+
+/// Whether this address lies in a mapping that the program writes.
+pub fn is_private(address: u64) -> bool {
+    let of = |slot: &&Slot| range_of(slot).is_some_and(|(start, end, _)| (start..end).contains(&address));
+    FOR_CHILDREN.iter().find(of).is_some_and(|slot| !slot.written.load(Ordering::Relaxed).is_null())
 }
 
 /// Calls `run` with the mapped file that has this address, if there is one.
@@ -331,7 +447,9 @@ pub fn is_mapped(fd: c_int) -> bool {
     let Some(Some(pool)) = POOL.get().filter(|_| !in_a_child()) else { return false };
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
-    file.metadata().is_ok_and(|found| pool.files.lock().iter().any(|known| known.identity == identity(&found)))
+    let Ok(found) = file.metadata().map(|found| identity(&found)) else { return false };
+    let shared = pool.files.lock().iter().any(|known| known.identity == found);
+    shared || pool.private.lock().iter().any(|known| known.identity == found)
 }
 
 /// Whether this process is a child by `fork` of one that has mapped files here.
@@ -348,10 +466,10 @@ pub fn descriptor_of(address: u64) -> Option<(u64, u64)> {
 }
 
 /// First address, the one behind the last, and the descriptor of a file.
-fn range_of(slot: &[AtomicU64; 3]) -> Option<(u64, u64, u64)> {
-    let fd = slot[2].load(Ordering::Acquire).checked_sub(1)?;
-    let start = slot[0].load(Ordering::Relaxed);
-    Some((start, start + slot[1].load(Ordering::Relaxed), fd))
+fn range_of(slot: &Slot) -> Option<(u64, u64, u64)> {
+    let fd = slot.descriptor.load(Ordering::Acquire).checked_sub(1)?;
+    let start = slot.start.load(Ordering::Relaxed);
+    Some((start, start + slot.len.load(Ordering::Relaxed), fd))
 }
 
 /// The first address of a mapped file that has any of these addresses.
@@ -390,16 +508,23 @@ pub fn holds(address: u64) -> bool {
     overlaps(address, 1)
 }
 
-/// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves.
+/// A child has nothing of these ranges, and no thread that could answer for them: it gets the files themselves. Pages
+/// that its parent has written are not to be had here, and what the file has there would be other bytes: access to
+/// them is SIGSEGV.
 extern "C" fn in_child() {
     answer::leave();
-    for [start, len, fd] in &FOR_CHILDREN {
-        let fd = fd.load(Ordering::Acquire);
-        if fd > 0 {
-            let [start, len] = [start, len].map(|value| value.load(Ordering::Relaxed));
-            let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
-            // SAFETY: the raw call, at addresses that this process does not have, of a descriptor that is ours.
-            unsafe { kernel(libc::SYS_mmap, [start, len, libc::PROT_READ as u64, flags as u64, fd - 1, 0]) };
+    for slot in &FOR_CHILDREN {
+        let Some((start, end, fd)) = range_of(slot) else { continue };
+        // SAFETY: null, or of an `Arc` that is dropped after the slot is cleared. The child has a copy of both.
+        let written = unsafe { slot.written.load(Ordering::Relaxed).as_ref() };
+        let prot = if written.is_some() { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+        // SAFETY: the raw call, at addresses that this process does not have, of a descriptor that is ours.
+        unsafe { kernel(libc::SYS_mmap, [start, end - start, prot as u64, flags as u64, fd, 0]) };
+        for part in written.into_iter().flat_map(Written::parts) {
+            let (first, len) = (start + part.start, whole_pages(part.end - part.start));
+            // SAFETY: the raw call, on a part of what was just mapped.
+            unsafe { kernel(libc::SYS_mprotect, [first, len, libc::PROT_NONE as u64, 0, 0, 0]) };
         }
     }
     // From now on all of it is the kernel's.
@@ -471,10 +596,15 @@ extern "C" fn at_exit() {
     let told = match POOL.get() {
         Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
             named.iter().for_each(|(_, mapped)| mapped.keep_order());
-            if !named.is_empty() {
-                pool.watch.tell(&pool.runtime, &named);
+            let private = pool.private.try_lock();
+            private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());
+            drop(private);
+            let once_private = pool.once_private.try_lock().map(|names| names.clone()).unwrap_or_default();
+            let any = !named.is_empty() || !once_private.is_empty();
+            if any {
+                pool.watch.tell(&pool.runtime, &named, once_private);
             }
-            !named.is_empty()
+            any
         }),
         _ => false,
     };

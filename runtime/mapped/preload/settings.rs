@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use glob::Pattern;
 use outcore::{Error, ErrorKind, PolicyKind, Result};
+use outcore_mapped::Mechanism;
 
 use crate::pool::say;
 
@@ -14,6 +15,8 @@ const MEMORY: &str = "OUTCORE_RUN_MEMORY";
 const POLICY: &str = "OUTCORE_RUN_POLICY";
 /// Patterns, one a line.
 const MATCH: &str = "OUTCORE_RUN_MATCH";
+/// How pages come, in place of what fits the kernel: `move` or `copy`.
+const MECHANISM: &str = "OUTCORE_RUN_MECHANISM";
 const REPORT: &str = "OUTCORE_RUN_REPORT";
 /// 0: orders are not kept for the next start.
 const KEEP_ORDER: &str = "OUTCORE_RUN_KEEP_ORDER";
@@ -35,6 +38,7 @@ pub enum Memory {
 pub struct Settings {
     pub memory: Memory,
     pub policy: Option<PolicyKind>,
+    pub mechanism: Option<Mechanism>,
     /// Whether the order in which files are used is kept for the next start.
     pub keep_order: bool,
     matches: Vec<Pattern>,
@@ -63,6 +67,7 @@ impl Settings {
             (None, None) => Memory::Left,
         };
         let policy = text(POLICY)?.map(|name| name.parse()).transpose()?;
+        let mechanism = text(MECHANISM)?.map(|name| name.parse()).transpose()?;
         let pattern = |line: &str| Pattern::new(line).map_err(|_| wrong(MATCH, line));
         let matches = text(MATCH)?.unwrap_or_default().lines().map(pattern).collect::<Result<_>>()?;
         let own = std::process::id();
@@ -78,7 +83,7 @@ impl Settings {
             Some("0") => false,
             Some(other) => return Err(wrong(KEEP_ORDER, other)),
         };
-        Ok(Self { memory, policy, keep_order, matches, report })
+        Ok(Self { memory, policy, mechanism, keep_order, matches, report })
     }
 
     /// Whether a file of this path may be mapped. A pattern without a slash is one of file names.

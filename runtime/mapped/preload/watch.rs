@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
 use crate::opens;
-use crate::pool::say;
+use crate::pool::{self, say};
 use crate::routing;
 use crate::settings::Settings;
 use crate::timeline::Timeline;
@@ -178,23 +178,30 @@ impl Watch {
         }
     }
 
-    /// Ends the measurements, and says what happened.
-    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)]) {
+    /// Ends the measurements, and says what happened. `private` are names and lengths of what the program wrote
+    /// privately.
+    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], private: Vec<(PathBuf, u64)>) {
         *self.ended.lock() = true;
         self.end.notify_all();
         let stats = runtime.stats();
+        let mut names: Vec<_> = files.iter().map(|(path, mapped)| (path.clone(), mapped.len() as u64)).collect();
+        for file in private {
+            if !names.contains(&file) {
+                names.push(file);
+            }
+        }
         let mut end = Snapshot::of(&stats, self.open_for());
         end.memory = self.memory(&stats);
         files.iter().for_each(|(_, mapped)| end.experts += mapped.experts());
         end.routing = routing::state(end.experts);
         let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
-            return say(&what_was_read(files, &stats, &end));
+            return say(&what_was_read(&names, &stats, &end));
         };
         self.write(&mut seen, runtime);
         if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
             seen.count_anonymous(&stats, held);
         }
-        let mut text = what_was_read(files, &stats, &end);
+        let mut text = what_was_read(&names, &stats, &end);
         if let Limit::Pages(_) = self.limit {
             text += &format!(" The budget was {}.", stats.device.1);
         }
@@ -227,7 +234,7 @@ impl Watch {
         }
         if seen.timeline.is_some() {
             end.optimum = Optimum::of(runtime);
-            end.files = files.iter().map(|(_, mapped)| mapped.look()).collect();
+            end.files = pool::looks(files, AT_END);
             seen.samples.push(end.counts.clone());
         }
         let run = Run { samples: std::mem::take(&mut seen.samples).into_all(), end };
@@ -249,10 +256,9 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
-fn what_was_read(files: &[(PathBuf, Arc<Mapped>)], stats: &Stats, end: &Snapshot) -> String {
-    let size = |mapped: &Mapped| Bytes::new(mapped.len() as u64);
+fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> String {
     let named: Vec<String> =
-        files.iter().take(3).map(|(path, mapped)| format!("{} ({})", name(path), size(mapped))).collect();
+        files.iter().take(3).map(|(path, len)| format!("{} ({})", name(path), Bytes::new(*len))).collect();
     let more = if files.len() > 3 { format!(" and {} more files", files.len() - 3) } else { String::new() };
     let (traffic, pager) = (&stats.traffic, &stats.pager);
     let mut text = format!(
@@ -269,6 +275,14 @@ fn what_was_read(files: &[(PathBuf, Arc<Mapped>)], stats: &Stats, end: &Snapshot
         pager.late + pager.faults,
         end.counts.hit_ratio().map_or(String::new(), |hits| format!(" (hit ratio {hits:.2})")),
     );
+    if traffic.disk_written > Bytes::ZERO {
+        let folder = stats.scratch.as_ref().map(|scratch| format!(" in {}", scratch.folder.display()));
+        text += &format!(
+            " Pages that the program had written went to a scratch file{}: {}.",
+            folder.unwrap_or_default(),
+            traffic.disk_written
+        );
+    }
     let causes = stats.stalls.iter().filter(|stall| stall.count > 0);
     let causes: Vec<String> =
         causes.map(|stall| format!("{:.1} s: {}", stall.time.as_secs_f64(), stall.name)).collect();

@@ -12,10 +12,48 @@ use std::thread;
 use std::time::Duration;
 
 use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
-use outcore_mapped::{Faulting, Mapped};
+use outcore_mapped::{Faulting, Mapped, Mechanism};
 use outcore_testkit::harness::{Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
+const MECHANISMS: [Mechanism; 2] = [Mechanism::Move, Mechanism::Copy];
+
+/// Runs each of these where pages are moved, and where they are copied.
+macro_rules! in_each_mechanism {
+    ($($test:ident)*) => {
+        mod moved {
+            $(#[test] fn $test() { super::$test(super::Mechanism::Move); })*
+        }
+        mod copied {
+            $(#[test] fn $test() { super::$test(super::Mechanism::Copy); })*
+        }
+    };
+}
+
+in_each_mechanism! {
+    a_file_reads_as_it_is_in_four_frames
+    sixteen_threads_see_the_files_bytes_in_any_budget
+    mappings_pins_and_tensors_share_the_frames
+    what_cannot_be_mapped_is_refused
+    behind_the_end_of_a_file_there_are_zeros
+    a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes
+    a_tensor_that_is_not_pinned_is_a_signal
+    a_page_that_was_lost_is_there_when_it_is_pinned
+    a_mapping_that_is_dropped_leaves_nothing
+    any_policy_may_decide
+    a_touch_of_a_part_of_an_expert_brings_all_of_it
+    experts_come_whole_whether_they_are_told_of_or_touched
+    experts_that_a_file_has_not_are_refused
+    expected_experts_are_read_ahead
+    many_threads_tell_and_touch
+    regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch
+    regression_a_budget_shrinks_below_the_experts_that_are_kept
+    regression_a_touch_after_the_runtime_is_closed_is_a_signal
+    regression_a_header_with_a_billion_experts_takes_no_memory
+    regression_a_child_by_fork_drops_a_mapping
+    regression_touches_end_though_guards_have_all_frames_that_they_can_have
+    regression_to_tell_of_experts_beside_own_guards_ends
+}
 
 /// The byte at this place of every file here.
 fn byte(at: u64) -> u8 {
@@ -33,12 +71,12 @@ fn file(folder: &Path, len: u64) -> PathBuf {
 }
 
 /// The builder, or `None` where the kernel has no such userfaultfd, which is said.
-fn builder(frames: u64) -> Option<RuntimeBuilder> {
-    builder_of(PAGE, frames)
+fn builder(by: Mechanism, frames: u64) -> Option<RuntimeBuilder> {
+    builder_of(by, PAGE, frames)
 }
 
-fn builder_of(page: u64, frames: u64) -> Option<RuntimeBuilder> {
-    match Faulting::new() {
+fn builder_of(by: Mechanism, page: u64, frames: u64) -> Option<RuntimeBuilder> {
+    match Faulting::with_mechanism(by) {
         Ok(device) => Some(
             Runtime::builder()
                 .device(device)
@@ -57,13 +95,12 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-#[test]
-fn a_file_reads_as_it_is_in_four_frames() {
+fn a_file_reads_as_it_is_in_four_frames(by: Mechanism) {
     for (page, frames) in [(PAGE, 4), (2 << 20, 4), (PAGE, 1000)] {
         let folder = folder();
         let len = 9 * page + 4321;
         let path = file(folder.path(), len);
-        let Some(builder) = builder_of(page, frames) else { return };
+        let Some(builder) = builder_of(by, page, frames) else { return };
         let runtime = builder.open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         assert_eq!(mapped.len() as u64, len);
@@ -106,12 +143,11 @@ fn hammer(mapped: &Mapped, threads: u64, rounds: u64, seed: u64) {
     assert!(read.into_inner() > 0);
 }
 
-#[test]
-fn sixteen_threads_see_the_files_bytes_in_any_budget() {
+fn sixteen_threads_see_the_files_bytes_in_any_budget(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 60 * PAGE + 77);
     for frames in [4, 8, 32, 64] {
-        let Some(builder) = builder(frames) else { return };
+        let Some(builder) = builder(by, frames) else { return };
         let runtime = builder.open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         hammer(&mapped, 16, 300, frames);
@@ -123,11 +159,10 @@ fn sixteen_threads_see_the_files_bytes_in_any_budget() {
     }
 }
 
-#[test]
-fn mappings_pins_and_tensors_share_the_frames() {
+fn mappings_pins_and_tensors_share_the_frames(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 40 * PAGE);
-    let Some(builder) = builder(16) else { return };
+    let Some(builder) = builder(by, 16) else { return };
     let runtime = builder.open().unwrap();
     let (one, two) = (Mapped::open(&runtime, &path).unwrap(), Mapped::open(&runtime, &path).unwrap());
     let own = runtime.alloc(outcore::DType::U8, &[20, PAGE]).unwrap();
@@ -151,11 +186,10 @@ fn mappings_pins_and_tensors_share_the_frames() {
     runtime.close().unwrap();
 }
 
-#[test]
-fn what_cannot_be_mapped_is_refused() {
+fn what_cannot_be_mapped_is_refused(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 10 * PAGE);
-    let Some(few) = builder(3) else { return };
+    let Some(few) = builder(by, 3) else { return };
     let runtime = few.open().unwrap();
     assert_eq!(Mapped::open(&runtime, &path).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
     runtime.close().unwrap();
@@ -164,7 +198,7 @@ fn what_cannot_be_mapped_is_refused() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("Faulting::new"), "{error}");
     host.close().unwrap();
-    let runtime = builder(8).unwrap().open().unwrap();
+    let runtime = builder(by, 8).unwrap().open().unwrap();
     assert_eq!(Mapped::open(&runtime, folder.path()).unwrap_err().kind(), ErrorKind::InvalidArgument);
     assert_eq!(Mapped::open(&runtime, folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
     std::fs::write(folder.path().join("empty"), []).unwrap();
@@ -172,12 +206,11 @@ fn what_cannot_be_mapped_is_refused() {
     runtime.close().unwrap();
 }
 
-#[test]
-fn behind_the_end_of_a_file_there_are_zeros() {
+fn behind_the_end_of_a_file_there_are_zeros(by: Mechanism) {
     let folder = folder();
     let (long, short) = (file(folder.path(), 12 * PAGE), folder.path().join("short"));
     std::fs::write(&short, (0..2 * PAGE + 100).map(byte).collect::<Vec<u8>>()).unwrap();
-    let Some(builder) = builder(4) else { return };
+    let Some(builder) = builder(by, 4) else { return };
     let runtime = builder.open().unwrap();
     // Every frame has held other bytes.
     let other = Mapped::open(&runtime, &long).unwrap();
@@ -197,15 +230,21 @@ fn behind_the_end_of_a_file_there_are_zeros() {
     runtime.close().unwrap();
 }
 
+const MECHANISM: &str = "OUTCORE_TEST_MECHANISM";
+
 /// Ends with the signal that this child gets.
-fn signal_of(child: &str) -> Option<i32> {
-    Scene::of(child).run().status.signal()
+fn signal_of(by: Mechanism, child: &str) -> Option<i32> {
+    Scene::of(child).tell(MECHANISM, by.to_string()).run().status.signal()
 }
 
-#[test]
-fn a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes() {
-    if Faulting::new().is_ok() {
-        assert_eq!(signal_of("child_touches_a_file_that_changed"), Some(libc::SIGBUS));
+fn mechanism_of_the_parent() -> Mechanism {
+    let name = std::env::var(MECHANISM).unwrap();
+    MECHANISMS.into_iter().find(|mechanism| mechanism.to_string() == name).unwrap()
+}
+
+fn a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes(by: Mechanism) {
+    if builder(by, 4).is_some() {
+        assert_eq!(signal_of(by, "child_touches_a_file_that_changed"), Some(libc::SIGBUS));
     }
 }
 
@@ -217,7 +256,7 @@ fn child_touches_a_file_that_changed() {
     }
     let folder = folder();
     let path = file(folder.path(), 20 * PAGE);
-    let runtime = builder(8).unwrap().open().unwrap();
+    let runtime = builder(mechanism_of_the_parent(), 8).unwrap().open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     assert_eq!(mapped[0], byte(0));
     // The same length, and other bytes.
@@ -225,10 +264,9 @@ fn child_touches_a_file_that_changed() {
     assert_eq!(mapped[15 * PAGE as usize], byte(15 * PAGE), "bytes of another file");
 }
 
-#[test]
-fn a_tensor_that_is_not_pinned_is_a_signal() {
-    if Faulting::new().is_ok() {
-        assert_eq!(signal_of("child_touches_a_tensor_without_a_pin"), Some(libc::SIGBUS));
+fn a_tensor_that_is_not_pinned_is_a_signal(by: Mechanism) {
+    if builder(by, 4).is_some() {
+        assert_eq!(signal_of(by, "child_touches_a_tensor_without_a_pin"), Some(libc::SIGBUS));
     }
 }
 
@@ -238,7 +276,7 @@ fn child_touches_a_tensor_without_a_pin() {
     if !is_child("child_touches_a_tensor_without_a_pin") {
         return;
     }
-    let runtime = builder(8).unwrap().open().unwrap();
+    let runtime = builder(mechanism_of_the_parent(), 8).unwrap().open().unwrap();
     let tensor = runtime.alloc(outcore::DType::U8, &[PAGE]).unwrap();
     let address = std::ptr::with_exposed_provenance::<u8>(tensor.address() as usize);
     // SAFETY: not sound, on purpose: nothing is there, and the process is to end here.
@@ -246,11 +284,43 @@ fn child_touches_a_tensor_without_a_pin() {
     panic!("it read {found}");
 }
 
-#[test]
-fn a_mapping_that_is_dropped_leaves_nothing() {
+/// The kernel's own access to a page that nobody brings is an error, where a thread's is a signal.
+fn a_page_that_was_lost_is_there_when_it_is_pinned(by: Mechanism) {
+    let folder = folder();
+    let Some(builder) = builder(by, 8) else { return };
+    let runtime = builder.open().unwrap();
+    let tensor = runtime.alloc(outcore::DType::U8, &[4, PAGE]).unwrap();
+    let other = File::create(folder.path().join("other")).unwrap();
+    let write = |row: u64| {
+        let address = std::ptr::with_exposed_provenance::<libc::c_void>((tensor.address() + row * PAGE) as usize);
+        // SAFETY: the kernel reads a byte there, or says that it cannot.
+        let written = unsafe { libc::write(std::os::fd::AsRawFd::as_raw_fd(&other), address, 1) };
+        if written < 0 { Err(std::io::Error::last_os_error().raw_os_error()) } else { Ok(written) }
+    };
+    for round in 0..3 {
+        for row in 0..4 {
+            assert_eq!(write(row), Err(Some(libc::EFAULT)), "row {row}, round {round}");
+        }
+        for row in 0..4 {
+            let part = tensor.rows(row..row + 1).unwrap();
+            let mut guard = runtime.pin_mut(&part).wait().unwrap();
+            assert!(guard.bytes().iter().all(|byte| *byte == 10 * round), "row {row}, round {round}");
+            guard.bytes_mut().fill(10 * round + 10);
+            assert_eq!(write(row), Ok(1));
+        }
+        runtime.evict(&tensor);
+        outcore_testkit::harness::until("the pages leave", || runtime.stats().device_frames.used == 0);
+        // Until its frame is another page's, what has left may still be seen.
+        runtime.trim(Bytes::new(8 * PAGE));
+    }
+    drop(tensor);
+    runtime.close().unwrap();
+}
+
+fn a_mapping_that_is_dropped_leaves_nothing(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 20 * PAGE);
-    let Some(builder) = builder(8) else { return };
+    let Some(builder) = builder(by, 8) else { return };
     let runtime = builder.open().unwrap();
     // Dropped and mapped again: nothing is left of the first.
     for round in 0..20 {
@@ -262,12 +332,11 @@ fn a_mapping_that_is_dropped_leaves_nothing() {
     runtime.close().unwrap();
 }
 
-#[test]
-fn any_policy_may_decide() {
+fn any_policy_may_decide(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 40 * PAGE);
     for policy in PolicyKind::ALL {
-        let Some(builder) = builder(12) else { return };
+        let Some(builder) = builder(by, 12) else { return };
         let runtime = builder.policy(policy).open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         hammer(&mapped, 5, 60, 9);
@@ -317,11 +386,10 @@ fn is_the_files(mapped: &Mapped, start: u64, len: u64) {
     assert!(found.iter().zip(start..).all(|(found, at)| *found == byte(at)), "at {start}");
 }
 
-#[test]
-fn a_touch_of_a_part_of_an_expert_brings_all_of_it() {
+fn a_touch_of_a_part_of_an_expert_brings_all_of_it(by: Mechanism) {
     let folder = folder();
     let (path, place) = mixture(folder.path());
-    let Some(builder) = builder(200) else { return };
+    let Some(builder) = builder(by, 200) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     // One byte in the middle of one matrix of one expert.
@@ -342,12 +410,11 @@ fn a_touch_of_a_part_of_an_expert_brings_all_of_it() {
     runtime.close().unwrap();
 }
 
-#[test]
-fn experts_come_whole_whether_they_are_told_of_or_touched() {
+fn experts_come_whole_whether_they_are_told_of_or_touched(by: Mechanism) {
     let folder = folder();
     let (path, place) = mixture(folder.path());
     for (frames, told) in [(24, true), (24, false), (100, true), (100, false), (500, true), (500, false)] {
-        let Some(builder) = builder(frames) else { return };
+        let Some(builder) = builder(by, frames) else { return };
         let runtime = builder.open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         let mut random = Rng::new(frames);
@@ -372,11 +439,10 @@ fn experts_come_whole_whether_they_are_told_of_or_touched() {
     }
 }
 
-#[test]
-fn experts_that_a_file_has_not_are_refused() {
+fn experts_that_a_file_has_not_are_refused(by: Mechanism) {
     let folder = folder();
     let (path, _) = mixture(folder.path());
-    let Some(builder) = builder(100) else { return };
+    let Some(builder) = builder(by, 100) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     assert!(mapped.has_expert(2, EXPERTS as u32 - 1) && !mapped.has_expert(0, EXPERTS as u32));
@@ -398,11 +464,10 @@ fn experts_that_a_file_has_not_are_refused() {
 }
 
 /// What a program expects is read although nobody waits for it, and is there when it is told of or touched.
-#[test]
-fn expected_experts_are_read_ahead() {
+fn expected_experts_are_read_ahead(by: Mechanism) {
     let folder = folder();
     let (path, place) = mixture(folder.path());
-    let Some(builder) = builder(100) else { return };
+    let Some(builder) = builder(by, 100) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     // All frames are in use.
@@ -427,11 +492,10 @@ fn expected_experts_are_read_ahead() {
 }
 
 /// Threads that tell and threads that touch go over two mappings of one file: neither waits for what the other holds.
-#[test]
-fn many_threads_tell_and_touch() {
+fn many_threads_tell_and_touch(by: Mechanism) {
     let folder = folder();
     let (path, place) = mixture(folder.path());
-    let Some(builder) = builder(80) else { return };
+    let Some(builder) = builder(by, 80) else { return };
     let runtime = builder.open().unwrap();
     let files = [Mapped::open(&runtime, &path).unwrap(), Mapped::open(&runtime, &path).unwrap()];
     thread::scope(|scope| {
@@ -498,11 +562,10 @@ fn ends<T: Send>(what: &str, run: impl FnOnce() -> T + Send) -> T {
 }
 
 /// The pages that the fault thread keeps pinned were all frames of the smaller budget: no touch came back.
-#[test]
-fn regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch() {
+fn regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 300 * PAGE);
-    let Some(builder) = builder(256) else { return };
+    let Some(builder) = builder(by, 256) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     for budget in [16, 4] {
@@ -517,12 +580,11 @@ fn regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch() {
 }
 
 /// As above, of experts: whether they were told of or touched.
-#[test]
-fn regression_a_budget_shrinks_below_the_experts_that_are_kept() {
+fn regression_a_budget_shrinks_below_the_experts_that_are_kept(by: Mechanism) {
     let folder = folder();
     let (path, place) = mixture(folder.path());
     for told in [true, false] {
-        let Some(builder) = builder(200) else { return };
+        let Some(builder) = builder(by, 200) else { return };
         let runtime = builder.open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         for expert in 0..EXPERTS {
@@ -538,10 +600,9 @@ fn regression_a_budget_shrinks_below_the_experts_that_are_kept() {
     }
 }
 
-#[test]
-fn regression_a_touch_after_the_runtime_is_closed_is_a_signal() {
-    if Faulting::new().is_ok() {
-        assert_eq!(signal_of("child_touches_after_the_runtime_is_closed"), Some(libc::SIGBUS));
+fn regression_a_touch_after_the_runtime_is_closed_is_a_signal(by: Mechanism) {
+    if builder(by, 4).is_some() {
+        assert_eq!(signal_of(by, "child_touches_after_the_runtime_is_closed"), Some(libc::SIGBUS));
     }
 }
 
@@ -555,7 +616,7 @@ fn child_touches_after_the_runtime_is_closed() {
     unsafe { libc::alarm(30) };
     let folder = folder();
     let path = file(folder.path(), 20 * PAGE);
-    let runtime = builder(8).unwrap().open().unwrap();
+    let runtime = builder(mechanism_of_the_parent(), 8).unwrap().open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     is_the_files(&mapped, 0, 2 * PAGE);
     runtime.close().unwrap();
@@ -563,8 +624,7 @@ fn child_touches_after_the_runtime_is_closed() {
 }
 
 /// A header that calls each byte of a large tensor an expert took as many entries of a table.
-#[test]
-fn regression_a_header_with_a_billion_experts_takes_no_memory() {
+fn regression_a_header_with_a_billion_experts_takes_no_memory(by: Mechanism) {
     let folder = folder();
     let experts = 1u64 << 27;
     let header = format!(
@@ -575,7 +635,7 @@ fn regression_a_header_with_a_billion_experts_takes_no_memory() {
     written.write_all_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
     written.write_all_at(header.as_bytes(), 8).unwrap();
     written.set_len(8 + header.len() as u64 + experts).unwrap();
-    let Some(builder) = builder(8) else { return };
+    let Some(builder) = builder(by, 8) else { return };
     let runtime = builder.open().unwrap();
     let before = outcore::machine::ProcessMemory::now().unwrap().peak;
     let mapped = ends("to map a file", || Mapped::open(&runtime, &path).unwrap());
@@ -587,11 +647,10 @@ fn regression_a_header_with_a_billion_experts_takes_no_memory() {
 }
 
 /// A child by `fork` has no thread that could answer.
-#[test]
-fn regression_a_child_by_fork_drops_a_mapping() {
+fn regression_a_child_by_fork_drops_a_mapping(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 20 * PAGE);
-    let Some(builder) = builder(8) else { return };
+    let Some(builder) = builder(by, 8) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     is_the_files(&mapped, 0, 20 * PAGE);
@@ -625,12 +684,12 @@ fn is_visible(bytes: &[u8]) -> bool {
 }
 
 /// Where no order is known, pages are hidden behind their use, so that the next use is seen. A system call that is
-/// given an address in a hidden page fails.
+/// given an address in a hidden page fails. What was copied is never hidden.
 #[test]
 fn regression_a_page_that_is_pinned_is_not_hidden() {
     let folder = folder();
     let path = file(folder.path(), 100 * PAGE);
-    let Some(builder) = builder(80) else { return };
+    let Some(builder) = builder(Mechanism::Move, 80) else { return };
     let runtime = builder.lookahead(Lookahead::Bytes(Bytes::new(4 * PAGE))).open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     let page = |at: u64| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap();
@@ -657,12 +716,11 @@ fn all_that_can_be_had(runtime: &Runtime, pages: &[outcore::Tensor]) -> Vec<outc
 }
 
 /// Guards of a program had all frames, and a touch of the same program waited for them.
-#[test]
-fn regression_touches_end_though_guards_have_all_frames_that_they_can_have() {
+fn regression_touches_end_though_guards_have_all_frames_that_they_can_have(by: Mechanism) {
     let folder = folder();
     let path = file(folder.path(), 100 * PAGE);
     for (frames, threads) in [(4, 1), (4, 5), (9, 3), (64, 16)] {
-        let Some(builder) = builder(frames) else { return };
+        let Some(builder) = builder(by, frames) else { return };
         let runtime = builder.open().unwrap();
         let mapped = Mapped::open(&runtime, &path).unwrap();
         let pages: Vec<_> = (0..100).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
@@ -694,11 +752,10 @@ fn regression_touches_end_though_guards_have_all_frames_that_they_can_have() {
 }
 
 /// Guards of whoever tells of experts had the frames that these need.
-#[test]
-fn regression_to_tell_of_experts_beside_own_guards_ends() {
+fn regression_to_tell_of_experts_beside_own_guards_ends(by: Mechanism) {
     let folder = folder();
     let (path, _) = mixture(folder.path());
-    let Some(builder) = builder(64) else { return };
+    let Some(builder) = builder(by, 64) else { return };
     let runtime = builder.open().unwrap();
     let mapped = Mapped::open(&runtime, &path).unwrap();
     let pages: Vec<_> = (0..62).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();

@@ -1,6 +1,7 @@
 //! The promise of mapped files, under random work: sixteen threads read one or two mappings in orders that are bad for
 //! some policy, in budgets from four frames to all pages, while mappings are dropped and mapped anew and memory is
-//! given back. A few rounds in the normal run, and as long as one likes with `make soak`.
+//! given back. Some mappings are private: of these each thread writes bytes of its own. A few rounds in the normal run,
+//! and as long as one likes with `make soak`.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -11,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, PageSize, PolicyKind, Runtime};
-use outcore_mapped::{Faulting, Mapped};
+use outcore::{Bytes, Error, PageSize, PolicyKind, Runtime};
+use outcore_mapped::{Faulting, Mapped, MappedMut, Mechanism};
 use outcore_testkit::harness::replay::{Case, first_seed, replayed};
 use outcore_testkit::harness::{Rng, progress, tell_of, until, watched};
 use parking_lot::RwLock;
@@ -106,11 +107,14 @@ const WAYS: [Way; 8] =
 
 #[derive(Clone, Debug)]
 struct Plan {
+    mechanism: Mechanism,
     page: u64,
     frames: u64,
     policy: PolicyKind,
     /// Which files are mapped; the same one twice is two mappings of it.
     files: Vec<usize>,
+    /// Which of these mappings are private.
+    private: Vec<bool>,
     told: bool,
     ways: Vec<Way>,
     drops: bool,
@@ -133,29 +137,109 @@ impl Plan {
         let one = *rng.pick(&WAYS);
         let alike = rng.one_in(3);
         let ways = (0..THREADS).map(|_| if alike { one } else { *rng.pick(&WAYS) }).collect();
-        Self { page, frames, policy, files, told: rng.one_in(2), ways, drops: rng.one_in(2), trims: rng.one_in(4) }
+        let (told, drops, trims) = (rng.one_in(2), rng.one_in(2), rng.one_in(4));
+        let (mechanism, private) = (Mechanism::Move, vec![false; files.len()]);
+        Self { mechanism, page, frames, policy, files, private, told, ways, drops, trims }
+    }
+
+    /// With private mappings, and where pages are copied. Apart, so that seeds of earlier failures are the same rounds.
+    fn of_every_kind(self, rng: &mut Rng) -> Self {
+        let mechanism = *rng.pick(&[Mechanism::Move, Mechanism::Copy]);
+        let private = self.files.iter().map(|_| rng.one_in(2)).collect();
+        Self { mechanism, private, ..self }
     }
 }
+
+enum Mapping {
+    Shared(Mapped),
+    Private(MappedMut, *mut u8),
+}
+
+// SAFETY: the pointer is that of the mapping, where each thread reads and writes bytes of its own.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn failure(&self) -> Option<Error> {
+        match self {
+            Self::Shared(mapped) => mapped.failure(),
+            Self::Private(mapped, _) => mapped.failure(),
+        }
+    }
+}
+
+/// Bytes of a private mapping that one thread has.
+const STRIPE: usize = 256;
 
 /// A mapping that may be dropped between two reads.
 struct Slot<'a> {
     known: &'a Known,
-    mapped: RwLock<Option<Mapped>>,
+    private: bool,
+    mapped: RwLock<Option<Mapping>>,
+    /// Of a private mapping, what each stripe was filled with, plus one; 0 is the file's bytes.
+    written: Vec<AtomicU64>,
 }
 
-impl Slot<'_> {
+impl<'a> Slot<'a> {
+    fn new(known: &'a Known, private: bool) -> Self {
+        let stripes = if private { known.bytes.len().div_ceil(STRIPE) } else { 0 };
+        let written = (0..stripes).map(|_| AtomicU64::new(0)).collect();
+        Self { known, private, mapped: RwLock::new(None), written }
+    }
+
     fn map_anew(&self, runtime: &Runtime) {
         let mut mapped = self.mapped.write();
         if let Some(before) = mapped.take() {
             assert!(before.failure().is_none(), "{:?}", before.failure());
         }
-        *mapped = Some(Mapped::open(runtime, &self.known.path).unwrap());
+        *mapped = Some(if self.private {
+            self.written.iter().for_each(|stripe| stripe.store(0, Ordering::Relaxed));
+            let mut mapped = MappedMut::open(runtime, &self.known.path).unwrap();
+            let start = mapped.as_mut_ptr();
+            Mapping::Private(mapped, start)
+        } else {
+            Mapping::Shared(Mapped::open(runtime, &self.known.path).unwrap())
+        });
     }
 
-    fn compare(&self, start: u64, len: u64, what: &dyn Fn() -> String) {
+    fn with_shared(&self, run: impl FnOnce(&Mapped)) {
+        if let Some(Mapping::Shared(mapped)) = self.mapped.read().as_ref() {
+            run(mapped);
+        }
+    }
+
+    /// Thread `n` looks at these bytes, and of a private mapping writes some of its own.
+    fn compare(&self, n: u64, start: u64, len: u64, what: &dyn Fn() -> String) {
         let (start, end) = (start as usize, (start + len).min(self.known.len()) as usize);
         let mapped = self.mapped.read();
-        assert!(mapped.as_ref().unwrap()[start..end] == self.known.bytes[start..end], "{start}..{end}, {}", what());
+        let first = match mapped.as_ref().unwrap() {
+            Mapping::Shared(mapped) => {
+                assert!(mapped[start..end] == self.known.bytes[start..end], "{start}..{end}, {}", what());
+                return;
+            }
+            Mapping::Private(_, first) => *first,
+        };
+        let mine = |stripe: &usize| *stripe as u64 % THREADS == n;
+        for stripe in (start / STRIPE..=(end - 1) / STRIPE + THREADS as usize).filter(mine) {
+            let (from, to) = (stripe * STRIPE, ((stripe + 1) * STRIPE).min(self.known.bytes.len()));
+            if from >= to {
+                return;
+            }
+            // SAFETY: within the mapping, which is not dropped meanwhile; nobody else touches this stripe.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(first.add(from), to - from) };
+            let filled = self.written[stripe].load(Ordering::Relaxed);
+            let right = match filled {
+                0 => *bytes == self.known.bytes[from..to],
+                filled => bytes.iter().all(|byte| *byte == (filled - 1) as u8),
+            };
+            assert!(right, "{from}..{to}, filled with {filled}, {}", what());
+            if (filled + stripe as u64).is_multiple_of(3) || filled == 0 {
+                let next = filled % 255 + 1 + n % 2;
+                bytes.fill((next - 1) as u8);
+                self.written[stripe].store(next, Ordering::Relaxed);
+            }
+        }
     }
 }
 
@@ -172,40 +256,44 @@ fn go(plan: &Plan, runtime: &Runtime, slots: &[Slot], n: u64, seed: u64, reads: 
         let what = || format!("read {read} of thread {n}, {way:?}");
         let within = rng.below(page);
         match way {
-            Way::Random => slot.compare(rng.below(len), short, &what),
-            Way::Cycle => slot.compare((at_page % pages * page + within).min(len - 1), short, &what),
-            Way::Backwards => slot.compare(((pages - 1 - at_page % pages) * page + within).min(len - 1), short, &what),
+            Way::Random => slot.compare(n, rng.below(len), short, &what),
+            Way::Cycle => slot.compare(n, (at_page % pages * page + within).min(len - 1), short, &what),
+            Way::Backwards => {
+                slot.compare(n, ((pages - 1 - at_page % pages) * page + within).min(len - 1), short, &what)
+            }
             Way::JustTooMuch => {
                 let first = at_page % (plan.frames + 1).min(pages);
-                slot.compare((first * page + within).min(len - 1), short, &what);
+                slot.compare(n, (first * page + within).min(len - 1), short, &what);
             }
             Way::Across => {
                 let boundary = (1 + rng.below(pages - 1)) * page;
-                slot.compare(boundary - rng.below(300) - 1, 300 + short, &what);
+                slot.compare(n, boundary - rng.below(300) - 1, 300 + short, &what);
             }
             Way::Together => {
                 let place = common.fetch_add(1, Ordering::Relaxed) / THREADS * (7 * page + 13) % len;
-                slot.compare(place, short, &what);
+                slot.compare(n, place, short, &what);
             }
-            Way::Experts if slot.known.has_experts => {
+            Way::Experts if slot.known.has_experts && !slot.private => {
                 let (layer, expert) = (rng.below(LAYERS), rng.below(EXPERTS));
                 let other = rng.below(EXPERTS / 4);
                 if plan.told {
-                    let mapped = slot.mapped.read();
-                    mapped.as_ref().unwrap().expert_hint(layer as u32, &[expert as u32, other as u32]).unwrap();
+                    let experts = [expert as u32, other as u32];
+                    slot.with_shared(|mapped| mapped.expert_hint(layer as u32, &experts).unwrap());
                 }
                 for (expert, matrix) in [(expert, 0), (expert, 1), (other, 0), (other, 1)] {
-                    slot.compare(slot.known.piece(layer, expert, matrix), PIECE, &what);
+                    slot.compare(n, slot.known.piece(layer, expert, matrix), PIECE, &what);
                 }
             }
-            Way::Experts => slot.compare(rng.below(len), page, &what),
+            Way::Experts => slot.compare(n, rng.below(len), page, &what),
+            Way::Pins if slot.private => slot.compare(n, rng.below(len), page, &what),
             Way::Pins => {
-                let mapped = slot.mapped.read();
                 let start = rng.below(pages) * page;
                 let end = (start + page).min(len);
-                let rows = mapped.as_ref().unwrap().tensor().rows(start..end).unwrap();
-                let guard = runtime.pin(&rows).wait().unwrap();
-                assert!(guard.bytes() == &slot.known.bytes[start as usize..end as usize], "{}", what());
+                slot.with_shared(|mapped| {
+                    let rows = mapped.tensor().rows(start..end).unwrap();
+                    let guard = runtime.pin(&rows).wait().unwrap();
+                    assert!(guard.bytes() == &slot.known.bytes[start as usize..end as usize], "{}", what());
+                });
             }
         }
         if plan.drops && n < 2 && rng.one_in(40) {
@@ -220,10 +308,11 @@ fn go(plan: &Plan, runtime: &Runtime, slots: &[Slot], n: u64, seed: u64, reads: 
 
 fn round(known: &[Known], plan: &Plan, seed: u64, reads: u64) {
     let runtime = Runtime::builder()
-        .device(Faulting::new().unwrap())
+        .device(Faulting::with_mechanism(plan.mechanism).unwrap())
         .page_size(PageSize::new(Bytes::new(plan.page)).unwrap())
         .device_budget(Bytes::new(plan.frames * plan.page))
         .policy(plan.policy)
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
         .open()
         .unwrap();
     let told = runtime.clone();
@@ -231,7 +320,8 @@ fn round(known: &[Known], plan: &Plan, seed: u64, reads: u64) {
     let slots: Vec<Slot> = plan
         .files
         .iter()
-        .map(|file| Slot { known: &known[*file], mapped: RwLock::new(None) })
+        .zip(&plan.private)
+        .map(|(file, private)| Slot::new(&known[*file], *private))
         .inspect(|slot| slot.map_anew(&runtime))
         .collect();
     let common = AtomicU64::new(0);
@@ -252,9 +342,18 @@ fn round(known: &[Known], plan: &Plan, seed: u64, reads: u64) {
     runtime.close().unwrap();
 }
 
+/// Which rounds there are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kinds {
+    /// Pages are moved, and files are read.
+    Read,
+    /// All.
+    Every,
+}
+
 /// Rounds of these seeds; of the one that is to be replayed, if there is one.
-fn rounds(name: &'static str, reads: u64, seeds: impl Iterator<Item = u64>) {
-    if let Err(error) = Faulting::new() {
+fn rounds(name: &'static str, reads: u64, kinds: Kinds, seeds: impl Iterator<Item = u64>) {
+    if let Err(error) = Faulting::with_mechanism(Mechanism::Move) {
         eprintln!("SKIPPED {name}: {error}");
         return;
     }
@@ -266,6 +365,7 @@ fn rounds(name: &'static str, reads: u64, seeds: impl Iterator<Item = u64>) {
         let _case = Case::of(name, seed);
         let mut rng = Rng::new(seed);
         let plan = Plan::random(&known, &mut rng);
+        let plan = if kinds == Kinds::Every { plan.of_every_kind(&mut Rng::new(!seed)) } else { plan };
         eprintln!("round {done}, seed {seed}: {plan:?}");
         let known = known.clone();
         watched("a round", move || round(&known, &plan, rng.next(), reads));
@@ -281,26 +381,31 @@ fn new_seeds() -> impl Iterator<Item = u64> {
 
 #[test]
 fn mapped_files_are_the_files_in_any_order_and_budget() {
-    rounds("mapped_files_are_the_files_in_any_order_and_budget", 60, new_seeds().take(12));
+    rounds("mapped_files_are_the_files_in_any_order_and_budget", 60, Kinds::Every, new_seeds().take(16));
 }
 
 /// Sixteen threads that each need two pages at once, in eleven frames.
 #[test]
 fn regression_threads_that_need_two_pages_take_turns() {
-    rounds("regression_threads_that_need_two_pages_take_turns", 60, [11_738_222_534_831_858_367].into_iter());
+    rounds(
+        "regression_threads_that_need_two_pages_take_turns",
+        60,
+        Kinds::Read,
+        [11_738_222_534_831_858_367].into_iter(),
+    );
 }
 
 /// A page that was hidden while a guard had it: its holder waited behind those who waited for the guard's end.
 #[test]
 fn regression_who_holds_a_guard_of_a_hidden_page_waits_for_nobody() {
     let seeds = [7_039_979_321_916_505_331, 2_773_258_633_253_168_509].into_iter();
-    rounds("regression_who_holds_a_guard_of_a_hidden_page_waits_for_nobody", 400, seeds);
+    rounds("regression_who_holds_a_guard_of_a_hidden_page_waits_for_nobody", 400, Kinds::Read, seeds);
 }
 
 /// Experts that were told of, and the pages of a turn, held all of five frames.
 #[test]
 fn regression_what_is_kept_leaves_a_frame() {
-    rounds("regression_what_is_kept_leaves_a_frame", 60, [8_221_405_913_801_235_006].into_iter());
+    rounds("regression_what_is_kept_leaves_a_frame", 60, Kinds::Read, [8_221_405_913_801_235_006].into_iter());
 }
 
 #[test]
@@ -308,5 +413,5 @@ fn regression_what_is_kept_leaves_a_frame() {
 fn soak_of_mapped_files() {
     let seconds = std::env::var("OUTCORE_SOAK_SECONDS").map_or(1200, |text| text.parse().unwrap());
     let end = Instant::now() + Duration::from_secs(seconds);
-    rounds("soak_of_mapped_files", 400, new_seeds().take_while(|_| Instant::now() < end));
+    rounds("soak_of_mapped_files", 400, Kinds::Every, new_seeds().take_while(|_| Instant::now() < end));
 }

@@ -162,7 +162,7 @@ one = map_file()
 half = ctypes.string_at(one, size // 2)
 def cached():
     """Kilobytes of the page cache that are this file's."""
-    plain = map_file(0, size, READ | WRITE, PRIVATE)
+    plain = map_file(fd=os.open(path, os.O_RDWR))
     state = (ctypes.c_ubyte * (whole // page))()
     assert of_kernel(plain) and c.mincore(ctypes.c_void_p(plain), size_t(size), state) == 0
     c.munmap(plain, size)
@@ -231,17 +231,18 @@ assert map_file(1) is None and ctypes.get_errno() == errno.EINVAL
 }
 
 #[test]
-fn what_may_be_written_stays_the_kernels() {
+fn a_file_that_may_be_written_stays_the_kernels() {
     if !can_run() {
         return;
     }
     equal(
         r#"
-one = map_file(prot=READ | WRITE, flags=PRIVATE)
-assert of_kernel(one)
-ctypes.memset(one + 5 * page, 1, page)
-assert ctypes.string_at(one + 5 * page, page) == b"\1" * page and same(one + 6 * page, 6 * page)
 both = os.open(path, os.O_RDWR)
+for flags in (PRIVATE, SHARED):
+    one = map_file(prot=READ | WRITE, flags=flags, fd=both)
+    assert of_kernel(one)
+    assert c.munmap(one, size) == 0
+assert map_file(prot=READ | WRITE, flags=SHARED) is None and ctypes.get_errno() == errno.EACCES
 two = map_file(fd=both)
 assert of_kernel(two) and same(two)
 assert c.mprotect(two, page, READ | WRITE) == 0
@@ -251,6 +252,183 @@ assert c.mprotect(three, page, READ | WRITE) == -1 and ctypes.get_errno() == err
 assert c.mprotect(three, page, READ) == 0
 "#,
     );
+}
+
+#[test]
+fn what_is_written_to_a_private_mapping_stays_there_and_nowhere_else() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+known = bytearray(data) + bytes(whole - size)
+one = map_file(prot=READ | WRITE, flags=PRIVATE)
+two = map_file(prot=READ | WRITE, flags=PRIVATE)
+three = map_file()
+assert len({one, two, three}) == 3 and not any(of_kernel(at) for at in (one, two, three))
+for at in list(range(100, size, 777777)) + [whole - 5]:
+    n = min(5000, whole - at)
+    ctypes.memset(one + at, at % 251, n)
+    known[at : at + n] = bytes([at % 251]) * n
+def is_known():
+    return all(
+        ctypes.string_at(one + at, min(1 << 20, whole - at)) == known[at : at + (1 << 20)]
+        for at in range(0, whole, 1 << 20)
+    )
+for turn in range(3):
+    assert is_known(), f"what was written, turn {turn}"
+    assert same(two) and same(three), "seen elsewhere"
+assert open(path, "rb").read() == data, "the file was written"
+assert c.mprotect(one, size, READ) == 0 and c.mprotect(one, size, READ | WRITE) == 0
+assert c.madvise(ctypes.c_void_p(one), size_t(size), mmap.MADV_WILLNEED) == 0
+# It is not moved: what was written is nowhere else.
+assert c.mremap(one, size, size + (1 << 20), 1, None) == FAILED and ctypes.get_errno() == errno.ENOMEM
+assert map_file(0, page, READ, PRIVATE | ANON | FIXED, -1, one) is None and ctypes.get_errno() == errno.ENOMEM
+# Parts of it go; the rest stays.
+assert c.munmap(one + (8 << 20), 8 << 20) == 0
+assert ctypes.string_at(one, 8 << 20) == known[: 8 << 20]
+assert c.munmap(one, 8 << 20) == 0 and ctypes.string_at(one + (16 << 20), 1 << 20) == known[16 << 20 : 17 << 20]
+assert c.munmap(one + (16 << 20), size - (16 << 20)) == 0
+# Mapped anew, it is the file. Many times, because each takes a place that the next finds free.
+for turn in range(300):
+    one = map_file(prot=READ | WRITE, flags=PRIVATE)
+    assert not of_kernel(one) and ctypes.string_at(one + (20 << 20), 999) == data[20 << 20 : (20 << 20) + 999]
+    ctypes.memset(one + (20 << 20), turn % 256, 1000)
+    assert c.munmap(one, size) == 0
+assert same(two) and same(three)
+"#,
+    );
+    assert!(told.contains("1 file(s) mapped") && told.contains("went to a scratch file"), "{told}");
+}
+
+/// A child by `fork` gets the file, but for what its parent has written: it has no other bytes there.
+#[test]
+fn a_child_by_fork_never_finds_the_file_where_its_parent_has_written() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+import signal
+one = map_file(prot=READ | WRITE, flags=PRIVATE)
+two = map_file(prot=READ | WRITE, flags=PRIVATE)
+ctypes.memset(one + (20 << 20), 1, 10)
+child = os.fork()
+if child == 0:
+    code = 3
+    try:
+        assert of_kernel(one) and same(one, 0, 8 << 20) and same(two) and same(one + (30 << 20), 30 << 20)
+        ctypes.memset(two, 9, 10)
+        ctypes.memset(one + (30 << 20), 9, 10)
+        assert ctypes.string_at(two, 10) == b"\t" * 10
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(child, 0)[1] == 0, "what was not written"
+child = os.fork()
+if child == 0:
+    found = ctypes.string_at(one + (20 << 20), 10)
+    os._exit(4)
+status = os.waitpid(child, 0)[1]
+assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV, status
+assert same(two) and ctypes.string_at(one + (20 << 20), 10) == b"\1" * 10
+"#,
+    );
+}
+
+/// As PyTorch does: a file that is only read is mapped to be written privately, read, written in part, and read again.
+const PRIVATE_READER: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { THREADS = 4, TURNS = 5, PART = 4096 };
+static unsigned char *mapped, *expected;
+static size_t size;
+
+static unsigned char value(size_t at, int turn) { return (unsigned char)(at / PART * 31 + turn); }
+
+/* Each thread has every fourth part of 4096 bytes. */
+static void *work(void *argument)
+{
+    size_t own = (size_t)(intptr_t)argument;
+    for (int turn = 0; turn < TURNS; turn++)
+        for (size_t at = own * PART; at < size; at += THREADS * PART) {
+            size_t len = size - at < PART ? size - at : PART;
+            if (memcmp(mapped + at, expected + at, len)) {
+                printf("thread %zu, turn %d: other bytes at %zu\n", own, turn, at);
+                exit(3);
+            }
+            if ((at / PART + (size_t)turn) % 7 == 0) {
+                memset(mapped + at, value(at, turn), len);
+                memset(expected + at, value(at, turn), len);
+            }
+        }
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    int fd = open(arguments[1], O_RDONLY);
+    struct stat found;
+    if (count < 2 || fd < 0 || fstat(fd, &found)) return 4;
+    size = (size_t)found.st_size;
+    expected = malloc(size);
+    for (size_t at = 0; at < size;) {
+        ssize_t read = pread(fd, expected + at, size - at, (off_t)at);
+        if (read <= 0) return 5;
+        at += (size_t)read;
+    }
+    mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+    close(fd);
+    if (mapped == MAP_FAILED) return 6;
+    pthread_t threads[THREADS];
+    for (intptr_t n = 0; n < THREADS; n++) pthread_create(&threads[n], NULL, work, (void *)n);
+    for (int n = 0; n < THREADS; n++) pthread_join(threads[n], NULL);
+    if (memcmp(mapped, expected, size)) return 7;
+    if (munmap(mapped, size)) return 8;
+    puts("all is equal");
+    return 0;
+}
+"#;
+
+#[test]
+fn a_program_that_maps_as_pytorch_does_finds_what_it_wrote() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (source, program) = (folder.path().join("reader.c"), folder.path().join("reader"));
+    std::fs::write(&source, PRIVATE_READER).unwrap();
+    let compiled = Command::new("cc").arg("-O1").arg("-pthread").arg(&source).arg("-o").arg(&program).status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        return eprintln!("SKIPPED: there is no C compiler");
+    }
+    let path = model(folder.path(), (50 << 20) + 333);
+    let before = std::fs::read(&path).unwrap();
+    for (budget, mechanism) in [("8MiB", ""), ("14MiB", ""), ("40MiB", ""), ("8MiB", "copy")] {
+        let mut command = outcore();
+        command.args(["run", "--budget", budget, "--"]).arg(&program).arg(&path);
+        let output = command.env("OUTCORE_RUN_MECHANISM", mechanism).output().unwrap();
+        let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+        assert!(
+            output.status.success()
+                && said
+                    == "all is equal
+",
+            "{budget}: {:?}: {said}{told}",
+            output.status
+        );
+        assert!(told.contains("1 file(s) mapped") && told.contains("went to a scratch file"), "{budget}: {told}");
+        assert!(std::fs::read(&path).unwrap() == before, "{budget}: the file was written");
+    }
 }
 
 /// A program that is started by this one has the library, and a pool of its own. A child by `fork` has the kernel's

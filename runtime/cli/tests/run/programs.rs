@@ -72,6 +72,38 @@ assert numpy.array_equal(part, values(3)) and part.sum() == values(3).sum()
     );
 }
 
+/// `mode="c"` is a private mapping that is written, as PyTorch makes it.
+#[test]
+fn numpy_memmap_with_copy_on_write_finds_what_it_wrote() {
+    reads(
+        r#"
+import json
+plain = open(sys.argv[1], "rb")
+header = json.loads(plain.read(int.from_bytes(plain.read(8), "little")))
+begin = plain.tell()
+whole = numpy.memmap(sys.argv[1], mode="c")
+def view(layer):
+    first, end = header[f"model.layers.{layer}.weight"]["data_offsets"]
+    return whole[begin + first : begin + end].view(numpy.float32).reshape(1000 + layer, 499)
+expected = {layer: values(layer).copy() for layer in range(30)}
+for turn in range(3):
+    for layer in range(30):
+        assert numpy.array_equal(view(layer), expected[layer]), (turn, layer)
+        if layer % 3 == turn:
+            view(layer)[:] *= 2
+            expected[layer] *= 2
+        view(layer)[turn::100, 5] = layer
+        expected[layer][turn::100, 5] = layer
+for layer in range(30):
+    assert numpy.array_equal(view(layer), expected[layer]), layer
+# The file is as it was, and another mapping of it too.
+again = numpy.memmap(sys.argv[1], mode="r")
+first, end = header["model.layers.3.weight"]["data_offsets"]
+assert numpy.array_equal(again[begin + first : begin + end].view(numpy.float32).reshape(1003, 499), values(3))
+"#,
+    );
+}
+
 #[test]
 fn safetensors_reads_the_same_tensors() {
     reads(

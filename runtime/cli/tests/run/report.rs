@@ -101,9 +101,9 @@ fn where_nothing_is_mapped_the_reason_is_told() {
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), 40 << 20);
-    const COPY_ON_WRITE: &str =
-        "import mmap, sys; f = open(sys.argv[1], 'rb'); mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)";
-    let output = run_program(COPY_ON_WRITE, "8MiB", &path);
+    const WRITABLE: &str =
+        "import mmap, sys; f = open(sys.argv[1], 'r+b'); mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)";
+    let output = run_program(WRITABLE, "8MiB", &path);
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(told.contains("no file was mapped: model.gguf may be written by the program"), "{told}");
     // Without a model there is nothing to tell.

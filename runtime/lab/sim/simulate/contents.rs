@@ -73,7 +73,7 @@ impl Contents {
 
     /// A segment was added.
     pub(super) fn joined(&mut self, segment: SegmentId, backing: Backing, pages: u32) {
-        let disk = (backing == Backing::File).then_some(0);
+        let disk = (backing != Backing::ReadWrite).then_some(0);
         self.segments.insert(segment, (backing, vec![Versions { newest: 0, disk }; pages as usize]));
     }
 

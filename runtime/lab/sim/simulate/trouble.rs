@@ -302,7 +302,7 @@ impl World<'_> {
                 recorder.joined(segment, pages as usize, &mut device.pager);
             }
             let run = PageRun { segment, first: PageIndex::new(0), count: pages };
-            let writes = guest.backing == Backing::ReadWrite;
+            let writes = guest.backing != Backing::File;
             let hints = if guest.hinted { vec![run] } else { Vec::new() };
             device.guests.insert(which, segment);
             device.walkers.insert(which, Walker::new(run.pages().collect(), writes, nanos(guest.hold), hints));

@@ -31,6 +31,8 @@ struct Shape {
     scopes: usize,
     /// Whether there are pins of one page that can never be refused, and a floor of one frame for them.
     floor: bool,
+    /// Whether the pages that are written are copies of a file's.
+    copies: bool,
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -47,6 +49,7 @@ fn shape(random: &mut Random) -> Shape {
         scopes: random.below(4),
         streams: random.below(3),
         floor: random.below(3) == 0,
+        copies: random.below(3) == 0,
     }
 }
 
@@ -62,7 +65,8 @@ impl Run {
     fn new(shape: Shape) -> Self {
         let mut world = World::new(config(shape.frames, shape.host, shape.staging, shape.direct), shape.policy);
         let file = world.segment(Backing::File, shape.pages / 2);
-        let memory = world.segment(Backing::ReadWrite, shape.pages - shape.pages / 2);
+        let backing = if shape.copies { Backing::CopyOnWrite } else { Backing::ReadWrite };
+        let memory = world.segment(backing, shape.pages - shape.pages / 2);
         if shape.floor {
             world.set_floor(1);
         }

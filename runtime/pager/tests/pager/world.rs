@@ -233,9 +233,9 @@ impl World {
         self.words.insert(segment, words);
         for index in 0..pages {
             let page = page(segment, index);
-            let bytes = if backing == Backing::File { Bytes::Of(page, 0) } else { Bytes::Zero };
+            let bytes = if backing == Backing::ReadWrite { Bytes::Zero } else { Bytes::Of(page, 0) };
             self.truth.insert(page, bytes);
-            self.disk.insert(page, if backing == Backing::File { bytes } else { Bytes::Garbage });
+            self.disk.insert(page, if backing == Backing::ReadWrite { Bytes::Garbage } else { bytes });
         }
         segment
     }
