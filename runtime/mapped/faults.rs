@@ -738,7 +738,7 @@ mod tests {
     use outcore_testkit::harness::{Scene, is_child, scene_ended};
 
     use super::*;
-    use crate::{Faulting, Mapped, device};
+    use crate::{Faulting, Mapped, MappedMut, Mechanism, device};
 
     const PAGE: usize = 64 << 10;
 
@@ -747,8 +747,8 @@ mod tests {
     }
 
     /// A file on eight frames; `None` where the kernel has no such userfaultfd, which is said.
-    fn mapped() -> Option<(tempfile::TempDir, Runtime, Mapped, Arc<Core>)> {
-        let device = Faulting::new().inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
+    fn mapped(by: Mechanism) -> Option<(tempfile::TempDir, Runtime, Mapped, Arc<Core>)> {
+        let device = Faulting::with_mechanism(by).inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         std::fs::write(&path, (0..40 * PAGE).map(byte).collect::<Vec<u8>>()).unwrap();
@@ -764,13 +764,18 @@ mod tests {
     /// Where it had the page pinned for a disk, the touch was a signal after some seconds.
     #[test]
     fn regression_what_the_kernel_refuses_for_the_moment_is_a_wait_and_no_signal() {
-        let Some((_folder, runtime, mapped, core)) = mapped() else { return };
+        what_the_kernel_refuses_is_a_wait(Mechanism::Move);
+        what_the_kernel_refuses_is_a_wait(Mechanism::Copy);
+    }
+
+    fn what_the_kernel_refuses_is_a_wait(by: Mechanism) {
+        let Some((_folder, runtime, mapped, core)) = mapped(by) else { return };
         for (errno, first) in [(libc::ENOMEM, 0), (libc::EBUSY, 10), (libc::EAGAIN, 20)] {
             core.uffd().refuse(12, errno);
             for at in (first * PAGE..(first + 10) * PAGE).step_by(1000) {
                 assert_eq!(mapped[at], byte(at));
             }
-            assert_eq!(core.uffd().refusals(), 0, "no move was refused, so this shows nothing");
+            assert_eq!(core.uffd().refusals(), 0, "nothing was refused, so this shows nothing");
         }
         assert!(mapped.failure().is_none());
         drop((core, mapped));
@@ -812,10 +817,17 @@ mod tests {
 
     #[test]
     fn regression_touches_end_when_the_thread_of_faults_has_panicked() {
-        if Faulting::new().is_ok() {
-            Scene::of("child_whose_thread_of_faults_panics").run().well("touches without a thread of faults");
+        let scene = || Scene::of("child_whose_thread_of_faults_panics");
+        if Faulting::with_mechanism(Mechanism::Move).is_ok() {
+            scene().run().well("touches without a thread of faults");
+        }
+        if Faulting::with_mechanism(Mechanism::Copy).is_ok() {
+            scene().tell(COPIES, "1").run().well("touches of copies without a thread of faults");
         }
     }
+
+    /// Tells the child that pages are copied.
+    const COPIES: &str = "OUTCORE_TEST_COPIES";
 
     static SIGNALS: AtomicUsize = AtomicUsize::new(0);
 
@@ -839,7 +851,16 @@ mod tests {
             libc::alarm(60);
             libc::signal(libc::SIGBUS, at_signal as *const () as libc::sighandler_t);
         }
-        let (_folder, runtime, mapped, core) = mapped().unwrap();
+        let by = if std::env::var_os(COPIES).is_some() { Mechanism::Copy } else { Mechanism::Move };
+        let (folder, runtime, mapped, core) = mapped(by).unwrap();
+        let private = Faulting::with_mechanism(by).unwrap().maps_private();
+        let private = private.then(|| MappedMut::open(&runtime, folder.path().join("file")).unwrap());
+        let written: Option<&'static mut MappedMut> = private.map(|private| Box::leak(Box::new(private)));
+        // It is there from here on, and protected.
+        let of_written = written.as_ref().map(|file| {
+            assert_eq!(file[7 * PAGE], byte(7 * PAGE));
+            file.as_ptr() as u64
+        });
         let mapped: &'static Mapped = Box::leak(Box::new(mapped));
         let (start, handler) = (mapped.as_ptr() as u64, Arc::new(Panics::default()));
         core.handle(start, mapped.len() as u64, Arc::downgrade(&(handler.clone() as Arc<dyn Handler>)));
@@ -854,11 +875,19 @@ mod tests {
         while SIGNALS.load(Ordering::Relaxed) < 3 {
             thread::yield_now();
         }
+        if let Some(file) = written {
+            drop(thread::spawn(move || file[7 * PAGE] = 1));
+            while SIGNALS.load(Ordering::Relaxed) < 4 {
+                thread::yield_now();
+            }
+        }
         let told = handler.0.lock().clone();
         assert!(told[0].to_string().contains("panicked: on purpose"), "{told:?}");
         // The threads that stay in the signal have the mapping for good; the end of the runtime waits for none of them.
-        core.leave(start);
-        forget(&core, start);
+        for start in of_written.into_iter().chain([start]) {
+            core.leave(start);
+            forget(&core, start);
+        }
         runtime.close().unwrap();
         scene_ended();
     }
