@@ -360,6 +360,10 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.map(frame, address)
     }
+    /// These frames are about to be [mapped](Self::map) at these addresses, each by a call of its own. They are behind
+    /// other pages, or behind none; nobody uses them there any more. A device for which it is cheaper to take several
+    /// frames away at once does so here. By default nothing happens.
+    fn map_soon(&self, _frames: &[(FrameId, DeviceAddress)]) {}
     /// Where the operations of a fill write the bytes of the frame that is behind `address`. By default at that
     /// address. A device that shows pages to the program only when they are [published](Self::publish) gives another.
     ///
@@ -376,6 +380,10 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// The device's. Then the fill has failed.
     fn filled(&self, _frame: FrameId, _address: DeviceAddress) -> Result<()> {
         Ok(())
+    }
+    /// As [`filled`](Self::filled), for fills that have ended together. Returns a result for each, in their order.
+    fn filled_all(&self, pages: &[(FrameId, DeviceAddress)]) -> Vec<Result<()>> {
+        pages.iter().map(|(frame, address)| self.filled(*frame, *address)).collect()
     }
     /// The bytes of a filled frame must be at its page's address now, for operations that read them there. They stay
     /// until the frame is mapped elsewhere, protected or discarded. By default they are there.

@@ -1,8 +1,8 @@
 //! A device in ordinary memory, of which a page is visible only while it is published.
 //!
-//! A frame has a home for life. The store fills it there. To publish it, the kernel moves its memory to the page's
-//! address (`UFFDIO_MOVE`); to take it back, home again. Both edit page tables and copy nothing. A touch of a page
-//! that is not published is a fault, which [`super::faults`] handles.
+//! A frame has a home, which it may exchange for another frame's ([`super::runs`]). The store fills it there. To
+//! publish it, the kernel moves its memory to the page's address (`UFFDIO_MOVE`); to take it back, home again. Both edit
+//! page tables and copy nothing. A touch of a page that is not published is a fault, which [`super::faults`] handles.
 //!
 //! Where the kernel cannot move memory, and in private ranges, which are written, it copies the bytes (`UFFDIO_COPY`),
 //! and the home is emptied. To take the page back, it is emptied too: its bytes are not needed then. So it cannot be
@@ -39,6 +39,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
+use crate::runs::Homes;
 use crate::tables::Tables;
 use crate::uffd::{Features, Mechanism, Uffd};
 
@@ -139,19 +140,19 @@ pub fn find(address: u64) -> Option<Arc<Core>> {
 }
 
 #[derive(Debug, Default)]
-struct Frame {
-    home: u64,
+pub struct Frame {
+    pub home: u64,
     /// Whether its home is registered with userfaultfd.
-    registered: bool,
-    at_home: bool,
+    pub registered: bool,
+    pub at_home: bool,
     /// Whether its home is among those with page tables. They stay when it is emptied by a move or a copy.
-    counted: bool,
-    behind: Option<u64>,
-    published: bool,
+    pub counted: bool,
+    pub behind: Option<u64>,
+    pub published: bool,
     /// It is published, and a write to it is no fault.
     writable: bool,
     /// All its bytes are there, but it is not published, so that its next use is seen.
-    hidden: bool,
+    pub hidden: bool,
 }
 
 impl Frame {
@@ -171,28 +172,29 @@ enum Lost {
 
 /// Addresses of a segment.
 #[derive(Debug)]
-struct Range {
+pub struct Range {
     region: Region,
     /// The frame behind each page, by the page's address.
-    occupants: HashMap<u64, u32>,
+    pub occupants: HashMap<u64, u32>,
     /// Pages that threads wait for.
-    wanted: HashSet<u64>,
-    handler: Option<Weak<dyn Handler>>,
+    pub wanted: HashSet<u64>,
+    pub handler: Option<Weak<dyn Handler>>,
     /// The address behind the bytes that there are.
-    end: u64,
+    pub end: u64,
     /// Whether the program writes it. Then writes to pages that are not dirty are faults.
     private: bool,
     /// Whether pages come by a copy.
-    copied: bool,
+    pub copied: bool,
     /// Pages in whose place is the empty file.
     buried: HashSet<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Layout {
-    frames: Vec<Frame>,
+pub struct Layout {
+    pub frames: Vec<Frame>,
     /// Regions of homes. They are never given back while the device lives.
-    homes: Vec<Region>,
+    pub homes: Vec<Region>,
+    pub homes_of: Homes,
     /// A page of addresses that is registered nowhere, to bring memory in.
     spare: Option<Region>,
     /// By their first address.
@@ -208,12 +210,12 @@ impl Layout {
         })
     }
 
-    fn range(&self, address: u64) -> Option<&Range> {
+    pub fn range(&self, address: u64) -> Option<&Range> {
         let (start, range) = self.ranges.range(..=address).next_back()?;
         (address - start < range.region.len()).then_some(range)
     }
 
-    fn range_mut(&mut self, address: u64) -> Option<&mut Range> {
+    pub fn range_mut(&mut self, address: u64) -> Option<&mut Range> {
         let (start, range) = self.ranges.range_mut(..=address).next_back()?;
         (address - start < range.region.len()).then_some(range)
     }
@@ -230,11 +232,11 @@ pub struct Core {
     uffd: Uffd,
     lost: Lost,
     bell: Arc<Bell>,
-    layout: Mutex<Layout>,
+    pub layout: Mutex<Layout>,
     /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
     /// holds another lock of this device asks for it.
     turn: Mutex<()>,
-    tables: Tables,
+    pub tables: Tables,
 }
 
 impl fmt::Debug for Core {
@@ -442,6 +444,19 @@ impl Core {
     /// What the kernel says.
     pub fn show_all(&self, start: u64, offsets: &[u64]) -> Result<()> {
         let mut layout = self.layout.lock();
+        let frame_of = |layout: &Layout, page: u64| {
+            layout.range(start).and_then(|range| range.occupants.get(&page).copied()).map(FrameId::new)
+        };
+        let hidden: Vec<_> = offsets
+            .iter()
+            .map(|offset| start + offset)
+            .filter_map(|page| Some((frame_of(&layout, page)?, DeviceAddress::new(page))))
+            .filter(|(frame, _)| !layout.frames[frame.index()].published)
+            .collect();
+        if let Some(range) = layout.range_mut(start).filter(|_| hidden.len() > 1) {
+            range.wanted.extend(hidden.iter().map(|(_, page)| page.get()));
+            self.publish_together(&mut layout, &hidden);
+        }
         for page in offsets.iter().map(|offset| start + offset) {
             let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
             let Some(frame) = occupant else { return Err(Self::no_such_address(DeviceAddress::new(page))) };
@@ -719,8 +734,8 @@ impl Copier for Core {
 
 /// A [`Faulting`] device that a runtime has opened.
 #[derive(Debug)]
-struct FaultingDevice {
-    core: Arc<Core>,
+pub struct FaultingDevice {
+    pub core: Arc<Core>,
     streams: Streams,
     faults: FaultThread,
 }
@@ -795,8 +810,12 @@ impl Device for FaultingDevice {
             return Ok(());
         }
         let region = Core::addresses(more as u64 * page, page)?;
-        let homes = (0..more as u64).map(|at| region.start() + at * page);
-        layout.frames.extend(homes.map(|home| Frame { home, ..Frame::default() }));
+        for nth in 0..more as u64 {
+            let home = region.start() + nth * page;
+            let frame = layout.frames.len() as u32;
+            layout.homes_of.add(home, frame);
+            layout.frames.push(Frame { home, ..Frame::default() });
+        }
         layout.homes.push(region);
         Ok(())
     }
@@ -816,6 +835,14 @@ impl Device for FaultingDevice {
         }
         layout.frame(frame)?.behind = Some(address.get());
         Ok(())
+    }
+
+    fn map_soon(&self, frames: &[(FrameId, DeviceAddress)]) {
+        self.core.take_back_together(frames);
+    }
+
+    fn filled_all(&self, pages: &[(FrameId, DeviceAddress)]) -> Vec<Result<()>> {
+        self.filled_together(pages)
     }
 
     fn fill_address(&self, frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {

@@ -34,6 +34,7 @@ mod memory;
 mod options;
 mod order;
 mod remembered;
+mod runs;
 mod tables;
 mod turns;
 mod uffd;

@@ -907,6 +907,9 @@ impl Engine {
             news.tell();
             let (mut taken, mut ended) = (Vec::new(), Vec::new());
             let lone = fx.moves.len() == 1;
+            if !lone {
+                self.tell_of_fills(&fx.moves);
+            }
             for planned in fx.moves.drain(..) {
                 match self.start(planned, lone) {
                     Ok(point) => taken.extend(point.map(|point| (planned.id, point))),
@@ -1099,6 +1102,21 @@ impl Engine {
     /// How many bytes of the page exist.
     fn valid(&self, io: &SegmentIo, page: PageId) -> u64 {
         (io.len - (u64::from(page.index.get()) * self.page_bytes).min(io.len)).min(self.page_bytes)
+    }
+
+    /// Tells the device which frames the moves that are about to start will fill.
+    fn tell_of_fills(&self, moves: &[Move]) {
+        let frame_of = |planned: &Move| match planned.to {
+            Place::Device(frame) => {
+                let io = self.segment_io(planned.page.segment).ok()?;
+                Some((frame, self.address(&io, planned.page)))
+            }
+            _ => None,
+        };
+        let frames: Vec<_> = moves.iter().filter_map(frame_of).collect();
+        if frames.len() > 1 {
+            self.device.map_soon(&frames);
+        }
     }
 
     /// Submits the first operation of a move. `lone` means that no other move is started now. If the operation is the
@@ -1338,7 +1356,13 @@ impl Engine {
                 Ok(Next::Copy(point)) => taken.extend(point.map(|point| (id, point))),
                 Ok(Next::Write) => {}
                 Ok(Next::Nothing) => ended.push((entry.planned, Ok(()))),
-                Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
+                Err(error) => ended.push((entry.planned, Err(error))),
+            }
+        }
+        self.tell_of_filled(&mut ended);
+        for (planned, result) in &mut ended {
+            if let Err(error) = result {
+                *result = Err(error.clone().context(self.describe(planned.page)));
             }
         }
         if ended.is_empty() && taken.is_empty() {
@@ -1483,18 +1507,30 @@ impl Engine {
         }
     }
 
-    /// Goes on with a move whose operation succeeded.
-    fn next_stage(&self, entry: &InFlight) -> Result<Next> {
-        let next = self.stage_behind(entry)?;
-        if let (Next::Nothing, Place::Device(frame)) = (&next, entry.planned.to) {
-            let page = entry.planned.page;
-            self.device.filled(frame, self.address(&*self.segment_io(page.segment)?, page))?;
+    /// Tells the device of the fills that have ended well.
+    fn tell_of_filled(&self, ended: &mut [(Move, Result<()>)]) {
+        let mut filled = Vec::with_capacity(ended.len());
+        let mut places = Vec::with_capacity(ended.len());
+        for (at, (planned, result)) in ended.iter_mut().enumerate() {
+            if let (Place::Device(frame), Ok(())) = (planned.to, &result) {
+                match self.segment_io(planned.page.segment) {
+                    Ok(io) => {
+                        filled.push((frame, self.address(&io, planned.page)));
+                        places.push(at);
+                    }
+                    Err(error) => *result = Err(error),
+                }
+            }
         }
-        Ok(next)
+        if !filled.is_empty() {
+            for (at, told) in places.into_iter().zip(self.device.filled_all(&filled)) {
+                ended[at].1 = told;
+            }
+        }
     }
 
-    /// Submits the next operation of a move.
-    fn stage_behind(&self, entry: &InFlight) -> Result<Next> {
+    /// Goes on with a move whose operation succeeded: submits the next one.
+    fn next_stage(&self, entry: &InFlight) -> Result<Next> {
         let planned = entry.planned;
         let io = self.segment_io(planned.page.segment)?;
         let address = self.bytes_at(planned, self.address(&io, planned.page))?;

@@ -1,0 +1,281 @@
+//! Moves of several pages at once.
+//!
+//! A move edits page tables, and then interrupts every other processor that runs the process. So it costs nearly the
+//! same for one small page as for eight. The pages of a matrix lie beside each other, come together and go together. To
+//! move them at once, their frames' memory must lie beside each other at home too, in the same order. The home of a
+//! frame that is published is empty, so two such frames can exchange theirs.
+
+use std::collections::HashMap;
+
+use outcore::Result;
+use outcore::device::{Device, DeviceAddress, FrameId};
+
+use crate::device::{Core, FaultingDevice, Frame, Layout};
+
+/// Pages that are taken back together, at most.
+const TOGETHER_MAX: usize = 256;
+
+/// Homes that are looked at for each one that is needed, before frames keep the homes that they have.
+const LOOKS: usize = 16;
+
+/// Whose each home is.
+#[derive(Debug, Default)]
+pub struct Homes {
+    /// Frames by the first address of their home.
+    owners: HashMap<u64, u32>,
+    /// Where the last search for empty homes ended.
+    at: u64,
+}
+
+impl Homes {
+    pub fn add(&mut self, home: u64, frame: u32) {
+        self.owners.insert(home, frame);
+    }
+}
+
+impl Layout {
+    /// The first of `count` homes beside each other that are empty, and will take memory back.
+    fn empty_homes(&mut self, count: usize, page: u64) -> Option<u64> {
+        let (mut at, mut found) = (self.homes_of.at, 0);
+        for _ in 0..LOOKS * (count + 4) {
+            let Some(owner) = self.homes_of.owners.get(&at) else {
+                // Behind the end of a region: the next one begins, or the first again.
+                let starts = || self.homes.iter().map(|region| region.start());
+                at = starts().filter(|start| *start > at).min().or_else(|| starts().min())?;
+                found = 0;
+                continue;
+            };
+            let frame = &self.frames[*owner as usize];
+            found = if frame.registered && !frame.at_home { found + 1 } else { 0 };
+            at += page;
+            if found == count {
+                self.homes_of.at = at;
+                return Some(at - count as u64 * page);
+            }
+        }
+        self.homes_of.at = at;
+        None
+    }
+
+    /// Gives a frame this home, and its own to whoever had that. What is known of a home goes with it.
+    fn give_home(&mut self, id: u32, home: u64) {
+        let Some(other) = self.homes_of.owners.insert(home, id).filter(|other| *other != id) else { return };
+        let of = |frame: &Frame| (frame.home, frame.registered, frame.counted);
+        let (mine, new) = (of(&self.frames[id as usize]), of(&self.frames[other as usize]));
+        for (owner, (home, registered, counted)) in [(id, new), (other, mine)] {
+            let frame = &mut self.frames[owner as usize];
+            (frame.home, frame.registered, frame.counted) = (home, registered, counted);
+            self.homes_of.owners.insert(home, owner);
+        }
+    }
+}
+
+impl Core {
+    /// Takes frames back from the pages that they are behind, because they are about to be mapped at these addresses.
+    /// What cannot be done at once is left to [`Device::map`].
+    ///
+    /// Frames exchange their memory too: what it holds is not needed any more. So pages that were beside each other are
+    /// taken back in one move, and frames that will be beside each other have homes that are, which is another order.
+    pub fn take_back_together(&self, frames: &[(FrameId, DeviceAddress)]) {
+        let (page, mut layout) = (self.page(), self.layout.lock());
+        let movable = |(frame, to): &(FrameId, DeviceAddress)| {
+            let from = layout.frames.get(frame.index()).filter(|found| found.published)?.behind?;
+            layout.range(from).filter(|range| !range.copied)?;
+            Some((from, to.get(), frame.get()))
+        };
+        // Where each is, where it will be, and its number; by where it is.
+        let mut all: Vec<(u64, u64, u32)> = frames.iter().filter_map(movable).collect();
+        all.sort_unstable();
+        for some in all.chunks(TOGETHER_MAX).filter(|some| some.len() > 1) {
+            let Some(home) = layout.empty_homes(some.len(), page) else { continue };
+            self.take_back_to(&mut layout, some, home);
+        }
+    }
+
+    /// Takes published frames back to empty homes from `home` on, and gives them these homes by where they will be.
+    fn take_back_to(&self, layout: &mut Layout, frames: &[(u64, u64, u32)], home: u64) {
+        let page = self.page();
+        let (mut taken, mut homes) = (Vec::with_capacity(frames.len()), Vec::with_capacity(frames.len()));
+        let mut to = home;
+        for run in frames.chunk_by(|a, b| a.0 + page == b.0) {
+            let len = run.len() as u64 * page;
+            match self.uffd().move_pages(to, run[0].0, len) {
+                Ok(()) => {
+                    homes.extend((to..to + len).step_by(page as usize));
+                    taken.extend(run.iter().map(|(from, will_be, id)| (*will_be, *from, *id)));
+                }
+                // Each is tried alone when it is mapped.
+                Err(cause) => tracing::debug!(%cause, count = run.len(), "pages were not taken back together"),
+            }
+            to += len;
+        }
+        taken.sort_unstable();
+        for ((_, from, id), home) in taken.into_iter().zip(homes) {
+            let frame = &mut layout.frames[id as usize];
+            (frame.published, frame.hidden, frame.behind) = (false, false, None);
+            if let Some(range) = layout.range_mut(from) {
+                range.occupants.remove(&from);
+            }
+            self.tables.leave(from, page);
+            layout.give_home(id, home);
+            layout.frames[id as usize].at_home = true;
+        }
+    }
+
+    /// Publishes pages that are filled and that somebody waits for, as far as several can be at once. Returns whether
+    /// each one was.
+    pub fn publish_together(&self, layout: &mut Layout, pages: &[(FrameId, DeviceAddress)]) -> Vec<bool> {
+        let page = self.page();
+        let mut done = vec![false; pages.len()];
+        // Address, home, and the place in `pages`.
+        let mut plain: Vec<(u64, u64, usize)> = Vec::with_capacity(pages.len());
+        for (nth, (id, to)) in pages.iter().enumerate() {
+            let to = to.get();
+            let Some(frame) = layout.frames.get(id.index()) else { continue };
+            let Some(range) = layout.range(to) else { continue };
+            let shows = range.handler.is_none() || range.wanted.contains(&to);
+            let whole = to + page <= range.end && !range.copied;
+            if frame.behind == Some(to) && !frame.published && frame.at_home && shows && whole {
+                plain.push((to, frame.home, nth));
+            }
+        }
+        plain.sort_unstable();
+        for run in plain.chunk_by(|a, b| a.0 + page == b.0 && a.1 + page == b.1).filter(|run| run.len() > 1) {
+            if let Err(cause) = self.uffd().move_pages(run[0].0, run[0].1, run.len() as u64 * page) {
+                tracing::debug!(%cause, count = run.len(), "pages were not published together");
+                continue;
+            }
+            for (to, _, nth) in run {
+                let frame = &mut layout.frames[pages[*nth].0.index()];
+                (frame.published, frame.hidden, frame.at_home) = (true, false, false);
+                if let Some(range) = layout.range_mut(*to) {
+                    range.wanted.remove(to);
+                }
+                self.tables.enter(*to, page);
+                done[*nth] = true;
+            }
+        }
+        done
+    }
+}
+
+impl FaultingDevice {
+    /// As [`Device::filled`], of several pages.
+    pub fn filled_together(&self, pages: &[(FrameId, DeviceAddress)]) -> Vec<Result<()>> {
+        let done = match pages.len() {
+            0 | 1 => vec![false; pages.len()],
+            _ => self.core.publish_together(&mut self.core.layout.lock(), pages),
+        };
+        let one = |((frame, address), done): (&(FrameId, DeviceAddress), bool)| match done {
+            true => Ok(()),
+            false => self.filled(*frame, *address),
+        };
+        pages.iter().zip(done).map(one).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use outcore::device::{Completions, DeviceFactory, DeviceSettings};
+    use outcore::{Bytes, PageSize, Runtime};
+    use outcore_testkit::harness::Rng;
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::Faulting;
+
+    const PAGE: u64 = 64 << 10;
+    const FRAMES: u64 = 24;
+    const PAGES: u64 = 64;
+
+    /// The device of a runtime, for a test that uses it without one.
+    #[derive(Clone, Debug)]
+    struct Shown(Faulting, Arc<Mutex<Option<Arc<dyn Device>>>>);
+
+    impl DeviceFactory for Shown {
+        fn name(&self) -> String {
+            self.0.name()
+        }
+        fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+            let device = self.0.open(settings, completions)?;
+            Ok(self.1.lock().insert(device).clone())
+        }
+        fn is_process_memory(&self) -> bool {
+            true
+        }
+    }
+
+    fn words(at: u64) -> &'static mut [u64] {
+        let start = std::ptr::with_exposed_provenance_mut(at as usize);
+        // SAFETY: a page that the caller of the test knows to be there, which nobody else has.
+        unsafe { std::slice::from_raw_parts_mut(start, (PAGE / 8) as usize) }
+    }
+
+    /// Random sets of frames go to random pages. Each page has the bytes that it was filled with until its frame goes,
+    /// whichever memory and home that is by then.
+    #[test]
+    fn frames_exchange_their_homes_and_their_memory() {
+        let Ok(factory) = Faulting::new() else {
+            eprintln!("SKIPPED: no userfaultfd");
+            return;
+        };
+        let shown = Shown(factory, Arc::default());
+        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let budget = Bytes::new(FRAMES * PAGE);
+        let runtime =
+            Runtime::builder().device(shown.clone()).page_size(page_size).device_budget(budget).open().unwrap();
+        let device = shown.1.lock().clone().unwrap();
+        let base = device.reserve(PAGES as u32).unwrap().get();
+        let mut random = Rng::new(17);
+        // What page a frame is behind, and what it was filled with.
+        let mut behind: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+        let (mut beside, mut fills) = (0, 0);
+        for round in 0..400 {
+            // Pages beside each other, mostly; frames in any order.
+            let count = 1 + random.below(FRAMES / 2);
+            let first = random.below(PAGES - count);
+            let mut frames: Vec<u32> = (0..FRAMES as u32).collect();
+            for at in (1..frames.len()).rev() {
+                frames.swap(at, random.below(at as u64 + 1) as usize);
+            }
+            let pages = (first..first + count).filter(|_| random.below(8) > 0);
+            // Whoever is behind one of these pages is the frame that comes there, or leaves first.
+            let taken: Vec<u64> = pages.filter(|page| behind.values().all(|(at, _)| at != page)).collect();
+            let set: Vec<(FrameId, DeviceAddress)> = frames
+                .iter()
+                .zip(&taken)
+                .map(|(frame, page)| (FrameId::new(*frame), DeviceAddress::new(base + page * PAGE)))
+                .collect();
+            device.map_soon(&set);
+            set.iter().for_each(|(frame, address)| device.map(*frame, *address).unwrap());
+            let homes: Vec<u64> =
+                set.iter().map(|(frame, address)| device.fill_address(*frame, *address).unwrap().get()).collect();
+            fills += set.len();
+            beside += homes.windows(2).filter(|pair| pair[0] + PAGE == pair[1]).count();
+            for (nth, ((frame, address), home)) in set.iter().zip(&homes).enumerate() {
+                let what = round << 8 | nth as u64;
+                words(*home).fill(what);
+                behind.insert(frame.get(), ((address.get() - base) / PAGE, what));
+            }
+            device.filled_all(&set).into_iter().for_each(|told| told.unwrap());
+            for (page, what) in behind.values() {
+                assert!(words(base + page * PAGE).iter().all(|word| word == what), "round {round}, page {page}");
+            }
+            // Some lose their memory, and get it again.
+            if random.below(16) == 0 {
+                let frame = random.below(FRAMES) as u32;
+                device.discard(FrameId::new(frame)).unwrap();
+                behind.remove(&frame);
+            }
+        }
+        assert!(beside * 2 > fills, "{beside} of {fills} pages were filled beside the one before");
+        device.release(DeviceAddress::new(base), PAGES as u32).unwrap();
+        drop(device);
+        runtime.close().unwrap();
+    }
+}
