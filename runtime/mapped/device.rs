@@ -1,8 +1,9 @@
 //! A device in ordinary memory, of which a page is visible only while it is published.
 //!
 //! A frame has a home, which it may exchange for another frame's ([`super::runs`]). The store fills it there. To
-//! publish it, the kernel moves its memory to the page's address (`UFFDIO_MOVE`); to take it back, home again. Both edit
-//! page tables and copy nothing. A touch of a page that is not published is a fault, which [`super::faults`] handles.
+//! publish it, the kernel moves its memory to the page's address (`UFFDIO_MOVE`); to take it back, home again. Both
+//! edit page tables and copy nothing. A touch of a page that is not published is a fault, which [`super::faults`]
+//! handles.
 //!
 //! Where the kernel cannot move memory, and in private ranges, which are written, it copies the bytes (`UFFDIO_COPY`),
 //! and the home is emptied. To take the page back, it is emptied too: its bytes are not needed then. So it cannot be
