@@ -1023,7 +1023,7 @@ impl Pager {
         match stand {
             Stand::Nowhere => {}
             Stand::Frames { .. } => {
-                if self.frame_line.line.is_empty() && !self.floor_is_short() {
+                if self.frame_line.line.is_empty() {
                     self.gate.open();
                 }
             }
@@ -1062,12 +1062,6 @@ impl Pager {
         let mut joined = Vec::new();
         let mut missing = Vec::new();
         let mut blocked = None;
-        // A scope that declared waits for its purse only, in which there are no frames of the floor.
-        let waits_for_purse = self.scope(terms.scope).is_some_and(|scope| scope.declared > 0);
-        let leaves_floor = !terms.never_refused
-            && !waits_for_purse
-            && self.floor_is_short()
-            && pages.iter().any(|page| self.could_serve_floor(*page));
         for page in pages.iter().copied() {
             let state = self.word(page).load().state;
             let copying_out = self.entry(page).copying_out();
@@ -1150,7 +1144,7 @@ impl Pager {
         }
         // Frames paid from the purse are there, whatever a smaller budget waits for.
         while blocked.is_none()
-            && (needed > spent || leaves_floor)
+            && needed > spent
             && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
         {
             if !self.reclaim(Want::Demand, fx) {
@@ -1179,14 +1173,6 @@ impl Pager {
             if let Some(line) = self.page_lines.get_mut(page) {
                 line.pass(turn);
             }
-        }
-        if leaves_floor {
-            // It is whole now, without the frames of these pages.
-            self.on_floor.clear();
-        }
-        // Pins of a scope are known to whoever looks for deadlocks.
-        if terms.never_refused && terms.scope.is_none() && self.floor > 0 {
-            self.took_of_floor(&missing);
         }
         let short = self.frames.free_count() < self.promised() + needed - spent;
         if let Some(scope) = self.scope_mut(terms.scope) {
@@ -1225,51 +1211,6 @@ impl Pager {
             self.lend_if_taken(id, key, fx);
         }
         Ok(())
-    }
-
-    /// Whether requests that can never be refused have frames of the floor, so that other pins have to leave it whole.
-    /// While the budget shrinks, frames that come are not the floor's.
-    pub(super) fn floor_is_short(&self) -> bool {
-        let there = self.frames.free_count() + self.transit;
-        self.floor > 0 && self.leaving() == 0 && there < self.wanted() + self.floor
-    }
-
-    /// Whether the floor may count on this page's frame: nobody has it pinned, or only requests that can never be
-    /// refused have. A page that others have pinned already is none of its frames.
-    fn could_serve_floor(&self, page: PageId) -> bool {
-        let word = self.word(page).load();
-        let may = match word.state {
-            State::Filling => self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty()),
-            state => state != State::Empty && word.pins == 0,
-        };
-        may || self.on_floor.contains(&page)
-    }
-
-    /// A request that can never be refused takes frames for these pages.
-    fn took_of_floor(&mut self, pages: &[PageId]) {
-        self.on_floor.extend(pages);
-        // Pins without the latch could take the frames of these pages as soon as they are filled.
-        self.gate.close();
-        if self.on_floor.len() > self.frames.target as usize {
-            let Self { on_floor, segments, .. } = self;
-            on_floor.retain(|page| {
-                let words = segments.get(page.segment.index()).map(|table| &table.words);
-                let word = words.and_then(|words| words.get(page.index.index()));
-                word.is_some_and(|word| word.load().state != State::Empty) || pages.contains(page)
-            });
-        }
-    }
-
-    /// Says whether pins may do without the latch.
-    pub(super) fn look_at_floor(&mut self) {
-        if self.floor_is_short() {
-            self.gate.close();
-            return;
-        }
-        self.on_floor.clear();
-        if self.gate.is_closed() && self.frame_line.line.is_empty() {
-            self.gate.open();
-        }
     }
 
     /// Gives back the pins or locks of a request that is not admitted after all.

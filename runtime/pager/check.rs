@@ -402,8 +402,7 @@ impl Pager {
         let mut scopes: Vec<_> =
             self.scopes.iter().map(|(_, scope)| (scope.purse, scope.coming, scope.owed, scope.declared)).collect();
         scopes.sort_unstable();
-        (&self.awaiting, &self.spoiled, &self.hints, self.staying, (self.floor, &self.on_floor), scopes, self.closing)
-            .hash(&mut hasher);
+        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.floor, scopes, self.closing).hash(&mut hasher);
         if self.policy.name() == "lru" {
             self.policy.tracked().hash(&mut hasher);
         } else {

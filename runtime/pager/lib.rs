@@ -488,7 +488,7 @@ pub struct Pager {
     eased: bool,
     /// How many times a request was looked at to see whether it can go on.
     looks: u64,
-    /// Closed while a request waits for frames, or the floor is short.
+    /// Closed while a request waits for frames.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
     members: Members,
@@ -508,10 +508,6 @@ pub struct Pager {
     declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
-    /// Pages for which requests that can never be refused, and are of no scope, took frames since the floor was last
-    /// whole. Their frames are the floor's again as soon as those requests' pins end, so other pins of them must leave
-    /// the floor elsewhere.
-    on_floor: BTreeSet<PageId>,
     barren: Barren,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
@@ -629,7 +625,6 @@ impl Pager {
             owed_to: BTreeSet::new(),
             declared: 0,
             floor: 0,
-            on_floor: BTreeSet::new(),
             barren: Barren::default(),
             shrinking: Vec::new(),
             filling: HashMap::new(),
@@ -1089,14 +1084,13 @@ impl Pager {
             self.serve_awaiting(fx);
         }
         self.raise_victims(fx);
-        self.look_at_floor();
         invariant!(
             self.moved.is_empty() && self.nearly.is_empty() && self.filled.is_empty(),
             "somebody who may go on was not tried"
         );
         invariant!(
-            self.gate.is_closed() == (self.floor_is_short() || !self.frame_line.line.is_empty()),
-            "the gate does not say who waits for frames, or that the floor is short"
+            self.gate.is_closed() != self.frame_line.line.is_empty(),
+            "the gate does not say who waits for frames"
         );
         invariant!(
             self.frames.free_count() <= self.purses || self.awaiting.is_empty(),

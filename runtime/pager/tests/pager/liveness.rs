@@ -1662,47 +1662,6 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
     world.drain();
 }
 
-/// The bug: a pin of resident pages takes no latch, so it also took the frames of the floor once pages that can never
-/// be refused had been filled there. Then the next such page waited for these pins.
-#[test]
-fn regression_pins_leave_the_floor_whatever_is_resident() {
-    let (mut world, s) = world(6, 0, 16);
-    world.set_floor(2);
-    // Others have all frames but the floor's.
-    world.pin(&[run(s, 0, 4)], false, false).unwrap();
-    settle(&mut world);
-    let bring = |world: &mut World, page: u32| {
-        world.never_refused = true;
-        let asked = world.pin(&[run(s, page, 1)], false, false).unwrap();
-        world.never_refused = false;
-        settle(world);
-        assert!(asked.is_ok() || world.guards.last().is_some_and(|guard| guard.never_refused), "page {page} waits");
-    };
-    bring(&mut world, 8);
-    bring(&mut world, 9);
-    // Both are there. Whoever pins one of them as well would keep its frame, so it waits; pages that are pinned already
-    // are nobody's frames.
-    let waits = world.pin(&[run(s, 8, 1)], false, false).unwrap().expect_err("it has a frame of the floor");
-    world.pin(&[run(s, 3, 1)], false, false).unwrap().expect("it is pinned already");
-    let at = world.guards.iter().position(|guard| guard.never_refused).unwrap();
-    world.unpin(at);
-    bring(&mut world, 10);
-    assert!(world.waits(waits), "the floor is not whole");
-    while let Some(at) = world.guards.iter().position(|guard| guard.never_refused) {
-        world.unpin(at);
-    }
-    for page in [11, 12, 13] {
-        bring(&mut world, page);
-        let at = world.guards.iter().position(|guard| guard.never_refused).unwrap();
-        world.unpin(at);
-    }
-    assert!(world.waits(waits), "its page would be a fifth, and four fit beside the floor");
-    world.unpin(0);
-    settle(&mut world);
-    assert!(!world.waits(waits), "others have let go");
-    world.drain();
-}
-
 /// A request that can never be refused waits for a pin of its own scope. Another thread may let go of that pin, and
 /// there is nobody else who could be told of a deadlock.
 #[test]
