@@ -6,8 +6,6 @@ use crate::ids::{PageId, WalkerId};
 
 /// The most hints that are kept. Later ones are dropped.
 const HINTS_MAX: usize = 4096;
-/// With less frames than this many times the floor, fills ahead use the floor's frames too.
-const FEW: u32 = 8;
 
 /// A page that may be used soon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,16 +104,10 @@ impl Pager {
         if self.closing {
             return false;
         }
-        // Where the floor is a large part of few frames, it may hold what is filled ahead, which can go at any time.
-        let floor = if self.floor * FEW > self.frames.target { 0 } else { self.floor };
-        while self.frames.free_count() + self.transit <= self.promised() + floor {
+        while self.frames.free_count() + self.transit <= self.promised() + self.floor {
             if !self.reclaim(want, fx) {
                 return false;
             }
-        }
-        if floor < self.floor {
-            // Pins without the latch could take what the floor needs.
-            self.gate.close();
         }
         let _ = self.admit_fill(page, None, false, Priority::Prefetch, fx);
         true

@@ -590,8 +590,7 @@ impl Pager {
         self.declared
     }
 
-    /// Keeps this many frames for requests that can never be refused. While those of no scope have some of them, pins
-    /// ask under the latch, so that none keeps such a frame.
+    /// Keeps this many frames for requests that can never be refused.
     ///
     /// # Errors
     /// `BudgetTooSmall` if no frame would be left for others, or fewer than scopes have declared.

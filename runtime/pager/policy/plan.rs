@@ -646,6 +646,11 @@ impl PlanPolicy {
         self.followed = Some(followed);
     }
 
+    /// Whether a page outside of plans is resident and expected.
+    fn expects(&self, number: u32) -> bool {
+        self.expected.contains(number as usize) && self.outside.contains(number)
+    }
+
     /// Whether the page belongs in the list of pages outside of followed plans, if that list exists.
     fn is_outside(&self, number: u32) -> bool {
         self.followed.as_ref().is_some_and(|followed| none_names(&self.plans, followed, number))
@@ -1002,9 +1007,8 @@ impl Policy for PlanPolicy {
         // A frame for which no request waits is not worth a look at all pages.
         let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
         self.find_outside();
-        // A page that is expected is passed over, as one that is pinned is, and offered at the last.
-        let expected = &self.expected;
-        let numbers = self.recency.numbers();
+        // A page that is expected is passed over, and offered at the last.
+        let (expected, numbers) = (&self.expected, self.recency.numbers());
         let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
         let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
         let (mut found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
@@ -1012,7 +1016,24 @@ impl Policy for PlanPolicy {
             found = self.victim_planned(want, must, take);
         }
         if must && matches!(found, Ok(None)) {
-            found = self.outside.offer_held(&offered, self.recency.numbers(), take);
+            let (expected, numbers) = (&self.expected, self.recency.numbers());
+            let is_expected =
+                |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
+            let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
+            found = self.outside.offer_held(&offered, numbers, &mut unless_expected);
+        }
+        if must && matches!(found, Ok(None)) {
+            let mut expected: Vec<u32> = self
+                .walkers
+                .iter()
+                .flat_map(|walk| &walk.expected)
+                .copied()
+                .filter(|number| self.expects(*number))
+                .collect();
+            expected.sort_unstable();
+            expected.dedup();
+            step(expected.len());
+            found = offer_each(expected.into_iter(), self.recency.numbers(), take);
         }
         found.ok().flatten()
     }

@@ -209,6 +209,9 @@ impl Run {
                 let cyclic = random.below(2) == 0;
                 let walker = self.world.walker;
                 self.world.with(|pager, fx| pager.declare_plan_of(walker, &order, cyclic, fx));
+                // At other times the walker expects pages, of which it uses some.
+                let soon = self.runs(random, 3);
+                self.world.with(|pager, fx| pager.expect(walker, &soon, fx));
             }
             1 if self.spare.is_none() => {
                 let segment = self.world.segment(Backing::File, 3);
