@@ -14,6 +14,7 @@ mod disk;
 mod engine;
 pub(crate) mod file;
 mod limits;
+#[doc(hidden)]
 pub mod notes;
 pub(crate) mod operation;
 mod options;
