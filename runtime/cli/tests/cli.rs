@@ -1712,7 +1712,7 @@ fn browsed(browser: &Path, dir: &Path, arguments: &[&str]) -> (String, String) {
     command.arg("120").arg(browser);
     command.args(["--headless", "--no-sandbox", "--disable-gpu", "--lang=en-US", "--enable-logging=stderr"]);
     command.args(["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]);
-    command.args(["--hide-scrollbars", "--window-size=1366,768"]).args(arguments);
+    command.args(["--hide-scrollbars", "--window-size=1366,2000"]).args(arguments);
     command.arg(format!("--user-data-dir={}", string(&dir.join("profile"))));
     let output = command.arg(format!("file://{}", string(&dir.join("report.html")))).output().unwrap();
     let [drawn, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -1847,12 +1847,12 @@ fn report_is_drawn_by_a_browser() {
         let timeline = charts.iter().find(|(id, ..)| id == "timeline-0");
         assert!(timeline.is_none_or(|(.., colours)| *colours >= 3), "{charts:?}");
     }
-    // The page as a user sees it.
+    // The page as a user sees it, down to the first charts: tables of two runs come before them.
     made_page(dir.path());
     let shot = dir.path().join("page.png");
     browsed(&browser, dir.path(), &[&format!("--screenshot={}", string(&shot))]);
     let (width, height, bytes) = pixels(&fs::read(&shot).unwrap());
-    assert_eq!((width, height), (1366, 768));
+    assert_eq!((width, height), (1366, 2000));
     let dark = bytes.chunks(3).filter(|pixel| pixel.iter().any(|value| *value < 128)).count();
     let coloured =
         bytes.chunks(3).filter(|pixel| pixel.iter().max().unwrap() - pixel.iter().min().unwrap() > 40).count();
