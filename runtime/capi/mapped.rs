@@ -5,7 +5,7 @@
 use std::ffi::{c_char, c_void};
 use std::ptr;
 
-use ::outcore_mapped::Mapped;
+use ::outcore_mapped::{LayerExperts, Mapped};
 use outcore::{Error, ErrorKind};
 
 use crate::call::{done, free, outcore_error, outcore_status, quiet};
@@ -95,16 +95,65 @@ pub unsafe extern "C" fn outcore_mapped_expert_hint(
     })
 }
 
-/// These `count` experts of a layer are likely to be used soon: for programs that predict what the router will choose.
-/// They take the place of those that were expected before. What is missing of them is read while nothing else waits for
-/// the disk. Returns at once. Together they may have a quarter of the frames: what is more is left out.
+/// Experts of one layer of a mixture, by their numbers in the model.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct outcore_layer_experts {
+    /// The layer's number in the model.
+    pub layer: u32,
+    /// The experts' numbers in the layer. NULL if there are none.
+    pub experts: *const u32,
+    /// How many experts there are.
+    pub count: usize,
+}
+
+/// The layers of an array that the caller lends.
+///
+/// # Safety
+/// There are `count` of them from `first` on, each with an array of as many experts as it says.
+unsafe fn layers<'a>(first: *const outcore_layer_experts, count: usize) -> Result<Vec<LayerExperts<'a>>> {
+    // SAFETY: as the caller promised.
+    let layers = unsafe { raw::array(first, count, "layers") }?;
+    let of = |layer: &outcore_layer_experts| {
+        // SAFETY: as the caller promised.
+        let experts = unsafe { raw::array(layer.experts, layer.count, "experts") }?;
+        Ok(LayerExperts { layer: layer.layer, experts })
+    };
+    layers.iter().map(of).collect()
+}
+
+/// As `outcore_mapped_expert_hint` of `now`, and as `outcore_mapped_expect_experts` of the `count` layers at `next`: the
+/// disk goes on with these as soon as it has no more of `now` to read.
+///
+/// Errors: as for both. If the file has not an expert of `next`, nothing is read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn outcore_mapped_expert_hint_before(
+    mapped: *const outcore_mapped,
+    now: *const outcore_layer_experts,
+    next: *const outcore_layer_experts,
+    count: usize,
+    error: *mut *mut outcore_error,
+) -> outcore_status {
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let error = unsafe { Out::handle(error) };
+    done(error, || {
+        // SAFETY: the header asks that arrays have as many elements as is said; `now` is one of a single layer.
+        let (now, next) = unsafe { (layers(now, 1)?, layers(next, count)?) };
+        now.iter().try_for_each(|now| held(mapped, "mapped")?.mapped.expert_hint_before(*now, &next))
+    })
+}
+
+/// These experts of the `count` layers at `layers` are likely to be used soon, in this order of layers, and of each
+/// layer the most likely first: for programs that predict what the router will choose. They take the place of all that
+/// was expected before. What is missing of them is read while nothing else waits for the disk. Returns at once.
+/// Together they may have a quarter of the frames: what is more is left out. Each is compared with what is told later,
+/// and what is seldom right is not read.
 ///
 /// Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_expect_experts(
     mapped: *const outcore_mapped,
-    layer: u32,
-    experts: *const u32,
+    layers: *const outcore_layer_experts,
     count: usize,
     error: *mut *mut outcore_error,
 ) -> outcore_status {
@@ -112,8 +161,8 @@ pub unsafe extern "C" fn outcore_mapped_expect_experts(
     let error = unsafe { Out::handle(error) };
     done(error, || {
         // SAFETY: the header asks that arrays have as many elements as is said.
-        let experts = unsafe { raw::array(experts, count, "experts") }?;
-        held(mapped, "mapped")?.mapped.expect_experts(layer, experts)
+        let layers = unsafe { self::layers(layers, count) }?;
+        held(mapped, "mapped")?.mapped.expect_experts(&layers)
     })
 }
 

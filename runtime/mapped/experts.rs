@@ -17,6 +17,15 @@ pub struct ExpertId {
     pub expert: u32,
 }
 
+/// Experts of one layer of a model, by their numbers there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerExperts<'a> {
+    /// The layer's number in the model.
+    pub layer: u32,
+    /// The experts' numbers in the layer.
+    pub experts: &'a [u32],
+}
+
 /// A tensor with more experts than this has none: no model comes near it, and each takes a place in a table.
 const EXPERTS_MAX: u64 = 1 << 16;
 /// Pieces of all tensors of a file together. Further ones are read as pages.

@@ -5,12 +5,14 @@
 //! bounded: of each expert, the [`FOLLOWERS`] that followed most (as in A. Metwally, D. Agrawal and A. El Abbadi,
 //! "Efficient computation of frequent and top-k elements in data streams", ICDT 2005).
 //!
-//! A prediction that is wrong takes the disk from what is needed. So each one is compared with what was used. Where
-//! less than [`WORTH`] of what was predicted lately was used, nothing is read for a prediction until that is better.
+//! A read for a prediction that is wrong takes the disk from what is needed. So each prediction of an expert that is
+//! not in memory is compared with what was used, apart by how many layers ahead it was, and by its place: the most
+//! likely expert of a layer is right more often than the fourth. Where less than [`WORTH`] of such predictions were
+//! right lately, nothing is read for them until that is better.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
-use crate::experts::ExpertId;
+use crate::experts::{ExpertId, LayerExperts};
 
 /// Experts of the next layer that are remembered for each expert.
 const FOLLOWERS: usize = 16;
@@ -19,9 +21,15 @@ const KNOWN_MAX: usize = 1 << 17;
 /// Uses of one expert after which what followed earlier counts half.
 const HALVE: u32 = 64;
 /// Predictions are worth a read if this part of them was right lately.
-const WORTH: f32 = 0.4;
+const WORTH: f32 = 0.75;
 /// The weight of the last prediction in what counts as lately.
 const LAST: f32 = 1.0 / 64.0;
+/// Predictions are told apart up to so many layers ahead; what is farther is not taken.
+const AHEAD_MAX: usize = 8;
+/// Predictions that wait to be compared.
+const PREDICTED_MAX: usize = 1024;
+/// They are told apart by so many places; those behind count as the last.
+const PLACES: usize = 16;
 
 #[derive(Debug, Default)]
 struct Followers {
@@ -59,6 +67,15 @@ struct Step {
     experts: Vec<u32>,
 }
 
+/// An expert that was predicted.
+#[derive(Debug)]
+struct Prediction {
+    id: ExpertId,
+    /// How many layers ahead, from 0, and in which place, both within what is told apart.
+    ahead: usize,
+    place: usize,
+}
+
 /// See above.
 #[derive(Debug)]
 pub struct Foresight {
@@ -67,10 +84,10 @@ pub struct Foresight {
     last: Step,
     /// What faults have told of so far.
     coming: Step,
-    /// What was predicted, until it is seen what was used.
-    predicted: Step,
-    /// The part of what was predicted lately that was used.
-    right: f32,
+    /// What was predicted and not in memory, until it is seen what was used.
+    predicted: VecDeque<Prediction>,
+    /// The part of what was predicted lately that was used, by how far ahead and by place.
+    right: [[f32; PLACES]; AHEAD_MAX],
 }
 
 impl Default for Foresight {
@@ -79,8 +96,8 @@ impl Default for Foresight {
             table: HashMap::new(),
             last: Step::default(),
             coming: Step::default(),
-            predicted: Step::default(),
-            right: 1.0,
+            predicted: VecDeque::new(),
+            right: [[1.0; PLACES]; AHEAD_MAX],
         }
     }
 }
@@ -89,11 +106,14 @@ impl Foresight {
     /// These experts of a layer are all that is used there now. They are compared with what was predicted, and
     /// remembered as what followed the experts of the layer before.
     pub fn used(&mut self, layer: u32, experts: &[u32]) {
-        let predicted = std::mem::take(&mut self.predicted);
-        if predicted.layer == layer && !predicted.experts.is_empty() {
-            let right = predicted.experts.iter().filter(|expert| experts.contains(expert)).count();
-            self.right += LAST * (right as f32 / predicted.experts.len() as f32 - self.right);
-        }
+        let Self { predicted, right, .. } = self;
+        predicted.retain(|Prediction { id, ahead, place }| {
+            if id.layer == layer {
+                let right = &mut right[*ahead][*place];
+                *right += LAST * (f32::from(experts.contains(&id.expert)) - *right);
+            }
+            id.layer != layer
+        });
         if self.last.layer.checked_add(1) == Some(layer) {
             for before in &self.last.experts {
                 let id = ExpertId { layer: self.last.layer, expert: *before };
@@ -146,16 +166,33 @@ impl Foresight {
         (!most.is_empty()).then(|| (layer, most.into_iter().map(|(_, expert)| expert).collect()))
     }
 
-    /// These experts of a layer are predicted. Returns whether that is worth a read.
-    pub fn predicts(&mut self, layer: u32, experts: &[u32]) -> bool {
-        self.predicted = Step { layer, experts: experts.to_vec() };
-        self.right >= WORTH
+    /// These experts of the layers to come are predicted, in this order, of each layer the most likely first; not all
+    /// are in memory. Returns those that are worth a read, of as many layers.
+    pub fn predicts(&mut self, layers: &[LayerExperts<'_>], is_there: impl Fn(ExpertId) -> bool) -> Vec<Vec<u32>> {
+        let Self { predicted, right, .. } = self;
+        let of = |(ahead, LayerExperts { layer, experts }): (usize, &LayerExperts<'_>)| {
+            let mut worth_a_read = Vec::new();
+            for (place, expert) in experts.iter().enumerate() {
+                let (id, place) = (ExpertId { layer: *layer, expert: *expert }, place.min(PLACES - 1));
+                if right[ahead][place] >= WORTH {
+                    worth_a_read.push(*expert);
+                }
+                if !is_there(id) {
+                    predicted.push_back(Prediction { id, ahead, place });
+                }
+            }
+            worth_a_read
+        };
+        let all = layers.iter().enumerate().take(AHEAD_MAX).map(of).collect();
+        // Layers that do not come leave theirs.
+        predicted.drain(..predicted.len().saturating_sub(PREDICTED_MAX));
+        all
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{ExpertId, Foresight};
+    use super::{ExpertId, Foresight, LayerExperts};
 
     #[test]
     fn what_followed_is_predicted_and_what_changes_is_forgotten() {
@@ -177,20 +214,49 @@ mod tests {
     #[test]
     fn predictions_that_are_wrong_are_not_worth_a_read_until_they_are_right_again() {
         let mut foresight = Foresight::default();
-        assert!(foresight.predicts(1, &[1, 2]));
+        let predicts = |foresight: &mut Foresight| {
+            let worth = foresight.predicts(&[LayerExperts { layer: 1, experts: &[1, 2] }], |_| false);
+            worth[0].contains(&1)
+        };
+        assert!(predicts(&mut foresight));
         let tries = |foresight: &mut Foresight, used: &[u32]| {
             let ends = |foresight: &mut Foresight| {
                 foresight.used(1, used);
-                foresight.predicts(1, &[1, 2])
+                predicts(foresight)
             };
             let before = ends(foresight);
             (0..1000).find(|_| ends(foresight) != before).unwrap_or(1000)
         };
-        assert!((20..200).contains(&tries(&mut foresight, &[8, 9])));
+        assert!((10..200).contains(&tries(&mut foresight, &[8, 9])));
         assert_eq!(tries(&mut foresight, &[8, 9]), 1000);
-        assert!((20..200).contains(&tries(&mut foresight, &[2, 1])));
-        // Half of them right is worth it.
-        assert_eq!(tries(&mut foresight, &[2, 9]), 1000);
+        assert!((10..400).contains(&tries(&mut foresight, &[2, 1])));
+        assert_eq!(tries(&mut foresight, &[2, 1]), 1000);
+    }
+
+    #[test]
+    fn predictions_are_judged_apart_by_place_and_by_how_far_ahead_they_are() {
+        let mut foresight = Foresight::default();
+        let of = |layer, experts| LayerExperts { layer, experts };
+        let mut worth = Vec::new();
+        for layer in 0..400 {
+            foresight.used(layer, &[1, 2]);
+            // Of the next layer one is wrong, and of the second layer the other one.
+            worth.push(foresight.predicts(&[of(layer + 1, &[1, 9]), of(layer + 2, &[9, 2])], |_| false));
+        }
+        assert_eq!(worth[0], [[1, 9], [9, 2]]);
+        assert_eq!(worth[399], [[1], [2]]);
+        assert!(foresight.predicted.len() <= 6, "what was used is no prediction any more");
+    }
+
+    /// What is in memory costs no read, so it says nothing of what reads are worth.
+    #[test]
+    fn predictions_of_what_is_there_are_not_judged() {
+        let mut foresight = Foresight::default();
+        for layer in 0..400 {
+            foresight.used(layer, &[1]);
+            let next = [LayerExperts { layer: layer + 1, experts: &[1, 9] }];
+            assert_eq!(foresight.predicts(&next, |id| id.expert == 9), [[1, 9]]);
+        }
     }
 
     #[test]
@@ -218,6 +284,10 @@ mod tests {
         }
         assert!(foresight.table.len() <= super::KNOWN_MAX);
         assert!(foresight.table.values().all(|followers| followers.counts.len() <= super::FOLLOWERS));
+        let all = Vec::from_iter(0..1000);
+        let far: Vec<_> = (1000..1100).map(|layer| LayerExperts { layer, experts: &all }).collect();
+        assert_eq!(foresight.predicts(&far, |_| false).len(), super::AHEAD_MAX);
+        assert_eq!(foresight.predicted.len(), super::PREDICTED_MAX);
         assert_eq!(foresight.after_used(), None);
     }
 }

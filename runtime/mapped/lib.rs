@@ -41,6 +41,7 @@ mod uffd;
 mod uses;
 
 pub use device::Faulting;
+pub use experts::LayerExperts;
 pub use mapped::{Mapped, MappedMut, Written, builder_for, builder_on};
 pub use options::MapOptions;
 pub use uffd::Mechanism;

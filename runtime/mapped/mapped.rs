@@ -26,7 +26,7 @@ use outcore::{
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
-use crate::experts::{ExpertId, Experts};
+use crate::experts::{ExpertId, Experts, LayerExperts};
 use crate::faults::{self, FLOOR, Handler, Held, Pins, Request};
 use crate::foresight::Foresight;
 use crate::layers::{self, Layers, There};
@@ -135,10 +135,40 @@ impl Pages {
         })
     }
 
-    /// These experts of a layer are likely to be used soon, and nothing else is.
-    fn expect(&self, foresight: &mut Foresight, layer: u32, experts: &[u32]) {
-        let worth = foresight.predicts(layer, experts);
-        let pages = if worth { self.pages_of_experts(layer, experts) } else { Vec::new() };
+    fn check_layers(&self, layers: &[LayerExperts<'_>]) -> Result<()> {
+        layers.iter().try_for_each(|LayerExperts { layer, experts }| self.check_experts(*layer, experts))
+    }
+
+    /// These experts are told of, whose pages begin at `offsets`. What is used next is what the program expects, if it
+    /// does, or what followed before.
+    fn look_ahead(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, offsets: &[u64]) {
+        let mut foresight = self.foresight.lock();
+        foresight.used(now.layer, now.experts);
+        if let Some(next) = next {
+            self.foresees.store(false, Ordering::Relaxed);
+            self.expect(&mut foresight, next, offsets);
+        } else if self.foresees.load(Ordering::Relaxed)
+            && let Some((layer, experts)) = foresight.after_used()
+        {
+            self.expect(&mut foresight, &[LayerExperts { layer, experts: &experts }], offsets);
+        }
+    }
+
+    /// These experts are likely to be used soon, in this order of layers, and nothing else is. The pages that begin at
+    /// `now`, ascending, are waited for already.
+    fn expect(&self, foresight: &mut Foresight, layers: &[LayerExperts<'_>], now: &[u64]) {
+        let is_there = |id| {
+            // Not at an end, where a neighbour may have brought the page.
+            let place = self.experts.pieces(id).next().map(|piece| piece.start.midpoint(piece.end));
+            place.is_none_or(|at| self.core.has_frame(self.address((at / self.page) as u32)))
+        };
+        let worth = foresight.predicts(layers, is_there);
+        let (mut pages, mut left) = (Vec::new(), self.may_keep());
+        for (LayerExperts { layer, .. }, experts) in layers.iter().zip(worth) {
+            let of_layer = self.pages_of_experts(*layer, &experts, left);
+            left -= of_layer.len();
+            pages.extend(of_layer);
+        }
         let mut expected = self.expected.lock();
         if pages.is_empty() && expected.is_empty() {
             return;
@@ -149,20 +179,18 @@ impl Pages {
         let told = self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX;
         let seen = |offset: &u64| told || !self.firsts.contains(&((offset / self.page) as u32));
         let shown: Vec<u64> = offsets.into_iter().filter(seen).collect();
-        self.core.want_no_more(self.start, expected.iter());
+        self.core.want_no_more(self.start, expected.iter().filter(|page| now.binary_search(page).is_err()));
         self.core.want_all(self.start, &shown);
         self.drawn.expect(&self.runs(&pages));
         *expected = shown;
     }
 
-    /// The pages of these experts of a layer, ascending, as far as a quarter of the frames has room for them.
-    fn pages_of_experts(&self, layer: u32, experts: &[u32]) -> Vec<u32> {
-        self.count_frames();
-        let may_keep = self.may_keep();
+    /// The pages of these experts of a layer, ascending, as far as they are not more than `most`.
+    fn pages_of_experts(&self, layer: u32, experts: &[u32], most: usize) -> Vec<u32> {
         let mut pages = Vec::new();
         for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
             let of_expert = self.experts.pages(id, self.page);
-            if pages.len() + of_expert.len() > may_keep {
+            if pages.len() + of_expert.len() > most {
                 break;
             }
             pages.extend(of_expert);
@@ -226,7 +254,7 @@ impl Handler for Pages {
                 let mut foresight = self.foresight.lock();
                 let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
                 if let Some((layer, experts)) = next {
-                    self.expect(&mut foresight, layer, &experts);
+                    self.expect(&mut foresight, &[LayerExperts { layer, experts: &experts }], &[]);
                 }
             }
             let all = self.experts.pages(expert, self.page);
@@ -543,20 +571,43 @@ impl Mapped {
     ///
     /// Nothing is lost then: what is missing is read when it is touched.
     pub fn expert_hint(&self, layer: u32, experts: &[u32]) -> Result<()> {
-        let known = &self.pages;
+        self.hint(LayerExperts { layer, experts }, None)
+    }
+
+    /// As [`expert_hint`](Self::expert_hint) of `now`, and as [`expect_experts`](Self::expect_experts) of `next`: the
+    /// disk goes on with these as soon as it has no more of `now` to read.
+    ///
+    /// # Errors
+    /// As for both. If `next` has an expert that the file has not, nothing is read.
+    pub fn expert_hint_before(&self, now: LayerExperts<'_>, next: &[LayerExperts<'_>]) -> Result<()> {
+        self.pages.check_layers(next)?;
+        self.hint(now, Some(next))
+    }
+
+    fn hint(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>) -> Result<()> {
+        let (known, LayerExperts { layer, experts }) = (&self.pages, now);
         known.check_experts(layer, experts)?;
-        let pages = known.pages_of_experts(layer, experts);
+        known.count_frames();
+        let pages = known.pages_of_experts(layer, experts, known.may_keep());
         known.untold.store(0, Ordering::Relaxed);
-        known.foresight.lock().used(layer, experts);
         known.hints.fetch_add(1, Ordering::Relaxed);
         known.told.fetch_add(experts.len() as u64, Ordering::Relaxed);
         let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
-        if tensors.is_empty() {
-            return Ok(());
-        }
         self.core.want_all(self.start, &offsets);
+        let mut request = pin!(known.drawn.pin_set(&tensors));
+        // What is needed goes to the disk before what is expected.
+        let begun = match tensors.is_empty() {
+            true => None,
+            false => Some(request.as_mut().poll(&mut Context::from_waker(Waker::noop()))),
+        };
+        known.look_ahead(now, next, &offsets);
+        let Some(begun) = begun else { return Ok(()) };
         let missing = || offsets.iter().filter(|page| !self.core.has_frame(self.start + **page)).count();
-        let shown = wait_for(known.drawn.pin_set(&tensors), missing)
+        let come = match begun {
+            Poll::Ready(result) => Some(result),
+            Poll::Pending => wait_for(request, missing),
+        };
+        let shown = come
             .unwrap_or_else(|| {
                 let frames = known.frames.load(Ordering::Relaxed);
                 let message = format!(
@@ -577,12 +628,6 @@ impl Mapped {
                 self.core.bell().keeper().keep(&self.core, held, known.may_keep());
                 // So that the thread sees that something is kept, and lets it go in time.
                 self.core.bell().ring();
-                if known.foresees.load(Ordering::Relaxed) {
-                    let mut foresight = known.foresight.lock();
-                    if let Some((layer, experts)) = foresight.after_used() {
-                        known.expect(&mut foresight, layer, &experts);
-                    }
-                }
                 Ok(())
             }
             Err(error) => {
@@ -592,21 +637,26 @@ impl Mapped {
         }
     }
 
-    /// These experts of a layer are likely to be used soon: for programs that predict what the router will choose. They
-    /// take the place of those that were expected before.
+    /// These experts of the layers to come are likely to be used, in this order of layers: for programs that predict
+    /// what the router will choose. They take the place of all that was expected before.
     ///
     /// What is missing of them is read while nothing else waits for the disk, and stays until it was used or something
     /// else is expected, as long as other pages can go. Returns at once. Together they may have a quarter of the
     /// frames: what is more is left out.
     ///
+    /// Of each layer the most likely comes first. What is predicted is compared with what is [told](Self::expert_hint)
+    /// later, by its place and by how many layers ahead it was. Where less than three quarters of what was missing were
+    /// right lately, nothing is read.
+    ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
     /// [`has_expert`](Self::has_expert).
-    pub fn expect_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+    pub fn expect_experts(&self, layers: &[LayerExperts<'_>]) -> Result<()> {
         let known = &self.pages;
-        known.check_experts(layer, experts)?;
+        known.check_layers(layers)?;
         known.foresees.store(false, Ordering::Relaxed);
-        known.expect(&mut known.foresight.lock(), layer, experts);
+        known.count_frames();
+        known.expect(&mut known.foresight.lock(), layers, &[]);
         Ok(())
     }
 
@@ -615,7 +665,7 @@ impl Mapped {
     pub fn foresee(&self, on: bool) {
         self.pages.foresees.store(on, Ordering::Relaxed);
         if !on {
-            self.pages.expect(&mut self.pages.foresight.lock(), 0, &[]);
+            self.pages.expect(&mut self.pages.foresight.lock(), &[], &[]);
         }
     }
 

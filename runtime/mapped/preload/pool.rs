@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
 use outcore_mapped::live::{self, Optimum, Snapshot};
-use outcore_mapped::{Faulting, MapOptions, Mapped, MappedMut, Written, builder_on};
+use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
 use crate::descriptors;
@@ -579,14 +579,18 @@ pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterIn
     let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     // A handler of the program's that touches a page must not run while this thread holds a lock.
-    let _ = without_signals(|| one.expert_hint(layer, experts));
-    if let Some(input) = input.filter(|input| input.layer == layer) {
-        let next = routers.predict(&one, layer, &input.numbers, input.tokens, used);
-        if !next.is_empty() {
-            // A model whose experts end here has no others to expect.
-            let _ = without_signals(|| one.expect_experts(layer + 1, &next));
+    let input = input.filter(|input| input.layer == layer);
+    let _ = without_signals(|| {
+        let next = input.map(|input| routers.predict(&one, layer, &input.numbers, input.tokens, used));
+        // A model whose experts end here has no others to expect.
+        match next.filter(|next| !next.is_empty() && next.iter().all(|expert| one.has_expert(layer + 1, *expert))) {
+            Some(next) => one.expert_hint_before(
+                LayerExperts { layer, experts },
+                &[LayerExperts { layer: layer + 1, experts: &next }],
+            ),
+            None => one.expert_hint(layer, experts),
         }
-    }
+    });
 }
 
 extern "C" fn at_exit() {

@@ -5,13 +5,12 @@
 //! Models with Offloading", 2023). The routers lie in the model's file; a layer's router is a matrix with a row for
 //! each expert.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
 use outcore::DType;
 use outcore::format::{self, TensorHeader};
-use outcore_mapped::Mapped;
 
 /// Tokens of a batch that are looked at. A batch of more uses most experts anyway.
 const TOKENS_MAX: usize = 4;
@@ -80,9 +79,9 @@ impl Routers {
         layer.checked_add(1).is_some_and(|next| self.0.contains_key(&next))
     }
 
-    /// The experts that the layer behind `layer` is likely to choose, `used` for each token, if the router of `layer`
-    /// was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be said.
-    pub fn predict(&self, file: &Mapped, layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
+    /// The experts that the layer behind `layer` is likely to choose, the most likely first, `used` for each token, if
+    /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be said.
+    pub fn predict(&self, file: &[u8], layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
         self.scores(file, layer, inputs, tokens, used).unwrap_or_default()
     }
 
@@ -128,10 +127,13 @@ impl Routers {
             if most < scores.len() {
                 scores.select_nth_unstable_by(most, |a, b| b.0.total_cmp(&a.0));
             }
-            found.extend(scores[..most].iter().map(|(_, expert)| *expert));
+            scores[..most].sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
+            found.extend(scores[..most].iter().enumerate().map(|(place, (_, expert))| (place, *expert)));
         }
-        found.sort_unstable();
-        found.dedup();
+        // The most likely ones of all tokens come first, and each once.
+        found.sort_by_key(|(place, _)| *place);
+        let mut seen = HashSet::new();
+        let found = found.into_iter().map(|(_, expert)| expert).filter(|expert| seen.insert(*expert)).collect();
         Some(found)
     }
 }

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
-use outcore_mapped::{Faulting, Mapped, Mechanism};
+use outcore_mapped::{Faulting, LayerExperts, Mapped, Mechanism};
 use outcore_testkit::harness::{Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
@@ -423,10 +423,21 @@ fn experts_come_whole_whether_they_are_told_of_or_touched(by: Mechanism) {
                 is_the_files(&mapped, place(layer, 0, 0) - PAGE, PAGE);
                 let drawn = [random.below(EXPERTS), random.below(EXPERTS / 4)];
                 if told {
-                    mapped.expert_hint(layer as u32, &drawn.map(|expert| expert as u32)).unwrap();
+                    let experts = drawn.map(|expert| expert as u32);
+                    let next = [1, 2].map(|ahead| ((layer + ahead) % LAYERS) as u32);
                     // A prediction, which is wrong mostly.
-                    let next = (layer + 1) % LAYERS;
-                    mapped.expect_experts(next as u32, &[random.below(EXPERTS) as u32, 0]).unwrap();
+                    let guess = [random.below(EXPERTS) as u32, 0];
+                    let next = next.map(|layer| LayerExperts { layer, experts: &guess });
+                    match random.below(2) {
+                        0 => {
+                            let now = LayerExperts { layer: layer as u32, experts: &experts };
+                            mapped.expert_hint_before(now, &next).unwrap();
+                        }
+                        _ => {
+                            mapped.expert_hint(layer as u32, &experts).unwrap();
+                            mapped.expect_experts(&next).unwrap();
+                        }
+                    }
                 }
                 for (expert, matrix) in drawn.into_iter().flat_map(|expert| [(expert, 0), (expert, 1)]) {
                     is_the_files(&mapped, place(layer, expert, matrix), PIECE);
@@ -450,15 +461,26 @@ fn experts_that_a_file_has_not_are_refused(by: Mechanism) {
         let error = mapped.expert_hint(layer, &[0, expert]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.to_string().contains(&layer.to_string()), "{error}");
-        assert_eq!(mapped.expect_experts(layer, &[expert]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let unknown = LayerExperts { layer, experts: &[expert] };
+        let known = LayerExperts { layer: 0, experts: &[0] };
+        for error in [
+            mapped.expect_experts(&[known, unknown]).unwrap_err(),
+            mapped.expert_hint_before(known, &[unknown]).unwrap_err(),
+            mapped.expert_hint_before(unknown, &[known]).unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        }
     }
     // More than fits is no error, nor is none, nor the same twice.
     let all: Vec<u32> = (0..EXPERTS as u32).chain(0..EXPERTS as u32).collect();
     mapped.expert_hint(0, &all).unwrap();
     mapped.expert_hint(0, &[]).unwrap();
     mapped.expert_hint(0, &[3, 3]).unwrap();
-    mapped.expect_experts(1, &all).unwrap();
-    mapped.expect_experts(1, &[]).unwrap();
+    let of = |layer, experts| LayerExperts { layer, experts };
+    mapped.expect_experts(&[of(1, &all), of(0, &all), of(1, &[])]).unwrap();
+    mapped.expert_hint_before(of(0, &all), &[of(1, &all); 100]).unwrap();
+    mapped.expert_hint_before(of(0, &[]), &[of(1, &[]); 100]).unwrap();
+    mapped.expect_experts(&[]).unwrap();
     drop(mapped);
     runtime.close().unwrap();
 }
@@ -472,9 +494,11 @@ fn expected_experts_are_read_ahead(by: Mechanism) {
     let mapped = Mapped::open(&runtime, &path).unwrap();
     // All frames are in use.
     (0..EXPERTS).for_each(|expert| is_the_files(&mapped, place(0, expert, 0), PIECE));
-    mapped.expect_experts(1, &[7, 2]).unwrap();
+    let of = |layer, experts| LayerExperts { layer, experts };
+    mapped.expect_experts(&[of(1, &[7]), of(2, &[2])]).unwrap();
     let of_matrix = |place: u64| place / PAGE..(place + PIECE).div_ceil(PAGE);
-    let pages = [(7, 0), (7, 1), (2, 0), (2, 1)].map(|(expert, matrix)| of_matrix(place(1, expert, matrix)));
+    let pages = [(1, 7, 0), (1, 7, 1), (2, 2, 0), (2, 2, 1)]
+        .map(|(layer, expert, matrix)| of_matrix(place(layer, expert, matrix)));
     let pages: Vec<u64> = pages.into_iter().flatten().collect();
     ends("a fill ahead", || {
         let here = |page: &u64| runtime.snapshot(mapped.tensor()).pages[*page as usize].tier() == Tier::Device;
@@ -483,8 +507,8 @@ fn expected_experts_are_read_ahead(by: Mechanism) {
         }
     });
     let read = runtime.stats().traffic.disk_read;
-    mapped.expert_hint(1, &[2]).unwrap();
-    is_the_files(&mapped, place(1, 2, 1), PIECE);
+    mapped.expert_hint_before(of(1, &[7]), &[of(2, &[2])]).unwrap();
+    is_the_files(&mapped, place(2, 2, 1), PIECE);
     is_the_files(&mapped, place(1, 7, 0), PIECE);
     assert_eq!(runtime.stats().traffic.disk_read, read);
     drop(mapped);
