@@ -111,7 +111,7 @@ pub struct outcore_layer_experts {
 ///
 /// # Safety
 /// There are `count` of them from `first` on, each with an array of as many experts as it says.
-unsafe fn layers<'a>(first: *const outcore_layer_experts, count: usize) -> Result<Vec<LayerExperts<'a>>> {
+unsafe fn layers<'a>(first: *const outcore_layer_experts, count: usize) -> outcore::Result<Vec<LayerExperts<'a>>> {
     // SAFETY: as the caller promised.
     let layers = unsafe { raw::array(first, count, "layers") }?;
     let of = |layer: &outcore_layer_experts| {

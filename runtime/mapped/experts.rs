@@ -94,6 +94,12 @@ impl Experts {
         self.pieces.keys().copied()
     }
 
+    /// The experts of a layer, by their numbers there, ascending.
+    pub fn in_layer(&self, layer: u32) -> Vec<u32> {
+        let ids = self.pieces.range(ExpertId { layer, expert: 0 }..=ExpertId { layer, expert: u32::MAX });
+        ids.map(|(id, _)| id.expert).collect()
+    }
+
     /// Where the bytes of an expert are.
     pub fn pieces(&self, id: ExpertId) -> impl Iterator<Item = &Range<u64>> {
         self.pieces.get(&id).into_iter().flatten()

@@ -1,6 +1,6 @@
 //! A file as a slice.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::fs::{self, File};
 use std::future::Future;
@@ -140,13 +140,17 @@ impl Pages {
     }
 
     /// These experts are told of, whose pages begin at `offsets`. What is used next is what the program expects, if it
-    /// does, or what followed before.
+    /// does; or all of the next layer, if it is most of this one, as batches of many tokens use it; or what followed
+    /// before.
     fn look_ahead(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, offsets: &[u64]) {
         let mut foresight = self.foresight.lock();
         foresight.used(now.layer, now.experts);
         if let Some(next) = next {
             self.foresees.store(false, Ordering::Relaxed);
             self.expect(&mut foresight, next, offsets);
+        } else if now.experts.len() * 4 >= self.experts.in_layer(now.layer).len() * 3 {
+            let layer = now.layer.saturating_add(1);
+            self.expect(&mut foresight, &[LayerExperts { layer, experts: &self.experts.in_layer(layer) }], offsets);
         } else if self.foresees.load(Ordering::Relaxed)
             && let Some((layer, experts)) = foresight.after_used()
         {
@@ -187,17 +191,15 @@ impl Pages {
 
     /// The pages of these experts of a layer, ascending, as far as they are not more than `most`.
     fn pages_of_experts(&self, layer: u32, experts: &[u32], most: usize) -> Vec<u32> {
-        let mut pages = Vec::new();
+        let mut pages = BTreeSet::new();
         for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
             let of_expert = self.experts.pages(id, self.page);
-            if pages.len() + of_expert.len() > most {
+            if pages.len() + of_expert.iter().filter(|page| !pages.contains(*page)).count() > most {
                 break;
             }
             pages.extend(of_expert);
         }
-        pages.sort_unstable();
-        pages.dedup();
-        pages
+        pages.into_iter().collect()
     }
 
     fn count_frames(&self) {

@@ -384,6 +384,24 @@ typedef struct {
   const outcore_walker *walker;
 } outcore_scope_options;
 
+/**
+ * Experts of one layer of a mixture, by their numbers in the model.
+ */
+typedef struct {
+  /**
+   * The layer's number in the model.
+   */
+  uint32_t layer;
+  /**
+   * The experts' numbers in the layer. NULL if there are none.
+   */
+  const uint32_t *experts;
+  /**
+   * How many experts there are.
+   */
+  size_t count;
+} outcore_layer_experts;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -970,15 +988,28 @@ outcore_status outcore_mapped_expert_hint(const outcore_mapped *mapped,
                                           outcore_error **error);
 
 /**
- * These `count` experts of a layer are likely to be used soon: for programs that predict what the router will choose.
- * They take the place of those that were expected before. What is missing of them is read while nothing else waits for
- * the disk. Returns at once. Together they may have a quarter of the frames: what is more is left out.
+ * As `outcore_mapped_expert_hint` of `now`, and as `outcore_mapped_expect_experts` of the `count` layers at `next`: the
+ * disk goes on with these as soon as it has no more of `now` to read.
+ *
+ * Errors: as for both. If the file has not an expert of `next`, nothing is read.
+ */
+outcore_status outcore_mapped_expert_hint_before(const outcore_mapped *mapped,
+                                                 const outcore_layer_experts *now,
+                                                 const outcore_layer_experts *next,
+                                                 size_t count,
+                                                 outcore_error **error);
+
+/**
+ * These experts of the `count` layers at `layers` are likely to be used soon, in this order of layers, and of each
+ * layer the most likely first: for programs that predict what the router will choose. They take the place of all that
+ * was expected before. What is missing of them is read while nothing else waits for the disk. Returns at once.
+ * Together they may have a quarter of the frames: what is more is left out. Each is compared with what is told later,
+ * and what is seldom right is not read.
  *
  * Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
  */
 outcore_status outcore_mapped_expect_experts(const outcore_mapped *mapped,
-                                             uint32_t layer,
-                                             const uint32_t *experts,
+                                             const outcore_layer_experts *layers,
                                              size_t count,
                                              outcore_error **error);
 

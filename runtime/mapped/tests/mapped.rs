@@ -45,6 +45,7 @@ in_each_mechanism! {
     experts_come_whole_whether_they_are_told_of_or_touched
     experts_that_a_file_has_not_are_refused
     expected_experts_are_read_ahead
+    behind_most_of_a_layer_all_of_the_next_is_read_ahead
     many_threads_tell_and_touch
     regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch
     regression_a_budget_shrinks_below_the_experts_that_are_kept
@@ -510,6 +511,30 @@ fn expected_experts_are_read_ahead(by: Mechanism) {
     mapped.expert_hint_before(of(1, &[7]), &[of(2, &[2])]).unwrap();
     is_the_files(&mapped, place(2, 2, 1), PIECE);
     is_the_files(&mapped, place(1, 7, 0), PIECE);
+    assert_eq!(runtime.stats().traffic.disk_read, read);
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// Who uses most of a layer is a batch of many tokens, and uses most of the next one.
+fn behind_most_of_a_layer_all_of_the_next_is_read_ahead(by: Mechanism) {
+    let folder = folder();
+    let (path, place) = mixture(folder.path());
+    let Some(builder) = builder(by, 500) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let most: Vec<u32> = (0..EXPERTS as u32 * 3 / 4).collect();
+    mapped.expert_hint(0, &most).unwrap();
+    let last = place(1, EXPERTS - 1, 1) + PIECE;
+    let next = (place(1, 0, 0) / PAGE) as usize..last.div_ceil(PAGE) as usize;
+    ends("a fill ahead", || {
+        let here = || runtime.snapshot(mapped.tensor()).pages;
+        while !here()[next.clone()].iter().all(|page| page.tier() == Tier::Device) {
+            thread::yield_now();
+        }
+    });
+    let read = runtime.stats().traffic.disk_read;
+    (0..EXPERTS).for_each(|expert| is_the_files(&mapped, place(1, expert, 1), PIECE));
     assert_eq!(runtime.stats().traffic.disk_read, read);
     drop(mapped);
     runtime.close().unwrap();
