@@ -25,6 +25,8 @@ from pathlib import Path
 from bench import PEER, RELEASE, ROOT, SKIPPED, hardware, last_json, probe, run, same_ids
 
 PROMPT = "1,5,9,200,33"
+# A prompt that draws nearly all experts of a mixture: its pass is one read of the file, if nothing is read twice.
+LONG_PROMPT = ",".join(str(5 + 97 * n * n % 31990) for n in range(256))
 PAGE = 2 << 20
 MIB = 1 << 20
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -49,7 +51,7 @@ class Case:
 def cases(folder):
     small = Model("SmolLM2-135M Q4_1", ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf", 64)
     dense = Model("1.2 GB Q8_0, synthetic", folder / "q8.gguf", 24, made_by=[])
-    mixture = Model("4 GB mixture, 4 of 64 experts", folder / "moe.gguf", 32, made_by=MIXTURE, seed=SEED)
+    mixture = Model("4 GB mixture, 4 of 64 experts", folder / "moe.gguf", 64, made_by=MIXTURE, seed=SEED)
     return [
         Case(small, 110, 68, 24),
         Case(small, 130, 97, 64, fits=True),
@@ -81,9 +83,9 @@ def make(model):
     return True
 
 
-def once(model, tokens, limit=None, budget=None, routing=True):
+def once(model, tokens, limit=None, budget=None, routing=True, prompt=PROMPT):
     """One run of llama.cpp: its figures, or the reason why there are none."""
-    command = [PEER, model.file, PROMPT, tokens, os.cpu_count(), *([model.seed] if model.seed else [])]
+    command = [PEER, model.file, prompt, tokens, os.cpu_count(), *([model.seed] if model.seed else [])]
     if budget:
         command = [RELEASE / "outcore", "run", "--budget", f"{budget}MiB", "--", *command]
     if limit:
@@ -106,6 +108,9 @@ def once(model, tokens, limit=None, budget=None, routing=True):
     peak = re.search(r"cgroup_run: .*?\bpeak=(\d+)", done.stderr)
     return {
         "tok_s": found["decode_tok_s"],
+        "pass_s": found["pass_s_median"],
+        "first_s": found["ttft_s"],
+        "read": read,
         "tokens": found["tokens"],
         "read_a_token": read / len(found["tokens"]),
         "peak": int(peak.group(1)) if peak else None,
@@ -144,11 +149,16 @@ def measure(case, rounds, tokens, wrong):
     return found
 
 
-def in_core(model, rounds, tokens, wrong):
-    """Without a limit, warm: what the machine can do."""
-    with open(model.file, "rb", buffering=0) as file:
+def read_all(path):
+    """Brings the file into the page cache."""
+    with open(path, "rb", buffering=0) as file:
         while file.read(1 << 24):
             pass
+
+
+def in_core(model, rounds, tokens, wrong):
+    """Without a limit, warm: what the machine can do."""
+    read_all(model.file)
     found = []
     for _ in range(rounds):
         got = once(model, tokens or model.tokens)
@@ -174,6 +184,7 @@ def row(model, where, side, runs, plain, core):
         "side": side,
         "tok_s": rates,
         "of_plain": ratios,
+        "pass_ms": statistics.median(got["pass_s"] for got in runs) * 1e3,
         "of_in_core": statistics.median(rates) / statistics.median(got["tok_s"] for got in core) if core else None,
         "mb_a_token": statistics.median(got["read_a_token"] for got in runs) / 1e6,
         "peak_mib": max(peaks) / MIB if peaks else None,
@@ -187,15 +198,16 @@ def table(rows, machine, disk, same):
         f" {machine['load_before']:.1f} before the run; commit {machine['commit']}, {machine['date']}. Medians with"
         f" [least - most].",
         "",
-        "| model | where | | tok/s | times plain | of in core | MB read a token | peak of the cgroup |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | where | | tok/s | median pass, ms | times plain | of in core | MB read a token | peak of the cgroup |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in rows:
         times = spread(one["of_plain"]) if one["of_plain"] else ""
         of_core = f"{one['of_in_core']:.2f}" if one["of_in_core"] else ""
         peak = f"{one['peak_mib']:.0f} MiB" if one["peak_mib"] else ""
         lines.append(
-            f"| {one['model']} | {one['where']} | {one['side']} | {spread(one['tok_s'])} | {times} | {of_core} |"
+            f"| {one['model']} | {one['where']} | {one['side']} | {spread(one['tok_s'])} |"
+            f" {one['pass_ms']:.1f} | {times} | {of_core} |"
             f" {one['mb_a_token']:.1f} | {peak} |"
         )
     lines += [
@@ -205,6 +217,34 @@ def table(rows, machine, disk, same):
         f"The same tokens in all runs of a model, as far as the shorter one goes: {'yes' if same else 'NO'}.",
     ]
     return "\n".join(lines)
+
+
+def prefill(case, rounds, disk, wrong):
+    """A long prompt of a mixture: lines of a table of how long its pass takes, beside one read of the file."""
+    sides = {
+        "in core, warm": {},
+        "plain": {"limit": case.limit},
+        "outcore run": {"limit": case.limit, "budget": case.budget},
+    }
+    found = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, where in sides.items():
+            if name == "in core, warm":
+                read_all(case.model.file)
+            # Of two tokens the first comes from the prompt.
+            got = once(case.model, 2, **where, prompt=LONG_PROMPT)
+            if "skipped" in got or "failed" in got:
+                wrong.append(f"prompt of 256 tokens, {case.limit} MiB, {name}: {got}")
+                return []
+            tell(f"round {number + 1}: prompt of 256 tokens, {case.limit} MiB, {name}: {got['first_s']:.2f} s")
+            found[name].append(got)
+    once_read = case.model.file.stat().st_size / disk
+    lines = []
+    for name, runs in found.items():
+        times, read = [got["first_s"] for got in runs], statistics.median(got["read"] for got in runs) / 1e9
+        part = once_read / statistics.median(times)
+        lines.append(f"| {case.limit} MiB | {name} | {spread(times)} | {part:.2f} | {read:.2f} |")
+    return lines
 
 
 def can_run():
@@ -260,6 +300,10 @@ def main():
             same = False
             wrong.append(f"{name}: not all runs made the same tokens")
     print(table(rows, machine, disk, same), flush=True)
+    prompts = [line for case in chosen if case.model.seed for line in prefill(case, options.rounds, disk, wrong)]
+    if prompts:
+        print("\n| a prompt of 256 tokens | | s | one read of the file, of that | GB read, with the second token |")
+        print("|---|---|---|---|---|", *prompts, sep="\n", flush=True)
     print(json.dumps({"hardware": machine, "disk_bytes_s": disk, "rows": rows, "same_tokens": same, "wrong": wrong}))
     for what in wrong:
         tell(f"WRONG: {what}")
