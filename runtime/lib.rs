@@ -136,11 +136,13 @@ pub mod testing {
 pub mod rules {
     pub use crate::config::staging_pages;
     pub use crate::device::host::HostDevice;
+    pub use crate::device::signals::without_signals;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
     pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
+    pub use crate::transfer::may_wait;
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

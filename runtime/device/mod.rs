@@ -43,6 +43,7 @@ mod link;
 mod mappings;
 pub mod parts;
 mod process;
+pub(crate) mod signals;
 pub(crate) mod slab;
 mod stream;
 pub mod streams;

@@ -19,6 +19,7 @@ use std::thread::{self, JoinHandle};
 use parking_lot::{Condvar, Mutex};
 
 use super::parts::{BATCH_OPERATIONS_MAX, report, run_call, unknown_event};
+use super::signals::without_signals;
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -111,9 +112,10 @@ impl Stream {
         let timeline = Arc::new(Timeline::default());
         let worker =
             Worker { timeline: Arc::clone(&timeline), copier, batch: Batch { sink, done: Vec::new(), bytes: 0 } };
-        let thread = thread::Builder::new().name(name.clone()).spawn(move || worker.run()).map_err(|cause| {
-            Error::io(format!("start stream thread {name}"), cause).remedy("raise the thread limit (ulimit -u)")
-        })?;
+        let thread = without_signals(|| thread::Builder::new().name(name.clone()).spawn(move || worker.run()))
+            .map_err(|cause| {
+                Error::io(format!("start stream thread {name}"), cause).remedy("raise the thread limit (ulimit -u)")
+            })?;
         Ok(Self { timeline, thread: Mutex::new(Some(thread)) })
     }
 

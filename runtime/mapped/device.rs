@@ -394,15 +394,10 @@ impl Core {
         }
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let Some(id) = occupant.filter(|frame| layout.frames[*frame as usize].published) else { return false };
-        match self.take_back(&mut layout, FrameId::new(id)) {
-            Ok(()) => {
-                layout.frames[id as usize].hidden = true;
-                return true;
-            }
-            // It stays visible: a use goes unseen, and no more.
-            Err(error) => tracing::debug!(%error, "a page was not hidden"),
-        }
-        false
+        // If it stays visible, a use goes unseen, and no more.
+        let taken = self.take_back(&mut layout, FrameId::new(id)).is_ok();
+        layout.frames[id as usize].hidden |= taken;
+        taken
     }
 
     /// Publishes a page that is there, and hidden. Nobody needs to pin it for that: as long as the frame is behind the
@@ -411,11 +406,7 @@ impl Core {
         let mut layout = self.layout.lock();
         let occupant = layout.range(page).and_then(|range| range.occupants.get(&page).copied());
         let hidden = occupant.filter(|frame| layout.frames[*frame as usize].hidden);
-        let shown = hidden.map(|frame| self.publish(&mut layout, FrameId::new(frame), page, false));
-        if let Some(Err(error)) = &shown {
-            tracing::debug!(%error, "a hidden page was not shown at once");
-        }
-        matches!(shown, Some(Ok(())))
+        hidden.is_some_and(|frame| self.publish(&mut layout, FrameId::new(frame), page, false).is_ok())
     }
 
     /// A thread waits for this page: it is published as soon as it is filled.
@@ -464,6 +455,8 @@ impl Core {
             // A thread that began to wait before it was published is woken by that, or by the thread of faults.
             if !layout.frames[frame as usize].published {
                 self.publish(&mut layout, FrameId::new(frame), page, false)?;
+            } else if let Some(range) = layout.range_mut(start) {
+                range.wanted.remove(&page);
             }
         }
         Ok(())
@@ -624,10 +617,12 @@ impl Core {
             return Ok(());
         }
         range.wanted.remove(&page);
-        if range.occupants.get(&page).is_some_and(|frame| frames[*frame as usize].published) {
-            return Ok(());
+        // One that is there, and hidden, is shown by the next touch, which comes when the thread is woken.
+        match range.occupants.get(&page).map(|frame| &frames[*frame as usize]) {
+            Some(Frame { published: true, .. }) => Ok(()),
+            Some(Frame { hidden: true, .. }) => self.uffd.wake(page, self.page()),
+            _ => self.mark(range, page),
         }
-        self.mark(range, page)
     }
 
     /// Takes a published page away: the memory goes home, or, if it was copied, is given back.
@@ -789,7 +784,15 @@ impl Device for FaultingDevice {
         let mut layout = self.core.layout.lock();
         let Some(range) = layout.ranges.get(&base.get()) else { return Err(Core::no_such_address(base)) };
         let occupants: Vec<u32> = range.occupants.values().copied().collect();
-        let cleared = occupants.iter().try_for_each(|frame| self.core.clear(&mut layout, FrameId::new(*frame)));
+        let mut cleared = Ok(());
+        for frame in occupants {
+            if let Err(error) = self.core.clear(&mut layout, FrameId::new(frame)) {
+                // Its memory goes with the addresses, which may be another range's soon.
+                let gone = layout.frame(FrameId::new(frame))?;
+                (gone.behind, gone.published, gone.writable, gone.hidden) = (None, false, false, false);
+                cleared = Err(error);
+            }
+        }
         layout.ranges.remove(&base.get());
         self.core.tables.remove_range(base.get());
         cleared
@@ -858,7 +861,15 @@ impl Device for FaultingDevice {
     fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
         // A page of a mapped file that nobody waits for yet stays hidden: its first touch tells that it is used.
-        let hidden = |range: &Range| range.handler.is_some() && !range.wanted.contains(&address.get());
+        // Not one that is pinned, whose address may be with a system call, nor one whose touch is no fault, because it
+        // was lost before.
+        let hidden = |range: &Range| {
+            let at = address.get() - range.region.start();
+            let handler = range.handler.as_ref().filter(|_| !range.wanted.contains(&address.get()));
+            handler.is_some_and(|handler| handler.upgrade().is_none_or(|of| of.pins(at) == 0))
+                && !range.buried.contains(&address.get())
+                && !self.core.tables.is_poisoned(address.get())
+        };
         if layout.range(address.get()).is_some_and(hidden) {
             layout.frame(frame)?.hidden = true;
             return Ok(());
@@ -867,7 +878,6 @@ impl Device for FaultingDevice {
         match self.core.publish(&mut layout, frame, address.get(), false) {
             // Its bytes are there: the thread of faults shows it when the kernel can.
             Err(error) if of_file && crate::uffd::is_momentary(&error) => {
-                tracing::debug!(%error, "a page that was filled is shown later");
                 layout.frame(frame)?.hidden = true;
                 Ok(())
             }
@@ -903,10 +913,9 @@ impl Device for FaultingDevice {
             };
             match frame {
                 (_, Frame { published: true, .. }) => {}
+                // If it is not shown now, its touch shows it.
                 (id, Frame { hidden: true, .. }) => {
-                    if let Err(error) = self.core.publish(&mut layout, FrameId::new(id), page, false) {
-                        tracing::debug!(%error, "a hidden page that was pinned was not shown at once");
-                    }
+                    let _ = self.core.publish(&mut layout, FrameId::new(id), page, false);
                 }
                 // It is pinned for a stream, and its fill has not ended.
                 _ => {

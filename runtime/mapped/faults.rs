@@ -47,6 +47,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use outcore::rules::without_signals;
 use outcore::{Error, ErrorKind, PinSet, Result, Write};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -338,26 +339,25 @@ impl FaultThread {
             turns: Turns::default(),
             starving: false,
         };
-        let thread = thread::Builder::new()
-            .name("outcore-faults".into())
-            .spawn(move || {
-                outcore::rules::answer_soon();
-                let none = tracing::subscriber::NoSubscriber::new();
-                tracing::subscriber::with_default(none, || {
-                    let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
-                        Ok(Ok(())) => return,
-                        Ok(Err(why)) => why,
-                        Err(panic) => {
-                            let said = panic.downcast_ref::<&str>().map(ToString::to_string);
-                            let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-                            Error::new(ErrorKind::Internal, format!("the thread of faults panicked: {said}"))
-                                .remedy("report this as a bug, and start the program again")
-                        }
-                    };
-                    worker.give_up(&why);
-                });
-            })
-            .map_err(|cause| {
+        let serve = move || {
+            outcore::rules::answer_soon();
+            let none = tracing::subscriber::NoSubscriber::new();
+            tracing::subscriber::with_default(none, || {
+                let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+                    Ok(Ok(())) => return,
+                    Ok(Err(why)) => why,
+                    Err(panic) => {
+                        let said = panic.downcast_ref::<&str>().map(ToString::to_string);
+                        let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+                        Error::new(ErrorKind::Internal, format!("the thread of faults panicked: {said}"))
+                            .remedy("report this as a bug, and start the program again")
+                    }
+                };
+                worker.give_up(&why);
+            });
+        };
+        let thread =
+            without_signals(|| thread::Builder::new().name("outcore-faults".into()).spawn(serve)).map_err(|cause| {
                 Error::io("start the thread of faults", cause).remedy("raise the thread limit (ulimit -u)")
             })?;
         let _ = bell.thread.set(thread.thread().id());

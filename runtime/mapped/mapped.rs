@@ -145,37 +145,42 @@ impl Pages {
     fn look_ahead(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, offsets: &[u64]) {
         let mut foresight = self.foresight.lock();
         foresight.used(now.layer, now.experts);
-        if let Some(next) = next {
+        let of_layer = self.experts.in_layer(now.layer).len();
+        let worth = if let Some(next) = next {
             self.foresees.store(false, Ordering::Relaxed);
-            self.expect(&mut foresight, next, offsets);
-        } else if now.experts.len() * 4 >= self.experts.in_layer(now.layer).len() * 3 {
+            self.worth_a_read(&mut foresight, next)
+        } else if of_layer > 0 && now.experts.len() * 4 >= of_layer * 3 {
             let layer = now.layer.saturating_add(1);
-            self.expect(&mut foresight, &[LayerExperts { layer, experts: &self.experts.in_layer(layer) }], offsets);
-        } else if self.foresees.load(Ordering::Relaxed)
-            && let Some((layer, experts)) = foresight.after_used()
+            vec![(layer, self.experts.in_layer(layer))]
+        } else if let Some((layer, experts)) = foresight.after_used().filter(|_| self.foresees.load(Ordering::Relaxed))
         {
-            self.expect(&mut foresight, &[LayerExperts { layer, experts: &experts }], offsets);
-        }
+            self.worth_a_read(&mut foresight, &[LayerExperts { layer, experts: &experts }])
+        } else {
+            return;
+        };
+        drop(foresight);
+        self.expect(&worth, offsets);
     }
 
-    /// These experts are likely to be used soon, in this order of layers, and nothing else is. The pages that begin at
-    /// `now`, ascending, are waited for already.
-    fn expect(&self, foresight: &mut Foresight, layers: &[LayerExperts<'_>], now: &[u64]) {
+    /// What of a prediction is worth a read.
+    fn worth_a_read(&self, foresight: &mut Foresight, layers: &[LayerExperts<'_>]) -> Vec<(u32, Vec<u32>)> {
         let is_there = |id| {
             // Not at an end, where a neighbour may have brought the page.
             let place = self.experts.pieces(id).next().map(|piece| piece.start.midpoint(piece.end));
             place.is_none_or(|at| self.core.has_frame(self.address((at / self.page) as u32)))
         };
         let worth = foresight.predicts(layers, is_there);
+        layers.iter().map(|layer| layer.layer).zip(worth).collect()
+    }
+
+    /// These experts are likely to be used soon, in this order of layers, and nothing else is. The pages that begin at
+    /// `now`, ascending, are waited for already.
+    fn expect(&self, layers: &[(u32, Vec<u32>)], now: &[u64]) {
         let (mut pages, mut left) = (Vec::new(), self.may_keep());
-        for (LayerExperts { layer, .. }, experts) in layers.iter().zip(worth) {
-            let of_layer = self.pages_of_experts(*layer, &experts, left);
+        for (layer, experts) in layers {
+            let of_layer = self.pages_of_experts(*layer, experts, left);
             left -= of_layer.len();
             pages.extend(of_layer);
-        }
-        let mut expected = self.expected.lock();
-        if pages.is_empty() && expected.is_empty() {
-            return;
         }
         let offsets = self.offsets(&pages);
         // Published as soon as they are there, which costs the program nothing then. If uses are not told of, the first
@@ -183,10 +188,16 @@ impl Pages {
         let told = self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX;
         let seen = |offset: &u64| told || !self.firsts.contains(&((offset / self.page) as u32));
         let shown: Vec<u64> = offsets.into_iter().filter(seen).collect();
+        let mut expected = self.expected.lock();
+        if pages.is_empty() && expected.is_empty() {
+            return;
+        }
         self.core.want_no_more(self.start, expected.iter().filter(|page| now.binary_search(page).is_err()));
         self.core.want_all(self.start, &shown);
-        self.drawn.expect(&self.runs(&pages));
         *expected = shown;
+        // Wakers of the program's may run in what follows, and may tell of experts themselves.
+        drop(expected);
+        self.drawn.expect(&self.runs(&pages));
     }
 
     /// The pages of these experts of a layer, ascending, as far as they are not more than `most`.
@@ -255,8 +266,12 @@ impl Handler for Pages {
             if untold && self.foresees.load(Ordering::Relaxed) {
                 let mut foresight = self.foresight.lock();
                 let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
-                if let Some((layer, experts)) = next {
-                    self.expect(&mut foresight, &[LayerExperts { layer, experts: &experts }], &[]);
+                let worth = next.map(|(layer, experts)| {
+                    self.worth_a_read(&mut foresight, &[LayerExperts { layer, experts: &experts }])
+                });
+                drop(foresight);
+                if let Some(worth) = worth {
+                    self.expect(&worth, &[]);
                 }
             }
             let all = self.experts.pages(expert, self.page);
@@ -589,6 +604,11 @@ impl Mapped {
     fn hint(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>) -> Result<()> {
         let (known, LayerExperts { layer, experts }) = (&self.pages, now);
         known.check_experts(layer, experts)?;
+        outcore::rules::may_wait("experts")?;
+        // Tokens of a batch may name the same ones.
+        let mut seen = HashSet::new();
+        let experts: Vec<u32> = experts.iter().copied().filter(|expert| seen.insert(*expert)).collect();
+        let (now, experts) = (LayerExperts { layer, experts: &experts }, &experts);
         known.count_frames();
         let pages = known.pages_of_experts(layer, experts, known.may_keep());
         known.untold.store(0, Ordering::Relaxed);
@@ -658,7 +678,8 @@ impl Mapped {
         known.check_layers(layers)?;
         known.foresees.store(false, Ordering::Relaxed);
         known.count_frames();
-        known.expect(&mut known.foresight.lock(), layers, &[]);
+        let worth = known.worth_a_read(&mut known.foresight.lock(), layers);
+        known.expect(&worth, &[]);
         Ok(())
     }
 
@@ -667,7 +688,7 @@ impl Mapped {
     pub fn foresee(&self, on: bool) {
         self.pages.foresees.store(on, Ordering::Relaxed);
         if !on {
-            self.pages.expect(&mut self.pages.foresight.lock(), &[], &[]);
+            self.pages.expect(&[], &[]);
         }
     }
 

@@ -99,13 +99,10 @@ impl Core {
         let mut to = home;
         for run in frames.chunk_by(|a, b| a.0 + page == b.0) {
             let len = run.len() as u64 * page;
-            match self.uffd().move_pages(to, run[0].0, len) {
-                Ok(()) => {
-                    homes.extend((to..to + len).step_by(page as usize));
-                    taken.extend(run.iter().map(|(from, will_be, id)| (*will_be, *from, *id)));
-                }
-                // Each is tried alone when it is mapped.
-                Err(cause) => tracing::debug!(%cause, count = run.len(), "pages were not taken back together"),
+            // Otherwise each is tried alone when it is mapped. Nothing is logged: whoever reads that may touch a page.
+            if self.uffd().move_at_once(to, run[0].0, len).is_ok() {
+                homes.extend((to..to + len).step_by(page as usize));
+                taken.extend(run.iter().map(|(from, will_be, id)| (*will_be, *from, *id)));
             }
             to += len;
         }
@@ -118,7 +115,11 @@ impl Core {
             }
             self.tables.leave(from, page);
             layout.give_home(id, home);
-            layout.frames[id as usize].at_home = true;
+            let frame = &mut layout.frames[id as usize];
+            frame.at_home = true;
+            if !std::mem::replace(&mut frame.counted, true) {
+                self.tables.home(page, true);
+            }
         }
     }
 
@@ -141,8 +142,7 @@ impl Core {
         }
         plain.sort_unstable();
         for run in plain.chunk_by(|a, b| a.0 + page == b.0 && a.1 + page == b.1).filter(|run| run.len() > 1) {
-            if let Err(cause) = self.uffd().move_pages(run[0].0, run[0].1, run.len() as u64 * page) {
-                tracing::debug!(%cause, count = run.len(), "pages were not published together");
+            if self.uffd().move_at_once(run[0].0, run[0].1, run.len() as u64 * page).is_err() {
                 continue;
             }
             for (to, _, nth) in run {

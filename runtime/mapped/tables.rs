@@ -128,6 +128,11 @@ impl Tables {
         }
     }
 
+    /// Whether a page is marked as lost, so that its touch is no fault.
+    pub fn is_poisoned(&self, at: u64) -> bool {
+        self.slots.lock().poisoned.contains_key(&at)
+    }
+
     /// A page is there no more. Gives tables back if too many slots are empty: the caller holds the lock under which
     /// pages come.
     pub fn leave(&self, at: u64, len: u64) {

@@ -30,7 +30,9 @@ struct Turn {
     thread: u64,
     /// The oldest first.
     pages: VecDeque<u64>,
-    /// Whether it is a write that waits for the last one.
+    /// The one of them that the thread waits for.
+    waits: Option<u64>,
+    /// Whether it is a write that waits for it.
     writes: bool,
     /// Since when all of them are there; `None` while one is on its way.
     since: Option<Instant>,
@@ -86,13 +88,13 @@ impl Turns {
         if !turn.pages.contains(&page) {
             turn.pages.push_back(page);
         }
-        (turn.writes, turn.since) = (fault.writes, None);
+        (turn.waits, turn.writes, turn.since) = (Some(page), fault.writes, None);
         true
     }
 
     fn begin(&mut self, fault: Fault, page: u64) {
         let Fault { thread, writes, .. } = fault;
-        self.turns.push(Turn { thread, pages: VecDeque::from([page]), writes, since: None });
+        self.turns.push(Turn { thread, pages: VecDeque::from([page]), waits: Some(page), writes, since: None });
     }
 
     /// Who is in line first.
@@ -129,21 +131,21 @@ impl Turns {
     /// The page is there, or can never be. Who waits in line for it is awake again.
     pub fn ended(&mut self, page: u64, now: Instant, page_of: impl Fn(u64) -> u64) {
         self.line.retain(|fault| page_of(fault.address) != page);
-        for turn in self.turns.iter_mut().filter(|turn| turn.pages.contains(&page)) {
-            turn.since = Some(now);
+        // A thread that waits for its other page goes on waiting.
+        let ends = |turn: &&mut Turn| turn.pages.contains(&page) && turn.waits.is_none_or(|waits| waits == page);
+        for turn in self.turns.iter_mut().filter(ends) {
+            (turn.waits, turn.since) = (None, Some(now));
         }
     }
 
     /// Leaves one turn, of a thread that waits if there is one. The threads of the others are in line again.
     pub fn leave_one(&mut self) {
-        let first = self.turns.iter().position(|turn| turn.since.is_none()).unwrap_or(0);
+        let first = self.turns.iter().position(|turn| turn.waits.is_some()).unwrap_or(0);
         if !self.turns.is_empty() {
             self.turns.swap(0, first);
         }
         for turn in self.turns.drain(1.min(self.turns.len())..) {
-            // What it waits for is its last page.
-            let waits = turn.since.is_none().then(|| turn.pages.back().copied()).flatten();
-            self.line.extend(waits.map(|address| Fault { address, thread: turn.thread, writes: turn.writes }));
+            self.line.extend(turn.waits.map(|address| Fault { address, thread: turn.thread, writes: turn.writes }));
         }
     }
 
@@ -225,6 +227,23 @@ mod tests {
         turns.ended(21, now, |page| page);
         assert_eq!(turns.next(1, now + SHORTEST, |page| page), Some(fault(3, 31)));
         assert!(turns.is_line_empty());
+    }
+
+    /// A page that was there may go while its thread still has the turn, and be touched again.
+    #[test]
+    fn regression_a_thread_that_waits_for_the_older_of_its_pages_is_put_in_line_for_that() {
+        let (mut turns, now) = (Turns::default(), Instant::now());
+        for page in [10, 11] {
+            assert!(turns.may_have(fault(1, page), page, 2));
+            turns.ended(page, now, |page| page);
+        }
+        assert!(turns.may_have(fault(2, 20), 20, 2));
+        assert!(turns.may_have(fault(1, 10), 10, 2));
+        // What comes for somebody else does not end its wait.
+        turns.ended(11, now, |page| page);
+        turns.turns.swap(0, 1);
+        turns.leave_one();
+        assert_eq!((turns.pages(), turns.first_in_line()), (vec![20], Some(fault(1, 10))));
     }
 
     #[test]

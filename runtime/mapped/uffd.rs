@@ -306,15 +306,24 @@ impl Uffd {
     }
 
     /// Moves the memory of `len` bytes, and wakes the threads that wait there. Nothing is behind `to`. If it fails, all
-    /// of the memory is where it was.
+    /// of the memory is where it was. A page that the kernel refuses for the moment is tried for most of a second.
     pub fn move_pages(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        self.move_within(to, from, len, BUSY_MAX)
+    }
+
+    /// As [`move_pages`](Self::move_pages), but gives up as soon as a pause would be needed.
+    pub fn move_at_once(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        self.move_within(to, from, len, BUSY_AT_ONCE - 1)
+    }
+
+    fn move_within(&self, to: u64, from: u64, len: u64, most: u32) -> io::Result<()> {
         #[cfg(test)]
         if let Some(refused) = self.refused() {
             return Err(refused);
         }
-        self.move_on(to, from, len).map_err(|(done, cause)| {
+        self.move_on(to, from, len, most).map_err(|(done, cause)| {
             // A page in two places would be found in neither.
-            if done > 0 && self.move_on(from, to, done).is_err() {
+            if done > 0 && self.move_on(from, to, done, BUSY_MAX).is_err() {
                 tracing::error!(to, from, "a page was moved in part, and not back");
             }
             cause
@@ -322,7 +331,7 @@ impl Uffd {
     }
 
     /// As [`move_pages`](Self::move_pages). A failure says how many bytes were moved before it.
-    fn move_on(&self, to: u64, from: u64, len: u64) -> std::result::Result<(), (u64, io::Error)> {
+    fn move_on(&self, to: u64, from: u64, len: u64, most: u32) -> std::result::Result<(), (u64, io::Error)> {
         let (mut done, mut busy) = (0, 0);
         while done < len {
             let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
@@ -331,7 +340,7 @@ impl Uffd {
             if arg.moved > 0 {
                 done += arg.moved as u64;
                 busy = 0;
-            } else if !waited(&cause, &mut busy) {
+            } else if busy >= most || !waited(&cause, &mut busy) {
                 return Err((done, cause));
             }
         }

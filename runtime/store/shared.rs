@@ -16,6 +16,7 @@ use super::operation::{Active, CallHook, IoKind};
 use super::own_ring::OwnRings;
 use super::queue::{Lane, Queue};
 use super::soon::answer_soon;
+use crate::device::signals::without_signals;
 use crate::device::{Completion, Completions, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -198,13 +199,14 @@ impl Shared {
     pub fn spawn(self: &Arc<Self>, name: String, serve: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
         self.state.lock().threads += 1;
         let leaving = Leaving(Arc::clone(self));
-        thread::Builder::new().name(name).spawn(move || {
+        let serve = move || {
             // Dropped also if `serve` panics or the system starts no thread.
             let leaving = leaving;
             answer_soon();
             leaving.0.state.lock().serving.push(thread::current().id());
             serve();
-        })
+        };
+        without_signals(|| thread::Builder::new().name(name).spawn(serve))
     }
 
     /// Waits until all threads and callers have left. False if no operation has ended for `limit`.

@@ -211,6 +211,12 @@ impl Device for HookedDevice {
         self.ask(DeviceCall::Map)?;
         self.device.map_here(frame, address)
     }
+    fn map_soon(&self, frames: &[(FrameId, DeviceAddress)]) {
+        self.device.map_soon(frames);
+    }
+    fn filled_all(&self, pages: &[(FrameId, DeviceAddress)]) -> Vec<Result<()>> {
+        self.device.filled_all(pages)
+    }
     fn fill_address(&self, frame: FrameId, address: DeviceAddress) -> Result<DeviceAddress> {
         self.device.fill_address(frame, address)
     }

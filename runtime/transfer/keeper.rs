@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use super::waiting::Waiting;
 use super::{Engine, Inside, Marked, Stage, log};
 use crate::device::Token;
+use crate::device::signals::without_signals;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, RequestId};
 use crate::pager::{Place, WaitsFor};
@@ -40,7 +41,7 @@ impl Keeper {
     /// unnoticed.
     pub(super) fn start(engine: &Arc<Engine>) {
         let weak = Arc::downgrade(engine);
-        match thread::Builder::new().name("outcore-keeper".into()).spawn(move || run(&weak)) {
+        match without_signals(|| thread::Builder::new().name("outcore-keeper".into()).spawn(move || run(&weak))) {
             Ok(handle) => {
                 let _ = engine.keeper.thread.set(handle.thread().clone());
                 *engine.keeper.handle.lock() = Some(handle);

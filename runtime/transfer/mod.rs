@@ -385,7 +385,7 @@ fn is_inside() -> bool {
 ///
 /// # Errors
 /// `InvalidArgument` in a waker, and in a closure on a stream.
-pub(crate) fn may_wait(what: &str) -> Result<()> {
+pub fn may_wait(what: &str) -> Result<()> {
     let (place, remedy) = match INSIDE.get() {
         None => return Ok(()),
         Some(Inside::Waker) => ("a waker", "let the waker wake a task or a thread, and wait there"),

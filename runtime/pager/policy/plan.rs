@@ -973,8 +973,12 @@ impl Policy for PlanPolicy {
         self.outside.forget(gone.clone());
         while let Some(number) = self.ahead.first_from(gone.start).filter(|number| *number < gone.end) {
             self.ahead.remove(number);
-            self.expected.remove(number);
         }
+        // Numbers are used again.
+        for walk in &mut self.walkers {
+            walk.expected.retain(|number| !gone.contains(&(*number as usize)));
+        }
+        gone.clone().for_each(|number| _ = self.expected.remove(number));
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);
