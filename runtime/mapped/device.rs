@@ -140,7 +140,7 @@ pub fn find(address: u64) -> Option<Arc<Core>> {
     open.into_iter().find(|core| core.layout.lock().range(address).is_some())
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Frame {
     pub home: u64,
     /// Whether its home is registered with userfaultfd.
@@ -642,9 +642,23 @@ impl Core {
         Ok(())
     }
 
+    /// A thread waits for memory at a home: the store reads to it. Homes have memory then. Whoever looks while the
+    /// kernel moves pages may find none, though, and would wait for ever. Returns whether the address is one of a home.
+    pub fn mend_home(&self, address: u64) -> bool {
+        let layout = self.layout.lock();
+        let page = rustix::param::page_size() as u64;
+        let is_home = layout.home(address).is_some();
+        if is_home && let Err(cause) = self.uffd.zero(address - address % page, page) {
+            tracing::error!(%cause, "a thread waits for memory of a frame");
+        }
+        is_home
+    }
+
     /// Leaves the frame behind no address.
     fn clear(&self, layout: &mut Layout, id: FrameId) -> Result<()> {
-        self.take_back(layout, id)?;
+        if let Err(error) = self.take_back(layout, id) {
+            self.leave_memory(layout, id, error)?;
+        }
         let frame = layout.frame(id)?;
         frame.hidden = false;
         if let Some(address) = frame.behind.take()
@@ -652,6 +666,24 @@ impl Core {
         {
             range.occupants.remove(&address);
         }
+        Ok(())
+    }
+
+    /// What a frame that is published has is not needed any more, and could not be taken back: parts of its memory are
+    /// not where they should be. It has none then, here and there.
+    ///
+    /// # Errors
+    /// `error`, if that may be so for the moment only.
+    fn leave_memory(&self, layout: &mut Layout, id: FrameId, error: Error) -> Result<()> {
+        let Frame { home, behind, .. } = *layout.frame(id)?;
+        let Some(address) = behind.filter(|_| !crate::uffd::is_momentary(&error)) else { return Err(error) };
+        let (page, regions) = (self.page(), (layout.range(address), layout.home(home)));
+        let (Some(range), Some(region)) = regions else { return Err(error) };
+        range.region.give_back(address, page)?;
+        region.give_back(home, page)?;
+        self.tables.leave(address, page);
+        let frame = layout.frame(id)?;
+        (frame.published, frame.writable, frame.at_home) = (false, false, false);
         Ok(())
     }
 

@@ -568,6 +568,9 @@ impl Worker {
         if core.wake_if_published(page, fault.writes) {
             return;
         }
+        if core.mend_home(fault.address) {
+            return;
+        }
         let Some((handler, range)) = core.handler(page) else {
             // A tensor without a pin: the access is a mistake of the program's.
             return core.poison(page);
@@ -735,7 +738,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use outcore::{Bytes, PageSize, Runtime};
-    use outcore_testkit::harness::{Scene, is_child, scene_ended};
+    use outcore_testkit::harness::{Scene, is_child, scene_ended, until};
 
     use super::*;
     use crate::{Faulting, Mapped, MappedMut, Mechanism, device};
@@ -779,6 +782,53 @@ mod tests {
         }
         assert!(mapped.failure().is_none());
         drop((core, mapped));
+        runtime.close().unwrap();
+    }
+
+    /// Where the memory of the frame behind a page is: its home, and the page.
+    fn places(core: &Core, page: u64) -> (u64, bool) {
+        let layout = core.layout.lock();
+        let frame = layout.range(page).unwrap().occupants[&page];
+        (layout.frames[frame as usize].home, layout.frames[frame as usize].published)
+    }
+
+    /// Takes memory away behind the device's back.
+    fn lose(address: u64) {
+        let start = std::ptr::with_exposed_provenance_mut(address as usize);
+        // SAFETY: a page of the device, which the test says is lost.
+        assert_eq!(unsafe { libc::madvise(start, PAGE, libc::MADV_DONTNEED) }, 0);
+    }
+
+    #[test]
+    fn regression_who_reads_to_a_home_without_memory_does_not_wait_for_ever() {
+        let Some((_folder, runtime, mapped, core)) = mapped(Mechanism::Move) else { return };
+        let page = mapped.as_ptr() as u64;
+        assert_eq!(mapped[5], byte(5));
+        until("the page is hidden", || core.hide(page, || false) || !places(&core, page).1);
+        let (home, _) = places(&core, page);
+        lose(home);
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(home as usize + 4097);
+        // SAFETY: a home is written by the store alone, which does not do so now.
+        unsafe { at.write_volatile(7) };
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+
+    #[test]
+    fn regression_a_frame_whose_memory_was_lost_gets_other_memory() {
+        let Some((_folder, runtime, mapped, core)) = mapped(Mechanism::Move) else { return };
+        for round in 0..3 {
+            assert_eq!(mapped[round], byte(round));
+            until("the page is published", || core.show(mapped.as_ptr() as u64, false).is_ok());
+            lose(mapped.as_ptr() as u64 + 4096);
+            // Enough other pages that its frame is used for one of them.
+            for at in (PAGE..40 * PAGE).step_by(PAGE / 2) {
+                assert_eq!(mapped[at], byte(at));
+            }
+        }
+        assert!(mapped.failure().is_none(), "{:?}", mapped.failure());
+        assert!(mapped.iter().enumerate().all(|(at, found)| *found == byte(at)));
+        drop(mapped);
         runtime.close().unwrap();
     }
 

@@ -91,6 +91,13 @@ struct WriteProtect {
 }
 
 #[repr(C)]
+struct Zeros {
+    range: Range,
+    mode: u64,
+    zeroed: i64,
+}
+
+#[repr(C)]
 struct Poison {
     range: Range,
     mode: u64,
@@ -345,6 +352,15 @@ impl Uffd {
             }
         }
         Ok(())
+    }
+
+    /// Puts zeros behind one page of the kernel's, and wakes who waits there. If there is memory by now, it stays.
+    pub fn zero(&self, start: u64, len: u64) -> io::Result<()> {
+        let mut arg = Zeros { range: Range { start, len }, mode: 0, zeroed: 0 };
+        match self.call(request(0x04, size_of::<Zeros>()), &mut arg) {
+            Err(cause) if cause.raw_os_error() == Some(libc::EEXIST) => self.wake(start, len),
+            done => done,
+        }
     }
 
     /// Copies `len` bytes to new memory, and wakes the threads that wait there. Nothing is behind `to`. If `protected`,
