@@ -20,6 +20,8 @@ mod report;
 mod routing;
 #[path = "run/settings.rs"]
 mod settings;
+#[path = "run/starts.rs"]
+mod starts;
 #[path = "run/top.rs"]
 mod top;
 

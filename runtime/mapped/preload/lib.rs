@@ -6,6 +6,7 @@
 //! do what the kernel would do where this library has no part in it.
 
 mod answer;
+mod begin;
 mod calls;
 mod descriptors;
 mod fragments;
