@@ -258,16 +258,33 @@ pub fn follow_the_process() {
     });
 }
 
-fn without_signals<T>(run: impl FnOnce() -> T) -> T {
-    // SAFETY: plain calls on sets that live here.
-    unsafe {
-        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let result = run();
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
-        result
+/// The signals that a thread took before. It takes them again when this is dropped.
+struct Signals(libc::sigset_t);
+
+impl Signals {
+    fn hold() -> Self {
+        // SAFETY: plain calls on sets that live here.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+            Self(before)
+        }
     }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        // SAFETY: a set that this thread had.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// Runs `run` while this thread takes no signal: a handler of the program's may touch a page, and must not do so where
+/// this library holds a lock. A panic gives the signals back too.
+pub fn without_signals<T>(run: impl FnOnce() -> T) -> T {
+    let _held = Signals::hold();
+    run()
 }
 
 /// The path of a large model file; `None` for everything else.
@@ -333,11 +350,11 @@ pub fn map(request: &Request) -> Option<u64> {
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
     let Some(slot) = FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0) else {
-        left(&format!("{FILES_MAX} files are mapped already"));
+        left(&format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"));
         return None;
     };
     if fs::metadata(&path).map(|found| self::identity(&found)).ok() != Some(identity) {
-        left("its name leads to another file by now");
+        left("its name leads to another file by now; replace models only when no program opens them");
         return None;
     }
     // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
@@ -385,8 +402,7 @@ pub fn map(request: &Request) -> Option<u64> {
 }
 
 fn tell_of_failure(error: &Error) {
-    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
-    say(&format!("the program touches a page that cannot be had, so it gets SIGBUS: {error}{cause}"));
+    say(&format!("the program touches a page that cannot be had, so it gets SIGBUS: {error}"));
 }
 
 /// Lets frames go that are kept because the program told of their pages. If a file is just being mapped, nothing.

@@ -90,7 +90,7 @@ impl Routers {
             return None;
         }
         let (next, width) = (self.0.get(&layer.checked_add(1)?)?, inputs.len() / tokens);
-        let rows = next.rows.as_ref()?;
+        let rows = next.rows.as_ref().filter(|_| width > 0)?;
         let scales = |of: Option<&Router>| -> Option<Vec<f32>> {
             let scale: Vec<f32> = of?.scale.as_ref()?.read(file)?.collect();
             (scale.len() == width).then_some(scale)
@@ -106,7 +106,7 @@ impl Routers {
         }
         let mut found = Vec::new();
         let matrix = rows.read(file)?;
-        if width == 0 || !matrix.len().is_multiple_of(width) {
+        if !matrix.len().is_multiple_of(width) {
             return None;
         }
         let experts = matrix.len() / width;

@@ -335,4 +335,5 @@ for at in range(0, len(one), 1 << 20):
     let (status, told) = program(CHANGE, &path);
     assert_eq!(status.signal(), Some(7), "{told}");
     assert!(told.contains("SIGBUS") && told.contains("model.gguf") && told.contains("changed"), "{told}");
+    assert!(told.contains("the page at 0x"), "{told}");
 }
