@@ -29,13 +29,14 @@ use crate::{answer, opens, routing};
 pub const LEAST: u64 = 32 << 20;
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
-/// there.
+/// there. It goes when its place is needed.
 pub struct Known {
     identity: Identity,
     pub path: PathBuf,
     pub mapped: Arc<Mapped>,
     routers: Arc<Routers>,
     pub given: Given,
+    slot: &'static Slot,
     /// Whether the program was told that nothing is mapped over this file.
     pub refused: bool,
 }
@@ -80,8 +81,8 @@ struct Pool {
     watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
     private: Mutex<Vec<Private>>,
-    /// Names and lengths of what was mapped to be written.
-    once_private: Mutex<Vec<(PathBuf, u64)>>,
+    /// Names and lengths of what was mapped to be written, or has made room.
+    once: Mutex<Vec<(PathBuf, u64)>>,
 }
 
 static POOL: OnceLock<Option<Pool>> = OnceLock::new();
@@ -196,7 +197,7 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
                     watch,
                     files: Mutex::default(),
                     private: Mutex::default(),
-                    once_private: Mutex::default(),
+                    once: Mutex::default(),
                 })
             }
             Err(error) => {
@@ -344,12 +345,19 @@ pub fn map(request: &Request) -> Option<u64> {
     let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
+    if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
+        let gone = make_room(&mut files);
+        drop(files);
+        pool.once.lock().extend(gone.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)));
+        without_signals(|| drop(gone));
+        files = pool.files.lock();
+    }
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity && !writable) {
         known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
-    let Some(slot) = FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0) else {
+    let Some(slot) = free_slot() else {
         left(&format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"));
         return None;
     };
@@ -381,7 +389,7 @@ pub fn map(request: &Request) -> Option<u64> {
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
         slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
         pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-        pool.once_private.lock().push((path, metadata.len()));
+        pool.once.lock().push((path, metadata.len()));
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
@@ -397,8 +405,20 @@ pub fn map(request: &Request) -> Option<u64> {
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
     mapped.foresee(prediction() != Prediction::Off);
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-    files.push(Known { identity, path, mapped, routers, given, refused: false });
+    files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
     Some(start + offset)
+}
+
+fn free_slot() -> Option<&'static Slot> {
+    FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0)
+}
+
+/// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's when
+/// they are dropped.
+fn make_room(files: &mut Vec<Known>) -> Vec<Known> {
+    let gone: Vec<Known> = files.extract_if(.., |known| known.given.is_empty()).collect();
+    gone.iter().for_each(|known| known.slot.clear());
+    gone
 }
 
 fn tell_of_failure(error: &Error) {
@@ -619,10 +639,10 @@ extern "C" fn at_exit() {
             let private = pool.private.try_lock();
             private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());
             drop(private);
-            let once_private = pool.once_private.try_lock().map(|names| names.clone()).unwrap_or_default();
-            let any = !named.is_empty() || !once_private.is_empty();
+            let once = pool.once.try_lock().map(|names| names.clone()).unwrap_or_default();
+            let any = !named.is_empty() || !once.is_empty();
             if any {
-                pool.watch.tell(&pool.runtime, &named, once_private);
+                pool.watch.tell(&pool.runtime, &named, once);
             }
             any
         }),

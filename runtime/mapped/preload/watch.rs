@@ -180,14 +180,14 @@ impl Watch {
         }
     }
 
-    /// Ends the measurements, and says what happened. `private` are names and lengths of what the program wrote
-    /// privately.
-    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], private: Vec<(PathBuf, u64)>) {
+    /// Ends the measurements, and says what happened. `once` are names and lengths of what the program wrote
+    /// privately, or had mapped before.
+    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], once: Vec<(PathBuf, u64)>) {
         *self.ended.lock() = true;
         self.end.notify_all();
         let stats = runtime.stats();
         let mut names: Vec<_> = files.iter().map(|(path, mapped)| (path.clone(), mapped.len() as u64)).collect();
-        for file in private {
+        for file in once {
             if !names.contains(&file) {
                 names.push(file);
             }

@@ -703,6 +703,69 @@ fn unprivileged(program: &str) {
     assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
 }
 
+/// After 256 files nothing more was mapped, though the program had unmapped them.
+#[test]
+fn regression_files_that_the_program_has_unmapped_make_room() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+one = map_file()
+assert not of_kernel(one)
+MOST = 256
+
+
+def open_other(number):
+    """A file with a hole, and its number at the end."""
+    name = os.path.join(os.path.dirname(path), f"{number}.gguf")
+    with open(name, "wb") as file:
+        file.write(b"GGUF")
+        file.truncate(33 << 20)
+        file.seek((33 << 20) - 8)
+        file.write(number.to_bytes(8, "little"))
+    return os.open(name, os.O_RDONLY), name
+
+
+def is_ours(address, name):
+    assert int.from_bytes(ctypes.string_at(address + (33 << 20) - 8, 8), "little") == int(os.path.basename(name)[:-5])
+    return not any(line.endswith(name + "\n") for line in open("/proc/self/maps"))
+
+
+for number in range(MOST + 20):
+    other, name = open_other(number)
+    at = map_file(0, 33 << 20, fd=other)
+    assert is_ours(at, name), name
+    # One in two pieces, and one by `mremap`.
+    if number == 3:
+        assert c.munmap(at, 8 << 20) == 0 and c.munmap(at + (8 << 20), 25 << 20) == 0
+    elif number == 5:
+        moved = c.mremap(at, 33 << 20, 33 << 20, 3, c.mmap(None, 33 << 20, READ, PRIVATE | ANON, -1, 0))
+        assert moved != FAILED and c.munmap(moved, 33 << 20) == 0
+    else:
+        assert c.munmap(at, 33 << 20) == 0
+    os.close(other)
+assert same(one)
+# As many as there are places, which stay.
+kept = []
+for number in range(MOST + 1):
+    other, name = open_other(number + 1000)
+    kept.append((map_file(0, 33 << 20, fd=other), name))
+    os.close(other)
+assert [is_ours(*each) for each in kept] == [True] * (MOST - 1) + [False] * 2
+for at, name in kept[:3]:
+    assert c.munmap(at, 33 << 20) == 0
+again, name = open_other(9)
+assert is_ours(map_file(0, 33 << 20, fd=again), name) and same(one)
+"#,
+    );
+    assert!(told.contains("256 files are mapped already; unmap some"), "{told}");
+    assert!(told.contains(&format!("{} file(s) mapped", 1 + 276 + 255)), "{told}");
+}
+
 /// Only its first address was looked at: the kernel emptied pages of the file, or the program's own pages were left out.
 #[test]
 fn regression_a_range_that_is_in_part_of_a_mapped_file_is_divided() {
