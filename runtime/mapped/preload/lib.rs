@@ -10,6 +10,7 @@ mod begin;
 mod calls;
 mod descriptors;
 mod fragments;
+mod interrupts;
 mod limit;
 mod opens;
 mod pool;

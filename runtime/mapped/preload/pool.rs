@@ -23,7 +23,7 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
-use crate::{answer, opens, routing};
+use crate::{answer, interrupts, opens, routing};
 
 /// Files smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
@@ -93,6 +93,8 @@ static HIGHEST: AtomicU64 = AtomicU64::new(0);
 static KERNEL_WAITS: AtomicBool = AtomicBool::new(false);
 static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
+/// How long is waited for what another thread says at the end.
+const TELLING_MAX: Duration = Duration::from_secs(4);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
 
 /// A mapped range for a child by `fork`, which gets the file itself there.
@@ -343,6 +345,7 @@ pub fn map(request: &Request) -> Option<u64> {
         return None;
     }
     let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
+    without_signals(interrupts::follow);
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
     if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
@@ -630,11 +633,21 @@ pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterIn
 }
 
 extern "C" fn at_exit() {
+    tell(Duration::ZERO);
+    interrupts::wait_for_the_end();
+}
+
+/// Says what happened, once. `limit` is how long is waited for a file that is just being mapped. Who comes second waits
+/// until it was said.
+pub fn tell(limit: Duration) {
+    static TELLING: Mutex<()> = Mutex::new(());
     if REPORTED.swap(true, Ordering::Relaxed) {
+        drop(TELLING.try_lock_for(TELLING_MAX));
         return;
     }
+    let _telling = TELLING.lock();
     let told = match POOL.get() {
-        Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
+        Some(Some(pool)) => named(&pool.files, limit).is_some_and(|named| {
             named.iter().for_each(|(_, mapped)| mapped.keep_order());
             let private = pool.private.try_lock();
             private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());

@@ -85,7 +85,9 @@ fn it_is_told_however_the_program_ends() {
         ("sys.exit(3)", Some(3), None, true),
         ("raise RuntimeError", Some(1), None, true),
         (HANDLED, Some(5), None, true),
-        ("os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()", None, Some(15), false),
+        ("os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()", None, Some(15), true),
+        ("os.kill(os.getpid(), signal.SIGHUP)\nsignal.pause()", None, Some(1), true),
+        ("os.kill(os.getpid(), signal.SIGUSR1)\nsignal.pause()", None, Some(10), false),
         ("os._exit(4)", Some(4), None, false),
     ] {
         let (status, told) = program(end, &path);
