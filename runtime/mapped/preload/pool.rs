@@ -664,4 +664,5 @@ pub fn tell(limit: Duration) {
     if !told {
         watch::tell_of_what_was_left();
     }
+    opens::tell_of_raw_calls();
 }

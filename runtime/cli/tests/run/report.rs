@@ -176,6 +176,67 @@ int main(int argc, char **argv) {
 }
 "#;
 
+/// Maps its first argument by a raw system call, or by the C library; and its second one by the latter.
+const RAW: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static long opened(const char *path, int is_raw)
+{
+    struct stat found;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &found)) exit(2);
+    void *bytes = is_raw ? (void *)syscall(SYS_mmap, NULL, found.st_size, PROT_READ, MAP_SHARED, fd, 0)
+                         : mmap(NULL, found.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (bytes == MAP_FAILED) exit(3);
+    return ((unsigned char *)bytes)[0] == 'G' ? 0 : 4;
+}
+
+int main(int argc, char **argv)
+{
+    int failed = opened(argv[1], RAW) || (argc > 2 && opened(argv[2], 0));
+    /* Once more, to read it. */
+    return failed || open(argv[1], O_RDONLY) < 0;
+}
+"#;
+
+#[test]
+fn mappings_by_raw_system_calls_are_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let other = folder.path().join("other.gguf");
+    std::fs::copy(&path, &other).unwrap();
+    let source = folder.path().join("raw.c");
+    std::fs::write(&source, RAW).unwrap();
+    for raw in [1, 0] {
+        let program = folder.path().join(format!("raw-{raw}"));
+        let built = Command::new("cc").arg(format!("-DRAW={raw}")).arg("-o").arg(&program).arg(&source).output();
+        if !built.is_ok_and(|output| output.status.success()) {
+            return eprintln!("SKIPPED: there is no C compiler (cc)");
+        }
+        for (others, budget) in [([].as_slice(), "8MiB"), (&[&other], "8MiB"), (&[], "60MiB")] {
+            let mut command = outcore();
+            let output = command.args(["run", "--budget", budget, "--"]).arg(&program).arg(&path).args(others).output();
+            let output = output.unwrap();
+            let told = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{told}");
+            let is_told =
+                told.contains("the kernel maps model.gguf (40.0 MiB): the program asked it by a raw system call");
+            assert_eq!(is_told, raw == 1, "{told}");
+            let is_mapped = budget == "8MiB" && (raw == 0 || !others.is_empty());
+            assert_eq!(told.contains("file(s) mapped"), is_mapped, "{told}");
+        }
+    }
+}
+
 /// Files are opened as they were without the library, by all functions there are: flags, modes, errors.
 #[test]
 fn files_are_opened_as_ever() {
