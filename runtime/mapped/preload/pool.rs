@@ -344,6 +344,18 @@ pub fn map(request: &Request) -> Option<u64> {
         watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
         return None;
     }
+    if POOL.get().is_none()
+        && let Some((needed, most)) = limit::too_few_addresses(metadata.len().saturating_add(limit.first_budget()))
+    {
+        watch::leave(&path, || {
+            format!(
+                "takes {} of addresses with what outcore needs, and this process may have {} in all; raise `ulimit -v`",
+                Bytes::new(needed),
+                Bytes::new(most)
+            )
+        });
+        return None;
+    }
     let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
     without_signals(interrupts::follow);
     // Of slots too: only who has this lock takes one.
@@ -597,7 +609,8 @@ pub struct RouterInput {
 fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>)> {
     let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
-    let mut found = files.iter().filter(|known| fits(known));
+    // One that the program has unmapped is not meant.
+    let mut found = files.iter().filter(|known| !known.given.is_empty() && fits(known));
     let one = found.next()?;
     if found.next().is_some() {
         routing::two_models();

@@ -400,3 +400,24 @@ for at in range(0, len(one), 1 << 20):
     assert!(told.contains("SIGBUS") && told.contains("model.gguf") && told.contains("changed"), "{told}");
     assert!(told.contains("the page at 0x"), "{told}");
 }
+
+/// What lies behind the new end of a file is no longer to be had; what lies before it changed too, for all that is known.
+#[test]
+fn a_file_that_is_cut_underneath_is_told_before_the_signal() {
+    if !can_run() {
+        return;
+    }
+    const CUT: &str = "import mmap, os, sys; f = open(sys.argv[1], 'rb'); \
+                       m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); \
+                       m[5]; os.truncate(sys.argv[1], 20 << 20); print('cut', flush=True); m[AT << 20]";
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for at in ["39", "10"] {
+        let path = model(folder.path(), 40 << 20);
+        let output = run_program(&CUT.replace("AT", at), "8MiB", &path);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.signal(), output.stdout.as_slice()), (Some(7), b"cut\n".as_slice()), "{told}");
+        for part in ["so it gets SIGBUS", "the page at 0x", "model.gguf", "size went from 41943040 to 20971520"] {
+            assert!(told.contains(part), "{at}: {part:?} is not in {told}");
+        }
+    }
+}
