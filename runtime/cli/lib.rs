@@ -1,8 +1,8 @@
 //! The command line of `outcore`.
 //!
 //! Exit status: 0 if the command is done; 1 if it failed, and standard error says why and what to do; 2 if the command
-//! line was not understood. `outcore run` has the program's, 127 where there is no such program, and 126 where it cannot
-//! be executed.
+//! line was not understood. `outcore run` has the program's, 127 if there is no such program, and 126 if it cannot be
+//! executed.
 
 mod bar;
 mod comparison;

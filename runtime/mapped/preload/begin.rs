@@ -2,8 +2,8 @@
 
 use std::ffi::CStr;
 
-/// Empties the file of `--report`: what an earlier run left there is not taken for this one's. Only now is it known that
-/// the program has started.
+/// Empties the file of `--report`: what an earlier run left there is not taken for this one's. Only now the program has
+/// started for certain.
 extern "C" fn begin() {
     // SAFETY: the environment, which no other thread changes: the program has none yet. The value is a C string.
     unsafe {

@@ -330,6 +330,18 @@ pub unsafe extern "C" fn mremap(
             }
         }
     }
+    // A range that begins below a mapped file is not one mapping: it can be cut off only.
+    if let Some((first, end)) = shared(old as u64, old_len) {
+        let kept = (new_len as u64).checked_next_multiple_of(pool::page_size()).unwrap_or(u64::MAX);
+        if flags & !libc::MREMAP_MAYMOVE == 0 && kept > 0 && kept <= end - first {
+            // SAFETY: as the caller promised.
+            let cut = kept == end - first
+                || unsafe { munmap(old.byte_add(kept as usize), (end - first - kept) as usize) } == 0;
+            return if cut { old } else { libc::MAP_FAILED };
+        }
+        set_errno(libc::EFAULT);
+        return libc::MAP_FAILED;
+    }
     if fixed && pool::overlaps(wanted, new_len as u64) {
         do_ours(|| fragments::refuse_over(wanted, new_len as u64));
         set_errno(libc::ENOMEM);

@@ -8,8 +8,8 @@
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
-use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
+use std::sync::{Once, mpsc};
 use std::time::Duration;
 
 use crate::pool::{self, say};
@@ -20,6 +20,9 @@ const PATIENCE: i64 = 500;
 /// How long `exit` waits for the signal that came before it.
 const SOON: Duration = Duration::from_secs(2);
 
+/// How long a signal waits for what is said before it.
+const MOST: Duration = Duration::from_secs(5);
+
 /// The signal by which the process is about to end; 0 if there is none.
 static ASKED: AtomicI32 = AtomicI32::new(0);
 static ASKED_AT: AtomicI64 = AtomicI64::new(0);
@@ -29,8 +32,8 @@ static WAKE: Wake = Wake(UnsafeCell::new(MaybeUninit::uninit()));
 
 struct Wake(UnsafeCell<MaybeUninit<libc::sem_t>>);
 
-// SAFETY: only `sem_init` writes to it, before there is a thread or a handler that uses it; `sem_post` and `sem_wait` may
-// be called by all threads.
+// SAFETY: only `sem_init` writes to it, before there is a thread or a handler that uses it. All threads may call
+// `sem_post` and `sem_wait`.
 unsafe impl Sync for Wake {}
 
 impl Wake {
@@ -129,7 +132,7 @@ unsafe fn by_default(signal: c_int) {
 fn serve() {
     // SAFETY: the semaphore was made before this thread.
     while unsafe { libc::sem_wait(WAKE.get()) } != 0 {}
-    pool::tell(SOON);
+    tell();
     let signal = ASKED.load(Ordering::Acquire);
     // SAFETY: plain calls, on sets that live here. A handler that the program has set by now runs on its threads.
     unsafe {
@@ -141,6 +144,20 @@ fn serve() {
             libc::pthread_sigmask(libc::SIG_UNBLOCK, &only, std::ptr::null_mut());
         }
         libc::kill(libc::getpid(), signal);
+    }
+}
+
+/// Says what happened, for as long as whoever sent the signal may be made to wait.
+fn tell() {
+    let (done, told) = mpsc::channel();
+    let say = move || {
+        pool::tell(SOON);
+        // Nobody waits any more.
+        let _ = done.send(());
+    };
+    // Without a thread nothing is said.
+    if std::thread::Builder::new().name("outcore-telling".to_owned()).spawn(say).is_ok() {
+        let _ = told.recv_timeout(MOST);
     }
 }
 

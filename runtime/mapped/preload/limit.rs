@@ -149,8 +149,8 @@ const FOR_THREADS: u64 = 768 << 20;
 /// Once threads have them, the kernel's own mapping might not find any.
 pub fn too_few_addresses(pages: u64) -> Option<(u64, u64)> {
     let needed = pages.saturating_add(FOR_THREADS);
-    // SAFETY: a plain question, with a place for the answer; then a new mapping where the kernel likes, which nobody may
-    // use, and which is gone at once.
+    // SAFETY: a plain question, with a place for the answer; then a new mapping where the kernel likes, which nobody
+    // uses, and which is gone at once.
     unsafe {
         let mut most: libc::rlimit = std::mem::zeroed();
         if libc::getrlimit(libc::RLIMIT_AS, &mut most) != 0 || most.rlim_cur == libc::RLIM_INFINITY {

@@ -428,8 +428,8 @@ fn free_slot() -> Option<&'static Slot> {
     FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0)
 }
 
-/// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's when
-/// they are dropped.
+/// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's
+/// when they are dropped.
 fn make_room(files: &mut Vec<Known>) -> Vec<Known> {
     let gone: Vec<Known> = files.extract_if(.., |known| known.given.is_empty()).collect();
     gone.iter().for_each(|known| known.slot.clear());

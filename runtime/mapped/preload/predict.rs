@@ -80,7 +80,8 @@ impl Routers {
     }
 
     /// The experts that the layer behind `layer` is likely to choose, the most likely first, `used` for each token, if
-    /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be said.
+    /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be
+    /// said.
     pub fn predict(&self, file: &[u8], layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
         self.scores(file, layer, inputs, tokens, used).unwrap_or_default()
     }

@@ -401,7 +401,7 @@ for at in range(0, len(one), 1 << 20):
     assert!(told.contains("the page at 0x"), "{told}");
 }
 
-/// What lies behind the new end of a file is no longer to be had; what lies before it changed too, for all that is known.
+/// What lies behind the new end is not to be had any more, and what lies before it may be other bytes.
 #[test]
 fn a_file_that_is_cut_underneath_is_told_before_the_signal() {
     if !can_run() {

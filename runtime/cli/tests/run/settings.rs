@@ -323,6 +323,18 @@ if len(sys.argv) == 2:
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_told_and_the_program_runs() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let (said, told) = with(&["--budget", "8MiB", "--report", "/dev/full"], MAPPED, &path);
+    assert_eq!(said, "mapped\n");
+    assert!(told.contains("/dev/full is not written: ") && told.contains("give --report a file"), "{told}");
+}
+
+#[test]
 fn wrong_settings_are_refused() {
     let refused = |arguments: &[&str], parts: &[&str]| {
         let output = outcore().arg("run").args(arguments).args(["--", "true"]).output().unwrap();
