@@ -1,7 +1,8 @@
 //! The command line of `outcore`.
 //!
 //! Exit status: 0 if the command is done; 1 if it failed, and standard error says why and what to do; 2 if the command
-//! line was not understood.
+//! line was not understood. `outcore run` has the program's, 127 if there is no such program, and 126 if it cannot be
+//! executed.
 
 mod bar;
 mod comparison;
@@ -95,7 +96,11 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
             top::run(&options).map(|view| view.map_or(Ok(String::new()), |view| render(&view, options.json)))
         }
         // The program takes the place of this one.
-        Command::Run(options) => return fail(&run::run(&options).to_string()),
+        Command::Run(options) => {
+            let run::Failure { error, status } = run::run(&options);
+            fail(&error.to_string());
+            return ExitCode::from(status);
+        }
     };
     let written = match done {
         Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),

@@ -109,8 +109,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     fn may_keep(&self) -> usize;
     /// How many threads may be served at once.
     fn turns(&self) -> usize;
-    /// The fill of the page failed: the thread that touched it gets SIGBUS.
-    fn failed(&self, offset: u64, error: Error);
+    /// The fill of the page failed: the thread that touched it gets SIGBUS. Without an offset, no page can be filled.
+    fn failed(&self, offset: Option<u64>, error: Error);
 }
 
 /// Pages that were published, and are pinned for the moment.
@@ -521,7 +521,7 @@ impl Worker {
         quietly(&mut || self.bell.keeper.clear());
         let Some(core) = self.core.upgrade() else { return };
         for handler in core.handlers() {
-            quietly(&mut || handler.failed(0, why.clone()));
+            quietly(&mut || handler.failed(None, why.clone()));
         }
         // Faults that were read before come again.
         core.wake_all();
@@ -717,7 +717,7 @@ impl Worker {
                 Err(error) => {
                     for page in request.pages {
                         if let Some(answers) = &answers {
-                            answers.failed(page, error.clone());
+                            answers.failed(Some(page), error.clone());
                         }
                         if writes {
                             core.give_up(range + page);
@@ -860,7 +860,7 @@ mod tests {
         fn turns(&self) -> usize {
             1
         }
-        fn failed(&self, _: u64, error: Error) {
+        fn failed(&self, _: Option<u64>, error: Error) {
             self.0.lock().push(error);
         }
     }

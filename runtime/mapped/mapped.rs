@@ -332,12 +332,17 @@ impl Handler for Pages {
         (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
-    fn failed(&self, offset: u64, error: Error) {
+    fn failed(&self, offset: Option<u64>, error: Error) {
         tracing::error!(%error, offset, "a page that was touched could not be read");
         self.failure.lock().get_or_insert(error.clone());
         if let Some(tell) = self.tell.get() {
+            // The signal has the address that was touched, so the reason names the page's.
+            let told = match offset {
+                Some(offset) => error.context(format!("the page at {:#x}", self.start + offset)),
+                None => error,
+            };
             // What panics there is the program's, and ends nothing here.
-            drop(catch_unwind(AssertUnwindSafe(|| tell(&error))));
+            drop(catch_unwind(AssertUnwindSafe(|| tell(&told))));
         }
     }
 }

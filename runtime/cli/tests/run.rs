@@ -20,6 +20,10 @@ mod report;
 mod routing;
 #[path = "run/settings.rs"]
 mod settings;
+#[path = "run/signals.rs"]
+mod signals;
+#[path = "run/starts.rs"]
+mod starts;
 #[path = "run/top.rs"]
 mod top;
 

@@ -1,7 +1,7 @@
 //! The functions of the C library that are replaced.
 
 use std::cell::Cell;
-use std::ffi::{c_int, c_uchar, c_uint, c_void};
+use std::ffi::{c_int, c_long, c_uchar, c_uint, c_void};
 
 use crate::pool::{self, Request, kernel};
 use crate::{descriptors, fragments, opens, written};
@@ -34,8 +34,45 @@ fn set_errno(number: c_int) {
     unsafe { *libc::__errno_location() = number };
 }
 
+fn errno() -> c_int {
+    // SAFETY: this thread's own errno.
+    unsafe { *libc::__errno_location() }
+}
+
 fn in_range(address: *mut c_void) -> bool {
     pool::holds(address as u64)
+}
+
+/// The whole pages of a range that has some of a mapped file: its first address and the one behind. `None` if it has
+/// none, or does not begin with a page: then all of it is the kernel's, which refuses the latter and changes nothing.
+fn shared(first: u64, len: usize) -> Option<(u64, u64)> {
+    let page = pool::page_size();
+    let end = (len as u64).checked_next_multiple_of(page).and_then(|len| first.checked_add(len))?;
+    (first.is_multiple_of(page) && pool::overlaps(first, end - first)).then_some((first, end))
+}
+
+/// Calls `run` with each part of a range, in turn: its first address, its length, and whether it lies in a mapped file.
+/// Other mappings lie before a file, between two, and behind. The first result that is not 0 ends it.
+fn divided((first, end): (u64, u64), mut run: impl FnMut(u64, u64, bool) -> c_int) -> c_int {
+    let mut at = first;
+    while at < end {
+        let (start, behind) = pool::first_part(at, end).unwrap_or((end, end));
+        for (from, to, is_ours) in [(at, start, false), (start, behind, true)] {
+            if from < to {
+                let result = run(from, to - from, is_ours);
+                if result != 0 {
+                    return result;
+                }
+            }
+        }
+        at = behind;
+    }
+    0
+}
+
+/// A call on a range: the kernel's for what lies outside mapped files, and nothing for what lies in one.
+fn outside(range: (u64, u64), of_kernel: impl Fn(u64, u64) -> c_int) -> c_int {
+    divided(range, |from, len, is_ours| if is_ours { 0 } else { of_kernel(from, len) })
 }
 
 /// # Safety
@@ -102,35 +139,48 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> c_int {
     if !pool::overlaps(first, len as u64) {
         return of_kernel(first, len as u64);
     }
-    let whole = (len as u64).checked_next_multiple_of(pool::page_size()).and_then(|len| first.checked_add(len));
-    let Some(end) = whole.filter(|_| first.is_multiple_of(pool::page_size()) && len > 0) else {
+    let Some(range) = shared(first, len).filter(|_| len > 0) else {
         set_errno(libc::EINVAL);
         return -1;
     };
-    // Parts of the range may be other mappings, which lie before a file, between two, and behind.
-    let mut at = first;
-    while at < end {
-        let (start, behind) = pool::first_part(at, end).unwrap_or((end, end));
-        if at < start && of_kernel(at, start - at) != 0 {
-            return -1;
+    divided(range, |from, len, is_ours| {
+        if !is_ours {
+            return of_kernel(from, len);
         }
-        if start < behind {
-            do_ours(|| fragments::unmap(start, behind - start));
-        }
-        at = behind;
+        do_ours(|| fragments::unmap(from, len));
+        0
+    })
+}
+
+/// As madvise(2), which goes on behind addresses where nothing is mapped, and says so at the end.
+///
+/// # Safety
+/// That of madvise(2).
+unsafe fn advise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
+    // SAFETY: as the caller promised.
+    let of_kernel =
+        |from: u64, len: u64| unsafe { kernel(libc::SYS_madvise, [from, len, advice as u64, 0, 0, 0]) as c_int };
+    let Some(range) = shared(address as u64, len) else { return of_kernel(address as u64, len as u64) };
+    let is_missing = Cell::new(false);
+    let result = outside(range, |from, len| {
+        let result = of_kernel(from, len);
+        let is_hole = result != 0 && errno() == libc::ENOMEM;
+        is_missing.set(is_missing.get() || is_hole);
+        if is_hole { 0 } else { result }
+    });
+    if result == 0 && is_missing.get() {
+        set_errno(libc::ENOMEM);
+        return -1;
     }
-    0
+    result
 }
 
 /// # Safety
 /// That of madvise(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
-    if in_range(address) {
-        return 0;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_madvise, [address as u64, len as u64, advice as u64, 0, 0, 0]) as c_int }
+    unsafe { advise(address, len, advice) }
 }
 
 /// # Safety
@@ -138,34 +188,50 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: c_int
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
     // POSIX_MADV_DONTNEED loses nothing, unlike MADV_DONTNEED, so the C library ignores it too.
-    if in_range(address) || advice == libc::POSIX_MADV_DONTNEED {
+    if advice == libc::POSIX_MADV_DONTNEED {
         return 0;
     }
     // SAFETY: as the caller promised.
-    let result = unsafe { kernel(libc::SYS_madvise, [address as u64, len as u64, advice as u64, 0, 0, 0]) };
-    if result == 0 { 0 } else { std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL) }
+    returned(|| unsafe { advise(address, len, advice) }.into())
+}
+
+/// The error of a call that returns it, and leaves errno alone.
+fn returned(call: impl FnOnce() -> c_long) -> c_int {
+    let before = errno();
+    let error = if call() == 0 { 0 } else { errno() };
+    set_errno(before);
+    error
+}
+
+/// The whole pages that have any of these addresses, if some are a mapped file's. `mlock` and its kin take any address.
+fn shared_by_any(address: *const c_void, len: usize) -> Option<(u64, u64)> {
+    let inside = address as u64 % pool::page_size();
+    shared(address as u64 - inside, len.checked_add(inside as usize)?)
 }
 
 /// # Safety
 /// That of mlock(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> c_int {
-    if in_range(address.cast_mut()) {
-        return 0;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_mlock, [address as u64, len as u64, 0, 0, 0, 0]) as c_int }
+    let of_kernel = |from: u64, len: u64| unsafe { kernel(libc::SYS_mlock, [from, len, 0, 0, 0, 0]) as c_int };
+    match shared_by_any(address, len) {
+        Some(range) => outside(range, of_kernel),
+        None => of_kernel(address as u64, len as u64),
+    }
 }
 
 /// # Safety
 /// That of mlock2(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: c_uint) -> c_int {
-    if in_range(address.cast_mut()) {
-        return 0;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_mlock2, [address as u64, len as u64, flags.into(), 0, 0, 0]) as c_int }
+    let of_kernel =
+        |from: u64, len: u64| unsafe { kernel(libc::SYS_mlock2, [from, len, flags.into(), 0, 0, 0]) as c_int };
+    match shared_by_any(address, len) {
+        Some(range) => outside(range, of_kernel),
+        None => of_kernel(address as u64, len as u64),
+    }
 }
 
 /// # Safety
@@ -186,41 +252,57 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 /// That of munlock(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munlock(address: *const c_void, len: usize) -> c_int {
-    if in_range(address.cast_mut()) {
-        return 0;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_munlock, [address as u64, len as u64, 0, 0, 0, 0]) as c_int }
+    let of_kernel = |from: u64, len: u64| unsafe { kernel(libc::SYS_munlock, [from, len, 0, 0, 0, 0]) as c_int };
+    match shared_by_any(address, len) {
+        Some(range) => outside(range, of_kernel),
+        None => of_kernel(address as u64, len as u64),
+    }
 }
 
 /// # Safety
 /// That of mprotect(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: c_int) -> c_int {
-    if in_range(address) {
+    // SAFETY: as the caller promised.
+    let of_kernel =
+        |from: u64, len: u64| unsafe { kernel(libc::SYS_mprotect, [from, len, prot as u64, 0, 0, 0]) as c_int };
+    let Some(range) = shared(address as u64, len) else { return of_kernel(address as u64, len as u64) };
+    divided(range, |from, len, is_ours| {
+        if !is_ours {
+            return of_kernel(from, len);
+        }
         // Pages stay readable, and writable where they were mapped so. Whoever asks for less gets that; a mapping that
         // was read-only stays so.
-        if prot & libc::PROT_WRITE == 0 || pool::is_private(address as u64) {
+        if prot & libc::PROT_WRITE == 0 || pool::is_private(from) {
             return 0;
         }
         set_errno(libc::EACCES);
-        return -1;
-    }
-    // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_mprotect, [address as u64, len as u64, prot as u64, 0, 0, 0]) as c_int }
+        -1
+    })
 }
 
 /// # Safety
 /// That of mincore(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mincore(address: *mut c_void, len: usize, vector: *mut c_uchar) -> c_int {
-    if in_range(address) {
-        // SAFETY: the caller's vector has a byte for each page.
-        unsafe { vector.write_bytes(1, len.div_ceil(pool::page_size() as usize)) };
-        return 0;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_mincore, [address as u64, len as u64, vector as u64, 0, 0, 0]) as c_int }
+    let of_kernel = |from: u64, len: u64, to: *mut c_uchar| unsafe {
+        kernel(libc::SYS_mincore, [from, len, to as u64, 0, 0, 0]) as c_int
+    };
+    let Some(range) = shared(address as u64, len) else { return of_kernel(address as u64, len as u64, vector) };
+    divided(range, |from, len, is_ours| {
+        let page = pool::page_size();
+        // SAFETY: the caller's vector has a byte for each page of the range.
+        let to = unsafe { vector.add(((from - range.0) / page) as usize) };
+        if !is_ours {
+            return of_kernel(from, len, to);
+        }
+        // Programs that ask touch what is not there, or read the file instead: then all of it would come at once.
+        // SAFETY: as above.
+        unsafe { to.write_bytes(1, (len / page) as usize) };
+        0
+    })
 }
 
 /// The C library's has the last argument only with `MREMAP_FIXED`. On the processors that Rust calls `x86_64` and
@@ -248,6 +330,18 @@ pub unsafe extern "C" fn mremap(
             }
         }
     }
+    // A range that begins below a mapped file is not one mapping: it can be cut off only.
+    if let Some((first, end)) = shared(old as u64, old_len) {
+        let kept = (new_len as u64).checked_next_multiple_of(pool::page_size()).unwrap_or(u64::MAX);
+        if flags & !libc::MREMAP_MAYMOVE == 0 && kept > 0 && kept <= end - first {
+            // SAFETY: as the caller promised.
+            let cut = kept == end - first
+                || unsafe { munmap(old.byte_add(kept as usize), (end - first - kept) as usize) } == 0;
+            return if cut { old } else { libc::MAP_FAILED };
+        }
+        set_errno(libc::EFAULT);
+        return libc::MAP_FAILED;
+    }
     if fixed && pool::overlaps(wanted, new_len as u64) {
         do_ours(|| fragments::refuse_over(wanted, new_len as u64));
         set_errno(libc::ENOMEM);
@@ -262,19 +356,15 @@ pub unsafe extern "C" fn mremap(
 /// That of posix_fadvise(3).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_fadvise(fd: c_int, offset: i64, len: i64, advice: c_int) -> c_int {
-    // To fill the page cache with a file that is mapped here would take the memory twice.
-    if advice == libc::POSIX_FADV_WILLNEED && ours(|| Some(pool::is_mapped(fd))) == Some(true) {
-        return 0;
-    }
-    let arguments = [fd as i64 as u64, offset as u64, len as u64, advice as u64, 0, 0];
-    // The function returns its error, and leaves errno alone.
-    // SAFETY: this thread's own errno.
-    let before = unsafe { *libc::__errno_location() };
-    // SAFETY: as the caller promised.
-    let result = unsafe { kernel(libc::SYS_fadvise64, arguments) };
-    let error = if result == 0 { 0 } else { std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL) };
-    set_errno(before);
-    error
+    returned(|| {
+        // To fill the page cache with a file that is mapped here would take the memory twice.
+        if advice == libc::POSIX_FADV_WILLNEED && ours(|| Some(pool::is_mapped(fd))) == Some(true) {
+            return 0;
+        }
+        let arguments = [fd as i64 as u64, offset as u64, len as u64, advice as u64, 0, 0];
+        // SAFETY: as the caller promised.
+        unsafe { kernel(libc::SYS_fadvise64, arguments) }
+    })
 }
 
 /// # Safety
@@ -377,7 +467,12 @@ pub unsafe extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
 pub unsafe extern "C" fn write(fd: c_int, from: *const c_void, len: usize) -> isize {
     if written::is_mapped(from, len) {
         // SAFETY: as the caller promised.
-        return unsafe { written::write(fd, from, len, None) };
+        return unsafe {
+            match written::keeps_messages(fd) {
+                true => write_gathered(fd, &[libc::iovec { iov_base: from.cast_mut(), iov_len: len }]),
+                false => written::write(fd, from, len, None),
+            }
+        };
     }
     // SAFETY: as the caller promised.
     unsafe { kernel(libc::SYS_write, [fd as i64 as u64, from as u64, len as u64, 0, 0, 0]) as isize }
@@ -416,9 +511,14 @@ pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_i
             kernel(libc::SYS_writev, [fd as i64 as u64, parts as u64, count as i64 as u64, 0, 0, 0]) as isize
         };
     }
-    let mut done = 0;
     // SAFETY: as the caller promised.
-    for part in unsafe { std::slice::from_raw_parts(parts, count as usize) } {
+    let parts = unsafe { std::slice::from_raw_parts(parts, count as usize) };
+    if written::keeps_messages(fd) {
+        // SAFETY: as the caller promised.
+        return unsafe { write_gathered(fd, parts) };
+    }
+    let mut done = 0;
+    for part in parts {
         // SAFETY: as the caller promised.
         let now = unsafe { write(fd, part.iov_base, part.iov_len) };
         if now < 0 {
@@ -430,6 +530,20 @@ pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_i
         }
     }
     done
+}
+
+/// A message, all at once.
+///
+/// # Safety
+/// All parts are there.
+unsafe fn write_gathered(fd: c_int, parts: &[libc::iovec]) -> isize {
+    // SAFETY: as the caller promised.
+    let Some(copy) = (unsafe { written::gathered(fd, parts) }) else {
+        set_errno(libc::ENOMEM);
+        return -1;
+    };
+    // SAFETY: bytes that are there.
+    unsafe { kernel(libc::SYS_write, [fd as i64 as u64, copy.as_ptr() as u64, copy.len() as u64, 0, 0, 0]) as isize }
 }
 
 /// Whether one of the parts lies in a mapped file. More than the kernel takes are its to refuse.
@@ -453,6 +567,11 @@ pub unsafe extern "C" fn send(fd: c_int, from: *const c_void, len: usize, flags:
     unsafe { sendto(fd, from, len, flags, std::ptr::null(), 0) }
 }
 
+/// With `MSG_ZEROCOPY` the kernel would read a copy when the call is over, and the copy gone.
+fn of_copies(flags: c_int) -> c_int {
+    flags & !libc::MSG_ZEROCOPY
+}
+
 /// # Safety
 /// That of sendto(2).
 #[unsafe(no_mangle)]
@@ -467,9 +586,9 @@ pub unsafe extern "C" fn sendto(
     let part = libc::iovec { iov_base: from.cast_mut(), iov_len: len };
     // SAFETY: as the caller promised.
     let copy = written::is_mapped(from, len).then(|| unsafe { written::gathered(fd, &[part]) });
-    let (from, len) = match &copy {
-        None => (from.cast::<u8>(), len),
-        Some(Some(copy)) => (copy.as_ptr(), copy.len()),
+    let (from, len, flags) = match &copy {
+        None => (from.cast::<u8>(), len, flags),
+        Some(Some(copy)) => (copy.as_ptr(), copy.len(), of_copies(flags)),
         Some(None) => {
             set_errno(libc::ENOMEM);
             return -1;
@@ -485,17 +604,17 @@ pub unsafe extern "C" fn sendto(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags: c_int) -> isize {
     // SAFETY: as the caller promised.
-    let send = |message: *const libc::msghdr| unsafe {
+    let send = |message: *const libc::msghdr, flags: c_int| unsafe {
         kernel(libc::SYS_sendmsg, [fd as i64 as u64, message as u64, flags as i64 as u64, 0, 0, 0]) as isize
     };
     if !pool::holds_any() || message.is_null() {
-        return send(message);
+        return send(message, flags);
     }
     // SAFETY: as the caller promised.
     let mut copied = unsafe { *message };
     // SAFETY: as the caller promised.
     if !unsafe { has_mapped(copied.msg_iov, copied.msg_iovlen) } {
-        return send(message);
+        return send(message, flags);
     }
     // SAFETY: as the caller promised.
     let bytes = unsafe { written::gathered(fd, std::slice::from_raw_parts(copied.msg_iov, copied.msg_iovlen)) };
@@ -505,7 +624,7 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags:
     };
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     (copied.msg_iov, copied.msg_iovlen) = (&raw mut part, 1);
-    send(&raw const copied)
+    send(&raw const copied, of_copies(flags))
 }
 
 /// The C library's own function of this name.

@@ -42,6 +42,10 @@ impl Given {
 ///
 /// A private mapping is one mapping alone: it goes when nothing of it is left.
 pub fn unmap(address: u64, len: u64) {
+    pool::without_signals(|| unmap_part(address, len));
+}
+
+fn unmap_part(address: u64, len: u64) {
     if pool::unmap_private(address, len) {
         return;
     }

@@ -6,9 +6,11 @@
 //! do what the kernel would do where this library has no part in it.
 
 mod answer;
+mod begin;
 mod calls;
 mod descriptors;
 mod fragments;
+mod interrupts;
 mod limit;
 mod opens;
 mod pool;

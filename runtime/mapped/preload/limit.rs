@@ -11,7 +11,7 @@ use outcore::machine::{LimitSource, MemoryLimit};
 use outcore::{Bytes, Runtime, Stats};
 use parking_lot::Mutex;
 
-use crate::pool::{self, Identity, page_size, say};
+use crate::pool::{self, Identity, kernel, page_size, say};
 use crate::settings::{Memory, Settings};
 
 /// Between two measurements; the shorter one while the program's memory grows.
@@ -140,6 +140,30 @@ impl Limit {
             }
         }
     }
+}
+
+/// Addresses for threads of the runtime, and for the heaps of 64 MiB that the C library gives them.
+const FOR_THREADS: u64 = 768 << 20;
+
+/// Whether `ulimit -v` leaves too few addresses for pages and the runtime: those that it takes, and all there may be.
+/// Once threads have them, the kernel's own mapping might not find any.
+pub fn too_few_addresses(pages: u64) -> Option<(u64, u64)> {
+    let needed = pages.saturating_add(FOR_THREADS);
+    // SAFETY: a plain question, with a place for the answer; then a new mapping where the kernel likes, which nobody
+    // uses, and which is gone at once.
+    unsafe {
+        let mut most: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_AS, &mut most) != 0 || most.rlim_cur == libc::RLIM_INFINITY {
+            return None;
+        }
+        let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE) as u64;
+        let found = kernel(libc::SYS_mmap, [0, needed, libc::PROT_NONE as u64, flags, u64::MAX, 0]);
+        if found == -1 {
+            return Some((needed, most.rlim_cur));
+        }
+        kernel(libc::SYS_munmap, [found as u64, needed, 0, 0, 0, 0]);
+    }
+    None
 }
 
 /// Page cache of a control group, which the kernel gives back when others need it.

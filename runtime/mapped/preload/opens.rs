@@ -1,5 +1,5 @@
-//! Model files that a program opens and reads, and never maps: engines that copy weights into memory of their own. It
-//! is said at the end, because nothing else is.
+//! Model files that a program opens, and never asks this library to map: engines that copy weights into memory of their
+//! own, and those that map by raw system calls. It is said at the end, because nothing else is.
 //!
 //! A program that reads a file through, as checksums and copies do, holds little of it. So what counts is both: that
 //! the process has read as much as the file has, since it was opened, and that it held a large part of that in memory.
@@ -8,7 +8,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::FromRawFd;
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
@@ -30,11 +31,22 @@ struct Opened {
     process: u32,
 }
 
+impl Opened {
+    /// Its name and length.
+    fn named(&self) -> String {
+        let name = self.path.file_name().unwrap_or(self.path.as_os_str()).to_string_lossy();
+        format!("{name} ({})", Bytes::new(self.identity.4))
+    }
+}
+
 static OPENED: Mutex<Vec<Opened>> = Mutex::new(Vec::new());
 /// Their number, so that calls of `mmap` need no lock.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// Further ones are not looked at.
 const OPENED_MAX: usize = 8;
+/// Large files of which the program has asked for a mapping.
+static ASKED: Mutex<Vec<Identity>> = Mutex::new(Vec::new());
+const ASKED_MAX: usize = 256;
 /// The part of a file's bytes that the process must have read, and the part that it must have held: in percent.
 const READ_PART: u64 = 90;
 const HELD_PART: u64 = 30;
@@ -73,6 +85,10 @@ fn note(fd: c_int) {
         return;
     }
     let identity = identity(&metadata);
+    // Opened once more: nothing is to be said of it.
+    if ASKED.try_lock().is_none_or(|asked| asked.len() == ASKED_MAX || asked.contains(&identity)) {
+        return;
+    }
     // A signal handler may open a file while this thread is here.
     let Some(mut opened) = OPENED.try_lock() else { return };
     // A child by fork has its parent's list.
@@ -84,8 +100,14 @@ fn note(fd: c_int) {
     COUNT.store(opened.len(), Ordering::Relaxed);
 }
 
-/// The program has mapped this file, whoever's mapping it became.
+/// The program has asked for a mapping of this file, whoever's it became.
 pub fn mapped(identity: Identity) {
+    if let Some(mut asked) = ASKED.try_lock()
+        && asked.len() < ASKED_MAX
+        && !asked.contains(&identity)
+    {
+        asked.push(identity);
+    }
     if COUNT.load(Ordering::Relaxed) == 0 {
         return;
     }
@@ -97,14 +119,42 @@ pub fn mapped(identity: Identity) {
 
 /// The file of this descriptor was mapped where this library has no part in it.
 pub fn mapped_elsewhere(fd: c_int) {
-    if COUNT.load(Ordering::Relaxed) > 0 {
-        do_ours(|| {
-            // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
-            let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
-            if let Ok(metadata) = file.metadata() {
-                mapped(identity(&metadata));
-            }
-        });
+    do_ours(|| {
+        // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
+        if let Ok(metadata) = file.metadata() {
+            mapped(identity(&metadata));
+        }
+    });
+}
+
+/// Bytes of a file that the kernel has mapped into this process, by the lines of `/proc/self/maps`.
+fn mapped_bytes(maps: &[u8], path: &Path) -> u64 {
+    let of_line = |line: &[u8]| {
+        let mut fields = line.splitn(6, |byte| *byte == b' ');
+        let (range, name) = (std::str::from_utf8(fields.next()?).ok()?, fields.nth(4)?.trim_ascii_start());
+        let (first, end) = range.split_once('-')?;
+        let [first, end] = [first, end].map(|address| u64::from_str_radix(address, 16));
+        (name == path.as_os_str().as_bytes()).then_some(end.ok()?.checked_sub(first.ok()?)?)
+    };
+    maps.split(|byte| *byte == b'\n').filter_map(of_line).sum()
+}
+
+/// Says which model files are mapped though this library was never asked to map them.
+pub fn tell_of_raw_calls() {
+    if COUNT.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    let (Some(opened), Ok(maps)) = (OPENED.try_lock(), std::fs::read("/proc/self/maps")) else { return };
+    let own = std::process::id();
+    let raw = |opened: &&Opened| opened.process == own && mapped_bytes(&maps, &opened.path) >= LEAST;
+    let files: Vec<String> = opened.iter().filter(raw).map(Opened::named).collect();
+    if !files.is_empty() {
+        say(&format!(
+            "the kernel maps {}: the program asked it by a raw system call, which `outcore run` does not see; take a \
+             build of the program that calls `mmap` of the C library",
+            files.join(", ")
+        ));
     }
 }
 
@@ -123,14 +173,7 @@ pub fn tell() {
             && read.saturating_sub(opened.read_before) >= len / 100 * READ_PART
             && memory.peak.get() >= len / 100 * HELD_PART
     };
-    let files: Vec<String> = opened
-        .iter()
-        .filter(copied)
-        .map(|opened| {
-            let name = opened.path.file_name().unwrap_or(opened.path.as_os_str()).to_string_lossy();
-            format!("{name} ({})", Bytes::new(opened.identity.4))
-        })
-        .collect();
+    let files: Vec<String> = opened.iter().filter(copied).map(Opened::named).collect();
     if files.is_empty() {
         return;
     }

@@ -23,19 +23,20 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
-use crate::{answer, opens, routing};
+use crate::{answer, interrupts, opens, routing};
 
 /// Files smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
-/// there.
+/// there. It goes when its place is needed.
 pub struct Known {
     identity: Identity,
     pub path: PathBuf,
     pub mapped: Arc<Mapped>,
     routers: Arc<Routers>,
     pub given: Given,
+    slot: &'static Slot,
     /// Whether the program was told that nothing is mapped over this file.
     pub refused: bool,
 }
@@ -80,8 +81,8 @@ struct Pool {
     watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
     private: Mutex<Vec<Private>>,
-    /// Names and lengths of what was mapped to be written.
-    once_private: Mutex<Vec<(PathBuf, u64)>>,
+    /// Names and lengths of what was mapped to be written, or has made room.
+    once: Mutex<Vec<(PathBuf, u64)>>,
 }
 
 static POOL: OnceLock<Option<Pool>> = OnceLock::new();
@@ -92,6 +93,8 @@ static HIGHEST: AtomicU64 = AtomicU64::new(0);
 static KERNEL_WAITS: AtomicBool = AtomicBool::new(false);
 static HAS_EXPERTS: AtomicBool = AtomicBool::new(false);
 static REPORTED: AtomicBool = AtomicBool::new(false);
+/// How long is waited for what another thread says at the end.
+const TELLING_MAX: Duration = Duration::from_secs(4);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
 
 /// A mapped range for a child by `fork`, which gets the file itself there.
@@ -196,7 +199,7 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
                     watch,
                     files: Mutex::default(),
                     private: Mutex::default(),
-                    once_private: Mutex::default(),
+                    once: Mutex::default(),
                 })
             }
             Err(error) => {
@@ -258,16 +261,33 @@ pub fn follow_the_process() {
     });
 }
 
-fn without_signals<T>(run: impl FnOnce() -> T) -> T {
-    // SAFETY: plain calls on sets that live here.
-    unsafe {
-        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let result = run();
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
-        result
+/// The signals that a thread took before. It takes them again when this is dropped.
+struct Signals(libc::sigset_t);
+
+impl Signals {
+    fn hold() -> Self {
+        // SAFETY: plain calls on sets that live here.
+        unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+            Self(before)
+        }
     }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        // SAFETY: a set that this thread had.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// Runs `run` while this thread takes no signal: a handler of the program's may touch a page, and must not do so where
+/// this library holds a lock. A panic gives the signals back too.
+pub fn without_signals<T>(run: impl FnOnce() -> T) -> T {
+    let _held = Signals::hold();
+    run()
 }
 
 /// The path of a large model file; `None` for everything else.
@@ -324,20 +344,40 @@ pub fn map(request: &Request) -> Option<u64> {
         watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
         return None;
     }
+    if POOL.get().is_none()
+        && let Some((needed, most)) = limit::too_few_addresses(metadata.len().saturating_add(limit.first_budget()))
+    {
+        watch::leave(&path, || {
+            format!(
+                "takes {} of addresses with what outcore needs, and this process may have {} in all; raise `ulimit -v`",
+                Bytes::new(needed),
+                Bytes::new(most)
+            )
+        });
+        return None;
+    }
     let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
+    without_signals(interrupts::follow);
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
+    if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
+        let gone = make_room(&mut files);
+        drop(files);
+        pool.once.lock().extend(gone.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)));
+        without_signals(|| drop(gone));
+        files = pool.files.lock();
+    }
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity && !writable) {
         known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
     let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
-    let Some(slot) = FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0) else {
-        left(&format!("{FILES_MAX} files are mapped already"));
+    let Some(slot) = free_slot() else {
+        left(&format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"));
         return None;
     };
     if fs::metadata(&path).map(|found| self::identity(&found)).ok() != Some(identity) {
-        left("its name leads to another file by now");
+        left("its name leads to another file by now; replace models only when no program opens them");
         return None;
     }
     // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
@@ -364,7 +404,7 @@ pub fn map(request: &Request) -> Option<u64> {
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
         slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
         pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-        pool.once_private.lock().push((path, metadata.len()));
+        pool.once.lock().push((path, metadata.len()));
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
@@ -380,13 +420,24 @@ pub fn map(request: &Request) -> Option<u64> {
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
     mapped.foresee(prediction() != Prediction::Off);
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-    files.push(Known { identity, path, mapped, routers, given, refused: false });
+    files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
     Some(start + offset)
 }
 
+fn free_slot() -> Option<&'static Slot> {
+    FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0)
+}
+
+/// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's
+/// when they are dropped.
+fn make_room(files: &mut Vec<Known>) -> Vec<Known> {
+    let gone: Vec<Known> = files.extract_if(.., |known| known.given.is_empty()).collect();
+    gone.iter().for_each(|known| known.slot.clear());
+    gone
+}
+
 fn tell_of_failure(error: &Error) {
-    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
-    say(&format!("the program touches a page that cannot be had, so it gets SIGBUS: {error}{cause}"));
+    say(&format!("the program touches a page that cannot be had, so it gets SIGBUS: {error}"));
 }
 
 /// Lets frames go that are kept because the program told of their pages. If a file is just being mapped, nothing.
@@ -558,7 +609,8 @@ pub struct RouterInput {
 fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>)> {
     let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
-    let mut found = files.iter().filter(|known| fits(known));
+    // One that the program has unmapped is not meant.
+    let mut found = files.iter().filter(|known| !known.given.is_empty() && fits(known));
     let one = found.next()?;
     if found.next().is_some() {
         routing::two_models();
@@ -594,19 +646,29 @@ pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterIn
 }
 
 extern "C" fn at_exit() {
+    tell(Duration::ZERO);
+    interrupts::wait_for_the_end();
+}
+
+/// Says what happened, once. `limit` is how long is waited for a file that is just being mapped. Who comes second waits
+/// until it was said.
+pub fn tell(limit: Duration) {
+    static TELLING: Mutex<()> = Mutex::new(());
     if REPORTED.swap(true, Ordering::Relaxed) {
+        drop(TELLING.try_lock_for(TELLING_MAX));
         return;
     }
+    let _telling = TELLING.lock();
     let told = match POOL.get() {
-        Some(Some(pool)) => named(&pool.files, Duration::ZERO).is_some_and(|named| {
+        Some(Some(pool)) => named(&pool.files, limit).is_some_and(|named| {
             named.iter().for_each(|(_, mapped)| mapped.keep_order());
             let private = pool.private.try_lock();
             private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());
             drop(private);
-            let once_private = pool.once_private.try_lock().map(|names| names.clone()).unwrap_or_default();
-            let any = !named.is_empty() || !once_private.is_empty();
+            let once = pool.once.try_lock().map(|names| names.clone()).unwrap_or_default();
+            let any = !named.is_empty() || !once.is_empty();
             if any {
-                pool.watch.tell(&pool.runtime, &named, once_private);
+                pool.watch.tell(&pool.runtime, &named, once);
             }
             any
         }),
@@ -615,4 +677,5 @@ extern "C" fn at_exit() {
     if !told {
         watch::tell_of_what_was_left();
     }
+    opens::tell_of_raw_calls();
 }

@@ -80,7 +80,8 @@ impl Routers {
     }
 
     /// The experts that the layer behind `layer` is likely to choose, the most likely first, `used` for each token, if
-    /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be said.
+    /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be
+    /// said.
     pub fn predict(&self, file: &[u8], layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
         self.scores(file, layer, inputs, tokens, used).unwrap_or_default()
     }
@@ -90,7 +91,7 @@ impl Routers {
             return None;
         }
         let (next, width) = (self.0.get(&layer.checked_add(1)?)?, inputs.len() / tokens);
-        let rows = next.rows.as_ref()?;
+        let rows = next.rows.as_ref().filter(|_| width > 0)?;
         let scales = |of: Option<&Router>| -> Option<Vec<f32>> {
             let scale: Vec<f32> = of?.scale.as_ref()?.read(file)?.collect();
             (scale.len() == width).then_some(scale)
@@ -106,7 +107,7 @@ impl Routers {
         }
         let mut found = Vec::new();
         let matrix = rows.read(file)?;
-        if width == 0 || !matrix.len().is_multiple_of(width) {
+        if !matrix.len().is_multiple_of(width) {
             return None;
         }
         let experts = matrix.len() / width;

@@ -22,6 +22,8 @@ use crate::timeline::Timeline;
 const WRITE: Duration = Duration::from_millis(500);
 /// At the end, how long is waited for a measurement that is under way.
 const AT_END: Duration = Duration::from_secs(2);
+/// What helps where a report is not written.
+const ELSEWHERE: &str = "give --report a file that this user may write, on a disk with room";
 /// The program is still reading the file for the first time as long as this many times its bytes were not read.
 const FIRST_PASS: f64 = 1.25;
 /// The least part of the files that counts as copied, and the least that is worth a word.
@@ -76,7 +78,7 @@ impl Watch {
         let timeline = settings.report.as_deref().and_then(|path| match Timeline::create(path) {
             Ok(timeline) => Some(timeline),
             Err(cause) => {
-                say(&format!("{} is not written: {cause}", path.display()));
+                say(&format!("{} is not written: {cause}; {ELSEWHERE}", path.display()));
                 None
             }
         });
@@ -161,7 +163,7 @@ impl Watch {
         if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report)
             && let Err(cause) = timeline.add(runtime.take_timeline())
         {
-            say(&format!("{} is not written on: {cause}", path.display()));
+            say(&format!("{} is not written on: {cause}; {ELSEWHERE}", path.display()));
             seen.timeline = None;
         }
     }
@@ -178,14 +180,14 @@ impl Watch {
         }
     }
 
-    /// Ends the measurements, and says what happened. `private` are names and lengths of what the program wrote
-    /// privately.
-    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], private: Vec<(PathBuf, u64)>) {
+    /// Ends the measurements, and says what happened. `once` are names and lengths of what the program wrote
+    /// privately, or had mapped before.
+    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], once: Vec<(PathBuf, u64)>) {
         *self.ended.lock() = true;
         self.end.notify_all();
         let stats = runtime.stats();
         let mut names: Vec<_> = files.iter().map(|(path, mapped)| (path.clone(), mapped.len() as u64)).collect();
-        for file in private {
+        for file in once {
             if !names.contains(&file) {
                 names.push(file);
             }
@@ -245,7 +247,7 @@ impl Watch {
                 Ok(()) => {
                     text += &format!(" {} has the run but for its last {left_out} spans.", path.display());
                 }
-                Err(cause) => text += &format!(" {} was not written: {cause}.", path.display()),
+                Err(cause) => text += &format!(" {} was not written: {cause}; {ELSEWHERE}.", path.display()),
             }
         }
         say(&text);

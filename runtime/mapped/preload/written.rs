@@ -66,11 +66,22 @@ pub unsafe fn gathered(fd: c_int, parts: &[libc::iovec]) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-fn is_stream(fd: c_int) -> bool {
+/// The kind of a socket; `None` of everything else.
+fn kind(fd: c_int) -> Option<c_int> {
     let (mut kind, mut len) = (0 as c_int, size_of::<c_int>() as libc::socklen_t);
     let to = (&raw mut kind).cast::<c_void>();
     // SAFETY: a place for the answer, of that size.
-    unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_TYPE, to, &raw mut len) == 0 && kind == libc::SOCK_STREAM }
+    let found = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_TYPE, to, &raw mut len) };
+    (found == 0).then_some(kind)
+}
+
+fn is_stream(fd: c_int) -> bool {
+    kind(fd) == Some(libc::SOCK_STREAM)
+}
+
+/// Whether each write is a message of its own, which must not come in parts.
+pub fn keeps_messages(fd: c_int) -> bool {
+    kind(fd).is_some_and(|kind| kind != libc::SOCK_STREAM)
 }
 
 /// `write`, or `pwrite` at an offset.

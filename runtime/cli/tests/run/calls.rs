@@ -56,6 +56,7 @@ fn equal(program: &str) -> String {
     let output = run_program(&format!("{BEGIN}{program}\nprint('all is equal')"), "8MiB", &path);
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
+    said.lines().filter(|line| line.starts_with("SKIPPED")).for_each(|line| eprintln!("{line}"));
     told
 }
 
@@ -667,6 +668,11 @@ assert c.send(left.fileno(), one + 5, 50000, 0) == 50000 and right.recv(1 << 20)
     if !can_run() {
         return;
     }
+    unprivileged(PROGRAM);
+}
+
+/// As [`equal`], in a process for whose pages the kernel may not wait. Says so if there is none.
+fn unprivileged(program: &str) {
     // A process without privileges, and files that it may read.
     let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--"];
     let setpriv = |program: &std::ffi::OsStr| {
@@ -688,11 +694,225 @@ assert c.send(left.fileno(), one + 5, 50000, 0) == 50000 and right.recv(1 << 20)
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(open, mode).unwrap();
     }
-    let program = format!("{BEGIN}{PROGRAM}\nprint('all is equal')");
+    let program = format!("{BEGIN}{program}\nprint('all is equal')");
     let mut command = setpriv(own.as_os_str());
     command.args(["run", "--budget", "8MiB", "--", "python3", "-c", &program]).arg(&path).arg("7");
     command.env("HOME", "/tmp").env("XDG_CACHE_HOME", "/nonexistent");
     let output = command.output().unwrap();
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
+}
+
+/// After 256 files nothing more was mapped, though the program had unmapped them.
+#[test]
+fn regression_files_that_the_program_has_unmapped_make_room() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+one = map_file()
+assert not of_kernel(one)
+MOST = 256
+
+
+def open_other(number):
+    """A file with a hole, and its number at the end."""
+    name = os.path.join(os.path.dirname(path), f"{number}.gguf")
+    with open(name, "wb") as file:
+        file.write(b"GGUF")
+        file.truncate(33 << 20)
+        file.seek((33 << 20) - 8)
+        file.write(number.to_bytes(8, "little"))
+    return os.open(name, os.O_RDONLY), name
+
+
+def is_ours(address, name):
+    assert int.from_bytes(ctypes.string_at(address + (33 << 20) - 8, 8), "little") == int(os.path.basename(name)[:-5])
+    return not any(line.endswith(name + "\n") for line in open("/proc/self/maps"))
+
+
+for number in range(MOST + 20):
+    other, name = open_other(number)
+    at = map_file(0, 33 << 20, fd=other)
+    assert is_ours(at, name), name
+    # One in two pieces, and one by `mremap`.
+    if number == 3:
+        assert c.munmap(at, 8 << 20) == 0 and c.munmap(at + (8 << 20), 25 << 20) == 0
+    elif number == 5:
+        moved = c.mremap(at, 33 << 20, 33 << 20, 3, c.mmap(None, 33 << 20, READ, PRIVATE | ANON, -1, 0))
+        assert moved != FAILED and c.munmap(moved, 33 << 20) == 0
+    else:
+        assert c.munmap(at, 33 << 20) == 0
+    os.close(other)
+assert same(one)
+# As many as there are places, which stay.
+kept = []
+for number in range(MOST + 1):
+    other, name = open_other(number + 1000)
+    kept.append((map_file(0, 33 << 20, fd=other), name))
+    os.close(other)
+assert [is_ours(*each) for each in kept] == [True] * (MOST - 1) + [False] * 2
+for at, name in kept[:3]:
+    assert c.munmap(at, 33 << 20) == 0
+again, name = open_other(9)
+assert is_ours(map_file(0, 33 << 20, fd=again), name) and same(one)
+"#,
+    );
+    assert!(told.contains("256 files are mapped already; unmap some"), "{told}");
+    assert!(told.contains(&format!("{} file(s) mapped", 1 + 276 + 255)), "{told}");
+}
+
+/// Only its first address was looked at: the kernel emptied pages of the file, or left out pages of the program's own.
+#[test]
+fn regression_a_range_that_is_in_part_of_a_mapped_file_is_divided() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+import signal
+signal.alarm(120)
+for name in ("madvise", "mlock", "mlock2", "munlock", "mincore", "posix_madvise"):
+    getattr(c, name).argtypes = [address_t, size_t] + [address_t if name == "mincore" else ctypes.c_int] * (
+        name in ("madvise", "mlock2", "mincore", "posix_madvise")
+    )
+DONTNEED = 4
+# Of whole pages of whatever size, so that what lies behind is not the library's.
+short = os.path.join(os.path.dirname(path), "short.gguf")
+open(short, "wb").write(data[: 40 << 20])
+short = os.open(short, os.O_RDONLY)
+
+
+def line_at(address):
+    for line in open("/proc/self/maps"):
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split()[1], line.split()[5:]
+    return None
+
+
+def locked():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmLck"))
+
+
+divisions = []
+
+
+def divided(file, own, first, unchanged):
+    """A range of four pages, of which one is the program's own and the others the file's."""
+    there = line_at(own)
+    if there is not None and there != ("---p", []):
+        # Somebody's, which is to stay as it is.
+        state, alone = (ctypes.c_ubyte * 4)(), (ctypes.c_ubyte * 1)()
+        assert c.mincore(first, 4 * page, ctypes.addressof(state)) == 0 == c.mincore(own, page, ctypes.addressof(alone))
+        assert [n & 1 for n in state] == [alone[0] & 1 if n == (own - first) // page else 1 for n in range(4)]
+        return divisions.append(False)
+    divisions.append(True)
+    assert c.mmap(own, page, READ | WRITE, PRIVATE | ANON | FIXED, -1, 0) == own
+    index = (own - first) // page
+    for turn in range(3):
+        ctypes.memset(own, 9, page)
+        assert c.madvise(first, 4 * page, DONTNEED) == 0
+        state = (ctypes.c_ubyte * 5)(7, 7, 7, 7, 7)
+        assert c.mincore(first, 4 * page - 5, ctypes.addressof(state)) == 0
+        assert [n & 1 for n in state[:4]] == [int(n != index) for n in range(4)] and state[4] == 7, list(state)
+        assert ctypes.string_at(own, page) == bytes(page) and unchanged(), "emptied"
+    before = locked()
+    for lock in (c.mlock, lambda *of: c.mlock2(*of, 0)):
+        # From the middle of a page to the middle of another.
+        assert lock(first + 5, 4 * page - 10) == 0 and locked() == before + 4, (before, locked())
+        assert c.munlock(first + 5, 4 * page - 10) == 0 and locked() == before
+    assert c.mprotect(first, 4 * page, READ) == 0 and line_at(own)[0] == "r--p" and unchanged()
+    if file is None:
+        assert c.mprotect(first, 4 * page, READ | WRITE) == 0 and line_at(own)[0] == "rw-p"
+    else:
+        assert c.mprotect(first, 4 * page, READ | WRITE) == -1 and ctypes.get_errno() == errno.EACCES
+    ctypes.set_errno(7)
+    assert c.posix_madvise(first, 4 * page, 99) == errno.EINVAL and ctypes.get_errno() == 7
+    assert c.posix_madvise(first, 4 * page, DONTNEED) == 0 == c.posix_madvise(first, 4 * page, 0)
+    for call in (c.madvise, c.mprotect):
+        assert call(first + 1, 4 * page, READ) == -1 and ctypes.get_errno() == errno.EINVAL
+    if own == first:
+        # Of several mappings none moves; the end is cut off.
+        for len, flags in ((page, 1), (8 * page, 1), (8 * page, 0)):
+            moved = c.mremap(first, 4 * page, len, flags, None)
+            assert moved == (own if len == page else FAILED), (len, flags)
+            assert len == page or ctypes.get_errno() == errno.EFAULT, ctypes.get_errno()
+        assert line_at(own)[0].startswith("r") and unchanged()
+    # Where nothing is mapped, the kernel says so, and does the rest.
+    assert c.munmap(own, page) == 0
+    assert c.madvise(first, 4 * page, DONTNEED) == -1 and ctypes.get_errno() == errno.ENOMEM
+    assert unchanged()
+
+
+for turn in range(2):
+    one = map_file(0, 40 << 20, fd=short)
+    assert not of_kernel(one) and same(one, 0, 40 << 20)
+    divided(fd, one - page, one - page, lambda: same(one, 0, 40 << 20))
+    end = one + (40 << 20)
+    divided(fd, end, end - 3 * page, lambda: same(one, 0, 40 << 20))
+two = map_file(0, 40 << 20, READ | WRITE, PRIVATE, short)
+assert not of_kernel(two)
+ctypes.memset(two, 5, 8 * page)
+wrote = lambda: ctypes.string_at(two, 8 * page) == b"\5" * 8 * page and same(two + 8 * page, 8 * page, 20 << 20)
+divided(None, two - page, two - page, wrote)
+if not all(divisions):
+    print("SKIPPED: something is mapped beside a file:", divisions)
+"#,
+    );
+    assert!(!told.contains("panicked"), "{told}");
+}
+
+/// A write of more than a piece became several messages.
+#[test]
+fn regression_a_write_to_a_socket_of_messages_is_one_message() {
+    const PROGRAM: &str = r#"
+import signal, socket
+
+signal.alarm(240)
+one = map_file()
+assert not of_kernel(one)
+for call in [c.write, c.writev, c.send, c.sendmsg]:
+    call.restype = ctypes.c_ssize_t
+c.write.argtypes = [ctypes.c_int, address_t, size_t]
+c.writev.argtypes = c.sendmsg.argtypes = [ctypes.c_int, address_t, ctypes.c_int]
+c.send.argtypes = [ctypes.c_int, address_t, size_t, ctypes.c_int]
+Part = ctypes.c_size_t * 2
+begin = ctypes.create_string_buffer(b"begin", 5)
+n = 50000
+parts = (Part * 3)(Part(ctypes.addressof(begin), 5), Part(one + 100, n), Part(one + (20 << 20), n))
+expected = b"begin" + data[100 : 100 + n] + data[20 << 20 : (20 << 20) + n]
+message = (ctypes.c_size_t * 7)(0, 0, ctypes.addressof(parts), 3, 0, 0, 0)
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+    left, right = socket.socketpair(socket.AF_UNIX, kind)
+    to = left.fileno()
+    assert c.write(to, one + 5, n) == n and right.recv(1 << 20) == data[5 : 5 + n], kind
+    for send in (c.writev(to, ctypes.addressof(parts), 3), c.sendmsg(to, ctypes.addressof(message), 0)):
+        assert send == len(expected) and right.recv(1 << 20) == expected, kind
+# A copy is sent as it is: the kernel does not read it later.
+SO_ZEROCOPY, MSG_ZEROCOPY = 60, 0x4000000
+listening = socket.create_server(("127.0.0.1", 0))
+left = socket.create_connection(listening.getsockname())
+right, _ = listening.accept()
+left.setsockopt(socket.SOL_SOCKET, SO_ZEROCOPY, 1)
+for at in range(0, 20 << 20, 1 << 20):
+    assert c.send(left.fileno(), one + at, n, MSG_ZEROCOPY) == n
+    parts[1] = Part(one + at, n)
+    assert c.sendmsg(left.fileno(), ctypes.addressof(message), MSG_ZEROCOPY) == len(expected)
+    expected = b"begin" + data[at : at + n] + expected[5 + n :]
+    assert right.recv(n + len(expected), socket.MSG_WAITALL) == data[at : at + n] + expected, at
+try:
+    left.recvmsg(1, 1000, socket.MSG_ERRQUEUE | socket.MSG_DONTWAIT)
+    assert False, "the kernel tells of a copy that it has read"
+except BlockingIOError:
+    pass
+"#;
+    if !can_run() {
+        return;
+    }
+    unprivileged(PROGRAM);
 }

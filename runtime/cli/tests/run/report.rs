@@ -85,7 +85,9 @@ fn it_is_told_however_the_program_ends() {
         ("sys.exit(3)", Some(3), None, true),
         ("raise RuntimeError", Some(1), None, true),
         (HANDLED, Some(5), None, true),
-        ("os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()", None, Some(15), false),
+        ("os.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()", None, Some(15), true),
+        ("os.kill(os.getpid(), signal.SIGHUP)\nsignal.pause()", None, Some(1), true),
+        ("os.kill(os.getpid(), signal.SIGUSR1)\nsignal.pause()", None, Some(10), false),
         ("os._exit(4)", Some(4), None, false),
     ] {
         let (status, told) = program(end, &path);
@@ -173,6 +175,67 @@ int main(int argc, char **argv) {
     return bytes && fread(bytes, 1, size, file) == (size_t)size && bytes[0] == 'G' ? 0 : 3;
 }
 "#;
+
+/// Maps its first argument by a raw system call, or by the C library; and its second one by the latter.
+const RAW: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static long opened(const char *path, int is_raw)
+{
+    struct stat found;
+    int fd = open(path, O_RDONLY);
+    if (fd < 0 || fstat(fd, &found)) exit(2);
+    void *bytes = is_raw ? (void *)syscall(SYS_mmap, NULL, found.st_size, PROT_READ, MAP_SHARED, fd, 0)
+                         : mmap(NULL, found.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (bytes == MAP_FAILED) exit(3);
+    return ((unsigned char *)bytes)[0] == 'G' ? 0 : 4;
+}
+
+int main(int argc, char **argv)
+{
+    int failed = opened(argv[1], RAW) || (argc > 2 && opened(argv[2], 0));
+    /* Once more, to read it. */
+    return failed || open(argv[1], O_RDONLY) < 0;
+}
+"#;
+
+#[test]
+fn mappings_by_raw_system_calls_are_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let other = folder.path().join("other.gguf");
+    std::fs::copy(&path, &other).unwrap();
+    let source = folder.path().join("raw.c");
+    std::fs::write(&source, RAW).unwrap();
+    for raw in [1, 0] {
+        let program = folder.path().join(format!("raw-{raw}"));
+        let built = Command::new("cc").arg(format!("-DRAW={raw}")).arg("-o").arg(&program).arg(&source).output();
+        if !built.is_ok_and(|output| output.status.success()) {
+            return eprintln!("SKIPPED: there is no C compiler (cc)");
+        }
+        for (others, budget) in [([].as_slice(), "8MiB"), (&[&other], "8MiB"), (&[], "60MiB")] {
+            let mut command = outcore();
+            let output = command.args(["run", "--budget", budget, "--"]).arg(&program).arg(&path).args(others).output();
+            let output = output.unwrap();
+            let told = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{told}");
+            let is_told =
+                told.contains("the kernel maps model.gguf (40.0 MiB): the program asked it by a raw system call");
+            assert_eq!(is_told, raw == 1, "{told}");
+            let is_mapped = budget == "8MiB" && (raw == 0 || !others.is_empty());
+            assert_eq!(told.contains("file(s) mapped"), is_mapped, "{told}");
+        }
+    }
+}
 
 /// Files are opened as they were without the library, by all functions there are: flags, modes, errors.
 #[test]
@@ -335,4 +398,26 @@ for at in range(0, len(one), 1 << 20):
     let (status, told) = program(CHANGE, &path);
     assert_eq!(status.signal(), Some(7), "{told}");
     assert!(told.contains("SIGBUS") && told.contains("model.gguf") && told.contains("changed"), "{told}");
+    assert!(told.contains("the page at 0x"), "{told}");
+}
+
+/// What lies behind the new end is not to be had any more, and what lies before it may be other bytes.
+#[test]
+fn a_file_that_is_cut_underneath_is_told_before_the_signal() {
+    if !can_run() {
+        return;
+    }
+    const CUT: &str = "import mmap, os, sys; f = open(sys.argv[1], 'rb'); \
+                       m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); \
+                       m[5]; os.truncate(sys.argv[1], 20 << 20); print('cut', flush=True); m[AT << 20]";
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for at in ["39", "10"] {
+        let path = model(folder.path(), 40 << 20);
+        let output = run_program(&CUT.replace("AT", at), "8MiB", &path);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.signal(), output.stdout.as_slice()), (Some(7), b"cut\n".as_slice()), "{told}");
+        for part in ["so it gets SIGBUS", "the page at 0x", "model.gguf", "size went from 41943040 to 20971520"] {
+            assert!(told.contains(part), "{at}: {part:?} is not in {told}");
+        }
+    }
 }

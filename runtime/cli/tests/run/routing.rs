@@ -144,6 +144,51 @@ fn experts_that_a_router_chose_are_read_before_they_are_used() {
     assert!(told.contains("Experts came by 1 faults."), "{told}");
 }
 
+/// Of two models nobody knows which one a layer is of. Their experts come by faults, and that is said.
+#[test]
+fn two_mixtures_in_one_process_are_told() {
+    if !can_run() {
+        return;
+    }
+    const TWO: &str = r#"
+import ctypes, mmap, os, sys
+
+llama = ctypes.CDLL(sys.argv[1])
+ids, row = (ctypes.c_int32 * 2)(3, 17), [ctypes.c_int64(n) for n in (1, 2, 2)]
+files = [open(path, "rb") for path in sys.argv[2:4]]
+views = [mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for file in files]
+seen = [llama.decode(b"ffn_moe_topk-0", ids, *row) for turn in range(2)]
+for view, file in zip(views, files):
+    for mib in (3, 17, 40):
+        assert view[mib << 20 : (mib << 20) + 1000] == os.pread(file.fileno(), 1000, mib << 20)
+if len(sys.argv[1:]) == 4:
+    # The first model is not meant any more.
+    views[0].close()
+    seen.append(llama.decode(b"ffn_moe_topk-0", ids, *row))
+print(seen)
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(_) = library(folder.path(), "ggml-of-test", GGML, &[]) else { return };
+    let at = folder.path().to_str().unwrap();
+    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
+    let llama = library(folder.path(), "llama-of-test", LLAMA, &beside).unwrap();
+    let path = mixture(folder.path());
+    let other = folder.path().join("other.safetensors");
+    std::fs::copy(&path, &other).unwrap();
+    for (closes, said, part) in [
+        ([].as_slice(), "[1, 1]\n", "The router's choice was not read: two models have the same layers."),
+        (&["closes"], "[1, 1, 1]\n", "The router's choice was read 1 times, of 2 experts"),
+    ] {
+        let mut command = outcore();
+        command.args(["run", "--budget", "40MiB", "--", "python3", "-c", TWO]).args([&llama, &path, &other]);
+        let output = command.args(closes).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && told.contains("2 file(s) mapped"), "{told}");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), said, "{told}");
+        assert!(told.contains(part), "{told}");
+    }
+}
+
 /// As [`mixture`], of two layers. The router of the second has a row of four numbers for each expert: `[e, -e, 0, 0]`
 /// for even ones, `[0, 0, e, -e]` for others.
 fn two_layers(folder: &Path) -> PathBuf {

@@ -323,6 +323,18 @@ if len(sys.argv) == 2:
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_told_and_the_program_runs() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let (said, told) = with(&["--budget", "8MiB", "--report", "/dev/full"], MAPPED, &path);
+    assert_eq!(said, "mapped\n");
+    assert!(told.contains("/dev/full is not written: ") && told.contains("give --report a file"), "{told}");
+}
+
+#[test]
 fn wrong_settings_are_refused() {
     let refused = |arguments: &[&str], parts: &[&str]| {
         let output = outcore().arg("run").args(arguments).args(["--", "true"]).output().unwrap();
@@ -377,5 +389,35 @@ fn wrong_variables_leave_all_to_the_kernel() {
         let told = String::from_utf8_lossy(&output.stderr);
         assert_eq!(String::from_utf8_lossy(&output.stdout), "kernel\n", "{told}");
         assert_eq!(told.matches("files stay the kernel's").count(), 1, "{variables:?}: {told}");
+    }
+}
+
+/// The runtime took the addresses, and then neither its mapping nor the kernel's found any.
+#[test]
+fn regression_too_few_addresses_cost_the_program_its_mappings_not_its_life() {
+    if !can_run() {
+        return;
+    }
+    const LIMITED: &str = r#"
+import mmap, os, resource, sys
+
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+most = now + (MOST << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+big = open(sys.argv[1], "rb")
+one = mmap.mmap(big.fileno(), 0, access=mmap.ACCESS_READ)
+for at in range(0, len(one), 1 << 20):
+    assert one[at : at + 1000] == os.pread(big.fileno(), 1000, at)
+print("kernel" if sys.argv[1] in open("/proc/self/maps").read() else "mapped")
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    for (mib, whose) in [("45", "kernel\n"), ("75", "kernel\n"), ("500", "kernel\n"), ("900", "mapped\n")] {
+        let program = LIMITED.replace("MOST", mib);
+        let output = run_program(&program, "8MiB", &path.canonicalize().unwrap());
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), whose, "{mib} MiB: {told}");
+        let is_told = told.contains("no file was mapped: model.gguf takes 816.0 MiB of addresses");
+        assert_eq!(is_told && told.contains("`ulimit -v`"), whose == "kernel\n", "{told}");
     }
 }
