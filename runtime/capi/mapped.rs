@@ -122,8 +122,8 @@ unsafe fn layers<'a>(first: *const outcore_layer_experts, count: usize) -> outco
     layers.iter().map(of).collect()
 }
 
-/// As `outcore_mapped_expert_hint` of `now`, and as `outcore_mapped_expect_experts` of the `count` layers at `next`: the
-/// disk goes on with these as soon as it has no more of `now` to read.
+/// As `outcore_mapped_expert_hint` of `now`, and as `outcore_mapped_expect_experts` of the `count` layers at `next`:
+/// the disk goes on with these as soon as it has no more of `now` to read.
 ///
 /// Errors: as for both. If the file has not an expert of `next`, nothing is read.
 #[unsafe(no_mangle)]

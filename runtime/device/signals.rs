@@ -1,8 +1,8 @@
 //! Threads of the library take no signals.
 //!
 //! A handler of the program's runs on any thread that takes the signal. On a thread that others wait for, it could wait
-//! for what only that thread brings: a page of a mapped file, or a lock that it holds. A thread inherits the mask of the
-//! one that starts it.
+//! for what only that thread brings: a page of a mapped file, or a lock that it holds. A thread inherits the mask of
+//! the one that starts it.
 
 use std::mem::MaybeUninit;
 use std::ptr;

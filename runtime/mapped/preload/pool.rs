@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
+use outcore::rules::without_signals;
 use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
 use outcore_mapped::live::{self, Optimum, Snapshot};
 use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped, MappedMut, Written, builder_on};
@@ -259,35 +260,6 @@ pub fn follow_the_process() {
             libc::pthread_atfork(None, None, Some(in_child));
         }
     });
-}
-
-/// The signals that a thread took before. It takes them again when this is dropped.
-struct Signals(libc::sigset_t);
-
-impl Signals {
-    fn hold() -> Self {
-        // SAFETY: plain calls on sets that live here.
-        unsafe {
-            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-            libc::sigfillset(&mut all);
-            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-            Self(before)
-        }
-    }
-}
-
-impl Drop for Signals {
-    fn drop(&mut self) {
-        // SAFETY: a set that this thread had.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
-    }
-}
-
-/// Runs `run` while this thread takes no signal: a handler of the program's may touch a page, and must not do so where
-/// this library holds a lock. A panic gives the signals back too.
-pub fn without_signals<T>(run: impl FnOnce() -> T) -> T {
-    let _held = Signals::hold();
-    run()
 }
 
 /// The path of a large model file; `None` for everything else.
