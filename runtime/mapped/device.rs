@@ -154,9 +154,17 @@ pub struct Frame {
     writable: bool,
     /// All its bytes are there, but it is not published, so that its next use is seen.
     pub hidden: bool,
+    /// Where its last fill was told to write.
+    fills: u64,
 }
 
 impl Frame {
+    /// Whether what was written for it lies in its memory. Nothing exchanges the home of a frame that is being filled;
+    /// if that happened all the same, other bytes would be taken for the page's.
+    pub fn is_filled(&self) -> bool {
+        self.published || self.fills == self.home
+    }
+
     fn has_memory(&self) -> bool {
         self.at_home || self.published
     }
@@ -447,7 +455,7 @@ impl Core {
             .collect();
         if let Some(range) = layout.range_mut(start).filter(|_| hidden.len() > 1) {
             range.wanted.extend(hidden.iter().map(|(_, page)| page.get()));
-            self.publish_together(&mut layout, &hidden);
+            self.publish_together(&mut layout, &hidden, |_| true);
         }
         for page in offsets.iter().map(|offset| start + offset) {
             let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
@@ -887,11 +895,19 @@ impl Device for FaultingDevice {
         if frame.behind != Some(address.get()) {
             return Err(Core::no_such_address(address));
         }
-        Ok(if frame.published { address } else { DeviceAddress::new(frame.home) })
+        let at = if frame.published { address } else { DeviceAddress::new(frame.home) };
+        frame.fills = at.get();
+        Ok(at)
     }
 
     fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
+        if !layout.frame(frame)?.is_filled() {
+            let moved = std::io::Error::from_raw_os_error(libc::EAGAIN);
+            return Err(
+                Error::io("fill a frame that has another home by now", moved).remedy("nothing is lost: try again")
+            );
+        }
         // A page of a mapped file that nobody waits for yet stays hidden: its first touch tells that it is used.
         // Not one that is pinned, whose address may be with a system call, nor one whose touch is no fault, because it
         // was lost before.

@@ -5,15 +5,14 @@
 //! The thread never waits for a page: it polls the requests it has made, and the store's threads wake it. It touches
 //! no mapped range. It takes only outcore's own locks, and no thread that holds one of these touches a mapped range. It
 //! writes to no stream of the program's: its events go to no subscriber of `tracing`, which may hold a lock that a
-//! faulting thread has.
+//! faulting thread has. It takes no signals: a handler may touch a page.
 //!
 //! # Why a fault ends
 //!
 //! A page that was published stays pinned until some others were published after it, so that the instruction that
 //! waits for it can run. Where many threads touch pages, those of a few [turns](super::turns) at a time stay, and the
-//! other threads wait in line. The pages kept are at most half of the frames, or three of four to seven: whatever is
-//! asked for next finds another. After [`QUIET`] without an event all of them are let go, because what waits for frames
-//! may wait for just these.
+//! other threads wait in line. Whatever is asked for next finds a frame beside what is kept. After [`QUIET`] without an
+//! event all of them are let go, because what waits for frames may wait for just these.
 //!
 //! Guards of the program leave [`FLOOR`] frames to the pages that are touched ([`Runtime::keep_frames`]). That is
 //! enough for one turn. So if a touched page has waited for a frame through [`QUIET`], one turn is left and only its
