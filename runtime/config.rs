@@ -200,7 +200,8 @@ pub struct RuntimeBuilder {
     model: Option<Arc<Measure>>,
     pub(crate) piece: Option<Bytes>,
     pub(crate) disk: Option<DiskProfile>,
-    pub(crate) policy: PolicyChoice,
+    /// `None`: the device's own choice.
+    pub(crate) policy: Option<PolicyChoice>,
     pub(crate) lookahead: Lookahead,
     pub(crate) verify: Verify,
     pub(crate) store: StoreOptions,
@@ -239,7 +240,7 @@ impl RuntimeBuilder {
             model: None,
             piece: None,
             disk: None,
-            policy: PolicyChoice::Kind(PolicyKind::default()),
+            policy: None,
             lookahead: Lookahead::default(),
             verify: Verify::default(),
             store: StoreOptions::new(IoBackend::Auto),
@@ -391,9 +392,10 @@ impl RuntimeBuilder {
         }
     }
 
-    /// Sets which page goes when a frame is needed.
+    /// Sets which page goes when a frame is needed. Without it the device [chooses](DeviceFactory::default_policy):
+    /// [`Plan`](PolicyKind::Plan), or [`Model`](PolicyKind::Model) where files are mapped.
     pub fn policy(mut self, policy: PolicyKind) -> Self {
-        self.policy = PolicyChoice::Kind(policy);
+        self.policy = Some(PolicyChoice::Kind(policy));
         self
     }
 
@@ -449,7 +451,7 @@ impl RuntimeBuilder {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn custom_policy(mut self, make: impl Fn() -> Box<dyn Policy> + Send + Sync + 'static) -> Self {
-        self.policy = PolicyChoice::Custom(Arc::new(make));
+        self.policy = Some(PolicyChoice::Custom(Arc::new(make)));
         self
     }
 

@@ -14,7 +14,7 @@ use serde::ser::{SerializeStruct, Serializer};
 
 use crate::budget::{device_frames_of, host_frames_of};
 use crate::compute::ComputeStream;
-use crate::config::{DeviceBudget, RuntimeBuilder, staging_pages};
+use crate::config::{DeviceBudget, PolicyChoice, RuntimeBuilder, staging_pages};
 use crate::device::{DeviceAddress, DeviceSettings, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -299,7 +299,8 @@ impl Runtime {
             lookahead: page_size.pages_for(settings.lookahead.value.get()) as u32,
             page_bytes,
         };
-        let (policy, fate) = config.policy.build()?;
+        let policy = config.policy.clone().unwrap_or_else(|| PolicyChoice::Kind(config.device.default_policy()));
+        let (policy, fate) = policy.build()?;
         let mut pager = Pager::new(pager_config, policy);
         if device.makes_bare_frames() {
             pager.frames_are_bare();

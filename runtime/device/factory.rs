@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::{Completions, Device, HostDevice, HostDeviceConfig, LinkModel};
 use crate::error::Result;
 use crate::ids::{Bytes, PageSize};
+use crate::pager::PolicyKind;
 
 /// What a runtime asks of the device that it opens.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +41,11 @@ pub trait DeviceFactory: Send + Sync + fmt::Debug {
         false
     }
 
+    /// The policy of a runtime that nobody gave one.
+    fn default_policy(&self) -> PolicyKind {
+        PolicyKind::default()
+    }
+
     /// The kernel's page tables that a frame can have for itself, of this process: they count in the device budget.
     fn tables_of_a_frame(&self, _page_size: PageSize) -> Bytes {
         Bytes::ZERO
@@ -55,6 +61,9 @@ impl<F: DeviceFactory + ?Sized> DeviceFactory for Arc<F> {
     }
     fn is_process_memory(&self) -> bool {
         (**self).is_process_memory()
+    }
+    fn default_policy(&self) -> PolicyKind {
+        (**self).default_policy()
     }
     fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
         (**self).tables_of_a_frame(page_size)

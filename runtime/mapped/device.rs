@@ -34,7 +34,7 @@ use outcore::device::{
     Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId, StreamKind,
     StreamOp, Token,
 };
-use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -131,6 +131,10 @@ impl DeviceFactory for Faulting {
 
     fn is_process_memory(&self) -> bool {
         true
+    }
+
+    fn default_policy(&self) -> PolicyKind {
+        PolicyKind::Model
     }
 }
 

@@ -405,7 +405,7 @@ pub fn builder_for(path: impl AsRef<Path>) -> Result<RuntimeBuilder> {
 
 /// As [`builder_for`], with a device whose [mechanism](crate::Mechanism) was chosen.
 pub fn builder_on(device: Faulting, path: impl AsRef<Path>) -> RuntimeBuilder {
-    let builder = Runtime::builder().device(device).policy(PolicyKind::Model);
+    let builder = Runtime::builder().device(device);
     let Some(page_size) = page_size_for(path.as_ref()) else { return builder };
     // As many bytes on their way as larger pages would have.
     let depth = QueueDepth::new((IN_FLIGHT / page_size.bytes()).clamp(16, 64) as u32);

@@ -10,7 +10,7 @@ use outcore::device::{
     RawStream, StreamId, StreamKind, StreamOp, Token,
 };
 use outcore::dlpack::DLDevice;
-use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result};
 use outcore_pager::error::caught;
 use parking_lot::Mutex;
 
@@ -103,6 +103,9 @@ impl DeviceFactory for Hooked {
     }
     fn is_process_memory(&self) -> bool {
         self.factory.is_process_memory()
+    }
+    fn default_policy(&self) -> PolicyKind {
+        self.factory.default_policy()
     }
     fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
         self.factory.tables_of_a_frame(page_size)

@@ -451,6 +451,17 @@ fn experts_come_whole_whether_they_are_told_of_or_touched(by: Mechanism) {
     }
 }
 
+#[test]
+fn a_runtime_that_nobody_gave_a_policy_knows_what_a_model_is() {
+    let Ok(device) = Faulting::new() else { return eprintln!("SKIPPED: no userfaultfd") };
+    let builder = Runtime::builder().device(device).device_budget(Bytes::mib(16));
+    for (builder, name) in [(builder.clone(), "model"), (builder.policy(PolicyKind::Plan), "plan")] {
+        let runtime = builder.open().unwrap();
+        assert_eq!(runtime.stats().policy, name);
+        runtime.close().unwrap();
+    }
+}
+
 fn experts_that_a_file_has_not_are_refused(by: Mechanism) {
     let folder = folder();
     let (path, _) = mixture(folder.path());
