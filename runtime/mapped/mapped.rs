@@ -20,8 +20,7 @@ use std::time::{Duration, Instant};
 use outcore::format::{self, ModelHeader, TensorHeader};
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
-    Tier, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, RuntimeBuilder, Tensor, Tier, Walker,
 };
 use parking_lot::Mutex;
 
