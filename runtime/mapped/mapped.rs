@@ -394,7 +394,7 @@ fn page_size_for(path: &Path) -> Option<PageSize> {
 }
 
 /// A builder for a runtime that maps this file: the device [`Faulting`], the policy
-/// [`Model`](PolicyKind::Model), and for a model with experts the page size that fits them.
+/// [`Model`](outcore::PolicyKind::Model), and for a model with experts the page size that fits them.
 ///
 /// # Errors
 /// As for [`Faulting::new`].
