@@ -906,6 +906,9 @@ impl Device for FaultingDevice {
 
     fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
+        if layout.frame(frame)?.behind != Some(address.get()) {
+            return Err(Core::no_such_address(address));
+        }
         if !layout.frame(frame)?.is_filled() {
             let moved = std::io::Error::from_raw_os_error(libc::EAGAIN);
             return Err(
