@@ -724,12 +724,16 @@ impl Core {
                 layout.frame(id)?.registered = true;
             }
         }
-        let frame = layout.frame(id)?;
+        self.came_home(layout.frame(id)?);
+        Ok(())
+    }
+
+    /// The frame's memory is at its home.
+    pub fn came_home(&self, frame: &mut Frame) {
         frame.at_home = true;
         if !std::mem::replace(&mut frame.counted, true) {
-            self.tables.home(page, true);
+            self.tables.home(self.page(), true);
         }
-        Ok(())
     }
 
     /// Addresses for pages of the device.

@@ -95,9 +95,9 @@ impl Experts {
     }
 
     /// The experts of a layer, by their numbers there, ascending.
-    pub fn in_layer(&self, layer: u32) -> Vec<u32> {
+    pub fn in_layer(&self, layer: u32) -> impl Iterator<Item = u32> {
         let ids = self.pieces.range(ExpertId { layer, expert: 0 }..=ExpertId { layer, expert: u32::MAX });
-        ids.map(|(id, _)| id.expert).collect()
+        ids.map(|(id, _)| id.expert)
     }
 
     /// Where the bytes of an expert are.

@@ -567,12 +567,12 @@ impl Worker {
         if core.wake_if_published(page, fault.writes) {
             return;
         }
-        if core.mend_home(fault.address) {
-            return;
-        }
         let Some((handler, range)) = core.handler(page) else {
-            // A tensor without a pin: the access is a mistake of the program's.
-            return core.poison(page);
+            // Of a tensor without a pin: the access is a mistake of the program's.
+            if !core.mend_home(fault.address) {
+                core.poison(page);
+            }
+            return;
         };
         let Some(asked) = handler.upgrade() else { return core.poison(page) };
         // Of a page that is there the thread may hold a guard, for whose end others wait: it waits for none of them.

@@ -144,13 +144,16 @@ impl Pages {
     fn look_ahead(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, offsets: &[u64]) {
         let mut foresight = self.foresight.lock();
         foresight.used(now.layer, now.experts);
-        let of_layer = self.experts.in_layer(now.layer).len();
+        let is_most = || {
+            let of_layer = self.experts.in_layer(now.layer).count();
+            of_layer > 0 && now.experts.len() * 4 >= of_layer * 3
+        };
         let worth = if let Some(next) = next {
             self.foresees.store(false, Ordering::Relaxed);
             self.worth_a_read(&mut foresight, next)
-        } else if of_layer > 0 && now.experts.len() * 4 >= of_layer * 3 {
+        } else if is_most() {
             let layer = now.layer.saturating_add(1);
-            vec![(layer, self.experts.in_layer(layer))]
+            vec![(layer, self.experts.in_layer(layer).collect())]
         } else if let Some((layer, experts)) = foresight.after_used().filter(|_| self.foresees.load(Ordering::Relaxed))
         {
             self.worth_a_read(&mut foresight, &[LayerExperts { layer, experts: &experts }])

@@ -115,11 +115,7 @@ impl Core {
             }
             self.tables.leave(from, page);
             layout.give_home(id, home);
-            let frame = &mut layout.frames[id as usize];
-            frame.at_home = true;
-            if !std::mem::replace(&mut frame.counted, true) {
-                self.tables.home(page, true);
-            }
+            self.came_home(&mut layout.frames[id as usize]);
         }
     }
 

@@ -971,14 +971,15 @@ impl Policy for PlanPolicy {
     fn forget(&mut self, segment: SegmentId) {
         let gone = self.recency.numbers().of_segment(segment);
         self.outside.forget(gone.clone());
-        while let Some(number) = self.ahead.first_from(gone.start).filter(|number| *number < gone.end) {
-            self.ahead.remove(number);
-        }
         // Numbers are used again.
+        for marked in [&mut self.ahead, &mut self.expected] {
+            while let Some(number) = marked.first_from(gone.start).filter(|number| *number < gone.end) {
+                marked.remove(number);
+            }
+        }
         for walk in &mut self.walkers {
             walk.expected.retain(|number| !gone.contains(&(*number as usize)));
         }
-        gone.clone().for_each(|number| _ = self.expected.remove(number));
         self.recency.remove_segment(segment);
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);

@@ -77,6 +77,14 @@ fn library(folder: &Path, name: &str, text: &str, others: &[&str]) -> Option<Pat
     Some(library)
 }
 
+/// An engine of two libraries; `None` without a C compiler, which is said.
+fn engine(folder: &Path) -> Option<PathBuf> {
+    library(folder, "ggml-of-test", GGML, &[])?;
+    let at = folder.to_str().unwrap();
+    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
+    library(folder, "llama-of-test", LLAMA, &beside)
+}
+
 /// A safetensors file with one layer's experts.
 pub fn mixture(folder: &Path) -> PathBuf {
     let len = EXPERTS * PIECE;
@@ -97,10 +105,7 @@ fn experts_that_a_router_chose_are_read_before_they_are_used() {
         return;
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let Some(_) = library(folder.path(), "ggml-of-test", GGML, &[]) else { return };
-    let at = folder.path().to_str().unwrap();
-    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
-    let llama = library(folder.path(), "llama-of-test", LLAMA, &beside).unwrap();
+    let Some(llama) = engine(folder.path()) else { return };
     let path = mixture(folder.path());
     for (routing, said, read) in [("on", "0 1 0\n", true), ("off", "0 0 0\n", false)] {
         let output = outcore()
@@ -168,10 +173,7 @@ if len(sys.argv[1:]) == 4:
 print(seen)
 "#;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let Some(_) = library(folder.path(), "ggml-of-test", GGML, &[]) else { return };
-    let at = folder.path().to_str().unwrap();
-    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
-    let llama = library(folder.path(), "llama-of-test", LLAMA, &beside).unwrap();
+    let Some(llama) = engine(folder.path()) else { return };
     let path = mixture(folder.path());
     let other = folder.path().join("other.safetensors");
     std::fs::copy(&path, &other).unwrap();
@@ -240,10 +242,7 @@ fn experts_that_the_next_router_would_choose_are_read_ahead() {
         return;
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let Some(_) = library(folder.path(), "ggml-of-test", GGML, &[]) else { return };
-    let at = folder.path().to_str().unwrap();
-    let beside = [&format!("-L{at}"), "-lggml-of-test", &format!("-Wl,-rpath,{at}")];
-    let llama = library(folder.path(), "llama-of-test", LLAMA, &beside).unwrap();
+    let Some(llama) = engine(folder.path()) else { return };
     let path = two_layers(folder.path());
     // Two experts of 1 MiB were chosen, and two are predicted: 46 and 44. Only those that were chosen are waited for.
     for (prediction, mib, seen) in [("on", "4", "1 True\n"), ("off", "2", "0 True\n")] {
