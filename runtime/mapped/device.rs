@@ -42,10 +42,13 @@ use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
 use crate::runs::Homes;
 use crate::tables::Tables;
-use crate::uffd::{Features, Mechanism, Uffd};
+use crate::uffd::{Features, Mechanism, Uffd, may_be_uncounted};
 
 /// Pages of this size and more are huge pages, where the kernel's pages have 4 KiB.
 const HUGE: u64 = 2 << 20;
+
+/// Tries to bring memory to a home, where some may have been moved and not counted.
+const BRING_TRIES: u32 = 16;
 
 /// The name of the device.
 pub const NAME: &str = "faulting";
@@ -158,17 +161,9 @@ pub struct Frame {
     writable: bool,
     /// All its bytes are there, but it is not published, so that its next use is seen.
     pub hidden: bool,
-    /// Where its last fill was told to write.
-    fills: u64,
 }
 
 impl Frame {
-    /// Whether what was written for it lies in its memory. Nothing exchanges the home of a frame that is being filled;
-    /// if that happened all the same, other bytes would be taken for the page's.
-    pub fn is_filled(&self) -> bool {
-        self.published || self.fills == self.home
-    }
-
     fn has_memory(&self) -> bool {
         self.at_home || self.published
     }
@@ -459,7 +454,7 @@ impl Core {
             .collect();
         if let Some(range) = layout.range_mut(start).filter(|_| hidden.len() > 1) {
             range.wanted.extend(hidden.iter().map(|(_, page)| page.get()));
-            self.publish_together(&mut layout, &hidden, |_| true);
+            self.publish_together(&mut layout, &hidden);
         }
         for page in offsets.iter().map(|offset| start + offset) {
             let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
@@ -654,8 +649,9 @@ impl Core {
         Ok(())
     }
 
-    /// A thread waits for memory at a home: the store reads to it. Homes have memory then. Whoever looks while the
-    /// kernel moves pages may find none, though, and would wait for ever. Returns whether the address is one of a home.
+    /// A thread waits for memory at a home: the store reads to it. It has memory then, unless a page was moved in part,
+    /// and the kernel refused to move it back; zeros serve, over which the read goes. Returns whether the address is
+    /// one of a home.
     pub fn mend_home(&self, address: u64) -> bool {
         let layout = self.layout.lock();
         let page = rustix::param::page_size() as u64;
@@ -707,13 +703,7 @@ impl Core {
         }
         let (home, page) = (frame.home, self.page());
         if frame.registered {
-            // A touch there would be a fault.
-            let spare = match &mut layout.spare {
-                Some(spare) => spare,
-                none => none.insert(Self::addresses(page, page)?),
-            };
-            spare.touch(spare.start(), page);
-            self.uffd.move_pages(home, spare.start(), page).map_err(|cause| failed("give memory to", cause))?;
+            self.bring_memory(layout, home)?;
         } else {
             let Some(region) = layout.home(home) else {
                 return Err(Error::new(ErrorKind::Internal, format!("{id:?} has no home")));
@@ -725,6 +715,28 @@ impl Core {
             }
         }
         self.came_home(layout.frame(id)?);
+        Ok(())
+    }
+
+    /// Brings memory in for an empty home that is registered, where a touch would be a fault.
+    fn bring_memory(&self, layout: &mut Layout, home: u64) -> Result<()> {
+        let page = self.page();
+        if layout.spare.is_none() {
+            layout.spare = Some(Self::addresses(page, page)?);
+        }
+        let (Some(spare), Some(region)) = (&layout.spare, layout.home(home)) else {
+            return Err(Error::new(ErrorKind::Internal, format!("no home is at {home:#x}")));
+        };
+        for tries_left in (0..BRING_TRIES).rev() {
+            spare.touch(spare.start(), page);
+            let Err(cause) = self.uffd.move_new(home, spare.start(), page) else { return Ok(()) };
+            // Part of it may be in one place and part in the other. There is nothing in it.
+            region.give_back(home, page)?;
+            spare.give_back(spare.start(), page)?;
+            if tries_left == 0 || !may_be_uncounted(&cause) {
+                return Err(failed("give memory to", cause));
+            }
+        }
         Ok(())
     }
 
@@ -903,21 +915,13 @@ impl Device for FaultingDevice {
         if frame.behind != Some(address.get()) {
             return Err(Core::no_such_address(address));
         }
-        let at = if frame.published { address } else { DeviceAddress::new(frame.home) };
-        frame.fills = at.get();
-        Ok(at)
+        Ok(if frame.published { address } else { DeviceAddress::new(frame.home) })
     }
 
     fn filled(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let mut layout = self.core.layout.lock();
         if layout.frame(frame)?.behind != Some(address.get()) {
             return Err(Core::no_such_address(address));
-        }
-        if !layout.frame(frame)?.is_filled() {
-            let moved = std::io::Error::from_raw_os_error(libc::EAGAIN);
-            return Err(
-                Error::io("fill a frame that has another home by now", moved).remedy("nothing is lost: try again")
-            );
         }
         // A page of a mapped file that nobody waits for yet stays hidden: its first touch tells that it is used.
         // Not one that is pinned, whose address may be with a system call, nor one whose touch is no fault, because it

@@ -119,14 +119,9 @@ impl Core {
         }
     }
 
-    /// Publishes pages that are filled and that somebody waits for, as far as several can be at once, and as far as
-    /// their frames `may` be. Returns whether each one was.
-    pub fn publish_together(
-        &self,
-        layout: &mut Layout,
-        pages: &[(FrameId, DeviceAddress)],
-        may: impl Fn(&Frame) -> bool,
-    ) -> Vec<bool> {
+    /// Publishes pages that are filled and that somebody waits for, as far as several can be at once. Returns whether
+    /// each one was.
+    pub fn publish_together(&self, layout: &mut Layout, pages: &[(FrameId, DeviceAddress)]) -> Vec<bool> {
         let page = self.page();
         let mut done = vec![false; pages.len()];
         // Address, home, and the place in `pages`.
@@ -137,7 +132,7 @@ impl Core {
             let Some(range) = layout.range(to) else { continue };
             let shows = range.handler.is_none() || range.wanted.contains(&to);
             let whole = to + page <= range.end && !range.copied;
-            if frame.behind == Some(to) && !frame.published && frame.at_home && may(frame) && shows && whole {
+            if frame.behind == Some(to) && !frame.published && frame.at_home && shows && whole {
                 plain.push((to, frame.home, nth));
             }
         }
@@ -165,7 +160,7 @@ impl FaultingDevice {
     pub fn filled_together(&self, pages: &[(FrameId, DeviceAddress)]) -> Vec<Result<()>> {
         let done = match pages.len() {
             0 | 1 => vec![false; pages.len()],
-            _ => self.core.publish_together(&mut self.core.layout.lock(), pages, Frame::is_filled),
+            _ => self.core.publish_together(&mut self.core.layout.lock(), pages),
         };
         let one = |((frame, address), done): (&(FrameId, DeviceAddress), bool)| match done {
             true => Ok(()),

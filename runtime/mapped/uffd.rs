@@ -35,6 +35,8 @@ const FLAG_PROTECTED: u64 = 1 << 1;
 const BUSY_AT_ONCE: u32 = 1_000;
 const BUSY_MAX: u32 = 16_000;
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
+/// Tries to move what may have been moved and not counted, before it is taken for lost: see `Uffd::move_some`.
+const UNCOUNTED_MAX: u32 = 16;
 
 /// Numbers of requests: `_IOWR(0xAA, number, size)` of the kernel's generic encoding.
 const fn request(number: u64, size: usize) -> libc::Ioctl {
@@ -225,6 +227,12 @@ fn is_momentary_errno(number: Option<i32>) -> bool {
     matches!(number, Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM | libc::EINTR))
 }
 
+/// Whether a move that was refused so may have moved some pages all the same: it found them at their destination, or,
+/// if the call before it had moved them, no more where they were.
+pub fn may_be_uncounted(cause: &io::Error) -> bool {
+    matches!(cause.raw_os_error(), Some(libc::EEXIST | libc::ENOENT))
+}
+
 /// Whether such a refusal is behind this error.
 pub fn is_momentary(error: &Error) -> bool {
     let mut cause = std::error::Error::source(error);
@@ -323,6 +331,24 @@ impl Uffd {
         self.move_within(to, from, len, BUSY_AT_ONCE - 1)
     }
 
+    /// Moves memory that came a moment ago from addresses that are registered nowhere, so that nothing can be moved
+    /// back. If it fails, a part may be in each place.
+    pub fn move_new(&self, to: u64, from: u64, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        if let Some(refused) = self.refused() {
+            return Err(refused);
+        }
+        let (mut done, mut busy) = (0, 0);
+        while done < len {
+            match self.move_some(to + done, from + done, len - done) {
+                Ok(moved) => done += moved,
+                Err(cause) if waited(&cause, &mut busy) => {}
+                Err(cause) => return Err(cause),
+            }
+        }
+        Ok(())
+    }
+
     fn move_within(&self, to: u64, from: u64, len: u64, most: u32) -> io::Result<()> {
         #[cfg(test)]
         if let Some(refused) = self.refused() {
@@ -339,19 +365,39 @@ impl Uffd {
 
     /// As [`move_pages`](Self::move_pages). A failure says how many bytes were moved before it.
     fn move_on(&self, to: u64, from: u64, len: u64, most: u32) -> std::result::Result<(), (u64, io::Error)> {
-        let (mut done, mut busy) = (0, 0);
+        let (mut done, mut busy, mut uncounted) = (0, 0, 0);
         while done < len {
-            let mut arg = Move { to: to + done, from: from + done, len: len - done, mode: 0, moved: 0 };
-            let Err(cause) = self.call(request(0x05, size_of::<Move>()), &mut arg) else { return Ok(()) };
-            // A part was moved, or none for the moment.
-            if arg.moved > 0 {
-                done += arg.moved as u64;
-                busy = 0;
-            } else if busy >= most || !waited(&cause, &mut busy) {
-                return Err((done, cause));
-            }
+            let (there, here, left) = (to + done, from + done, len - done);
+            let moved = match self.move_some(there, here, left) {
+                Ok(moved) => moved,
+                Err(cause) if may_be_uncounted(&cause) && uncounted < UNCOUNTED_MAX => {
+                    uncounted += 1;
+                    // What was moved and not counted goes back, and is moved again. If this goes uncounted too, the
+                    // next try finds it. Where something else is in the way, neither succeeds.
+                    let _ = self.move_some(here, there, left);
+                    continue;
+                }
+                Err(cause) if busy < most && waited(&cause, &mut busy) => continue,
+                Err(cause) => return Err((done, cause)),
+            };
+            done += moved;
+            (busy, uncounted) = (0, 0);
         }
         Ok(())
+    }
+
+    /// One call to move memory: how many bytes it moved, or why none.
+    ///
+    /// Linux 6.18 counts wrong where it meets a page that is being migrated (by compaction, say): it tries again, moves
+    /// that page and some behind it, takes the first refusal for the last, and tries a third time to move what is there
+    /// by now: see [`may_be_uncounted`]. Who waits for these pages is not woken. (`move_pages` in mm/userfaultfd.c.)
+    fn move_some(&self, to: u64, from: u64, len: u64) -> io::Result<u64> {
+        let mut arg = Move { to, from, len, mode: 0, moved: 0 };
+        match self.call(request(0x05, size_of::<Move>()), &mut arg) {
+            Ok(()) => Ok(len),
+            Err(_) if arg.moved > 0 => Ok(arg.moved as u64),
+            Err(cause) => Err(cause),
+        }
     }
 
     /// Puts zeros behind one page of the kernel's, and wakes who waits there. If there is memory by now, it stays.
@@ -483,4 +529,80 @@ fn waited(cause: &io::Error, busy: &mut u32) -> bool {
         false => std::thread::sleep(BUSY_PAUSE),
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use outcore_testkit::harness::Migrates;
+
+    use super::*;
+    use crate::memory::Region;
+
+    const PAGE: u64 = 4096;
+    const PAGES: u64 = 512;
+
+    /// Two places, of which the first has memory with words that say where they are.
+    fn places() -> Option<(Uffd, Region, Region)> {
+        let uffd = Uffd::open(Mechanism::Move).inspect_err(|error| eprintln!("SKIPPED: {error}")).ok()?;
+        let region = || Region::new(PAGES * PAGE, 2 << 20).unwrap();
+        let (here, there) = (region(), region());
+        [&here, &there].into_iter().for_each(Region::refuse_huge_pages);
+        here.touch(here.start(), here.len());
+        words(&here).iter_mut().enumerate().for_each(|(at, word)| *word = at);
+        [&here, &there].into_iter().for_each(|region| uffd.register(region.start(), region.len()).unwrap());
+        Some((uffd, here, there))
+    }
+
+    fn words(region: &Region) -> &mut [usize] {
+        let start = ptr::with_exposed_provenance_mut(region.start() as usize);
+        // SAFETY: the region is the test's own, and has all its memory when the test looks.
+        unsafe { std::slice::from_raw_parts_mut(start, region.len() as usize / size_of::<usize>()) }
+    }
+
+    fn is_whole(region: &Region) -> bool {
+        words(region).iter().enumerate().all(|(at, word)| *word == at)
+    }
+
+    /// Linux 6.18 moved pages and did not count them. The page was taken for lost, or its home was without memory.
+    #[test]
+    fn regression_pages_that_were_moved_and_not_counted_are_found() {
+        let Some((uffd, here, there)) = places() else { return };
+        for (first, count) in [(0, 1), (3, 60), (PAGES - 1, 1), (0, PAGES)] {
+            let uncounted = first * PAGE;
+            uffd.move_some(there.start() + uncounted, here.start() + uncounted, count * PAGE).unwrap();
+            uffd.move_pages(there.start(), here.start(), here.len()).unwrap();
+            assert!(is_whole(&there));
+            uffd.move_pages(here.start(), there.start(), here.len()).unwrap();
+        }
+        assert!(is_whole(&here));
+    }
+
+    #[test]
+    fn memory_that_is_nowhere_is_an_error_and_the_rest_stays_where_it_is() {
+        let Some((uffd, here, there)) = places() else { return };
+        here.give_back(here.start() + 9 * PAGE, PAGE).unwrap();
+        let moved = uffd.move_pages(there.start(), here.start(), here.len());
+        assert_eq!(moved.unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        uffd.zero(here.start() + 9 * PAGE, PAGE).unwrap();
+        let of_page = PAGE as usize / size_of::<usize>();
+        let lost = 9 * of_page..10 * of_page;
+        assert!(words(&here).iter().enumerate().all(|(at, word)| lost.contains(&at) || *word == at));
+    }
+
+    /// The kernel gives pages other memory meanwhile, as it does to make huge pages.
+    #[test]
+    fn pages_that_the_kernel_migrates_are_moved_whole() {
+        let Some(_migrates) = Migrates::start() else { return };
+        for _ in 0..100 {
+            // What was migrated once lies where it is left alone.
+            let Some((uffd, here, there)) = places() else { return };
+            for _ in 0..100 {
+                uffd.move_pages(there.start(), here.start(), here.len()).unwrap();
+                uffd.move_pages(here.start(), there.start(), here.len()).unwrap();
+            }
+            assert!(is_whole(&here));
+        }
+    }
 }

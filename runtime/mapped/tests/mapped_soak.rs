@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use outcore::{Bytes, Error, PageSize, PolicyKind, Runtime};
 use outcore_mapped::{Faulting, Mapped, MappedMut, Mechanism};
 use outcore_testkit::harness::replay::{Case, first_seed, replayed};
-use outcore_testkit::harness::{Rng, progress, tell_of, until, watched};
+use outcore_testkit::harness::{Migrates, Rng, progress, tell_of, until, watched};
 use parking_lot::RwLock;
 
 const THREADS: u64 = 16;
@@ -119,6 +119,8 @@ struct Plan {
     ways: Vec<Way>,
     drops: bool,
     trims: bool,
+    /// Whether the kernel gives pages other memory meanwhile.
+    migrates: bool,
 }
 
 impl Plan {
@@ -139,14 +141,14 @@ impl Plan {
         let ways = (0..THREADS).map(|_| if alike { one } else { *rng.pick(&WAYS) }).collect();
         let (told, drops, trims) = (rng.one_in(2), rng.one_in(2), rng.one_in(4));
         let (mechanism, private) = (Mechanism::Move, vec![false; files.len()]);
-        Self { mechanism, page, frames, policy, files, private, told, ways, drops, trims }
+        Self { mechanism, page, frames, policy, files, private, told, ways, drops, trims, migrates: false }
     }
 
-    /// With private mappings, and where pages are copied. Apart, so that seeds of earlier failures are the same rounds.
+    /// With private mappings, where pages are copied, and where they are migrated. Apart, so that seeds of earlier failures are the same rounds.
     fn of_every_kind(self, rng: &mut Rng) -> Self {
         let mechanism = *rng.pick(&[Mechanism::Move, Mechanism::Copy]);
         let private = self.files.iter().map(|_| rng.one_in(2)).collect();
-        Self { mechanism, private, ..self }
+        Self { mechanism, private, migrates: rng.one_in(3), ..self }
     }
 }
 
@@ -325,6 +327,7 @@ fn round(known: &[Known], plan: &Plan, seed: u64, reads: u64) {
         .inspect(|slot| slot.map_anew(&runtime))
         .collect();
     let common = AtomicU64::new(0);
+    let _migrates = plan.migrates.then(Migrates::start);
     thread::scope(|scope| {
         for n in 0..THREADS {
             let (runtime, slots, common) = (&runtime, &slots, &common);

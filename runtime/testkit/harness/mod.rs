@@ -3,6 +3,7 @@
 mod any_device;
 mod drive;
 mod every_call;
+mod migrates;
 mod outlives;
 pub mod replay;
 mod scene;
@@ -30,6 +31,7 @@ pub use any_device::{
 };
 pub use drive::StalledDrive;
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
+pub use migrates::Migrates;
 pub use outlives::{Ends, outlives_its_scope};
 pub use replay::seed;
 pub use scene::{Scene, alone, is_child, scene_ended, whole_name};
