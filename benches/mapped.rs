@@ -3,7 +3,7 @@
 //! - `touch`: the first read of a page that was read ahead of use, and is hidden: a fault, but no read of the disk.
 //!   `again`: the next read of it.
 //! - `take_away`: dropping a mapping whose pages are all visible, for each page.
-//! - `open`: opening a sparse file, and dropping it again; beside that, `memmap2`.
+//! - `open`, `end`: opening a sparse file, and dropping it again; beside that, both by `memmap2`.
 //! - `resident`: reading all bytes of a file that is all in memory, after a first pass; beside that, `memmap2`.
 //!
 //! Rounds of both sides alternate. Parameters: `--pages` (64KiB,2MiB), `--rounds` (7), `--size` of the file that is
@@ -106,7 +106,7 @@ fn main() {
     println!("medians [least - most] of {rounds} rounds; {hardware}");
     let mut rows = Vec::new();
     for page in sizes {
-        let mut samples: [Vec<f64>; 7] = Default::default();
+        let mut samples: [Vec<f64>; 8] = Default::default();
         let resident = runtime(page.get(), len + 64 * page.get());
         let (ours, kernels) = (Mapped::open(&resident, &file.0).unwrap(), by_the_kernel(&file.0));
         for bytes in [&ours[..], &kernels[..]] {
@@ -115,13 +115,16 @@ fn main() {
         let opener = runtime(page.get(), 64 * page.get());
         for _ in 0..rounds {
             let start = Instant::now();
-            drop(Mapped::open(&opener, &hole.0).unwrap());
+            let opened = Mapped::open(&opener, &hole.0).unwrap();
             samples[3].push(micros(start));
             let start = Instant::now();
-            drop(by_the_kernel(&hole.0));
+            drop(opened);
             samples[4].push(micros(start));
-            samples[5].push(pass(&ours));
-            samples[6].push(pass(&kernels));
+            let start = Instant::now();
+            drop(by_the_kernel(&hole.0));
+            samples[5].push(micros(start));
+            samples[6].push(pass(&ours));
+            samples[7].push(pass(&kernels));
         }
         drop((ours, kernels));
         resident.close().unwrap();
@@ -131,14 +134,14 @@ fn main() {
                 samples.push(found);
             }
         }
-        let [touch, again, away, open, open_kernel, read, read_kernel] = samples.map(|rounds| Spread::of(&rounds));
+        let [touch, again, away, open, end, kernel, read, read_kernel] = samples.map(|rounds| Spread::of(&rounds));
         println!("pages of {page}:");
         println!("  touch of a hidden page {touch} us, the next touch {again:.3} us");
         println!("  taking a page away     {away} us");
-        println!("  opening {sparse}      {open} us, memmap2 {open_kernel} us");
+        println!("  opening {sparse}      {open} us, and its end {end} us; both by memmap2 {kernel} us");
         println!("  reading what is there  {read} GiB/s, memmap2 {read_kernel} GiB/s");
         rows.push(json!({ "page_bytes": page.get(), "touch_us": touch.json(), "again_us": again.json(),
-            "take_away_us": away.json(), "open_us": open.json(), "open_memmap2_us": open_kernel.json(),
+            "take_away_us": away.json(), "open_us": open.json(), "end_us": end.json(), "open_and_end_memmap2_us": kernel.json(),
             "resident_gib_s": read.json(), "resident_memmap2_gib_s": read_kernel.json() }));
     }
     support::json_line("mapped", &hardware, json!({ "rows": rows, "open_bytes": sparse.get(), "bytes": len }));

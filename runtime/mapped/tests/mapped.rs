@@ -7,13 +7,16 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
+use outcore::store::StoreOptions;
+use outcore::testing::IoKind;
+use outcore::{Bytes, ErrorKind, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
 use outcore_mapped::{Faulting, LayerExperts, Mapped, Mechanism};
-use outcore_testkit::harness::{Rng, Scene, is_child, until};
+use outcore_testkit::harness::{Fault, Faults, Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
 const MECHANISMS: [Mechanism; 2] = [Mechanism::Move, Mechanism::Copy];
@@ -37,6 +40,7 @@ in_each_mechanism! {
     what_cannot_be_mapped_is_refused
     behind_the_end_of_a_file_there_are_zeros
     a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes
+    a_disk_that_cannot_read_is_a_signal_and_what_it_reads_later_is_there
     a_tensor_that_is_not_pinned_is_a_signal
     a_page_that_was_lost_is_there_when_it_is_pinned
     a_mapping_that_is_dropped_leaves_nothing
@@ -263,6 +267,47 @@ fn child_touches_a_file_that_changed() {
     // The same length, and other bytes.
     std::fs::write(&path, vec![1; 20 * PAGE as usize]).unwrap();
     assert_eq!(mapped[15 * PAGE as usize], byte(15 * PAGE), "bytes of another file");
+}
+
+/// A builder whose store can be told to fail.
+fn builder_that_fails(by: Mechanism, frames: u64) -> Option<(RuntimeBuilder, Arc<Faults>)> {
+    let faults = Faults::new();
+    let store = StoreOptions::new(IoBackend::Auto).hook(faults.clone());
+    builder(by, frames).map(|builder| (builder.store(store), faults))
+}
+
+fn a_disk_that_cannot_read_is_a_signal_and_what_it_reads_later_is_there(by: Mechanism) {
+    let folder = folder();
+    let Some((builder, faults)) = builder_that_fails(by, 8) else { return };
+    assert_eq!(signal_of(by, "child_touches_what_the_disk_cannot_read"), Some(libc::SIGBUS));
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, file(folder.path(), 20 * PAGE)).unwrap();
+    is_the_files(&mapped, 0, 4 * PAGE);
+    faults.all(IoKind::Read, Fault::Errno(libc::EIO));
+    let error = runtime.pin(&mapped.tensor().rows(9 * PAGE..10 * PAGE).unwrap()).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io);
+    // What is there stays there.
+    is_the_files(&mapped, 3 * PAGE, PAGE);
+    faults.off();
+    is_the_files(&mapped, 0, 20 * PAGE);
+    assert!(mapped.failure().is_none(), "{:?}", mapped.failure());
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+#[test]
+#[ignore = "the process of a test"]
+fn child_touches_what_the_disk_cannot_read() {
+    if !is_child("child_touches_what_the_disk_cannot_read") {
+        return;
+    }
+    let folder = folder();
+    let (builder, faults) = builder_that_fails(mechanism_of_the_parent(), 8).unwrap();
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, file(folder.path(), 20 * PAGE)).unwrap();
+    is_the_files(&mapped, 0, 2 * PAGE);
+    faults.all(IoKind::Read, Fault::Errno(libc::EIO));
+    is_the_files(&mapped, 9 * PAGE, PAGE);
 }
 
 fn a_tensor_that_is_not_pinned_is_a_signal(by: Mechanism) {

@@ -119,3 +119,63 @@ for turn in range(3):
 "#,
     );
 }
+
+/// llama.cpp as `make peers` builds it. Says so if it is not there.
+fn llama_cpp() -> Option<PathBuf> {
+    let folder = std::env::var_os("OUTCORE_PEERS").map_or_else(|| PathBuf::from(".venv"), PathBuf::from);
+    let peer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(folder).join("bin/llama-peer");
+    if !peer.exists() {
+        eprintln!("SKIPPED: llama.cpp is not built; make peers builds it");
+        return None;
+    }
+    Some(peer)
+}
+
+/// The words of a model by llama.cpp, and what was said beside them.
+fn words(mut command: Command, peer: &Path, model: &Path, seed: Option<&str>) -> (String, String) {
+    let output = command.arg(peer).arg(model).args(["1,5,9", "12", "2"]).args(seed).output().unwrap();
+    let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(output.status.success(), "{:?}: {said}{told}", output.status);
+    let (_, tokens) = said.split_once(r#""tokens": ["#).unwrap_or_else(|| panic!("{said}"));
+    (tokens.split_once(']').unwrap().0.to_owned(), told)
+}
+
+fn says_the_same(peer: &Path, model: &Path, budget: &str, seed: Option<&str>, parts: &[&str]) {
+    let (plain, _) = words(Command::new("env"), peer, model, seed);
+    for setting in ["OUTCORE_RUN_ROUTING=on", "OUTCORE_RUN_ROUTING=off"] {
+        let mut command = outcore();
+        command.args(["run", "--budget", budget, "--", "env", setting]);
+        let (name, value) = setting.split_once('=').unwrap();
+        command.envs((value == "off").then_some((name, value)));
+        let (found, told) = words(command, peer, model, seed);
+        assert_eq!(found, plain, "{setting}: {told}");
+        assert!(told.contains("1 file(s) mapped"), "{told}");
+        if value == "on" {
+            assert!(parts.iter().all(|part| told.contains(part)), "{told}");
+        }
+    }
+}
+
+#[test]
+fn llama_cpp_says_the_same_words() {
+    if !can_run() {
+        return;
+    }
+    let Some(peer) = llama_cpp() else { return };
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    match model.exists() {
+        true => says_the_same(&peer, &model, "40MiB", None, &[]),
+        false => eprintln!("SKIPPED: the real model is not there; scripts/fetch_model.sh fetches it"),
+    }
+    let make = Path::new(env!("CARGO_BIN_EXE_outcore")).with_file_name("make_model");
+    if !make.exists() {
+        eprintln!("SKIPPED: no mixture; cargo build -p outcore-llm builds what makes one");
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let model = folder.path().join("mixture.gguf");
+    let sizes = "--layers 4 --dim 512 --heads 8 --kv-heads 4 --ffn 256 --vocab 4000 --experts 32 --experts-used 4";
+    let made = Command::new(&make).arg(&model).args(sizes.split(' ')).output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    says_the_same(&peer, &model, "24MiB", Some("7"), &["The router's choice was read"]);
+}
