@@ -144,7 +144,8 @@ impl Plan {
         Self { mechanism, page, frames, policy, files, private, told, ways, drops, trims, migrates: false }
     }
 
-    /// With private mappings, where pages are copied, and where they are migrated. Apart, so that seeds of earlier failures are the same rounds.
+    /// With private mappings, where pages are copied, and where they are migrated. Apart, so that seeds of earlier
+    /// failures are the same rounds.
     fn of_every_kind(self, rng: &mut Rng) -> Self {
         let mechanism = *rng.pick(&[Mechanism::Move, Mechanism::Copy]);
         let private = self.files.iter().map(|_| rng.one_in(2)).collect();
