@@ -555,7 +555,8 @@ mod tests {
         Some((uffd, here, there))
     }
 
-    fn words(region: &Region) -> &mut [usize] {
+    /// A word for each eight bytes, which says where they are. Only one of these slices is there at a time.
+    fn words(region: &Region) -> &'static mut [usize] {
         let start = ptr::with_exposed_provenance_mut(region.start() as usize);
         // SAFETY: the region is the test's own, and has all its memory when the test looks.
         unsafe { std::slice::from_raw_parts_mut(start, region.len() as usize / size_of::<usize>()) }
