@@ -17,10 +17,13 @@ pub struct TrialFile {
 }
 
 const CHUNK: usize = 4 << 20;
+/// Bytes by which a disk's rate can be measured ([`DiskProfile::measure`](outcore::store::DiskProfile::measure)), and some
+/// more: a part of them may not count.
+const MEASURABLE: u64 = 40 << 20;
 
 impl TrialFile {
-    /// Makes a file of `len` bytes in `dir`. With a `time`, of as many of them as can be written in that time, or fit
-    /// on the disk.
+    /// Makes a file of `len` bytes in `dir`. With a `time`, of as many of them as can be written in that time, but of
+    /// [`MEASURABLE`] at least, or of as many as fit on the disk.
     pub fn create(dir: &Path, len: Bytes, time: Option<Duration>) -> Result<Self> {
         let path = dir.join(format!(".outcore-trial-{}", std::process::id()));
         let file = OpenOptions::new()
@@ -36,7 +39,7 @@ impl TrialFile {
         let mut trial = Self { file, len: 0 };
         let chunk = noise(CHUNK);
         let start = Instant::now();
-        while trial.len < len.get() && time.is_none_or(|time| trial.len == 0 || start.elapsed() < time) {
+        while trial.len < len.get() && time.is_none_or(|time| trial.len < MEASURABLE || start.elapsed() < time) {
             let part = chunk.get(..((len.get() - trial.len) as usize).min(CHUNK)).unwrap_or(&chunk);
             let written = trial.file.write_all(part).and_then(|()| trial.file.sync_data());
             match written
