@@ -1,5 +1,17 @@
-//! Keys and values of sequences, in pages of an outcore runtime.
+//! Keys and values of an inference server's sequences, in pages of an [outcore] runtime.
+//!
+//! A [`KvPool`] has blocks, which compete with weights and all else for the runtime's frames, go to the tiers below and
+//! come back. A [`Sequence`] says which blocks hold its tokens. Sequences that begin with the same tokens use the same
+//! blocks, if their [tenant](TenantId) is the same or shares.
 
 mod key;
+mod layout;
+mod pool;
+mod sequence;
+mod tables;
 
 pub use key::{BlockKey, Fingerprint, TenantId, Token};
+pub use layout::{KvLayout, KvPart, KvShape};
+pub use pool::{KvPool, KvStats, TenantOptions};
+pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
+pub use tables::BlockId;
