@@ -72,57 +72,62 @@ impl fmt::Debug for Fingerprint {
 /// A hash of all tokens up to the end of a block, of whose they are and of the model. It finds a block; whether it is
 /// the right one, its tokens and the block before it say.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockKey(u128);
+pub struct BlockKey([u64; 2]);
 
 impl BlockKey {
+    fn of(hash: u128) -> Self {
+        Self([hash as u64, (hash >> 64) as u64])
+    }
+
     /// The key in front of a sequence's first block. Blocks of tenants with different salts have different keys.
     pub fn root(model: &Fingerprint, salt: u64) -> Self {
         let mut hash = XxHash3_128::new();
         hash.write(model.bytes());
         hash.write(&salt.to_le_bytes());
-        Self(hash.finish_128())
+        Self::of(hash.finish_128())
     }
 
     /// The key of the block with these tokens, behind the block with this key.
     pub fn next(self, tokens: &[Token]) -> Self {
         // A block has 16 to 128 tokens: small enough for the stack, and one call is faster than several.
         let mut bytes = [0; 16 + 4 * 64];
-        bytes[..16].copy_from_slice(&self.0.to_le_bytes());
+        bytes[..16].copy_from_slice(&self.to_bytes());
         match bytes.get_mut(16..16 + 4 * tokens.len()) {
             Some(room) => {
                 for (place, token) in room.chunks_exact_mut(4).zip(tokens) {
                     place.copy_from_slice(&token.get().to_le_bytes());
                 }
-                Self(XxHash3_128::oneshot(&bytes[..16 + 4 * tokens.len()]))
+                Self::of(XxHash3_128::oneshot(&bytes[..16 + 4 * tokens.len()]))
             }
             None => {
                 let mut hash = XxHash3_128::new();
                 hash.write(&bytes[..16]);
                 tokens.iter().for_each(|token| hash.write(&token.get().to_le_bytes()));
-                Self(hash.finish_128())
+                Self::of(hash.finish_128())
             }
         }
     }
 
     /// Its bytes, as a store keeps them.
-    pub const fn to_bytes(self) -> [u8; 16] {
-        self.0.to_le_bytes()
+    pub fn to_bytes(self) -> [u8; 16] {
+        (u128::from(self.0[1]) << 64 | u128::from(self.0[0])).to_le_bytes()
     }
 
     /// The key that a store kept.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
-        Self(u128::from_le_bytes(bytes))
+        let hash = u128::from_le_bytes(bytes);
+        Self([hash as u64, (hash >> 64) as u64])
     }
 
     /// Bits of it, for a table.
     pub(crate) const fn short(self) -> u64 {
-        self.0 as u64
+        self.0[0]
     }
 }
 
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "BlockKey({:032x})", self.0)
+        write!(f, "BlockKey({:016x}{:016x})", self.0[1], self.0[0])
     }
 }
 
@@ -156,7 +161,7 @@ mod tests {
             let mut hash = XxHash3_128::new();
             hash.write(&root.to_bytes());
             tokens.iter().for_each(|token| hash.write(&token.get().to_le_bytes()));
-            assert_eq!(root.next(&tokens), BlockKey(hash.finish_128()), "{count} tokens");
+            assert_eq!(root.next(&tokens), BlockKey::of(hash.finish_128()), "{count} tokens");
         }
     }
 }

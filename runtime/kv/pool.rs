@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
 use crate::sequence::Sequence;
-use crate::tables::{BlockId, Known, Realm, Released, Tables};
+use crate::tables::{BlockId, Realm, Released, Tables};
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -279,21 +279,15 @@ impl KvPool {
     pub fn begin(&self, tenant: TenantId, tokens: &[Token]) -> Result<Sequence> {
         may_be(tenant)?;
         self.erase_what_ended()?;
-        let each = self.0.layout.block_tokens() as usize;
-        let whole = tokens.len().saturating_sub(1) / each;
-        let mut blocks = Vec::with_capacity(whole);
+        let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let mut state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let (mut key, mut parent) = (BlockKey::root(&self.0.model, realm.salt()), None);
-        for tokens in tokens.chunks_exact(each).take(whole) {
-            key = key.next(tokens);
-            let Some(block) = state.tables.find(&Known { key, parent, realm, tokens }) else { break };
-            if let Err(error) = state.share(tenant, block) {
-                blocks.iter().rev().for_each(|block| state.release(tenant, *block));
+        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        for (nth, block) in blocks.iter().enumerate() {
+            if let Err(error) = state.share(tenant, *block) {
+                blocks[..nth].iter().rev().for_each(|block| state.release(tenant, *block));
                 return Err(error);
             }
-            parent = Some(state.tables.link_of(block));
-            blocks.push(block);
         }
         state.stats.asked += whole as u64;
         state.stats.found += blocks.len() as u64;
@@ -304,17 +298,11 @@ impl KvPool {
     /// How many of these tokens a sequence that [begins](Self::begin) with them would find.
     pub fn found(&self, tenant: TenantId, tokens: &[Token]) -> u64 {
         let each = self.0.layout.block_tokens() as usize;
+        let whole = tokens.len().saturating_sub(1) / each;
         let state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let (mut key, mut parent) = (BlockKey::root(&self.0.model, realm.salt()), None);
-        let mut found = 0;
-        for tokens in tokens.chunks_exact(each).take(tokens.len().saturating_sub(1) / each) {
-            key = key.next(tokens);
-            let Some(block) = state.tables.find(&Known { key, parent, realm, tokens }) else { break };
-            parent = Some(state.tables.link_of(block));
-            found += each as u64;
-        }
-        found
+        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        (blocks.len() * each) as u64
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. The bytes of blocks that no sequence uses are

@@ -26,6 +26,9 @@ impl BlockId {
     }
 }
 
+/// Blocks that are looked for at a time.
+const AT_ONCE: usize = 16;
+
 /// No block.
 const NONE: u32 = u32::MAX;
 
@@ -53,24 +56,56 @@ impl Realm {
     }
 }
 
+/// What is known of a block, in 48 bytes.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     key: BlockKey,
     tenant: TenantId,
-    realm: Realm,
     /// The block before it in its sequence; `NONE` of a first one.
     parent: u32,
     parent_generation: u32,
     generation: u32,
-    /// Sequences, or what forks of them share, that use it.
-    users: u32,
-    /// Neighbours among cached blocks, or among free ones.
-    before: u32,
-    behind: u32,
+    /// Of a block in use: sequences, or what forks of them share, that use it. Of a cached one: its older neighbour.
+    users_or_older: u32,
+    /// Of a cached block: its newer neighbour. Of a free one: the next that is free.
+    next: u32,
+    state: Use,
     indexed: bool,
+    /// Whether its realm is the one of all that share.
+    shared: bool,
     /// Whether its bytes are to be overwritten when nobody uses it any more.
     erase: bool,
 }
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Free,
+    Used,
+    Cached,
+}
+
+impl Entry {
+    fn users(&self) -> u32 {
+        if self.state == Use::Used { self.users_or_older } else { 0 }
+    }
+    fn realm(&self) -> Realm {
+        if self.shared { Realm::SHARED } else { Realm::of(self.tenant) }
+    }
+}
+
+const FREE: Entry = Entry {
+    key: BlockKey::from_bytes([0; 16]),
+    tenant: TenantId::new(0),
+    parent: NONE,
+    parent_generation: 0,
+    generation: 0,
+    users_or_older: NONE,
+    next: NONE,
+    state: Use::Free,
+    indexed: false,
+    shared: false,
+    erase: false,
+};
 
 /// What became of a block that one less uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,20 +115,6 @@ pub enum Released {
     /// Nobody uses it, and its bytes are to be overwritten before it is [freed](Tables::free).
     ToErase,
 }
-
-const FREE: Entry = Entry {
-    key: BlockKey::from_bytes([0; 16]),
-    tenant: TenantId::new(0),
-    realm: Realm::SHARED,
-    parent: NONE,
-    parent_generation: 0,
-    generation: 0,
-    users: 0,
-    before: NONE,
-    behind: NONE,
-    indexed: false,
-    erase: false,
-};
 
 /// What a block is to be known by.
 #[derive(Clone, Copy, Debug)]
@@ -156,7 +177,8 @@ impl Tables {
     }
 
     fn push_free(&mut self, block: u32) {
-        self.entries[block as usize].behind = std::mem::replace(&mut self.free, block);
+        let entry = &mut self.entries[block as usize];
+        (entry.state, entry.next) = (Use::Free, std::mem::replace(&mut self.free, block));
         self.free_count += 1;
     }
 
@@ -164,7 +186,7 @@ impl Tables {
     pub fn take(&mut self, tenant: TenantId) -> Option<BlockId> {
         let block = if self.free != NONE {
             let block = self.free;
-            self.free = self.entries[block as usize].behind;
+            self.free = self.entries[block as usize].next;
             self.free_count -= 1;
             block
         } else {
@@ -174,30 +196,30 @@ impl Tables {
             block
         };
         let generation = self.entries[block as usize].generation.wrapping_add(1);
-        self.entries[block as usize] = Entry { tenant, generation, users: 1, ..FREE };
+        self.entries[block as usize] = Entry { tenant, generation, users_or_older: 1, state: Use::Used, ..FREE };
         Some(BlockId(block))
     }
 
     /// One more uses the block, which was just found.
     pub fn share(&mut self, block: BlockId) {
-        if self.entries[block.index()].users == 0 {
+        if self.entries[block.index()].state == Use::Cached {
             self.unlink(block.0);
+            self.entries[block.index()].users_or_older = 0;
         }
-        self.entries[block.index()].users += 1;
+        self.entries[block.index()].users_or_older += 1;
     }
 
     /// One less uses the block.
     pub fn release(&mut self, block: BlockId) -> Released {
         let entry = &mut self.entries[block.index()];
-        debug_assert!(entry.users > 0, "{block:?} is used by nobody");
-        if entry.users > 1 {
-            entry.users -= 1;
+        debug_assert!(entry.users() > 0, "{block:?} is used by nobody");
+        if entry.users() > 1 {
+            entry.users_or_older -= 1;
             return Released::Done;
         }
         if entry.erase {
             return Released::ToErase;
         }
-        entry.users = 0;
         match entry.indexed {
             true => self.link(block.0),
             false => self.push_free(block.0),
@@ -207,31 +229,32 @@ impl Tables {
 
     /// The bytes of a block that was to be erased were overwritten.
     pub fn free(&mut self, block: BlockId) {
-        self.entries[block.index()].users = 0;
         self.push_free(block.0);
     }
 
     fn link(&mut self, block: u32) {
-        let before = std::mem::replace(&mut self.newest, block);
+        let older = std::mem::replace(&mut self.newest, block);
         let entry = &mut self.entries[block as usize];
-        (entry.before, entry.behind) = (before, NONE);
-        match before {
+        (entry.users_or_older, entry.next, entry.state) = (older, NONE, Use::Cached);
+        match older {
             NONE => self.oldest = block,
-            before => self.entries[before as usize].behind = block,
+            older => self.entries[older as usize].next = block,
         }
         self.cached += 1;
     }
 
+    /// Takes a cached block out of the line; it is in use then.
     fn unlink(&mut self, block: u32) {
-        let Entry { before, behind, .. } = self.entries[block as usize];
-        match before {
-            NONE => self.oldest = behind,
-            before => self.entries[before as usize].behind = behind,
+        let Entry { users_or_older: older, next: newer, .. } = self.entries[block as usize];
+        match older {
+            NONE => self.oldest = newer,
+            older => self.entries[older as usize].next = newer,
         }
-        match behind {
-            NONE => self.newest = before,
-            behind => self.entries[behind as usize].before = before,
+        match newer {
+            NONE => self.newest = older,
+            newer => self.entries[newer as usize].users_or_older = older,
         }
+        self.entries[block as usize].state = Use::Used;
         self.cached -= 1;
     }
 
@@ -264,22 +287,60 @@ impl Tables {
     /// Whether one sequence uses the block, and no other can find it.
     pub fn is_alone(&self, block: BlockId) -> bool {
         let entry = &self.entries[block.index()];
-        entry.users == 1 && !entry.indexed
+        entry.users() == 1 && !entry.indexed
+    }
+
+    fn is_it(&self, block: u32, known: &Known<'_>) -> bool {
+        let entry = &self.entries[block as usize];
+        let parent = known.parent.map_or((NONE, 0), |parent| (parent.block.0, parent.generation));
+        entry.key == known.key
+            && entry.realm() == known.realm
+            && (entry.parent, entry.parent_generation) == parent
+            && self.tokens_of(BlockId(block)) == known.tokens
     }
 
     /// The block that is known by this. Another block with the same key, of other tokens or behind another block, is
     /// none.
     pub fn find(&self, known: &Known<'_>) -> Option<BlockId> {
-        let is_it = |block: &u32| {
-            let entry = &self.entries[*block as usize];
-            let parent = (entry.parent != NONE)
-                .then_some(Link { block: BlockId(entry.parent), generation: entry.parent_generation });
-            entry.key == known.key
-                && entry.realm == known.realm
-                && parent == known.parent
-                && self.tokens_of(BlockId(*block)) == known.tokens
-        };
-        self.index.find(known.key.short(), is_it).copied().map(BlockId)
+        self.index.find(known.key.short(), |block| self.is_it(*block, known)).copied().map(BlockId)
+    }
+
+    /// The blocks that hold the beginning of these tokens, from the first on, of at most `most` blocks.
+    pub fn matching(&self, root: BlockKey, realm: Realm, tokens: &[Token], most: usize) -> Vec<BlockId> {
+        let mut found = Vec::with_capacity(most);
+        let (mut key, mut parent) = (root, None);
+        let mut blocks = tokens.chunks_exact(self.block_tokens).take(most);
+        loop {
+            // Of some keys at a time the likely blocks first, which do not depend on each other: so the processor waits
+            // for several places of these tables at once.
+            let mut likely = [(root, NONE, [].as_slice()); AT_ONCE];
+            let mut count = 0;
+            for (place, tokens) in likely.iter_mut().zip(&mut blocks) {
+                key = key.next(tokens);
+                *place = (key, NONE, tokens);
+                count += 1;
+            }
+            for (key, block, _) in &mut likely[..count] {
+                let same = |block: &u32| self.entries[*block as usize].key == *key;
+                *block = self.index.find(key.short(), same).copied().unwrap_or(NONE);
+            }
+            for (key, block, tokens) in likely[..count].iter().copied() {
+                let known = Known { key, parent, realm, tokens };
+                let block = match block {
+                    NONE => return found,
+                    block if self.is_it(block, &known) => BlockId(block),
+                    _ => match self.find(&known) {
+                        Some(block) => block,
+                        None => return found,
+                    },
+                };
+                parent = Some(self.link_of(block));
+                found.push(block);
+            }
+            if count < AT_ONCE {
+                return found;
+            }
+        }
     }
 
     /// The block holds these tokens' keys and values from now on, and is found by them unless another one is; that one
@@ -287,7 +348,7 @@ impl Tables {
     pub fn keep(&mut self, block: BlockId, known: &Known<'_>) -> Option<BlockId> {
         let found = self.find(known);
         let entry = &mut self.entries[block.index()];
-        (entry.key, entry.realm) = (known.key, known.realm);
+        (entry.key, entry.shared) = (known.key, known.realm == Realm::SHARED);
         (entry.parent, entry.parent_generation) =
             known.parent.map_or((NONE, 0), |parent| (parent.block.0, parent.generation));
         let start = block.index() * self.block_tokens;
@@ -305,15 +366,15 @@ impl Tables {
     pub fn delete_tenant(&mut self, tenant: TenantId) -> Vec<BlockId> {
         let mut gone = Vec::new();
         for block in 0..self.blocks() {
-            let Entry { tenant: owner, users, indexed, .. } = self.entries[block as usize];
-            if owner != tenant || (users == 0 && !indexed) {
+            let Entry { tenant: owner, state, .. } = self.entries[block as usize];
+            if owner != tenant || state == Use::Free {
                 continue;
             }
             self.forget(block);
             self.entries[block as usize].erase = true;
-            if users == 0 {
+            if state == Use::Cached {
                 self.unlink(block);
-                self.entries[block as usize].users = 1;
+                self.entries[block as usize].users_or_older = 1;
                 gone.push(BlockId(block));
             }
         }
@@ -430,8 +491,14 @@ mod tests {
 
     #[test]
     fn a_block_takes_little() {
-        let tables = Tables::new(1 << 14, 16);
+        let mut tables = Tables::new(1 << 14, 16);
+        for nth in 0..1 << 14 {
+            let block = tables.take(A).unwrap();
+            let tokens = [Token::new(nth); 16];
+            let realm = Realm::of(A);
+            tables.keep(block, &Known { key: root(realm).next(&tokens), parent: None, realm, tokens: &tokens });
+        }
         assert!(tables.bytes() / (1 << 14) <= 128, "{}", tables.bytes() / (1 << 14));
-        assert!(size_of::<Entry>() <= 64);
+        assert_eq!(size_of::<Entry>(), 48);
     }
 }
