@@ -154,7 +154,7 @@ impl KvLayout {
     fn badness(&self) -> u64 {
         let tokens = (f64::from(self.tokens) / f64::from(TOKENS_BEST)).log2().abs();
         let pages = (self.pages() as f64).log2();
-        let few = f64::from(4 / self.groups().min(4) - 1);
+        let few = [4.0, 1.0, 0.5].get(self.groups() as usize - 1).copied().unwrap_or(0.0);
         let many = (f64::from(self.groups()) / 16.0).log2().max(0.0);
         ((2.0 * tokens + pages + few + many) * 1e6) as u64
     }
@@ -269,6 +269,27 @@ mod tests {
                     assert_eq!(again.unwrap(), layout);
                 }
             }
+        }
+    }
+
+    /// As `docs/kv.md` says.
+    #[test]
+    fn what_is_chosen_for_known_models() {
+        for (layers, heads, head_dim, kib, tokens, group, pages) in [
+            (30, 3, 64, 64, 56, 3, 2),
+            (32, 8, 128, 64, 16, 1, 1),
+            (32, 8, 128, 256, 16, 4, 1),
+            (32, 8, 128, 2048, 32, 16, 1),
+            (80, 8, 128, 2048, 32, 16, 1),
+            (48, 4, 128, 256, 16, 8, 1),
+        ] {
+            let shape = KvShape::new(layers, heads, head_dim, DType::F16).unwrap();
+            let layout = KvLayout::new(shape, page(kib)).unwrap();
+            assert_eq!(
+                (layout.block_tokens(), layout.group_layers(), layout.pages()),
+                (tokens, group, pages),
+                "{shape:?}"
+            );
         }
     }
 
