@@ -1,0 +1,6 @@
+//! What a store of blocks promises: over restarts, crashes, damage and bad input.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
+
+mod blocks;
+mod whole;
