@@ -39,8 +39,6 @@ pub use self::options::{Admission, Clock, StoreKey, StoreOptions};
 pub use self::report::report;
 pub use self::report::{StoreReport, inspect, verify};
 
-/// The buffer is written when it has this many bytes.
-const COALESCE: usize = 2 << 20;
 /// How zstd compresses: 1 is its fastest usual level.
 const LEVEL: i32 = 1;
 /// The end of the names of block files. Sixteen hexadecimal digits precede it.
@@ -508,7 +506,7 @@ impl Store {
         self.make_room(&mut writer, bytes)?;
         self.append(&mut writer, &content)?;
         let waiting = self.index.lock().buffer.len();
-        if waiting >= COALESCE
+        if waiting >= self.options.coalesce
             && let Err(cause) = self.write_out(&mut writer)
         {
             // The block is kept in the buffer, and the next call says so if it still cannot be written.
@@ -545,7 +543,7 @@ impl Store {
     fn append(&self, writer: &mut Writer, content: &Content<'_>) -> Result<()> {
         let bytes = record_bytes(identity_bytes(content.tokens.len()), content.payload.len());
         let waiting = self.index.lock().buffer.len();
-        if waiting >= COALESCE {
+        if waiting >= self.options.coalesce {
             self.write_out(writer)?;
         }
         let full = writer.current.is_some_and(|number| {

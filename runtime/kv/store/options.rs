@@ -118,6 +118,7 @@ impl fmt::Debug for Clock {
 pub struct StoreOptions {
     pub(super) capacity: u64,
     pub(super) file_bytes: Option<u64>,
+    pub(super) coalesce: usize,
     pub(super) write_budget: u64,
     pub(super) compress: bool,
     pub(super) admit: Admission,
@@ -130,6 +131,7 @@ impl Default for StoreOptions {
         Self {
             capacity: 64 << 30,
             file_bytes: None,
+            coalesce: 2 << 20,
             write_budget: u64::MAX,
             compress: false,
             admit: Admission::default(),
@@ -157,6 +159,14 @@ impl StoreOptions {
     #[must_use]
     pub fn file_bytes(mut self, bytes: Bytes) -> Self {
         self.file_bytes = Some(bytes.get());
+        self
+    }
+
+    /// Bytes of a write. Less than the 2 MiB that it has is for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn coalesce(mut self, bytes: Bytes) -> Self {
+        self.coalesce = bytes.get() as usize;
         self
     }
 

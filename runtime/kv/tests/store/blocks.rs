@@ -1,5 +1,7 @@
 //! Blocks whose bytes follow from their number, so that a wrong byte is seen.
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 
 use outcore::Bytes;
@@ -86,4 +88,11 @@ pub fn options() -> StoreOptions {
 
 pub fn open(folder: &Path, options: StoreOptions) -> outcore::Result<Store> {
     Store::open(folder, &model(), Bytes::new(BYTES as u64), options)
+}
+
+/// The files of a folder, but for the one that is locked.
+pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
+    let files = files.map(|file| (file.file_name().into_string().unwrap(), fs::read(file.path()).unwrap()));
+    files.filter(|(name, _)| name != "lock").collect()
 }
