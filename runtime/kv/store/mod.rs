@@ -577,18 +577,13 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the next block file, and makes that last.
+    /// Makes the next block file. It lasts when the manifest does that names it, because the folder is synced then.
     fn begin_file(&self, writer: &mut Writer) -> Result<u64> {
         let number = writer.next_file;
         let name = file_name(number);
         let failed = |cause| Error::io(format!("make the block file {name} of the store {}", self.name), cause);
         writer.next_file += 1;
         let file = self.files.open(&name, Access::Create).map_err(failed)?;
-        if let Err(cause) = self.files.sync_folder() {
-            writer.leftover.push(number);
-            return Err(failed(cause));
-        }
-        writer.unsynced_removal = false;
         let mut index = self.index.lock();
         (index.buffer_file, index.buffer_at) = (number, 0);
         index.files.insert(number, file.clone());

@@ -4,4 +4,6 @@
 
 mod blocks;
 mod cuts;
+mod damage;
+mod kills;
 mod whole;
