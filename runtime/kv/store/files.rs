@@ -155,6 +155,18 @@ impl Disk {
     }
 }
 
+/// A locked file. It is unlocked by hand, because a child that is just being started has it open too for a moment.
+#[derive(Debug)]
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if let Err(cause) = self.0.unlock() {
+            tracing::debug!(%cause, "a folder stays locked until its file is closed everywhere");
+        }
+    }
+}
+
 impl Files for Disk {
     fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn OpenFile>> {
         Ok(Arc::new(self.file(name, access)?))
@@ -181,7 +193,7 @@ impl Files for Disk {
     fn lock(&self, access: Access) -> io::Result<Option<Box<dyn Any + Send + Sync>>> {
         let file = self.file(LOCK, access)?;
         match file.try_lock() {
-            Ok(()) => Ok(Some(Box::new(file))),
+            Ok(()) => Ok(Some(Box::new(Locked(file)))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(cause)) => Err(cause),
         }

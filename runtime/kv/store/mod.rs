@@ -209,6 +209,15 @@ fn check_of(parent: Option<BlockKey>, tokens: &[Token]) -> u64 {
     parent.unwrap_or(BlockKey::from_bytes([0; 16])).next(tokens).short()
 }
 
+/// An error of the disk, while something was written.
+fn unwritten(what: String, cause: io::Error) -> Error {
+    let error = Error::io(what, cause);
+    match error.kind() {
+        ErrorKind::DiskFull => error.remedy("free room on the disk, or give the store a smaller capacity"),
+        _ => error,
+    }
+}
+
 fn corrupt(what: String) -> Error {
     Error::new(ErrorKind::Corrupt, what)
 }
@@ -581,7 +590,7 @@ impl Store {
     fn begin_file(&self, writer: &mut Writer) -> Result<u64> {
         let number = writer.next_file;
         let name = file_name(number);
-        let failed = |cause| Error::io(format!("make the block file {name} of the store {}", self.name), cause);
+        let failed = |cause| unwritten(format!("make the block file {name} of the store {}", self.name), cause);
         writer.next_file += 1;
         let file = self.files.open(&name, Access::Create).map_err(failed)?;
         let mut index = self.index.lock();
@@ -657,7 +666,7 @@ impl Store {
             if let Err(cause) = state.file.sync() {
                 self.give_up_unsynced(writer, number);
                 let what = format!("sync {} of the store {}", file_name(number), self.name);
-                return Err(Error::io(what, cause));
+                return Err(unwritten(what, cause));
             }
             state.synced = state.written;
             writer.dirty = true;
@@ -720,7 +729,7 @@ impl Store {
     }
 
     fn write_manifest(&self, writer: &mut Writer, gone: &[u64]) -> Result<()> {
-        let failed = |cause| Error::io(format!("write the manifest of the store {}", self.name), cause);
+        let failed = |cause| unwritten(format!("write the manifest of the store {}", self.name), cause);
         writer.generation += 1;
         let files = writer.files.iter().filter(|(number, state)| !gone.contains(number) && state.synced > 0);
         let files: Vec<(u64, u64)> = files.map(|(number, state)| (*number, state.synced)).collect();
@@ -962,7 +971,7 @@ impl Store {
         for (number, state) in files.iter_mut() {
             if let Err(cause) = self.erase_tenant(tenant, state) {
                 let what = format!("erase blocks of a tenant in {} of the store {}", file_name(*number), self.name);
-                first = first.and(Err(Error::io(what, cause)));
+                first = first.and(Err(unwritten(what, cause)));
             }
         }
         // A file that is not named any more may have blocks of the tenant too.
@@ -972,7 +981,7 @@ impl Store {
                 Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
                     leftover.push(number);
                     let what = format!("remove {} of the store {}", file_name(number), self.name);
-                    first = first.and(Err(Error::io(what, cause)));
+                    first = first.and(Err(unwritten(what, cause)));
                 }
                 _ => {}
             }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use outcore::Bytes;
 use outcore_kv::{Admission, BlockKey, Fingerprint, Put, Store, StoreOptions, StoredBlock, TenantId, Token};
+use parking_lot::Mutex;
 
 /// Bytes of a block in these tests.
 pub const BYTES: usize = 3000;
@@ -30,6 +31,12 @@ impl Block {
     /// The block of this number, of a tenant. Tenants have different keys.
     pub fn of(tenant: u64, number: u64) -> Self {
         Self::sized(tenant, number, BYTES)
+    }
+
+    /// As [`of`](Self::of), made once, for tests that ask often.
+    pub fn known(tenant: u64, number: u64) -> &'static Self {
+        static KNOWN: Mutex<BTreeMap<(u64, u64), &'static Block>> = Mutex::new(BTreeMap::new());
+        KNOWN.lock().entry((tenant, number)).or_insert_with(|| Box::leak(Box::new(Self::of(tenant, number))))
     }
 
     pub fn sized(tenant: u64, number: u64, bytes: usize) -> Self {

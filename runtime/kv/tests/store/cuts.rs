@@ -311,11 +311,11 @@ fn run(before: &Contents, there: &BTreeSet<(u64, u64)>, options: &StoreOptions, 
     let say = |did| log.lock().push(did);
     let store = Store::open_with(Arc::new(recorder), "a run", &model(), Bytes::new(BYTES as u64), options.clone());
     let store = store.unwrap();
-    let all: Vec<Block> = (0..TENANTS * NUMBERS).map(|at| Block::of(at / NUMBERS, at % NUMBERS)).collect();
+    let all: Vec<&Block> = (0..TENANTS * NUMBERS).map(|at| Block::known(at / NUMBERS, at % NUMBERS)).collect();
     // A block that was damaged by the last cut may be in the store until it is read.
     let mut known = there.clone();
     let is_held = |block: &(u64, u64)| {
-        let block = &all[(block.0 * NUMBERS + block.1) as usize];
+        let block = all[(block.0 * NUMBERS + block.1) as usize];
         store.contains(block.tenant, block.key)
     };
     for _ in 0..50 + below(state, 150) {
@@ -372,7 +372,7 @@ fn look(cut: &Contents, promised: &Promised, options: &StoreOptions, thorough: b
     let store = open();
     let mut there = BTreeSet::new();
     for block in (0..TENANTS * NUMBERS).map(|at| (at / NUMBERS, at % NUMBERS)) {
-        let found = Block::of(block.0, block.1).is_in(&store);
+        let found = Block::known(block.0, block.1).is_in(&store);
         assert!(found || !promised.there.contains(&block), "acknowledged and lost: {block:?}, {:?}", store.stats());
         assert!(!found || !promised.gone.contains(&block), "deleted and came back: {block:?}");
         if found {
@@ -385,13 +385,13 @@ fn look(cut: &Contents, promised: &Promised, options: &StoreOptions, thorough: b
     };
     if thorough {
         for (tenant, number) in promised.gone.iter().step_by(7) {
-            let block = Block::of(*tenant, *number);
+            let block = Block::known(*tenant, *number);
             let held = files.values().any(|file| file.windows(32).any(|window| window == &block.bytes[64..96]));
             assert!(!held, "bytes of a deleted block: {tenant}, {number}");
         }
     }
     // It goes on.
-    let new = Block::of(TENANTS, 1);
+    let new = Block::known(TENANTS, 1);
     new.put(&store);
     store.flush().unwrap();
     drop(store);

@@ -54,7 +54,7 @@ fn work(folder: &Path, seed: u64) {
             }
             _ => {
                 say(format_args!("putting {tenant} {number}"));
-                if Block::of(tenant, number).put(&store) == Put::Queued {
+                if Block::known(tenant, number).put(&store) == Put::Queued {
                     say(format_args!("put {tenant} {number}"));
                 }
             }
@@ -95,7 +95,7 @@ impl Promised {
         let store = open(folder, options_of(number)).unwrap();
         let mut there = BTreeSet::new();
         for block in (0..TENANTS * NUMBERS).map(|at| (at / NUMBERS, at % NUMBERS)) {
-            let found = Block::of(block.0, block.1).is_in(&store);
+            let found = Block::known(block.0, block.1).is_in(&store);
             let may_miss = number.is_multiple_of(4) || !self.there.contains(&block);
             assert!(found || may_miss, "acknowledged and lost: {block:?}, {:?}", store.stats());
             assert!(!found || !self.gone.contains(&block), "deleted and came back: {block:?}");

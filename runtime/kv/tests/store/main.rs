@@ -5,5 +5,6 @@
 mod blocks;
 mod cuts;
 mod damage;
+mod failures;
 mod kills;
 mod whole;
