@@ -8,4 +8,4 @@ pub use store::{
     Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, inspect, verify,
 };
 #[doc(hidden)]
-pub use store::{files, report};
+pub use store::{files, repair, report};

@@ -197,3 +197,16 @@ impl Opened<'_> {
         (ordered && below && body.next_file < u64::MAX >> 1 && body.generation < u64::MAX >> 1).then_some(body)
     }
 }
+
+/// Makes the sums of a manifest right that is not encrypted. Returns the store's own number.
+pub fn repair(bytes: &mut [u8]) -> Option<[u8; 16]> {
+    let (head, rest) = bytes.split_first_chunk_mut::<HEAD>()?;
+    let nonce = head[CHECKED - NONCE..CHECKED].try_into().ok()?;
+    let check = Seal::Sum.close(&nonce, Use::Head, &head[..CHECKED], &mut []).ok()?;
+    head[CHECKED..SUMMED].copy_from_slice(&check);
+    let sum = XxHash3_64::oneshot(&head[..SUMMED]).to_le_bytes();
+    head[SUMMED..SUMMED + 8].copy_from_slice(&sum);
+    let tag = Seal::Sum.close(&nonce, Use::Body, &head[..ABOUT], rest).ok()?;
+    head[ABOUT..].copy_from_slice(&tag);
+    head[16..32].try_into().ok()
+}

@@ -35,9 +35,9 @@ use self::seen::Seen;
 use crate::{BlockKey, Fingerprint, TenantId, Token};
 
 pub use self::options::{Admission, Clock, StoreKey, StoreOptions};
-#[doc(hidden)]
-pub use self::report::report;
 pub use self::report::{StoreReport, inspect, verify};
+#[doc(hidden)]
+pub use self::report::{repair, report};
 
 /// How zstd compresses: 1 is its fastest usual level.
 const LEVEL: i32 = 1;

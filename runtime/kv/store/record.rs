@@ -187,3 +187,17 @@ impl Head {
         seal.open(&self.nonce, Use::Body, &about(place, &self.raw, &self.identity_tag), bytes, &self.payload_tag)
     }
 }
+
+/// Makes the tags of a record right that is not encrypted, if these bytes may be one.
+pub fn repair(bytes: &mut [u8], place: &Place) -> Option<()> {
+    let (head, rest) = bytes.split_first_chunk_mut::<HEAD>()?;
+    let mut fields = Fields(&head[24..]);
+    let (identity, payload) = (fields.u32()? as usize, fields.u32()? as usize);
+    let (identity, payload) = rest.get_mut(..identity.checked_add(payload)?)?.split_at_mut(identity);
+    let nonce = fields.bytes()?;
+    let tag = Seal::Sum.close(&nonce, Use::Head, &about(place, head, &[]), identity).ok()?;
+    head[ABOUT..ABOUT + TAG].copy_from_slice(&tag);
+    let tag = Seal::Sum.close(&nonce, Use::Body, &about(place, head, &tag), payload).ok()?;
+    head[ABOUT + TAG..].copy_from_slice(&tag);
+    Some(())
+}

@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails")]
 
 mod blocks;
+mod corpus;
 mod cuts;
 mod damage;
 mod failures;
+mod fuzzed;
 mod kills;
 mod whole;
