@@ -260,12 +260,12 @@ fn agree(facts: &Facts, model: &Fingerprint, block_bytes: u64) -> Result<()> {
 
 impl Store {
     /// Opens the store in a folder, and makes one if there is none. It is of one model, and its blocks have
-    /// `block_bytes` bytes each.
+    /// `block_bytes` bytes each: at most 1 GiB.
     ///
     /// # Errors
     /// If the folder is held by another process ([`ErrorKind::PermissionDenied`]), is of another model, size of blocks
     /// or key ([`ErrorKind::InvalidArgument`]), of a newer version ([`ErrorKind::Unsupported`]), if its manifest is
-    /// damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and written. What the folder holds stays as it is then.
+    /// damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and written. The folder stays as it is then.
     pub fn open(folder: &Path, model: &Fingerprint, block_bytes: Bytes, options: StoreOptions) -> Result<Self> {
         let name = folder.display().to_string();
         let files = Disk::make(folder).map_err(|cause| Error::io(format!("make the folder {name}"), cause))?;
@@ -300,7 +300,7 @@ impl Store {
         let largest = record_bytes(identity_bytes(TOKENS_MOST), bytes as usize);
         if file_bytes < bytes || options.capacity / 2 < file_bytes.max(largest) {
             let what = format!(
-                "a capacity of {} bytes with block files of {file_bytes}: it must hold two, and each a block, which may need {largest}",
+                "a capacity of {} bytes with block files of {file_bytes}: it must hold two, each with a block of {largest}",
                 options.capacity
             );
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give it a larger capacity"));
@@ -555,13 +555,10 @@ impl Store {
         if waiting >= self.options.coalesce {
             self.write_out(writer)?;
         }
-        let full = writer.current.is_some_and(|number| {
-            let written = writer.files[&number].written + self.index.lock().buffer.len() as u64;
-            written > 0 && written + bytes > self.file_bytes
-        });
-        if full {
-            self.write_out(writer)?;
-            writer.current = None;
+        // A file ends where a write does, so that no write is small because a file is full.
+        let empty = self.index.lock().buffer.is_empty();
+        if empty {
+            writer.current = writer.current.filter(|number| writer.files[number].written < self.file_bytes);
         }
         let number = match writer.current {
             Some(number) => number,
@@ -651,8 +648,8 @@ impl Store {
     /// deleted before gone.
     ///
     /// # Errors
-    /// If they cannot be written. Those that were flushed before stay. After an error of a sync, those that were not are
-    /// lost; after others, the next call tries again.
+    /// If they cannot be written. Those that were flushed before stay. If a sync failed, those that were not are lost;
+    /// otherwise the next call tries again.
     pub fn flush(&self) -> Result<()> {
         self.flush_all(&mut self.writer.lock())
     }
@@ -846,8 +843,8 @@ impl Store {
     }
 
     /// Copies a block's bytes to `into`, which must be as long as a block. False if the store has no such block: none
-    /// with this key, or it is another tenant's, of other tokens, behind another block, or damaged. What `into` holds is
-    /// then worth nothing.
+    /// with this key, or it is another tenant's, of other tokens, behind another block, or damaged. Then what `into`
+    /// holds is worth nothing.
     ///
     /// # Errors
     /// If `into` has another length, or the disk cannot be read.
@@ -865,13 +862,14 @@ impl Store {
         }
         let (entry, source) = {
             let mut index = self.index.lock();
-            let Some(entry) = index.blocks.get_mut(&(tenant, key)) else { return Ok(false) };
+            let Some(mut entry) = index.blocks.get(&(tenant, key)).copied() else { return Ok(false) };
             if entry.check != check_of(parent, tokens) {
                 return Ok(false);
             }
-            entry.used = true;
-            let entry = *entry;
-            (entry, index.source(&entry))
+            let source = index.source(&entry);
+            entry.used |= matches!(source, Some(Source::File(_)));
+            index.blocks.insert((tenant, key), entry);
+            (entry, source)
         };
         let from_disk = matches!(source, Some(Source::File(_)));
         let sound = match source {

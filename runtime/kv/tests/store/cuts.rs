@@ -431,3 +431,23 @@ fn a_power_cut_loses_nothing_that_was_acknowledged() {
         cuts(seed, 1000 / SEEDS);
     }
 }
+
+/// Only a flush writes less than 2 MiB at once, and nothing is written twice.
+#[test]
+fn blocks_are_written_2_mib_at_once() {
+    let recorder = Recorder::on(&Contents::new());
+    let log = recorder.log.clone();
+    let options = options().file_bytes(Bytes::mib(5));
+    let store = Store::open_with(Arc::new(recorder), "a run", &model(), Bytes::new(BYTES as u64), options).unwrap();
+    (0..4000).for_each(|number| assert_eq!(Block::of(1, number).put(&store), Put::Queued));
+    let writes = |log: &[Did]| -> Vec<usize> {
+        let bytes =
+            log.iter().filter_map(|did| if let Did::Write(_, _, bytes) = did { Some(bytes.len()) } else { None });
+        bytes.filter(|bytes| *bytes > 4096).collect()
+    };
+    assert_eq!(writes(&log.lock()), [2 << 20; 7]);
+    assert_eq!(log.lock().iter().filter(|did| matches!(did, Did::Sync(_))).count(), 1, "of the first manifest");
+    store.flush().unwrap();
+    let all = writes(&log.lock());
+    assert_eq!((all.len(), all.iter().sum::<usize>()), (8, 4000 * 4096));
+}

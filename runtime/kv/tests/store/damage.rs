@@ -19,7 +19,7 @@ const BLOCKS: u64 = 12;
 const BEFORE: usize = 96 + 48 + 4 * 16;
 
 fn kinds() -> [StoreOptions; 3] {
-    let small = options().file_bytes(Bytes::kib(20));
+    let small = options().file_bytes(Bytes::kib(20)).coalesce(Bytes::new(1));
     [small.clone(), small.clone().compress(true), small.key(StoreKey::from_bytes([1; 32]))]
 }
 

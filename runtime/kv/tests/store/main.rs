@@ -9,4 +9,5 @@ mod damage;
 mod failures;
 mod fuzzed;
 mod kills;
+mod threads;
 mod whole;

@@ -195,7 +195,7 @@ fn no_more_is_written_a_day_than_the_budget() {
 #[test]
 fn the_oldest_go_when_there_is_no_room() {
     let folder = tempdir().unwrap();
-    let options = options().capacity(Bytes::mib(4)).file_bytes(Bytes::kib(512));
+    let options = options().capacity(Bytes::mib(4)).file_bytes(Bytes::kib(512)).coalesce(Bytes::kib(64));
     let store = open(folder.path(), options.clone()).unwrap();
     let used = Block::of(1, 3);
     let mut flushed = Vec::new();
