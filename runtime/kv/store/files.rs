@@ -57,7 +57,8 @@ pub trait Files: Debug + Send + Sync {
     /// # Errors
     /// What the system says.
     fn sync_folder(&self) -> io::Result<()>;
-    /// Holds the folder until what is returned is dropped. `None` if somebody else does.
+    /// Holds the folder until what is returned is dropped. `None` if somebody else does. Those who only read may hold it
+    /// together.
     ///
     /// # Errors
     /// What the system says.
@@ -192,7 +193,9 @@ impl Files for Disk {
 
     fn lock(&self, access: Access) -> io::Result<Option<Box<dyn Any + Send + Sync>>> {
         let file = self.file(LOCK, access)?;
-        match file.try_lock() {
+        // Several may look into it at once.
+        let locked = if access == Access::Read { file.try_lock_shared() } else { file.try_lock() };
+        match locked {
             Ok(()) => Ok(Some(Box::new(Locked(file)))),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(cause)) => Err(cause),

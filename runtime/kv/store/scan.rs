@@ -19,7 +19,7 @@ pub struct Known<'a> {
 #[derive(Debug)]
 pub enum Found {
     /// A record with a sound head and identity. Its payload was not read.
-    Record(Place, Head, Identity),
+    Record(Place, Box<Head>, Identity),
     /// Bytes that are no record, from here on and so many. They are not all zeros.
     Damaged(u64, u64),
 }
@@ -43,7 +43,7 @@ pub fn scan(
         let place = Place { store: known.store, file: number, offset };
         if let Some((head, identity)) = record(known, &place, file, &bytes, length - offset)? {
             offset += head.record();
-            found(Found::Record(place, head, identity))?;
+            found(Found::Record(place, Box::new(head), identity))?;
         } else {
             if bytes.iter().any(|byte| *byte != 0) {
                 found(Found::Damaged(offset, ALIGN))?;

@@ -27,7 +27,8 @@ fn options() -> StoreOptions {
 /// The tokens and bytes of a block.
 fn block(number: u32) -> (BlockKey, [Token; 4], [u8; BYTES]) {
     let tokens = [number; 4].map(Token::new);
-    let bytes = std::array::from_fn(|at| if number % 2 == 0 { number as u8 } else { (at as u8).wrapping_mul(167) });
+    let bytes =
+        std::array::from_fn(|at| if number.is_multiple_of(2) { number as u8 } else { (at as u8).wrapping_mul(167) });
     (BlockKey::root(&model(), 0).next(&tokens), tokens, bytes)
 }
 
