@@ -8,10 +8,16 @@ mod key;
 mod layout;
 mod pool;
 mod sequence;
+mod store;
 mod tables;
 
 pub use key::{BlockKey, Fingerprint, TenantId, Token};
 pub use layout::{KvLayout, KvPart, KvShape};
 pub use pool::{KvPool, KvStats, TenantOptions};
 pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
+pub use store::{
+    Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, inspect, verify,
+};
+#[doc(hidden)]
+pub use store::{files, repair, report};
 pub use tables::BlockId;
