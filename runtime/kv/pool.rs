@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use outcore::policy::SegmentClass;
@@ -11,7 +12,8 @@ use parking_lot::Mutex;
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
 use crate::sequence::Sequence;
-use crate::tables::{BlockId, Realm, Released, Tables};
+use crate::store::{Put, Store, StoreOptions, StoreStats, StoredBlock};
+use crate::tables::{BlockId, Kept, Realm, Released, Tables};
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,12 +51,21 @@ pub struct State {
 struct Counts {
     asked: u64,
     found: u64,
+    read: u64,
     joined: u64,
 }
 
 impl State {
     fn tenant(&mut self, id: TenantId) -> &mut Tenant {
         self.tenants.entry(id).or_default()
+    }
+
+    /// Whose blocks this tenant may find in a store.
+    fn finds(&self, id: TenantId) -> Vec<TenantId> {
+        if self.realm(id) != Realm::SHARED {
+            return vec![id];
+        }
+        self.tenants.iter().filter(|(_, tenant)| tenant.options.shares).map(|(id, _)| *id).collect()
     }
 
     pub fn realm(&self, id: TenantId) -> Realm {
@@ -118,6 +129,7 @@ pub struct Shared {
     /// A row for each block.
     blocks: Tensor,
     pub state: Mutex<State>,
+    store: Option<Store>,
 }
 
 impl fmt::Debug for Shared {
@@ -156,6 +168,53 @@ impl Shared {
         Ok(())
     }
 
+    /// All groups' bytes of a block, one after the other, as a store keeps them.
+    fn copy_out(&self, block: BlockId, bytes: &mut [u8]) -> Result<()> {
+        for (group, bytes) in bytes.chunks_exact_mut(self.layout.block_bytes().get() as usize).enumerate() {
+            let tensor = [self.tensor(block, group as u32)?];
+            self.runtime.pin_device(&tensor).wait()?.copy_out(0, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn copy_in(&self, block: BlockId, bytes: &[u8]) -> Result<()> {
+        for (group, bytes) in bytes.chunks_exact(self.layout.block_bytes().get() as usize).enumerate() {
+            let tensor = [self.tensor(block, group as u32)?];
+            self.runtime.pin_device_mut(&tensor).wait()?.copy_in(0, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
+    /// still tried.
+    pub fn put(&self, blocks: impl Iterator<Item = BlockId>, seen_twice: bool) -> Result<u64> {
+        let Some(store) = &self.store else { return Ok(0) };
+        let (mut bytes, mut count, mut first) = (vec![0; stored_bytes(&self.layout)], 0, Ok(()));
+        for block in blocks {
+            let kept = self.state.lock().tables.to_keep(block, seen_twice);
+            let Some(kept) = kept else { continue };
+            let Kept { key, parent, tenant, tokens } = &kept;
+            let mut put = || {
+                if store.contains(*tenant, *key) {
+                    return Ok(Put::Known);
+                }
+                self.copy_out(block, &mut bytes)?;
+                let stored = StoredBlock { key: *key, parent: *parent, tenant: *tenant, tokens, bytes: &bytes };
+                // It was seen twice, or its sequence will come back.
+                store.put_parked(&stored)
+            };
+            match put() {
+                Ok(put) => count += u64::from(put == Put::Queued),
+                Err(error) => first = first.and(Err(error)),
+            }
+            let mut state = self.state.lock();
+            if state.tables.release(block) == Released::ToErase {
+                state.ended.push(block);
+            }
+        }
+        first.map(|()| count)
+    }
+
     /// Overwrites a block that nobody uses, and frees it.
     fn erase(&self, block: BlockId) -> Result<()> {
         let zeros = vec![0; self.layout.block_room().get() as usize];
@@ -168,6 +227,11 @@ impl Shared {
         self.state.lock().tables.free(block);
         Ok(())
     }
+}
+
+/// Bytes of a block in a store: those of all groups.
+fn stored_bytes(layout: &KvLayout) -> usize {
+    (layout.block_bytes().get() * u64::from(layout.groups())) as usize
 }
 
 /// The largest number would share with all others: see [`Realm::of`].
@@ -193,6 +257,8 @@ pub struct KvStats {
     pub asked: u64,
     /// Of these, those that were found.
     pub found: u64,
+    /// Blocks that were read from the store, beside these.
+    pub read: u64,
     /// Blocks that a sequence computed although another one had them by then.
     pub joined: u64,
     /// Memory of the tables.
@@ -216,6 +282,27 @@ impl KvPool {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there are no blocks, or if the layout is for another page size
     /// than the runtime's. As for [`Runtime::alloc_for`].
     pub fn open(runtime: &Runtime, layout: KvLayout, model: &[u8], blocks: u32) -> Result<Self> {
+        Self::open_on(runtime, layout, model, blocks, None)
+    }
+
+    /// As [`open`](Self::open), and with a folder that keeps blocks. What is kept there is found by sequences that
+    /// begin; [`save`](Self::save), and [`Sequence::park`], put blocks there.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open) and [`Store::open`].
+    pub fn open_with_store(
+        runtime: &Runtime,
+        layout: KvLayout,
+        model: &[u8],
+        blocks: u32,
+        (folder, options): (&Path, StoreOptions),
+    ) -> Result<Self> {
+        let bytes = Bytes::new(stored_bytes(&layout) as u64);
+        let store = Store::open(folder, &layout.fingerprint(model), bytes, options)?;
+        Self::open_on(runtime, layout, model, blocks, Some(store))
+    }
+
+    fn open_on(runtime: &Runtime, layout: KvLayout, model: &[u8], blocks: u32, store: Option<Store>) -> Result<Self> {
         let page = runtime.stats().page_size;
         if page != layout.page_size() {
             let [ours, theirs] = [page, layout.page_size()].map(|page| Bytes::new(page.bytes()));
@@ -241,7 +328,7 @@ impl KvPool {
         };
         let model = layout.fingerprint(model);
         let runtime = runtime.clone();
-        Ok(Self(Arc::new(Shared { runtime, layout, model, rows, blocks: whole, state: Mutex::new(state) })))
+        Ok(Self(Arc::new(Shared { runtime, layout, model, rows, blocks: whole, state: Mutex::new(state), store })))
     }
 
     /// The layout of its blocks.
@@ -289,10 +376,56 @@ impl KvPool {
                 return Err(error);
             }
         }
+        blocks.iter().for_each(|block| state.tables.seen_again(*block));
         state.stats.asked += whole as u64;
         state.stats.found += blocks.len() as u64;
         drop(state);
-        Ok(Sequence::of_blocks(self.clone(), tenant, realm, blocks))
+        let mut sequence = Sequence::of_blocks(self.clone(), tenant, realm, blocks);
+        if let Some(store) = &self.0.store {
+            self.read_from(store, &mut sequence, tokens, whole)?;
+        }
+        Ok(sequence)
+    }
+
+    /// Adds blocks of these tokens that the store has, up to `whole` blocks.
+    fn read_from(&self, store: &Store, sequence: &mut Sequence, tokens: &[Token], whole: usize) -> Result<()> {
+        let each = self.0.layout.block_tokens() as usize;
+        let tenants = self.0.state.lock().finds(sequence.tenant());
+        let mut bytes = Vec::new();
+        for tokens in tokens.chunks_exact(each).take(whole).skip(sequence.len() as usize / each) {
+            let (key, parent) = sequence.next_key(tokens);
+            let Some(tenant) = tenants.iter().find(|tenant| store.contains(**tenant, key)) else { return Ok(()) };
+            bytes.resize(stored_bytes(&self.0.layout), 0);
+            if !store.get(key, parent, *tenant, tokens, &mut bytes)? {
+                return Ok(());
+            }
+            let Ok(block) = sequence.add_from(tokens, *tenant, |block| self.0.copy_in(block, &bytes)) else {
+                // There is no room for more: the rest is computed, or the sequence ends there.
+                return Ok(());
+            };
+            let mut state = self.0.state.lock();
+            state.tables.seen_again(block);
+            state.stats.read += 1;
+        }
+        Ok(())
+    }
+
+    /// Puts the blocks that sequences have found, or `all` that can be found, into the store that the pool was opened
+    /// with, and returns when they would survive a loss of power. Returns how many were new there.
+    ///
+    /// # Errors
+    /// What pinning a block or writing to the folder says. Blocks that were put stay; the next call tries the others.
+    pub fn save(&self, all: bool) -> Result<u64> {
+        let Some(store) = &self.0.store else { return Ok(0) };
+        let blocks = self.0.state.lock().tables.blocks();
+        let put = self.0.put((0..blocks).map(BlockId::new), !all);
+        store.flush()?;
+        put
+    }
+
+    /// What the store holds and did, if there is one.
+    pub fn store_stats(&self) -> Option<StoreStats> {
+        self.0.store.as_ref().map(Store::stats)
     }
 
     /// How many of these tokens a sequence that [begins](Self::begin) with them would find.
@@ -305,7 +438,8 @@ impl KvPool {
         (blocks.len() * each) as u64
     }
 
-    /// Nobody finds what this tenant's sequences have computed any more. The bytes of blocks that no sequence uses are
+    /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
+    /// returns. The bytes of blocks that no sequence uses are
     /// overwritten, in memory before this returns, and on disk soon after; those of the others when their sequences
     /// have ended, by the next call of this or of [`begin`](Self::begin).
     ///
@@ -316,7 +450,9 @@ impl KvPool {
         let gone = state.tables.delete_tenant(tenant);
         state.ended.extend(gone);
         drop(state);
-        self.erase_what_ended()
+        let erased = self.erase_what_ended();
+        let stored = self.0.store.as_ref().map_or(Ok(0), |store| store.delete_tenant(tenant));
+        erased.and(stored.map(|_| ()))
     }
 
     fn erase_what_ended(&self) -> Result<()> {
@@ -330,13 +466,14 @@ impl KvPool {
     pub fn stats(&self) -> KvStats {
         let state = self.0.state.lock();
         let (blocks, cached) = (state.tables.blocks(), state.tables.cached_blocks());
-        let Counts { asked, found, joined } = state.stats;
+        let Counts { asked, found, read, joined } = state.stats;
         KvStats {
             blocks,
             used: blocks - cached - state.tables.free_blocks(),
             cached,
             asked,
             found,
+            read,
             joined,
             tables: Bytes::new(state.tables.bytes() as u64),
         }

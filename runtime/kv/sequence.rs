@@ -163,6 +163,44 @@ impl Sequence {
         Self { pool, tenant, realm, before: None, own, len, complete, key, parent, tail: Vec::new() }
     }
 
+    /// The key of the block behind those that are complete, if it has these tokens, and the key before it.
+    pub(crate) fn next_key(&self, tokens: &[Token]) -> (BlockKey, Option<BlockKey>) {
+        (self.key.next(tokens), (self.complete > 0).then_some(self.key))
+    }
+
+    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its bytes,
+    /// which `owner` stored.
+    pub(crate) fn add_from(
+        &mut self,
+        tokens: &[Token],
+        owner: TenantId,
+        fill: impl FnOnce(BlockId) -> Result<()>,
+    ) -> Result<BlockId> {
+        let shared = self.pool.0.clone();
+        let block = shared.state.lock().take(self.tenant)?;
+        if let Err(error) = fill(block) {
+            shared.state.lock().release(self.tenant, block);
+            return Err(error);
+        }
+        let (key, _) = self.next_key(tokens);
+        let mut state = shared.state.lock();
+        state.tables.is_of(block, owner);
+        let known = Known { key, parent: self.parent, realm: self.realm, tokens };
+        let mut mine = block;
+        // Another sequence read it at the same time.
+        if let Some(same) = state.tables.keep(block, &known)
+            && state.share(self.tenant, same).is_ok()
+        {
+            state.release(self.tenant, block);
+            mine = same;
+        }
+        self.own.push(Some(mine));
+        (self.key, self.parent) = (key, Some(state.tables.link_of(mine)));
+        self.complete += 1;
+        self.len += tokens.len() as u64;
+        Ok(mine)
+    }
+
     fn each(&self) -> u64 {
         u64::from(self.pool.0.layout.block_tokens())
     }
@@ -548,15 +586,17 @@ impl Sequence {
     }
 
     /// Tells that this sequence is not needed for some time: its blocks leave the device, as far as nobody else has
-    /// them pinned, and stay in the tiers below.
+    /// them pinned, and stay in the tiers below. If the pool has a store, complete blocks are put there first; they
+    /// survive a crash after the next [`KvPool::save`].
     ///
     /// # Errors
-    /// [`Internal`](ErrorKind::Internal) only.
+    /// What pinning a block or writing to the store says. The blocks leave the device all the same.
     pub fn park(&self) -> Result<()> {
+        let put = self.pool.0.put(self.blocks().into_iter().flatten(), false);
         for block in self.blocks().into_iter().flatten() {
             self.pool.runtime().evict(&self.pool.0.whole(block)?);
         }
-        Ok(())
+        put.map(|_| ())
     }
 
     /// Has the blocks of all tokens of a group of layers filled, for use soon. So the first group can be used while the

@@ -71,10 +71,20 @@ struct Entry {
     next: u32,
     state: Use,
     indexed: bool,
-    /// Whether its realm is the one of all that share.
-    shared: bool,
     /// Whether its bytes are to be overwritten when nobody uses it any more.
     erase: bool,
+    seen: Seen,
+}
+
+/// By whom a block may be found, and whether it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Seen {
+    /// By its tenant's sequences.
+    Once,
+    Twice,
+    /// By those of all tenants that share.
+    OnceByAll,
+    TwiceByAll,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +99,10 @@ impl Entry {
         if self.state == Use::Used { self.users_or_older } else { 0 }
     }
     fn realm(&self) -> Realm {
-        if self.shared { Realm::SHARED } else { Realm::of(self.tenant) }
+        match self.seen {
+            Seen::OnceByAll | Seen::TwiceByAll => Realm::SHARED,
+            Seen::Once | Seen::Twice => Realm::of(self.tenant),
+        }
     }
 }
 
@@ -103,8 +116,8 @@ const FREE: Entry = Entry {
     next: NONE,
     state: Use::Free,
     indexed: false,
-    shared: false,
     erase: false,
+    seen: Seen::Once,
 };
 
 /// What became of a block that one less uses.
@@ -114,6 +127,15 @@ pub enum Released {
     Done,
     /// Nobody uses it, and its bytes are to be overwritten before it is [freed](Tables::free).
     ToErase,
+}
+
+/// What a store is told of a block.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    pub key: BlockKey,
+    pub parent: Option<BlockKey>,
+    pub tenant: TenantId,
+    pub tokens: Vec<Token>,
 }
 
 /// What a block is to be known by.
@@ -207,6 +229,40 @@ impl Tables {
             self.entries[block.index()].users_or_older = 0;
         }
         self.entries[block.index()].users_or_older += 1;
+    }
+
+    /// The block is this tenant's: what it has came from a store.
+    pub fn is_of(&mut self, block: BlockId, tenant: TenantId) {
+        self.entries[block.index()].tenant = tenant;
+    }
+
+    /// A sequence found the block, which another one had computed.
+    pub fn seen_again(&mut self, block: BlockId) {
+        let seen = &mut self.entries[block.index()].seen;
+        *seen = match seen {
+            Seen::Once | Seen::Twice => Seen::Twice,
+            Seen::OnceByAll | Seen::TwiceByAll => Seen::TwiceByAll,
+        };
+    }
+
+    /// What is to be known of a block that can be found, to keep it elsewhere. `None` if it cannot be found, nor can a
+    /// block before it. It is in use by the caller from then on.
+    pub fn to_keep(&mut self, block: BlockId, seen_twice: bool) -> Option<Kept> {
+        let entry = self.entries[block.index()];
+        let twice = matches!(entry.seen, Seen::Twice | Seen::TwiceByAll);
+        if !entry.indexed || (seen_twice && !twice) {
+            return None;
+        }
+        let parent = match entry.parent {
+            NONE => None,
+            parent => {
+                let of = self.entries[parent as usize];
+                (of.generation == entry.parent_generation && of.state != Use::Free).then_some(Some(of.key))?
+            }
+        };
+        self.share(block);
+        let Entry { key, tenant, .. } = entry;
+        Some(Kept { key, parent, tenant, tokens: self.tokens_of(block).to_vec() })
     }
 
     /// One less uses the block.
@@ -348,7 +404,11 @@ impl Tables {
     pub fn keep(&mut self, block: BlockId, known: &Known<'_>) -> Option<BlockId> {
         let found = self.find(known);
         let entry = &mut self.entries[block.index()];
-        (entry.key, entry.shared) = (known.key, known.realm == Realm::SHARED);
+        entry.key = known.key;
+        entry.seen = match known.realm {
+            Realm::SHARED => Seen::OnceByAll,
+            _ => Seen::Once,
+        };
         (entry.parent, entry.parent_generation) =
             known.parent.map_or((NONE, 0), |parent| (parent.block.0, parent.generation));
         let start = block.index() * self.block_tokens;
@@ -499,6 +559,6 @@ mod tests {
             tables.keep(block, &Known { key: root(realm).next(&tokens), parent: None, realm, tokens: &tokens });
         }
         assert!(tables.bytes() / (1 << 14) <= 128, "{}", tables.bytes() / (1 << 14));
-        assert_eq!(size_of::<Entry>(), 48);
+        assert!(size_of::<Entry>() <= 48);
     }
 }

@@ -4,9 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::ops::Range;
+use std::path::Path;
 
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
-use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence, TenantId, TenantOptions, Token};
+use outcore_kv::{
+    KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
+};
 use outcore_testkit::harness::{Rng, progress};
 
 const PAGE: u64 = 16 << 10;
@@ -296,6 +299,63 @@ fn a_sequence_that_was_parked_comes_back_group_by_group() {
     others.iter().for_each(Said::check);
     assert!(runtime.stats().traffic.disk_written > Bytes::ZERO, "{:?}", runtime.stats().traffic);
     drop((one, others, pool));
+    runtime.close().unwrap();
+}
+
+fn stored(runtime: &Runtime, blocks: u32, folder: &Path) -> KvPool {
+    KvPool::open_with_store(runtime, layout(), b"a model", blocks, (folder, StoreOptions::new())).unwrap()
+}
+
+#[test]
+fn prefixes_are_found_after_a_restart() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (folder, prompt) = (folder.path().join("kv"), tokens(0..200));
+    let runtime = runtime(64);
+    let pool = stored(&runtime, 64, &folder);
+    let mut options = TenantOptions::default();
+    options.shares = true;
+    pool.set_tenant(B, options).unwrap();
+    drop(Said::begin(&pool, A, &prompt).unwrap());
+    drop(Said::begin(&pool, A, &tokens(500..600)).unwrap());
+    drop(Said::begin(&pool, B, &tokens(0..100)).unwrap());
+    // What was seen once only is kept if all is.
+    assert_eq!(pool.save(false).unwrap(), 0);
+    drop(Said::begin(&pool, A, &prompt).unwrap());
+    assert_eq!(pool.save(false).unwrap(), 6);
+    assert_eq!((pool.save(true).unwrap(), pool.save(true).unwrap()), (6, 0));
+    // A sequence that is parked is kept, too.
+    let parked = Said::begin(&pool, A, &tokens(700..780)).unwrap();
+    parked.sequence.park().unwrap();
+    parked.check();
+    assert_eq!(pool.store_stats().unwrap().blocks, 14);
+    let error = Store::open(&folder, pool.fingerprint(), Bytes::new(1), StoreOptions::new()).unwrap_err();
+    assert!(error.to_string().contains("kv"), "{error}");
+    pool.save(false).unwrap();
+    drop((parked, pool));
+
+    let pool = stored(&runtime, 64, &folder);
+    pool.set_tenant(B, options).unwrap();
+    pool.set_tenant(TenantId::new(3), options).unwrap();
+    for (tenant, of, found) in [
+        (A, tokens(0..200), 192),
+        (A, [tokens(0..96), tokens(900..950)].concat(), 96),
+        (A, tokens(700..780), 64),
+        (B, tokens(0..100), 96),
+        (TenantId::new(3), tokens(0..100), 96),
+        (TenantId::new(4), tokens(0..100), 0),
+    ] {
+        assert_eq!(pool.begin(tenant, &of).unwrap().len(), found, "{tenant:?}");
+        Said::begin(&pool, tenant, &of).unwrap().check();
+    }
+    assert_eq!(pool.stats().read, 6 + 2 + 3);
+    pool.delete_tenant(A).unwrap();
+    drop(pool);
+    let pool = stored(&runtime, 64, &folder);
+    assert_eq!(pool.begin(A, &prompt).unwrap().len(), 0);
+    drop(pool);
+
+    let error = KvPool::open_with_store(&runtime, layout(), b"another", 64, (&folder, StoreOptions::new()));
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidArgument);
     runtime.close().unwrap();
 }
 
