@@ -22,6 +22,8 @@ const FILL_LEAST: u64 = 95;
 /// too seldom.
 const TOKENS_LEAST: u32 = 8;
 const TOKENS_MOST: u32 = 256;
+/// Tokens of a block that may be asked for.
+const TOKENS_LIMIT: u32 = 4096;
 /// The tokens of a block that are best, as in vLLM: what sequences share ends at a block.
 const TOKENS_BEST: u32 = 16;
 
@@ -126,13 +128,13 @@ impl KvLayout {
     /// model, or if such blocks do not fill whole pages to 95 %.
     pub fn with(shape: KvShape, page: PageSize, tokens: u32, group: u32) -> Result<Self> {
         let layout = Self { shape, page, tokens, group };
-        if !(1..=TOKENS_MOST).contains(&tokens) || !(1..=shape.layers).contains(&group) {
+        if !(1..=TOKENS_LIMIT).contains(&tokens) || !(1..=shape.layers).contains(&group) {
             let layers = shape.layers;
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
                 format!("blocks of {tokens} tokens of {group} layers, of a model with {layers} layers"),
             )
-            .remedy(format!("choose 1 to {TOKENS_MOST} tokens, and groups of 1 to {layers} layers")));
+            .remedy(format!("choose 1 to {TOKENS_LIMIT} tokens, and groups of 1 to {layers} layers")));
         }
         if layout.fill_percent() < FILL_LEAST {
             let best = Self::new(shape, page).map(|best| format!("{} tokens of {} layers", best.tokens, best.group));
@@ -327,7 +329,7 @@ mod tests {
         let shape = KvShape::new(30, 3, 64, DType::F16).unwrap();
         let error = KvLayout::with(shape, page(64), 9, 1).unwrap_err();
         assert!(error.to_string().contains("9 tokens of 1 layers") && error.advice().unwrap().contains("blocks of"));
-        for (tokens, group) in [(0, 1), (16, 0), (16, 31), (1000, 1)] {
+        for (tokens, group) in [(0, 1), (16, 0), (16, 31), (5000, 1)] {
             assert!(KvLayout::with(shape, page(64), tokens, group).is_err());
         }
     }

@@ -7,9 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
-use outcore_kv::{
-    KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
-};
+use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token};
 use outcore_testkit::harness::{Rng, progress};
 
 const PAGE: u64 = 16 << 10;
