@@ -8,6 +8,7 @@ mod fields;
 pub mod files;
 mod manifest;
 mod options;
+mod pack;
 mod record;
 mod report;
 mod scan;
@@ -42,8 +43,6 @@ pub use self::report::{repair, report};
 
 /// Most threads that look for blocks when a store is opened.
 const LOADERS: usize = 8;
-/// How zstd compresses: 1 is its fastest usual level.
-const LEVEL: i32 = 1;
 /// The end of the names of block files. Sixteen hexadecimal digits precede it.
 const ENDING: &str = ".kv";
 
@@ -395,16 +394,15 @@ impl Store {
         };
         thread::scope(|scope| {
             // This thread is one of them, so that all goes on where no other can be had.
-            for _ in 1..LOADERS.min(count) {
-                if thread::Builder::new().name("outcore-kv load".into()).spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
+            let start = |_| thread::Builder::new().name("outcore-kv load".into()).spawn_scoped(scope, work).ok();
+            let others: Vec<_> = (1..LOADERS.min(count)).map_while(start).collect();
             work();
+            others.into_iter().for_each(|other| drop(other.join()));
         });
         let mut index = self.index.lock();
         for ((number, _), loaded) in body.files.iter().zip(loaded) {
-            let loaded = loaded.into_inner().unwrap_or(Ok(None)).map_err(|e| e.context(file_name(*number)))?;
+            let ended = || Err(Error::new(ErrorKind::Internal, "the thread that read it ended"));
+            let loaded = loaded.into_inner().unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
             let Some(Loaded { state, entries }) = loaded else {
                 writer.dirty = true;
                 continue;
@@ -481,7 +479,8 @@ impl Store {
     }
 
     /// Keeps a block, if it is admitted. Its bytes are copied. It can be read from now on; [`flush`](Self::flush) makes
-    /// it last.
+    /// it last. When 2 MiB wait, they are written, and where the capacity is reached, room is made, which waits for the
+    /// disk.
     ///
     /// # Errors
     /// If its bytes or tokens are too many or too few, or if what was put before cannot be written. That is tried again
@@ -522,7 +521,7 @@ impl Store {
         if let Some(known) = known(&self.index.lock()) {
             return Ok(known);
         }
-        let compressed = self.compressed(block.bytes);
+        let compressed = if self.options.compress { pack::pack(block.bytes) } else { None };
         let content = Content {
             key: block.key,
             parent: block.parent,
@@ -546,14 +545,6 @@ impl Store {
             tracing::warn!(store = self.name, %cause, "blocks wait to be written");
         }
         Ok(Put::Queued)
-    }
-
-    /// The bytes by zstd, if they are fewer and the store compresses.
-    fn compressed(&self, bytes: &[u8]) -> Option<Vec<u8>> {
-        if !self.options.compress {
-            return None;
-        }
-        zstd::bulk::compress(bytes, LEVEL).ok().filter(|small| small.len() < bytes.len())
     }
 
     /// Bytes that may be written today.
@@ -946,7 +937,7 @@ impl Store {
         let mut small = vec![0; head.payload];
         let sound = self.read_part(&source, entry, at, &mut small)?
             && head.payload(&self.seal, &self.place(entry), &mut small)
-            && zstd::bulk::decompress_to_buffer(&small, into).is_ok_and(|bytes| bytes == self.block_bytes);
+            && pack::unpack(&small, into);
         Ok(sound.then_some(true))
     }
 
