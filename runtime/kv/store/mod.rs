@@ -205,11 +205,11 @@ fn file_name(number: u64) -> String {
     format!("{number:016x}{ENDING}")
 }
 
-/// The number of a block file with this name, if it is one.
+/// The number of a block file with this name, if it is one. No store comes to numbers that are much larger.
 fn file_number(name: &str) -> Option<u64> {
     let digits = name.strip_suffix(ENDING)?;
     let number = u64::from_str_radix(digits, 16).ok()?;
-    (file_name(number) == name).then_some(number)
+    (number < manifest::NUMBER_MOST && file_name(number) == name).then_some(number)
 }
 
 /// So that most blocks with the same key and other tokens are told apart without reading.

@@ -4,12 +4,13 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use outcore::{Bytes, ErrorKind, Result};
 use outcore_kv::files::{Access, Files, Memory, OpenFile};
-use outcore_kv::{Put, Store, StoreOptions, TenantId};
+use outcore_kv::{Put, Store, StoreOptions, TenantId, verify};
 use outcore_testkit::harness::{Scene, is_child, scene_ended};
 
 use crate::blocks::{BYTES, Block, contents, model, open, options};
@@ -298,9 +299,20 @@ fn a_real_disk_gets_full() {
     }
     store.flush().unwrap();
     drop(store);
-    let store = open(&folder, options).unwrap();
+    let store = open(&folder, options.clone()).unwrap();
     assert!((0..flushed).all(|number| Block::known(number % 2, number).is_in(&store) == (number % 2 == 0)));
     assert!((20_000..20_200).all(|number| Block::known(0, number).is_in(&store)));
-    assert!(!contents(&folder).is_empty());
+    drop(store);
+    // And a disk that cannot be written.
+    let before = contents(&folder);
+    let mount = folder.parent().unwrap();
+    if Command::new("mount").args(["-o", "remount,ro"]).arg(mount).status().is_ok_and(|status| status.success()) {
+        let error = open(&folder, options.clone()).unwrap_err();
+        assert!(error.to_string().contains("Read-only file system"), "{error}");
+        assert_eq!(verify(&folder, None).unwrap().damaged, 0);
+        let error = open(&mount.join("another"), options).unwrap_err();
+        assert!(error.to_string().contains("Read-only file system"), "{error}");
+        assert_eq!(contents(&folder), before);
+    }
     scene_ended();
 }
