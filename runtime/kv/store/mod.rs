@@ -106,6 +106,29 @@ impl StoreStats {
 
 /// A folder that keeps blocks. One process has it at a time. Threads may share it; those that put, flush or delete wait
 /// for one another, those that get do not wait for the disk's writes.
+///
+/// ```
+/// use outcore::Bytes;
+/// use outcore_kv::{Admission, BlockKey, Fingerprint, Put, Store, StoreOptions, StoredBlock, TenantId, Token};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// let model = Fingerprint::of(&[b"my model", b"bf16"]);
+/// let options = StoreOptions::new().capacity(Bytes::gib(4)).admit(Admission::Always);
+/// let store = Store::open(folder.path(), &model, Bytes::kib(64), options)?;
+///
+/// let (tenant, tokens) = (TenantId::new(1), [15, 339, 3].map(Token::new));
+/// let key = BlockKey::root(&model, tenant.get()).next(&tokens);
+/// let mut bytes = vec![7; 64 << 10];
+/// let block = StoredBlock { key, parent: None, tenant, tokens: &tokens, bytes: &bytes };
+/// assert_eq!(store.put(&block)?, Put::Queued);
+/// store.flush()?; // From here on it survives a crash.
+///
+/// assert!(store.get(key, None, tenant, &tokens, &mut bytes)?);
+/// assert_eq!(store.delete_tenant(tenant)?, 1);
+/// assert!(!store.get(key, None, tenant, &tokens, &mut bytes)?);
+/// store.close()?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
 pub struct Store {
     name: String,
     facts: Facts,

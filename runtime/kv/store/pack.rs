@@ -1,7 +1,8 @@
-//! Compresses blocks without loss: first all bytes at even places, then those at odd places, in one zstd frame.
+//! Compresses blocks without loss: all bytes at even places in one zstd frame, then those at odd places in another.
 //!
 //! Keys and values are mostly numbers of two bytes. The one byte, of sign and exponent, has few values; the other looks
-//! random. Apart, the one compresses well, and zstd passes over the other quickly.
+//! random. Apart, the one compresses well, and zstd passes over the other quickly. In one frame, small blocks would
+//! share one table of codes.
 
 use std::io::{self, Read};
 
@@ -18,7 +19,9 @@ pub fn pack(bytes: &[u8]) -> Option<Vec<u8>> {
     if let Some((last, [lone])) = even.last_mut().zip(bytes.chunks_exact(2).remainder().first_chunk()) {
         *last = *lone;
     }
-    zstd::bulk::compress(&apart, LEVEL).ok().filter(|packed| packed.len() < bytes.len())
+    let mut packed = zstd::bulk::compress(even, LEVEL).ok()?;
+    packed.append(&mut zstd::bulk::compress(odd, LEVEL).ok()?);
+    (packed.len() < bytes.len()).then_some(packed)
 }
 
 /// Undoes [`pack`]. False if these bytes are not what it made of as many as `into` has.
