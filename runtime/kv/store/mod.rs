@@ -668,8 +668,8 @@ impl Store {
             }
             Err(cause) => {
                 index.buffer = buffer;
-                // Some of it may be there.
-                state.tail = state.file.cut(state.written).is_err();
+                // Some of it may be there. A deletion tries again to cut it off, and syncs that.
+                (state.tail, _) = (true, state.file.cut(state.written));
                 let what = format!("write {bytes} bytes of blocks to {} of the store {}", file_name(number), self.name);
                 let full = matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
                 let error = Error::io(what, cause);
@@ -722,7 +722,7 @@ impl Store {
             }
         }
         state.written = state.synced;
-        state.tail = state.file.cut(state.synced).is_err();
+        (state.tail, _) = (true, state.file.cut(state.synced));
         if writer.current == Some(number) {
             index.buffer.clear();
             writer.current = None;
@@ -1005,13 +1005,14 @@ impl Store {
             (before - index.blocks.len()) as u64
         };
         let mut first = Ok(());
-        let Writer { files, leftover, unsynced_removal, .. } = &mut *writer;
-        for (number, state) in files.iter_mut() {
-            if let Err(cause) = self.erase_tenant(tenant, state) {
-                let what = format!("erase blocks of a tenant in {} of the store {}", file_name(*number), self.name);
+        let numbers: Vec<u64> = writer.files.keys().copied().collect();
+        for number in numbers {
+            if let Err(cause) = self.erase_tenant(&mut writer, tenant, number) {
+                let what = format!("erase blocks of a tenant in {} of the store {}", file_name(number), self.name);
                 first = first.and(Err(unwritten(what, cause)));
             }
         }
+        let Writer { leftover, unsynced_removal, .. } = &mut *writer;
         // A file that is not named any more may have blocks of the tenant too.
         for number in mem::take(leftover) {
             *unsynced_removal = true;
@@ -1033,32 +1034,30 @@ impl Store {
         first.map(|()| deleted)
     }
 
-    /// Erases the records of a tenant. Those that could not be erased stay in the list.
-    fn erase_tenant(&self, tenant: TenantId, state: &mut BlockFile) -> io::Result<()> {
-        let theirs: Vec<Stored> = state.records.iter().filter(|record| record.tenant == tenant).copied().collect();
+    /// Erases the records of a tenant in a file. If that fails, they stay in the list.
+    fn erase_tenant(&self, writer: &mut Writer, tenant: TenantId, number: u64) -> io::Result<()> {
+        let Some(state) = writer.files.get_mut(&number) else { return Ok(()) };
+        let theirs = || state.records.iter().filter(|record| record.tenant == tenant);
+        let on_disk: Vec<Stored> = theirs().filter(|record| record.offset < state.written).copied().collect();
+        for record in theirs().filter(|record| record.offset >= state.written) {
+            let at = (record.offset - state.written) as usize;
+            if let Some(bytes) = self.index.lock().buffer.get_mut(at..at + record.bytes as usize) {
+                bytes.fill(0);
+            }
+        }
         if state.tail {
             state.file.cut(state.written)?;
-            state.file.sync_all()?;
-            state.tail = false;
-        }
-        if theirs.is_empty() {
-            return Ok(());
-        }
-        let on_disk: Vec<Stored> = theirs.iter().filter(|record| record.offset < state.written).copied().collect();
-        {
-            let mut index = self.index.lock();
-            for record in theirs.iter().filter(|record| record.offset >= state.written) {
-                let at = (record.offset - state.written) as usize;
-                if let Some(bytes) = index.buffer.get_mut(at..at + record.bytes as usize) {
-                    bytes.fill(0);
-                }
-            }
         }
         for run in on_disk.chunk_by(|a, b| a.offset + a.bytes == b.offset) {
             state.file.erase(run[0].offset, run.iter().map(|record| record.bytes).sum())?;
         }
-        if !on_disk.is_empty() {
-            state.file.sync_all()?;
+        if state.tail || !on_disk.is_empty() {
+            if let Err(cause) = state.file.sync_all() {
+                // It may have lost what was written and not flushed.
+                self.give_up_unsynced(writer, number);
+                return Err(cause);
+            }
+            state.tail = false;
         }
         state.erased += on_disk.iter().map(|record| record.bytes).sum::<u64>();
         state.records.retain(|record| record.tenant != tenant);

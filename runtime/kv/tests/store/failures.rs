@@ -12,8 +12,9 @@ use outcore::{Bytes, ErrorKind, Result};
 use outcore_kv::files::{Access, Files, Memory, OpenFile};
 use outcore_kv::{Put, Store, StoreOptions, TenantId, verify};
 use outcore_testkit::harness::{Scene, is_child, scene_ended};
+use parking_lot::Mutex;
 
-use crate::blocks::{BYTES, Block, contents, model, open, options};
+use crate::blocks::{BYTES, Block, contents, held_in, model, open, options};
 
 /// ENOSPC, EIO, EROFS.
 const FULL: i32 = 28;
@@ -53,12 +54,35 @@ impl Plan {
 }
 
 #[derive(Debug)]
-struct Failing<F>(F, Arc<Plan>);
+struct Failing(Memory, Arc<Plan>);
 
-impl Files for Failing<Memory> {
+#[derive(Debug)]
+struct FailingFile {
+    file: Arc<dyn OpenFile>,
+    plan: Arc<Plan>,
+    /// What was written since the last sync. A sync that fails loses it, and the next one says that all is well.
+    unsynced: Mutex<Vec<(u64, usize)>>,
+}
+
+impl FailingFile {
+    fn synced(&self, result: io::Result<()>) -> io::Result<()> {
+        let unsynced = std::mem::take(&mut *self.unsynced.lock());
+        if result.is_err() {
+            let length = self.file.length()?;
+            for (at, bytes) in unsynced {
+                self.file.erase(at, bytes as u64)?;
+            }
+            assert_eq!(self.file.length()?, length);
+        }
+        result
+    }
+}
+
+impl Files for Failing {
     fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn OpenFile>> {
         self.1.may(access == Access::Read)?;
-        Ok(Arc::new(Failing(self.0.open(name, access)?, self.1.clone())))
+        let (file, plan) = (self.0.open(name, access)?, self.1.clone());
+        Ok(Arc::new(FailingFile { file, plan, unsynced: Mutex::default() }))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -86,41 +110,42 @@ impl Files for Failing<Memory> {
     }
 }
 
-impl OpenFile for Failing<Arc<dyn OpenFile>> {
+impl OpenFile for FailingFile {
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
-        self.1.may(true)?;
-        self.0.read_at(into, at)
+        self.plan.may(true)?;
+        self.file.read_at(into, at)
     }
 
     fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
-        let failed = self.1.may(false);
+        let failed = self.plan.may(false);
         // A write that fails has written some of it.
         let written = if failed.is_ok() { bytes.len() } else { bytes.len() / 3 };
-        self.0.write_at(&bytes[..written], at)?;
+        self.file.write_at(&bytes[..written], at)?;
+        self.unsynced.lock().push((at, written));
         failed
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.1.may(false)
+        self.synced(self.plan.may(false))
     }
 
     fn sync_all(&self) -> io::Result<()> {
-        self.1.may(false)
+        self.sync()
     }
 
     fn erase(&self, at: u64, len: u64) -> io::Result<()> {
-        self.1.may(false)?;
-        self.0.erase(at, len)
+        self.plan.may(false)?;
+        self.file.erase(at, len)
     }
 
     fn cut(&self, len: u64) -> io::Result<()> {
-        self.1.may(false)?;
-        self.0.cut(len)
+        self.plan.may(false)?;
+        self.file.cut(len)
     }
 
     fn length(&self) -> io::Result<u64> {
-        self.1.may(true)?;
-        self.0.length()
+        self.plan.may(true)?;
+        self.file.length()
     }
 }
 
@@ -196,6 +221,8 @@ fn fail_every_operation(count: u64, error: i32, kind: ErrorKind) {
             }
             Err(error) => assert_eq!(error.kind(), kind, "{error}"),
         }
+        let blocks = gone.iter().map(|(tenant, number)| Block::known(*tenant, *number));
+        assert!(!held_in(&memory.contents(), blocks), "bytes of a deleted tenant: operation {first}");
         // As if the process had ended here. The disk is well again.
         let store = open_files(Arc::new(memory.clone())).unwrap();
         let evicted = store.stats().evicted;
