@@ -168,7 +168,7 @@ fn drop_evicted(store: &Store, there: &mut There) {
 }
 
 /// Works with a store. Errors are of the kind `kind`, and nothing that was acknowledged is lost.
-fn work(store: &Store, kind: ErrorKind, there: &mut There, gone: &mut There) {
+fn work(store: &Store, memory: &Memory, kind: ErrorKind, there: &mut There, gone: &mut There) {
     let check = |error: &outcore::Error| assert_eq!(error.kind(), kind, "{error}");
     let mut queued = There::new();
     for number in 0..200 {
@@ -188,14 +188,17 @@ fn work(store: &Store, kind: ErrorKind, there: &mut There, gone: &mut There) {
             // After a sync that failed, what was queued is gone.
             drop_evicted(store, &mut queued);
         }
-        if number == 130 {
-            there.retain(|block| block.0 != 1);
-            queued.retain(|block| block.0 != 1);
-            match store.delete_tenant(TenantId::new(1)) {
-                Ok(_) => gone.extend((0..=number).map(|number| (1, number))),
+        // Here a write is due, which may have failed.
+        if number == 131 {
+            there.retain(|block| block.0 != 2);
+            queued.retain(|block| block.0 != 2);
+            match store.delete_tenant(TenantId::new(2)) {
+                Ok(_) => gone.extend((0..=number).map(|number| (2, number))),
                 Err(error) => check(&error),
             }
-            assert!((0..=number).all(|number| !Block::known(1, number).is_in(store)));
+            let deleted = gone.iter().map(|(tenant, number)| Block::known(*tenant, *number));
+            assert!(!held_in(&memory.contents(), deleted), "bytes of a deleted tenant");
+            assert!((0..=number).all(|number| !Block::known(2, number).is_in(store)));
         }
         drop_evicted(store, there);
     }
@@ -216,13 +219,11 @@ fn fail_every_operation(count: u64, error: i32, kind: ErrorKind) {
         let (mut there, mut gone) = (There::new(), There::new());
         match open_files(Arc::new(Failing(memory.clone(), plan.clone()))) {
             Ok(store) => {
-                work(&store, kind, &mut there, &mut gone);
+                work(&store, &memory, kind, &mut there, &mut gone);
                 look(&store, &there, &gone);
             }
             Err(error) => assert_eq!(error.kind(), kind, "{error}"),
         }
-        let blocks = gone.iter().map(|(tenant, number)| Block::known(*tenant, *number));
-        assert!(!held_in(&memory.contents(), blocks), "bytes of a deleted tenant: operation {first}");
         // As if the process had ended here. The disk is well again.
         let store = open_files(Arc::new(memory.clone())).unwrap();
         let evicted = store.stats().evicted;
@@ -255,7 +256,7 @@ fn opening_fails_or_finds_everything() {
     let memory = Memory::default();
     let store = open_files(Arc::new(memory.clone())).unwrap();
     let (mut there, mut gone) = (There::new(), There::new());
-    work(&store, ErrorKind::Io, &mut there, &mut gone);
+    work(&store, &memory, ErrorKind::Io, &mut there, &mut gone);
     drop(store);
     let files = memory.contents();
     for first in 0.. {
