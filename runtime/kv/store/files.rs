@@ -57,8 +57,8 @@ pub trait Files: Debug + Send + Sync {
     /// # Errors
     /// What the system says.
     fn sync_folder(&self) -> io::Result<()>;
-    /// Holds the folder until what is returned is dropped. `None` if somebody else does. Those who only read may hold it
-    /// together.
+    /// Holds the folder until what is returned is dropped. `None` if somebody else does. Those who only read may hold
+    /// it together.
     ///
     /// # Errors
     /// What the system says.

@@ -30,6 +30,9 @@ const ABOUT: usize = 112;
 /// Bytes of the body without its files.
 const BODY: usize = 56;
 
+/// Larger than any generation or number of a file.
+pub const NUMBER_MOST: u64 = 1 << 62;
+
 /// Bytes of a manifest that names so many files.
 pub const fn bytes(files: usize) -> u64 {
     (HEAD + BODY + 16 * files) as u64
@@ -194,7 +197,7 @@ impl Opened<'_> {
         // A file has one number. Numbers above the next one would be given again.
         let ordered = body.files.windows(2).all(|pair| pair[0].0 < pair[1].0);
         let below = body.files.last().is_none_or(|(file, _)| *file < body.next_file);
-        (ordered && below && body.next_file < u64::MAX >> 1 && body.generation < u64::MAX >> 1).then_some(body)
+        (ordered && below && body.next_file <= NUMBER_MOST && body.generation <= NUMBER_MOST).then_some(body)
     }
 }
 

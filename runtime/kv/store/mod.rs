@@ -8,6 +8,7 @@ mod fields;
 pub mod files;
 mod manifest;
 mod options;
+mod pack;
 mod record;
 mod report;
 mod scan;
@@ -42,8 +43,6 @@ pub use self::report::{repair, report};
 
 /// Most threads that look for blocks when a store is opened.
 const LOADERS: usize = 8;
-/// How zstd compresses: 1 is its fastest usual level.
-const LEVEL: i32 = 1;
 /// The end of the names of block files. Sixteen hexadecimal digits precede it.
 const ENDING: &str = ".kv";
 
@@ -107,6 +106,29 @@ impl StoreStats {
 
 /// A folder that keeps blocks. One process has it at a time. Threads may share it; those that put, flush or delete wait
 /// for one another, those that get do not wait for the disk's writes.
+///
+/// ```
+/// use outcore::Bytes;
+/// use outcore_kv::{Admission, BlockKey, Fingerprint, Put, Store, StoreOptions, StoredBlock, TenantId, Token};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// let model = Fingerprint::of(&[b"my model", b"bf16"]);
+/// let options = StoreOptions::new().capacity(Bytes::gib(4)).admit(Admission::Always);
+/// let store = Store::open(folder.path(), &model, Bytes::kib(64), options)?;
+///
+/// let (tenant, tokens) = (TenantId::new(1), [15, 339, 3].map(Token::new));
+/// let key = BlockKey::root(&model, tenant.get()).next(&tokens);
+/// let mut bytes = vec![7; 64 << 10];
+/// let block = StoredBlock { key, parent: None, tenant, tokens: &tokens, bytes: &bytes };
+/// assert_eq!(store.put(&block)?, Put::Queued);
+/// store.flush()?; // From here on it survives a crash.
+///
+/// assert!(store.get(key, None, tenant, &tokens, &mut bytes)?);
+/// assert_eq!(store.delete_tenant(tenant)?, 1);
+/// assert!(!store.get(key, None, tenant, &tokens, &mut bytes)?);
+/// store.close()?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
 pub struct Store {
     name: String,
     facts: Facts,
@@ -206,11 +228,11 @@ fn file_name(number: u64) -> String {
     format!("{number:016x}{ENDING}")
 }
 
-/// The number of a block file with this name, if it is one.
+/// The number of a block file with this name, if it is one. No store comes to numbers that are much larger.
 fn file_number(name: &str) -> Option<u64> {
     let digits = name.strip_suffix(ENDING)?;
     let number = u64::from_str_radix(digits, 16).ok()?;
-    (file_name(number) == name).then_some(number)
+    (number < manifest::NUMBER_MOST && file_name(number) == name).then_some(number)
 }
 
 /// So that most blocks with the same key and other tokens are told apart without reading.
@@ -395,16 +417,15 @@ impl Store {
         };
         thread::scope(|scope| {
             // This thread is one of them, so that all goes on where no other can be had.
-            for _ in 1..LOADERS.min(count) {
-                if thread::Builder::new().name("outcore-kv load".into()).spawn_scoped(scope, work).is_err() {
-                    break;
-                }
-            }
+            let start = |_| thread::Builder::new().name("outcore-kv load".into()).spawn_scoped(scope, work).ok();
+            let others: Vec<_> = (1..LOADERS.min(count)).map_while(start).collect();
             work();
+            others.into_iter().for_each(|other| drop(other.join()));
         });
         let mut index = self.index.lock();
         for ((number, _), loaded) in body.files.iter().zip(loaded) {
-            let loaded = loaded.into_inner().unwrap_or(Ok(None)).map_err(|e| e.context(file_name(*number)))?;
+            let ended = || Err(Error::new(ErrorKind::Internal, "the thread that read it ended"));
+            let loaded = loaded.into_inner().unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
             let Some(Loaded { state, entries }) = loaded else {
                 writer.dirty = true;
                 continue;
@@ -481,7 +502,8 @@ impl Store {
     }
 
     /// Keeps a block, if it is admitted. Its bytes are copied. It can be read from now on; [`flush`](Self::flush) makes
-    /// it last.
+    /// it last. When 2 MiB wait, they are written, and where the capacity is reached, room is made, which waits for the
+    /// disk.
     ///
     /// # Errors
     /// If its bytes or tokens are too many or too few, or if what was put before cannot be written. That is tried again
@@ -522,7 +544,7 @@ impl Store {
         if let Some(known) = known(&self.index.lock()) {
             return Ok(known);
         }
-        let compressed = self.compressed(block.bytes);
+        let compressed = if self.options.compress { pack::pack(block.bytes) } else { None };
         let content = Content {
             key: block.key,
             parent: block.parent,
@@ -546,14 +568,6 @@ impl Store {
             tracing::warn!(store = self.name, %cause, "blocks wait to be written");
         }
         Ok(Put::Queued)
-    }
-
-    /// The bytes by zstd, if they are fewer and the store compresses.
-    fn compressed(&self, bytes: &[u8]) -> Option<Vec<u8>> {
-        if !self.options.compress {
-            return None;
-        }
-        zstd::bulk::compress(bytes, LEVEL).ok().filter(|small| small.len() < bytes.len())
     }
 
     /// Bytes that may be written today.
@@ -654,8 +668,8 @@ impl Store {
             }
             Err(cause) => {
                 index.buffer = buffer;
-                // Some of it may be there.
-                state.tail = state.file.cut(state.written).is_err();
+                // Some of it may be there. A deletion tries again to cut it off, and syncs that.
+                (state.tail, _) = (true, state.file.cut(state.written));
                 let what = format!("write {bytes} bytes of blocks to {} of the store {}", file_name(number), self.name);
                 let full = matches!(cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
                 let error = Error::io(what, cause);
@@ -708,7 +722,7 @@ impl Store {
             }
         }
         state.written = state.synced;
-        state.tail = state.file.cut(state.synced).is_err();
+        (state.tail, _) = (true, state.file.cut(state.synced));
         if writer.current == Some(number) {
             index.buffer.clear();
             writer.current = None;
@@ -946,7 +960,7 @@ impl Store {
         let mut small = vec![0; head.payload];
         let sound = self.read_part(&source, entry, at, &mut small)?
             && head.payload(&self.seal, &self.place(entry), &mut small)
-            && zstd::bulk::decompress_to_buffer(&small, into).is_ok_and(|bytes| bytes == self.block_bytes);
+            && pack::unpack(&small, into);
         Ok(sound.then_some(true))
     }
 
@@ -991,13 +1005,14 @@ impl Store {
             (before - index.blocks.len()) as u64
         };
         let mut first = Ok(());
-        let Writer { files, leftover, unsynced_removal, .. } = &mut *writer;
-        for (number, state) in files.iter_mut() {
-            if let Err(cause) = self.erase_tenant(tenant, state) {
-                let what = format!("erase blocks of a tenant in {} of the store {}", file_name(*number), self.name);
+        let numbers: Vec<u64> = writer.files.keys().copied().collect();
+        for number in numbers {
+            if let Err(cause) = self.erase_tenant(&mut writer, tenant, number) {
+                let what = format!("erase blocks of a tenant in {} of the store {}", file_name(number), self.name);
                 first = first.and(Err(unwritten(what, cause)));
             }
         }
+        let Writer { leftover, unsynced_removal, .. } = &mut *writer;
         // A file that is not named any more may have blocks of the tenant too.
         for number in mem::take(leftover) {
             *unsynced_removal = true;
@@ -1019,32 +1034,30 @@ impl Store {
         first.map(|()| deleted)
     }
 
-    /// Erases the records of a tenant. Those that could not be erased stay in the list.
-    fn erase_tenant(&self, tenant: TenantId, state: &mut BlockFile) -> io::Result<()> {
-        let theirs: Vec<Stored> = state.records.iter().filter(|record| record.tenant == tenant).copied().collect();
+    /// Erases the records of a tenant in a file. If that fails, they stay in the list.
+    fn erase_tenant(&self, writer: &mut Writer, tenant: TenantId, number: u64) -> io::Result<()> {
+        let Some(state) = writer.files.get_mut(&number) else { return Ok(()) };
+        let theirs = || state.records.iter().filter(|record| record.tenant == tenant);
+        let on_disk: Vec<Stored> = theirs().filter(|record| record.offset < state.written).copied().collect();
+        for record in theirs().filter(|record| record.offset >= state.written) {
+            let at = (record.offset - state.written) as usize;
+            if let Some(bytes) = self.index.lock().buffer.get_mut(at..at + record.bytes as usize) {
+                bytes.fill(0);
+            }
+        }
         if state.tail {
             state.file.cut(state.written)?;
-            state.file.sync_all()?;
-            state.tail = false;
-        }
-        if theirs.is_empty() {
-            return Ok(());
-        }
-        let on_disk: Vec<Stored> = theirs.iter().filter(|record| record.offset < state.written).copied().collect();
-        {
-            let mut index = self.index.lock();
-            for record in theirs.iter().filter(|record| record.offset >= state.written) {
-                let at = (record.offset - state.written) as usize;
-                if let Some(bytes) = index.buffer.get_mut(at..at + record.bytes as usize) {
-                    bytes.fill(0);
-                }
-            }
         }
         for run in on_disk.chunk_by(|a, b| a.offset + a.bytes == b.offset) {
             state.file.erase(run[0].offset, run.iter().map(|record| record.bytes).sum())?;
         }
-        if !on_disk.is_empty() {
-            state.file.sync_all()?;
+        if state.tail || !on_disk.is_empty() {
+            if let Err(cause) = state.file.sync_all() {
+                // It may have lost what was written and not flushed.
+                self.give_up_unsynced(writer, number);
+                return Err(cause);
+            }
+            state.tail = false;
         }
         state.erased += on_disk.iter().map(|record| record.bytes).sum::<u64>();
         state.records.retain(|record| record.tenant != tenant);

@@ -178,7 +178,8 @@ impl StoreOptions {
         self
     }
 
-    /// Whether blocks are compressed by zstd, without loss. A block that does not get smaller is kept as it is.
+    /// Whether blocks are compressed by zstd, without loss; not unless set. A block that does not get smaller is kept
+    /// as it is. The size of a compressed block tells a little of its bytes, even if it is encrypted.
     #[must_use]
     pub fn compress(mut self, compress: bool) -> Self {
         self.compress = compress;

@@ -1,6 +1,6 @@
 //! Blocks whose bytes follow from their number, so that a wrong byte is seen.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::path::Path;
 
@@ -102,4 +102,12 @@ pub fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap());
     let files = files.map(|file| (file.file_name().into_string().unwrap(), fs::read(file.path()).unwrap()));
     files.filter(|(name, _)| name != "lock").collect()
+}
+
+/// Whether bytes of one of these blocks are in files that are neither compressed nor encrypted, where records begin.
+pub fn held_in<'a>(files: &BTreeMap<String, Vec<u8>>, blocks: impl IntoIterator<Item = &'a Block>) -> bool {
+    const PAYLOAD: usize = 96 + 48 + 4 * TOKENS as usize;
+    let begin: HashSet<&[u8]> = blocks.into_iter().map(|block| &block.bytes[..32]).collect();
+    let records = files.values().flat_map(|file| file.chunks(4096));
+    records.filter_map(|record| record.get(PAYLOAD..PAYLOAD + 32)).any(|bytes| begin.contains(bytes))
 }

@@ -254,6 +254,26 @@ fn options_key(sealed: bool, key: &StoreKey) -> Option<StoreKey> {
     sealed.then(|| key.clone())
 }
 
+/// Files that are not the store's stay, and those that it never acknowledged go.
+#[test]
+fn other_files_in_the_folder_do_no_harm() {
+    let options = &kinds()[0];
+    let mut files = sound(options);
+    let count = files.len();
+    let kept = ["notes", "manifest.old", "ffffffffffffffff.kv", "7.kv", "000000000000000G.kv", "00000000000000AA.kv"];
+    let gone = ["manifest.new", "00000000000000aa.kv", "3fffffffffffffff.kv"];
+    kept.iter().chain(&gone).for_each(|name| assert!(files.insert((*name).to_owned(), vec![1; 5000]).is_none()));
+    let (memory, store) = open_memory(files, options);
+    let store = store.unwrap();
+    assert!(blocks().iter().all(|block| block.is_in(&store)));
+    let files = memory.contents();
+    assert!(kept.iter().all(|name| files.contains_key(*name)) && !gone.iter().any(|name| files.contains_key(*name)));
+    assert_eq!(files.len(), count + kept.len());
+    Block::of(5, 5).put(&store);
+    store.close().unwrap();
+    assert_eq!(report(&memory, None, true).unwrap().blocks, BLOCKS + 1);
+}
+
 /// Neither links nor pipes nor folders are followed, read or waited for.
 #[test]
 fn only_regular_files_are_read() {

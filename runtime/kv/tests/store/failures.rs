@@ -4,15 +4,17 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use outcore::{Bytes, ErrorKind, Result};
 use outcore_kv::files::{Access, Files, Memory, OpenFile};
-use outcore_kv::{Put, Store, StoreOptions, TenantId};
+use outcore_kv::{Put, Store, StoreOptions, TenantId, verify};
 use outcore_testkit::harness::{Scene, is_child, scene_ended};
+use parking_lot::Mutex;
 
-use crate::blocks::{BYTES, Block, contents, model, open, options};
+use crate::blocks::{BYTES, Block, contents, held_in, model, open, options};
 
 /// ENOSPC, EIO, EROFS.
 const FULL: i32 = 28;
@@ -52,12 +54,35 @@ impl Plan {
 }
 
 #[derive(Debug)]
-struct Failing<F>(F, Arc<Plan>);
+struct Failing(Memory, Arc<Plan>);
 
-impl Files for Failing<Memory> {
+#[derive(Debug)]
+struct FailingFile {
+    file: Arc<dyn OpenFile>,
+    plan: Arc<Plan>,
+    /// What was written since the last sync. A sync that fails loses it, and the next one says that all is well.
+    unsynced: Mutex<Vec<(u64, usize)>>,
+}
+
+impl FailingFile {
+    fn synced(&self, result: io::Result<()>) -> io::Result<()> {
+        let unsynced = std::mem::take(&mut *self.unsynced.lock());
+        if result.is_err() {
+            let length = self.file.length()?;
+            for (at, bytes) in unsynced {
+                self.file.erase(at, bytes as u64)?;
+            }
+            assert_eq!(self.file.length()?, length);
+        }
+        result
+    }
+}
+
+impl Files for Failing {
     fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn OpenFile>> {
         self.1.may(access == Access::Read)?;
-        Ok(Arc::new(Failing(self.0.open(name, access)?, self.1.clone())))
+        let (file, plan) = (self.0.open(name, access)?, self.1.clone());
+        Ok(Arc::new(FailingFile { file, plan, unsynced: Mutex::default() }))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
@@ -85,41 +110,42 @@ impl Files for Failing<Memory> {
     }
 }
 
-impl OpenFile for Failing<Arc<dyn OpenFile>> {
+impl OpenFile for FailingFile {
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<()> {
-        self.1.may(true)?;
-        self.0.read_at(into, at)
+        self.plan.may(true)?;
+        self.file.read_at(into, at)
     }
 
     fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
-        let failed = self.1.may(false);
+        let failed = self.plan.may(false);
         // A write that fails has written some of it.
         let written = if failed.is_ok() { bytes.len() } else { bytes.len() / 3 };
-        self.0.write_at(&bytes[..written], at)?;
+        self.file.write_at(&bytes[..written], at)?;
+        self.unsynced.lock().push((at, written));
         failed
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.1.may(false)
+        self.synced(self.plan.may(false))
     }
 
     fn sync_all(&self) -> io::Result<()> {
-        self.1.may(false)
+        self.sync()
     }
 
     fn erase(&self, at: u64, len: u64) -> io::Result<()> {
-        self.1.may(false)?;
-        self.0.erase(at, len)
+        self.plan.may(false)?;
+        self.file.erase(at, len)
     }
 
     fn cut(&self, len: u64) -> io::Result<()> {
-        self.1.may(false)?;
-        self.0.cut(len)
+        self.plan.may(false)?;
+        self.file.cut(len)
     }
 
     fn length(&self) -> io::Result<u64> {
-        self.1.may(true)?;
-        self.0.length()
+        self.plan.may(true)?;
+        self.file.length()
     }
 }
 
@@ -142,7 +168,7 @@ fn drop_evicted(store: &Store, there: &mut There) {
 }
 
 /// Works with a store. Errors are of the kind `kind`, and nothing that was acknowledged is lost.
-fn work(store: &Store, kind: ErrorKind, there: &mut There, gone: &mut There) {
+fn work(store: &Store, memory: &Memory, kind: ErrorKind, there: &mut There, gone: &mut There) {
     let check = |error: &outcore::Error| assert_eq!(error.kind(), kind, "{error}");
     let mut queued = There::new();
     for number in 0..200 {
@@ -162,14 +188,17 @@ fn work(store: &Store, kind: ErrorKind, there: &mut There, gone: &mut There) {
             // After a sync that failed, what was queued is gone.
             drop_evicted(store, &mut queued);
         }
-        if number == 130 {
-            there.retain(|block| block.0 != 1);
-            queued.retain(|block| block.0 != 1);
-            match store.delete_tenant(TenantId::new(1)) {
-                Ok(_) => gone.extend((0..=number).map(|number| (1, number))),
+        // Here a write is due, which may have failed.
+        if number == 131 {
+            there.retain(|block| block.0 != 2);
+            queued.retain(|block| block.0 != 2);
+            match store.delete_tenant(TenantId::new(2)) {
+                Ok(_) => gone.extend((0..=number).map(|number| (2, number))),
                 Err(error) => check(&error),
             }
-            assert!((0..=number).all(|number| !Block::known(1, number).is_in(store)));
+            let deleted = gone.iter().map(|(tenant, number)| Block::known(*tenant, *number));
+            assert!(!held_in(&memory.contents(), deleted), "bytes of a deleted tenant");
+            assert!((0..=number).all(|number| !Block::known(2, number).is_in(store)));
         }
         drop_evicted(store, there);
     }
@@ -190,7 +219,7 @@ fn fail_every_operation(count: u64, error: i32, kind: ErrorKind) {
         let (mut there, mut gone) = (There::new(), There::new());
         match open_files(Arc::new(Failing(memory.clone(), plan.clone()))) {
             Ok(store) => {
-                work(&store, kind, &mut there, &mut gone);
+                work(&store, &memory, kind, &mut there, &mut gone);
                 look(&store, &there, &gone);
             }
             Err(error) => assert_eq!(error.kind(), kind, "{error}"),
@@ -227,7 +256,7 @@ fn opening_fails_or_finds_everything() {
     let memory = Memory::default();
     let store = open_files(Arc::new(memory.clone())).unwrap();
     let (mut there, mut gone) = (There::new(), There::new());
-    work(&store, ErrorKind::Io, &mut there, &mut gone);
+    work(&store, &memory, ErrorKind::Io, &mut there, &mut gone);
     drop(store);
     let files = memory.contents();
     for first in 0.. {
@@ -298,9 +327,20 @@ fn a_real_disk_gets_full() {
     }
     store.flush().unwrap();
     drop(store);
-    let store = open(&folder, options).unwrap();
+    let store = open(&folder, options.clone()).unwrap();
     assert!((0..flushed).all(|number| Block::known(number % 2, number).is_in(&store) == (number % 2 == 0)));
     assert!((20_000..20_200).all(|number| Block::known(0, number).is_in(&store)));
-    assert!(!contents(&folder).is_empty());
+    drop(store);
+    // And a disk that cannot be written.
+    let before = contents(&folder);
+    let mount = folder.parent().unwrap();
+    if Command::new("mount").args(["-o", "remount,ro"]).arg(mount).status().is_ok_and(|status| status.success()) {
+        let error = open(&folder, options.clone()).unwrap_err();
+        assert!(error.to_string().contains("Read-only file system"), "{error}");
+        assert_eq!(verify(&folder, None).unwrap().damaged, 0);
+        let error = open(&mount.join("another"), options).unwrap_err();
+        assert!(error.to_string().contains("Read-only file system"), "{error}");
+        assert_eq!(contents(&folder), before);
+    }
     scene_ended();
 }

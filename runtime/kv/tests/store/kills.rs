@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use outcore::Bytes;
+use outcore::{Bytes, ErrorKind};
 use outcore_kv::{Put, StoreKey, StoreOptions, TenantId};
 use outcore_testkit::harness::replay::{self, Case};
 use outcore_testkit::harness::whole_name;
@@ -68,6 +68,8 @@ struct Promised {
     there: BTreeSet<(u64, u64)>,
     queued: BTreeSet<(u64, u64)>,
     gone: BTreeSet<(u64, u64)>,
+    /// The child has the store open.
+    is_open: bool,
 }
 
 impl Promised {
@@ -78,6 +80,7 @@ impl Promised {
         let mut number = || words.next().map_or(0, |word| word.parse().unwrap());
         let block = (number(), number());
         match what {
+            "open" => self.is_open = true,
             "putting" => drop(self.gone.remove(&block)),
             "put" => drop(self.queued.insert(block)),
             "flushed" => self.there.append(&mut self.queued),
@@ -103,7 +106,7 @@ impl Promised {
                 there.insert(block);
             }
         }
-        (self.there, self.queued) = (there, BTreeSet::new());
+        (self.there, self.queued, self.is_open) = (there, BTreeSet::new(), false);
     }
 }
 
@@ -129,6 +132,10 @@ fn kill(test: &str, seed: u64, kills: usize) {
         // While the child goes on, so any moment may be the last.
         let heard = below(state, 300) as usize;
         lines.by_ref().take(heard).for_each(|line| promised.hear(&line.unwrap()));
+        if promised.is_open {
+            let error = open(folder.path(), options_of(number)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::PermissionDenied, "the child has it: {error}");
+        }
         child.kill().unwrap();
         lines.for_each(|line| promised.hear(&line.unwrap_or_default()));
         let status = child.wait().unwrap();
