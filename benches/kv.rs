@@ -2,10 +2,12 @@
 //!
 //! - `append`: room for one token more, and its commit, of a sequence that grows to `--tokens`.
 //! - `fork`: another sequence with the same tokens, and its end.
-//! - `match`: finding the blocks of a prompt of `--prompt` blocks among `--blocks` that are known; `begin` uses them too.
+//! - `match`: finding the blocks of a prompt of `--prompt` blocks among `--blocks` that are known; `begin` uses them
+//!   too.
 //! - `tables`: memory of the tables for each block.
-//! - `restore`: a sequence of `--restore` bytes comes back from disk, group by group: until its first group is there, and
-//!   until all of it is, in parts of the time that these bytes take at the disk's rate. That is measured in each round.
+//! - `restore`: a sequence of `--restore` bytes comes back from disk, group by group: until its first group is there,
+//!   and until all of it is, in parts of the time that these bytes take at the disk's rate. That is measured in each
+//!   round.
 //!
 //! Parameters: `--blocks` (1000000), `--prompt` (1000), `--tokens` (100000), `--restore` (64MiB), `--rounds` (7),
 //! `--dir`.

@@ -279,8 +279,8 @@ impl KvPool {
     /// A pool of `blocks` blocks, in all tiers together. `model` names the weights: see [`KvLayout::fingerprint`].
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there are no blocks, or if the layout is for another page size
-    /// than the runtime's. As for [`Runtime::alloc_for`].
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there are no blocks, or if the layout is for another page
+    /// size than the runtime's. As for [`Runtime::alloc_for`].
     pub fn open(runtime: &Runtime, layout: KvLayout, model: &[u8], blocks: u32) -> Result<Self> {
         Self::open_on(runtime, layout, model, blocks, None)
     }

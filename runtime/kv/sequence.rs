@@ -41,8 +41,8 @@ impl Drop for Part {
 /// The keys and values of one sequence of tokens, in blocks of a [`KvPool`].
 ///
 /// Tokens are [appended](Self::append), which makes room for them. The engine computes their keys and values, layer by
-/// layer, and writes them by [`write`](Self::write). Then it [commits](Self::commit) them. From then on a complete block
-/// is never written again, and other sequences that begin with the same tokens find it.
+/// layer, and writes them by [`write`](Self::write). Then it [commits](Self::commit) them. From then on a complete
+/// block is never written again, and other sequences that begin with the same tokens find it.
 ///
 /// ```
 /// use outcore::{Bytes, DType, PageSize, Runtime};
@@ -168,8 +168,8 @@ impl Sequence {
         (self.key.next(tokens), (self.complete > 0).then_some(self.key))
     }
 
-    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its bytes,
-    /// which `owner` stored.
+    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its
+    /// bytes, which `owner` stored.
     pub(crate) fn add_from(
         &mut self,
         tokens: &[Token],
@@ -417,8 +417,8 @@ impl Sequence {
     /// not committed.
     ///
     /// # Errors
-    /// As for [`read`](Self::read). [`InvalidArgument`](ErrorKind::InvalidArgument) too for positions in a block that is
-    /// committed and complete, or that the sequence shares with a fork of it and has appended nothing to.
+    /// As for [`read`](Self::read). [`InvalidArgument`](ErrorKind::InvalidArgument) too for positions in a block that
+    /// is committed and complete, or that the sequence shares with a fork of it and has appended nothing to.
     pub fn write(&self, group: u32, positions: Range<u64>) -> Result<WriteBlocks<'_>> {
         let blocks = self.blocks_of(&positions);
         let alone = || {
@@ -438,8 +438,8 @@ impl Sequence {
     }
 
     /// The keys and values of all layers are there for the positions below `end`. Sequences that begin with the same
-    /// tokens find the blocks that are complete by that. Where another sequence had the same block before, this one uses
-    /// it too, and its own is free.
+    /// tokens find the blocks that are complete by that. Where another sequence had the same block before, this one
+    /// uses it too, and its own is free.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for positions without room.
@@ -505,8 +505,8 @@ impl Sequence {
     /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) where what was shared with a fork is no more, and the tenant may not
-    /// use as many blocks.
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) where what was shared with a fork is no more, and the tenant may
+    /// not use as many blocks.
     pub fn truncate(&mut self, len: u64) -> Result<()> {
         if len >= self.len {
             return Ok(());

@@ -64,8 +64,8 @@ fn tokens(ids: &[u32]) -> Vec<Token> {
     ids.iter().copied().map(Token::new).collect()
 }
 
-/// A session with the blocks of this prompt that are there; the rest is computed in passes of `pass` tokens. Returns the
-/// last logits, too.
+/// A session with the blocks of this prompt that are there; the rest is computed in passes of `pass` tokens. Returns
+/// the last logits, too.
 fn begin(model: &Arc<Model>, pool: &KvPool, prompt: &[u32], pass: usize) -> (Session, Vec<f32>) {
     let keys = PagedKeys::new(pool.begin(TENANT, &tokens(prompt)).unwrap());
     let mut session = Session::paged(model.clone(), keys).unwrap();
