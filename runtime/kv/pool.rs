@@ -191,7 +191,7 @@ impl Shared {
         let Some(store) = &self.store else { return Ok(0) };
         let (mut bytes, mut count, mut first) = (vec![0; stored_bytes(&self.layout)], 0, Ok(()));
         for block in blocks {
-            let kept = self.state.lock().tables.to_keep(block, seen_twice);
+            let kept = self.state.lock().tables.kept_of(block, seen_twice);
             let Some(kept) = kept else { continue };
             let Kept { key, parent, tenant, tokens } = &kept;
             let mut put = || {

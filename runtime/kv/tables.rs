@@ -247,7 +247,7 @@ impl Tables {
 
     /// What is to be known of a block that can be found, to keep it elsewhere. `None` if it cannot be found, nor can a
     /// block before it. It is in use by the caller from then on.
-    pub fn to_keep(&mut self, block: BlockId, seen_twice: bool) -> Option<Kept> {
+    pub fn kept_of(&mut self, block: BlockId, seen_twice: bool) -> Option<Kept> {
         let entry = self.entries[block.index()];
         let twice = matches!(entry.seen, Seen::Twice | Seen::TwiceByAll);
         if !entry.indexed || (seen_twice && !twice) {
