@@ -20,6 +20,7 @@ use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Level, Q8Block};
+use crate::paged_kv::{Operands, PagedKeys};
 use crate::pool::Pool;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
@@ -324,10 +325,17 @@ pub struct PassTime {
     pub waited: Duration,
 }
 
+/// Where a session's keys and values are.
+enum Keys {
+    /// Of each layer, in memory of their own.
+    Plain(Vec<Cache>),
+    Paged(PagedKeys),
+}
+
 /// One sequence of tokens being read or written: positions, keys and values.
 pub struct Session {
     model: Arc<Model>,
-    caches: Vec<Cache>,
+    keys: Keys,
     capacity: usize,
     len: usize,
     last: PassTime,
@@ -347,7 +355,25 @@ impl Session {
         let elements = [c.kv_heads, capacity, c.head_dim].iter().try_fold(1usize, |n, d| n.checked_mul(*d));
         let elements = elements.ok_or_else(|| Error::Invalid(format!("a context of {capacity} is too large")))?;
         let caches = (0..c.layers).map(|_| Cache::new(kv, elements)).collect();
-        Ok(Self { model, caches, capacity, len: 0, last: PassTime::default() })
+        Ok(Self { model, keys: Keys::Plain(caches), capacity, len: 0, last: PassTime::default() })
+    }
+
+    /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
+    /// the model's context.
+    pub fn paged(model: Arc<Model>, keys: PagedKeys) -> Result<Self> {
+        let capacity = model.config().context;
+        let len = keys.sequence().len() as usize;
+        if keys.pool().layout().shape().layers() as usize != model.config().layers {
+            return Err(Error::Invalid("the pool is for another model: make its layout with paged_kv::layout".into()));
+        }
+        Ok(Self { model, keys: Keys::Paged(keys), capacity, len, last: PassTime::default() })
+    }
+
+    /// Another session with the same tokens, which shares their keys and values. `None` if they are in no pool.
+    pub fn fork(&mut self) -> Option<Self> {
+        let Self { model, keys: Keys::Paged(keys), capacity, len, .. } = self else { return None };
+        let (model, keys) = (model.clone(), Keys::Paged(keys.fork()));
+        Some(Self { model, keys, capacity: *capacity, len: *len, last: PassTime::default() })
     }
 
     /// Tokens read so far.
@@ -376,8 +402,12 @@ impl Session {
     }
 
     /// Forgets everything after the first `len` tokens.
-    pub fn truncate(&mut self, len: usize) {
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.len = self.len.min(len);
+        match &mut self.keys {
+            Keys::Plain(_) => Ok(()),
+            Keys::Paged(keys) => keys.truncate(self.len),
+        }
     }
 
     /// Reads `tokens` in one pass over the weights; returns the logits after the last one (`vocab` numbers).
@@ -396,6 +426,23 @@ impl Session {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
         model.arch.check_pass(tokens, self.len, self.capacity)?;
+        if let Keys::Paged(keys) = &mut self.keys {
+            keys.append(tokens)?;
+        }
+        let done = self.compute(&model, tokens, all);
+        match (&mut self.keys, &done) {
+            (Keys::Plain(_), _) => {}
+            (Keys::Paged(keys), Ok(_)) => keys.commit(self.len + tokens.len())?,
+            (Keys::Paged(keys), Err(_)) => keys.truncate(self.len)?,
+        }
+        let (logits, waited) = done?;
+        self.len += tokens.len();
+        self.last = PassTime { total: started.elapsed(), waited };
+        Ok(logits)
+    }
+
+    /// The logits, and how long it waited for weights.
+    fn compute(&mut self, model: &Model, tokens: &[u32], all: bool) -> Result<(Vec<f32>, Duration)> {
         let (c, m) = (&model.arch.config, tokens.len());
         let waited = model.weights.waited();
         model.weights.will_use(&model.pass_order(tokens));
@@ -414,8 +461,15 @@ impl Session {
                     let (mut q, mut k, v) = (take(&mut work.q), take(&mut work.k), take(&mut work.v));
                     turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
                     turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
-                    let cache = &mut self.caches[layer];
-                    let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
+                    let mixed = match &mut self.keys {
+                        Keys::Plain(caches) => {
+                            attention(model, &mut caches[layer], self.capacity, self.len, m, &q, &k, &v)
+                        }
+                        Keys::Paged(keys) => {
+                            let operands = Operands { q: &q, k: &k, v: &v };
+                            keys.attend(c, (&model.pool, model.level), layer, self.len, &operands)?
+                        }
+                    };
                     work.input = Input::new(mixed, m);
                 }
                 Op::AttentionOutput(linear) => add(&mut work.x, &model.linear(linear, &mut work.input)?),
@@ -434,9 +488,7 @@ impl Session {
                 Op::Logits(output) => work.logits = model.matmul(output, &mut work.input)?,
             }
         }
-        self.len += m;
-        self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
-        Ok(work.logits)
+        Ok((work.logits, model.weights.waited().saturating_sub(waited)))
     }
 }
 

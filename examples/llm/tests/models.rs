@@ -214,7 +214,7 @@ fn a_refused_pass_leaves_the_session_usable() {
     assert!(session.forward(&[300]).is_err());
     assert!(session.forward(&[1, 2]).is_err());
     assert_eq!(session.len(), PROMPT.len());
-    session.truncate(0);
+    session.truncate(0).unwrap();
     assert_eq!(session.forward(&PROMPT).unwrap(), first);
 }
 

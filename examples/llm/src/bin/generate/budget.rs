@@ -68,8 +68,9 @@ pub struct Working {
 }
 
 impl Working {
-    /// For a prompt of `prompt` tokens in a sequence of `context`, computed by `threads` threads.
-    pub fn of(config: &Config, context: usize, prompt: usize, threads: usize) -> Self {
+    /// For a prompt of `prompt` tokens in a sequence of `context`, computed by `threads` threads. Keys and values of
+    /// `plain` tokens of it are in no page.
+    pub fn of(config: &Config, context: usize, plain: usize, prompt: usize, threads: usize) -> Self {
         // Wide enough for the product of any sizes that a configuration may have.
         let [dim, ffn, heads, kv_heads, head_dim, vocab, positions, threads] = [
             config.dim,
@@ -98,7 +99,7 @@ impl Working {
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
-        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, context).get()));
+        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, plain).get()));
         Self { fixed, token, prompt }
     }
 

@@ -20,10 +20,11 @@ use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{Bytes, PageSize, Runtime};
+use outcore_kv::{KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
-    PagedWeights, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
+    PagedKeys, PagedWeights, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
 };
 
 use args::Args;
@@ -140,8 +141,17 @@ impl Sequence {
         Ok(match gpu {
             None => {
                 let options = Options { threads: args.threads, ..Options::default() };
-                let model = Model::load(files, weights, options)?;
-                Self::Host(Session::new(Arc::new(model), context, KvType::F32)?)
+                let runtime = weights.runtime().clone();
+                let model = Arc::new(Model::load(files, weights, options)?);
+                if !args.paged_kv {
+                    return Ok(Self::Host(Session::new(model, context, KvType::F32)?));
+                }
+                let layout = outcore_llm::paged_kv::layout(model.config(), &runtime)?;
+                let blocks = context.div_ceil(layout.block_tokens() as usize) + 1;
+                let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+                // Nobody else uses the pool, so the model needs no name.
+                let pool = KvPool::open(&runtime, layout, b"", blocks)?;
+                Self::Host(Session::paged(model, PagedKeys::new(pool.begin(TenantId::new(0), &[])?))?)
             }
             Some(gpu) => {
                 let model = CudaModel::load(files, weights, gpu)?;
@@ -205,7 +215,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
     let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
     let sequence = Sequence::new(args, &files, weights, gpu, context, budgets.pass)?;
-    let memory = Memory::of(&files, page_size, budget::keys_values(&config, context), budgets.working);
+    let keys_values = if args.paged_kv { Bytes::ZERO } else { budget::keys_values(&config, context) };
+    let memory = Memory::of(&files, page_size, keys_values, budgets.working);
     let size = files.header().files.iter().fold(Bytes::ZERO, |sum, file| sum + Bytes::new(file.len));
     drop(files);
 
@@ -285,7 +296,13 @@ fn open_runtime(
     gpu: Option<&Gpu>,
 ) -> Result<(Runtime, Budgets)> {
     let context = prompt.len() + args.tokens;
-    let lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
+    let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
+    // In pages, keys and values compete with the weights for frames.
+    let mut plain_context = context;
+    if args.paged_kv {
+        lengths.push(budget::keys_values(config, context));
+        plain_context = 0;
+    }
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
     let store = match args.depth {
@@ -299,7 +316,7 @@ fn open_runtime(
     };
     let budgets = match gpu {
         None => {
-            let working = Working::of(config, context, prompt.len(), Pool::threads_for(args.threads));
+            let working = Working::of(config, context, plain_context, prompt.len(), Pool::threads_for(args.threads));
             let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
             budget::divide(wishes, &lengths, working, page_of)?
         }

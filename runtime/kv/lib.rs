@@ -1,0 +1,23 @@
+//! Keys and values of an inference server's sequences, in pages of an [outcore] runtime.
+//!
+//! A [`KvPool`] has blocks, which compete with weights and all else for the runtime's frames, go to the tiers below and
+//! come back. A [`Sequence`] says which blocks hold its tokens. Sequences that begin with the same tokens use the same
+//! blocks, if their [tenant](TenantId) is the same or shares.
+
+mod key;
+mod layout;
+mod pool;
+mod sequence;
+mod store;
+mod tables;
+
+pub use key::{BlockKey, Fingerprint, TenantId, Token};
+pub use layout::{KvLayout, KvPart, KvShape};
+pub use pool::{KvPool, KvStats, TenantOptions};
+pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
+pub use store::{
+    Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, inspect, verify,
+};
+#[doc(hidden)]
+pub use store::{files, repair, report};
+pub use tables::BlockId;

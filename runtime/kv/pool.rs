@@ -1,0 +1,481 @@
+//! A pool of blocks on a runtime.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use outcore::policy::SegmentClass;
+use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor};
+use parking_lot::Mutex;
+
+use crate::key::{BlockKey, Fingerprint, TenantId, Token};
+use crate::layout::KvLayout;
+use crate::sequence::Sequence;
+use crate::store::{Put, Store, StoreOptions, StoreStats, StoredBlock};
+use crate::tables::{BlockId, Kept, Realm, Released, Tables};
+
+/// What a tenant may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TenantOptions {
+    /// Whether its sequences find prefixes of other tenants that share, and they find its own. If not, nobody but the
+    /// tenant can tell whether a prefix is there, not even by how long an answer takes.
+    pub shares: bool,
+    /// The most blocks that its sequences may use at a time. Blocks that are only cached do not count.
+    pub blocks_most: u32,
+}
+
+impl Default for TenantOptions {
+    fn default() -> Self {
+        Self { shares: false, blocks_most: u32::MAX }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tenant {
+    options: TenantOptions,
+    used: u32,
+}
+
+#[derive(Debug)]
+pub struct State {
+    pub tables: Tables,
+    tenants: HashMap<TenantId, Tenant>,
+    stats: Counts,
+    /// Blocks whose last sequence has ended, and which are to be erased.
+    ended: Vec<BlockId>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    asked: u64,
+    found: u64,
+    read: u64,
+    joined: u64,
+}
+
+impl State {
+    fn tenant(&mut self, id: TenantId) -> &mut Tenant {
+        self.tenants.entry(id).or_default()
+    }
+
+    /// Whose blocks this tenant may find in a store.
+    fn finds(&self, id: TenantId) -> Vec<TenantId> {
+        if self.realm(id) != Realm::SHARED {
+            return vec![id];
+        }
+        self.tenants.iter().filter(|(_, tenant)| tenant.options.shares).map(|(id, _)| *id).collect()
+    }
+
+    pub fn realm(&self, id: TenantId) -> Realm {
+        let shares = self.tenants.get(&id).is_some_and(|tenant| tenant.options.shares);
+        if shares { Realm::SHARED } else { Realm::of(id) }
+    }
+
+    /// A block for a sequence of this tenant.
+    pub fn take(&mut self, id: TenantId) -> Result<BlockId> {
+        self.may_use(id, 1)?;
+        let Some(block) = self.tables.take(id) else {
+            let all = self.tables.blocks();
+            return Err(Error::new(ErrorKind::BudgetTooSmall, format!("all {all} blocks of the pool are in use"))
+                .remedy("end or truncate sequences, or open the pool with more blocks"));
+        };
+        self.tenant(id).used += 1;
+        Ok(block)
+    }
+
+    /// Sequences of this tenant use `more` blocks.
+    fn may_use(&mut self, id: TenantId, more: u32) -> Result<()> {
+        let Tenant { options, used } = self.tenant(id);
+        if u64::from(*used) + u64::from(more) <= u64::from(options.blocks_most) {
+            return Ok(());
+        }
+        let message = format!("tenant {} uses {used} blocks and may use {}", id.get(), options.blocks_most);
+        Err(Error::new(ErrorKind::BudgetTooSmall, message)
+            .remedy("end one of its sequences, or raise its TenantOptions::blocks_most"))
+    }
+
+    /// The tenant's sequences use this block too.
+    pub fn share(&mut self, id: TenantId, block: BlockId) -> Result<()> {
+        self.may_use(id, 1)?;
+        self.tables.share(block);
+        self.tenant(id).used += 1;
+        Ok(())
+    }
+
+    /// One of the tenant's sequences uses this block no more.
+    pub fn release(&mut self, id: TenantId, block: BlockId) {
+        let tenant = self.tenant(id);
+        tenant.used = tenant.used.saturating_sub(1);
+        if self.tables.release(block) == Released::ToErase {
+            self.ended.push(block);
+        }
+    }
+
+    /// The sequence has another block in place of this one, which holds the same.
+    pub fn joined(&mut self) {
+        self.stats.joined += 1;
+    }
+}
+
+/// What is behind a [`KvPool`] and its sequences.
+pub struct Shared {
+    pub runtime: Runtime,
+    pub layout: KvLayout,
+    pub model: Fingerprint,
+    /// A row for each group of each block.
+    rows: Tensor,
+    /// A row for each block.
+    blocks: Tensor,
+    pub state: Mutex<State>,
+    store: Option<Store>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("layout", &self.layout).finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    /// The bytes of a block's group of layers, without what fills the last page.
+    pub fn tensor(&self, block: BlockId, group: u32) -> Result<Tensor> {
+        let groups = u64::from(self.layout.groups());
+        let nth = u64::from(block.get()) * groups + u64::from(group);
+        if u64::from(group) >= groups {
+            let message = format!("group {group} of a model with {groups} groups of layers");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose a group below that"));
+        }
+        self.rows.rows(nth..nth + 1)
+    }
+
+    /// All bytes of a block.
+    pub fn whole(&self, block: BlockId) -> Result<Tensor> {
+        self.blocks.rows(u64::from(block.get())..u64::from(block.get()) + 1)
+    }
+
+    /// Copies a block.
+    pub fn copy(&self, from: BlockId, to: BlockId) -> Result<()> {
+        let mut bytes = vec![0; self.layout.block_bytes().get() as usize];
+        for group in 0..self.layout.groups() {
+            // One after the other: to wait for one while the other is held could last for ever.
+            let from = [self.tensor(from, group)?];
+            self.runtime.pin_device(&from).wait()?.copy_out(0, 0, &mut bytes)?;
+            let to = [self.tensor(to, group)?];
+            self.runtime.pin_device_mut(&to).wait()?.copy_in(0, 0, &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// All groups' bytes of a block, one after the other, as a store keeps them.
+    fn copy_out(&self, block: BlockId, bytes: &mut [u8]) -> Result<()> {
+        for (group, bytes) in bytes.chunks_exact_mut(self.layout.block_bytes().get() as usize).enumerate() {
+            let tensor = [self.tensor(block, group as u32)?];
+            self.runtime.pin_device(&tensor).wait()?.copy_out(0, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn copy_in(&self, block: BlockId, bytes: &[u8]) -> Result<()> {
+        for (group, bytes) in bytes.chunks_exact(self.layout.block_bytes().get() as usize).enumerate() {
+            let tensor = [self.tensor(block, group as u32)?];
+            self.runtime.pin_device_mut(&tensor).wait()?.copy_in(0, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
+    /// still tried.
+    pub fn put(&self, blocks: impl Iterator<Item = BlockId>, seen_twice: bool) -> Result<u64> {
+        let Some(store) = &self.store else { return Ok(0) };
+        let (mut bytes, mut count, mut first) = (vec![0; stored_bytes(&self.layout)], 0, Ok(()));
+        for block in blocks {
+            let kept = self.state.lock().tables.kept_of(block, seen_twice);
+            let Some(kept) = kept else { continue };
+            let Kept { key, parent, tenant, tokens } = &kept;
+            let mut put = || {
+                if store.contains(*tenant, *key) {
+                    return Ok(Put::Known);
+                }
+                self.copy_out(block, &mut bytes)?;
+                let stored = StoredBlock { key: *key, parent: *parent, tenant: *tenant, tokens, bytes: &bytes };
+                // It was seen twice, or its sequence will come back.
+                store.put_parked(&stored)
+            };
+            match put() {
+                Ok(put) => count += u64::from(put == Put::Queued),
+                Err(error) => first = first.and(Err(error)),
+            }
+            let mut state = self.state.lock();
+            if state.tables.release(block) == Released::ToErase {
+                state.ended.push(block);
+            }
+        }
+        first.map(|()| count)
+    }
+
+    /// Overwrites a block that nobody uses, and frees it.
+    fn erase(&self, block: BlockId) -> Result<()> {
+        let zeros = vec![0; self.layout.block_room().get() as usize];
+        for group in 0..self.layout.groups() {
+            let tensor = [self.tensor(block, group)?];
+            self.runtime.pin_device_mut(&tensor).wait()?.copy_in(0, 0, &zeros)?;
+            // So that what was written to disk is overwritten, too.
+            self.runtime.evict(&tensor[0]);
+        }
+        self.state.lock().tables.free(block);
+        Ok(())
+    }
+}
+
+/// Bytes of a block in a store: those of all groups.
+fn stored_bytes(layout: &KvLayout) -> usize {
+    (layout.block_bytes().get() * u64::from(layout.groups())) as usize
+}
+
+/// The largest number would share with all others: see [`Realm::of`].
+fn may_be(tenant: TenantId) -> Result<()> {
+    if tenant.get() < u64::MAX {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "the tenant of the largest number stands for nobody")
+        .remedy("number tenants from 0 on"))
+}
+
+/// Numbers of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvStats {
+    /// Blocks of the pool.
+    pub blocks: u32,
+    /// Of these, blocks that sequences use.
+    pub used: u32,
+    /// Blocks that nobody uses, and whose tokens would be found.
+    pub cached: u32,
+    /// Whole blocks of tokens with which sequences began.
+    pub asked: u64,
+    /// Of these, those that were found.
+    pub found: u64,
+    /// Blocks that were read from the store, beside these.
+    pub read: u64,
+    /// Blocks that a sequence computed although another one had them by then.
+    pub joined: u64,
+    /// Memory of the tables.
+    pub tables: Bytes,
+}
+
+/// Blocks of keys and values on a [`Runtime`], and the prefixes that they hold.
+///
+/// The blocks are one read-write segment of the class [`KeysAndValues`](SegmentClass::KeysAndValues): they compete with
+/// weights and all else for the runtime's frames, go to the host tier and to disk, and come back. Clones are the same
+/// pool.
+///
+/// Bytes are read and written by [`Sequence`]s.
+#[derive(Clone, Debug)]
+pub struct KvPool(pub(crate) Arc<Shared>);
+
+impl KvPool {
+    /// A pool of `blocks` blocks, in all tiers together. `model` names the weights: see [`KvLayout::fingerprint`].
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there are no blocks, or if the layout is for another page
+    /// size than the runtime's. As for [`Runtime::alloc_for`].
+    pub fn open(runtime: &Runtime, layout: KvLayout, model: &[u8], blocks: u32) -> Result<Self> {
+        Self::open_on(runtime, layout, model, blocks, None)
+    }
+
+    /// As [`open`](Self::open), and with a folder that keeps blocks. What is kept there is found by sequences that
+    /// begin; [`save`](Self::save), and [`Sequence::park`], put blocks there.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open) and [`Store::open`].
+    pub fn open_with_store(
+        runtime: &Runtime,
+        layout: KvLayout,
+        model: &[u8],
+        blocks: u32,
+        (folder, options): (&Path, StoreOptions),
+    ) -> Result<Self> {
+        let bytes = Bytes::new(stored_bytes(&layout) as u64);
+        let store = Store::open(folder, &layout.fingerprint(model), bytes, options)?;
+        Self::open_on(runtime, layout, model, blocks, Some(store))
+    }
+
+    fn open_on(runtime: &Runtime, layout: KvLayout, model: &[u8], blocks: u32, store: Option<Store>) -> Result<Self> {
+        let page = runtime.stats().page_size;
+        if page != layout.page_size() {
+            let [ours, theirs] = [page, layout.page_size()].map(|page| Bytes::new(page.bytes()));
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("a layout for pages of {theirs}, and a runtime with pages of {ours}"),
+            )
+            .remedy("make the layout with the runtime's page size: Runtime::stats().page_size"));
+        }
+        if blocks == 0 || blocks == u32::MAX {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("a pool of {blocks} blocks"))
+                .remedy("choose at least one, and fewer than 2^32 - 1"));
+        }
+        let (groups, room) = (u64::from(layout.groups()), layout.block_room().get());
+        let rows = u64::from(blocks) * groups;
+        let rows = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &[rows, room])?;
+        let whole = rows.reshape(&[u64::from(blocks), groups * room])?;
+        let state = State {
+            tables: Tables::new(blocks, layout.block_tokens()),
+            tenants: HashMap::new(),
+            stats: Counts::default(),
+            ended: Vec::new(),
+        };
+        let model = layout.fingerprint(model);
+        let runtime = runtime.clone();
+        Ok(Self(Arc::new(Shared { runtime, layout, model, rows, blocks: whole, state: Mutex::new(state), store })))
+    }
+
+    /// The layout of its blocks.
+    pub fn layout(&self) -> &KvLayout {
+        &self.0.layout
+    }
+
+    /// The runtime on which it is.
+    pub fn runtime(&self) -> &Runtime {
+        &self.0.runtime
+    }
+
+    /// What its blocks are known by.
+    pub fn fingerprint(&self) -> &Fingerprint {
+        &self.0.model
+    }
+
+    /// What a tenant may do from now on. A tenant of which nothing was said shares with nobody and has no limit.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number, which stands for nobody.
+    pub fn set_tenant(&self, tenant: TenantId, options: TenantOptions) -> Result<()> {
+        may_be(tenant)?;
+        self.0.state.lock().tenant(tenant).options = options;
+        Ok(())
+    }
+
+    /// Begins a sequence with these tokens. The keys and values of those that are there already, from the first one on,
+    /// need not be computed: [`Sequence::len`] says how many they are. It is less than all, since the last token's
+    /// logits are needed. The rest is to be [appended](Sequence::append).
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the tenant may not use as many blocks;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number.
+    pub fn begin(&self, tenant: TenantId, tokens: &[Token]) -> Result<Sequence> {
+        may_be(tenant)?;
+        self.erase_what_ended()?;
+        let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
+        let mut state = self.0.state.lock();
+        let realm = state.realm(tenant);
+        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        for (nth, block) in blocks.iter().enumerate() {
+            if let Err(error) = state.share(tenant, *block) {
+                blocks[..nth].iter().rev().for_each(|block| state.release(tenant, *block));
+                return Err(error);
+            }
+        }
+        blocks.iter().for_each(|block| state.tables.seen_again(*block));
+        state.stats.asked += whole as u64;
+        state.stats.found += blocks.len() as u64;
+        drop(state);
+        let mut sequence = Sequence::of_blocks(self.clone(), tenant, realm, blocks);
+        if let Some(store) = &self.0.store {
+            self.read_from(store, &mut sequence, tokens, whole)?;
+        }
+        Ok(sequence)
+    }
+
+    /// Adds blocks of these tokens that the store has, up to `whole` blocks.
+    fn read_from(&self, store: &Store, sequence: &mut Sequence, tokens: &[Token], whole: usize) -> Result<()> {
+        let each = self.0.layout.block_tokens() as usize;
+        let tenants = self.0.state.lock().finds(sequence.tenant());
+        let mut bytes = Vec::new();
+        for tokens in tokens.chunks_exact(each).take(whole).skip(sequence.len() as usize / each) {
+            let (key, parent) = sequence.next_key(tokens);
+            let Some(tenant) = tenants.iter().find(|tenant| store.contains(**tenant, key)) else { return Ok(()) };
+            bytes.resize(stored_bytes(&self.0.layout), 0);
+            if !store.get(key, parent, *tenant, tokens, &mut bytes)? {
+                return Ok(());
+            }
+            let Ok(block) = sequence.add_from(tokens, *tenant, |block| self.0.copy_in(block, &bytes)) else {
+                // There is no room for more: the rest is computed, or the sequence ends there.
+                return Ok(());
+            };
+            let mut state = self.0.state.lock();
+            state.tables.seen_again(block);
+            state.stats.read += 1;
+        }
+        Ok(())
+    }
+
+    /// Puts the blocks that sequences have found, or `all` that can be found, into the store that the pool was opened
+    /// with, and returns when they would survive a loss of power. Returns how many were new there.
+    ///
+    /// # Errors
+    /// What pinning a block or writing to the folder says. Blocks that were put stay; the next call tries the others.
+    pub fn save(&self, all: bool) -> Result<u64> {
+        let Some(store) = &self.0.store else { return Ok(0) };
+        let blocks = self.0.state.lock().tables.blocks();
+        let put = self.0.put((0..blocks).map(BlockId::new), !all);
+        store.flush()?;
+        put
+    }
+
+    /// What the store holds and did, if there is one.
+    pub fn store_stats(&self) -> Option<StoreStats> {
+        self.0.store.as_ref().map(Store::stats)
+    }
+
+    /// How many of these tokens a sequence that [begins](Self::begin) with them would find.
+    pub fn found(&self, tenant: TenantId, tokens: &[Token]) -> u64 {
+        let each = self.0.layout.block_tokens() as usize;
+        let whole = tokens.len().saturating_sub(1) / each;
+        let state = self.0.state.lock();
+        let realm = state.realm(tenant);
+        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        (blocks.len() * each) as u64
+    }
+
+    /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
+    /// returns. The bytes of blocks that no sequence uses are
+    /// overwritten, in memory before this returns, and on disk soon after; those of the others when their sequences
+    /// have ended, by the next call of this or of [`begin`](Self::begin).
+    ///
+    /// # Errors
+    /// What pinning a block says. What is left then is never found, and is overwritten when this is called again.
+    pub fn delete_tenant(&self, tenant: TenantId) -> Result<()> {
+        let mut state = self.0.state.lock();
+        let gone = state.tables.delete_tenant(tenant);
+        state.ended.extend(gone);
+        drop(state);
+        let erased = self.erase_what_ended();
+        let stored = self.0.store.as_ref().map_or(Ok(0), |store| store.delete_tenant(tenant));
+        erased.and(stored.map(|_| ()))
+    }
+
+    fn erase_what_ended(&self) -> Result<()> {
+        loop {
+            let Some(block) = self.0.state.lock().ended.pop() else { return Ok(()) };
+            self.0.erase(block).inspect_err(|_| self.0.state.lock().ended.push(block))?;
+        }
+    }
+
+    /// Numbers of it.
+    pub fn stats(&self) -> KvStats {
+        let state = self.0.state.lock();
+        let (blocks, cached) = (state.tables.blocks(), state.tables.cached_blocks());
+        let Counts { asked, found, read, joined } = state.stats;
+        KvStats {
+            blocks,
+            used: blocks - cached - state.tables.free_blocks(),
+            cached,
+            asked,
+            found,
+            read,
+            joined,
+            tables: Bytes::new(state.tables.bytes() as u64),
+        }
+    }
+}

@@ -1,0 +1,621 @@
+//! Sequences: which blocks hold a sequence's keys and values, and who may read and write them.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use outcore::pin::{DevicePins, HostPins};
+use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Write};
+
+use crate::key::{BlockKey, TenantId, Token};
+use crate::pool::{KvPool, Shared, State};
+use crate::tables::{BlockId, Known, Link, Realm};
+
+/// Blocks that a sequence shares with its forks, behind those of `before`. They are let go when the last of these ends.
+struct Part {
+    pool: Arc<Shared>,
+    tenant: TenantId,
+    before: Option<Arc<Part>>,
+    /// The number of its first block.
+    first: usize,
+    blocks: Vec<Option<BlockId>>,
+}
+
+impl Part {
+    fn release(state: &mut State, tenant: TenantId, blocks: &[Option<BlockId>]) {
+        blocks.iter().rev().flatten().for_each(|block| state.release(tenant, *block));
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        Self::release(&mut self.pool.state.lock(), self.tenant, &self.blocks);
+        // One after the other: a long chain of forks would take too much of the stack.
+        let mut before = self.before.take();
+        while let Some(mut part) = before.and_then(Arc::into_inner) {
+            before = part.before.take();
+        }
+    }
+}
+
+/// The keys and values of one sequence of tokens, in blocks of a [`KvPool`].
+///
+/// Tokens are [appended](Self::append), which makes room for them. The engine computes their keys and values, layer by
+/// layer, and writes them by [`write`](Self::write). Then it [commits](Self::commit) them. From then on a complete
+/// block is never written again, and other sequences that begin with the same tokens find it.
+///
+/// ```
+/// use outcore::{Bytes, DType, PageSize, Runtime};
+/// use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, TenantId, Token};
+///
+/// let page = PageSize::new(Bytes::kib(16))?;
+/// let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(1)).open()?;
+/// let layout = KvLayout::new(KvShape::new(4, 2, 64, DType::F32)?, page)?;
+/// let pool = KvPool::open(&runtime, layout, b"the model's name", 32)?;
+/// let prompt: Vec<Token> = (0..40).map(Token::new).collect();
+/// let mut sequence = pool.begin(TenantId::new(1), &prompt)?;
+/// assert_eq!(sequence.len(), 0); // nobody began so before
+/// let positions = sequence.append(&prompt)?;
+/// for layer in 0..4 {
+///     let (group, place) = pool.layout().group_of(layer);
+///     let mut blocks = sequence.write(group, positions.clone())?;
+///     let mut bytes = blocks.pin().wait()?;
+///     for position in positions.clone() {
+///         let (nth, token) = sequence.place(position);
+///         for part in [KvPart::Keys, KvPart::Values] {
+///             let row = pool.layout().row(place, part, token).ok_or("no such row")?;
+///             bytes.bytes_mut(nth).ok_or("no such block")?[row].fill(layer as u8);
+///         }
+///     }
+/// }
+/// sequence.commit(positions.end)?;
+/// let other = pool.begin(TenantId::new(1), &prompt)?;
+/// assert_eq!(other.len() % u64::from(pool.layout().block_tokens()), 0);
+/// assert!(other.len() >= 8); // its first blocks are there
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Sequence {
+    pool: KvPool,
+    tenant: TenantId,
+    realm: Realm,
+    /// What it shares with forks of it.
+    before: Option<Arc<Part>>,
+    /// The blocks behind that. A block that a window has left is none.
+    own: Vec<Option<BlockId>>,
+    /// Tokens that have room.
+    len: u64,
+    /// Blocks that are complete and committed. They are never written again.
+    complete: usize,
+    /// The key of the last of them, or the one in front of the first.
+    key: BlockKey,
+    parent: Option<Link>,
+    /// The tokens behind them.
+    tail: Vec<Token>,
+}
+
+impl fmt::Debug for Sequence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { tenant, len, complete, .. } = self;
+        write!(f, "Sequence({tenant:?}, {len} tokens, {complete} complete blocks)")
+    }
+}
+
+/// Blocks of a sequence, to be read: a tensor of bytes for each block.
+#[derive(Debug)]
+pub struct ReadBlocks<'a> {
+    pool: &'a KvPool,
+    tensors: Vec<Tensor>,
+}
+
+impl ReadBlocks<'_> {
+    /// Pins them, in this process's memory, as a unit.
+    pub fn pin(&self) -> PinRequest<'_, HostPins<'_, Read>> {
+        self.pool.runtime().pin_set(&self.tensors)
+    }
+    /// Pins them on the device, as a unit.
+    pub fn pin_device(&self) -> PinRequest<'_, DevicePins<'_, Read>> {
+        self.pool.runtime().pin_device(&self.tensors)
+    }
+    /// How many they are.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+    /// Has them filled as soon as nothing more urgent is.
+    pub fn prefetch(&self) {
+        self.tensors.iter().for_each(|tensor| self.pool.runtime().prefetch(tensor));
+    }
+}
+
+/// Blocks of a sequence that nobody else reads, to be written.
+#[derive(Debug)]
+pub struct WriteBlocks<'a> {
+    pool: &'a KvPool,
+    tensors: Vec<Tensor>,
+}
+
+impl WriteBlocks<'_> {
+    /// Pins them, in this process's memory, as a unit. Rows that were written before stay as they are.
+    pub fn pin(&mut self) -> PinRequest<'_, HostPins<'_, Write>> {
+        self.pool.runtime().pin_set_mut(&self.tensors)
+    }
+    /// Pins them on the device, as a unit.
+    pub fn pin_device(&mut self) -> PinRequest<'_, DevicePins<'_, Write>> {
+        self.pool.runtime().pin_device_mut(&self.tensors)
+    }
+    /// How many they are.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+}
+
+impl Sequence {
+    pub(crate) fn of_blocks(pool: KvPool, tenant: TenantId, realm: Realm, blocks: Vec<BlockId>) -> Self {
+        let (key, parent) = match blocks.last() {
+            Some(last) => {
+                let state = pool.0.state.lock();
+                (state.tables.key_of(*last), Some(state.tables.link_of(*last)))
+            }
+            None => (BlockKey::root(&pool.0.model, realm.salt()), None),
+        };
+        let complete = blocks.len();
+        let len = complete as u64 * u64::from(pool.0.layout.block_tokens());
+        let own = blocks.into_iter().map(Some).collect();
+        Self { pool, tenant, realm, before: None, own, len, complete, key, parent, tail: Vec::new() }
+    }
+
+    /// The key of the block behind those that are complete, if it has these tokens, and the key before it.
+    pub(crate) fn next_key(&self, tokens: &[Token]) -> (BlockKey, Option<BlockKey>) {
+        (self.key.next(tokens), (self.complete > 0).then_some(self.key))
+    }
+
+    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its
+    /// bytes, which `owner` stored.
+    pub(crate) fn add_from(
+        &mut self,
+        tokens: &[Token],
+        owner: TenantId,
+        fill: impl FnOnce(BlockId) -> Result<()>,
+    ) -> Result<BlockId> {
+        let shared = self.pool.0.clone();
+        let block = shared.state.lock().take(self.tenant)?;
+        if let Err(error) = fill(block) {
+            shared.state.lock().release(self.tenant, block);
+            return Err(error);
+        }
+        let (key, _) = self.next_key(tokens);
+        let mut state = shared.state.lock();
+        state.tables.is_of(block, owner);
+        let known = Known { key, parent: self.parent, realm: self.realm, tokens };
+        let mut mine = block;
+        // Another sequence read it at the same time.
+        if let Some(same) = state.tables.keep(block, &known)
+            && state.share(self.tenant, same).is_ok()
+        {
+            state.release(self.tenant, block);
+            mine = same;
+        }
+        self.own.push(Some(mine));
+        (self.key, self.parent) = (key, Some(state.tables.link_of(mine)));
+        self.complete += 1;
+        self.len += tokens.len() as u64;
+        Ok(mine)
+    }
+
+    fn each(&self) -> u64 {
+        u64::from(self.pool.0.layout.block_tokens())
+    }
+
+    /// Tokens that have room: those that were found at the beginning, and those that were appended.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its pool.
+    pub fn pool(&self) -> &KvPool {
+        &self.pool
+    }
+
+    /// The tenant whose it is.
+    pub fn tenant(&self) -> TenantId {
+        self.tenant
+    }
+
+    /// Tokens whose blocks are complete and committed: sequences that begin with them find them.
+    pub fn committed(&self) -> u64 {
+        self.complete as u64 * self.each()
+    }
+
+    /// The number of the block of a position, and the token's place in it.
+    pub fn place(&self, position: u64) -> (usize, u32) {
+        ((position / self.each()) as usize, (position % self.each()) as u32)
+    }
+
+    fn first_own(&self) -> usize {
+        self.before.as_ref().map_or(0, |part| part.first + part.blocks.len())
+    }
+
+    /// Calls `with` with each run of its blocks, the last one first, and the number of the run's first block.
+    fn runs(&self, mut with: impl FnMut(usize, &[Option<BlockId>])) {
+        with(self.first_own(), &self.own);
+        let mut next = self.before.as_ref();
+        while let Some(part) = next {
+            with(part.first, &part.blocks);
+            next = part.before.as_ref();
+        }
+    }
+
+    /// Its blocks by their number in the sequence: what kernels call a block table. A block that it
+    /// [left](Self::keep_window) is none.
+    pub fn blocks(&self) -> Vec<Option<BlockId>> {
+        let mut table = vec![None; self.first_own() + self.own.len()];
+        self.runs(|first, blocks| table[first..first + blocks.len()].copy_from_slice(blocks));
+        table
+    }
+
+    /// The device address of a group of each of its blocks, for as long as the pool lives; 0 for a block that it left.
+    /// What is there may be accessed while it is pinned.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
+    pub fn addresses(&self, group: u32) -> Result<Vec<u64>> {
+        let address = |block: Option<BlockId>| match block {
+            Some(block) => self.pool.0.tensor(block, group).map(|tensor| tensor.address()),
+            None => Ok(0),
+        };
+        self.blocks().into_iter().map(address).collect()
+    }
+
+    /// Makes room for these tokens behind those that there are, and returns their positions. Where the last block is
+    /// shared and not full, it is copied first, which waits for its bytes.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if all blocks of the pool are in use, or as many as the tenant may
+    /// use: then the sequence is as before. What pinning says, where a block is copied.
+    pub fn append(&mut self, tokens: &[Token]) -> Result<Range<u64>> {
+        let (start, each) = (self.len, self.each());
+        let end = start + tokens.len() as u64;
+        if !tokens.is_empty() && !start.is_multiple_of(each) {
+            self.own_the_last()?;
+        }
+        let have = self.first_own() + self.own.len();
+        let more = end.div_ceil(each) as usize - have;
+        if more > 0 {
+            let mut state = self.pool.0.state.lock();
+            for _ in 0..more {
+                match state.take(self.tenant) {
+                    Ok(block) => self.own.push(Some(block)),
+                    Err(error) => {
+                        let taken = self.own.len().min(self.first_own() + self.own.len() - have);
+                        let blocks = self.own.split_off(self.own.len() - taken);
+                        Part::release(&mut state, self.tenant, &blocks);
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        self.tail.extend_from_slice(tokens);
+        self.len = end;
+        Ok(start..end)
+    }
+
+    /// Has the last block, which is not full, to itself and writable.
+    fn own_the_last(&mut self) -> Result<()> {
+        self.take_back();
+        let last = (self.len / self.each()) as usize;
+        let first = self.first_own();
+        let mine = last.checked_sub(first).and_then(|at| self.own.get(at).copied().flatten());
+        if mine.is_some_and(|block| self.pool.0.state.lock().tables.is_alone(block)) {
+            return Ok(());
+        }
+        let old = match mine {
+            Some(block) => Some(block),
+            None => self.blocks().get(last).copied().flatten(),
+        };
+        let Some(old) = old else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the block of the last token was left by a window")
+                .remedy("truncate to the end of a block, or keep a window that holds the last token"));
+        };
+        let new = self.pool.0.state.lock().take(self.tenant)?;
+        if let Err(error) = self.pool.0.copy(old, new) {
+            self.pool.0.state.lock().release(self.tenant, new);
+            return Err(error);
+        }
+        match last.checked_sub(first).filter(|at| *at < self.own.len()) {
+            Some(at) => {
+                self.own[at] = Some(new);
+                self.pool.0.state.lock().release(self.tenant, old);
+            }
+            // The shared part keeps its block; this sequence's begins with the copy.
+            None => self.shadow(last, new)?,
+        }
+        Ok(())
+    }
+
+    /// Has `new` in place of block `last`, which is the last one of what is shared.
+    fn shadow(&mut self, last: usize, new: BlockId) -> Result<()> {
+        let mut own = Vec::new();
+        // The blocks of the last part are shared one by one, but for that block.
+        if let Some(part) = self.before.take() {
+            let mut state = self.pool.0.state.lock();
+            for block in &part.blocks[..last - part.first] {
+                if let Some(block) = block
+                    && let Err(error) = state.share(self.tenant, *block)
+                {
+                    Part::release(&mut state, self.tenant, &own);
+                    state.release(self.tenant, new);
+                    drop(state);
+                    self.before = Some(part);
+                    return Err(error);
+                }
+                own.push(*block);
+            }
+            self.before = part.before.clone();
+            drop(state);
+        }
+        own.push(Some(new));
+        own.append(&mut self.own);
+        self.own = own;
+        Ok(())
+    }
+
+    /// What is shared with no other sequence any more is this one's own again.
+    fn take_back(&mut self) {
+        while let Some(part) = self.before.take() {
+            match Arc::try_unwrap(part) {
+                Ok(mut part) => {
+                    let mut blocks = std::mem::take(&mut part.blocks);
+                    blocks.append(&mut self.own);
+                    self.own = blocks;
+                    self.before = part.before.take();
+                }
+                Err(part) => {
+                    self.before = Some(part);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn tensors(&self, group: u32, blocks: Range<usize>) -> Result<Vec<Tensor>> {
+        let table = self.blocks();
+        let found = table.get(blocks.clone()).ok_or_else(|| {
+            let message = format!("blocks {}..{} of a sequence of {}", blocks.start, blocks.end, table.len());
+            Error::new(ErrorKind::InvalidArgument, message).remedy("append the tokens first")
+        })?;
+        let left = |nth: usize| {
+            Error::new(ErrorKind::NotFound, format!("block {nth} of the sequence was left by its window"))
+                .remedy("ask for blocks within the window, or for those of the first tokens")
+        };
+        let tensor = |(nth, block): (usize, &Option<BlockId>)| match block {
+            Some(block) => self.pool.0.tensor(*block, group),
+            None => Err(left(blocks.start + nth)),
+        };
+        found.iter().enumerate().map(tensor).collect()
+    }
+
+    fn blocks_of(&self, positions: &Range<u64>) -> Range<usize> {
+        let each = self.each();
+        (positions.start / each) as usize..positions.end.div_ceil(each) as usize
+    }
+
+    /// The blocks of these positions, of a group of layers, to be read.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for positions without room, and if there is no such group;
+    /// [`NotFound`](ErrorKind::NotFound) for a block that the sequence left.
+    pub fn read(&self, group: u32, positions: Range<u64>) -> Result<ReadBlocks<'_>> {
+        let tensors = self.tensors(group, self.blocks_of(&positions))?;
+        Ok(ReadBlocks { pool: &self.pool, tensors })
+    }
+
+    /// The blocks of these positions, of a group of layers, to be written: all those from the first block on that is
+    /// not committed.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read). [`InvalidArgument`](ErrorKind::InvalidArgument) too for positions in a block that
+    /// is committed and complete, or that the sequence shares with a fork of it and has appended nothing to.
+    pub fn write(&self, group: u32, positions: Range<u64>) -> Result<WriteBlocks<'_>> {
+        let blocks = self.blocks_of(&positions);
+        let alone = || {
+            let mine = blocks.start.checked_sub(self.first_own()).and_then(|at| self.own.get(at).copied().flatten());
+            mine.is_none_or(|block| self.pool.0.state.lock().tables.is_alone(block))
+        };
+        if !positions.is_empty() && (blocks.start < self.complete.max(self.first_own()) || !alone()) {
+            let message = format!(
+                "position {} is in a block that is complete or shared, and never written again",
+                positions.start
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("write the positions that append returned, and commit them afterwards"));
+        }
+        let tensors = self.tensors(group, blocks)?;
+        Ok(WriteBlocks { pool: &self.pool, tensors })
+    }
+
+    /// The keys and values of all layers are there for the positions below `end`. Sequences that begin with the same
+    /// tokens find the blocks that are complete by that. Where another sequence had the same block before, this one
+    /// uses it too, and its own is free.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for positions without room.
+    pub fn commit(&mut self, end: u64) -> Result<()> {
+        if end > self.len {
+            let message = format!("{end} positions are committed, of a sequence of {}", self.len);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("append the tokens first"));
+        }
+        let each = self.each() as usize;
+        let complete = (end as usize) / each;
+        if complete <= self.complete {
+            return Ok(());
+        }
+        let first = self.first_own();
+        let mut state = self.pool.0.state.lock();
+        for (nth, tokens) in (self.complete..complete).zip(self.tail.chunks_exact(each)) {
+            let key = self.key.next(tokens);
+            let mine = nth.checked_sub(first).and_then(|at| self.own.get_mut(at));
+            let Some(Some(block)) = mine else {
+                // What a window has left, and what was shared before it was complete, is not found; nor is what comes
+                // behind it.
+                (self.key, self.parent, self.complete) = (key, None, nth + 1);
+                continue;
+            };
+            let findable = nth == 0 || self.parent.is_some();
+            if findable {
+                let known = Known { key, parent: self.parent, realm: self.realm, tokens };
+                if let Some(same) = state.tables.keep(*block, &known)
+                    && state.share(self.tenant, same).is_ok()
+                {
+                    let old = std::mem::replace(block, same);
+                    state.release(self.tenant, old);
+                    state.joined();
+                }
+                self.parent = Some(state.tables.link_of(*block));
+            }
+            (self.key, self.complete) = (key, nth + 1);
+        }
+        drop(state);
+        let behind = self.tail.len() - (self.len as usize - complete * each);
+        self.tail.drain(..behind);
+        Ok(())
+    }
+
+    /// Another sequence with the same tokens. Both use the same blocks; the block that is not full is copied by the one
+    /// that appends to it. Takes the same short time whatever the length.
+    pub fn fork(&mut self) -> Self {
+        if !self.own.is_empty() {
+            let part = Part {
+                pool: self.pool.0.clone(),
+                tenant: self.tenant,
+                first: self.first_own(),
+                before: self.before.take(),
+                blocks: std::mem::take(&mut self.own),
+            };
+            self.before = Some(Arc::new(part));
+        }
+        let Self { tenant, realm, len, complete, key, parent, .. } = *self;
+        let (pool, before, tail) = (self.pool.clone(), self.before.clone(), self.tail.clone());
+        Self { pool, tenant, realm, before, own: Vec::new(), len, complete, key, parent, tail }
+    }
+
+    /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) where what was shared with a fork is no more, and the tenant may
+    /// not use as many blocks.
+    pub fn truncate(&mut self, len: u64) -> Result<()> {
+        if len >= self.len {
+            return Ok(());
+        }
+        let each = self.each();
+        let blocks = len.div_ceil(each) as usize;
+        self.take_back();
+        let mut state = self.pool.0.state.lock();
+        while self.first_own() > blocks {
+            // Shared blocks that go are those of the last part: this sequence has the others of it by themselves.
+            let Some(part) = self.before.take() else { break };
+            let mut kept = Vec::new();
+            for block in part.blocks.iter().take(blocks.saturating_sub(part.first)) {
+                if let Some(block) = block
+                    && let Err(error) = state.share(self.tenant, *block)
+                {
+                    Part::release(&mut state, self.tenant, &kept);
+                    drop(state);
+                    self.before = Some(part);
+                    return Err(error);
+                }
+                kept.push(*block);
+            }
+            Part::release(&mut state, self.tenant, &std::mem::replace(&mut self.own, kept));
+            self.before = part.before.clone();
+            // Its end takes the lock.
+            drop(state);
+            drop(part);
+            state = self.pool.0.state.lock();
+        }
+        let gone = self.own.split_off(blocks.saturating_sub(self.first_own()).min(self.own.len()));
+        Part::release(&mut state, self.tenant, &gone);
+        drop(state);
+        self.len = len;
+        let complete = (len / each) as usize;
+        if complete >= self.complete {
+            self.tail.truncate((len - self.complete as u64 * each) as usize);
+            return Ok(());
+        }
+        // The last block was complete: its first tokens are open again.
+        let table = self.blocks();
+        let state = self.pool.0.state.lock();
+        let tables = &state.tables;
+        self.tail.clear();
+        if let Some(Some(open)) = table.get(complete) {
+            self.tail.extend_from_slice(&tables.tokens_of(*open)[..(len % each) as usize]);
+        } else {
+            self.tail.resize((len % each) as usize, Token::default());
+        }
+        (self.key, self.parent) = match complete.checked_sub(1).and_then(|last| table.get(last).copied().flatten()) {
+            Some(last) => (tables.key_of(last), Some(tables.link_of(last))),
+            None => (BlockKey::root(&self.pool.0.model, self.realm.salt()), None),
+        };
+        self.complete = complete;
+        Ok(())
+    }
+
+    /// Keeps the first `first` tokens (attention sinks) and the last `window`, and lets all blocks in between go that
+    /// it does not share with a fork. What comes behind them is found by no other sequence.
+    pub fn keep_window(&mut self, first: u64, window: u64) {
+        self.take_back();
+        let each = self.each();
+        let keep = first.div_ceil(each) as usize;
+        let from = (self.len.saturating_sub(window) / each) as usize;
+        let start = self.first_own();
+        let mut state = self.pool.0.state.lock();
+        let mut left = false;
+        for nth in (keep.max(start)..from).rev() {
+            if let Some(block) = self.own.get_mut(nth - start).and_then(Option::take) {
+                state.release(self.tenant, block);
+                left = true;
+            }
+        }
+        if left && from >= self.complete {
+            self.parent = None;
+        }
+    }
+
+    /// Tells that this sequence is not needed for some time: its blocks leave the device, as far as nobody else has
+    /// them pinned, and stay in the tiers below. If the pool has a store, complete blocks are put there first; they
+    /// survive a crash after the next [`KvPool::save`].
+    ///
+    /// # Errors
+    /// What pinning a block or writing to the store says. The blocks leave the device all the same.
+    pub fn park(&self) -> Result<()> {
+        let put = self.pool.0.put(self.blocks().into_iter().flatten(), false);
+        for block in self.blocks().into_iter().flatten() {
+            self.pool.runtime().evict(&self.pool.0.whole(block)?);
+        }
+        put.map(|_| ())
+    }
+
+    /// Has the blocks of all tokens of a group of layers filled, for use soon. So the first group can be used while the
+    /// next one comes.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
+    pub fn resume(&self, group: u32) -> Result<()> {
+        for block in self.blocks().into_iter().flatten() {
+            self.pool.runtime().prefetch(&self.pool.0.tensor(block, group)?);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Sequence {
+    fn drop(&mut self) {
+        if !self.own.is_empty() {
+            Part::release(&mut self.pool.0.state.lock(), self.tenant, &self.own);
+        }
+    }
+}

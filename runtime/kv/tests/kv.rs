@@ -1,0 +1,436 @@
+//! The promise: a sequence reads the keys and values of its own tokens, whatever others do: share its prefix, fork from
+//! it, take its place in memory, or end.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::ops::Range;
+use std::path::Path;
+
+use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
+use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token};
+use outcore_testkit::harness::{Rng, progress};
+
+const PAGE: u64 = 16 << 10;
+const LAYERS: u32 = 5;
+const PARTS: [KvPart; 2] = [KvPart::Keys, KvPart::Values];
+const A: TenantId = TenantId::new(1);
+const B: TenantId = TenantId::new(2);
+
+fn runtime(pages: u64) -> Runtime {
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let budget = Bytes::new(pages * PAGE);
+    Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Kv).open().unwrap()
+}
+
+fn layout() -> KvLayout {
+    let shape = KvShape::new(LAYERS, 2, 64, DType::F16).unwrap();
+    let layout = KvLayout::with(shape, PageSize::new(Bytes::new(PAGE)).unwrap(), 32, 1).unwrap();
+    assert_eq!((layout.groups(), layout.pages()), (5, 1));
+    layout
+}
+
+fn pool(runtime: &Runtime, blocks: u32) -> KvPool {
+    KvPool::open(runtime, layout(), b"a model", blocks).unwrap()
+}
+
+fn tokens(numbers: Range<u32>) -> Vec<Token> {
+    numbers.map(Token::new).collect()
+}
+
+/// What a model of test computes for the last of these tokens: it depends on all of them.
+fn value(tokens: &[Token], layer: u32, part: KvPart) -> u8 {
+    let mut state = u64::from(layer) << 1 | u64::from(part == KvPart::Values);
+    for token in tokens {
+        state = (state ^ u64::from(token.get())).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23);
+    }
+    (state >> 40) as u8
+}
+
+/// A sequence, and the tokens that it should have.
+struct Said {
+    sequence: Sequence,
+    tokens: Vec<Token>,
+    /// The first position that its window has left, and the one behind the last.
+    left: Range<u64>,
+}
+
+impl Said {
+    fn begin(pool: &KvPool, tenant: TenantId, prompt: &[Token]) -> outcore::Result<Self> {
+        let sequence = pool.begin(tenant, prompt)?;
+        let found = sequence.len() as usize;
+        let mut this = Self { sequence, tokens: prompt[..found].to_vec(), left: 0..0 };
+        this.say(&prompt[found..])?;
+        Ok(this)
+    }
+
+    /// Appends tokens, computes them and commits them.
+    fn say(&mut self, more: &[Token]) -> outcore::Result<()> {
+        let positions = self.sequence.append(more)?;
+        self.tokens.extend_from_slice(more);
+        let layout = self.sequence.pool().layout().clone();
+        for layer in 0..LAYERS {
+            let (group, place) = layout.group_of(layer);
+            let mut blocks = self.sequence.write(group, positions.clone())?;
+            let mut guard = blocks.pin().wait()?;
+            let first = self.sequence.place(positions.start).0;
+            for position in positions.clone() {
+                let (nth, token) = self.sequence.place(position);
+                for part in PARTS {
+                    let row = layout.row(place, part, token).unwrap();
+                    let value = value(&self.tokens[..=position as usize], layer, part);
+                    guard.bytes_mut(nth - first).unwrap()[row].fill(value);
+                }
+            }
+        }
+        self.sequence.commit(positions.end)
+    }
+
+    fn check(&self) {
+        assert_eq!(self.sequence.len(), self.tokens.len() as u64);
+        let layout = self.sequence.pool().layout();
+        let each = u64::from(layout.block_tokens());
+        for layer in 0..LAYERS {
+            let (group, place) = layout.group_of(layer);
+            for start in (0..self.sequence.len()).step_by(each as usize) {
+                let positions = start..(start + each).min(self.sequence.len());
+                if self.left.start <= positions.start && positions.end <= self.left.end {
+                    continue;
+                }
+                let blocks = self.sequence.read(group, positions.clone()).unwrap();
+                let guard = blocks.pin().wait().unwrap();
+                for position in positions {
+                    for part in PARTS {
+                        let row = layout.row(place, part, (position % each) as u32).unwrap();
+                        let value = value(&self.tokens[..=position as usize], layer, part);
+                        let found = &guard.bytes(0).unwrap()[row];
+                        assert!(found.iter().all(|byte| *byte == value), "position {position}, layer {layer}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_prefix_is_shared_by_those_who_may() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 64);
+    let prompt = tokens(0..200);
+    let one = Said::begin(&pool, A, &prompt).unwrap();
+    assert_eq!(one.sequence.committed(), 192);
+    assert_eq!((pool.found(A, &prompt), pool.found(B, &prompt)), (192, 0));
+    // The last token is always computed.
+    assert_eq!(pool.found(A, &prompt[..192]), 160);
+    let two = Said::begin(&pool, A, &prompt).unwrap();
+    assert_eq!((two.sequence.len(), &two.sequence.blocks()[..6]), (200, &one.sequence.blocks()[..6]));
+    let other = Said::begin(&pool, B, &prompt).unwrap();
+    assert_ne!(other.sequence.blocks()[0], one.sequence.blocks()[0]);
+    [&one, &two, &other].into_iter().for_each(Said::check);
+    let used = pool.stats().used;
+    drop(one);
+    assert_eq!(pool.stats().used, used - 1, "only the last block was its own");
+    drop((two, other));
+    assert_eq!((pool.stats().used, pool.stats().cached), (0, 12));
+    // Tenants that share find each other's.
+    for tenant in [TenantId::new(3), TenantId::new(4)] {
+        let mut options = TenantOptions::default();
+        options.shares = true;
+        pool.set_tenant(tenant, options).unwrap();
+        let found = pool.found(tenant, &prompt);
+        Said::begin(&pool, tenant, &prompt).unwrap().check();
+        assert_eq!(found, if tenant.get() == 3 { 0 } else { 192 });
+    }
+    assert_eq!(pool.stats().found, 12);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_two_compute_at_once_is_kept_once() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 64);
+    let prompt = tokens(0..100);
+    let mut both = [0, 1].map(|_| {
+        let sequence = pool.begin(A, &prompt).unwrap();
+        Said { sequence, tokens: Vec::new(), left: 0..0 }
+    });
+    both.iter_mut().for_each(|said| said.say(&prompt).unwrap());
+    assert_eq!((pool.stats().joined, pool.stats().used), (3, 5));
+    assert_eq!(both[0].sequence.blocks()[..3], both[1].sequence.blocks()[..3]);
+    both.iter().for_each(Said::check);
+    drop((both, pool));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn forks_go_their_own_ways() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 64);
+    let mut one = Said::begin(&pool, A, &tokens(0..70)).unwrap();
+    let used = pool.stats().used;
+    let mut forks: Vec<Said> =
+        (0..5).map(|_| Said { sequence: one.sequence.fork(), tokens: one.tokens.clone(), left: 0..0 }).collect();
+    assert_eq!(pool.stats().used, used);
+    // Nothing is written to what others read.
+    assert_eq!(one.sequence.write(0, 64..70).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(one.sequence.write(0, 0..32).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    for (nth, fork) in forks.iter_mut().enumerate() {
+        fork.say(&tokens(1000 * nth as u32..1000 * nth as u32 + 40)).unwrap();
+    }
+    one.say(&tokens(7..9)).unwrap();
+    one.check();
+    forks.iter().for_each(Said::check);
+    drop(one);
+    let mut last = forks.pop().unwrap();
+    drop(forks);
+    last.check();
+    // Nobody shares with it any more.
+    let before = pool.stats().used;
+    last.say(&tokens(0..1)).unwrap();
+    assert_eq!(pool.stats().used, before);
+    drop(last);
+    assert_eq!(pool.stats().used, 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+/// A chain of forks, each of which has a block of its own, ends without a call for each.
+#[test]
+fn ten_thousand_forks_of_forks_end() {
+    let runtime = runtime(16);
+    let pool = pool(&runtime, 10_100);
+    let mut sequence = pool.begin(A, &[]).unwrap();
+    let mut last = Vec::new();
+    for nth in 0..10_000 {
+        sequence.append(&[Token::new(nth); 32]).unwrap();
+        let next = sequence.fork();
+        last.push(std::mem::replace(&mut sequence, next));
+        if last.len() > 3 {
+            last.remove(0);
+        }
+    }
+    assert_eq!(sequence.blocks().len(), 10_000);
+    drop(last);
+    drop(sequence);
+    assert_eq!(pool.stats().used, 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn tenants_have_limits_and_can_be_deleted() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 20);
+    let mut options = TenantOptions::default();
+    options.blocks_most = 4;
+    pool.set_tenant(A, options).unwrap();
+    let mut one = Said::begin(&pool, A, &tokens(0..100)).unwrap();
+    let error = one.sequence.append(&tokens(0..200)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
+    assert!(error.to_string().contains("tenant 1 uses 4 blocks and may use 4"), "{error}");
+    one.check();
+    let error = pool.begin(A, &tokens(0..100)).unwrap_err();
+    assert!(error.to_string().contains("may use 4"), "{error}");
+    let error = Said::begin(&pool, B, &tokens(0..1000)).err().unwrap();
+    assert!(error.to_string().contains("all 20 blocks of the pool are in use"), "{error}");
+    assert!(pool.set_tenant(TenantId::new(u64::MAX), options).is_err());
+    assert!(pool.begin(TenantId::new(u64::MAX), &[]).is_err());
+    Said::begin(&pool, B, &tokens(0..100)).unwrap().check();
+
+    let addresses = one.sequence.addresses(2).unwrap();
+    assert_eq!(one.sequence.addresses(5).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    pool.delete_tenant(A).unwrap();
+    assert_eq!((pool.found(A, &tokens(0..100)), pool.found(B, &tokens(0..100))), (0, 96));
+    one.check();
+    drop(one);
+    pool.delete_tenant(A).unwrap();
+    assert_eq!(pool.stats().used, 0);
+    // Whoever has these blocks next finds zeros.
+    let mut next = pool.begin(B, &[]).unwrap();
+    next.append(&tokens(0..17 * 32)).unwrap();
+    let seen = next.addresses(2).unwrap();
+    assert!(addresses.iter().all(|address| seen.contains(address)));
+    let blocks = next.read(2, 0..next.len()).unwrap();
+    let guard = blocks.pin().wait().unwrap();
+    for (nth, address) in seen.iter().enumerate() {
+        assert!(!addresses.contains(address) || guard.bytes(nth).unwrap().iter().all(|byte| *byte == 0));
+    }
+    drop((guard, pool.clone()));
+    drop(next);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_is_not_there_is_refused() {
+    let runtime = runtime(16);
+    assert!(KvPool::open(&runtime, layout(), b"", 0).is_err());
+    let other = KvLayout::new(KvShape::new(4, 2, 64, DType::F32).unwrap(), PageSize::DEFAULT);
+    if let Ok(other) = other {
+        let error = KvPool::open(&runtime, other, b"", 8).unwrap_err();
+        assert!(error.to_string().contains("2.0 MiB") && error.to_string().contains("16.0 KiB"), "{error}");
+    }
+    let pool = pool(&runtime, 8);
+    let mut sequence = pool.begin(A, &[]).unwrap();
+    assert!(sequence.is_empty() && sequence.append(&[]).unwrap().is_empty());
+    assert_eq!(sequence.read(0, 0..1).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    assert_eq!(sequence.commit(1).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    sequence.append(&tokens(0..10)).unwrap();
+    assert_eq!(sequence.read(9, 0..1).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    sequence.truncate(100).unwrap();
+    assert_eq!(sequence.len(), 10);
+    drop((sequence, pool));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_sequence_that_was_parked_comes_back_group_by_group() {
+    let runtime = runtime(32);
+    let pool = pool(&runtime, 64);
+    let one = Said::begin(&pool, A, &tokens(0..150)).unwrap();
+    one.sequence.park().unwrap();
+    let others: Vec<_> = (1..6).map(|n| Said::begin(&pool, A, &tokens(1000 * n..1000 * n + 150)).unwrap()).collect();
+    for group in 0..layout().groups() {
+        one.sequence.resume(group).unwrap();
+    }
+    one.check();
+    others.iter().for_each(Said::check);
+    assert!(runtime.stats().traffic.disk_written > Bytes::ZERO, "{:?}", runtime.stats().traffic);
+    drop((one, others, pool));
+    runtime.close().unwrap();
+}
+
+fn stored(runtime: &Runtime, blocks: u32, folder: &Path) -> KvPool {
+    KvPool::open_with_store(runtime, layout(), b"a model", blocks, (folder, StoreOptions::new())).unwrap()
+}
+
+#[test]
+fn prefixes_are_found_after_a_restart() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (folder, prompt) = (folder.path().join("kv"), tokens(0..200));
+    let runtime = runtime(64);
+    let pool = stored(&runtime, 64, &folder);
+    let mut options = TenantOptions::default();
+    options.shares = true;
+    pool.set_tenant(B, options).unwrap();
+    drop(Said::begin(&pool, A, &prompt).unwrap());
+    drop(Said::begin(&pool, A, &tokens(500..600)).unwrap());
+    drop(Said::begin(&pool, B, &tokens(0..100)).unwrap());
+    // What was seen once only is kept if all is.
+    assert_eq!(pool.save(false).unwrap(), 0);
+    drop(Said::begin(&pool, A, &prompt).unwrap());
+    assert_eq!(pool.save(false).unwrap(), 6);
+    assert_eq!((pool.save(true).unwrap(), pool.save(true).unwrap()), (6, 0));
+    // A sequence that is parked is kept, too.
+    let parked = Said::begin(&pool, A, &tokens(700..780)).unwrap();
+    parked.sequence.park().unwrap();
+    parked.check();
+    assert_eq!(pool.store_stats().unwrap().blocks, 14);
+    let error = Store::open(&folder, pool.fingerprint(), Bytes::new(1), StoreOptions::new()).unwrap_err();
+    assert!(error.to_string().contains("kv"), "{error}");
+    pool.save(false).unwrap();
+    drop((parked, pool));
+
+    let pool = stored(&runtime, 64, &folder);
+    pool.set_tenant(B, options).unwrap();
+    pool.set_tenant(TenantId::new(3), options).unwrap();
+    for (tenant, of, found) in [
+        (A, tokens(0..200), 192),
+        (A, [tokens(0..96), tokens(900..950)].concat(), 96),
+        (A, tokens(700..780), 64),
+        (B, tokens(0..100), 96),
+        (TenantId::new(3), tokens(0..100), 96),
+        (TenantId::new(4), tokens(0..100), 0),
+    ] {
+        assert_eq!(pool.begin(tenant, &of).unwrap().len(), found, "{tenant:?}");
+        Said::begin(&pool, tenant, &of).unwrap().check();
+    }
+    assert_eq!(pool.stats().read, 6 + 2 + 3);
+    pool.delete_tenant(A).unwrap();
+    drop(pool);
+    let pool = stored(&runtime, 64, &folder);
+    assert_eq!(pool.begin(A, &prompt).unwrap().len(), 0);
+    drop(pool);
+
+    let error = KvPool::open_with_store(&runtime, layout(), b"another", 64, (&folder, StoreOptions::new()));
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    runtime.close().unwrap();
+}
+
+/// Sequences begin with one of few prompts, so that they share; they grow, fork, are cut, and end, in a pool that holds
+/// some of them and on a device that holds fewer.
+fn random_work(seed: u64, steps: u32) {
+    let mut rng = Rng::new(seed);
+    let runtime = runtime(12 + rng.below(60));
+    let pool = pool(&runtime, 40 + rng.below(60) as u32);
+    let mut all: Vec<Said> = Vec::new();
+    for step in 0..steps {
+        let at = rng.below(all.len() as u64) as usize;
+        let more = |rng: &mut Rng| {
+            let first = 100 * rng.below(3) as u32;
+            tokens(first..first + rng.below(90) as u32)
+        };
+        match rng.below(9) {
+            0 | 1 => {
+                let prompt = [more(&mut rng), more(&mut rng)].concat();
+                let tenant = *rng.pick(&[A, B]);
+                all.extend(Said::begin(&pool, tenant, &prompt));
+            }
+            _ if all.is_empty() => {}
+            2 | 3 => {
+                let before = all[at].tokens.len();
+                let tokens = more(&mut rng);
+                if all[at].say(&tokens).is_err() {
+                    assert_eq!(all[at].tokens.len(), before, "step {step}");
+                }
+            }
+            4 => {
+                let said = &mut all[at];
+                let fork =
+                    Said { sequence: said.sequence.fork(), tokens: said.tokens.clone(), left: said.left.clone() };
+                all.push(fork);
+            }
+            5 => {
+                let said = &mut all[at];
+                let len = rng.below(said.sequence.len() + 1).max(said.left.end);
+                if said.sequence.truncate(len).is_ok() {
+                    said.tokens.truncate(len as usize);
+                }
+            }
+            6 if rng.one_in(3) => {
+                let said = &mut all[at];
+                let (first, window) = (rng.below(40), 1 + rng.below(80));
+                said.sequence.keep_window(first, window);
+                let from = (said.sequence.len().saturating_sub(window)) / 32 * 32;
+                let start = first.div_ceil(32) * 32;
+                if start < from {
+                    said.left = match said.left.is_empty() {
+                        true => start..from,
+                        false => said.left.start.min(start)..said.left.end.max(from),
+                    };
+                }
+            }
+            6 => all[at].sequence.park().unwrap(),
+            7 => drop(all.swap_remove(at)),
+            _ => all[at].check(),
+        }
+        if all.len() > 12 {
+            drop(all.swap_remove(0));
+        }
+        progress();
+    }
+    all.iter().for_each(Said::check);
+    drop(all);
+    let stats = pool.stats();
+    assert_eq!(stats.used, 0, "seed {seed}: {stats:?}");
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn sequences_read_what_their_own_tokens_give() {
+    for seed in 0..12 {
+        eprintln!("seed {seed}");
+        random_work(seed, 150);
+    }
+}
