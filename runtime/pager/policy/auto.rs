@@ -337,8 +337,8 @@ impl Judge {
     }
 }
 
-/// See the [module documentation](self). Takes 8 bytes a page beyond the live policy, 13 where chains are declared (1 if
-/// the live policy is `kv`), and at most 83 for each page of the sample.
+/// See the [module documentation](self). Takes 8 bytes a page beyond the live policy, 13 where chains are declared, 1
+/// if the live policy is `kv`; and at most 83 for each page of the sample.
 #[derive(Debug)]
 pub(super) struct AutoPolicy {
     /// By segment: its pages.
@@ -608,6 +608,9 @@ impl Policy for AutoPolicy {
         let Some(number) = self.history.numbers.number(page) else { return };
         // Before the page's own state changes: it is told to the live policy below.
         if let Some(sampled) = self.sample(page) {
+            if let Some((Candidate::Kv(kv), _)) = self.shadows.caches.first_mut() {
+                kv.gap_of_a_sample(&self.history, self.shift);
+            }
             let had = self.shadows.used(sampled);
             if let Some(better) = self.judge.used(had, self.live, self.shadows.frames.into()) {
                 self.change(better);

@@ -22,8 +22,8 @@ use crate::numbers::{PageNumbers, fit};
 /// - Pages of a chain that is about to be used are not evicted for others of the same chain.
 ///
 /// Uses are counted for as long as the segment lives, also while the page is not resident. There is one queue for each
-/// eighth of an octave of worth, in order of use; a search looks at the first page of each. 15 bytes a
-/// page, 20 where chains are declared.
+/// eighth of an octave of worth, in order of use; a search looks at the first page of each. 15 bytes a page, 20 where
+/// chains are declared.
 #[derive(Debug)]
 pub(super) struct KvPolicy {
     pub(super) numbers: PageNumbers,
@@ -35,7 +35,8 @@ pub(super) struct KvPolicy {
     state: Vec<u8>,
     /// By page, once a chain was declared: the kind of the request that used it last, or [`NO_KIND`].
     kind: Vec<u8>,
-    /// By page, once a chain was declared: the page after it in the chain that used it last, or [`NONE`]. That page may be gone.
+    /// By page, once a chain was declared: the page after it in the chain that used it last, or [`NONE`]. That page may
+    /// be gone.
     next: Vec<u32>,
     classes: Classes<CLASSES>,
     now: u32,
@@ -296,6 +297,12 @@ impl KvPolicy {
     /// How often the page was used.
     pub(super) fn uses(&self, number: u32) -> u16 {
         self.count[number as usize]
+    }
+
+    /// Takes the gap that `all` has measured, in uses of one page in 2^`octaves`. In a sample itself, a page that is
+    /// used very often would determine it.
+    pub(super) fn gap_of_a_sample(&mut self, all: &Self, octaves: u32) {
+        self.gap.mean = all.gap.mean.saturating_sub(u64::from(octaves) * ONE * ONE);
     }
 
     /// The chain that was declared last has more pages than were named.
