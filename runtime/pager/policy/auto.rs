@@ -97,6 +97,7 @@ const HITS: u8 = 0b111;
 
 /// Policies that may be the live one.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "there are eight at most")]
 enum Candidate {
     Kv(KvPolicy),
     S3Fifo(S3FifoPolicy),
