@@ -58,8 +58,8 @@ pub struct Options {
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity, allow_hyphen_values = true)]
     capacity: Vec<NonZeroU32>,
     /// Policies, separated by commas: lru, plan, model, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv,
-    /// shares, mru, random; plan-declared: plan, told the order of the first pass in advance; opt: the optimum, which
-    /// is always shown; or all
+    /// shares, auto, mru, random; plan-declared: plan, told the order of the first pass in advance; opt: the optimum,
+    /// which is always shown; or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
     /// Draw miss ratios by capacity into this file

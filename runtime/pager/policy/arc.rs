@@ -33,6 +33,11 @@ pub(super) struct Arc {
 }
 
 impl Arc {
+    /// Begins with the target that this rule has found on a sample of one page in `of`.
+    pub(super) fn target_of_a_sample(&mut self, small: &Self, of: u32) {
+        self.target = (small.target * f64::from(of)).min(f64::from(self.frames));
+    }
+
     /// Drops ghosts beyond the paper's sums. The paper drops one before it makes a new one; the sums are the same.
     fn trim(&self, queues: &mut Queues<4>) {
         let frames = u64::from(self.frames);

@@ -22,19 +22,21 @@ use crate::numbers::{PageNumbers, fit};
 /// - Pages of a chain that is about to be used are not evicted for others of the same chain.
 ///
 /// Uses are counted for as long as the segment lives, also while the page is not resident. There is one queue for each
-/// eighth of an octave of worth, in order of use; a search looks at the first page of each. 20 bytes a page.
+/// eighth of an octave of worth, in order of use; a search looks at the first page of each. 15 bytes a page, 20 where
+/// chains are declared.
 #[derive(Debug)]
 pub(super) struct KvPolicy {
-    numbers: PageNumbers,
+    pub(super) numbers: PageNumbers,
     /// By page: when it was used last, in uses. Wraps.
     last: Vec<u32>,
     /// By page: how often it was used.
     count: Vec<u16>,
     /// By page: [`PENDING`], and its class if it is resident or on its way.
     state: Vec<u8>,
-    /// By page: the kind of the request that used it last, or [`NO_KIND`].
+    /// By page, once a chain was declared: the kind of the request that used it last, or [`NO_KIND`].
     kind: Vec<u8>,
-    /// By page: the page after it in the chain that used it last, or [`NONE`]. That page may be gone.
+    /// By page, once a chain was declared: the page after it in the chain that used it last, or [`NONE`]. That page may
+    /// be gone.
     next: Vec<u32>,
     classes: Classes<CLASSES>,
     now: u32,
@@ -47,6 +49,8 @@ pub(super) struct KvPolicy {
     request: (u8, i64),
     root: Option<u32>,
     end: Option<u32>,
+    /// Pages are only counted: none is in a class.
+    asleep: bool,
 }
 
 /// Classes: one for pages that go first, the others by worth.
@@ -265,6 +269,7 @@ impl Default for KvPolicy {
             request: (NO_KIND, 0),
             root: None,
             end: None,
+            asleep: false,
         }
     }
 }
@@ -272,12 +277,68 @@ impl Default for KvPolicy {
 impl KvPolicy {
     fn fit(&mut self) {
         let end = self.numbers.end();
-        self.classes.fit(end);
+        if !self.asleep {
+            self.classes.fit(end);
+        }
         fit(&mut self.last, end, 0);
         fit(&mut self.count, end, 0);
         fit(&mut self.state, end, 0);
-        fit(&mut self.kind, end, NO_KIND);
-        fit(&mut self.next, end, NONE);
+        if self.chains {
+            fit(&mut self.kind, end, NO_KIND);
+            fit(&mut self.next, end, NONE);
+        }
+    }
+
+    /// The time, in uses.
+    pub(super) fn now(&self) -> u32 {
+        self.now
+    }
+
+    /// How often the page was used.
+    pub(super) fn uses(&self, number: u32) -> u16 {
+        self.count[number as usize]
+    }
+
+    /// Takes the gap that `all` has measured, in uses of one page in 2^`octaves`. In a sample itself, a page that is
+    /// used very often would determine it.
+    pub(super) fn gap_of_a_sample(&mut self, all: &Self, octaves: u32) {
+        self.gap.mean = all.gap.mean.saturating_sub(u64::from(octaves) * ONE * ONE);
+    }
+
+    /// The chain that was declared last has more pages than were named.
+    pub(super) fn goes_on_after_chain(&mut self) {
+        self.end = None;
+    }
+
+    /// From now on pages are only counted, by [`note`](Self::note).
+    pub(super) fn sleep(&mut self) {
+        self.asleep = true;
+        self.classes = Classes::default();
+    }
+
+    /// Pages are ordered again; resident ones are to be [restored](Self::restore).
+    pub(super) fn wake(&mut self) {
+        self.asleep = false;
+        self.classes.fit(self.numbers.end());
+    }
+
+    /// A page is used, while pages are only counted.
+    pub(super) fn note(&mut self, number: u32) {
+        self.now = self.now.wrapping_add(1);
+        let class = self.count_use(number);
+        self.state[number as usize] = class as u8;
+    }
+
+    /// A resident page, after [`wake`](Self::wake), in order of use.
+    pub(super) fn restore(&mut self, number: u32) {
+        let class = if self.count[number as usize] == 0 { ONCE } else { self.class_at(number) };
+        self.state[number as usize] = 0;
+        self.link(number, class);
+    }
+
+    /// A page that was missed comes, after [`wake`](Self::wake).
+    pub(super) fn comes(&mut self, number: u32) {
+        self.state[number as usize] |= PENDING;
     }
 
     fn is_pending(&self, number: u32) -> bool {
@@ -303,7 +364,12 @@ impl KvPolicy {
         *state = *state & PENDING | class as u8;
     }
 
-    fn since(&self, number: u32) -> u32 {
+    fn has(&self, number: u32) -> bool {
+        !self.asleep && self.classes.contains(number)
+    }
+
+    /// Uses since the page was used last.
+    pub(super) fn since(&self, number: u32) -> u32 {
         self.now.wrapping_sub(self.last[number as usize])
     }
 
@@ -326,7 +392,7 @@ impl KvPolicy {
         }
         self.count[at] = count;
         self.last[at] = self.now;
-        let bonus = if self.kind[at] == NO_KIND { 0 } else { self.request.1 };
+        let bonus = if !self.chains || self.kind[at] == NO_KIND { 0 } else { self.request.1 };
         if is_end { FIRST } else { class_of(log2(count.into()) as i64 + bonus) }
     }
 
@@ -348,7 +414,9 @@ impl KvPolicy {
         // Following a link removes it, so that the loop ends even if a chain names a page twice.
         while let Some(next) = self.next.get_mut(page as usize) {
             let next = std::mem::replace(next, NONE);
-            if self.classes.contains(page) && self.class_at(page) != FIRST {
+            if self.asleep {
+                self.set_class(page, FIRST);
+            } else if self.classes.contains(page) && self.class_at(page) != FIRST {
                 self.unlink(page);
                 self.link(page, FIRST);
             }
@@ -359,12 +427,12 @@ impl KvPolicy {
     /// Moves pages that are about to be used to the end of their class, so that missing pages of the same chain do not
     /// come in their place.
     fn spare(&mut self, pages: &[PageId]) {
-        let is_there = |page: &PageId| self.numbers.number(*page).is_some_and(|number| self.classes.contains(number));
+        let is_there = |page: &PageId| self.numbers.number(*page).is_some_and(|number| self.has(number));
         if pages.iter().all(is_there) {
             return;
         }
         for page in pages {
-            let Some(number) = self.numbers.number(*page).filter(|number| self.classes.contains(*number)) else {
+            let Some(number) = self.numbers.number(*page).filter(|number| self.has(*number)) else {
                 continue;
             };
             let class = self.class_at(number);
@@ -394,7 +462,10 @@ impl Policy for KvPolicy {
     /// Observes the gap after which the chain is taken up again: that of the deepest page used before. The first page
     /// does not tell, because often all chains begin with it.
     fn chain(&mut self, pages: &[PageId]) {
-        self.chains = true;
+        if !self.chains {
+            self.chains = true;
+            self.fit();
+        }
         let is_known = |number: &u32| self.count[*number as usize] > 0;
         let numbers = || pages.iter().filter_map(|page| self.numbers.number(*page));
         let known = numbers().take_while(is_known).count();
@@ -419,7 +490,7 @@ impl Policy for KvPolicy {
     fn accessed(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
         self.now = self.now.wrapping_add(1);
-        match (self.classes.contains(number), self.is_pending(number)) {
+        match (self.has(number), self.is_pending(number)) {
             (true, false) => {
                 let class = self.count_use(number);
                 self.unlink(number);
@@ -433,7 +504,7 @@ impl Policy for KvPolicy {
 
     fn inserted(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.classes.contains(number) {
+        if self.has(number) {
             return;
         }
         let wanted = self.is_pending(number);
@@ -448,7 +519,7 @@ impl Policy for KvPolicy {
 
     fn removed(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.classes.contains(number) {
+        if self.has(number) {
             self.unlink(number);
         }
         self.state[number as usize] = 0;
@@ -456,11 +527,13 @@ impl Policy for KvPolicy {
 
     fn forget(&mut self, segment: SegmentId) {
         for number in self.numbers.of_segment(segment) {
-            if self.classes.contains(number as u32) {
+            if self.has(number as u32) {
                 self.unlink(number as u32);
             }
             (self.state[number], self.count[number]) = (0, 0);
-            (self.kind[number], self.next[number]) = (NO_KIND, NONE);
+            if self.chains {
+                (self.kind[number], self.next[number]) = (NO_KIND, NONE);
+            }
             self.end = self.end.filter(|end| *end as usize != number);
             self.root = self.root.filter(|root| *root as usize != number);
         }

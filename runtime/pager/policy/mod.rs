@@ -5,6 +5,7 @@
 
 mod active;
 mod arc;
+mod auto;
 pub mod bare;
 mod classes;
 mod clock;
@@ -291,7 +292,7 @@ pub(super) fn offer_each(
 /// `Plan` is for programs whose order of use is known or repeats. The others order pages by past uses, and fill nothing
 /// ahead except on a hint. Below, `c` is the number of frames of the device tier. Each policy takes a few steps for a
 /// use and for a victim, however many pages there are, and allocates nothing for a hit. The exceptions are `Plan`,
-/// which records the order of up to 262,144 uses while it follows no plan, and `Model`.
+/// which records the order of up to 262,144 uses while it follows no plan, `Model`, and `Auto` when it changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PolicyKind {
@@ -385,6 +386,17 @@ pub enum PolicyKind {
     /// 41(9), 1992. The gain is estimated as in C. Waldspurger, T. Saemundsson, I. Ahmad and N. Park, "Cache modeling
     /// and optimization using miniature simulations", USENIX ATC 2017.
     Shares,
+    /// For traces that nobody knows: follows whichever of `kv`, `s3fifo`, `arc`, `lirs`, `lru`, `wtinylfu` and `2q` has
+    /// most hits. Each runs in a small cache without bytes, which sees a sample of the pages. One of them orders the
+    /// resident pages. Another takes its place when its small cache has had clearly more hits. Begins with `s3fifo`;
+    /// where [chains](Policy::chain) are declared, with `kv`. A change takes a few hundred nanoseconds for each
+    /// resident page.
+    ///
+    /// C. Waldspurger, T. Saemundsson, I. Ahmad and N. Park, "Cache modeling and optimization using miniature
+    /// simulations", USENIX ATC 2017; R. Subramanian, Y. Smaragdakis and G. H. Loh, "Adaptive caches: effective shaping
+    /// of cache behavior to workloads", MICRO 2006. When it changes, and what the next policy is told, is this crate's
+    /// own, see decision 0033.
+    Auto,
     /// The most recently used page goes. No parameters.
     ///
     /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems",
@@ -399,7 +411,7 @@ pub enum PolicyKind {
 
 impl PolicyKind {
     /// All policies.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Lru,
         Self::Plan,
         Self::Model,
@@ -414,6 +426,7 @@ impl PolicyKind {
         Self::WTinyLfu,
         Self::Kv,
         Self::Shares,
+        Self::Auto,
         Self::Mru,
         Self::Random,
     ];
@@ -435,6 +448,7 @@ impl PolicyKind {
             Self::WTinyLfu => "wtinylfu",
             Self::Kv => "kv",
             Self::Shares => "shares",
+            Self::Auto => "auto",
             Self::Mru => "mru",
             Self::Random => "random",
         }
@@ -457,6 +471,7 @@ impl PolicyKind {
             Self::WTinyLfu => Box::<wtinylfu::WTinyLfuPolicy>::default(),
             Self::Kv => Box::<kv::KvPolicy>::default(),
             Self::Shares => Box::<shares::SharesPolicy>::default(),
+            Self::Auto => Box::<auto::AutoPolicy>::default(),
             Self::Mru => Box::<mru::MruPolicy>::default(),
             Self::Random => Box::<random::RandomPolicy>::default(),
         }

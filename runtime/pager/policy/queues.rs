@@ -205,7 +205,7 @@ pub(super) trait Rule<const N: usize>: fmt::Debug + Default + Send {
 /// A policy that follows a rule.
 #[derive(Debug)]
 pub(super) struct Ruled<R, const N: usize> {
-    rule: R,
+    pub(super) rule: R,
     queues: Queues<N>,
 }
 

@@ -614,8 +614,10 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
             Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
         }
         PolicyKind::Kv => Box::new(KvModel::new(frames)),
-        // Victims of plans are compared in their own tests; a random page has no order.
-        PolicyKind::Plan | PolicyKind::Model | PolicyKind::Random => unreachable!("{kind} has no model"),
+        // Victims of plans are compared in their own tests, and so is what `auto` follows; a random page has no order.
+        PolicyKind::Plan | PolicyKind::Model | PolicyKind::Auto | PolicyKind::Random => {
+            unreachable!("{kind} has no model")
+        }
     }
 }
 

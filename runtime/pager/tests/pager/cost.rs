@@ -196,6 +196,8 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::Kv => 20.0,
         // Pages without a class are served by S3-FIFO. The policies of the other classes have no pages here.
         PolicyKind::Shares => 10.0 + 4096.0 / f64::from(PAGES),
+        // S3-FIFO or another with the history, and the sample: a sixteenth of the pages or less.
+        PolicyKind::Auto => 8.0 + 17.0 + 83.0 / 16.0,
         _ => 9.0,
     };
     for kind in PolicyKind::ALL {

@@ -47,7 +47,7 @@ pub struct Args {
     #[arg(long)]
     pub page_size: Option<Bytes>,
     /// Which page goes when a frame is needed: plan (follows the order of use), lru, fifo, clock, lfu, sieve, s3fifo,
-    /// 2q, arc, lirs, wtinylfu, kv, shares, mru or random.
+    /// 2q, arc, lirs, wtinylfu, kv, shares, auto, mru or random.
     #[arg(long, default_value = "plan")]
     pub policy: PolicyKind,
     /// How far ahead of use pages are filled: auto, off, or a size.
