@@ -17,8 +17,8 @@ pub struct TrialFile {
 }
 
 const CHUNK: usize = 4 << 20;
-/// Bytes by which a disk's rate can be measured ([`DiskProfile::measure`](outcore::store::DiskProfile::measure)), and some
-/// more: a part of them may not count.
+/// Bytes by which a disk's rate can be measured ([`DiskProfile::measure`](outcore::store::DiskProfile::measure)), and
+/// some more: a part of them may not count.
 const MEASURABLE: u64 = 40 << 20;
 
 impl TrialFile {
