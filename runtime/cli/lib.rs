@@ -13,6 +13,7 @@ mod cuda;
 mod curve;
 mod doctor;
 mod inspect;
+mod kv;
 mod library;
 mod loads;
 mod named;
@@ -63,6 +64,8 @@ enum Command {
     Simulate(simulate::Options),
     /// Run a program whose model files are larger than memory: their pages come and go within a budget
     Run(run::Options),
+    /// Look into a store of keys and values
+    Kv(kv::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
     Top(top::Options),
 }
@@ -88,6 +91,7 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
+        Command::Kv(options) => kv::run(&options).map(|report| render(&report, options.json())),
         Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),
         Command::Report(options) => report::run(&options, own).map(|report| render(&report, options.json)),

@@ -1,14 +1,4 @@
 //! Where keys and values lie in a block, and how large blocks are.
-//!
-//! A block holds the keys and values of some tokens that follow one another, for some layers that follow one another (a
-//! *group*). Its bytes are, outermost first,
-//!
-//! ```text
-//! [layers of the group][keys, values][tokens of a block][heads of keys and values][elements of a head]
-//! ```
-//!
-//! So what a layer writes for a token is contiguous (a *row*), and so are all keys of a layer in a block, and its
-//! values. A block begins at a page and fills whole pages, but for less than a twentieth.
 
 use std::ops::Range;
 
@@ -91,7 +81,17 @@ pub enum KvPart {
     Values,
 }
 
-/// How the keys and values of a model lie in blocks: see the [module's documentation](self).
+/// How the keys and values of a model lie in blocks.
+///
+/// A block holds the keys and values of some tokens that follow one another, for some layers that follow one another (a
+/// *group*). Its bytes are, outermost first,
+///
+/// ```text
+/// [layers of the group][keys, values][tokens of a block][heads of keys and values][elements of a head]
+/// ```
+///
+/// So what a layer writes for a token is contiguous (a *row*), and so are all keys of a layer in a block, and its
+/// values. A block begins at a page and fills whole pages, but for less than a twentieth.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     shape: KvShape,

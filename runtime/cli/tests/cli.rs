@@ -1974,3 +1974,41 @@ fn a_closed_pipe_is_no_error_and_a_full_disk_is_one() {
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
 }
+
+/// A store with some blocks, one of which is damaged then.
+#[test]
+fn kv_looks_into_a_store_and_finds_what_is_damaged() {
+    use outcore_kv::{BlockKey, Fingerprint, Store, StoreOptions, StoredBlock, TenantId, Token};
+    let dir = scratch();
+    let folder = dir.path().join("kv");
+    let model = Fingerprint::of(&[b"of a test"]);
+    let store = Store::open(&folder, &model, Bytes::kib(64), StoreOptions::new()).unwrap();
+    let mut parent = None;
+    for nth in 0..5 {
+        let tokens = [Token::new(nth); 16];
+        let key = parent.unwrap_or(BlockKey::root(&model, 7)).next(&tokens);
+        let bytes = vec![nth as u8; 64 << 10];
+        let block = StoredBlock { key, parent, tenant: TenantId::new(7), tokens: &tokens, bytes: &bytes };
+        store.put_parked(&block).unwrap();
+        parent = Some(key);
+    }
+    store.close().unwrap();
+    let found = json(&["kv", "verify", string(&folder), "--json"]);
+    assert_eq!((&found["blocks"], &found["tenants"], &found["damaged"]), (&5.into(), &1.into(), &0.into()), "{found}");
+    let text = text(&["kv", "inspect", string(&folder)]);
+    assert!(text.contains("5 of 64.0 KiB") && text.contains("none was seen"), "{text}");
+
+    let file =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.extension().is_some());
+    let file = file.unwrap();
+    let mut bytes = fs::read(&file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let failed = outcore(&["kv", "verify", string(&folder)]);
+    let said = String::from_utf8_lossy(&failed.stderr).into_owned();
+    assert!(!failed.status.success() && said.contains("damaged") && said.contains("computed again"), "{said}");
+    let none = outcore(&["kv", "inspect", string(dir.path())]);
+    let said = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert!(!none.status.success() && said.contains("there is no store"), "{said}");
+}

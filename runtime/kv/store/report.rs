@@ -73,8 +73,10 @@ fn on_disk(folder: &Path, key: Option<StoreKey>, whole: bool) -> Result<StoreRep
 /// As [`verify`], or [`inspect`] unless `whole`, of any files.
 #[doc(hidden)]
 pub fn report(files: &dyn Files, key: Option<StoreKey>, whole: bool) -> Result<StoreReport> {
-    let _lock = hold(files, Access::Read)?;
-    let bytes = read_manifest(files)?.ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no manifest"))?;
+    let none = || Error::new(ErrorKind::NotFound, "there is no store").remedy("name the folder that a store was given");
+    let _lock =
+        hold(files, Access::Read).map_err(|error| if error.kind() == ErrorKind::NotFound { none() } else { error })?;
+    let bytes = read_manifest(files)?.ok_or_else(none)?;
     let opened = manifest::open(&bytes)?;
     let (facts, seal) = (opened.facts, Seal::of(key.as_ref()));
     let body = opened.body(&seal)?;
