@@ -3,11 +3,23 @@
 use std::fs;
 use std::path::PathBuf;
 
+use outcore_kv::files::Memory;
 use outcore_testkit::harness::replay::{self, Case};
 use outcore_testkit::models::repository;
 
 use crate::blocks::below;
-use crate::fuzzed::{check, seed};
+use crate::fuzzed::{FILE, check, open, put_all};
+
+/// The input that is a sound store.
+fn seed(repaired: bool) -> Vec<u8> {
+    let memory = Memory::default();
+    let store = open(&memory).unwrap();
+    put_all(&store);
+    store.close().unwrap();
+    let files = memory.contents();
+    let length = (files["manifest"].len() as u16).to_le_bytes();
+    [&[u8::from(repaired)][..], &length, &files["manifest"], &files[FILE]].concat()
+}
 
 fn corpus() -> PathBuf {
     repository().join("fuzz/corpus/kv_store")

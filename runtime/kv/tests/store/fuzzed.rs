@@ -14,7 +14,7 @@ use outcore_kv::{Admission, BlockKey, Fingerprint, Store, StoreOptions, StoredBl
 const BYTES: usize = 64;
 /// Blocks of a sound store; every other one compresses.
 const BLOCKS: u32 = 4;
-const FILE: &str = "0000000000000001.kv";
+pub const FILE: &str = "0000000000000001.kv";
 
 fn model() -> Fingerprint {
     Fingerprint::of(&[b"fuzzed"])
@@ -36,7 +36,7 @@ fn tenant(number: u32) -> TenantId {
     TenantId::new(u64::from(number / 2))
 }
 
-fn open(memory: &Memory) -> outcore::Result<Store> {
+pub fn open(memory: &Memory) -> outcore::Result<Store> {
     Store::open_with(Arc::new(memory.clone()), "fuzzed", &model(), Bytes::new(BYTES as u64), options())
 }
 
@@ -52,23 +52,12 @@ fn count(store: &Store, repaired: bool) -> u32 {
     (0..BLOCKS).filter(found).count() as u32
 }
 
-fn put_all(store: &Store) {
+pub fn put_all(store: &Store) {
     for number in 0..BLOCKS {
         let (key, tokens, bytes) = block(number);
         store.put(&StoredBlock { key, parent: None, tenant: tenant(number), tokens: &tokens, bytes: &bytes }).unwrap();
     }
     store.flush().unwrap();
-}
-
-/// The input that is a sound store.
-pub fn seed(repaired: bool) -> Vec<u8> {
-    let memory = Memory::default();
-    let store = open(&memory).unwrap();
-    put_all(&store);
-    store.close().unwrap();
-    let files = memory.contents();
-    let length = (files["manifest"].len() as u16).to_le_bytes();
-    [&[u8::from(repaired)][..], &length, &files["manifest"], &files[FILE]].concat()
 }
 
 /// Opens a store of these bytes, looks at it, and goes on with it.
