@@ -108,6 +108,11 @@ impl State {
     pub fn release(&mut self, id: TenantId, block: BlockId) {
         let tenant = self.tenant(id);
         tenant.used = tenant.used.saturating_sub(1);
+        self.let_go(block);
+    }
+
+    /// One less uses this block, and no tenant's sequence.
+    fn let_go(&mut self, block: BlockId) {
         if self.tables.release(block) == Released::ToErase {
             self.ended.push(block);
         }
@@ -139,7 +144,7 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// The bytes of a block's group of layers, without what fills the last page.
+    /// All bytes of the pages of a block's group of layers.
     pub fn tensor(&self, block: BlockId, group: u32) -> Result<Tensor> {
         let groups = u64::from(self.layout.groups());
         let nth = u64::from(block.get()) * groups + u64::from(group);
@@ -155,34 +160,39 @@ impl Shared {
         self.blocks.rows(u64::from(block.get())..u64::from(block.get()) + 1)
     }
 
+    /// The key in front of the first block of a sequence.
+    pub fn root(&self, realm: Realm) -> BlockKey {
+        BlockKey::root(&self.model, realm.salt())
+    }
+
+    fn read_group(&self, block: BlockId, group: u32, into: &mut [u8]) -> Result<()> {
+        self.runtime.pin_device(&[self.tensor(block, group)?]).wait()?.copy_out(0, 0, into)
+    }
+
+    fn write_group(&self, block: BlockId, group: u32, bytes: &[u8]) -> Result<()> {
+        self.runtime.pin_device_mut(&[self.tensor(block, group)?]).wait()?.copy_in(0, 0, bytes)
+    }
+
     /// Copies a block.
     pub fn copy(&self, from: BlockId, to: BlockId) -> Result<()> {
         let mut bytes = vec![0; self.layout.block_bytes().get() as usize];
         for group in 0..self.layout.groups() {
             // One after the other: to wait for one while the other is held could last for ever.
-            let from = [self.tensor(from, group)?];
-            self.runtime.pin_device(&from).wait()?.copy_out(0, 0, &mut bytes)?;
-            let to = [self.tensor(to, group)?];
-            self.runtime.pin_device_mut(&to).wait()?.copy_in(0, 0, &bytes)?;
+            self.read_group(from, group, &mut bytes)?;
+            self.write_group(to, group, &bytes)?;
         }
         Ok(())
     }
 
     /// All groups' bytes of a block, one after the other, as a store keeps them.
     fn copy_out(&self, block: BlockId, bytes: &mut [u8]) -> Result<()> {
-        for (group, bytes) in bytes.chunks_exact_mut(self.layout.block_bytes().get() as usize).enumerate() {
-            let tensor = [self.tensor(block, group as u32)?];
-            self.runtime.pin_device(&tensor).wait()?.copy_out(0, 0, bytes)?;
-        }
-        Ok(())
+        let groups = bytes.chunks_exact_mut(self.layout.block_bytes().get() as usize);
+        (0..).zip(groups).try_for_each(|(group, bytes)| self.read_group(block, group, bytes))
     }
 
     fn copy_in(&self, block: BlockId, bytes: &[u8]) -> Result<()> {
-        for (group, bytes) in bytes.chunks_exact(self.layout.block_bytes().get() as usize).enumerate() {
-            let tensor = [self.tensor(block, group as u32)?];
-            self.runtime.pin_device_mut(&tensor).wait()?.copy_in(0, 0, bytes)?;
-        }
-        Ok(())
+        let groups = bytes.chunks_exact(self.layout.block_bytes().get() as usize);
+        (0..).zip(groups).try_for_each(|(group, bytes)| self.write_group(block, group, bytes))
     }
 
     /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
@@ -207,10 +217,7 @@ impl Shared {
                 Ok(put) => count += u64::from(put == Put::Queued),
                 Err(error) => first = first.and(Err(error)),
             }
-            let mut state = self.state.lock();
-            if state.tables.release(block) == Released::ToErase {
-                state.ended.push(block);
-            }
+            self.state.lock().let_go(block);
         }
         first.map(|()| count)
     }
@@ -219,10 +226,9 @@ impl Shared {
     fn erase(&self, block: BlockId) -> Result<()> {
         let zeros = vec![0; self.layout.block_room().get() as usize];
         for group in 0..self.layout.groups() {
-            let tensor = [self.tensor(block, group)?];
-            self.runtime.pin_device_mut(&tensor).wait()?.copy_in(0, 0, &zeros)?;
+            self.write_group(block, group, &zeros)?;
             // So that what was written to disk is overwritten, too.
-            self.runtime.evict(&tensor[0]);
+            self.runtime.evict(&self.tensor(block, group)?);
         }
         self.state.lock().tables.free(block);
         Ok(())
@@ -369,7 +375,7 @@ impl KvPool {
         let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let mut state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
         for (nth, block) in blocks.iter().enumerate() {
             if let Err(error) = state.share(tenant, *block) {
                 blocks[..nth].iter().rev().for_each(|block| state.release(tenant, *block));
@@ -434,14 +440,14 @@ impl KvPool {
         let whole = tokens.len().saturating_sub(1) / each;
         let state = self.0.state.lock();
         let realm = state.realm(tenant);
-        let blocks = state.tables.matching(BlockKey::root(&self.0.model, realm.salt()), realm, tokens, whole);
+        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
         (blocks.len() * each) as u64
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
-    /// returns. The bytes of blocks that no sequence uses are
-    /// overwritten, in memory before this returns, and on disk soon after; those of the others when their sequences
-    /// have ended, by the next call of this or of [`begin`](Self::begin).
+    /// returns. The bytes of blocks that no sequence uses are overwritten, in memory before this returns, and on disk
+    /// soon after; those of the others when their sequences have ended, by the next call of this or of
+    /// [`begin`](Self::begin).
     ///
     /// # Errors
     /// What pinning a block says. What is left then is never found, and is overwritten when this is called again.

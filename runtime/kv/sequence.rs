@@ -155,7 +155,7 @@ impl Sequence {
                 let state = pool.0.state.lock();
                 (state.tables.key_of(*last), Some(state.tables.link_of(*last)))
             }
-            None => (BlockKey::root(&pool.0.model, realm.salt()), None),
+            None => (pool.0.root(realm), None),
         };
         let complete = blocks.len();
         let len = complete as u64 * u64::from(pool.0.layout.block_tokens());
@@ -330,36 +330,37 @@ impl Sequence {
                 self.own[at] = Some(new);
                 self.pool.0.state.lock().release(self.tenant, old);
             }
-            // The shared part keeps its block; this sequence's begins with the copy.
-            None => self.shadow(last, new)?,
+            // The shared part keeps its block; the copy is this sequence's own.
+            None => {
+                let left = self.leave_part(last);
+                left.inspect_err(|_| self.pool.0.state.lock().release(self.tenant, new))?;
+                self.own.push(Some(new));
+            }
         }
         Ok(())
     }
 
-    /// Has `new` in place of block `last`, which is the last one of what is shared.
-    fn shadow(&mut self, last: usize, new: BlockId) -> Result<()> {
-        let mut own = Vec::new();
-        // The blocks of the last part are shared one by one, but for that block.
-        if let Some(part) = self.before.take() {
-            let mut state = self.pool.0.state.lock();
-            for block in &part.blocks[..last - part.first] {
-                if let Some(block) = block
-                    && let Err(error) = state.share(self.tenant, *block)
-                {
-                    Part::release(&mut state, self.tenant, &own);
-                    state.release(self.tenant, new);
-                    drop(state);
-                    self.before = Some(part);
-                    return Err(error);
-                }
-                own.push(*block);
+    /// Leaves the last part that it shares with forks, and what is behind it; but has those blocks of it by itself that
+    /// are among its first `blocks`.
+    fn leave_part(&mut self, blocks: usize) -> Result<()> {
+        let Some(part) = self.before.take() else { return Ok(()) };
+        let mut kept = Vec::new();
+        let mut state = self.pool.0.state.lock();
+        for block in part.blocks.iter().take(blocks.saturating_sub(part.first)) {
+            if let Some(block) = block
+                && let Err(error) = state.share(self.tenant, *block)
+            {
+                Part::release(&mut state, self.tenant, &kept);
+                drop(state);
+                self.before = Some(part);
+                return Err(error);
             }
-            self.before = part.before.clone();
-            drop(state);
+            kept.push(*block);
         }
-        own.push(Some(new));
-        own.append(&mut self.own);
-        self.own = own;
+        Part::release(&mut state, self.tenant, &std::mem::replace(&mut self.own, kept));
+        // The end of the part takes the lock.
+        drop(state);
+        self.before = part.before.clone();
         Ok(())
     }
 
@@ -514,29 +515,10 @@ impl Sequence {
         let each = self.each();
         let blocks = len.div_ceil(each) as usize;
         self.take_back();
-        let mut state = self.pool.0.state.lock();
         while self.first_own() > blocks {
-            // Shared blocks that go are those of the last part: this sequence has the others of it by themselves.
-            let Some(part) = self.before.take() else { break };
-            let mut kept = Vec::new();
-            for block in part.blocks.iter().take(blocks.saturating_sub(part.first)) {
-                if let Some(block) = block
-                    && let Err(error) = state.share(self.tenant, *block)
-                {
-                    Part::release(&mut state, self.tenant, &kept);
-                    drop(state);
-                    self.before = Some(part);
-                    return Err(error);
-                }
-                kept.push(*block);
-            }
-            Part::release(&mut state, self.tenant, &std::mem::replace(&mut self.own, kept));
-            self.before = part.before.clone();
-            // Its end takes the lock.
-            drop(state);
-            drop(part);
-            state = self.pool.0.state.lock();
+            self.leave_part(blocks)?;
         }
+        let mut state = self.pool.0.state.lock();
         let gone = self.own.split_off(blocks.saturating_sub(self.first_own()).min(self.own.len()));
         Part::release(&mut state, self.tenant, &gone);
         drop(state);
@@ -558,7 +540,7 @@ impl Sequence {
         }
         (self.key, self.parent) = match complete.checked_sub(1).and_then(|last| table.get(last).copied().flatten()) {
             Some(last) => (tables.key_of(last), Some(tables.link_of(last))),
-            None => (BlockKey::root(&self.pool.0.model, self.realm.salt()), None),
+            None => (self.pool.0.root(self.realm), None),
         };
         self.complete = complete;
         Ok(())

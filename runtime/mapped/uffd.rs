@@ -338,15 +338,7 @@ impl Uffd {
         if let Some(refused) = self.refused() {
             return Err(refused);
         }
-        let (mut done, mut busy) = (0, 0);
-        while done < len {
-            match self.move_some(to + done, from + done, len - done) {
-                Ok(moved) => done += moved,
-                Err(cause) if waited(&cause, &mut busy) => {}
-                Err(cause) => return Err(cause),
-            }
-        }
-        Ok(())
+        self.move_on(to, from, len, BUSY_MAX, 0).map_err(|(_, cause)| cause)
     }
 
     fn move_within(&self, to: u64, from: u64, len: u64, most: u32) -> io::Result<()> {
@@ -354,23 +346,31 @@ impl Uffd {
         if let Some(refused) = self.refused() {
             return Err(refused);
         }
-        self.move_on(to, from, len, most).map_err(|(done, cause)| {
+        self.move_on(to, from, len, most, UNCOUNTED_MAX).map_err(|(done, cause)| {
             // A page in two places would be found in neither.
-            if done > 0 && self.move_on(from, to, done, BUSY_MAX).is_err() {
+            if done > 0 && self.move_on(from, to, done, BUSY_MAX, UNCOUNTED_MAX).is_err() {
                 tracing::error!(to, from, "a page was moved in part, and not back");
             }
             cause
         })
     }
 
-    /// As [`move_pages`](Self::move_pages). A failure says how many bytes were moved before it.
-    fn move_on(&self, to: u64, from: u64, len: u64, most: u32) -> std::result::Result<(), (u64, io::Error)> {
+    /// As [`move_pages`](Self::move_pages), with up to `tries` for what may have been moved and not counted. A failure
+    /// says how many bytes were moved before it.
+    fn move_on(
+        &self,
+        to: u64,
+        from: u64,
+        len: u64,
+        most: u32,
+        tries: u32,
+    ) -> std::result::Result<(), (u64, io::Error)> {
         let (mut done, mut busy, mut uncounted) = (0, 0, 0);
         while done < len {
             let (there, here, left) = (to + done, from + done, len - done);
             let moved = match self.move_some(there, here, left) {
                 Ok(moved) => moved,
-                Err(cause) if may_be_uncounted(&cause) && uncounted < UNCOUNTED_MAX => {
+                Err(cause) if may_be_uncounted(&cause) && uncounted < tries => {
                     uncounted += 1;
                     // What was moved and not counted goes back, and is moved again. If this goes uncounted too, the
                     // next try finds it. Where something else is in the way, neither succeeds.

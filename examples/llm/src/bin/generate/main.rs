@@ -215,7 +215,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
     let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
     let sequence = Sequence::new(args, &files, weights, gpu, context, budgets.pass)?;
-    let keys_values = if args.paged_kv { Bytes::ZERO } else { budget::keys_values(&config, context) };
+    let keys_values = budget::keys_values(&config, plain_context(args, context));
     let memory = Memory::of(&files, page_size, keys_values, budgets.working);
     let size = files.header().files.iter().fold(Bytes::ZERO, |sum, file| sum + Bytes::new(file.len));
     drop(files);
@@ -287,6 +287,11 @@ fn prompt(args: &Args, files: &ModelFiles) -> Result<(Vec<u32>, Option<Decoder>)
     Ok((prompt, tokenizer.map(Tokenizer::into_decoder)))
 }
 
+/// Tokens of a context whose keys and values are in no page.
+fn plain_context(args: &Args, context: usize) -> usize {
+    if args.paged_kv { 0 } else { context }
+}
+
 /// Divides the memory, and opens the runtime with its part.
 fn open_runtime(
     args: &Args,
@@ -298,11 +303,8 @@ fn open_runtime(
     let context = prompt.len() + args.tokens;
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     // In pages, keys and values compete with the weights for frames.
-    let mut plain_context = context;
-    if args.paged_kv {
-        lengths.push(budget::keys_values(config, context));
-        plain_context = 0;
-    }
+    let plain_context = plain_context(args, context);
+    lengths.extend(args.paged_kv.then(|| budget::keys_values(config, context)));
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
     let store = match args.depth {
