@@ -69,7 +69,7 @@ fn at_the_disks_rate(path: &Path, len: u64) -> f64 {
 }
 
 /// Has the sequence leave all memory, and waits for that.
-fn park(runtime: &Runtime, sequence: &Sequence) {
+fn park(runtime: &Runtime, sequence: &mut Sequence) {
     sequence.park().unwrap();
     while runtime.stats().device_frames.used > 0 {
         std::thread::yield_now();
@@ -166,7 +166,7 @@ fn main() {
     (0..PROBED >> 20).for_each(|nth| file.write_all(&vec![nth as u8; 1 << 20]).unwrap());
     file.sync_all().unwrap();
     for _ in 0..rounds {
-        park(&runtime, &sequence);
+        park(&runtime, &mut sequence);
         let took = at_the_disks_rate(&plain.0, bytes);
         let (first, whole) = restore(&sequence, groups);
         samples[4].push(first / (took / f64::from(groups)));

@@ -6,14 +6,17 @@
 
 mod key;
 mod layout;
+mod permit;
 mod pool;
 mod sequence;
 mod store;
 mod tables;
+mod turns;
 
 pub use key::{BlockKey, Fingerprint, TenantId, Token};
 pub use layout::{KvLayout, KvPart, KvShape};
-pub use pool::{KvPool, KvStats, TenantOptions};
+pub use permit::{Permit, PermitFuture, PermitRequest};
+pub use pool::{ActiveOptions, KvPool, KvStats, TenantOptions, TenantStats};
 pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
 pub use store::{
     Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, inspect, verify,

@@ -1,19 +1,26 @@
 //! A pool of blocks on a runtime.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
+use crate::permit::{PermitRequest, Permits};
 use crate::sequence::Sequence;
 use crate::store::{Put, Store, StoreOptions, StoreStats, StoredBlock};
 use crate::tables::{BlockId, Kept, Realm, Released, Tables};
+use crate::turns::{self, Turn};
+
+/// The part of the blocks that may be active which is the reserve, unless it is set.
+const RESERVE: u32 = 16;
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,27 +31,55 @@ pub struct TenantOptions {
     pub shares: bool,
     /// The most blocks that its sequences may use at a time. Blocks that are only cached do not count.
     pub blocks_most: u32,
+    /// Its static share: blocks that it can always have [active](KvPool::admit), whatever other tenants have.
+    pub active_reserved: u32,
+    /// How much it may have active beyond that, compared with other tenants while any of them waits. 0 counts as 1.
+    pub active_weight: u32,
+    /// The most of its requests that [wait](KvPool::admit) for a permit.
+    pub waiting_most: u32,
 }
 
 impl Default for TenantOptions {
     fn default() -> Self {
-        Self { shares: false, blocks_most: u32::MAX }
+        Self {
+            shares: false,
+            blocks_most: u32::MAX,
+            active_reserved: Turn::DEFAULT.reserved,
+            active_weight: Turn::DEFAULT.weight,
+            waiting_most: Turn::DEFAULT.queue_most,
+        }
     }
+}
+
+/// How many blocks the sequences with [permits](KvPool::admit) have together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ActiveOptions {
+    /// The most blocks. `None`: as many as the device tier has frames for, as its budget is now. Where weights have the
+    /// same frames, say how many blocks shall have room beside them.
+    pub blocks_most: Option<u32>,
+    /// Of these, blocks that are kept for tenants with nothing active while others have something. `None`: a sixteenth.
+    pub reserve: Option<u32>,
 }
 
 #[derive(Debug, Default)]
 struct Tenant {
     options: TenantOptions,
     used: u32,
+    counts: Counts,
 }
 
 #[derive(Debug)]
 pub struct State {
     pub tables: Tables,
     tenants: HashMap<TenantId, Tenant>,
-    stats: Counts,
+    active: ActiveOptions,
+    /// What tenants had that are forgotten.
+    gone: Counts,
     /// Blocks whose last sequence has ended, and which are to be erased.
     ended: Vec<BlockId>,
+    /// How many times a tenant was deleted.
+    deletions: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -53,6 +88,16 @@ struct Counts {
     found: u64,
     read: u64,
     joined: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, more: Self) {
+        let Self { asked, found, read, joined } = more;
+        self.asked += asked;
+        self.found += found;
+        self.read += read;
+        self.joined += joined;
+    }
 }
 
 impl State {
@@ -87,7 +132,7 @@ impl State {
 
     /// Sequences of this tenant use `more` blocks.
     fn may_use(&mut self, id: TenantId, more: u32) -> Result<()> {
-        let Tenant { options, used } = self.tenant(id);
+        let Tenant { options, used, .. } = self.tenant(id);
         if u64::from(*used) + u64::from(more) <= u64::from(options.blocks_most) {
             return Ok(());
         }
@@ -111,6 +156,21 @@ impl State {
         self.let_go(block);
     }
 
+    /// Forgets a tenant that nothing was said of, and of which nothing is left.
+    fn forget(&mut self, id: TenantId) {
+        if let Entry::Occupied(tenant) = self.tenants.entry(id)
+            && tenant.get().used == 0
+            && tenant.get().options == TenantOptions::default()
+        {
+            self.gone += tenant.remove().counts;
+        }
+    }
+
+    /// How many times a tenant was deleted.
+    pub fn deletions(&self) -> u64 {
+        self.deletions
+    }
+
     /// One less uses this block, and no tenant's sequence.
     fn let_go(&mut self, block: BlockId) {
         if self.tables.release(block) == Released::ToErase {
@@ -118,9 +178,9 @@ impl State {
         }
     }
 
-    /// The sequence has another block in place of this one, which holds the same.
-    pub fn joined(&mut self) {
-        self.stats.joined += 1;
+    /// A sequence of this tenant has another block in place of its own, which holds the same.
+    pub fn joined(&mut self, id: TenantId) {
+        self.tenant(id).counts.joined += 1;
     }
 }
 
@@ -135,6 +195,12 @@ pub struct Shared {
     blocks: Tensor,
     pub state: Mutex<State>,
     store: Option<Store>,
+    /// Shared while a block of which `state` says that it can be found goes into the store; exclusive while a tenant's
+    /// blocks are deleted there and in `state`. Locked before `state`, and never while bytes of a block are waited for:
+    /// who holds them may delete a tenant.
+    deleting: RwLock<()>,
+    /// Never locked together with `state`.
+    pub permits: Permits,
 }
 
 impl fmt::Debug for Shared {
@@ -206,20 +272,36 @@ impl Shared {
             let Kept { key, parent, tenant, tokens } = &kept;
             let mut put = || {
                 if store.contains(*tenant, *key) {
-                    return Ok(Put::Known);
+                    return Ok(false);
                 }
                 self.copy_out(block, &mut bytes)?;
+                let _undeleted = self.deleting.read();
+                if !self.state.lock().tables.can_be_found(block) {
+                    return Ok(false);
+                }
                 let stored = StoredBlock { key: *key, parent: *parent, tenant: *tenant, tokens, bytes: &bytes };
                 // It was seen twice, or its sequence will come back.
-                store.put_parked(&stored)
+                store.put_parked(&stored).map(|put| put == Put::Queued)
             };
             match put() {
-                Ok(put) => count += u64::from(put == Put::Queued),
+                Ok(is_new) => count += u64::from(is_new),
                 Err(error) => first = first.and(Err(error)),
             }
             self.state.lock().let_go(block);
         }
         first.map(|()| count)
+    }
+
+    /// Overwrites these blocks, which nobody uses, and frees them. Those that cannot be had now are overwritten later.
+    fn erase_all(&self, blocks: Vec<BlockId>) -> Result<()> {
+        let mut first = Ok(());
+        for block in blocks {
+            if let Err(error) = self.erase(block) {
+                self.state.lock().ended.push(block);
+                first = first.and(Err(error));
+            }
+        }
+        first
     }
 
     /// Overwrites a block that nobody uses, and frees it.
@@ -249,6 +331,34 @@ fn may_be(tenant: TenantId) -> Result<()> {
         .remedy("number tenants from 0 on"))
 }
 
+/// Numbers of a tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TenantStats {
+    /// Blocks that its sequences use. One that several of them share counts for each.
+    pub used: u32,
+    /// Blocks of its permits.
+    pub active: u32,
+    /// Requests for permits that wait.
+    pub waiting: u64,
+    /// Permits that it got.
+    pub granted: u64,
+    /// Of these, those that were waited for, and how long all of these waited together.
+    pub waited: u64,
+    /// See `waited`.
+    pub waiting_time: Duration,
+    /// Requests for permits that were refused.
+    pub refused: u64,
+    /// Whole blocks of tokens with which its sequences began.
+    pub asked: u64,
+    /// Of these, those that were found.
+    pub found: u64,
+    /// Blocks that were read from the store for it, beside these.
+    pub read: u64,
+    /// Blocks that its sequences computed although another one had them by then.
+    pub joined: u64,
+}
+
 /// Numbers of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -269,6 +379,12 @@ pub struct KvStats {
     pub joined: u64,
     /// Memory of the tables.
     pub tables: Bytes,
+    /// Blocks of all [permits](KvPool::admit).
+    pub active: u32,
+    /// The most blocks that may be active.
+    pub active_most: u32,
+    /// Requests for permits that wait.
+    pub waiting: u64,
 }
 
 /// Blocks of keys and values on a [`Runtime`], and the prefixes that they hold.
@@ -329,12 +445,26 @@ impl KvPool {
         let state = State {
             tables: Tables::new(blocks, layout.block_tokens()),
             tenants: HashMap::new(),
-            stats: Counts::default(),
+            active: ActiveOptions::default(),
+            gone: Counts::default(),
             ended: Vec::new(),
+            deletions: 0,
         };
         let model = layout.fingerprint(model);
         let runtime = runtime.clone();
-        Ok(Self(Arc::new(Shared { runtime, layout, model, rows, blocks: whole, state: Mutex::new(state), store })))
+        let pool = Self(Arc::new(Shared {
+            runtime,
+            layout,
+            model,
+            rows,
+            blocks: whole,
+            state: Mutex::new(state),
+            store,
+            deleting: RwLock::new(()),
+            permits: Permits::new(),
+        }));
+        pool.resize_active();
+        Ok(pool)
     }
 
     /// The layout of its blocks.
@@ -355,11 +485,70 @@ impl KvPool {
     /// What a tenant may do from now on. A tenant of which nothing was said shares with nobody and has no limit.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number, which stands for nobody.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number, which stands for nobody;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if all static shares are more than may be active. Then nothing is
+    /// changed.
     pub fn set_tenant(&self, tenant: TenantId, options: TenantOptions) -> Result<()> {
         may_be(tenant)?;
+        self.resize_active();
+        let TenantOptions { active_reserved: reserved, active_weight: weight, waiting_most: queue_most, .. } = options;
+        self.0.permits.set(&self.0, tenant, Turn { reserved, weight, queue_most }).map_err(|all| {
+            let most = self.0.permits.sums().0;
+            let message = format!("static shares of {all} blocks, and {most} blocks may be active");
+            Error::new(ErrorKind::BudgetTooSmall, message)
+                .remedy("lower TenantOptions::active_reserved, or raise ActiveOptions::blocks_most")
+        })?;
         self.0.state.lock().tenant(tenant).options = options;
         Ok(())
+    }
+
+    /// How many blocks may be active from now on. Permits that were given stay.
+    pub fn set_active(&self, options: ActiveOptions) {
+        self.0.state.lock().active = options;
+        self.resize_active();
+    }
+
+    /// Tells how many blocks may be active, as the device tier is now.
+    fn resize_active(&self) {
+        let ActiveOptions { blocks_most, reserve } = self.0.state.lock().active;
+        let of_device = || {
+            let block = self.0.layout.block_room().get() * u64::from(self.0.layout.groups());
+            let (_, device) = self.0.runtime.stats().device;
+            u32::try_from(device.get() / block).unwrap_or(u32::MAX)
+        };
+        let blocks = blocks_most.unwrap_or_else(of_device);
+        self.0.permits.resize(&self.0, blocks, reserve.unwrap_or(blocks / RESERVE));
+    }
+
+    /// Asks that a sequence of up to so many tokens be active: that its blocks be in fast memory together with those of
+    /// all others that are active. More would only evict each other's blocks. Whoever is refused, or cannot wait, is
+    /// told how long it would take. [`Sequence::activate`] ties the permit to a sequence.
+    ///
+    /// A tenant's [static share](TenantOptions::active_reserved) is always there. Of what is left, the tenant with
+    /// least for its [weight](TenantOptions::active_weight) is next, and nobody passes it. A
+    /// [reserve](ActiveOptions::reserve) is kept for tenants that have nothing.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the tenant can never have so many blocks, or if as many of its
+    /// requests wait as may: the message says how long another one would; [`InvalidArgument`] for the tenant of the
+    /// largest number.
+    ///
+    /// [`InvalidArgument`]: ErrorKind::InvalidArgument
+    pub fn admit(&self, tenant: TenantId, tokens: u64) -> Result<PermitRequest> {
+        may_be(tenant)?;
+        self.resize_active();
+        self.0.state.lock().tenant(tenant);
+        self.0.permits.ask(&self.0, tenant, self.blocks_for(tokens))
+    }
+
+    /// How long a request for so many tokens more would wait now. `None` if that is not known: no permit came back yet.
+    pub fn estimate(&self, tenant: TenantId, tokens: u64) -> Option<Duration> {
+        self.resize_active();
+        self.0.permits.estimate(tenant, None, self.blocks_for(tokens))
+    }
+
+    fn blocks_for(&self, tokens: u64) -> u32 {
+        u32::try_from(tokens.div_ceil(u64::from(self.0.layout.block_tokens()))).unwrap_or(u32::MAX)
     }
 
     /// Begins a sequence with these tokens. The keys and values of those that are there already, from the first one on,
@@ -371,7 +560,8 @@ impl KvPool {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number.
     pub fn begin(&self, tenant: TenantId, tokens: &[Token]) -> Result<Sequence> {
         may_be(tenant)?;
-        self.erase_what_ended()?;
+        // What cannot be overwritten now is found by nobody, and tried again by the next call.
+        let _ = self.erase_what_ended();
         let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let mut state = self.0.state.lock();
         let realm = state.realm(tenant);
@@ -383,8 +573,9 @@ impl KvPool {
             }
         }
         blocks.iter().for_each(|block| state.tables.seen_again(*block));
-        state.stats.asked += whole as u64;
-        state.stats.found += blocks.len() as u64;
+        let counts = &mut state.tenant(tenant).counts;
+        counts.asked += whole as u64;
+        counts.found += blocks.len() as u64;
         drop(state);
         let mut sequence = Sequence::of_blocks(self.clone(), tenant, realm, blocks);
         if let Some(store) = &self.0.store {
@@ -396,7 +587,10 @@ impl KvPool {
     /// Adds blocks of these tokens that the store has, up to `whole` blocks.
     fn read_from(&self, store: &Store, sequence: &mut Sequence, tokens: &[Token], whole: usize) -> Result<()> {
         let each = self.0.layout.block_tokens() as usize;
-        let tenants = self.0.state.lock().finds(sequence.tenant());
+        let (tenants, deletions) = {
+            let state = self.0.state.lock();
+            (state.finds(sequence.tenant()), state.deletions)
+        };
         let mut bytes = Vec::new();
         for tokens in tokens.chunks_exact(each).take(whole).skip(sequence.len() as usize / each) {
             let (key, parent) = sequence.next_key(tokens);
@@ -405,13 +599,14 @@ impl KvPool {
             if !store.get(key, parent, *tenant, tokens, &mut bytes)? {
                 return Ok(());
             }
-            let Ok(block) = sequence.add_from(tokens, *tenant, |block| self.0.copy_in(block, &bytes)) else {
+            let Ok(block) = sequence.add_from(tokens, (*tenant, deletions), |block| self.0.copy_in(block, &bytes))
+            else {
                 // There is no room for more: the rest is computed, or the sequence ends there.
                 return Ok(());
             };
             let mut state = self.0.state.lock();
             state.tables.seen_again(block);
-            state.stats.read += 1;
+            state.tenant(sequence.tenant()).counts.read += 1;
         }
         Ok(())
     }
@@ -452,36 +647,68 @@ impl KvPool {
     /// # Errors
     /// What pinning a block says. What is left then is never found, and is overwritten when this is called again.
     pub fn delete_tenant(&self, tenant: TenantId) -> Result<()> {
-        let mut state = self.0.state.lock();
-        let gone = state.tables.delete_tenant(tenant);
-        state.ended.extend(gone);
-        drop(state);
-        let erased = self.erase_what_ended();
+        let deleting = self.0.deleting.write();
+        // First what the store has: blocks that were read from it before are deleted next, or the count says that they
+        // may be of a deleted tenant.
         let stored = self.0.store.as_ref().map_or(Ok(0), |store| store.delete_tenant(tenant));
-        erased.and(stored.map(|_| ()))
+        let mut state = self.0.state.lock();
+        state.deletions += 1;
+        let mut gone = state.tables.delete_tenant(tenant);
+        gone.append(&mut state.ended);
+        state.forget(tenant);
+        drop((state, deleting));
+        self.0.permits.forget(&self.0, tenant);
+        self.0.erase_all(gone).and(stored.map(|_| ()))
     }
 
     fn erase_what_ended(&self) -> Result<()> {
-        loop {
-            let Some(block) = self.0.state.lock().ended.pop() else { return Ok(()) };
-            self.0.erase(block).inspect_err(|_| self.0.state.lock().ended.push(block))?;
-        }
+        let ended = std::mem::take(&mut self.0.state.lock().ended);
+        self.0.erase_all(ended)
     }
 
     /// Numbers of it.
     pub fn stats(&self) -> KvStats {
         let state = self.0.state.lock();
         let (blocks, cached) = (state.tables.blocks(), state.tables.cached_blocks());
-        let Counts { asked, found, read, joined } = state.stats;
+        let mut counts = state.gone;
+        state.tenants.values().for_each(|tenant| counts += tenant.counts);
+        let Counts { asked, found, read, joined } = counts;
+        let used = blocks - cached - state.tables.free_blocks();
+        let tables = Bytes::new(state.tables.bytes() as u64);
+        drop(state);
+        let (active_most, active, waiting) = self.0.permits.sums();
         KvStats {
             blocks,
-            used: blocks - cached - state.tables.free_blocks(),
+            used,
             cached,
             asked,
             found,
             read,
             joined,
-            tables: Bytes::new(state.tables.bytes() as u64),
+            tables,
+            active,
+            active_most,
+            waiting: waiting as u64,
         }
+    }
+
+    /// Numbers of a tenant, since it was deleted last.
+    pub fn tenant_stats(&self, tenant: TenantId) -> TenantStats {
+        let (used, counts) = {
+            let state = self.0.state.lock();
+            state.tenants.get(&tenant).map_or_else(Default::default, |tenant| (tenant.used, tenant.counts))
+        };
+        let Counts { asked, found, read, joined } = counts;
+        let (active, waiting, turns) = self.0.permits.of(tenant);
+        let turns::Counts { granted, waited, refused, waiting: waiting_time } = turns;
+        let waiting = waiting as u64;
+        TenantStats { used, active, waiting, granted, waited, waiting_time, refused, asked, found, read, joined }
+    }
+
+    /// All tenants that have used the pool or were told what they may do, and were not deleted since.
+    pub fn tenants(&self) -> Vec<TenantId> {
+        let mut all: Vec<_> = self.0.state.lock().tenants.keys().copied().collect();
+        all.sort_unstable();
+        all
     }
 }

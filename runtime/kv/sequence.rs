@@ -8,6 +8,7 @@ use outcore::pin::{DevicePins, HostPins};
 use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
+use crate::permit::Permit;
 use crate::pool::{KvPool, Shared, State};
 use crate::tables::{BlockId, Known, Link, Realm};
 
@@ -91,6 +92,7 @@ pub struct Sequence {
     parent: Option<Link>,
     /// The tokens behind them.
     tail: Vec<Token>,
+    permit: Option<Permit>,
 }
 
 impl fmt::Debug for Sequence {
@@ -160,7 +162,7 @@ impl Sequence {
         let complete = blocks.len();
         let len = complete as u64 * u64::from(pool.0.layout.block_tokens());
         let own = blocks.into_iter().map(Some).collect();
-        Self { pool, tenant, realm, before: None, own, len, complete, key, parent, tail: Vec::new() }
+        Self { pool, tenant, realm, before: None, own, len, complete, key, parent, tail: Vec::new(), permit: None }
     }
 
     /// The key of the block behind those that are complete, if it has these tokens, and the key before it.
@@ -169,11 +171,11 @@ impl Sequence {
     }
 
     /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its
-    /// bytes, which `owner` stored.
+    /// bytes, which `owner` stored, and which were read after `deletions` deletions of tenants.
     pub(crate) fn add_from(
         &mut self,
         tokens: &[Token],
-        owner: TenantId,
+        (owner, deletions): (TenantId, u64),
         fill: impl FnOnce(BlockId) -> Result<()>,
     ) -> Result<BlockId> {
         let shared = self.pool.0.clone();
@@ -185,6 +187,10 @@ impl Sequence {
         let (key, _) = self.next_key(tokens);
         let mut state = shared.state.lock();
         state.tables.is_of(block, owner);
+        if state.deletions() != deletions {
+            // They may be those of a tenant that was deleted since then.
+            state.tables.erase_later(block);
+        }
         let known = Known { key, parent: self.parent, realm: self.realm, tokens };
         let mut mine = block;
         // Another sequence read it at the same time.
@@ -279,6 +285,7 @@ impl Sequence {
     pub fn append(&mut self, tokens: &[Token]) -> Result<Range<u64>> {
         let (start, each) = (self.len, self.each());
         let end = start + tokens.len() as u64;
+        self.permitted(end)?;
         if !tokens.is_empty() && !start.is_multiple_of(each) {
             self.own_the_last()?;
         }
@@ -303,6 +310,41 @@ impl Sequence {
         Ok(start..end)
     }
 
+    fn permitted(&self, end: u64) -> Result<()> {
+        let (Some(permit), blocks) = (&self.permit, end.div_ceil(self.each())) else { return Ok(()) };
+        if blocks <= u64::from(permit.blocks()) {
+            return Ok(());
+        }
+        let message = format!("{blocks} blocks of a sequence that has a permit for {}", permit.blocks());
+        Err(Error::new(ErrorKind::BudgetTooSmall, message)
+            .remedy("ask for a permit for all tokens that the sequence may get, or take the permit away"))
+    }
+
+    /// The sequence is active by this permit. It goes back when the sequence ends or is [parked](Self::park), or when
+    /// another one takes its place. Forks of the sequence need permits of their own.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a permit of another tenant or pool;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one of fewer blocks than the sequence has. Then it goes back.
+    pub fn activate(&mut self, permit: Permit) -> Result<()> {
+        if permit.tenant() != self.tenant || !permit.is_of(&self.pool.0) {
+            let (of, tenant) = (permit.tenant().get(), self.tenant.get());
+            let message = format!("a permit of tenant {of}, for a sequence of tenant {tenant} of a pool");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("use one of the same tenant and pool"));
+        }
+        let before = self.permit.replace(permit);
+        if let Err(error) = self.permitted(self.len) {
+            self.permit = before;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// The permit by which it is active. It can have as many blocks as it likes without one.
+    pub fn take_permit(&mut self) -> Option<Permit> {
+        self.permit.take()
+    }
+
     /// Has the last block, which is not full, to itself and writable.
     fn own_the_last(&mut self) -> Result<()> {
         self.take_back();
@@ -324,6 +366,12 @@ impl Sequence {
         if let Err(error) = self.pool.0.copy(old, new) {
             self.pool.0.state.lock().release(self.tenant, new);
             return Err(error);
+        }
+        {
+            let mut state = self.pool.0.state.lock();
+            if state.tables.is_to_erase(old) {
+                state.tables.erase_later(new);
+            }
         }
         match last.checked_sub(first).filter(|at| *at < self.own.len()) {
             Some(at) => {
@@ -473,7 +521,7 @@ impl Sequence {
                 {
                     let old = std::mem::replace(block, same);
                     state.release(self.tenant, old);
-                    state.joined();
+                    state.joined(self.tenant);
                 }
                 self.parent = Some(state.tables.link_of(*block));
             }
@@ -500,7 +548,7 @@ impl Sequence {
         }
         let Self { tenant, realm, len, complete, key, parent, .. } = *self;
         let (pool, before, tail) = (self.pool.clone(), self.before.clone(), self.tail.clone());
-        Self { pool, tenant, realm, before, own: Vec::new(), len, complete, key, parent, tail }
+        Self { pool, tenant, realm, before, own: Vec::new(), len, complete, key, parent, tail, permit: None }
     }
 
     /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
@@ -568,16 +616,17 @@ impl Sequence {
     }
 
     /// Tells that this sequence is not needed for some time: its blocks leave the device, as far as nobody else has
-    /// them pinned, and stay in the tiers below. If the pool has a store, complete blocks are put there first; they
-    /// survive a crash after the next [`KvPool::save`].
+    /// them pinned, and stay in the tiers below. Its permit goes back. If the pool has a store, complete blocks are put
+    /// there first; they survive a crash after the next [`KvPool::save`].
     ///
     /// # Errors
     /// What pinning a block or writing to the store says. The blocks leave the device all the same.
-    pub fn park(&self) -> Result<()> {
+    pub fn park(&mut self) -> Result<()> {
         let put = self.pool.0.put(self.blocks().into_iter().flatten(), false);
         for block in self.blocks().into_iter().flatten() {
             self.pool.runtime().evict(&self.pool.0.whole(block)?);
         }
+        self.permit = None;
         put.map(|_| ())
     }
 

@@ -314,6 +314,22 @@ impl Tables {
         self.cached -= 1;
     }
 
+    /// A block in use is to be erased when nobody uses it any more, and nobody finds it from now on.
+    pub fn erase_later(&mut self, block: BlockId) {
+        self.forget(block.0);
+        self.entries[block.index()].erase = true;
+    }
+
+    /// Whether the block is to be erased when nobody uses it any more.
+    pub fn is_to_erase(&self, block: BlockId) -> bool {
+        self.entries[block.index()].erase
+    }
+
+    /// Whether sequences that begin with its tokens find the block.
+    pub fn can_be_found(&self, block: BlockId) -> bool {
+        self.entries[block.index()].indexed
+    }
+
     /// No sequence finds the block any more.
     fn forget(&mut self, block: u32) {
         let entry = &mut self.entries[block as usize];
@@ -400,7 +416,7 @@ impl Tables {
     }
 
     /// The block holds these tokens' keys and values from now on, and is found by them unless another one is; that one
-    /// is returned.
+    /// is returned. A block that is to be erased is found by nobody.
     pub fn keep(&mut self, block: BlockId, known: &Known<'_>) -> Option<BlockId> {
         let found = self.find(known);
         let entry = &mut self.entries[block.index()];
@@ -413,7 +429,7 @@ impl Tables {
             known.parent.map_or((NONE, 0), |parent| (parent.block.0, parent.generation));
         let start = block.index() * self.block_tokens;
         self.tokens[start..start + known.tokens.len()].copy_from_slice(known.tokens);
-        if found.is_none() {
+        if found.is_none() && !entry.erase {
             entry.indexed = true;
             let entries = &self.entries;
             self.index.insert_unique(known.key.short(), block.0, |block| entries[*block as usize].key.short());
@@ -430,8 +446,7 @@ impl Tables {
             if owner != tenant || state == Use::Free {
                 continue;
             }
-            self.forget(block);
-            self.entries[block as usize].erase = true;
+            self.erase_later(BlockId(block));
             if state == Use::Cached {
                 self.unlink(block);
                 self.entries[block as usize].users_or_older = 1;

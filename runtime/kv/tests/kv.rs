@@ -5,10 +5,15 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::Duration;
 
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
-use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token};
-use outcore_testkit::harness::{Rng, progress};
+use outcore_kv::{
+    ActiveOptions, KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
+};
+use outcore_testkit::harness::{Rng, block_on, progress};
 
 const PAGE: u64 = 16 << 10;
 const LAYERS: u32 = 5;
@@ -261,6 +266,186 @@ fn tenants_have_limits_and_can_be_deleted() {
     runtime.close().unwrap();
 }
 
+/// A tenant is deleted while a sequence of it computes its first blocks.
+#[test]
+fn what_was_begun_before_its_tenant_was_deleted_is_found_by_nobody() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 20);
+    let prompt = tokens(0..100);
+    let mut one = Said::begin(&pool, A, &tokens(0..20)).unwrap();
+    let mut fork = Said { sequence: one.sequence.fork(), tokens: one.tokens.clone(), left: 0..0 };
+    pool.delete_tenant(A).unwrap();
+    // One goes on in a copy of the block, the other in the block itself.
+    for said in [&mut fork, &mut one] {
+        said.say(&tokens(20..100)).unwrap();
+        said.check();
+        assert_eq!(pool.found(A, &prompt), 0);
+    }
+    drop((one, fork));
+    for _ in 0..2 {
+        // Blocks are free once, whoever had them.
+        let all: Vec<_> = (1..6).map(|n| Said::begin(&pool, B, &tokens(1000 * n..1000 * n + 128)).unwrap()).collect();
+        all.iter().for_each(Said::check);
+        assert_eq!((pool.stats().used, pool.found(A, &prompt)), (20, 0));
+    }
+    let again = Said::begin(&pool, A, &prompt).unwrap();
+    again.check();
+    assert_eq!(pool.found(A, &prompt), 96);
+    drop((again, pool));
+    runtime.close().unwrap();
+}
+
+/// Is set when this is dropped.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// One thread saves, and one reads from the store, while a tenant is deleted.
+#[test]
+fn a_deleted_tenant_does_not_come_back_by_saving_or_reading() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let runtime = runtime(64);
+    let pool = stored(&runtime, 64, &folder.path().join("kv"));
+    let (prompt, end) = (tokens(0..200), AtomicBool::new(false));
+    let until_end = |work: &dyn Fn()| {
+        while !end.load(Relaxed) {
+            work();
+        }
+    };
+    std::thread::scope(|scope| {
+        // Also if this thread panics: the others would work for ever.
+        let _ends = Ends(&end);
+        scope.spawn(|| until_end(&|| _ = pool.save(true).unwrap()));
+        scope.spawn(|| until_end(&|| drop(pool.begin(A, &prompt).unwrap())));
+        for round in 0..60 {
+            Said::begin(&pool, A, &prompt).unwrap().check();
+            if round % 2 == 0 {
+                pool.save(true).unwrap();
+                // What is read from the store then is not in memory any more.
+                drop(Said::begin(&pool, B, &tokens(1000..1000 + 57 * 32)));
+            }
+            pool.delete_tenant(A).unwrap();
+            assert_eq!((pool.begin(A, &prompt).unwrap().len(), pool.found(A, &prompt)), (0, 0), "round {round}");
+            progress();
+        }
+    });
+    drop(pool);
+    let pool = stored(&runtime, 64, &folder.path().join("kv"));
+    assert_eq!(pool.begin(A, &prompt).unwrap().len(), 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+fn active(most: u32, reserve: u32) -> ActiveOptions {
+    let mut options = ActiveOptions::default();
+    (options.blocks_most, options.reserve) = (Some(most), Some(reserve));
+    options
+}
+
+#[test]
+fn sequences_wait_for_permits_to_be_active() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 100);
+    // A block is five pages.
+    assert_eq!(pool.stats().active_most, 64 / 5);
+    pool.set_active(active(10, 0));
+    let permit = pool.admit(A, 200).unwrap().wait().unwrap();
+    assert_eq!((permit.blocks(), permit.tenant()), (7, A));
+    let mut one = Said::begin(&pool, A, &tokens(0..100)).unwrap();
+    one.sequence.activate(permit).unwrap();
+    let mut waits = pool.admit(B, 100).unwrap();
+    assert_eq!((waits.is_granted(), waits.estimate()), (false, None));
+    assert!(waits.wait_timeout(Duration::ZERO).unwrap().is_none());
+
+    // Within its permit a sequence grows; what is beyond leaves it as it was.
+    one.say(&tokens(100..224)).unwrap();
+    let error = one.say(&tokens(0..1)).unwrap_err();
+    assert!(error.to_string().contains("8 blocks of a sequence that has a permit for 7"), "{error}");
+    one.check();
+    let error = pool.admit(B, 1000).unwrap_err();
+    assert!(error.to_string().contains("32 blocks, and 10 of the 10 blocks that may be active"), "{error}");
+
+    // Parked, it makes room for the next one.
+    one.sequence.park().unwrap();
+    assert!(waits.is_granted());
+    let permit = waits.wait_timeout(Duration::ZERO).unwrap().unwrap();
+    assert!(waits.wait().is_err());
+    let error = one.sequence.activate(permit).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let [a, b] = [A, B].map(|tenant| pool.tenant_stats(tenant));
+    assert_eq!((a.granted, a.waited, a.active, b.granted, b.waited, b.active), (1, 0, 0, 1, 1, 0));
+    assert!(pool.estimate(B, 320).is_some());
+    let small = pool.admit(A, 32).unwrap().wait().unwrap();
+    assert_eq!(one.sequence.activate(small).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+    assert_eq!((pool.stats().active, pool.stats().waiting, pool.tenants()), (0, 0, vec![A, B]));
+    drop((one, pool));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_a_tenant_may_have_active_is_told_and_kept() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 100);
+    pool.set_active(active(10, 1));
+    let mut options = TenantOptions::default();
+    (options.active_reserved, options.waiting_most) = (4, 1);
+    pool.set_tenant(A, options).unwrap();
+    options.active_reserved = 7;
+    let error = pool.set_tenant(B, options).unwrap_err();
+    assert!(error.to_string().contains("static shares of 11 blocks, and 10 blocks may be active"), "{error}");
+    let of_b = pool.admit(B, 6 * 32).unwrap().wait().unwrap();
+    assert!(!pool.admit(B, 32).unwrap().is_granted());
+    let of_a = pool.admit(A, 4 * 32).unwrap().wait().unwrap();
+    let waits = pool.admit(A, 32).unwrap();
+    let error = pool.admit(A, 32).unwrap_err();
+    assert!(error.to_string().contains("1 requests of tenant 1 wait already, as many as may"), "{error}");
+    drop(of_b);
+    assert!(waits.is_granted());
+    // A permit that nobody took goes back.
+    drop((waits, of_a));
+    assert_eq!(pool.stats().active, 0);
+    drop(pool);
+    runtime.close().unwrap();
+}
+
+/// Threads ask, wait, give up and go; never more is active than may be, and in the end nothing is.
+#[test]
+fn permits_go_from_thread_to_thread() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 100);
+    pool.set_active(active(10, 1));
+    let now = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let (pool, now) = (&pool, &now);
+            scope.spawn(move || {
+                let mut rng = Rng::new(seed);
+                for _ in 0..2000 {
+                    let mut asked = pool.admit(TenantId::new(rng.below(3)), 1 + rng.below(200)).unwrap();
+                    let permit = match rng.below(4) {
+                        0 => asked.wait_timeout(Duration::from_micros(rng.below(50))).unwrap(),
+                        1 => Some(block_on(asked.into_future()).unwrap()),
+                        2 => None,
+                        _ => Some(asked.wait().unwrap()),
+                    };
+                    let Some(permit) = permit else { continue };
+                    assert!(now.fetch_add(permit.blocks(), SeqCst) + permit.blocks() <= 10);
+                    std::thread::yield_now();
+                    now.fetch_sub(permit.blocks(), SeqCst);
+                    progress();
+                }
+            });
+        }
+    });
+    assert_eq!((pool.stats().active, pool.stats().waiting), (0, 0));
+    drop(pool);
+    runtime.close().unwrap();
+}
+
 #[test]
 fn what_is_not_there_is_refused() {
     let runtime = runtime(16);
@@ -287,7 +472,7 @@ fn what_is_not_there_is_refused() {
 fn a_sequence_that_was_parked_comes_back_group_by_group() {
     let runtime = runtime(32);
     let pool = pool(&runtime, 64);
-    let one = Said::begin(&pool, A, &tokens(0..150)).unwrap();
+    let mut one = Said::begin(&pool, A, &tokens(0..150)).unwrap();
     one.sequence.park().unwrap();
     let others: Vec<_> = (1..6).map(|n| Said::begin(&pool, A, &tokens(1000 * n..1000 * n + 150)).unwrap()).collect();
     for group in 0..layout().groups() {
@@ -322,7 +507,7 @@ fn prefixes_are_found_after_a_restart() {
     assert_eq!(pool.save(false).unwrap(), 6);
     assert_eq!((pool.save(true).unwrap(), pool.save(true).unwrap()), (6, 0));
     // A sequence that is parked is kept, too.
-    let parked = Said::begin(&pool, A, &tokens(700..780)).unwrap();
+    let mut parked = Said::begin(&pool, A, &tokens(700..780)).unwrap();
     parked.sequence.park().unwrap();
     parked.check();
     assert_eq!(pool.store_stats().unwrap().blocks, 14);
@@ -371,6 +556,7 @@ fn random_work(seed: u64, steps: u32) {
             tokens(first..first + rng.below(90) as u32)
         };
         match rng.below(9) {
+            _ if rng.one_in(40) => pool.delete_tenant(*rng.pick(&[A, B])).unwrap(),
             0 | 1 => {
                 let prompt = [more(&mut rng), more(&mut rng)].concat();
                 let tenant = *rng.pick(&[A, B]);
@@ -421,6 +607,8 @@ fn random_work(seed: u64, steps: u32) {
     }
     all.iter().for_each(Said::check);
     drop(all);
+    // What is left of deleted tenants is overwritten now.
+    pool.begin(A, &[]).unwrap();
     let stats = pool.stats();
     assert_eq!(stats.used, 0, "seed {seed}: {stats:?}");
     drop(pool);
