@@ -267,6 +267,12 @@ impl Core {
         &self.bell
     }
 
+    /// Has something logged by another thread: who subscribes may wait for a thread that waits for a page, and
+    /// `layout` may be locked here.
+    fn log(&self, event: impl FnOnce() + Send + 'static) {
+        self.bell.teller().tell_later(Box::new(event));
+    }
+
     /// Bytes of a page.
     pub fn page(&self) -> u64 {
         self.page_size.bytes()
@@ -373,7 +379,7 @@ impl Core {
         let waits = |frame: &Frame| writes && range.private && !frame.writable;
         let published = frame.is_some_and(|frame| frame.published && !waits(frame));
         if published && let Err(cause) = self.uffd.wake(page, self.page()) {
-            tracing::warn!(%cause, "waking threads that wait for a page");
+            self.log(move || tracing::warn!(%cause, "waking threads that wait for a page"));
         }
         published
     }
@@ -506,6 +512,7 @@ impl Core {
             range.wanted.remove(&to);
             let bytes = range.end.saturating_sub(to);
             if !published && bytes < self.page() {
+                self.fill_holes(home + bytes, self.page() - bytes);
                 let rest = ptr::with_exposed_provenance_mut::<u8>((home + bytes) as usize);
                 // SAFETY: the end of a frame that is filled and at home: nobody else has it before it is published.
                 unsafe { ptr::write_bytes(rest, 0, (self.page() - bytes) as usize) };
@@ -537,7 +544,7 @@ impl Core {
                 true => layout.home(home).is_some_and(|region| match region.give_back(home, self.page()) {
                     Ok(()) => true,
                     Err(error) => {
-                        tracing::error!(%error, "a page is in memory twice");
+                        self.log(move || tracing::error!(%error, "a page is in memory twice"));
                         false
                     }
                 }),
@@ -570,7 +577,7 @@ impl Core {
             if cause.raw_os_error() != Some(libc::EEXIST)
                 && let Err(error) = range.region.give_back(to, page)
             {
-                tracing::error!(%error, to, "a page was copied in part");
+                self.log(move || tracing::error!(%error, to, "a page was copied in part"));
             }
         })
     }
@@ -588,7 +595,7 @@ impl Core {
         let found = layout.range(page).filter(|range| range.private);
         let occupant = found.and_then(|range| range.occupants.get(&page).copied());
         if let Some(Err(error)) = occupant.map(|frame| self.take_back(&mut layout, FrameId::new(frame))) {
-            tracing::error!(%error, "a page that was lost is still there");
+            self.log(move || tracing::error!(%error, "a page that was lost is still there"));
         }
     }
 
@@ -611,7 +618,9 @@ impl Core {
     /// Threads that touch this page get SIGBUS, until it is filled after all.
     pub fn poison(&self, page: u64) {
         if let Err(cause) = self.lose(page) {
-            tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
+            self.log(move || {
+                tracing::error!(%cause, "a page whose fill failed could not be poisoned: threads wait for it for ever");
+            });
         }
     }
 
@@ -657,9 +666,18 @@ impl Core {
         let page = rustix::param::page_size() as u64;
         let is_home = layout.home(address).is_some();
         if is_home && let Err(cause) = self.uffd.zero(address - address % page, page) {
-            tracing::error!(%cause, "a thread waits for memory of a frame");
+            self.log(move || tracing::error!(%cause, "a thread waits for memory of a frame"));
         }
         is_home
+    }
+
+    /// Has memory at this part of a home, where a touch of what was lost would be a fault that waits for itself.
+    fn fill_holes(&self, start: u64, len: u64) {
+        let page = rustix::param::page_size() as u64;
+        if self.uffd.has_left_holes() {
+            // What is there already is refused.
+            (start - start % page..start + len).step_by(page as usize).for_each(|at| _ = self.uffd.zero(at, page));
+        }
     }
 
     /// Leaves the frame behind no address.
@@ -1018,11 +1036,8 @@ impl Device for FaultingDevice {
             return Ok(());
         }
         let (home, page) = (found.home, self.core.page());
-        // Its next memory comes by a touch, which makes huge pages.
-        if found.registered {
-            self.core.uffd.unregister(home, page).map_err(|cause| failed("give back", cause))?;
-            layout.frame(frame)?.registered = false;
-        }
+        // It stays registered: homes that are not, between others that are, would be mappings of their own, of which
+        // the kernel allows a process some ten thousands only.
         if let Some(region) = layout.home(home) {
             region.give_back(home, page)?;
         }

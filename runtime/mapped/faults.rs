@@ -4,8 +4,12 @@
 //!
 //! The thread never waits for a page: it polls the requests it has made, and the store's threads wake it. It touches
 //! no mapped range. It takes only outcore's own locks, and no thread that holds one of these touches a mapped range. It
-//! writes to no stream of the program's: its events go to no subscriber of `tracing`, which may hold a lock that a
-//! faulting thread has. It takes no signals: a handler may touch a page.
+//! writes to no stream of the program's, and waits for nobody who does ([`Teller`]); its events go to no subscriber of
+//! `tracing`, which may hold a lock that a faulting thread has. It takes no signals: a handler may touch a page.
+//!
+//! It takes memory from the allocator of the program that links this crate. So a handler of a signal must touch no
+//! mapped page in such a program: it may have interrupted a thread that has the allocator's lock, or one of outcore's.
+//! The library that is loaded into programs has an allocator without such locks, and blocks signals while it works.
 //!
 //! # Why a fault ends
 //!
@@ -52,6 +56,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::device::Core;
+use crate::telling::{Tell, Teller};
 use crate::turns::{AT_ONCE, Fault, Turns};
 use crate::uffd;
 
@@ -109,7 +114,8 @@ pub trait Handler: Send + Sync + fmt::Debug {
     /// How many threads may be served at once.
     fn turns(&self) -> usize;
     /// The fill of the page failed: the thread that touched it gets SIGBUS. Without an offset, no page can be filled.
-    fn failed(&self, offset: Option<u64>, error: Error);
+    /// Returns what tells the program; it is called on another thread.
+    fn failed(&self, offset: Option<u64>, error: Error) -> Tell;
 }
 
 /// Pages that were published, and are pinned for the moment.
@@ -248,11 +254,12 @@ pub struct Bell {
     /// The process that has the thread: a child by `fork` has none.
     process: u32,
     keeper: Keeper,
+    teller: Teller,
 }
 
 impl Bell {
     /// # Errors
-    /// `Io` without a file descriptor.
+    /// `Io` without a file descriptor or a thread.
     pub fn new() -> Result<Arc<Self>> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
             Error::io("make an event for the thread of faults", io::Error::from(cause))
@@ -260,11 +267,16 @@ impl Bell {
         })?;
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
         let process = std::process::id();
-        Ok(Arc::new(Self { event, closing, commands, thread, process, keeper: Keeper::default() }))
+        let (keeper, teller) = (Keeper::default(), Teller::start()?);
+        Ok(Arc::new(Self { event, closing, commands, thread, process, keeper, teller }))
     }
 
     pub fn keeper(&self) -> &Keeper {
         &self.keeper
+    }
+
+    pub fn teller(&self) -> &Teller {
+        &self.teller
     }
 
     /// Whether this is the process that has the thread, and no child of it by `fork`.
@@ -520,7 +532,7 @@ impl Worker {
         quietly(&mut || self.bell.keeper.clear());
         let Some(core) = self.core.upgrade() else { return };
         for handler in core.handlers() {
-            quietly(&mut || handler.failed(None, why.clone()));
+            quietly(&mut || self.bell.teller.tell(handler.failed(None, why.clone())));
         }
         // Faults that were read before come again.
         core.wake_all();
@@ -716,7 +728,7 @@ impl Worker {
                 Err(error) => {
                     for page in request.pages {
                         if let Some(answers) = &answers {
-                            answers.failed(Some(page), error.clone());
+                            self.bell.teller.tell(answers.failed(Some(page), error.clone()));
                         }
                         if writes {
                             core.give_up(range + page);
@@ -859,8 +871,9 @@ mod tests {
         fn turns(&self) -> usize {
             1
         }
-        fn failed(&self, _: Option<u64>, error: Error) {
+        fn failed(&self, _: Option<u64>, error: Error) -> Tell {
             self.0.lock().push(error);
+            Box::new(|| {})
         }
     }
 

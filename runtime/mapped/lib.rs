@@ -36,6 +36,7 @@ mod order;
 mod remembered;
 mod runs;
 mod tables;
+mod telling;
 mod turns;
 mod uffd;
 mod uses;

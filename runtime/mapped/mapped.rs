@@ -7,7 +7,6 @@ use std::future::Future;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::ptr;
@@ -32,6 +31,7 @@ use crate::layers::{self, Layers, There};
 use crate::live;
 use crate::options::MapOptions;
 use crate::order;
+use crate::telling::Tell;
 use crate::uses::{Uses, run};
 
 /// The name of the only tensor of a file that is opened as bytes.
@@ -334,18 +334,20 @@ impl Handler for Pages {
         (self.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
-    fn failed(&self, offset: Option<u64>, error: Error) {
-        tracing::error!(%error, offset, "a page that was touched could not be read");
+    fn failed(&self, offset: Option<u64>, error: Error) -> Tell {
         self.failure.lock().get_or_insert(error.clone());
-        if let Some(tell) = self.tell.get() {
-            // The signal has the address that was touched, so the reason names the page's.
-            let told = match offset {
-                Some(offset) => error.context(format!("the page at {:#x}", self.start + offset)),
-                None => error,
-            };
-            // What panics there is the program's, and ends nothing here.
-            drop(catch_unwind(AssertUnwindSafe(|| tell(&told))));
-        }
+        let tell = self.tell.get().copied();
+        // The signal has the address that was touched, so the reason names the page's.
+        let error = match offset {
+            Some(offset) => error.context(format!("the page at {:#x}", self.start + offset)),
+            None => error,
+        };
+        Box::new(move || {
+            tracing::error!(%error, "a page that was touched could not be read");
+            if let Some(tell) = tell {
+                tell(&error);
+            }
+        })
     }
 }
 
@@ -761,8 +763,8 @@ impl Mapped {
     }
 
     /// Has `tell` called with the reason before a thread gets SIGBUS, since the signal may end the process. Only the
-    /// first call of this counts. `tell` runs on the thread of faults: it touches no mapped file, and takes no lock
-    /// that a thread may hold while it touches one.
+    /// first call of this counts. `tell` runs on a thread of its own, for which the signal waits for a tenth of a
+    /// second at most.
     pub fn on_failure(&self, tell: fn(&Error)) {
         let _ = self.pages.tell.set(tell);
     }

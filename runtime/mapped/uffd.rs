@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use outcore::{Error, ErrorKind, Result};
@@ -212,6 +213,8 @@ pub struct Uffd {
     protects: bool,
     /// Whether faults of the kernel come here too.
     of_kernel: bool,
+    /// Whether a page was moved in part, and could not be moved back.
+    left_holes: AtomicBool,
     #[cfg(test)]
     refusals: Refusals,
 }
@@ -278,6 +281,7 @@ impl Uffd {
             fd,
             protects: false,
             of_kernel,
+            left_holes: AtomicBool::new(false),
             #[cfg(test)]
             refusals: Refusals::default(),
         })
@@ -303,16 +307,16 @@ impl Uffd {
         self.call(request(0x00, size_of::<Register>()), &mut arg)
     }
 
+    /// Whether a page was moved in part, and could not be moved back: its memory is in two places.
+    pub fn has_left_holes(&self) -> bool {
+        self.left_holes.load(Ordering::Relaxed)
+    }
+
     /// As [`register`](Self::register), and writes to pages that are protected are faults too.
     pub fn register_protected(&self, start: u64, len: u64) -> io::Result<()> {
         let mode = REGISTER_MISSING | REGISTER_WRITE_PROTECT;
         let mut arg = Register { range: Range { start, len }, mode, ioctls: 0 };
         self.call(request(0x00, size_of::<Register>()), &mut arg)
-    }
-
-    /// Leaves faults of the range to the kernel again.
-    pub fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
-        self.call(request_read(0x01, size_of::<Range>()), &mut Range { start, len })
     }
 
     /// Wakes the threads that wait in the range, which try again.
@@ -349,7 +353,7 @@ impl Uffd {
         self.move_on(to, from, len, most, UNCOUNTED_MAX).map_err(|(done, cause)| {
             // A page in two places would be found in neither.
             if done > 0 && self.move_on(from, to, done, BUSY_MAX, UNCOUNTED_MAX).is_err() {
-                tracing::error!(to, from, "a page was moved in part, and not back");
+                self.left_holes.store(true, Ordering::Relaxed);
             }
             cause
         })

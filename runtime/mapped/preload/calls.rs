@@ -3,6 +3,8 @@
 use std::cell::Cell;
 use std::ffi::{c_int, c_long, c_uchar, c_uint, c_void};
 
+use outcore::rules::without_signals;
+
 use crate::pool::{self, Request, kernel};
 use crate::{descriptors, fragments, opens, written};
 
@@ -11,13 +13,14 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `run`; a panic is the same as "not ours".
+/// Runs `run`; a panic is the same as "not ours". This thread takes no signals meanwhile: a handler that touches a
+/// mapped page waits for the thread of faults, and that one for the locks that are held here.
 pub fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
     // While a thread ends, it has no such variable, and maps no model.
     if INSIDE.try_with(|inside| inside.replace(true)).unwrap_or(true) {
         return None;
     }
-    let result = pool::without_panic(run);
+    let result = without_signals(|| pool::without_panic(run));
     let _ = INSIDE.try_with(|inside| inside.set(false));
     result
 }

@@ -12,6 +12,7 @@ mod descriptors;
 mod fragments;
 mod interrupts;
 mod limit;
+mod memory;
 mod opens;
 mod pool;
 mod predict;

@@ -18,6 +18,7 @@ use outcore_mapped::live::{Experts, Routing};
 
 use parking_lot::Mutex;
 
+use crate::calls::{do_ours, ours};
 use crate::pool::{self, RouterInput};
 
 /// What ggml calls for each tensor: with `ask`, whether it is wanted; without, that it is computed. `false` ends the
@@ -229,15 +230,19 @@ unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> 
             if !ask {
                 // SAFETY: a tensor that is computed, as ggml promises.
                 let (chosen, used) = unsafe { chosen(ggml, tensor) }?;
-                let input = INPUT.lock().take();
-                pool::experts(layer, &chosen, used, input.as_ref());
+                do_ours(|| {
+                    let input = INPUT.lock().take();
+                    pool::experts(layer, &chosen, used, input.as_ref());
+                });
             }
             return Some(());
         }
-        let layer = GIVEN.iter().find_map(|given| layer_of(name, given)).filter(|layer| pool::can_predict(*layer))?;
+        let given_to = GIVEN.iter().find_map(|given| layer_of(name, given))?;
+        let layer = ours(|| pool::can_predict(given_to).then_some(given_to))?;
         if !ask {
             // SAFETY: as above.
-            *INPUT.lock() = unsafe { given(ggml, tensor, layer) };
+            let given = unsafe { given(ggml, tensor, layer) };
+            do_ours(|| *INPUT.lock() = given);
         }
         Some(())
     })

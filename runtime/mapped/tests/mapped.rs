@@ -58,6 +58,7 @@ in_each_mechanism! {
     regression_a_child_by_fork_drops_a_mapping
     regression_touches_end_though_guards_have_all_frames_that_they_can_have
     regression_to_tell_of_experts_beside_own_guards_ends
+    regression_frames_without_memory_are_no_mappings_of_their_own
 }
 
 /// The byte at this place of every file here.
@@ -680,6 +681,30 @@ fn regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch(by: Mechanis
         ends("a smaller budget", || runtime.set_device_budget(Bytes::new(budget * PAGE)).unwrap());
         ends("a touch", || is_the_files(&mapped, 100 * PAGE, 100 * PAGE));
     }
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// Frames that lose their memory, here and there, split the mapping of all homes: a process has some ten thousands of
+/// mappings only.
+fn regression_frames_without_memory_are_no_mappings_of_their_own(by: Mechanism) {
+    let mappings = || std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+    let folder = folder();
+    let path = file(folder.path(), 600 * PAGE);
+    let Some(builder) = builder(by, 512) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    is_the_files(&mapped, 0, 512 * PAGE);
+    let (before, mut most, mut random) = (mappings(), 0, Rng::new(3));
+    for budget in [300, 512, 300] {
+        // Which frames go depends on the order of use.
+        (0..400).for_each(|_| is_the_files(&mapped, random.below(600) * PAGE, 1));
+        runtime.set_device_budget(Bytes::new(budget * PAGE)).unwrap();
+        most = mappings().max(most);
+    }
+    is_the_files(&mapped, 0, 600 * PAGE);
+    // Other tests map files beside this one.
+    assert!(most < before + 100, "{before} mappings before, up to {most} after");
     drop(mapped);
     runtime.close().unwrap();
 }

@@ -916,3 +916,32 @@ except BlockingIOError:
     }
     unprivileged(PROGRAM);
 }
+
+/// The write sleeps in the fault with the pipe's lock, and the reason is to be written to the same pipe.
+#[test]
+fn regression_a_lost_page_that_is_written_to_the_pipe_of_errors_is_an_error() {
+    if !can_run() {
+        return;
+    }
+    let program = r#"
+c.write.argtypes = [ctypes.c_int, address_t, size_t]
+c.write.restype = ctypes.c_ssize_t
+start = map_file()
+os.truncate(path, page)
+if os.geteuid() == 0:
+    assert c.write(1, start + (20 << 20), 3 * page) == -1 and ctypes.get_errno() == errno.EFAULT
+os._exit(9)
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let (mut from, to) = std::io::pipe().unwrap();
+    // What hangs is killed.
+    let mut command = Command::new("timeout");
+    command.args(["-s", "KILL", "60", env!("CARGO_BIN_EXE_outcore"), "run", "--budget", "8MiB", "--", "python3", "-c"]);
+    command.arg(format!("{BEGIN}{program}")).arg(&path);
+    let mut child = command.stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
+    drop(command);
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut from, &mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(9), "{said}");
+}

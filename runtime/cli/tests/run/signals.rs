@@ -65,10 +65,106 @@ int main(int count, char **arguments)
 }
 "#;
 
-/// Builds the program; `None` without a C compiler, which is said.
+/// A handler reads the mapping, in whatever the program is interrupted.
+const HANDLER: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { TIMES = 3000 };
+static const volatile unsigned char *bytes;
+static unsigned long size, place;
+static volatile sig_atomic_t times, is_wrong;
+
+static void read_some(int signal)
+{
+    (void)signal;
+    place = place * 6364136223846793005 + 1442695040888963407;
+    unsigned long at = (place >> 20) % (size / 8 - 1) * 8 + 8;
+    /* Each number of the file is its place, but for the first. */
+    unsigned long found;
+    memcpy(&found, (const void *)(bytes + at), 8);
+    if (found != at / 8) is_wrong = 1;
+    times++;
+}
+
+int main(int count, char **arguments)
+{
+    struct stat found;
+    int fd = open(arguments[1], O_RDONLY);
+    if (count < 3 || fd < 0 || fstat(fd, &found)) return 2;
+    size = found.st_size;
+    const char *what = arguments[2];
+    bytes = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (bytes == MAP_FAILED) return 2;
+    struct sigaction action = {.sa_handler = read_some, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval often = {{0, 300}, {0, 300}};
+    setitimer(ITIMER_REAL, &often, NULL);
+    while (times < TIMES && !is_wrong) {
+        if (!strcmp(what, "allocates")) {
+            void *some[64];
+            for (int i = 0; i < 64; i++) some[i] = malloc((size_t)200 << i % 12);
+            for (int i = 0; i < 64; i++) free(some[i]);
+        } else if (!strcmp(what, "forks")) {
+            pid_t child = fork();
+            if (!child) _exit(0);
+            while (waitpid(child, NULL, 0) < 0) {}
+        } else {
+            void *more = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+            if (more == MAP_FAILED) return 3;
+            munmap(more, size);
+        }
+    }
+    return is_wrong ? 4 : 7;
+}
+"#;
+
+/// A file of numbers that are their places, behind what a model file begins with.
+fn numbers(folder: &Path, len: u64) -> PathBuf {
+    let path = folder.join("model.gguf");
+    let bytes: Vec<u8> = (0..len / 8).flat_map(u64::to_le_bytes).collect();
+    std::fs::write(&path, [b"GGUF\0\0\0\0", &bytes[8..]].concat()).unwrap();
+    path
+}
+
+/// The thread of faults waited for the lock of `malloc`, and that for the end of a handler that touched a page.
+#[test]
+fn regression_a_handler_may_touch_a_page_whatever_it_interrupts() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(program) = built(folder.path(), HANDLER) else { return };
+    let path = numbers(folder.path(), 64 << 20);
+    for (what, arenas) in [("allocates", "1"), ("allocates", "8"), ("forks", "1"), ("forks", "8"), ("maps", "1")] {
+        // What hangs is killed.
+        let mut command = Command::new("timeout");
+        command.args(["-s", "KILL", "100"]).arg(env!("CARGO_BIN_EXE_outcore"));
+        command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path).arg(what);
+        command.env("MALLOC_ARENA_MAX", arenas);
+        let output = command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache")).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(7), "{what}, {arenas} arena(s): {told}");
+        assert!(told.contains("file(s) mapped"), "{told}");
+    }
+}
+
 fn build(folder: &Path) -> Option<PathBuf> {
+    built(folder, SIGNALS)
+}
+
+/// Builds a program; `None` without a C compiler, which is said.
+fn built(folder: &Path, text: &str) -> Option<PathBuf> {
     let (source, program) = (folder.join("signals.c"), folder.join("signals"));
-    std::fs::write(&source, SIGNALS).unwrap();
+    std::fs::write(&source, text).unwrap();
     let built = Command::new("cc").arg("-O1").arg("-o").arg(&program).arg(&source).output();
     if !built.is_ok_and(|output| output.status.success()) {
         eprintln!("SKIPPED: there is no C compiler (cc)");
