@@ -41,11 +41,17 @@ fn key() -> Option<libc::pthread_key_t> {
     })
 }
 
-/// As the C library's, for the variables of threads that this library has.
+/// As the C library's `__cxa_thread_atexit_impl`, for the variables of threads that this library has: the build gives
+/// it that name within the library. The program and its other libraries keep the C library's.
 ///
 /// # Safety
 /// `destructor` may be called with `value` when this thread ends.
-unsafe extern "C" fn at_thread_exit(destructor: Destructor, value: *mut c_void, _library: *mut c_void) -> c_int {
+#[unsafe(no_mangle)]
+unsafe extern "C" fn outcore_at_thread_exit(
+    destructor: Destructor,
+    value: *mut c_void,
+    _library: *mut c_void,
+) -> c_int {
     let Some(key) = key() else { return -1 };
     // SAFETY: the layout of an entry is not empty. The value of the key is no pointer that anybody follows.
     unsafe {
@@ -62,7 +68,7 @@ unsafe extern "C" fn at_thread_exit(destructor: Destructor, value: *mut c_void, 
 /// Called by the C library when a thread ends. What is added meanwhile is run too.
 unsafe extern "C" fn run_all(_: *mut c_void) {
     while let Some(entry) = ptr::NonNull::new(LAST.get()) {
-        // SAFETY: made by `at_thread_exit` for this thread, and taken out of the list here.
+        // SAFETY: made by `outcore_at_thread_exit` for this thread, and taken out of the list here.
         unsafe {
             let Entry { destructor, value, next } = entry.read();
             LAST.set(next);
@@ -71,27 +77,3 @@ unsafe extern "C" fn run_all(_: *mut c_void) {
         }
     }
 }
-
-// The name by which the standard library calls it. Hidden: the program and its other libraries keep the C library's.
-#[cfg(target_arch = "x86_64")]
-core::arch::global_asm!(
-    ".pushsection .text.outcore_at_thread_exit, \"ax\", @progbits",
-    ".hidden __cxa_thread_atexit_impl",
-    ".globl __cxa_thread_atexit_impl",
-    ".type __cxa_thread_atexit_impl, @function",
-    "__cxa_thread_atexit_impl:",
-    "jmp {own}",
-    ".popsection",
-    own = sym at_thread_exit,
-);
-#[cfg(target_arch = "aarch64")]
-core::arch::global_asm!(
-    ".pushsection .text.outcore_at_thread_exit, \"ax\", %progbits",
-    ".hidden __cxa_thread_atexit_impl",
-    ".globl __cxa_thread_atexit_impl",
-    ".type __cxa_thread_atexit_impl, %function",
-    "__cxa_thread_atexit_impl:",
-    "b {own}",
-    ".popsection",
-    own = sym at_thread_exit,
-);
