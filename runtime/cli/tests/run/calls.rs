@@ -432,6 +432,33 @@ fn a_program_that_maps_as_pytorch_does_finds_what_it_wrote() {
     }
 }
 
+/// A mapping that may be executed was taken, and could not be executed; to make one so did nothing, and was no error.
+#[test]
+fn regression_a_mapping_that_may_be_executed_is_the_kernels() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+EXEC = 4
+for flags in (SHARED, PRIVATE):
+    one = map_file(prot=READ | EXEC, flags=flags)
+    if one is None:
+        # A disk that is mounted `noexec`.
+        assert ctypes.get_errno() == errno.EPERM
+        continue
+    assert of_kernel(one) and same(one, 0, 1 << 20)
+    rights = [line.split()[1] for line in open("/proc/self/maps") if line.startswith(f"{one:x}-")]
+    assert len(rights) == 1 and "x" in rights[0], rights
+for prot, flags in ((READ, SHARED), (READ | WRITE, PRIVATE)):
+    one = map_file(prot=prot, flags=flags)
+    assert not of_kernel(one)
+    assert c.mprotect(one, page, prot | EXEC) == -1 and ctypes.get_errno() == errno.EACCES
+    assert c.mprotect(one, page, READ) == 0 and same(one, 0, 1 << 20)
+"#,
+    );
+}
+
 /// A program that is started by this one has the library, and a pool of its own. A child by `fork` has the kernel's
 /// mappings, of files that it maps later too.
 #[test]
