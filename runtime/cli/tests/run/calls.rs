@@ -459,6 +459,52 @@ for prot, flags in ((READ, SHARED), (READ | WRITE, PRIVATE)):
     );
 }
 
+/// A part over several fragments took nothing away: a private mapping of which a fragment was unmapped, and then all of
+/// it, never went.
+#[test]
+fn regression_a_private_mapping_goes_when_its_fragments_are_unmapped_together() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+def mapped_bytes():
+    return int(open("/proc/self/statm").read().split()[0]) * page
+
+
+def fragmented(cuts):
+    one = map_file(prot=READ | WRITE, flags=PRIVATE)
+    assert not of_kernel(one)
+    ctypes.memset(one + (30 << 20), 7, 10)
+    for at, len in cuts:
+        assert c.munmap(one + at, len) == 0
+        # Only what was unmapped is gone.
+        assert (at, len) == (0, size) or ctypes.string_at(one + (30 << 20), 10) == b"\7" * 10
+
+
+cuts = (
+    [(16 << 20, 8 << 20), (0, size)],
+    [(0, 8 << 20), (16 << 20, 4 << 20), (4 << 20, 14 << 20), (0, size)],
+    [(0, 4 << 20), (0, size)],
+    [(0, size)],
+)
+for cut in cuts:
+    fragmented(cut)
+descriptors, before = len(os.listdir("/proc/self/fd")), mapped_bytes()
+for turn in range(8):
+    fragmented(cuts[turn % 3])
+assert len(os.listdir("/proc/self/fd")) == descriptors
+assert mapped_bytes() - before < 2 * size, mapped_bytes() - before
+# Of a range that the program has twice, each byte is given back once for each.
+one, two = map_file(), map_file()
+assert one == two
+for at, len in ((0, 20 << 20), (10 << 20, 8 << 20), (0, size), (20 << 20, size - (20 << 20))):
+    assert c.munmap(one + at, len) == 0
+assert map_file() == one and same(one)
+"#,
+    );
+}
+
 /// A program that is started by this one has the library, and a pool of its own. A child by `fork` has the kernel's
 /// mappings, of files that it maps later too.
 #[test]
