@@ -18,7 +18,7 @@ use outcore::machine::ProcessMemory;
 use parking_lot::Mutex;
 
 use crate::calls::do_ours;
-use crate::pool::{self, Identity, LEAST, identity, kernel, say};
+use crate::pool::{self, Beginning, Identity, LEAST, identity, kernel, say};
 use crate::settings::settings;
 
 /// A model file that was opened, and not mapped so far.
@@ -78,6 +78,11 @@ fn noticed(fd: c_int, flags: c_int) {
 }
 
 fn note(fd: c_int) {
+    // A child that has nothing of this library says nothing, and what it would wait for here may never come.
+    if pool::in_a_child() {
+        return;
+    }
+    let _beginning = Beginning::new();
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (Some((path, metadata)), Some(read_before)) = (pool::model(&file), read_so_far()) else { return };

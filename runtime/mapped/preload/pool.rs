@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
@@ -97,6 +97,29 @@ static REPORTED: AtomicBool = AtomicBool::new(false);
 /// How long is waited for what another thread says at the end.
 const TELLING_MAX: Duration = Duration::from_secs(4);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
+/// How many threads there are in [`Beginning`].
+static BEGINNING: AtomicUsize = AtomicUsize::new(0);
+
+/// While there is one, its thread may hold a lock, or be in an initializer, that others wait for before there is a
+/// pool. In a child by `fork` nobody would ever give these up.
+///
+/// The count is raised before any of them is taken, and a child has what its parent's threads have written up to some
+/// moment. So a child in which one of them is taken finds a count that is not 0, and leaves all files to the kernel.
+pub struct Beginning(());
+
+impl Beginning {
+    pub fn new() -> Self {
+        follow_forks();
+        BEGINNING.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Beginning {
+    fn drop(&mut self) {
+        BEGINNING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// A mapped range for a child by `fork`, which gets the file itself there.
 struct Slot {
@@ -250,16 +273,24 @@ pub fn optimum() -> Option<Optimum> {
     Optimum::of(&POOL.get()?.as_ref()?.runtime)
 }
 
-/// Has the C library tell of the end of this process, and of children by `fork`.
+/// Has the C library tell of the end of this process. The caller is in [`Beginning`].
 pub fn follow_the_process() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
-        // SAFETY: both functions have the C library's signature and do not unwind.
-        unsafe {
-            libc::atexit(at_exit);
-            libc::pthread_atfork(None, None, Some(in_child));
-        }
+        // SAFETY: the function has the C library's signature and does not unwind.
+        unsafe { libc::atexit(at_exit) };
     });
+}
+
+/// Has the C library tell of children by `fork`. It is called when the library is loaded, so before any other thread
+/// can fork; other libraries that map a file before that may be first.
+pub fn follow_forks() {
+    static FOLLOWED: AtomicBool = AtomicBool::new(false);
+    // No `Once`: a child would wait for the thread that its parent had there.
+    if !FOLLOWED.load(Ordering::Relaxed) && !FOLLOWED.swap(true, Ordering::Relaxed) {
+        // SAFETY: the function has the C library's signature and does not unwind.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
 }
 
 /// The path of a large model file; `None` for everything else.
@@ -297,6 +328,7 @@ pub fn map(request: &Request) -> Option<u64> {
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
+    let _beginning = Beginning::new();
     let settings = settings()?;
     follow_the_process();
     opens::mapped(identity(&metadata));
@@ -475,7 +507,7 @@ pub fn is_mapped(fd: c_int) -> bool {
     shared || pool.private.lock().iter().any(|known| known.identity == found)
 }
 
-/// Whether this process is a child by `fork` of one that has mapped files here.
+/// Whether this process is a child by `fork` of one that has mapped files here, or was about to.
 pub fn in_a_child() -> bool {
     IN_CHILD.load(Ordering::Relaxed)
 }
@@ -553,9 +585,10 @@ extern "C" fn in_child() {
     // From now on all of it is the kernel's.
     LOWEST.store(u64::MAX, Ordering::Relaxed);
     HIGHEST.store(0, Ordering::Relaxed);
-    // A child of a process that has no pool may have one.
-    IN_CHILD.store(POOL.get().is_some(), Ordering::Relaxed);
-    REPORTED.store(POOL.get().is_some(), Ordering::Relaxed);
+    // A child of a process that has no pool, and opens none just now, may have one.
+    let has_nothing = BEGINNING.load(Ordering::SeqCst) > 0 || POOL.get().is_some();
+    IN_CHILD.store(has_nothing, Ordering::Relaxed);
+    REPORTED.store(has_nothing, Ordering::Relaxed);
 }
 
 /// Runs `run`; a panic is the same as `None`. Nothing unwinds into the program.

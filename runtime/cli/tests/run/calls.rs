@@ -50,10 +50,56 @@ def of_kernel(address):
 "#;
 
 /// Runs a program on a file of 40 MiB within 8 MiB. Returns what it said.
-fn equal(program: &str) -> String {
+pub fn equal(program: &str) -> String {
+    equal_with(program, |_| {})
+}
+
+/// As [`equal`]. The file of `--report` is a pipe's name: the first mapping waits there until somebody reads from it,
+/// as `wait_for_the_opening` and `go_on` let the program do.
+pub fn equal_while_opening(program: &str) -> String {
+    let report = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = report.path().join("report");
+    let begin = r#"
+import signal, threading, time
+
+signal.alarm(120)
+report = os.environ["OUTCORE_RUN_REPORT"]
+os.unlink(report)
+os.mkfifo(report)
+opened = []
+opening = threading.Thread(target=lambda: opened.append(map_file()), daemon=True)
+
+
+def wait_for_the_opening():
+    """Until the runtime is half open: its thread of faults comes before its report."""
+    opening.start()
+    while not any(
+        open(f"/proc/self/task/{task}/comm").read().startswith("faulting") for task in os.listdir("/proc/self/task")
+    ):
+        time.sleep(0.01)
+
+
+def go_on():
+    reader = os.open(report, os.O_RDONLY)
+    opening.join()
+    os.close(reader)
+    return opened[0]
+
+"#;
+    let options = |command: &mut Command| {
+        command.arg("--report").arg(path);
+    };
+    equal_with(&format!("{begin}{program}"), options)
+}
+
+fn equal_with(program: &str, options: impl FnOnce(&mut Command)) -> String {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), (40 << 20) + 777);
-    let output = run_program(&format!("{BEGIN}{program}\nprint('all is equal')"), "8MiB", &path);
+    let mut command = outcore();
+    command.args(["run", "--budget", "8MiB"]);
+    options(&mut command);
+    let program = format!("{BEGIN}{program}\nprint('all is equal')");
+    let output = command.args(["--", "python3", "-c", &program]).arg(&path).arg("7").output().unwrap();
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
     said.lines().filter(|line| line.starts_with("SKIPPED")).for_each(|line| eprintln!("{line}"));
@@ -501,6 +547,41 @@ assert one == two
 for at, len in ((0, 20 << 20), (10 << 20, 8 << 20), (0, size), (20 << 20, size - (20 << 20))):
     assert c.munmap(one + at, len) == 0
 assert map_file() == one and same(one)
+"#,
+    );
+}
+
+/// A child waited for ever for the thread that its parent had there.
+#[test]
+fn regression_a_child_that_is_forked_while_the_first_file_is_mapped_maps_it_too() {
+    if !can_run() {
+        return;
+    }
+    equal_while_opening(
+        r#"
+other = os.path.join(os.path.dirname(path), "other.gguf")
+open(other, "wb").write(data)
+wait_for_the_opening()
+children = []
+for turn in range(4):
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            signal.alarm(60)
+            two = map_file(prot=READ | WRITE if turn % 2 else READ, flags=PRIVATE)
+            # One that nobody has asked for.
+            three = map_file(fd=os.open(other, os.O_RDONLY))
+            assert of_kernel(two) and same(two) and same(three)
+            code = 0
+        finally:
+            os._exit(code)
+    children.append(child)
+for child in children:
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, status
+one = go_on()
+assert not of_kernel(one) and same(one)
 "#,
     );
 }
