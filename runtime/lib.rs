@@ -51,6 +51,7 @@ extern crate outcore_pager as pager;
 mod budget;
 mod compute;
 mod config;
+mod descriptors;
 pub mod device;
 pub mod dlpack;
 mod dtype;
@@ -135,6 +136,7 @@ pub mod testing {
 #[doc(hidden)]
 pub mod rules {
     pub use crate::config::staging_pages;
+    pub use crate::descriptors::{made, on_descriptor};
     pub use crate::device::host::HostDevice;
     pub use crate::device::signals::without_signals;
     pub use crate::format::names::{Expert, Role, expert, role};

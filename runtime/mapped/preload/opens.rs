@@ -18,6 +18,7 @@ use outcore::machine::ProcessMemory;
 use parking_lot::Mutex;
 
 use crate::calls::do_ours;
+use crate::descriptors;
 use crate::pool::{self, Beginning, Identity, LEAST, identity, kernel, say};
 use crate::settings::settings;
 
@@ -242,6 +243,7 @@ macro_rules! opens {
                 // SAFETY: the C library's function has this signature, and the arguments are what the caller promised.
                 unsafe { std::mem::transmute::<*mut c_void, $signature>(next)($($argument),*) }
             };
+            descriptors::opened(fd);
             noticed(fd, $flags);
             fd
         }
@@ -282,7 +284,9 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     let stream = unsafe { std::mem::transmute::<*mut c_void, FOpen>(function)(path, mode) };
     if !stream.is_null() {
         // SAFETY: a stream that was just opened.
-        noticed(unsafe { libc::fileno(stream) }, libc::O_RDONLY);
+        let fd = unsafe { libc::fileno(stream) };
+        descriptors::opened(fd);
+        noticed(fd, libc::O_RDONLY);
     }
     stream
 }

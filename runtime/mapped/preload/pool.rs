@@ -24,7 +24,7 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
-use crate::{answer, interrupts, opens, routing};
+use crate::{answer, calls, interrupts, opens, routing};
 
 /// Files smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
@@ -360,7 +360,7 @@ pub fn map(request: &Request) -> Option<u64> {
         });
         return None;
     }
-    let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
+    let pool = descriptors::protecting(|| pool(settings, limit, &path))?;
     without_signals(interrupts::follow);
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
@@ -399,8 +399,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
-        let open = || without_signals(|| options.open_private(&pool.runtime, &path));
-        let opened = descriptors::protecting(&path, open);
+        let opened = descriptors::protecting(|| options.open_private(&pool.runtime, &path));
         let mapped = opened.inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
         descriptors::protect(own);
@@ -412,7 +411,7 @@ pub fn map(request: &Request) -> Option<u64> {
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
-    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
+    let opened = descriptors::protecting(|| options.open(&pool.runtime, &path));
     let mapped = Arc::new(opened.inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
     descriptors::protect(own);
@@ -626,12 +625,17 @@ fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>
 
 /// Whether what the router of this layer is given tells of the experts of the next one.
 pub fn can_predict(layer: u32) -> bool {
-    only_file(|known| known.routers.know_what_follows(layer)).is_some()
+    calls::ours(|| only_file(|known| known.routers.know_what_follows(layer)).map(drop)).is_some()
 }
 
 /// The program uses these experts of a layer next, `used` for each token. Returns when they are there. `input` is what
 /// the router was given, if that is known.
 pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
+    // What the store closes meanwhile is the library's.
+    calls::do_ours(|| expect(layer, experts, used, input));
+}
+
+fn expect(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
     let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
     let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
