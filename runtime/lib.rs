@@ -145,6 +145,11 @@ pub mod rules {
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
     pub use crate::transfer::may_wait;
+
+    /// Whether a file, when its header was read, was the one that this metadata is of, and in the same state.
+    pub fn had_state(file: &crate::format::ModelFile, metadata: &std::fs::Metadata) -> bool {
+        file.state == crate::format::FileState::of(metadata)
+    }
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

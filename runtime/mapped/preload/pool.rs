@@ -2,8 +2,9 @@
 
 use std::ffi::{c_int, c_long};
 use std::fs::{self, File};
+use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -384,28 +385,29 @@ pub fn map(request: &Request) -> Option<u64> {
         left("its name leads to another file by now; replace models only when no program opens them");
         return None;
     }
-    // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
-    let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
-    if own < 0 {
-        left("this process has no file descriptor left; raise `ulimit -n`");
-        return None;
-    }
-    let options = MapOptions::new().keep_order(settings.keep_order);
-    let refused = |error: &Error| {
-        left(&error.to_string());
-        // SAFETY: the copy that was just made, of which nobody knows.
-        unsafe { libc::close(own) };
+    let own = match opened_anew(fd, identity) {
+        Ok(own) => own,
+        Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+            left("this process has no file descriptor left; raise `ulimit -n`");
+            return None;
+        }
+        Err(cause) => {
+            left(&format!("it cannot be opened once more ({cause}); leave it as it is, and let this user read it"));
+            return None;
+        }
     };
+    // It is opened by its name, which may lead elsewhere since it was asked for.
+    let options = MapOptions::new().keep_order(settings.keep_order).only(metadata.clone());
+    let refused = |error: &Error| left(&error.to_string());
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
         let opened = descriptors::protecting(|| options.open_private(&pool.runtime, &path));
         let mapped = opened.inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
-        descriptors::protect(own);
         KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
-        slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
+        slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), Some(&written));
         pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
         pool.once.lock().push((path, metadata.len()));
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
@@ -414,10 +416,9 @@ pub fn map(request: &Request) -> Option<u64> {
     let opened = descriptors::protecting(|| options.open(&pool.runtime, &path));
     let mapped = Arc::new(opened.inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
-    descriptors::protect(own);
     KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
     let start = mapped.as_ptr() as u64;
-    slot.fill(start, whole_pages(metadata.len()), own, None);
+    slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
     let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
@@ -425,6 +426,24 @@ pub fn map(request: &Request) -> Option<u64> {
     pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
     files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
     Some(start + offset)
+}
+
+/// Opens an open file once more, to be read. A copy of the program's descriptor would keep its `flock` when the program
+/// has closed it.
+fn opened_anew(fd: c_int, as_it_was: Identity) -> io::Result<File> {
+    let file = File::open(format!("/proc/self/fd/{fd}"))?;
+    if identity(&file.metadata()?) != as_it_was {
+        return Err(io::Error::other("it changes, or is closed, while it is mapped"));
+    }
+    // Where programs that close what they do not know are least likely to look.
+    // SAFETY: a copy of a descriptor that is open, which the process gets.
+    let high = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 64) };
+    if high < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    descriptors::protect(high);
+    // SAFETY: the copy that was just made, of which nobody else knows.
+    Ok(unsafe { File::from_raw_fd(high) })
 }
 
 fn free_slot() -> Option<&'static Slot> {

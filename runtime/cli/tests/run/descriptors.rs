@@ -67,3 +67,87 @@ assert len(os.listdir("/proc/self/fd")) == before, (before, os.listdir("/proc/se
 "#,
     );
 }
+
+/// A copy of the program's descriptor kept its lock, after the program had closed its own.
+#[test]
+fn regression_a_lock_of_the_file_goes_when_the_program_closes_it() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+import fcntl
+
+for prot in (READ, READ | WRITE):
+    locked, other = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
+    fcntl.flock(locked, fcntl.LOCK_EX)
+    one = map_file(prot=prot, flags=PRIVATE, fd=locked)
+    assert not of_kernel(one) and same(one, 0, page)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert False, "the lock is lost"
+    except BlockingIOError:
+        pass
+    assert c.munmap(one, size) == 0
+    os.close(locked)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+"#,
+    );
+}
+
+/// The file was opened by a name that had been compared before: in between, it could be another file's.
+#[test]
+fn regression_what_is_mapped_is_the_open_file_while_its_name_changes() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+import signal, threading
+
+signal.alarm(240)
+# Two folders change their names, which leaves the files as they are.
+one, two = (os.path.join(os.path.dirname(path), name) for name in ("one", "two"))
+os.mkdir(one)
+os.mkdir(two)
+os.rename(path, os.path.join(one, "model.gguf"))
+begin = data[:4] + bytes(reversed(data[4:page]))
+assert begin != data[:page]
+open(os.path.join(two, "model.gguf"), "wb").write(begin + data[page:])
+EXCHANGE, HERE = 2, -100
+c.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+ended = threading.Event()
+
+
+def is_ours(address):
+    """The kernel's mapping of a file has its number, whatever its name is by now."""
+    for where, _, _, _, number, *_ in (line.split() for line in open("/proc/self/maps")):
+        first, last = (int(part, 16) for part in where.split("-"))
+        if first <= address < last:
+            return number == "0"
+
+
+def exchange():
+    while not ended.is_set():
+        assert c.renameat2(HERE, one.encode(), HERE, two.encode(), EXCHANGE) == 0
+
+
+thread = threading.Thread(target=exchange)
+thread.start()
+try:
+    # Until enough of them were mapped by the library: others find that the name leads elsewhere.
+    taken = 0
+    for turn in range(400):
+        found = map_file(prot=READ | WRITE, flags=PRIVATE)
+        assert ctypes.string_at(found, page) == data[:page], "another file"
+        taken += is_ours(found)
+        assert c.munmap(found, size) == 0
+        if taken == 20:
+            break
+finally:
+    ended.set()
+    thread.join()
+"#,
+    );
+}
