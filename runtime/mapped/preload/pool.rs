@@ -83,8 +83,24 @@ struct Pool {
     watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
     private: Mutex<Vec<Private>>,
-    /// Names and lengths of what was mapped to be written, or has made room.
+    /// Names and lengths of what was mapped so far, each once.
     once: Mutex<Vec<(PathBuf, u64)>>,
+}
+
+/// Further files are not told of at the end.
+const ONCE_MAX: usize = 1024;
+
+impl Pool {
+    /// A file was mapped. Its bytes count once, however often it is mapped.
+    fn has_mapped(&self, path: &Path, len: u64, most_pinned: u64) {
+        let mut once = self.once.lock();
+        let is_new = once.len() < ONCE_MAX && !once.iter().any(|known| known.0 == path && known.1 == len);
+        if is_new {
+            once.push((path.to_owned(), len));
+        }
+        drop(once);
+        self.watch.mapped(&self.runtime, if is_new { len } else { 0 }, most_pinned);
+    }
 }
 
 static POOL: OnceLock<Option<Pool>> = OnceLock::new();
@@ -368,7 +384,6 @@ pub fn map(request: &Request) -> Option<u64> {
     if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
         let gone = make_room(&mut files);
         drop(files);
-        pool.once.lock().extend(gone.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)));
         without_signals(|| drop(gone));
         files = pool.files.lock();
     }
@@ -408,8 +423,7 @@ pub fn map(request: &Request) -> Option<u64> {
         KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
         slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), Some(&written));
-        pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-        pool.once.lock().push((path, metadata.len()));
+        pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
@@ -423,7 +437,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
     mapped.foresee(prediction() != Prediction::Off);
-    pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
+    pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
     files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
     Some(start + offset)
 }

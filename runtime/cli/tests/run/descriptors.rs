@@ -151,3 +151,25 @@ finally:
 "#,
     );
 }
+
+/// Each private mapping counted as one more file that is read for the first time.
+#[test]
+fn regression_a_file_that_is_mapped_often_counts_once() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+for turn in range(20):
+    one = map_file(prot=READ | WRITE, flags=PRIVATE)
+    assert not of_kernel(one) and c.munmap(one, size) == 0
+one = map_file()
+for turn in range(3):
+    assert same(one)
+grown = bytearray(b"\1") * (120 << 20)
+for turn in range(3):
+    assert same(one)
+"#,
+    );
+    assert!(told.contains("1 file(s) mapped") && !told.contains("first read the file"), "{told}");
+}
