@@ -551,6 +551,30 @@ assert map_file() == one and same(one)
     );
 }
 
+/// It never counted as one that the program has unmapped: its place was not free for others.
+#[test]
+fn regression_a_file_whose_fragments_are_unmapped_together_makes_room() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+one = map_file()
+assert not of_kernel(one)
+assert c.munmap(one + (16 << 20), 8 << 20) == 0 and c.munmap(one, size) == 0
+# As many as there are places.
+for turn in range(256):
+    two = map_file(0, 32 << 20, READ | WRITE, PRIVATE)
+assert not of_kernel(two)
+assert of_kernel(map_file())
+"#,
+    );
+    assert_eq!(told.matches("256 files are mapped already").count(), 1, "{told}");
+}
+
 /// A child waited for ever for the thread that its parent had there.
 #[test]
 fn regression_a_child_that_is_forked_while_the_first_file_is_mapped_maps_it_too() {
