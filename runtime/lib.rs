@@ -51,6 +51,7 @@ extern crate outcore_pager as pager;
 mod budget;
 mod compute;
 mod config;
+mod descriptors;
 pub mod device;
 pub mod dlpack;
 mod dtype;
@@ -135,6 +136,7 @@ pub mod testing {
 #[doc(hidden)]
 pub mod rules {
     pub use crate::config::staging_pages;
+    pub use crate::descriptors::{made, on_descriptor};
     pub use crate::device::host::HostDevice;
     pub use crate::device::signals::without_signals;
     pub use crate::format::names::{Expert, Role, expert, role};
@@ -143,6 +145,11 @@ pub mod rules {
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
     pub use crate::transfer::may_wait;
+
+    /// Whether a file, when its header was read, was the one that this metadata is of, and in the same state.
+    pub fn had_state(file: &crate::format::ModelFile, metadata: &std::fs::Metadata) -> bool {
+        file.state == crate::format::FileState::of(metadata)
+    }
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

@@ -114,9 +114,13 @@ impl DeviceFactory for Faulting {
         let uffd = Uffd::open(mechanism)?;
         let lost = match mechanism {
             Mechanism::Move => Lost::Poisoned,
-            Mechanism::Copy => Lost::Buried(memfd_create("outcore-lost", MemfdFlags::CLOEXEC).map_err(|cause| {
-                Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
-            })?),
+            Mechanism::Copy => {
+                let empty = memfd_create("outcore-lost", MemfdFlags::CLOEXEC).map_err(|cause| {
+                    Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
+                })?;
+                outcore::rules::made(&empty);
+                Lost::Buried(empty)
+            }
         };
         let (page_size, tables) = (settings.page_size, Tables::new());
         let (layout, turn) = (Mutex::default(), Mutex::default());

@@ -265,6 +265,7 @@ impl Bell {
             Error::io("make an event for the thread of faults", io::Error::from(cause))
                 .remedy("raise the limit on open files (ulimit -n)")
         })?;
+        outcore::rules::made(&event);
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
         let process = std::process::id();
         let (keeper, teller) = (Keeper::default(), Teller::start()?);

@@ -430,21 +430,25 @@ fn own_runtime(first: &Path) -> Result<&'static Runtime> {
     Ok(own.insert(Box::leak(Box::new(builder.open()?))))
 }
 
-/// The name of an open file, by which pages of it can be read.
+/// The name of an open file, by which pages of it can be read, and options that map this file only.
 ///
 /// # Errors
 /// `NotFound` if it has none any more.
-fn path_of(file: &File) -> Result<PathBuf> {
+fn named(file: &File) -> Result<(PathBuf, MapOptions)> {
     let io = |what: &str, cause| Error::io(what.to_owned(), cause).remedy("map a regular file that is open");
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
         .map_err(|cause| io("ask for the name of an open file", cause))?;
     let here = file.metadata().map_err(|cause| io("look at an open file", cause))?;
     let named = fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino()));
     if !named {
-        let message = format!("{} is not the file that was opened: that was removed or replaced", path.display());
-        return Err(Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that"));
+        return Err(replaced(&path));
     }
-    Ok(path)
+    Ok((path, MapOptions::new().only(here)))
+}
+
+fn replaced(path: &Path) -> Error {
+    let message = format!("{} is not the file that was opened: that was removed, replaced or changed", path.display());
+    Error::new(ErrorKind::NotFound, message).remedy("open the file anew, and map that")
 }
 
 /// A file as a plain slice of bytes, read-only, whose pages come from the frames of a runtime.
@@ -480,8 +484,8 @@ impl Mapped {
     /// As for [`open`](Self::open), and [`NotFound`](ErrorKind::NotFound) if the file has no name any more, because it
     /// was removed or replaced: pages are read again later, by its name.
     pub fn map(file: &File) -> Result<Self> {
-        let path = path_of(file)?;
-        Self::open(own_runtime(&path)?, path)
+        let (path, options) = named(file)?;
+        options.open(own_runtime(&path)?, path)
     }
 
     /// Maps a whole file, of any format. Reads nothing yet.
@@ -506,6 +510,12 @@ impl Mapped {
             );
         }
         let header = format::open_bytes(path)?;
+        // The name may lead elsewhere since it was asked for. From here on this state of the file is compared.
+        if let Some(wanted) = &options.file
+            && !header.files.iter().all(|file| outcore::rules::had_state(file, wanted))
+        {
+            return Err(replaced(path));
+        }
         let model = if private { runtime.open_private(header)? } else { runtime.open_parsed(header)? };
         let bytes = model.tensor(BYTES)?;
         let start = bytes.address();
@@ -872,8 +882,8 @@ impl MappedMut {
     /// # Errors
     /// As for [`open`](Self::open) and [`Mapped::map`].
     pub fn map(file: &File) -> Result<Self> {
-        let path = path_of(file)?;
-        Self::open(own_runtime(&path)?, path)
+        let (path, options) = named(file)?;
+        options.open_private(own_runtime(&path)?, path)
     }
 
     /// Maps a whole file, of any format. Reads nothing yet.

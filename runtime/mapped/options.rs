@@ -1,6 +1,6 @@
 //! How a file is mapped.
 
-use std::fs;
+use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 
 use outcore::{Result, Runtime};
@@ -21,6 +21,7 @@ use crate::{Mapped, MappedMut};
 pub struct MapOptions {
     keep_order: bool,
     folder: Option<PathBuf>,
+    pub(crate) file: Option<Metadata>,
 }
 
 impl Default for MapOptions {
@@ -32,7 +33,7 @@ impl Default for MapOptions {
 impl MapOptions {
     /// As [`Mapped::open`] does it.
     pub fn new() -> Self {
-        Self { keep_order: true, folder: None }
+        Self { keep_order: true, folder: None, file: None }
     }
 
     /// Whether the order in which the program uses the file is kept for the next start once it was learned, and an
@@ -51,6 +52,14 @@ impl MapOptions {
     #[must_use]
     pub fn orders_in(mut self, folder: impl Into<PathBuf>) -> Self {
         self.folder = Some(folder.into());
+        self
+    }
+
+    /// The file that the path is to lead to, as it was when it was opened. If the path leads to another one by then, or
+    /// the file has changed, nothing is mapped: that is an error of kind [`NotFound`](outcore::ErrorKind::NotFound).
+    #[must_use]
+    pub fn only(mut self, file: Metadata) -> Self {
+        self.file = Some(file);
         self
     }
 

@@ -7,6 +7,7 @@ use io_uring::{IoUring, opcode, types};
 use parking_lot::Mutex;
 
 use super::operation::Active;
+use crate::descriptors;
 
 /// Pause before trying again after the kernel has refused a submission.
 const BACK_OFF: Duration = Duration::from_millis(1);
@@ -28,6 +29,7 @@ impl OwnRing {
     pub(super) fn new() -> Option<Self> {
         // The thread that waits in the ring is the one its completions are for: no interrupt has to tell it.
         let ring = IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2)).ok()?;
+        descriptors::made(&ring);
         ring.params().is_feature_ext_arg().then(|| Self(Box::new(ring)))
     }
 

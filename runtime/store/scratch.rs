@@ -175,6 +175,7 @@ impl ScratchFile {
                 .remedy("give a directory that exists and may be written to")
         };
         let file = create_unnamed(directory).map_err(failed)?;
+        crate::descriptors::made(&file);
         let in_memory = is_memory(&filesystem_name(&file));
         Ok(Self(Arc::new(Inner {
             file,

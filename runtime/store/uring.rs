@@ -40,6 +40,7 @@ use super::operation::Active;
 use super::queue::Lane;
 use super::shared::{Driver, Ended, Shared, Started};
 use super::{Completion, Depth, IoKind};
+use crate::descriptors;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
@@ -104,6 +105,7 @@ fn set_up(depth: u32) -> Result<IoUring> {
         other => other,
     }
     .map_err(|cause| refused("set up a ring", cause))?;
+    descriptors::made(&ring);
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|cause| refused("ask for its operations", cause))?;
     let needed = [("READ", opcode::Read::CODE), ("READV", opcode::Readv::CODE), ("WRITE", opcode::Write::CODE)];
@@ -172,6 +174,7 @@ impl Bell {
         }
         // SAFETY: `fd` is a new descriptor that nothing else owns.
         let eventfd = unsafe { File::from_raw_fd(fd) };
+        descriptors::made(&eventfd);
         Ok(Self { eventfd, state: AtomicU8::new(AWAKE) })
     }
 

@@ -2,9 +2,12 @@
 
 use std::ffi::CStr;
 
-/// Empties the file of `--report`: what an earlier run left there is not taken for this one's. Only now the program has
-/// started for certain.
+use crate::pool;
+
+/// Follows forks, and empties the file of `--report`: what an earlier run left there is not taken for this one's. Only
+/// now the program has started for certain.
 extern "C" fn begin() {
+    pool::follow_forks();
     // SAFETY: the environment, which no other thread changes: the program has none yet. The value is a C string.
     unsafe {
         let value = |name: &CStr| {

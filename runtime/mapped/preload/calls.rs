@@ -95,8 +95,10 @@ pub unsafe extern "C" fn mmap(
         set_errno(libc::ENOMEM);
         return libc::MAP_FAILED;
     }
+    // Pages of this library's are not executed.
     let wanted = fd >= 0
         && prot & libc::PROT_READ != 0
+        && prot & !(libc::PROT_READ | libc::PROT_WRITE) == 0
         && !fixed
         && flags & (libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE) == 0;
     if wanted {
@@ -276,8 +278,8 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: c_int)
             return of_kernel(from, len);
         }
         // Pages stay readable, and writable where they were mapped so. Whoever asks for less gets that; a mapping that
-        // was read-only stays so.
-        if prot & libc::PROT_WRITE == 0 || pool::is_private(from) {
+        // was read-only stays so, and none can be executed.
+        if prot & libc::PROT_EXEC == 0 && (prot & libc::PROT_WRITE == 0 || pool::is_private(from)) {
             return 0;
         }
         set_errno(libc::EACCES);

@@ -1,14 +1,19 @@
 //! Descriptors of this library stay open, whatever the program closes: some programs close all that they do not know.
 //!
-//! What the runtime opens while a file is mapped is found by comparing what is open before and after. Of what other
-//! threads of the program open meanwhile, only events, files without a name and the same file could be taken for the
-//! library's: to close these then fails. Files that the runtime opens later are not protected; a read of one that was
-//! closed fails.
+//! A descriptor is marked by whoever made it, before anybody else can know its number: the replaced functions that open
+//! files mark what they open while the runtime opens something on this thread ([`protecting`]), and the runtime tells
+//! of what it makes by other calls. The mark goes before the descriptor is closed ([`release`]). So no descriptor of
+//! the program's is ever marked, unless the program has closed a marked one by a raw system call; a function that gets
+//! such a number for the program takes the mark off.
+//!
+//! Files that the runtime opens again later, on threads of its own, are not marked; a read of one that was closed
+//! fails.
 
+use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
-use std::fs;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use outcore::rules::{on_descriptor, without_signals};
 
 /// Descriptors from here on are not protected: a process that has so many does not count them up to close them.
 const MOST: usize = 1 << 16;
@@ -21,38 +26,38 @@ fn place(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
     Some((OWNED.get(at / 64)?, 1 << (at % 64)))
 }
 
-/// All open descriptors, with what they lead to.
-fn open_now() -> Vec<(c_int, String)> {
-    let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-    let named = entries.filter_map(|entry| {
-        let fd = entry.file_name().to_str()?.parse().ok()?;
-        Some((fd, fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned()))
-    });
-    // The list itself is read from a descriptor that is gone afterwards.
-    named.filter(|(_, leads_to)| !leads_to.ends_with("/fd")).collect()
+thread_local! {
+    /// Whether what this thread opens by name is the library's.
+    static PROTECTS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this may be the runtime's scratch file, which has no name, or has it no more.
-fn is_scratch(leads_to: &str) -> bool {
-    let name = leads_to.strip_suffix(" (deleted)").and_then(|path| path.rsplit('/').next());
-    name.is_some_and(|name| name.starts_with('#') || (name.starts_with("outcore-") && name.ends_with(".scratch")))
-}
+/// Sets [`PROTECTS`] until it is dropped.
+struct Protects;
 
-/// Runs `open`, and protects what it leaves open. `model` is the file that it maps.
-pub fn protecting<T>(model: &Path, open: impl FnOnce() -> T) -> T {
-    let before: Vec<c_int> = open_now().into_iter().map(|(fd, _)| fd).collect();
-    let result = open();
-    let kinds =
-        ["anon_inode:[userfaultfd]", "anon_inode:[eventfd]", "anon_inode:[io_uring]", "/memfd:outcore-lost", "/proc/"];
-    for (fd, leads_to) in open_now() {
-        let ours = Path::new(&leads_to) == model
-            || kinds.iter().any(|kind| leads_to.starts_with(kind))
-            || is_scratch(&leads_to);
-        if ours && !before.contains(&fd) {
-            protect(fd);
-        }
+impl Drop for Protects {
+    fn drop(&mut self) {
+        let _ = PROTECTS.try_with(|protects| protects.set(false));
     }
-    result
+}
+
+/// Runs `open`, and protects what it opens. No handler of the program's opens a file of its own meanwhile on this
+/// thread.
+pub fn protecting<T>(open: impl FnOnce() -> T) -> T {
+    on_descriptor(protect);
+    without_signals(|| {
+        let _ = PROTECTS.try_with(|protects| protects.set(true));
+        let _until = Protects;
+        open()
+    })
+}
+
+/// This thread has opened a file: for the library, or for the program.
+pub fn opened(fd: c_int) {
+    if PROTECTS.try_with(Cell::get).unwrap_or(false) {
+        protect(fd);
+    } else if is_ours(fd) {
+        release(fd);
+    }
 }
 
 pub fn protect(fd: c_int) {

@@ -18,7 +18,8 @@ use outcore::machine::ProcessMemory;
 use parking_lot::Mutex;
 
 use crate::calls::do_ours;
-use crate::pool::{self, Identity, LEAST, identity, kernel, say};
+use crate::descriptors;
+use crate::pool::{self, Beginning, Identity, LEAST, identity, kernel, say};
 use crate::settings::settings;
 
 /// A model file that was opened, and not mapped so far.
@@ -78,6 +79,11 @@ fn noticed(fd: c_int, flags: c_int) {
 }
 
 fn note(fd: c_int) {
+    // A child that has nothing of this library says nothing, and what it would wait for here may never come.
+    if pool::in_a_child() {
+        return;
+    }
+    let _beginning = Beginning::new();
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (Some((path, metadata)), Some(read_before)) = (pool::model(&file), read_so_far()) else { return };
@@ -237,6 +243,7 @@ macro_rules! opens {
                 // SAFETY: the C library's function has this signature, and the arguments are what the caller promised.
                 unsafe { std::mem::transmute::<*mut c_void, $signature>(next)($($argument),*) }
             };
+            descriptors::opened(fd);
             noticed(fd, $flags);
             fd
         }
@@ -277,7 +284,9 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     let stream = unsafe { std::mem::transmute::<*mut c_void, FOpen>(function)(path, mode) };
     if !stream.is_null() {
         // SAFETY: a stream that was just opened.
-        noticed(unsafe { libc::fileno(stream) }, libc::O_RDONLY);
+        let fd = unsafe { libc::fileno(stream) };
+        descriptors::opened(fd);
+        noticed(fd, libc::O_RDONLY);
     }
     stream
 }

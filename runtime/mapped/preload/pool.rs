@@ -2,12 +2,13 @@
 
 use std::ffi::{c_int, c_long};
 use std::fs::{self, File};
+use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
-use crate::{answer, interrupts, opens, routing};
+use crate::{answer, calls, interrupts, opens, routing};
 
 /// Files smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
@@ -82,8 +83,24 @@ struct Pool {
     watch: Arc<Watch>,
     files: Mutex<Vec<Known>>,
     private: Mutex<Vec<Private>>,
-    /// Names and lengths of what was mapped to be written, or has made room.
+    /// Names and lengths of what was mapped so far, each once.
     once: Mutex<Vec<(PathBuf, u64)>>,
+}
+
+/// Further files are not told of at the end.
+const ONCE_MAX: usize = 1024;
+
+impl Pool {
+    /// A file was mapped. Its bytes count once, however often it is mapped.
+    fn has_mapped(&self, path: &Path, len: u64, most_pinned: u64) {
+        let mut once = self.once.lock();
+        let is_new = once.len() < ONCE_MAX && !once.iter().any(|known| known.0 == path && known.1 == len);
+        if is_new {
+            once.push((path.to_owned(), len));
+        }
+        drop(once);
+        self.watch.mapped(&self.runtime, if is_new { len } else { 0 }, most_pinned);
+    }
 }
 
 static POOL: OnceLock<Option<Pool>> = OnceLock::new();
@@ -97,6 +114,29 @@ static REPORTED: AtomicBool = AtomicBool::new(false);
 /// How long is waited for what another thread says at the end.
 const TELLING_MAX: Duration = Duration::from_secs(4);
 static IN_CHILD: AtomicBool = AtomicBool::new(false);
+/// How many threads there are in [`Beginning`].
+static BEGINNING: AtomicUsize = AtomicUsize::new(0);
+
+/// While there is one, its thread may hold a lock, or be in an initializer, that others wait for before there is a
+/// pool. In a child by `fork` nobody would ever give these up.
+///
+/// The count is raised before any of them is taken, and a child has what its parent's threads have written up to some
+/// moment. So a child in which one of them is taken finds a count that is not 0, and leaves all files to the kernel.
+pub struct Beginning(());
+
+impl Beginning {
+    pub fn new() -> Self {
+        follow_forks();
+        BEGINNING.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Beginning {
+    fn drop(&mut self) {
+        BEGINNING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// A mapped range for a child by `fork`, which gets the file itself there.
 struct Slot {
@@ -250,16 +290,24 @@ pub fn optimum() -> Option<Optimum> {
     Optimum::of(&POOL.get()?.as_ref()?.runtime)
 }
 
-/// Has the C library tell of the end of this process, and of children by `fork`.
+/// Has the C library tell of the end of this process. The caller is in [`Beginning`].
 pub fn follow_the_process() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
-        // SAFETY: both functions have the C library's signature and do not unwind.
-        unsafe {
-            libc::atexit(at_exit);
-            libc::pthread_atfork(None, None, Some(in_child));
-        }
+        // SAFETY: the function has the C library's signature and does not unwind.
+        unsafe { libc::atexit(at_exit) };
     });
+}
+
+/// Has the C library tell of children by `fork`. It is called when the library is loaded, so before any other thread
+/// can fork; other libraries that map a file before that may be first.
+pub fn follow_forks() {
+    static FOLLOWED: AtomicBool = AtomicBool::new(false);
+    // No `Once`: a child would wait for the thread that its parent had there.
+    if !FOLLOWED.load(Ordering::Relaxed) && !FOLLOWED.swap(true, Ordering::Relaxed) {
+        // SAFETY: the function has the C library's signature and does not unwind.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
 }
 
 /// The path of a large model file; `None` for everything else.
@@ -297,6 +345,7 @@ pub fn map(request: &Request) -> Option<u64> {
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
     let (path, metadata) = model(&file)?;
+    let _beginning = Beginning::new();
     let settings = settings()?;
     follow_the_process();
     opens::mapped(identity(&metadata));
@@ -328,14 +377,13 @@ pub fn map(request: &Request) -> Option<u64> {
         });
         return None;
     }
-    let pool = descriptors::protecting(&path, || pool(settings, limit, &path))?;
+    let pool = descriptors::protecting(|| pool(settings, limit, &path))?;
     without_signals(interrupts::follow);
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
     if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
         let gone = make_room(&mut files);
         drop(files);
-        pool.once.lock().extend(gone.iter().map(|known| (known.path.clone(), known.mapped.len() as u64)));
         without_signals(|| drop(gone));
         files = pool.files.lock();
     }
@@ -352,48 +400,64 @@ pub fn map(request: &Request) -> Option<u64> {
         left("its name leads to another file by now; replace models only when no program opens them");
         return None;
     }
-    // SAFETY: a copy of the caller's descriptor, which stays open until the process ends.
-    let own = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 64) };
-    if own < 0 {
-        left("this process has no file descriptor left; raise `ulimit -n`");
-        return None;
-    }
-    let options = MapOptions::new().keep_order(settings.keep_order);
-    let refused = |error: &Error| {
-        left(&error.to_string());
-        // SAFETY: the copy that was just made, of which nobody knows.
-        unsafe { libc::close(own) };
+    let own = match opened_anew(fd, identity) {
+        Ok(own) => own,
+        Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+            left("this process has no file descriptor left; raise `ulimit -n`");
+            return None;
+        }
+        Err(cause) => {
+            left(&format!("it cannot be opened once more ({cause}); leave it as it is, and let this user read it"));
+            return None;
+        }
     };
+    // It is opened by its name, which may lead elsewhere since it was asked for.
+    let options = MapOptions::new().keep_order(settings.keep_order).only(metadata.clone());
+    let refused = |error: &Error| left(&error.to_string());
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
-        let open = || without_signals(|| options.open_private(&pool.runtime, &path));
-        let opened = descriptors::protecting(&path, open);
+        let opened = descriptors::protecting(|| options.open_private(&pool.runtime, &path));
         let mapped = opened.inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
-        descriptors::protect(own);
         KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
-        slot.fill(start, whole_pages(metadata.len()), own, Some(&written));
-        pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
-        pool.once.lock().push((path, metadata.len()));
+        slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), Some(&written));
+        pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
         pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
-    let opened = descriptors::protecting(&path, || without_signals(|| options.open(&pool.runtime, &path)));
+    let opened = descriptors::protecting(|| options.open(&pool.runtime, &path));
     let mapped = Arc::new(opened.inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
-    descriptors::protect(own);
     KERNEL_WAITS.store(mapped.system_calls_wait(), Ordering::Relaxed);
     let start = mapped.as_ptr() as u64;
-    slot.fill(start, whole_pages(metadata.len()), own, None);
+    slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
     let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
     let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
     mapped.foresee(prediction() != Prediction::Off);
-    pool.watch.mapped(&pool.runtime, metadata.len(), mapped.most_pinned());
+    pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
     files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
     Some(start + offset)
+}
+
+/// Opens an open file once more, to be read. A copy of the program's descriptor would keep its `flock` when the program
+/// has closed it.
+fn opened_anew(fd: c_int, as_it_was: Identity) -> io::Result<File> {
+    let file = File::open(format!("/proc/self/fd/{fd}"))?;
+    if identity(&file.metadata()?) != as_it_was {
+        return Err(io::Error::other("it changes, or is closed, while it is mapped"));
+    }
+    // Where programs that close what they do not know are least likely to look.
+    // SAFETY: a copy of a descriptor that is open, which the process gets.
+    let high = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 64) };
+    if high < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    descriptors::protect(high);
+    // SAFETY: the copy that was just made, of which nobody else knows.
+    Ok(unsafe { File::from_raw_fd(high) })
 }
 
 fn free_slot() -> Option<&'static Slot> {
@@ -475,7 +539,7 @@ pub fn is_mapped(fd: c_int) -> bool {
     shared || pool.private.lock().iter().any(|known| known.identity == found)
 }
 
-/// Whether this process is a child by `fork` of one that has mapped files here.
+/// Whether this process is a child by `fork` of one that has mapped files here, or was about to.
 pub fn in_a_child() -> bool {
     IN_CHILD.load(Ordering::Relaxed)
 }
@@ -553,9 +617,10 @@ extern "C" fn in_child() {
     // From now on all of it is the kernel's.
     LOWEST.store(u64::MAX, Ordering::Relaxed);
     HIGHEST.store(0, Ordering::Relaxed);
-    // A child of a process that has no pool may have one.
-    IN_CHILD.store(POOL.get().is_some(), Ordering::Relaxed);
-    REPORTED.store(POOL.get().is_some(), Ordering::Relaxed);
+    // A child of a process that has no pool, and opens none just now, may have one.
+    let has_nothing = BEGINNING.load(Ordering::SeqCst) > 0 || POOL.get().is_some();
+    IN_CHILD.store(has_nothing, Ordering::Relaxed);
+    REPORTED.store(has_nothing, Ordering::Relaxed);
 }
 
 /// Runs `run`; a panic is the same as `None`. Nothing unwinds into the program.
@@ -593,12 +658,17 @@ fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>
 
 /// Whether what the router of this layer is given tells of the experts of the next one.
 pub fn can_predict(layer: u32) -> bool {
-    only_file(|known| known.routers.know_what_follows(layer)).is_some()
+    calls::ours(|| only_file(|known| known.routers.know_what_follows(layer)).map(drop)).is_some()
 }
 
 /// The program uses these experts of a layer next, `used` for each token. Returns when they are there. `input` is what
 /// the router was given, if that is known.
 pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
+    // What the store closes meanwhile is the library's.
+    calls::do_ours(|| expect(layer, experts, used, input));
+}
+
+fn expect(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
     let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
     let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.

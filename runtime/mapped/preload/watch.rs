@@ -168,7 +168,7 @@ impl Watch {
         }
     }
 
-    /// A file was mapped, of which so many pages may be kept pinned.
+    /// A file was mapped, of which so many pages may be kept pinned. `len` is 0 if it was mapped before.
     pub fn mapped(&self, runtime: &Runtime, len: u64, pinned: u64) {
         self.pinned.fetch_max(pinned, Ordering::Relaxed);
         let stats = runtime.stats();
@@ -180,8 +180,8 @@ impl Watch {
         }
     }
 
-    /// Ends the measurements, and says what happened. `once` are names and lengths of what the program wrote
-    /// privately, or had mapped before.
+    /// Ends the measurements, and says what happened. `once` are names and lengths of what was mapped so far,
+    /// privately too.
     pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], once: Vec<(PathBuf, u64)>) {
         *self.ended.lock() = true;
         self.end.notify_all();

@@ -15,7 +15,7 @@ use std::time::Duration;
 use outcore::store::StoreOptions;
 use outcore::testing::IoKind;
 use outcore::{Bytes, ErrorKind, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tier};
-use outcore_mapped::{Faulting, LayerExperts, Mapped, Mechanism};
+use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped, Mechanism};
 use outcore_testkit::harness::{Fault, Faults, Rng, Scene, is_child, until};
 
 const PAGE: u64 = 64 << 10;
@@ -51,6 +51,7 @@ in_each_mechanism! {
     expected_experts_are_read_ahead
     behind_most_of_a_layer_all_of_the_next_is_read_ahead
     many_threads_tell_and_touch
+    regression_a_name_that_leads_elsewhere_by_now_is_not_mapped
     regression_a_budget_of_no_more_than_the_kept_pages_ends_no_touch
     regression_a_budget_shrinks_below_the_experts_that_are_kept
     regression_a_touch_after_the_runtime_is_closed_is_a_signal
@@ -209,6 +210,21 @@ fn what_cannot_be_mapped_is_refused(by: Mechanism) {
     assert_eq!(Mapped::open(&runtime, folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
     std::fs::write(folder.path().join("empty"), []).unwrap();
     assert_eq!(Mapped::open(&runtime, folder.path().join("empty")).unwrap_err().kind(), ErrorKind::Format);
+    runtime.close().unwrap();
+}
+
+/// The name of an open file was compared, and then opened: by then it could be another file's.
+fn regression_a_name_that_leads_elsewhere_by_now_is_not_mapped(by: Mechanism) {
+    let folder = folder();
+    let path = file(folder.path(), 10 * PAGE);
+    let Some(builder) = builder(by, 8) else { return };
+    let runtime = builder.open().unwrap();
+    let only = MapOptions::new().only(std::fs::metadata(&path).unwrap());
+    drop(only.open(&runtime, &path).unwrap());
+    std::fs::rename(&path, folder.path().join("old")).unwrap();
+    file(folder.path(), 10 * PAGE);
+    assert_eq!(only.open(&runtime, &path).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(only.open_private(&runtime, &path).unwrap_err().kind(), ErrorKind::NotFound);
     runtime.close().unwrap();
 }
 

@@ -50,10 +50,56 @@ def of_kernel(address):
 "#;
 
 /// Runs a program on a file of 40 MiB within 8 MiB. Returns what it said.
-fn equal(program: &str) -> String {
+pub fn equal(program: &str) -> String {
+    equal_with(program, |_| {})
+}
+
+/// As [`equal`]. The file of `--report` is a pipe's name: the first mapping waits there until somebody reads from it,
+/// as `wait_for_the_opening` and `go_on` let the program do.
+pub fn equal_while_opening(program: &str) -> String {
+    let report = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = report.path().join("report");
+    let begin = r#"
+import signal, threading, time
+
+signal.alarm(120)
+report = os.environ["OUTCORE_RUN_REPORT"]
+os.unlink(report)
+os.mkfifo(report)
+opened = []
+opening = threading.Thread(target=lambda: opened.append(map_file()), daemon=True)
+
+
+def wait_for_the_opening():
+    """Until the runtime is half open: its thread of faults comes before its report."""
+    opening.start()
+    while not any(
+        open(f"/proc/self/task/{task}/comm").read().startswith("faulting") for task in os.listdir("/proc/self/task")
+    ):
+        time.sleep(0.01)
+
+
+def go_on():
+    reader = os.open(report, os.O_RDONLY)
+    opening.join()
+    os.close(reader)
+    return opened[0]
+
+"#;
+    let options = |command: &mut Command| {
+        command.arg("--report").arg(path);
+    };
+    equal_with(&format!("{begin}{program}"), options)
+}
+
+fn equal_with(program: &str, options: impl FnOnce(&mut Command)) -> String {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), (40 << 20) + 777);
-    let output = run_program(&format!("{BEGIN}{program}\nprint('all is equal')"), "8MiB", &path);
+    let mut command = outcore();
+    command.args(["run", "--budget", "8MiB"]);
+    options(&mut command);
+    let program = format!("{BEGIN}{program}\nprint('all is equal')");
+    let output = command.args(["--", "python3", "-c", &program]).arg(&path).arg("7").output().unwrap();
     let [said, told] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     assert!(output.status.success() && said.ends_with("all is equal\n"), "{:?}: {said}{told}", output.status);
     said.lines().filter(|line| line.starts_with("SKIPPED")).for_each(|line| eprintln!("{line}"));
@@ -430,6 +476,138 @@ fn a_program_that_maps_as_pytorch_does_finds_what_it_wrote() {
         assert!(told.contains("1 file(s) mapped") && told.contains("went to a scratch file"), "{budget}: {told}");
         assert!(std::fs::read(&path).unwrap() == before, "{budget}: the file was written");
     }
+}
+
+/// A mapping that may be executed was taken, and could not be executed; to make one so did nothing, and was no error.
+#[test]
+fn regression_a_mapping_that_may_be_executed_is_the_kernels() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+EXEC = 4
+for flags in (SHARED, PRIVATE):
+    one = map_file(prot=READ | EXEC, flags=flags)
+    if one is None:
+        # A disk that is mounted `noexec`.
+        assert ctypes.get_errno() == errno.EPERM
+        continue
+    assert of_kernel(one) and same(one, 0, 1 << 20)
+    rights = [line.split()[1] for line in open("/proc/self/maps") if line.startswith(f"{one:x}-")]
+    assert len(rights) == 1 and "x" in rights[0], rights
+for prot, flags in ((READ, SHARED), (READ | WRITE, PRIVATE)):
+    one = map_file(prot=prot, flags=flags)
+    assert not of_kernel(one)
+    assert c.mprotect(one, page, prot | EXEC) == -1 and ctypes.get_errno() == errno.EACCES
+    assert c.mprotect(one, page, READ) == 0 and same(one, 0, 1 << 20)
+"#,
+    );
+}
+
+/// A part over several fragments took nothing away: a private mapping of which a fragment was unmapped, and then all of
+/// it, never went.
+#[test]
+fn regression_a_private_mapping_goes_when_its_fragments_are_unmapped_together() {
+    if !can_run() {
+        return;
+    }
+    equal(
+        r#"
+def mapped_bytes():
+    return int(open("/proc/self/statm").read().split()[0]) * page
+
+
+def fragmented(cuts):
+    one = map_file(prot=READ | WRITE, flags=PRIVATE)
+    assert not of_kernel(one)
+    ctypes.memset(one + (30 << 20), 7, 10)
+    for at, len in cuts:
+        assert c.munmap(one + at, len) == 0
+        # Only what was unmapped is gone.
+        assert (at, len) == (0, size) or ctypes.string_at(one + (30 << 20), 10) == b"\7" * 10
+
+
+cuts = (
+    [(16 << 20, 8 << 20), (0, size)],
+    [(0, 8 << 20), (16 << 20, 4 << 20), (4 << 20, 14 << 20), (0, size)],
+    [(0, 4 << 20), (0, size)],
+    [(0, size)],
+)
+for cut in cuts:
+    fragmented(cut)
+descriptors, before = len(os.listdir("/proc/self/fd")), mapped_bytes()
+for turn in range(8):
+    fragmented(cuts[turn % 3])
+assert len(os.listdir("/proc/self/fd")) == descriptors
+assert mapped_bytes() - before < 2 * size, mapped_bytes() - before
+# Of a range that the program has twice, each byte is given back once for each.
+one, two = map_file(), map_file()
+assert one == two
+for at, len in ((0, 20 << 20), (10 << 20, 8 << 20), (0, size), (20 << 20, size - (20 << 20))):
+    assert c.munmap(one + at, len) == 0
+assert map_file() == one and same(one)
+"#,
+    );
+}
+
+/// It never counted as one that the program has unmapped: its place was not free for others.
+#[test]
+fn regression_a_file_whose_fragments_are_unmapped_together_makes_room() {
+    if !can_run() {
+        return;
+    }
+    let told = equal(
+        r#"
+import resource
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+one = map_file()
+assert not of_kernel(one)
+assert c.munmap(one + (16 << 20), 8 << 20) == 0 and c.munmap(one, size) == 0
+# As many as there are places.
+for turn in range(256):
+    two = map_file(0, 32 << 20, READ | WRITE, PRIVATE)
+assert not of_kernel(two)
+assert of_kernel(map_file())
+"#,
+    );
+    assert_eq!(told.matches("256 files are mapped already").count(), 1, "{told}");
+}
+
+/// A child waited for ever for the thread that its parent had there.
+#[test]
+fn regression_a_child_that_is_forked_while_the_first_file_is_mapped_maps_it_too() {
+    if !can_run() {
+        return;
+    }
+    equal_while_opening(
+        r#"
+other = os.path.join(os.path.dirname(path), "other.gguf")
+open(other, "wb").write(data)
+wait_for_the_opening()
+children = []
+for turn in range(4):
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            signal.alarm(60)
+            two = map_file(prot=READ | WRITE if turn % 2 else READ, flags=PRIVATE)
+            # One that nobody has asked for.
+            three = map_file(fd=os.open(other, os.O_RDONLY))
+            assert of_kernel(two) and same(two) and same(three)
+            code = 0
+        finally:
+            os._exit(code)
+    children.append(child)
+for child in children:
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, status
+one = go_on()
+assert not of_kernel(one) and same(one)
+"#,
+    );
 }
 
 /// A program that is started by this one has the library, and a pool of its own. A child by `fork` has the kernel's
