@@ -49,6 +49,7 @@ UNSAFE_ALLOWED = {
     "tests/device/emulator.rs": "launches kernels, and follows a device address to see the fault",
     "tests/device/emulator_judge.rs": "launches kernels and makes the raw driver calls that are wrong",
     "tests/device/suite.rs": "reads and writes device memory through raw addresses",
+    "tests/store/model_changed.rs": "writes a file through a mapping, of which nobody is told",
     "tests/store/fallback.rs": "installs system-call filters",
     "tests/store/suite.rs": "owns the raw buffers the store reads into",
     "tests/runtime/concurrency.rs": "takes mappings until the kernel has none left",

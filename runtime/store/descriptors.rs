@@ -11,15 +11,19 @@
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use lru::LruCache;
 use parking_lot::{Mutex, MutexGuard};
 
+use super::changes::Changes;
 use super::limits::most_descriptors;
 
 /// The descriptors of one store.
-pub(super) struct Descriptors(Mutex<Table>);
+pub(super) struct Descriptors {
+    table: Mutex<Table>,
+    changes: OnceLock<Option<Arc<Changes>>>,
+}
 
 struct Table {
     next: u64,
@@ -43,12 +47,17 @@ impl Descriptors {
     }
 
     pub fn of(most: NonZeroUsize) -> Self {
-        Self(Mutex::new(Table { next: 0, open: LruCache::new(most) }))
+        Self { table: Mutex::new(Table { next: 0, open: LruCache::new(most) }), changes: OnceLock::new() }
+    }
+
+    /// What tells whether files were written, if the system can.
+    pub fn changes(&self) -> Option<&Arc<Changes>> {
+        self.changes.get_or_init(Changes::new).as_ref()
     }
 
     /// Takes an open file in.
     pub fn add(&self, file: File) -> Number {
-        let mut table = self.0.lock();
+        let mut table = self.table.lock();
         let number = Number(table.next);
         table.next += 1;
         insert(table, number, Arc::new(file));
@@ -57,7 +66,7 @@ impl Descriptors {
 
     /// The file, if it is open.
     pub fn get(&self, number: Number) -> Option<Arc<File>> {
-        self.0.lock().open.get(&number).map(Arc::clone)
+        self.table.lock().open.get(&number).map(Arc::clone)
     }
 
     /// Opens a file. If the process has no descriptor left, half of those here are closed, and it is tried again.
@@ -77,7 +86,7 @@ impl Descriptors {
     /// Takes a file in that was opened again. If another thread was first, its file is returned, and this one closed.
     pub fn put(&self, number: Number, file: File) -> Arc<File> {
         let file = Arc::new(file);
-        let mut table = self.0.lock();
+        let mut table = self.table.lock();
         if let Some(first) = table.open.get(&number) {
             return Arc::clone(first);
         }
@@ -87,7 +96,7 @@ impl Descriptors {
 
     /// Closes the half of the files that was used longest ago. Those of operations under way are closed as these end.
     pub fn close_half(&self) {
-        let mut table = self.0.lock();
+        let mut table = self.table.lock();
         let half = table.open.len().div_ceil(2);
         let closed: Vec<_> = (0..half).filter_map(|_| table.open.pop_lru()).collect();
         drop(table);
@@ -96,7 +105,7 @@ impl Descriptors {
 
     /// Forgets a file.
     pub fn forget(&self, number: Number) {
-        let closed = self.0.lock().open.pop(&number);
+        let closed = self.table.lock().open.pop(&number);
         drop(closed);
     }
 }

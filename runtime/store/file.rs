@@ -1,15 +1,18 @@
 //! Files as a store holds them: opened for direct I/O where that works, and known by an identity.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::IO_ALIGNMENT;
 use super::caught_source::CaughtSource;
+use super::changes::Watch;
 use super::descriptors::{Descriptors, Number};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
@@ -50,14 +53,17 @@ impl FileIdentity {
     /// # Errors
     /// The error of `fstat`.
     pub fn of(file: &File) -> io::Result<Self> {
-        let meta = file.metadata()?;
-        Ok(Self {
+        file.metadata().map(|meta| Self::known_by(&meta))
+    }
+
+    fn known_by(meta: &Metadata) -> Self {
+        Self {
             device: meta.dev(),
             inode: meta.ino(),
             size: meta.size(),
             modified_seconds: meta.mtime(),
             modified_nanoseconds: meta.mtime_nsec(),
-        })
+        }
     }
 
     /// What differs in `now`, in words; `None` if nothing does.
@@ -103,6 +109,17 @@ pub(super) struct OpenFile {
     writable: bool,
     remote: bool,
     identity: Option<Identity>,
+    /// The time of the last change of any kind, up to which the file is known to be unchanged.
+    changed: Mutex<ChangeTime>,
+    /// Tells whether it was written, if the system can.
+    watch: Option<Watch>,
+}
+
+/// Seconds since 1970 and nanoseconds.
+type ChangeTime = (i64, i64);
+
+fn change_time(of: &Metadata) -> ChangeTime {
+    (of.ctime(), of.ctime_nsec())
 }
 
 /// Where a file's bytes come from.
@@ -126,7 +143,8 @@ impl OpenFile {
     pub fn of_source(source: Arc<CaughtSource>) -> Result<Self> {
         let identity = Some(Identity::Source(source.identity()?));
         let (path, content) = (source.name().into(), Content::Source(source));
-        Ok(Self { content, path, direct: false, writable: false, remote: true, identity })
+        let (changed, watch) = (Mutex::default(), None);
+        Ok(Self { content, path, direct: false, writable: false, remote: true, identity, changed, watch })
     }
 
     /// The source that has the bytes; none for a file, which the kernel reads.
@@ -143,10 +161,11 @@ impl OpenFile {
         if !(kind.is_file() || kind.is_block_device()) {
             return Err(not_a_file(&path));
         }
-        let identity = match usage {
-            FileUse::Model => Some(Identity::File(FileIdentity::of(&file).map_err(failed)?)),
-            FileUse::Scratch => None,
-        };
+        // Watched first: what is written after that is seen.
+        let watch =
+            if usage == FileUse::Model { table.changes().and_then(|changes| changes.watch(&file)) } else { None };
+        let meta = file.metadata().map_err(failed)?;
+        let identity = (usage == FileUse::Model).then(|| Identity::File(FileIdentity::known_by(&meta)));
         let (writable, remote) = (usage == FileUse::Scratch, is_remote(&filesystem_name(&file)));
         let direct_file = match direct {
             DirectIo::Never => None,
@@ -178,7 +197,8 @@ impl OpenFile {
             Some(named) => (Content::Closable(Arc::clone(table), table.add(file)), named),
             None => (Content::Kept(Arc::new(file)), path),
         };
-        Ok(Self { content, path, direct, writable, remote, identity })
+        let changed = Mutex::new(change_time(&meta));
+        Ok(Self { content, path, direct, writable, remote, identity, changed, watch })
     }
 
     /// The file, for an operation that begins: opened again if it was closed. `None` for a source.
@@ -238,9 +258,10 @@ impl OpenFile {
     pub fn check_identity(&self, handle: Option<&File>) -> Result<()> {
         let difference = match (&self.identity, &self.content, handle) {
             (Some(Identity::File(then)), _, Some(file)) => {
-                let now = FileIdentity::of(file)
+                let now = file
+                    .metadata()
                     .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
-                then.difference(&now)
+                then.difference(&FileIdentity::known_by(&now)).or_else(|| self.written_behind(change_time(&now)))
             }
             (Some(Identity::Source(then)), Content::Source(source), _) => {
                 let now = source.identity()?;
@@ -256,6 +277,20 @@ impl OpenFile {
             )
             .remedy("reopen the model")),
         }
+    }
+
+    /// Says if the file was written, and its modification time put back, before this time of its last change.
+    fn written_behind(&self, now: ChangeTime) -> Option<String> {
+        let mut changed = self.changed.lock();
+        if *changed == now {
+            return None;
+        }
+        if self.watch.as_ref().is_some_and(Watch::is_written) {
+            return Some("it was written, and its modification time was put back".to_owned());
+        }
+        // It has another name, or other rights.
+        *changed = now;
+        None
     }
 
     /// Drops a range from the page cache, so that buffered I/O takes no memory outside the budgets. Dirty pages start

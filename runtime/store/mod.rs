@@ -8,6 +8,7 @@
 
 mod blocks;
 mod caught_source;
+mod changes;
 pub(crate) mod contract;
 mod descriptors;
 mod disk;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::fs::{File, FileTimes, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
@@ -14,6 +14,8 @@ use outcore_testkit::{harness, models, on_every_device};
 
 on_every_device! {
     a_model_changed_in_place_is_refused
+    regression_a_write_is_seen_although_the_time_of_the_file_is_put_back
+    a_file_with_another_name_or_other_rights_is_the_same
     a_truncated_model_is_refused
     a_model_that_grew_is_refused
     a_replaced_model_is_read_on_unmixed
@@ -36,12 +38,48 @@ fn opened(setting: &Setting, verify: Verify) -> (models::Synthetic, Runtime, Mod
 }
 
 fn set_modified(path: &Path, time: SystemTime) {
-    File::options().write(true).open(path).unwrap().set_times(FileTimes::new().set_modified(time)).unwrap();
+    // Both times: to set one alone counts as a write.
+    let times = FileTimes::new().set_accessed(time).set_modified(time);
+    File::options().write(true).open(path).unwrap().set_times(times).unwrap();
 }
 
 fn bytes_of<'a>(file: &'a models::Synthetic, model: &Model, name: &str) -> &'a [u8] {
     let header = model.header().tensor(name).unwrap();
     &file.bytes[header.offset as usize..][..header.len as usize]
+}
+
+/// Where the kernel has no inotify left, nobody can tell.
+fn regression_a_write_is_seen_although_the_time_of_the_file_is_put_back(devices: Devices) {
+    refused_after(devices, |file| {
+        let before = file.path.metadata().unwrap().modified().unwrap();
+        let written = File::options().write(true).open(&file.path).unwrap();
+        let at = file.bytes.len() as u64 - 1;
+        written.write_all_at(&[!file.bytes[at as usize]], at).unwrap();
+        drop(written);
+        set_modified(&file.path, before);
+        assert_eq!(file.path.metadata().unwrap().modified().unwrap(), before);
+    });
+}
+
+fn a_file_with_another_name_or_other_rights_is_the_same(devices: Devices) {
+    watched("a file with another name", move || {
+        let setting = Setting::tiers(devices)[0];
+        let (file, runtime, model) = opened(&setting, Verify::Off);
+        let [one, two] = ["one", "two"].map(|name| file.path.with_file_name(name));
+        std::fs::hard_link(&file.path, &one).unwrap();
+        std::fs::set_permissions(&one, std::fs::Permissions::from_mode(0o400)).unwrap();
+        std::fs::rename(&one, &two).unwrap();
+        for name in ["t0", "t1", "t2"] {
+            let tensor = model.tensor(name).unwrap();
+            assert!(runtime.read(&tensor).unwrap().bytes() == bytes_of(&file, &model, name));
+            runtime.evict(&tensor);
+        }
+        std::fs::remove_file(&two).unwrap();
+        let tensor = model.tensor("t0").unwrap();
+        assert!(runtime.read(&tensor).unwrap().bytes() == bytes_of(&file, &model, "t0"));
+        drop((tensor, model));
+        runtime.close().unwrap();
+    });
 }
 
 /// `change` happens while one tensor is held; whatever is read from disk afterwards is refused.
@@ -106,7 +144,8 @@ fn a_replaced_model_is_read_on_unmixed(devices: Devices) {
 /// Which byte of `t1` is flipped.
 const FLIPPED: usize = 30_000;
 
-/// A tensor that was read and evicted, of which one byte was flipped on disk. The file's time is what it was before.
+/// A tensor that was read and evicted, of which one byte was flipped on disk. The file's time is what it was, and nobody
+/// is told of a write through a mapping.
 fn flipped(setting: &Setting, verify: Verify) -> (models::Synthetic, Runtime, Model, Tensor) {
     let (file, runtime, model) = opened(setting, verify);
     let tensor = model.tensor("t1").unwrap();
@@ -114,8 +153,12 @@ fn flipped(setting: &Setting, verify: Verify) -> (models::Synthetic, Runtime, Mo
     runtime.evict(&tensor);
     let at = model.header().tensor("t1").unwrap().offset + FLIPPED as u64;
     let time = std::fs::metadata(&file.path).unwrap().modified().unwrap();
-    let flipped = [!file.bytes[at as usize]];
-    OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&flipped, at).unwrap();
+    let on_disk = OpenOptions::new().read(true).write(true).open(&file.path).unwrap();
+    // SAFETY: nobody else changes the file of this test.
+    let mut mapped = unsafe { memmap2::MmapMut::map_mut(&on_disk) }.unwrap();
+    mapped[at as usize] = !file.bytes[at as usize];
+    mapped.flush().unwrap();
+    drop(mapped);
     set_modified(&file.path, time);
     (file, runtime, model, tensor)
 }

@@ -60,11 +60,12 @@ impl Private {
     }
 }
 
-/// Device, inode, time of the last change, length.
-pub type Identity = (u64, u64, i64, i64, u64);
+/// Device, inode, time of the last write, length, time of the last change of any kind: the time of the last write may
+/// be put back.
+pub type Identity = (u64, u64, (i64, i64), u64, (i64, i64));
 
 pub fn identity(of: &fs::Metadata) -> Identity {
-    (of.dev(), of.ino(), of.mtime(), of.mtime_nsec(), of.len())
+    (of.dev(), of.ino(), (of.mtime(), of.mtime_nsec()), of.len(), (of.ctime(), of.ctime_nsec()))
 }
 
 /// What `mmap` was asked for.
