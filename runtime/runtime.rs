@@ -19,7 +19,7 @@ use crate::device::{DeviceAddress, DeviceSettings, HostSlab, HostSlabConfig, Ope
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelFile, ModelHeader};
-use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
+use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
@@ -1120,6 +1120,19 @@ impl Runtime {
             pages.append(&mut slice);
         }
         SegmentView { id, pages }
+    }
+
+    /// How many of a tensor's pages each of [`Tier::ALL`] has, whatever runtime it is of. A page counts in the fastest
+    /// tier that has its bytes, and one that was never written as on disk. All pages are of one moment, which holds up
+    /// other threads: ask for a few pages at a time.
+    pub fn tiers(&self, tensor: &Tensor) -> [u64; Tier::ALL.len()] {
+        let (id, run) = (tensor.segment.id, tensor.run());
+        let first = run.first.get() as usize;
+        let mut tiers = [0; Tier::ALL.len()];
+        let _ = tensor.engine().look(|pager| {
+            pager.views(id, first..first + run.count as usize).for_each(|page| tiers[page.tier() as usize] += 1);
+        });
+        tiers
     }
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.

@@ -1,4 +1,5 @@
-//! `outcore kv`: says what a store of keys and values holds, and whether all of it can be read.
+//! `outcore kv`: says what a store of keys and values holds, and whether all of it can be read. [`replay`] is a file of
+//! its own.
 
 use std::path::PathBuf;
 
@@ -7,8 +8,8 @@ use outcore::{Bytes, Error, ErrorKind, Result};
 use outcore_kv::{StoreKey, StoreReport};
 use serde::Serialize;
 
-use super::Report;
 use super::output::Table;
+use super::{Report, replay};
 
 #[derive(Debug, Args)]
 pub struct Options {
@@ -22,6 +23,8 @@ enum What {
     Inspect(Folder),
     /// Read every block too, and fail if one cannot be read as it was written
     Verify(Folder),
+    /// Replay requests to an inference server through a pool, and say in which tier their blocks were found
+    Replay(Box<replay::Options>),
 }
 
 #[derive(Debug, Args)]
@@ -43,8 +46,27 @@ struct Folder {
 impl Options {
     /// Whether the report is to be one JSON object.
     pub fn json(&self) -> bool {
-        let (What::Inspect(of) | What::Verify(of)) = &self.what;
-        of.json
+        match &self.what {
+            What::Inspect(of) | What::Verify(of) => of.json,
+            What::Replay(options) => options.json,
+        }
+    }
+}
+
+/// The result of one of them.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Answer {
+    Store(Found),
+    Replay(Box<replay::Found>),
+}
+
+impl Report for Answer {
+    fn text(&self) -> String {
+        match self {
+            Self::Store(found) => found.text(),
+            Self::Replay(found) => found.text(),
+        }
     }
 }
 
@@ -96,12 +118,17 @@ impl Report for Found {
 }
 
 /// # Errors
-/// What opening the store says. [`Corrupt`](ErrorKind::Corrupt) if every block was read and one cannot be had.
-pub fn run(options: &Options) -> Result<Found> {
-    let (of, verified) = match &options.what {
-        What::Inspect(of) => (of, false),
-        What::Verify(of) => (of, true),
-    };
+/// What opening the store, or the replay, says. [`Corrupt`](ErrorKind::Corrupt) if every block was read and one cannot
+/// be had.
+pub fn run(options: &Options) -> Result<Answer> {
+    match &options.what {
+        What::Inspect(of) => look(of, false).map(Answer::Store),
+        What::Verify(of) => look(of, true).map(Answer::Store),
+        What::Replay(options) => replay::run(options).map(Box::new).map(Answer::Replay),
+    }
+}
+
+fn look(of: &Folder, verified: bool) -> Result<Found> {
     let key = match (&of.key_file, &of.key_env) {
         (Some(file), _) => Some(StoreKey::from_file(file)?),
         (None, Some(name)) => Some(StoreKey::from_env(name)?),

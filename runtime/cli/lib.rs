@@ -21,6 +21,7 @@ mod output;
 mod plan;
 mod policies;
 mod probe;
+mod replay;
 mod report;
 mod residency;
 mod run;
@@ -64,7 +65,7 @@ enum Command {
     Simulate(simulate::Options),
     /// Run a program whose model files are larger than memory: their pages come and go within a budget
     Run(run::Options),
-    /// Look into a store of keys and values
+    /// Look into a store of keys and values, or replay requests through a pool of them
     Kv(kv::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
     Top(top::Options),

@@ -8,8 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use outcore::policy::SegmentClass;
+<<<<<<< HEAD
 use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor};
 use parking_lot::{Mutex, RwLock};
+=======
+use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor, Tier};
+use parking_lot::Mutex;
+>>>>>>> kv-replay
 
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
@@ -637,6 +642,20 @@ impl KvPool {
         let realm = state.realm(tenant);
         let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
         (blocks.len() * each) as u64
+    }
+
+    /// Where the blocks are that a sequence which [begins](Self::begin) with these tokens would find in the pool, in
+    /// order: how many pages of each are in each of [`Tier::ALL`]. What a store has is not among them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a block outside of the pool, which its tables never name.
+    pub fn tiers(&self, tenant: TenantId, tokens: &[Token]) -> Result<Vec<[u64; Tier::ALL.len()]>> {
+        let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
+        let state = self.0.state.lock();
+        let realm = state.realm(tenant);
+        let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
+        drop(state);
+        blocks.into_iter().map(|block| Ok(self.0.runtime.tiers(&self.0.whole(block)?))).collect()
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this

@@ -144,8 +144,8 @@ fn a_replaced_model_is_read_on_unmixed(devices: Devices) {
 /// Which byte of `t1` is flipped.
 const FLIPPED: usize = 30_000;
 
-/// A tensor that was read and evicted, of which one byte was flipped on disk. The file's time is what it was, and nobody
-/// is told of a write through a mapping.
+/// A tensor that was read and evicted, of which one byte was flipped on disk. The file's time is what it was, and
+/// nobody is told of a write through a mapping.
 fn flipped(setting: &Setting, verify: Verify) -> (models::Synthetic, Runtime, Model, Tensor) {
     let (file, runtime, model) = opened(setting, verify);
     let tensor = model.tensor("t1").unwrap();

@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "cli/replay.rs"]
+mod replay;
+
 use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

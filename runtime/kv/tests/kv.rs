@@ -13,7 +13,7 @@ use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
 use outcore_kv::{
     ActiveOptions, KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
 };
-use outcore_testkit::harness::{Rng, block_on, progress};
+use outcore_testkit::harness::{Rng, block_on, progress, until};
 
 const PAGE: u64 = 16 << 10;
 const LAYERS: u32 = 5;
@@ -465,6 +465,24 @@ fn what_is_not_there_is_refused() {
     sequence.truncate(100).unwrap();
     assert_eq!(sequence.len(), 10);
     drop((sequence, pool));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_pool_says_in_which_tiers_a_prefix_is() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 64);
+    let prompt = tokens(0..100);
+    assert!(pool.tiers(A, &prompt).unwrap().is_empty());
+    let one = Said::begin(&pool, A, &prompt).unwrap();
+    // Three blocks, of five groups of one page each.
+    assert_eq!(pool.tiers(A, &prompt).unwrap(), [[5, 0, 0]; 3]);
+    assert_eq!((pool.tiers(B, &prompt).unwrap().len(), pool.tiers(A, &prompt[..96]).unwrap().len()), (0, 2));
+    one.sequence.park().unwrap();
+    until("the blocks are on disk", || pool.tiers(A, &prompt).unwrap() == [[0, 0, 5]; 3]);
+    drop(one.sequence.read(2, 32..64).unwrap().pin().wait().unwrap());
+    assert_eq!(pool.tiers(A, &prompt).unwrap(), [[0, 0, 5], [1, 0, 4], [0, 0, 5]]);
+    drop((one, pool));
     runtime.close().unwrap();
 }
 

@@ -49,7 +49,10 @@ pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, Capt
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
 pub use simulate::{Computing, Flow, Guest, Moved, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
-pub use trace::{ClassUses, Column, LINE_BYTES_MAX, OpColumn, Progress, Trace, TraceForm, TraceOptions, TraceWriter};
+pub use trace::{
+    ClassUses, Column, LINE_BYTES_MAX, OpColumn, Progress, ServerRequest, ServerRequests, Trace, TraceForm,
+    TraceOptions, TraceWriter,
+};
 pub use weights::ClassBytes;
 pub use workload::{Even, Share, Span, Step, Workload};
 

@@ -1,8 +1,16 @@
-//! What readers of traces share: filled buffers, and lines that have an end.
+//! What readers of traces share: files that may be packed, filled buffers, and lines that have an end.
 
-use std::io::{self, BufRead, Cursor, Read};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Cursor, Read};
+use std::path::Path;
 
 use super::LINE_BYTES_MAX;
+use crate::error::{Error, Result};
+
+/// The first bytes of gzip's files (RFC 1952) and zstd's frames (RFC 8878).
+const GZIP: [u8; 2] = [0x1F, 0x8B];
+const ZSTD: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
+const BUFFER: usize = 1 << 16;
 
 /// The most bytes of a start.
 const START: usize = 4096;
@@ -34,4 +42,27 @@ pub(super) fn line(input: &mut impl BufRead, into: &mut Vec<u8>) -> io::Result<u
     into.clear();
     // The longest line, its end, and one byte more.
     input.take(LINE_BYTES_MAX as u64 + 2).read_until(b'\n', into)
+}
+
+/// Opens a trace's file. Also returns what messages call it.
+pub(super) fn opened(path: &Path) -> Result<(impl BufRead + 'static, String)> {
+    let name = path.display().to_string();
+    let file = File::open(path).map_err(|cause| {
+        Error::io(format!("open the trace {name}"), cause).remedy("check the path, and that you may read the file")
+    })?;
+    Ok((BufReader::with_capacity(BUFFER, file), name))
+}
+
+/// What `input` holds, unpacked if its first bytes say that it is packed.
+pub(super) fn unpacked<'a>(input: impl BufRead + 'a) -> io::Result<Box<dyn BufRead + 'a>> {
+    let input = started(input)?;
+    if start(&input).starts_with(&GZIP) {
+        let unpacked = flate2::bufread::MultiGzDecoder::new(input);
+        return Ok(Box::new(BufReader::with_capacity(BUFFER, unpacked)));
+    }
+    if start(&input).starts_with(&ZSTD) {
+        let unpacked = zstd::stream::read::Decoder::with_buffer(input)?;
+        return Ok(Box::new(BufReader::with_capacity(BUFFER, unpacked)));
+    }
+    Ok(Box::new(input))
 }

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::num::NonZeroU32;
 
 pub use self::forms::{Column, OpColumn, TraceForm, TraceOptions};
+pub use self::mooncake::{ServerRequest, ServerRequests};
 use self::numbers::{BLOCK, Cursor, Numbers, halves};
 use super::capture::TensorClass;
 use super::reuse::ReuseDistances;

@@ -1,19 +1,13 @@
 //! Traces from files: which form a file has, and how it is packed.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufRead;
 use std::path::Path;
 
 use super::forms::{OpColumn, TraceForm, TraceOptions, failed};
-use super::input::{start, started};
+use super::input::{opened, start, started, unpacked};
 use super::{Progress, Trace, captured, mooncake, oracle, table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sim::capture;
-
-/// The first bytes of gzip's files (RFC 1952) and zstd's frames (RFC 8878).
-const GZIP: [u8; 2] = [0x1F, 0x8B];
-const ZSTD: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
-const BUFFER: usize = 1 << 16;
 
 impl Trace {
     /// Reads a trace's file. What it is packed by, and its [form](TraceForm) where `options` name none, follow from its
@@ -25,12 +19,8 @@ impl Trace {
     /// [`LINE_BYTES_MAX`](super::LINE_BYTES_MAX), or has no use; [`ErrorKind::InvalidArgument`] if a column is not
     /// there, or is needed; [`ErrorKind::Unsupported`] as for [`TraceWriter::used`](super::TraceWriter::used).
     pub fn open(path: impl AsRef<Path>, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
-        let path = path.as_ref();
-        let name = path.display().to_string();
-        let file = File::open(path).map_err(|cause| {
-            Error::io(format!("open the trace {name}"), cause).remedy("check the path, and that you may read the file")
-        })?;
-        Self::read(BufReader::with_capacity(BUFFER, file), &name, options, progress)
+        let (file, name) = opened(path.as_ref())?;
+        Self::read(file, &name, options, progress)
     }
 
     /// As [`open`](Self::open), but reads from `input`. Messages call it `name`.
@@ -38,17 +28,8 @@ impl Trace {
     /// # Errors
     /// As for [`open`](Self::open).
     pub fn read(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
-        let failed = |cause| failed(name, cause);
-        let mut input = started(input).map_err(failed)?;
-        if start(&input).starts_with(&GZIP) {
-            let unpacked = flate2::bufread::MultiGzDecoder::new(input);
-            return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
-        }
-        if start(&input).starts_with(&ZSTD) {
-            let unpacked = zstd::stream::read::Decoder::with_buffer(input).map_err(failed)?;
-            return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
-        }
-        Self::unpacked(&mut input, name, options, progress)
+        let unpacked = unpacked(input).map_err(|cause| failed(name, cause))?;
+        Self::unpacked(unpacked, name, options, progress)
     }
 
     fn unpacked(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
