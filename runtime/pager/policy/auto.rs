@@ -108,6 +108,21 @@ enum Candidate {
     TwoQ(TwoQPolicy),
 }
 
+/// A reference to the policy of a candidate, as mutable as that to the candidate.
+macro_rules! policy_of {
+    ($candidate:expr) => {
+        match $candidate {
+            Candidate::Kv(policy) => policy,
+            Candidate::S3Fifo(policy) => policy,
+            Candidate::Arc(policy) => policy,
+            Candidate::Lirs(policy) => policy,
+            Candidate::Lru(policy) => policy,
+            Candidate::WTinyLfu(policy) => policy,
+            Candidate::TwoQ(policy) => policy,
+        }
+    };
+}
+
 impl Candidate {
     fn new(nth: usize) -> Self {
         match nth {
@@ -122,27 +137,11 @@ impl Candidate {
     }
 
     fn policy(&self) -> &dyn Policy {
-        match self {
-            Self::Kv(policy) => policy,
-            Self::S3Fifo(policy) => policy,
-            Self::Arc(policy) => policy,
-            Self::Lirs(policy) => policy,
-            Self::Lru(policy) => policy,
-            Self::WTinyLfu(policy) => policy,
-            Self::TwoQ(policy) => policy,
-        }
+        policy_of!(self)
     }
 
     fn policy_mut(&mut self) -> &mut dyn Policy {
-        match self {
-            Self::Kv(policy) => policy,
-            Self::S3Fifo(policy) => policy,
-            Self::Arc(policy) => policy,
-            Self::Lirs(policy) => policy,
-            Self::Lru(policy) => policy,
-            Self::WTinyLfu(policy) => policy,
-            Self::TwoQ(policy) => policy,
-        }
+        policy_of!(self)
     }
 
     /// Tells a new candidate of a page that was used last after all others that it was told of. The pages are resident,
