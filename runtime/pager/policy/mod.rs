@@ -301,8 +301,8 @@ pub enum PolicyKind {
     /// The least recently used page goes. Nothing is filled ahead except on a hint.
     Lru,
     /// Follows a declared or recognised order of use. Where there is none, pages leave as by `Auto`, which then takes
-    /// time and memory besides. Pages that a followed plan does not name go before all others, the least recently used
-    /// first.
+    /// time and memory besides. While a plan decides, pages that it does not name go before all others, the least
+    /// recently used first.
     #[default]
     Plan,
     /// For models whose experts are drawn: as `Plan`, but pages that no plan names go by how often and how lately they

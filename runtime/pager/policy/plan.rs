@@ -45,11 +45,15 @@
 //!
 //! # Without an order
 //!
-//! While no walker follows a plan, pages leave as by policy [`auto`](super::auto), and nothing is filled ahead. That
-//! policy is made at the first search for a page without a plan, or when a chain is declared: until then it would cost
-//! time and memory for nothing. It starts with the resident pages, in order of use. It is gone at the first use that
-//! follows a plan. For the first uses after a plan, pages leave in LRU order. Policy `model` does without `auto`:
-//! before there are plans it goes by scores, and while all walkers are suspended by recency.
+//! While no walker follows a plan, pages leave as by policy [`auto`](super::auto), and nothing is filled ahead. So they
+//! do while all plans that are followed were recognised and fit: such a cycle may be a beginning that many requests
+//! share, and says nothing about other pages.
+//!
+//! That policy is made at the first search for a page without a plan, or when a chain is declared: until then it would
+//! cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all uses until a
+//! plan has decided what leaves for a while; then it is dropped. For the first uses after such a plan, pages leave in
+//! LRU order. Policy `model` does without `auto`: before there are plans it goes by scores, and while all walkers are
+//! suspended by recency.
 //!
 //! # Speeds
 //!
@@ -90,6 +94,8 @@ const EPOCH_MAX: u64 = 1 << 16;
 /// After a plan, `auto` is made once as many uses as this part of the resident pages followed none. So a use pays for
 /// telling it of this many pages at the most, however often plans end.
 const AFTERWARDS: usize = 8;
+/// Once so many uses in a row for each frame followed plans, `auto` is of no use any more.
+const KEPT: usize = 4;
 /// The speed of a walker that makes every use.
 const FULL_SPEED: u64 = 1 << 16;
 /// The weight of a walker of full speed: the resolution of speeds.
@@ -109,9 +115,10 @@ pub struct PlanPolicy {
     plans: Slab<Active>,
     /// The resident pages that no plan of `followed` names.
     outside: Outside,
-    /// While no plan is followed: orders the resident pages, which are those of `recency`.
+    /// Orders the resident pages, which are those of `recency`, where no plan decides what leaves.
     auto: Option<Box<AutoPolicy>>,
-    /// Uses in a row that followed no plan.
+    /// Uses in a row that followed a plan which decides what leaves, and that followed none.
+    planned: usize,
     unplanned: usize,
     /// The plans that were followed at the last search for a page; `None` if one of them is gone.
     followed: Option<SmallVec<[usize; 8]>>,
@@ -292,6 +299,7 @@ impl PlanPolicy {
             plans: Slab::new(),
             outside,
             auto: None,
+            planned: 0,
             unplanned: usize::MAX,
             followed: None,
             ahead: Bits::default(),
@@ -682,6 +690,16 @@ impl PlanPolicy {
         self.followed.as_ref().is_some_and(|followed| none_names(&self.plans, followed, number))
     }
 
+    /// Whether what leaves is decided by plans that are followed: some are declared, or they name more pages than fit.
+    /// A recognised cycle that fits may be a beginning that many requests share; its pages stay by their uses.
+    fn a_plan_decides(&self) -> bool {
+        let mut planned: u32 = 0;
+        self.plans.iter().filter(|(_, active)| active.is_followed()).any(|(_, active)| {
+            planned = planned.saturating_add(active.planned);
+            self.outside.is_by_worth() || active.declared || planned > self.frames
+        })
+    }
+
     /// The policy of pages without an order. If there is none, makes one, which starts with the resident pages.
     fn auto(&mut self) -> &mut AutoPolicy {
         let Self { auto, recency, .. } = self;
@@ -699,7 +717,7 @@ impl PlanPolicy {
         })
     }
 
-    /// Offers pages while no plan is followed. Pages that are expected come last.
+    /// Offers pages where no plan decides. Pages that are expected come last.
     fn victim_unplanned(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         // A search for memory changes no order. And a plan may go on after a few other uses.
         let soon = want == Want::Memory || self.unplanned < self.recency.len() / AFTERWARDS;
@@ -937,7 +955,7 @@ impl Policy for PlanPolicy {
 
     fn chain(&mut self, pages: &[PageId]) {
         let soon = self.unplanned < self.recency.len() / AFTERWARDS;
-        if !self.outside.is_by_worth() && !soon && !self.has_plan() {
+        if !self.outside.is_by_worth() && !soon && (self.auto.is_some() || !self.a_plan_decides()) {
             self.auto().chain(pages);
         }
     }
@@ -982,6 +1000,8 @@ impl Policy for PlanPolicy {
         self.ahead.remove(number as usize);
         self.expected.remove(number as usize);
         self.count();
+        // Several plans are followed by as many walkers.
+        let several = self.walkers.len() > 1;
         let walk = &mut self.walkers[self.current];
         if let Some(plan) = walk.plan
             && let Some(at) = self.plans[plan].place_of(walk.id)
@@ -1005,7 +1025,17 @@ impl Policy for PlanPolicy {
             if active.exhausted(at) {
                 self.leave(self.current, true);
             } else if !suspended {
-                (self.auto, self.unplanned) = (None, 0);
+                let decides = active.decides(self.frames) || several;
+                (self.planned, self.unplanned) = match decides {
+                    true => (self.planned.saturating_add(1), 0),
+                    false => (0, self.unplanned),
+                };
+                if let Some(auto) = &mut self.auto {
+                    auto.accessed(page);
+                    if self.planned > KEPT * self.frames as usize {
+                        self.auto = None;
+                    }
+                }
                 let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
                 if doubted && walk.recorder.may_be_a_part(active.len()) {
                     walk.recorder.push_believed(self.names.name(page));
@@ -1015,7 +1045,7 @@ impl Policy for PlanPolicy {
                 return;
             }
         }
-        self.unplanned = self.unplanned.saturating_add(1);
+        (self.planned, self.unplanned) = (0, self.unplanned.saturating_add(1));
         if let Some(auto) = &mut self.auto {
             auto.accessed(page);
         }
@@ -1108,7 +1138,11 @@ impl Policy for PlanPolicy {
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         // Without any plan all pages are outside of plans.
         let by_worth = self.outside.is_by_worth() && self.plans.is_empty();
-        if !self.has_plan() && !by_worth {
+        let decides = match want {
+            Want::Planned(_) => self.has_plan(),
+            _ => self.a_plan_decides(),
+        };
+        if !decides && !by_worth {
             return self.victim_unplanned(want, take);
         }
         let must = must_offer_all(want);
@@ -1587,7 +1621,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_is_there_only_while_no_plan_is_followed() {
+    fn auto_is_there_until_a_plan_is_followed_for_a_while() {
         let (mut policy, mut resident) = (policy(), HashSet::new());
         policy.resize(100, 0, 0);
         let mut random = Random(1);
@@ -1599,9 +1633,12 @@ mod tests {
             use_each(&mut policy, &mut resident, 100, &any(400));
             assert!(policy.auto.is_some() && !policy.has_plan());
             policy.declare(&cycle.iter().copied().map(page).collect::<Vec<_>>(), true);
-            use_each(&mut policy, &mut resident, 100, &cycle[..1]);
-            assert!(policy.auto.is_none() && policy.has_plan());
-            use_each(&mut policy, &mut resident, 100, &cycle[1..]);
+            use_each(&mut policy, &mut resident, 100, &cycle);
+            assert!(policy.auto.is_some() && policy.has_plan());
+            (0..KEPT).for_each(|_| {
+                use_each(&mut policy, &mut resident, 100, &cycle);
+            });
+            assert!(policy.auto.is_none());
             // As many as the optimum.
             assert!(use_each(&mut policy, &mut resident, 100, &cycle) >= 99);
             policy.declare(&[], false);
