@@ -154,6 +154,30 @@ def phases(rng):
                 yield page + nth * 10_000_000
 
 
+def lately(rng, uses, window=2_500):
+    """A window of pages that moves on; what was used last is used next."""
+    for use in range(uses):
+        new = use // 5
+        yield new if use % 5 == 0 else max(0, new - int(rng.expovariate(1 / window)))
+
+
+def popular(rng, uses, n=20_000):
+    """Popularity that does not change, beside pages that are used once."""
+    draw, page = Zipf(rng, n, 0.8), shuffled(rng, n)
+    for use in range(uses):
+        yield n + use if use % 3 == 0 else page[draw.draw()]
+
+
+def changes(rng, uses=1_000_000):
+    """A loop, recency and popularity in turn, twice, each with pages of its own: no policy suits all three."""
+    each = uses // 6
+    for _ in range(2):
+        parts = [(at % 7_500 for at in range(each)), lately(rng, each), popular(rng, each)]
+        for nth, part in enumerate(parts):
+            for page in part:
+                yield page + nth * 10_000_000
+
+
 def web(rng, uses=1_000_000):
     """Objects that are born, are asked for at a rate that falls, and die; half are asked for once."""
     born, done, queue = 0, 0, []
@@ -189,7 +213,9 @@ def build(rng, uses=1_000_000):
             rng.shuffle(modules)
 
 
-KINDS = {make.__name__: make for make in [zipf, drift, scans, loop, database, disk, chats, phases, web, build]}
+KINDS = {
+    make.__name__: make for make in [zipf, drift, scans, loop, database, disk, chats, phases, changes, web, build]
+}
 
 
 def main():

@@ -96,6 +96,11 @@ impl PageNumbers {
         self.insert_gap(first, len);
     }
 
+    /// The segments that have numbers, and how many each has.
+    pub(super) fn segments(&self) -> impl Iterator<Item = (SegmentId, u32)> {
+        self.ranges.values().map(|range| (range.segment, range.pages))
+    }
+
     /// The numbers of a segment's pages.
     pub(super) fn of_segment(&self, segment: SegmentId) -> std::ops::Range<usize> {
         let (first, pages) = self.of_segment.get(segment.index()).copied().unwrap_or_default();

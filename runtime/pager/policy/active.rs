@@ -295,6 +295,11 @@ impl Active {
         self.places.binary_search_by_key(&walker, |place| place.walker).ok()
     }
 
+    /// Whether this plan alone decides what leaves, with so many frames: see `PlanPolicy::a_plan_decides`.
+    pub(super) fn decides(&self, frames: u32) -> bool {
+        self.declared || self.planned > frames
+    }
+
     /// Whether the next uses of any walker are known.
     pub(super) fn is_followed(&self) -> bool {
         self.places.iter().any(Place::is_known)

@@ -10,8 +10,9 @@
 //! last change, or from the last time that it was 0: it does not fall below. A candidate whose lead passes a bar
 //! becomes the live one. The bar is half as many hits as the shadow has frames, because a new policy first has to
 //! exchange pages. It is lower for a candidate that has had more hits over a long time, and higher for one that has had
-//! fewer. After a change it is higher for a while, so that candidates that take turns within a loop, or within a long
-//! request, are not followed to and fro.
+//! fewer. At first it is low: nothing speaks for the policy that happens to be live, and the next one is told of all
+//! uses so far. After a change it is higher for a while, so that candidates that take turns within a loop, or within a
+//! long request, are not followed to and fro.
 //!
 //! # What the next live policy knows
 //!
@@ -64,6 +65,9 @@ const SAMPLED_PAGES: u64 = 1 << 16;
 const BAR: f64 = 0.5;
 const BAR_MIN: f64 = 0.1;
 const BAR_MAX: f64 = 1.5;
+/// In the first uses, so many for each frame, the bar rises to its height, from this part of it.
+const YOUNG: f64 = 8.0;
+const YOUNG_MIN: f64 = 0.1;
 /// A lead of fewer hits may be chance.
 const LEAD_MIN: f64 = 4.0;
 /// The bar falls by the hits that a candidate had more in the long run in so many uses for each frame.
@@ -108,6 +112,21 @@ enum Candidate {
     TwoQ(TwoQPolicy),
 }
 
+/// A reference to the policy of a candidate, as mutable as that to the candidate.
+macro_rules! policy_of {
+    ($candidate:expr) => {
+        match $candidate {
+            Candidate::Kv(policy) => policy,
+            Candidate::S3Fifo(policy) => policy,
+            Candidate::Arc(policy) => policy,
+            Candidate::Lirs(policy) => policy,
+            Candidate::Lru(policy) => policy,
+            Candidate::WTinyLfu(policy) => policy,
+            Candidate::TwoQ(policy) => policy,
+        }
+    };
+}
+
 impl Candidate {
     fn new(nth: usize) -> Self {
         match nth {
@@ -122,27 +141,11 @@ impl Candidate {
     }
 
     fn policy(&self) -> &dyn Policy {
-        match self {
-            Self::Kv(policy) => policy,
-            Self::S3Fifo(policy) => policy,
-            Self::Arc(policy) => policy,
-            Self::Lirs(policy) => policy,
-            Self::Lru(policy) => policy,
-            Self::WTinyLfu(policy) => policy,
-            Self::TwoQ(policy) => policy,
-        }
+        policy_of!(self)
     }
 
     fn policy_mut(&mut self) -> &mut dyn Policy {
-        match self {
-            Self::Kv(policy) => policy,
-            Self::S3Fifo(policy) => policy,
-            Self::Arc(policy) => policy,
-            Self::Lirs(policy) => policy,
-            Self::Lru(policy) => policy,
-            Self::WTinyLfu(policy) => policy,
-            Self::TwoQ(policy) => policy,
-        }
+        policy_of!(self)
     }
 
     /// Tells a new candidate of a page that was used last after all others that it was told of. The pages are resident,
@@ -316,6 +319,7 @@ impl Judge {
             *ratio += (hit(nth) - *ratio) * part;
         }
         self.caution += (1.0 - self.caution) / (CALM * frames);
+        let age = (self.uses as f64 / (YOUNG * frames)).clamp(YOUNG_MIN, 1.0);
         let own = hit(live);
         let (mut best, mut most) = (None, 1.0);
         for nth in 0..CANDIDATES {
@@ -325,7 +329,7 @@ impl Judge {
                 continue;
             }
             let bar = (BAR - AHEAD * (self.ratios[nth] - self.ratios[live])).clamp(BAR_MIN, BAR_MAX);
-            let above = lead / (bar * self.caution * frames);
+            let above = lead / (bar * self.caution * age * frames);
             if above > most {
                 (best, most) = (Some(nth), above);
             }

@@ -193,7 +193,9 @@ fn replay(sizes: u32, passes: u32, seeds: u32, lookahead: impl Fn(u32) -> u32) {
             // Learning takes two passes.
             let goal = if several { 0.85 } else { 0.75 };
             assert!(learned >= goal * declared, "{name}, {percent} %: {learned} of {declared}");
-            assert!(!several || declared > 1.1 * lru.max(one_plan), "{name}: {declared}, {lru}, {one_plan}");
+            // One plan for all is seldom followed. Then pages leave as by `auto`, which may keep as many useful ones.
+            let more = declared > (1.1 * lru).max(0.99 * one_plan);
+            assert!(!several || more, "{name}: {declared}, {lru}, {one_plan}");
         }
     }
 }
