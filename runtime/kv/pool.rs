@@ -8,13 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use outcore::policy::SegmentClass;
-<<<<<<< HEAD
-use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor};
-use parking_lot::{Mutex, RwLock};
-=======
 use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor, Tier};
-use parking_lot::Mutex;
->>>>>>> kv-replay
+use parking_lot::{Mutex, RwLock};
 
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
@@ -272,13 +267,15 @@ impl Shared {
         let Some(store) = &self.store else { return Ok(0) };
         let (mut bytes, mut count, mut first) = (vec![0; stored_bytes(&self.layout)], 0, Ok(()));
         for block in blocks {
+            // Before it is in use: afterwards it would be the last that is given up, as if it had been found.
+            let known = self.state.lock().tables.known_by(block);
+            if known.is_none_or(|(tenant, key)| store.contains(tenant, key)) {
+                continue;
+            }
             let kept = self.state.lock().tables.kept_of(block, seen_twice);
             let Some(kept) = kept else { continue };
             let Kept { key, parent, tenant, tokens } = &kept;
             let mut put = || {
-                if store.contains(*tenant, *key) {
-                    return Ok(false);
-                }
                 self.copy_out(block, &mut bytes)?;
                 let _undeleted = self.deleting.read();
                 if !self.state.lock().tables.can_be_found(block) {

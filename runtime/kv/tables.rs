@@ -245,6 +245,12 @@ impl Tables {
         };
     }
 
+    /// Whose a block is that can be found, and its key. Its place among cached blocks stays as it is.
+    pub fn known_by(&self, block: BlockId) -> Option<(TenantId, BlockKey)> {
+        let entry = &self.entries[block.index()];
+        entry.indexed.then_some((entry.tenant, entry.key))
+    }
+
     /// What is to be known of a block that can be found, to keep it elsewhere. `None` if it cannot be found, nor can a
     /// block before it. It is in use by the caller from then on.
     pub fn kept_of(&mut self, block: BlockId, seen_twice: bool) -> Option<Kept> {

@@ -142,7 +142,7 @@ mod tests {
             OpenFile::open(file, path.to_owned(), FileUse::Model, DirectIo::Preferred, &table).unwrap()
         };
         let [a, b, c] = ["a", "b", "c"].map(|name| open(&path(name)));
-        let open_now = || table.0.lock().open.len();
+        let open_now = || table.table.lock().open.len();
         assert_eq!(open_now(), 2);
         for file in [&a, &b, &c, &a] {
             let held = file.handle().unwrap();
@@ -182,7 +182,7 @@ mod tests {
             if tries.get() == 1 { Err(io::Error::from_raw_os_error(libc::EMFILE)) } else { open() }
         };
         let opened = table.open(refused_once).unwrap();
-        assert_eq!((tries.get(), table.0.lock().open.len()), (2, 7 - 4));
+        assert_eq!((tries.get(), table.table.lock().open.len()), (2, 7 - 4));
         let first = table.put(numbers[7], opened);
         assert!(Arc::ptr_eq(&table.put(numbers[7], open().unwrap()), &first));
         let error = table.open(|| Err(io::Error::from_raw_os_error(libc::ENOENT))).unwrap_err();

@@ -474,7 +474,7 @@ fn a_pool_says_in_which_tiers_a_prefix_is() {
     let pool = pool(&runtime, 64);
     let prompt = tokens(0..100);
     assert!(pool.tiers(A, &prompt).unwrap().is_empty());
-    let one = Said::begin(&pool, A, &prompt).unwrap();
+    let mut one = Said::begin(&pool, A, &prompt).unwrap();
     // Three blocks, of five groups of one page each.
     assert_eq!(pool.tiers(A, &prompt).unwrap(), [[5, 0, 0]; 3]);
     assert_eq!((pool.tiers(B, &prompt).unwrap().len(), pool.tiers(A, &prompt[..96]).unwrap().len()), (0, 2));

@@ -71,7 +71,7 @@ pub fn in_frames(stats: &Stats) -> u64 {
 static LEFT: Mutex<Vec<Identity>> = Mutex::new(Vec::new());
 
 fn left() -> u64 {
-    LEFT.lock().iter().map(|(.., len)| len).sum()
+    LEFT.lock().iter().map(|file| file.len).sum()
 }
 
 /// What is allowed, once it is known.
@@ -103,9 +103,9 @@ impl Limit {
         if has_pool || left.contains(&file) {
             return left.contains(&file);
         }
-        let all = left.iter().map(|(.., len)| len).sum::<u64>();
+        let all = left.iter().map(|file| file.len).sum::<u64>();
         // Files of one model are about as long as each other.
-        let all = if left.is_empty() { file.4.saturating_mul(files) } else { all.saturating_add(file.4) };
+        let all = if left.is_empty() { file.len.saturating_mul(files) } else { all.saturating_add(file.len) };
         let fits = match self {
             Self::Pages(budget) => all <= budget,
             Self::Process(limit) => {

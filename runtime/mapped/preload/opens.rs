@@ -36,7 +36,7 @@ impl Opened {
     /// Its name and length.
     fn named(&self) -> String {
         let name = self.path.file_name().unwrap_or(self.path.as_os_str()).to_string_lossy();
-        format!("{name} ({})", Bytes::new(self.identity.3))
+        format!("{name} ({})", Bytes::new(self.identity.len))
     }
 }
 
@@ -174,7 +174,7 @@ pub fn tell() {
     };
     let own = std::process::id();
     let copied = |opened: &&Opened| {
-        let len = opened.identity.3;
+        let len = opened.identity.len;
         opened.process == own
             && read.saturating_sub(opened.read_before) >= len / 100 * READ_PART
             && memory.peak.get() >= len / 100 * HELD_PART

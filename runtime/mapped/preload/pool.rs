@@ -60,12 +60,20 @@ impl Private {
     }
 }
 
-/// Device, inode, time of the last write, length, time of the last change of any kind: the time of the last write may
-/// be put back.
-pub type Identity = (u64, u64, (i64, i64), u64, (i64, i64));
+/// One state of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// Device and inode.
+    file: (u64, u64),
+    /// Bytes.
+    pub len: u64,
+    /// Time of the last write, and of the last change of any kind: the former may be put back.
+    times: [(i64, i64); 2],
+}
 
 pub fn identity(of: &fs::Metadata) -> Identity {
-    (of.dev(), of.ino(), (of.mtime(), of.mtime_nsec()), of.len(), (of.ctime(), of.ctime_nsec()))
+    let times = [(of.mtime(), of.mtime_nsec()), (of.ctime(), of.ctime_nsec())];
+    Identity { file: (of.dev(), of.ino()), len: of.len(), times }
 }
 
 /// What `mmap` was asked for.

@@ -124,7 +124,7 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
 
 /// The sequence, on whatever computes it.
 enum Sequence {
-    Host(Session),
+    Host(Box<Session>),
     Cuda(Box<CudaSession>),
 }
 
@@ -144,14 +144,15 @@ impl Sequence {
                 let runtime = weights.runtime().clone();
                 let model = Arc::new(Model::load(files, weights, options)?);
                 if !args.paged_kv {
-                    return Ok(Self::Host(Session::new(model, context, KvType::F32)?));
+                    return Ok(Self::Host(Box::new(Session::new(model, context, KvType::F32)?)));
                 }
                 let layout = outcore_llm::paged_kv::layout(model.config(), &runtime)?;
                 let blocks = context.div_ceil(layout.block_tokens() as usize) + 1;
                 let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
                 // Nobody else uses the pool, so the model needs no name.
                 let pool = KvPool::open(&runtime, layout, b"", blocks)?;
-                Self::Host(Session::paged(model, PagedKeys::new(pool.begin(TenantId::new(0), &[])?))?)
+                let keys = PagedKeys::new(pool.begin(TenantId::new(0), &[])?);
+                Self::Host(Box::new(Session::paged(model, keys)?))
             }
             Some(gpu) => {
                 let model = CudaModel::load(files, weights, gpu)?;
