@@ -456,6 +456,9 @@ fn replaced(path: &Path) -> Error {
 /// A touch of a page that is not there waits until the runtime has read it. Pages go as those of tensors do, by the
 /// runtime's policy and budget. Dropping it gives its pages back.
 ///
+/// No handler of a signal may touch it: what the handler interrupts may hold a lock for which the page waits, such as
+/// that of the allocator.
+///
 /// Every page that can be read has the bytes that the file had when it was opened, or as much of it as the runtime can
 /// tell: a file that changes while it is mapped is an error. Where a page cannot be read, because the disk fails or the
 /// file has changed, the thread that touches it gets SIGBUS, as with `mmap`; [`failure`](Self::failure) says why.
