@@ -12,7 +12,7 @@ use crate::budget::device_frames_of;
 use crate::device::{DeviceFactory, Host, HostDevice, LinkModel};
 use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::{ModelFile, ModelHeader};
-use crate::ids::{Bytes, PageSize};
+use crate::ids::{Bytes, PageSize, SegmentClass};
 use crate::lookahead::Lookahead;
 use crate::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
@@ -202,6 +202,7 @@ pub struct RuntimeBuilder {
     pub(crate) disk: Option<DiskProfile>,
     /// `None`: the device's own choice.
     pub(crate) policy: Option<PolicyChoice>,
+    pub(crate) class_floors: Vec<(SegmentClass, Bytes)>,
     pub(crate) lookahead: Lookahead,
     pub(crate) verify: Verify,
     pub(crate) store: StoreOptions,
@@ -224,6 +225,7 @@ impl fmt::Debug for RuntimeBuilder {
             .field("host_budget", &self.host_budget)
             .field("page_size", &self.page_size)
             .field("policy", &self.policy)
+            .field("class_floors", &self.class_floors)
             .field("lookahead", &self.lookahead)
             .field("verify", &self.verify)
             .finish_non_exhaustive()
@@ -241,6 +243,7 @@ impl RuntimeBuilder {
             piece: None,
             disk: None,
             policy: None,
+            class_floors: Vec::new(),
             lookahead: Lookahead::default(),
             verify: Verify::default(),
             store: StoreOptions::new(IoBackend::Auto),
@@ -396,6 +399,15 @@ impl RuntimeBuilder {
     /// [`Plan`](PolicyKind::Plan), or [`Model`](PolicyKind::Model) where files are mapped.
     pub fn policy(mut self, policy: PolicyKind) -> Self {
         self.policy = Some(PolicyChoice::Kind(policy));
+        self
+    }
+
+    /// Keeps device memory for tensors of this class: others get it only while the class has fewer pages, or where no
+    /// other page can go. What is kept for all classes is at most the device budget; a smaller budget later keeps less,
+    /// in proportion. Only policies that divide frames by class can do that: [`Shares`](PolicyKind::Shares).
+    pub fn class_floor(mut self, class: SegmentClass, floor: Bytes) -> Self {
+        self.class_floors.retain(|(of, _)| *of != class);
+        self.class_floors.push((class, floor));
         self
     }
 

@@ -97,7 +97,7 @@ pub mod stats {
     #[doc(inline)]
     pub use crate::pager::policy::opt::Optimum;
     #[doc(inline)]
-    pub use crate::pager::{FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
+    pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
     pub use crate::transfer::waiting::{Holder, ScopeName, Waiter, Waiting};

@@ -23,7 +23,9 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats};
+use crate::pager::{
+    Backing, ClassStats, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats,
+};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
 use crate::settings::Settings;
@@ -157,6 +159,9 @@ pub struct Stats {
     pub walkers: usize,
     /// How many requests wait for what others hold. A smaller budget that waits for guards is one of them.
     pub waiting: usize,
+    /// What the tensors of each class have in device memory, and how their pages were found. A use that the policy has
+    /// not been told of yet is not counted here. Classes without tensors are left out.
+    pub classes: Vec<ClassStats>,
     /// Requests that have waited for a second or more: what each waits for, and who holds it. One line for each, as
     /// [`Runtime::waiting`] prints it, updated once a second. Empty if there are none.
     pub long_waits: String,
@@ -217,6 +222,28 @@ impl MemoryStats {
     pub fn total(&self) -> Bytes {
         self.device + self.host + self.staging + self.scratch + self.page_tables
     }
+}
+
+/// Has the policy keep frames for classes of tensors, of so many frames of so many bytes.
+fn keep_for_classes(pager: &mut Pager, floors: &[(SegmentClass, Bytes)], (frames, page): (u32, u64)) -> Result<()> {
+    if floors.is_empty() {
+        return Ok(());
+    }
+    let kept: Vec<_> = floors.iter().map(|(class, floor)| (*class, floor.get().div_ceil(page))).collect();
+    let all = kept.iter().fold(0u64, |all, (_, pages)| all.saturating_add(*pages));
+    if all > u64::from(frames) {
+        let [all, budget] = [all, frames.into()].map(|frames| Bytes::new(frames.saturating_mul(page)));
+        let message = format!("{all} are kept for classes of tensors, and the device budget has frames for {budget}");
+        return Err(Error::new(ErrorKind::BudgetTooSmall, message)
+            .remedy("lower what RuntimeBuilder::class_floor keeps, or raise the device budget"));
+    }
+    let kept: Vec<_> = kept.into_iter().map(|(class, pages)| (class, pages as u32)).collect();
+    if pager.keep_for_classes(&kept) {
+        return Ok(());
+    }
+    let message = format!("the policy {} keeps no frames for classes of tensors", pager.policy_state().0);
+    Err(Error::new(ErrorKind::InvalidArgument, message)
+        .remedy("choose PolicyKind::Shares, or leave RuntimeBuilder::class_floor out"))
 }
 
 fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
@@ -302,6 +329,7 @@ impl Runtime {
         let policy = config.policy.clone().unwrap_or_else(|| PolicyChoice::Kind(config.device.default_policy()));
         let (policy, fate) = policy.build()?;
         let mut pager = Pager::new(pager_config, policy);
+        keep_for_classes(&mut pager, &config.class_floors, (frames, page_bytes))?;
         if device.makes_bare_frames() {
             pager.frames_are_bare();
         }
@@ -1005,12 +1033,12 @@ impl Runtime {
             let unseen = engine.unseen();
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
             let tiers = (pager.device_frames(), pager.host_frames(), pager.frames());
-            (pager.stats(), unseen, state, lookahead, tiers, pager.walkers())
+            (pager.stats(), unseen, state, lookahead, tiers, (pager.walkers(), pager.classes()))
         });
         let (waiting, long_waits) = engine.waits();
         let in_a_child = !engine.is_at_home();
-        let (mut pager, unseen, (policy, planned), lookahead, tiers, walkers) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, Default::default(), 0));
+        let (mut pager, unseen, (policy, planned), lookahead, tiers, (walkers, classes)) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, Default::default(), Default::default()));
         let (device, host, (device_frames, host_frames)) = tiers;
         pager.uses += unseen;
         pager.hits += unseen;
@@ -1037,6 +1065,7 @@ impl Runtime {
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
             walkers,
+            classes,
             waiting,
             long_waits: long_waits.to_string(),
         }

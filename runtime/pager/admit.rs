@@ -434,6 +434,7 @@ impl Pager {
     fn missed(&mut self, page: PageId, state: State, write: bool) {
         self.stats.uses += 1;
         self.walked.uses += 1;
+        self.classes.missed(page);
         if state == State::Filling {
             self.stats.late += 1;
         } else {

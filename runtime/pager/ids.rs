@@ -289,7 +289,7 @@ impl Default for WalkerId {
 }
 
 /// What a segment's tensors hold. Policies may treat classes differently.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub enum SegmentClass {
     /// Weights of a model, used pass after pass in much the same order. Segments of model files have this class.

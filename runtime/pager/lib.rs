@@ -35,6 +35,7 @@ pub mod sync;
 mod access;
 mod admit;
 mod bits;
+mod by_class;
 #[macro_use]
 mod check;
 mod deadlock;
@@ -70,6 +71,7 @@ use slab::Slab;
 
 use access::Part;
 pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
+pub use by_class::ClassStats;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
     Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
@@ -86,6 +88,7 @@ pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 use admit::Request;
 #[doc(hidden)]
 pub use admit::closing;
+use by_class::ByClass;
 use deadlock::Members;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use line::{FrameLine, Line};
@@ -467,6 +470,7 @@ pub struct Pager {
     host: HostFrames,
     staging: StagingRing,
     policy: Box<dyn Policy>,
+    classes: ByClass,
     requests: Slab<Request>,
     /// Requests that wait for frames.
     frame_line: FrameLine,
@@ -602,6 +606,7 @@ impl Pager {
             staging: StagingRing::new(config.staging),
             config,
             policy,
+            classes: ByClass::default(),
             segments: Slab::new(),
             numbers: PageNumbers::default(),
             requests: Slab::new(),
@@ -670,6 +675,7 @@ impl Pager {
         let segment = SegmentId(self.segments.insert(table) as u32);
         self.numbers.add(segment, pages);
         self.host.add_segment(segment, pages);
+        self.classes.add(segment, class, pages, &self.numbers);
         self.policy.class(segment, class);
         self.policy.segment(segment, pages);
         (segment, words)
@@ -843,7 +849,7 @@ impl Pager {
         let error = Error::new(ErrorKind::Internal, format!("page {} of {:?}: {illegal}", page.index.0, page.segment))
             .remedy("report this as a bug; the page's bytes are not trusted any more");
         self.word(page).condemn();
-        self.policy.removed(page);
+        self.left(page);
         self.stats.poisoned += 1;
         self.lost.push((page, error.clone()));
         for waiter in self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default() {
@@ -862,6 +868,7 @@ impl Pager {
         self.stats.hits += u64::from(count) - first;
         self.walked.uses += u64::from(count);
         self.walked.hits += u64::from(count) - first;
+        self.classes.used(page, u64::from(count), first);
         self.traced(page, !first_use, write);
         for _ in 1..count {
             if self.uses.is_none() && self.trace.is_full() {
@@ -880,8 +887,26 @@ impl Pager {
     /// A page has become resident in the device tier.
     fn entered(&mut self, page: PageId) {
         self.staying = None;
+        self.classes.inserted(page, self.numbers.number(page));
         self.policy.inserted(page);
         self.may_go(page);
+    }
+
+    /// A page leaves the device tier, or its fill has failed.
+    fn left(&mut self, page: PageId) {
+        self.classes.removed(page, self.numbers.number(page));
+        self.policy.removed(page);
+    }
+
+    /// What the tensors of each class have and use, of which there were any.
+    pub fn classes(&self) -> Vec<ClassStats> {
+        let share = |stats: ClassStats| ClassStats { share: self.policy.share(stats.class).map(u64::from), ..stats };
+        self.classes.stats().map(share).collect()
+    }
+
+    /// The policy keeps so many frames for the tensors of these classes at least. Returns whether it does.
+    pub fn keep_for_classes(&mut self, floors: &[(SegmentClass, u32)]) -> bool {
+        self.policy.floors(floors)
     }
 
     /// The counters.

@@ -312,7 +312,7 @@ impl Pager {
         let waiters = std::mem::take(&mut fill.waiters);
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
-            self.policy.removed(page);
+            self.left(page);
             let ended = self.word(page).fill_err();
             if ended == Ok(Claim::Blocked) {
                 let priority = Priority::Demand;
@@ -577,7 +577,7 @@ impl Pager {
         }
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
-            self.policy.removed(page);
+            self.left(page);
             self.forget_failures(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
@@ -654,13 +654,14 @@ impl Pager {
                 continue;
             }
             if let Some(frame) = self.entry(page).frame() {
-                self.policy.removed(page);
+                self.left(page);
                 self.vacate(page, frame, fx);
             }
             self.drop_host_copy(page);
             self.forget_failures(page);
         }
         self.policy.forget(segment);
+        self.classes.forget(segment, count);
         self.host.remove_segment(segment);
         self.numbers.remove(segment);
         self.lost.retain(|(page, _)| page.segment != segment);

@@ -228,7 +228,7 @@ impl Pager {
     }
 
     fn take_down(&mut self, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {
-        self.policy.removed(page);
+        self.left(page);
         if taken == Taken::Dirty {
             self.outdate_copies(page);
         }

@@ -11,6 +11,7 @@ use outcore::policy::SegmentClass;
 use outcore::stats::PageUses;
 use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, Trace, TraceOptions};
+use outcore_testkit::harness::until;
 
 const PAGE: u64 = 64 << 10;
 
@@ -207,5 +208,42 @@ fn regression_a_set_that_has_to_wait_is_counted_once() {
     drop(set.wait().unwrap());
     assert_eq!(indices(&runtime.take_uses()), Vec::<u32>::new(), "it was told when it began to wait");
     drop((tensor, rows));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn each_class_has_counts_of_its_own_and_may_have_a_floor() {
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let builder = Runtime::builder().page_size(page).device_budget(Bytes::mib(1));
+    let kept = |class, floor| builder.clone().policy(PolicyKind::Shares).class_floor(class, floor);
+    let error = builder.clone().class_floor(SegmentClass::Weights, Bytes::kib(64)).open().unwrap_err();
+    assert!(error.to_string().contains("the policy plan keeps no frames for classes"), "{error}");
+    let error = kept(SegmentClass::Weights, Bytes::mib(2)).open().unwrap_err();
+    assert!(error.to_string().contains("2.0 MiB are kept for classes of tensors"), "{error}");
+
+    let runtime = kept(SegmentClass::KeysAndValues, Bytes::kib(256)).open().unwrap();
+    let rows = [4, 64].map(|rows| [rows, PAGE]);
+    let keys = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &rows[0]).unwrap();
+    let other = runtime.alloc(DType::U8, &rows[1]).unwrap();
+    drop(runtime.pin_mut(&keys).wait().unwrap());
+    for n in (0..3 * 64).map(|n| n % 64) {
+        drop(runtime.pin_mut(&other.rows(n..n + 1).unwrap()).wait().unwrap());
+    }
+    drop(runtime.pin(&keys).wait().unwrap());
+    // A miss, with which the uses before it are told.
+    runtime.evict(&other);
+    drop(runtime.pin(&other.rows(0..1).unwrap()).wait().unwrap());
+    let classes = runtime.stats().classes;
+    let of = |class| *classes.iter().find(|stats| stats.class == class).unwrap();
+    let [keys_had, other_had] = [SegmentClass::KeysAndValues, SegmentClass::Other].map(of);
+    assert_eq!((keys_had.pages, keys_had.resident, keys_had.uses, keys_had.hits), (4, 4, 8, 4), "{classes:?}");
+    assert_eq!((other_had.pages, other_had.uses), (64, 193));
+    assert_eq!(other_had.missed + other_had.hits + other_had.prefetched, 193);
+    assert!(keys_had.share >= Some(4) && keys_had.resident + other_had.resident <= 16);
+    drop((keys, other));
+    // Write backs that are on their way end first.
+    until("pages of dropped tensors are gone", || {
+        runtime.stats().classes.iter().all(|stats| stats.resident == 0 && stats.pages == 0)
+    });
     runtime.close().unwrap();
 }

@@ -174,6 +174,12 @@ impl Policy for Guarded {
     fn class(&mut self, segment: SegmentId, class: SegmentClass) {
         self.tell(|policy| policy.class(segment, class));
     }
+    fn floors(&mut self, floors: &[(SegmentClass, u32)]) -> bool {
+        self.tell(|policy| policy.floors(floors))
+    }
+    fn share(&self, class: SegmentClass) -> Option<u32> {
+        self.look(|policy| policy.share(class)).flatten()
+    }
     fn segment(&mut self, segment: SegmentId, pages: u32) {
         self.resident.insert(segment, (pages, Bits::new(pages as usize)));
         self.tell(|policy| policy.segment(segment, pages));

@@ -192,6 +192,14 @@ pub trait Policy: Send + fmt::Debug {
     fn unit(&mut self, _pages: u32) {}
     /// A segment that is about to be [added](Self::segment) is of this class.
     fn class(&mut self, _segment: SegmentId, _class: SegmentClass) {}
+    /// So many frames are kept for pages of each of these classes at least. Returns whether the policy does so.
+    fn floors(&mut self, _floors: &[(SegmentClass, u32)]) -> bool {
+        false
+    }
+    /// The frames that are for pages of this class now, if the policy divides them by class.
+    fn share(&self, _class: SegmentClass) -> Option<u32> {
+        None
+    }
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// One request is about to use these pages, in this order. They are a prefix chain: each page's content depends on

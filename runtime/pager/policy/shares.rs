@@ -86,6 +86,8 @@ pub(super) struct SharesPolicy {
     /// The class of a segment that is about to be added.
     announced: Option<(SegmentId, SegmentClass)>,
     parts: [Part; CLASSES],
+    /// By class: frames that are kept for it at least, if it has as many pages.
+    floors: [u32; CLASSES],
     /// Frames, host frames, lookahead.
     sizes: (u32, u32, u32),
     /// One of 2^`shift` pages is in the sample.
@@ -128,6 +130,7 @@ impl Default for SharesPolicy {
             segments: Vec::new(),
             announced: None,
             parts: SegmentClass::ALL.map(part),
+            floors: [0; CLASSES],
             sizes: (0, 0, 0),
             shift: 0,
             divided: false,
@@ -153,6 +156,29 @@ impl SharesPolicy {
     /// Of the classes that have pages, the one with most frames.
     fn largest(&self) -> Option<usize> {
         self.there().max_by_key(|class| self.parts[*class].share)
+    }
+
+    /// The frames that a class has at least: less than its floor if it has fewer pages, or if all floors together are
+    /// more than the frames.
+    fn least(&self, class: usize) -> u32 {
+        let all: u64 = self.floors.iter().map(|floor| u64::from(*floor)).sum();
+        let (floor, frames) = (u64::from(self.floors[class]), u64::from(self.sizes.0));
+        let floor = if all > frames { floor * frames / all } else { floor };
+        floor.min(self.parts[class].pages) as u32
+    }
+
+    /// Gives classes below their floors frames of those that have most above theirs.
+    fn keep_floors(&mut self) {
+        for class in 0..CLASSES {
+            while self.divided && self.parts[class].share < self.least(class) {
+                let above = |of: &usize| self.parts[*of].share.saturating_sub(self.least(*of));
+                let from = self.there().filter(|of| *of != class).max_by_key(above);
+                let Some(from) = from.filter(|of| above(of) > 0) else { break };
+                let taken = above(&from).min(self.least(class) - self.parts[class].share);
+                self.parts[from].share -= taken;
+                self.parts[class].share += taken;
+            }
+        }
     }
 
     /// The page's id in the small caches, if it is in the sample.
@@ -261,6 +287,7 @@ impl SharesPolicy {
             self.parts[largest].share += left;
         }
         self.uses = 0;
+        self.keep_floors();
         self.settle();
     }
 
@@ -274,7 +301,8 @@ impl SharesPolicy {
             had => had,
         };
         let Some(largest) = self.largest().filter(|largest| *largest != class) else { return };
-        let taken = wanted.min(self.parts[largest].share / 2);
+        let above = self.parts[largest].share.saturating_sub(self.least(largest));
+        let taken = wanted.min(self.parts[largest].share / 2).min(above);
         self.parts[largest].share -= taken;
         self.parts[class].share += taken;
     }
@@ -283,14 +311,14 @@ impl SharesPolicy {
     fn give(&mut self) {
         let gift = (self.sizes.0 / GIFT).max(1);
         let worth = |class: &usize| self.parts[*class].worth();
-        let from = self.there().filter(|class| self.parts[*class].share > 0).min_by_key(worth);
+        let from = self.there().filter(|class| self.parts[*class].share > self.least(*class)).min_by_key(worth);
         let wants = |class: &usize| self.parts[*class].pages > u64::from(self.parts[*class].share);
         let to = self.there().filter(wants).max_by_key(worth);
         if let (Some(from), Some(to)) = (from, to) {
             let (least, most) = (worth(&from), worth(&to));
             // If both are close, the move is not worth the pages that the frames hold.
             if from != to && most > least + least / 4 + NOISE {
-                let gift = gift.min(self.parts[from].share);
+                let gift = gift.min(self.parts[from].share - self.least(from));
                 self.parts[from].share -= gift;
                 self.parts[to].share += gift;
                 self.resized(from);
@@ -360,8 +388,22 @@ impl Policy for SharesPolicy {
             // The sample may now be a larger part.
             self.shift = 0;
             self.parts.iter_mut().for_each(|part| part.small = None);
+            self.keep_floors();
         }
         self.settle();
+    }
+
+    fn floors(&mut self, floors: &[(SegmentClass, u32)]) -> bool {
+        for (class, frames) in floors {
+            self.floors[*class as usize] = *frames;
+        }
+        self.keep_floors();
+        self.settle();
+        true
+    }
+
+    fn share(&self, class: SegmentClass) -> Option<u32> {
+        self.divided.then_some(self.parts[class as usize].share)
     }
 
     fn unit(&mut self, pages: u32) {
@@ -393,7 +435,9 @@ impl Policy for SharesPolicy {
         }
         self.parts[class as usize].pages += u64::from(pages);
         self.segments[segment.index()] = Some((class, pages));
-        if first {
+        let before = self.parts[class as usize].share;
+        self.keep_floors();
+        if first || self.parts[class as usize].share != before {
             self.settle();
         }
     }
@@ -487,7 +531,9 @@ impl Policy for SharesPolicy {
             _ => None,
         };
         let mut order: [usize; CLASSES] = std::array::from_fn(|class| class);
-        order.sort_unstable_by_key(|class| -self.excess(*class, coming));
+        // A class with no more than its floor comes last, also where pages of others are on their way and not counted.
+        let at_floor = |class: usize| self.parts[class].resident <= self.least(class);
+        order.sort_unstable_by_key(|class| (at_floor(*class), -self.excess(*class, coming)));
         let within = coming.is_none_or(|class| self.excess(class, coming) <= 0);
         let mut stopped = false;
         for class in order {
@@ -668,6 +714,46 @@ mod tests {
             let lru = swept_hits(BareCache::new(PolicyKind::Lru.build(), frames), SegmentClass::Other, swept, 8);
             assert!(lru < 0.1, "without shares the table takes the room: {lru}");
         }
+    }
+
+    #[test]
+    fn a_floor_is_kept_whatever_others_gain() {
+        let seen_again = |floor: u32| {
+            let mut policy = SharesPolicy::default();
+            policy.resize(100, 0, 0);
+            assert!(policy.floors(&[(SegmentClass::KeysAndValues, floor)]));
+            let mut cache = BareCache::new(Box::new(policy), 100);
+            cache.segment(TABLE, SegmentClass::KeysAndValues, 200);
+            cache.segment(WEIGHTS, SegmentClass::Weights, 95);
+            (0..30).for_each(|index| _ = cache.used(page(TABLE, index), false).unwrap());
+            // Whoever has more frames of these has more hits.
+            for n in 0..200 * 95 {
+                cache.used(page(WEIGHTS, n % 95), false).unwrap();
+            }
+            (0..30).filter(|index| cache.used(page(TABLE, *index), false).unwrap()).count()
+        };
+        assert_eq!(seen_again(30), 30);
+        assert!(seen_again(0) < 10);
+    }
+
+    #[test]
+    fn floors_are_kept_in_proportion_and_of_pages_that_there_are() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(48, 0, 0);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 60);
+        add(&mut policy, TABLE, SegmentClass::KeysAndValues, 6);
+        policy.floors(&[(SegmentClass::Weights, 30), (SegmentClass::KeysAndValues, 10)]);
+        (0..48).for_each(|index| comes(&mut policy, page(WEIGHTS, index)));
+        policy.victim(Want::Demand, &mut |_| Take::Yes);
+        shares_are_all_frames(&policy, 48);
+        assert!(share(&policy, SegmentClass::KeysAndValues) >= 6 && share(&policy, SegmentClass::Weights) >= 30);
+        policy.resize(20, 0, 0);
+        shares_are_all_frames(&policy, 20);
+        assert!(share(&policy, SegmentClass::KeysAndValues) >= 5 && share(&policy, SegmentClass::Weights) >= 15);
+        add(&mut policy, TABLE, SegmentClass::KeysAndValues, 100);
+        policy.resize(80, 0, 0);
+        shares_are_all_frames(&policy, 80);
+        assert!(share(&policy, SegmentClass::KeysAndValues) >= 10 && share(&policy, SegmentClass::Weights) >= 30);
     }
 
     fn add(policy: &mut SharesPolicy, segment: SegmentId, class: SegmentClass, pages: u32) {
