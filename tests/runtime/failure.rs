@@ -934,6 +934,7 @@ fn bytes_that_the_disk_changed_are_never_handed_out(devices: Devices) {
         .device_budget(Bytes::new(8 * page))
         .page_size(outcore::PageSize::new(Bytes::new(page)).unwrap())
         .scratch_dir(folder.path())
+        .policy(PolicyKind::Lru)
         .open()
         .unwrap();
     let table = runtime.alloc(DType::U8, &[32, page]).unwrap();
@@ -941,7 +942,7 @@ fn bytes_that_the_disk_changed_are_never_handed_out(devices: Devices) {
         let mut guard = runtime.write(&table.rows(row..row + 1).unwrap()).unwrap();
         guard.fill(row as u8 + 1);
     }
-    // The file has no name, but this process has it open. Row 3 left memory long ago.
+    // The file has no name, but this process has it open. Row 3 left memory before the last eight were used.
     let mut changed = 0;
     for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
         let Ok(target) = std::fs::read_link(entry.path()) else { continue };

