@@ -1,21 +1,116 @@
 //! Memory of this library's own.
 //!
 //! A thread may touch a page in a handler of a signal that came while it was in the C library's `malloc`, or in `fork`,
-//! which holds all locks of that. So nothing that answers a fault may wait for these locks. Here each thread has a heap
-//! of its own, and no lock is held while the program's code runs.
+//! which holds all locks of that. So nothing that answers a fault may wait for these locks: here is an allocator with a
+//! lock of its own. Whoever has that takes no signals meanwhile, so it is given back soon. `fork` takes it too, so that
+//! a child finds it free.
 //!
 //! What Rust does when a thread ends is kept here too: the C library would take memory for each entry.
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::cell::Cell;
+use std::cell::{Cell, UnsafeCell};
 use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use mimalloc::MiMalloc;
+use dlmalloc::Dlmalloc;
 
 #[global_allocator]
-static MEMORY: MiMalloc = MiMalloc;
+static MEMORY: Memory = Memory { is_locked: AtomicBool::new(false), heap: UnsafeCell::new(Dlmalloc::new()) };
+
+struct Memory {
+    is_locked: AtomicBool,
+    heap: UnsafeCell<Dlmalloc>,
+}
+
+// SAFETY: `heap` is used by whoever has set `is_locked` alone.
+unsafe impl Sync for Memory {}
+
+/// Blocks all signals on this thread. Returns what was blocked before.
+fn block() -> libc::sigset_t {
+    let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: `sigfillset` fills the first set, and `pthread_sigmask`, which cannot fail for it, the second one.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+        before.assume_init()
+    }
+}
+
+fn unblock(before: &libc::sigset_t) {
+    // SAFETY: a set that `block` returned.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, ptr::null_mut()) };
+}
+
+impl Memory {
+    /// No lock of a library's: those may need memory themselves. It is held for a few hundred instructions.
+    fn lock(&self) {
+        while self.is_locked.swap(true, Ordering::Acquire) {
+            // SAFETY: a plain call.
+            unsafe { libc::sched_yield() };
+        }
+    }
+
+    fn unlock(&self) {
+        self.is_locked.store(false, Ordering::Release);
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&mut Dlmalloc) -> T) -> T {
+        let before = block();
+        self.lock();
+        // SAFETY: this thread has the lock, and `run` does not come back here.
+        let result = run(unsafe { &mut *self.heap.get() });
+        self.unlock();
+        unblock(&before);
+        result
+    }
+}
+
+// SAFETY: that of `Dlmalloc`, for which the caller's promises are passed on.
+unsafe impl GlobalAlloc for Memory {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promised.
+        self.with(|heap| unsafe { heap.malloc(layout.size(), layout.align()) })
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as the caller promised.
+        self.with(|heap| unsafe { heap.calloc(layout.size(), layout.align()) })
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as the caller promised.
+        self.with(|heap| unsafe { heap.free(at, layout.size(), layout.align()) });
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: as the caller promised.
+        self.with(|heap| unsafe { heap.realloc(at, layout.size(), layout.align(), size) })
+    }
+}
+
+thread_local! {
+    /// What this thread had blocked before it forked.
+    static BEFORE_FORK: Cell<Option<libc::sigset_t>> = const { Cell::new(None) };
+}
+
+extern "C" fn before_fork() {
+    // Until the fork is over: a handler that came in between would wait for a page, and that for this lock.
+    let _ = BEFORE_FORK.try_with(|before| before.set(Some(block())));
+    MEMORY.lock();
+}
+
+extern "C" fn after_fork() {
+    MEMORY.unlock();
+    if let Ok(Some(before)) = BEFORE_FORK.try_with(Cell::take) {
+        unblock(&before);
+    }
+}
+
+/// Has `fork` take the lock. Called before other handlers of this library for `fork` are set: theirs find it free.
+pub fn follow_forks() {
+    // SAFETY: functions of the C library's signature, which do not unwind.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+}
 
 type Destructor = unsafe extern "C" fn(*mut c_void);
 

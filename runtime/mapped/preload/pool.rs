@@ -25,7 +25,7 @@ use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
-use crate::{answer, calls, interrupts, opens, routing};
+use crate::{answer, calls, interrupts, memory, opens, routing};
 
 /// Files smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
@@ -314,6 +314,7 @@ pub fn follow_forks() {
     static FOLLOWED: AtomicBool = AtomicBool::new(false);
     // No `Once`: a child would wait for the thread that its parent had there.
     if !FOLLOWED.load(Ordering::Relaxed) && !FOLLOWED.swap(true, Ordering::Relaxed) {
+        memory::follow_forks();
         // SAFETY: the function has the C library's signature and does not unwind.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     }

@@ -230,15 +230,12 @@ unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> 
             if !ask {
                 // SAFETY: a tensor that is computed, as ggml promises.
                 let (chosen, used) = unsafe { chosen(ggml, tensor) }?;
-                do_ours(|| {
-                    let input = INPUT.lock().take();
-                    pool::experts(layer, &chosen, used, input.as_ref());
-                });
+                let input = ours(|| INPUT.lock().take());
+                pool::experts(layer, &chosen, used, input.as_ref());
             }
             return Some(());
         }
-        let given_to = GIVEN.iter().find_map(|given| layer_of(name, given))?;
-        let layer = ours(|| pool::can_predict(given_to).then_some(given_to))?;
+        let layer = GIVEN.iter().find_map(|given| layer_of(name, given)).filter(|layer| pool::can_predict(*layer))?;
         if !ask {
             // SAFETY: as above.
             let given = unsafe { given(ggml, tensor, layer) };
