@@ -13,6 +13,11 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Whether this thread is in [`ours`], where it takes no signals.
+pub fn is_inside() -> bool {
+    INSIDE.try_with(Cell::get).unwrap_or(false)
+}
+
 /// Runs `run`; a panic is the same as "not ours". This thread takes no signals meanwhile: a handler that touches a
 /// mapped page waits for the thread of faults, and that one for the locks that are held here.
 pub fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {

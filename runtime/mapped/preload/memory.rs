@@ -17,6 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use dlmalloc::Dlmalloc;
 
+use crate::calls;
+
 #[global_allocator]
 static MEMORY: Memory = Memory { is_locked: AtomicBool::new(false), heap: UnsafeCell::new(Dlmalloc::new()) };
 
@@ -44,6 +46,40 @@ fn unblock(before: &libc::sigset_t) {
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, ptr::null_mut()) };
 }
 
+thread_local! {
+    /// Whether this thread blocks all signals, once that was asked. Threads of this library always do. Of the
+    /// program's, those that did when they first came here are taken to do so for good.
+    static BLOCKS: Cell<Option<bool>> = const { Cell::new(None) };
+}
+
+/// Whether this thread takes no signals now.
+fn takes_no_signals() -> bool {
+    let asked = |blocks: &Cell<Option<bool>>| {
+        blocks.get().unwrap_or_else(|| {
+            let before = block();
+            unblock(&before);
+            // SAFETY: a set that `block` returned, and numbers of signals.
+            let is_blocked = |signal: &c_int| unsafe { libc::sigismember(&before, *signal) } == 1;
+            let all = SIGNALS.iter().all(is_blocked);
+            blocks.set(Some(all));
+            all
+        })
+    };
+    calls::is_inside() || BLOCKS.try_with(asked).unwrap_or(false)
+}
+
+/// Of which programs have handlers.
+const SIGNALS: [c_int; 8] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGTERM,
+    libc::SIGALRM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGPROF,
+    libc::SIGCHLD,
+];
+
 impl Memory {
     /// No lock of a library's: those may need memory themselves. It is held for a few hundred instructions.
     fn lock(&self) {
@@ -58,12 +94,12 @@ impl Memory {
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut Dlmalloc) -> T) -> T {
-        let before = block();
+        let before = (!takes_no_signals()).then(block);
         self.lock();
         // SAFETY: this thread has the lock, and `run` does not come back here.
         let result = run(unsafe { &mut *self.heap.get() });
         self.unlock();
-        unblock(&before);
+        before.iter().for_each(unblock);
         result
     }
 }
