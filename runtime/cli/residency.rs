@@ -4,7 +4,9 @@
 use outcore::format::ModelHeader;
 use outcore::policy::{PageIndex, SegmentClass, SegmentId};
 use outcore::{Bytes, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result};
-use outcore_pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
+use outcore_pager::{Backing, Move, PageRun, PageWords, PagerConfig, Place, Purpose, Unpin};
+
+use super::at_once::AtOnce;
 
 /// What one pass over a model reads under a budget, after the first passes.
 #[derive(Clone, Copy, Debug)]
@@ -21,10 +23,9 @@ pub struct Pass {
 const PASSES_BEFORE: u32 = 2;
 
 struct Simulation {
-    pager: Pager,
+    at_once: AtOnce,
     segments: Vec<(SegmentId, PageWords, u64)>,
     page: PageSize,
-    fx: Effects,
     pages_streamed: u64,
     streamed: u64,
 }
@@ -41,21 +42,22 @@ pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
         page_bytes: page.bytes(),
     };
     let mut simulation = Simulation {
-        pager: Pager::new(config, PolicyKind::Plan.build()),
+        at_once: AtOnce::new(config, PolicyKind::Plan),
         segments: Vec::new(),
         page,
-        fx: Effects::default(),
         pages_streamed: 0,
         streamed: 0,
     };
     for file in &model.files {
         let pages = u32::try_from(page.pages_for(file.len).max(1)).map_err(|_| too_many(page))?;
-        let (id, words) = simulation.pager.add_segment(Backing::File, SegmentClass::Weights, pages);
+        let (id, words) = simulation.at_once.pager.add_segment(Backing::File, SegmentClass::Weights, pages);
         simulation.segments.push((id, words, file.len));
     }
     let units = simulation.units(model, frames)?;
-    simulation.pager.declare_plan(&units, true, &mut simulation.fx);
-    simulation.settle()?;
+    let AtOnce { pager, fx } = &mut simulation.at_once;
+    pager.declare_plan(&units, true, fx);
+    // Only what the last pass moves counts.
+    simulation.at_once.settle(|_| {});
     for _ in 0..PASSES_BEFORE {
         simulation.run(&units)?;
     }
@@ -106,51 +108,29 @@ impl Simulation {
     }
 
     fn run(&mut self, units: &[PageRun]) -> Result<()> {
-        for unit in units {
-            let submitted = self.pager.submit(std::slice::from_ref(unit), Purpose::Read, &mut self.fx)?;
-            self.settle()?;
-            if let Submitted::Waiting(id) = submitted {
-                let at = self.fx.done.iter().position(|(done, _)| *done == id);
-                let (_, result) = at.map(|at| self.fx.done.swap_remove(at)).ok_or_else(|| {
-                    Error::new(ErrorKind::Internal, "a simulated request was not served").remedy("report this as a bug")
-                })?;
-                result?;
+        let Self { at_once, segments, page, pages_streamed, streamed } = self;
+        let file = |segment: SegmentId| segments.iter().find(|(id, ..)| *id == segment);
+        let mut moved = |movement: &Move| {
+            if movement.from == Place::Disk {
+                let start = u64::from(movement.page.index.get()) * page.bytes();
+                let len = file(movement.page.segment).map_or(0, |(.., len)| *len);
+                *streamed += len.saturating_sub(start).min(page.bytes());
+                *pages_streamed += 1;
             }
+        };
+        for unit in units {
+            let runs = std::slice::from_ref(unit);
+            at_once.pin(runs, Purpose::Read, &mut moved)?;
             let mut wanted = false;
-            if let Some((_, words, _)) = self.segments.iter().find(|(id, ..)| *id == unit.segment) {
+            if let Some((_, words, _)) = file(unit.segment) {
                 let first = unit.first.get() as usize;
                 for word in words.iter().skip(first).take(unit.count as usize) {
                     wanted |= word.unpin() == Unpin::Wanted;
                 }
             }
-            if wanted {
-                self.pager.released(std::slice::from_ref(unit), &mut self.fx);
-            }
-            self.settle()?;
+            at_once.unpinned(runs, wanted, &mut moved);
         }
         Ok(())
-    }
-
-    /// Ends every move that was started.
-    fn settle(&mut self) -> Result<()> {
-        loop {
-            let moves = std::mem::take(&mut self.fx.moves);
-            self.fx.protect.clear();
-            self.fx.raised.clear();
-            if moves.is_empty() {
-                return Ok(());
-            }
-            for movement in moves {
-                if movement.from == Place::Disk {
-                    let file = self.segments.iter().find(|(id, ..)| *id == movement.page.segment);
-                    let start = u64::from(movement.page.index.get()) * self.page.bytes();
-                    let len = file.map_or(0, |(.., len)| len.saturating_sub(start).min(self.page.bytes()));
-                    self.streamed += len;
-                    self.pages_streamed += 1;
-                }
-                self.pager.complete(movement.id, Ok(()), &mut self.fx);
-            }
-        }
     }
 }
 

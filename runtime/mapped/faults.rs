@@ -9,7 +9,7 @@
 //!
 //! It takes memory from the allocator of the program that links this crate. So a handler of a signal must touch no
 //! mapped page in such a program: it may have interrupted a thread that has the allocator's lock, or one of outcore's.
-//! The library that is loaded into programs has an allocator without such locks, and blocks signals while it works.
+//! The library that is loaded into programs takes no signals while it works, nor while it has its allocator's lock.
 //!
 //! # Why a fault ends
 //!

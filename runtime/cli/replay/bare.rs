@@ -7,11 +7,12 @@ use outcore::store::ScratchAllocation;
 use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, Result, Runtime, Tier};
 use outcore_kv::{BlockId, BlockKey, KvLayout, KvPool, KvShape, Sequence, TenantId};
 use outcore_lab::sim::MachineModel;
-use outcore_pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Purpose, Submitted, pin};
+use outcore_pager::{Backing, PageRun, PageWords, PagerConfig, Purpose, pin};
 
 use super::found::Ended;
 use super::shelf::Shelf;
 use super::{Asked, Served, Server, Setup, device_frames, frames};
+use crate::at_once::AtOnce;
 
 /// Memory of the runtime whose pool has the tables. Its pages are never used.
 const UNUSED: Bytes = Bytes::mib(1);
@@ -52,7 +53,7 @@ impl Bare {
         let pool = KvPool::open(&runtime, layout, b"bare", setup.blocks)?;
         // As far as a runtime looks ahead unless told.
         let pages = Lookahead::Auto.pages(options.page_size, frames(options.device, options.page_size.bytes())?);
-        let mut pager = Pager::new(
+        let mut at_once = AtOnce::new(
             PagerConfig {
                 frames: device.get(),
                 host_frames: frames(options.host, room)?,
@@ -61,14 +62,14 @@ impl Bare {
                 lookahead: (pages / setup.layout.pages() as u32).max(1),
                 page_bytes: room,
             },
-            options.policy.build(),
+            options.policy,
         );
         let pages = setup.blocks * groups;
-        let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::KeysAndValues, pages);
+        let (segment, words) = at_once.pager.add_segment(Backing::ReadWrite, SegmentClass::KeysAndValues, pages);
         Ok(Self {
             pool,
             runtime,
-            tiers: Tiers { pager, segment, words, fx: Effects::default() },
+            tiers: Tiers { at_once, segment, words },
             shelf: Shelf::new(options.store, setup.layout.block_tokens(), setup.stored())?,
             known: vec![None; setup.blocks as usize],
             machine,
@@ -97,7 +98,7 @@ impl Bare {
             let coming = if group == 0 { 0..2.min(self.groups) } else { group + 1..(group + 2).min(self.groups) };
             for coming in coming {
                 let runs = self.runs(blocks, coming);
-                self.tiers.prefetch(&runs)?;
+                self.tiers.prefetch(&runs);
             }
             self.used_group(blocks, group, Purpose::Read)?;
         }
@@ -227,7 +228,7 @@ impl Server for Bare {
             }
             for block in blocks {
                 let first = self.page(block, 0);
-                self.tiers.evict(PageRun { segment: self.tiers.segment, first, count: self.groups })?;
+                self.tiers.evict(PageRun { segment: self.tiers.segment, first, count: self.groups });
             }
         }
         Ok(served)
@@ -244,7 +245,7 @@ impl Server for Bare {
     }
 
     fn end(self: Box<Self>) -> Result<Ended> {
-        let stats = self.tiers.pager.stats();
+        let stats = self.tiers.at_once.pager.stats();
         let (store_written, store_evicted) = self.shelf.map_or((0, 0), |shelf| (shelf.written, shelf.evicted));
         drop(self.pool);
         self.runtime.close()?;
@@ -261,60 +262,38 @@ impl Server for Bare {
 /// The pager, of which each page is a group of a block.
 #[derive(Debug)]
 struct Tiers {
-    pager: Pager,
+    at_once: AtOnce,
     segment: SegmentId,
     words: PageWords,
-    fx: Effects,
 }
 
 impl Tiers {
     fn tier(&self, index: PageIndex) -> Tier {
-        let view = self.pager.view_of(PageId { segment: self.segment, index });
+        let view = self.at_once.pager.view_of(PageId { segment: self.segment, index });
         view.map_or(Tier::Disk, |view| view.tier())
     }
 
-    fn prefetch(&mut self, runs: &[PageRun]) -> Result<()> {
-        self.pager.prefetch(runs, &mut self.fx);
-        self.settle()
+    fn prefetch(&mut self, runs: &[PageRun]) {
+        let AtOnce { pager, fx } = &mut self.at_once;
+        pager.prefetch(runs, fx);
+        self.at_once.settle(|_| {});
     }
 
-    fn evict(&mut self, run: PageRun) -> Result<()> {
-        self.pager.evict(run.pages(), &mut self.fx);
-        self.settle()
+    fn evict(&mut self, run: PageRun) {
+        let AtOnce { pager, fx } = &mut self.at_once;
+        pager.evict(run.pages(), fx);
+        self.at_once.settle(|_| {});
     }
 
     /// Pins these pages as a unit, and unpins them.
     fn used(&mut self, runs: &[PageRun], purpose: Purpose) -> Result<()> {
-        let submitted = self.pager.submit(runs, purpose, &mut self.fx)?;
-        self.settle()?;
-        if let Submitted::Waiting(id) = submitted {
-            let at = self.fx.done.iter().position(|(done, _)| *done == id);
-            let (_, result) = at.map(|at| self.fx.done.swap_remove(at)).ok_or_else(|| {
-                Error::new(ErrorKind::Internal, "a simulated request was not served").remedy("report this as a bug")
-            })?;
-            result?;
-        }
+        self.at_once.pin(runs, purpose, |_| {})?;
         let mut wanted = false;
         for run in runs {
             let first = run.first.get() as usize;
             wanted |= pin::unpin(&self.words[first..first + run.count as usize], purpose == Purpose::Write);
         }
-        if wanted {
-            self.pager.released(runs, &mut self.fx);
-        }
-        self.settle()
-    }
-
-    /// Ends every move that was started.
-    fn settle(&mut self) -> Result<()> {
-        loop {
-            let moves = std::mem::take(&mut self.fx.moves);
-            self.fx.protect.clear();
-            self.fx.raised.clear();
-            if moves.is_empty() {
-                return Ok(());
-            }
-            moves.iter().for_each(|one| self.pager.complete(one.id, Ok(()), &mut self.fx));
-        }
+        self.at_once.unpinned(runs, wanted, |_| {});
+        Ok(())
     }
 }

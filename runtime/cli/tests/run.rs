@@ -75,6 +75,15 @@ fn outcore() -> Command {
     command
 }
 
+/// The same, of which what hangs is killed after so many seconds.
+fn outcore_within(seconds: u32) -> Command {
+    let outcore = outcore();
+    let mut command = Command::new("timeout");
+    command.args(["-s", "KILL", &seconds.to_string()]).arg(outcore.get_program());
+    command.envs(outcore.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command
+}
+
 /// Whether the library lies beside the program: `scripts/test.sh` builds it. Says so if it does not.
 fn can_run() -> bool {
     let there = Path::new(env!("CARGO_BIN_EXE_outcore")).with_file_name("liboutcore_preload.so").exists();

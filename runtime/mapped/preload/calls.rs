@@ -19,15 +19,19 @@ pub fn is_inside() -> bool {
 }
 
 /// Runs `run`; a panic is the same as "not ours". This thread takes no signals meanwhile: a handler that touches a
-/// mapped page waits for the thread of faults, and that one for the locks that are held here.
+/// mapped page waits for the thread of faults, and that one for the locks that are held here. Threads that are started
+/// here take none for good: no handler of the program's runs on them.
 pub fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
     // While a thread ends, it has no such variable, and maps no model.
-    if INSIDE.try_with(|inside| inside.replace(true)).unwrap_or(true) {
+    if INSIDE.try_with(Cell::get).unwrap_or(true) {
         return None;
     }
-    let result = without_signals(|| pool::without_panic(run));
-    let _ = INSIDE.try_with(|inside| inside.set(false));
-    result
+    without_signals(|| {
+        let _ = INSIDE.try_with(|inside| inside.set(true));
+        let result = pool::without_panic(run);
+        let _ = INSIDE.try_with(|inside| inside.set(false));
+        result
+    })
 }
 
 pub fn do_ours(run: impl FnOnce()) {

@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::rules::{on_descriptor, without_signals};
+use outcore::rules::on_descriptor;
 
 /// Descriptors from here on are not protected: a process that has so many does not count them up to close them.
 const MOST: usize = 1 << 16;
@@ -40,15 +40,13 @@ impl Drop for Protects {
     }
 }
 
-/// Runs `open`, and protects what it opens. No handler of the program's opens a file of its own meanwhile on this
-/// thread.
+/// Runs `open`, and protects what it opens. The caller takes no signals, so no handler of the program's opens a file of
+/// its own meanwhile on this thread.
 pub fn protecting<T>(open: impl FnOnce() -> T) -> T {
     on_descriptor(protect);
-    without_signals(|| {
-        let _ = PROTECTS.try_with(|protects| protects.set(true));
-        let _until = Protects;
-        open()
-    })
+    let _ = PROTECTS.try_with(|protects| protects.set(true));
+    let _until = Protects;
+    open()
 }
 
 /// This thread has opened a file: for the library, or for the program.

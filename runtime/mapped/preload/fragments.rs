@@ -3,8 +3,6 @@
 use std::ffi::c_int;
 use std::sync::Once;
 
-use outcore::rules::without_signals;
-
 use crate::pool::{self, kernel};
 
 /// Parts of a file that the program has mapped, and not given back: first byte and length. A file that is mapped twice
@@ -53,10 +51,6 @@ impl Given {
 ///
 /// A private mapping is one mapping alone: it goes when nothing of it is left.
 pub fn unmap(address: u64, len: u64) {
-    without_signals(|| unmap_part(address, len));
-}
-
-fn unmap_part(address: u64, len: u64) {
     if pool::unmap_private(address, len) {
         return;
     }

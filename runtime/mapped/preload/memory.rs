@@ -16,6 +16,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dlmalloc::Dlmalloc;
+use outcore::rules::without_signals;
 
 use crate::calls;
 
@@ -30,22 +31,6 @@ struct Memory {
 // SAFETY: `heap` is used by whoever has set `is_locked` alone.
 unsafe impl Sync for Memory {}
 
-/// Blocks all signals on this thread. Returns what was blocked before.
-fn block() -> libc::sigset_t {
-    let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: `sigfillset` fills the first set, and `pthread_sigmask`, which cannot fail for it, the second one.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-        before.assume_init()
-    }
-}
-
-fn unblock(before: &libc::sigset_t) {
-    // SAFETY: a set that `block` returned.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, ptr::null_mut()) };
-}
-
 thread_local! {
     /// Whether this thread blocks all signals, once that was asked. Threads of this library always do. Of the
     /// program's, those that did when they first came here are taken to do so for good.
@@ -55,17 +40,26 @@ thread_local! {
 /// Whether this thread takes no signals now.
 fn takes_no_signals() -> bool {
     let asked = |blocks: &Cell<Option<bool>>| {
-        blocks.get().unwrap_or_else(|| {
-            let before = block();
-            unblock(&before);
-            // SAFETY: a set that `block` returned, and numbers of signals.
-            let is_blocked = |signal: &c_int| unsafe { libc::sigismember(&before, *signal) } == 1;
-            let all = SIGNALS.iter().all(is_blocked);
-            blocks.set(Some(all));
-            all
-        })
+        let all = blocks.get().unwrap_or_else(|| {
+            let now = mask(libc::SIG_BLOCK, None);
+            // SAFETY: a set that is filled, and numbers of signals.
+            SIGNALS.iter().all(|signal| unsafe { libc::sigismember(&now, *signal) } == 1)
+        });
+        blocks.set(Some(all));
+        all
     };
     calls::is_inside() || BLOCKS.try_with(asked).unwrap_or(false)
+}
+
+/// Changes what this thread blocks, and returns what it blocked before.
+fn mask(how: c_int, set: Option<&libc::sigset_t>) -> libc::sigset_t {
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: `sigemptyset` fills the set, also if `pthread_sigmask` should not.
+    unsafe {
+        libc::sigemptyset(before.as_mut_ptr());
+        libc::pthread_sigmask(how, set.map_or(ptr::null(), ptr::from_ref), before.as_mut_ptr());
+        before.assume_init()
+    }
 }
 
 /// Of which programs have handlers.
@@ -94,13 +88,14 @@ impl Memory {
     }
 
     fn with<T>(&self, run: impl FnOnce(&mut Dlmalloc) -> T) -> T {
-        let before = (!takes_no_signals()).then(block);
-        self.lock();
-        // SAFETY: this thread has the lock, and `run` does not come back here.
-        let result = run(unsafe { &mut *self.heap.get() });
-        self.unlock();
-        before.iter().for_each(unblock);
-        result
+        let run = || {
+            self.lock();
+            // SAFETY: this thread has the lock, and `run` does not come back here.
+            let result = run(unsafe { &mut *self.heap.get() });
+            self.unlock();
+            result
+        };
+        if takes_no_signals() { run() } else { without_signals(run) }
     }
 }
 
@@ -131,14 +126,20 @@ thread_local! {
 
 extern "C" fn before_fork() {
     // Until the fork is over: a handler that came in between would wait for a page, and that for this lock.
-    let _ = BEFORE_FORK.try_with(|before| before.set(Some(block())));
+    let mut all = MaybeUninit::uninit();
+    // SAFETY: the call fills the set.
+    let all = unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        all.assume_init()
+    };
+    let _ = BEFORE_FORK.try_with(|before| before.set(Some(mask(libc::SIG_SETMASK, Some(&all)))));
     MEMORY.lock();
 }
 
 extern "C" fn after_fork() {
     MEMORY.unlock();
     if let Ok(Some(before)) = BEFORE_FORK.try_with(Cell::take) {
-        unblock(&before);
+        mask(libc::SIG_SETMASK, Some(&before));
     }
 }
 

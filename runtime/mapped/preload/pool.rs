@@ -238,12 +238,9 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
             let builder = settings.policy.into_iter().fold(builder, RuntimeBuilder::policy);
             builder.timeline(settings.report.is_some()).open()
         };
-        // Threads of the runtime take no signals: a handler of the program's may not run on them.
-        let opened =
-            without_signals(|| builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)));
-        match opened {
+        match builder().map(|runtime| (Watch::start(&runtime, limit, budget, settings), runtime)) {
             Ok((watch, runtime)) => {
-                without_signals(answer::start);
+                answer::start();
                 Some(Pool {
                     runtime,
                     watch,
@@ -388,13 +385,13 @@ pub fn map(request: &Request) -> Option<u64> {
         return None;
     }
     let pool = descriptors::protecting(|| pool(settings, limit, &path))?;
-    without_signals(interrupts::follow);
+    interrupts::follow();
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
     if free_slot().is_none() && (writable || !files.iter().any(|known| known.identity == identity)) {
         let gone = make_room(&mut files);
         drop(files);
-        without_signals(|| drop(gone));
+        drop(gone);
         files = pool.files.lock();
     }
     if let Some(known) = files.iter_mut().find(|known| known.identity == identity && !writable) {
@@ -682,23 +679,19 @@ fn expect(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>)
     let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
     let Some((one, routers)) = only_file(has_all) else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
-    // A handler of the program's that touches a page must not run while this thread holds a lock.
     let input = input.filter(|input| input.layer == layer);
-    let _ = without_signals(|| {
-        let next = input.map(|input| routers.predict(&one, layer, &input.numbers, input.tokens, used));
-        // A model whose experts end here has no others to expect.
-        match next.filter(|next| !next.is_empty() && next.iter().all(|expert| one.has_expert(layer + 1, *expert))) {
-            Some(next) => one.expert_hint_before(
-                LayerExperts { layer, experts },
-                &[LayerExperts { layer: layer + 1, experts: &next }],
-            ),
-            None => one.expert_hint(layer, experts),
-        }
-    });
+    let next = input.map(|input| routers.predict(&one, layer, &input.numbers, input.tokens, used));
+    // A model whose experts end here has no others to expect.
+    let _ = match next.filter(|next| !next.is_empty() && next.iter().all(|expert| one.has_expert(layer + 1, *expert))) {
+        Some(next) => one
+            .expert_hint_before(LayerExperts { layer, experts }, &[LayerExperts { layer: layer + 1, experts: &next }]),
+        None => one.expert_hint(layer, experts),
+    };
 }
 
 extern "C" fn at_exit() {
-    tell(Duration::ZERO);
+    // A handler may touch a page while this thread has a lock of the runtime's.
+    without_signals(|| tell(Duration::ZERO));
     interrupts::wait_for_the_end();
 }
 

@@ -1113,9 +1113,8 @@ os._exit(9)
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), 40 << 20);
     let (mut from, to) = std::io::pipe().unwrap();
-    // What hangs is killed.
-    let mut command = Command::new("timeout");
-    command.args(["-s", "KILL", "60", env!("CARGO_BIN_EXE_outcore"), "run", "--budget", "8MiB", "--", "python3", "-c"]);
+    let mut command = outcore_within(60);
+    command.args(["run", "--budget", "8MiB", "--", "python3", "-c"]);
     command.arg(format!("{BEGIN}{program}")).arg(&path);
     let mut child = command.stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
     drop(command);

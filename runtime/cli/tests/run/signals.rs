@@ -145,12 +145,9 @@ fn regression_a_handler_may_touch_a_page_whatever_it_interrupts() {
     let Some(program) = built(folder.path(), HANDLER) else { return };
     let path = numbers(folder.path(), 64 << 20);
     for (what, arenas) in [("allocates", "1"), ("allocates", "8"), ("forks", "1"), ("forks", "8"), ("maps", "1")] {
-        // What hangs is killed.
-        let mut command = Command::new("timeout");
-        command.args(["-s", "KILL", "100"]).arg(env!("CARGO_BIN_EXE_outcore"));
+        let mut command = outcore_within(100);
         command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path).arg(what);
-        command.env("MALLOC_ARENA_MAX", arenas);
-        let output = command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache")).output().unwrap();
+        let output = command.env("MALLOC_ARENA_MAX", arenas).output().unwrap();
         let told = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(7), "{what}, {arenas} arena(s): {told}");
         assert!(told.contains("file(s) mapped"), "{told}");
