@@ -898,6 +898,12 @@ impl Runtime {
         }
     }
 
+    /// As [`prefetch`](Self::prefetch) for each of these tensors, in this order, in one step.
+    pub fn prefetch_all(&self, tensors: &[Tensor]) {
+        let runs = self.runs_of_ours(tensors);
+        self.engine().with(|pager, fx| pager.prefetch(&runs, fx));
+    }
+
     /// Declares the order in which tensors pinned without a [`Walker`] will be used, repeated for ever if `cyclic`. An
     /// empty order withdraws the plan. Each walker has [an order of its own](Walker::plan). A policy that follows no
     /// plans ignores it. Tensors of other runtimes are left out.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use outcore::pin::{DevicePins, HostPins};
-use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Write};
+use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Walker, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
@@ -93,6 +93,14 @@ pub struct Sequence {
     /// The tokens behind them.
     tail: Vec<Token>,
     permit: Option<Permit>,
+    passes: Option<Passes>,
+}
+
+/// The order of a sequence's passes, as declared to the runtime.
+struct Passes {
+    walker: Walker,
+    /// Whether the sequence has other blocks than when the order was declared.
+    outdated: bool,
 }
 
 impl fmt::Debug for Sequence {
@@ -106,17 +114,24 @@ impl fmt::Debug for Sequence {
 #[derive(Debug)]
 pub struct ReadBlocks<'a> {
     pool: &'a KvPool,
+    walker: Option<&'a Walker>,
     tensors: Vec<Tensor>,
 }
 
 impl ReadBlocks<'_> {
     /// Pins them, in this process's memory, as a unit.
     pub fn pin(&self) -> PinRequest<'_, HostPins<'_, Read>> {
-        self.pool.runtime().pin_set(&self.tensors)
+        match self.walker {
+            Some(walker) => walker.pin_set(&self.tensors),
+            None => self.pool.runtime().pin_set(&self.tensors),
+        }
     }
     /// Pins them on the device, as a unit.
     pub fn pin_device(&self) -> PinRequest<'_, DevicePins<'_, Read>> {
-        self.pool.runtime().pin_device(&self.tensors)
+        match self.walker {
+            Some(walker) => walker.pin_device(&self.tensors),
+            None => self.pool.runtime().pin_device(&self.tensors),
+        }
     }
     /// How many they are.
     pub fn count(&self) -> usize {
@@ -124,7 +139,7 @@ impl ReadBlocks<'_> {
     }
     /// Has them filled as soon as nothing more urgent is.
     pub fn prefetch(&self) {
-        self.tensors.iter().for_each(|tensor| self.pool.runtime().prefetch(tensor));
+        self.pool.runtime().prefetch_all(&self.tensors);
     }
 }
 
@@ -132,17 +147,24 @@ impl ReadBlocks<'_> {
 #[derive(Debug)]
 pub struct WriteBlocks<'a> {
     pool: &'a KvPool,
+    walker: Option<&'a Walker>,
     tensors: Vec<Tensor>,
 }
 
 impl WriteBlocks<'_> {
     /// Pins them, in this process's memory, as a unit. Rows that were written before stay as they are.
     pub fn pin(&mut self) -> PinRequest<'_, HostPins<'_, Write>> {
-        self.pool.runtime().pin_set_mut(&self.tensors)
+        match self.walker {
+            Some(walker) => walker.pin_set_mut(&self.tensors),
+            None => self.pool.runtime().pin_set_mut(&self.tensors),
+        }
     }
     /// Pins them on the device, as a unit.
     pub fn pin_device(&mut self) -> PinRequest<'_, DevicePins<'_, Write>> {
-        self.pool.runtime().pin_device_mut(&self.tensors)
+        match self.walker {
+            Some(walker) => walker.pin_device_mut(&self.tensors),
+            None => self.pool.runtime().pin_device_mut(&self.tensors),
+        }
     }
     /// How many they are.
     pub fn count(&self) -> usize {
@@ -162,7 +184,20 @@ impl Sequence {
         let complete = blocks.len();
         let len = complete as u64 * u64::from(pool.0.layout.block_tokens());
         let own = blocks.into_iter().map(Some).collect();
-        Self { pool, tenant, realm, before: None, own, len, complete, key, parent, tail: Vec::new(), permit: None }
+        Self {
+            pool,
+            tenant,
+            realm,
+            before: None,
+            own,
+            len,
+            complete,
+            key,
+            parent,
+            tail: Vec::new(),
+            permit: None,
+            passes: None,
+        }
     }
 
     /// The key of the block behind those that are complete, if it has these tokens, and the key before it.
@@ -307,7 +342,52 @@ impl Sequence {
         }
         self.tail.extend_from_slice(tokens);
         self.len = end;
+        self.outdate_passes(more > 0);
+        self.declare_passes()?;
         Ok(start..end)
+    }
+
+    /// Declares that each pass goes over the groups in order, and over all blocks of each: the last one is written, then
+    /// all are read from the first on. Policies that follow plans then keep what the next pass needs soonest, and fill
+    /// blocks ahead of their use. It is for sequences larger than the memory that they may have: others gain nothing.
+    /// Pins of blocks are then uses of a [`Walker`] of the sequence. The order is declared anew by
+    /// [`append`](Self::append) where the blocks have changed.
+    ///
+    /// # Errors
+    /// What [`Runtime::walker`](outcore::Runtime::walker) says.
+    pub fn plan_passes(&mut self) -> Result<()> {
+        if self.passes.is_none() {
+            self.passes = Some(Passes { walker: self.pool.runtime().walker()?, outdated: true });
+        }
+        self.declare_passes()
+    }
+
+    fn walker(&self) -> Option<&Walker> {
+        self.passes.as_ref().map(|passes| &passes.walker)
+    }
+
+    /// The sequence has other blocks, if `changed`.
+    fn outdate_passes(&mut self, changed: bool) {
+        if let Some(passes) = &mut self.passes {
+            passes.outdated |= changed;
+        }
+    }
+
+    fn declare_passes(&mut self) -> Result<()> {
+        let Some(Passes { outdated: true, .. }) = self.passes else { return Ok(()) };
+        let blocks: Vec<BlockId> = self.blocks().into_iter().flatten().collect();
+        let groups = self.pool.0.layout.groups();
+        let mut order = Vec::with_capacity((blocks.len() + 1) * groups as usize);
+        for group in 0..groups {
+            for block in blocks.last().into_iter().chain(&blocks) {
+                order.push(self.pool.0.tensor(*block, group)?);
+            }
+        }
+        if let Some(passes) = &mut self.passes {
+            passes.walker.plan(&order, true);
+            passes.outdated = false;
+        }
+        Ok(())
     }
 
     fn permitted(&self, end: u64) -> Result<()> {
@@ -362,6 +442,7 @@ impl Sequence {
             return Err(Error::new(ErrorKind::InvalidArgument, "the block of the last token was left by a window")
                 .remedy("truncate to the end of a block, or keep a window that holds the last token"));
         };
+        self.outdate_passes(true);
         let new = self.pool.0.state.lock().take(self.tenant)?;
         if let Err(error) = self.pool.0.copy(old, new) {
             self.pool.0.state.lock().release(self.tenant, new);
@@ -459,7 +540,7 @@ impl Sequence {
     /// [`NotFound`](ErrorKind::NotFound) for a block that the sequence left.
     pub fn read(&self, group: u32, positions: Range<u64>) -> Result<ReadBlocks<'_>> {
         let tensors = self.tensors(group, self.blocks_of(&positions))?;
-        Ok(ReadBlocks { pool: &self.pool, tensors })
+        Ok(ReadBlocks { pool: &self.pool, walker: self.walker(), tensors })
     }
 
     /// The blocks of these positions, of a group of layers, to be written: all those from the first block on that is
@@ -483,7 +564,7 @@ impl Sequence {
                 .remedy("write the positions that append returned, and commit them afterwards"));
         }
         let tensors = self.tensors(group, blocks)?;
-        Ok(WriteBlocks { pool: &self.pool, tensors })
+        Ok(WriteBlocks { pool: &self.pool, walker: self.walker(), tensors })
     }
 
     /// The keys and values of all layers are there for the positions below `end`. Sequences that begin with the same
@@ -503,6 +584,7 @@ impl Sequence {
             return Ok(());
         }
         let first = self.first_own();
+        let mut joined = false;
         let mut state = self.pool.0.state.lock();
         for (nth, tokens) in (self.complete..complete).zip(self.tail.chunks_exact(each)) {
             let key = self.key.next(tokens);
@@ -522,12 +604,14 @@ impl Sequence {
                     let old = std::mem::replace(block, same);
                     state.release(self.tenant, old);
                     state.joined(self.tenant);
+                    joined = true;
                 }
                 self.parent = Some(state.tables.link_of(*block));
             }
             (self.key, self.complete) = (key, nth + 1);
         }
         drop(state);
+        self.outdate_passes(joined);
         let behind = self.tail.len() - (self.len as usize - complete * each);
         self.tail.drain(..behind);
         Ok(())
@@ -548,7 +632,8 @@ impl Sequence {
         }
         let Self { tenant, realm, len, complete, key, parent, .. } = *self;
         let (pool, before, tail) = (self.pool.clone(), self.before.clone(), self.tail.clone());
-        Self { pool, tenant, realm, before, own: Vec::new(), len, complete, key, parent, tail, permit: None }
+        let (own, permit, passes) = (Vec::new(), None, None);
+        Self { pool, tenant, realm, before, own, len, complete, key, parent, tail, permit, passes }
     }
 
     /// Forgets the tokens from position `len` on. Blocks in which none is left are let go.
@@ -562,6 +647,7 @@ impl Sequence {
         }
         let each = self.each();
         let blocks = len.div_ceil(each) as usize;
+        self.outdate_passes(true);
         self.take_back();
         while self.first_own() > blocks {
             self.leave_part(blocks)?;
@@ -610,6 +696,8 @@ impl Sequence {
                 left = true;
             }
         }
+        drop(state);
+        self.outdate_passes(left);
         if left && from >= self.complete {
             self.parent = None;
         }
@@ -636,9 +724,9 @@ impl Sequence {
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
     pub fn resume(&self, group: u32) -> Result<()> {
-        for block in self.blocks().into_iter().flatten() {
-            self.pool.runtime().prefetch(&self.pool.0.tensor(block, group)?);
-        }
+        let blocks = self.blocks().into_iter().flatten();
+        let tensors: Vec<_> = blocks.map(|block| self.pool.0.tensor(block, group)).collect::<Result<_>>()?;
+        self.pool.runtime().prefetch_all(&tensors);
         Ok(())
     }
 }

@@ -28,7 +28,7 @@ use crate::ids::Bytes;
 /// Bytes of a small one.
 const SMALL: Bytes = Bytes::new(IO_ALIGNMENT);
 /// Bytes of the buffer that all reads share.
-const ROOM: Bytes = Bytes::mib(4);
+const ROOM: Bytes = Bytes::mib(32);
 /// Most reads of each size that are timed one at a time.
 const ALONE_READS: usize = 8;
 /// Time after which no more of them begin.

@@ -15,7 +15,11 @@ use outcore::store::DiskProfile;
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_kv::{ActiveOptions, KvPool, Sequence, StoreOptions, TenantId, Token};
 use outcore_llm::synthetic::Spec;
-use outcore_llm::{Arch, Model, ModelFiles, Options, PagedKeys, PlainWeights, Session, WeightType, argmax, paged_kv};
+use outcore_llm::{
+    Arch, Config, Model, ModelFiles, Options, PagedKeys, PagedWeights, PlainWeights, Session, WeightType, argmax,
+    paged_kv,
+};
+use outcore_testkit::harness::Rng;
 
 const TENANT: TenantId = TenantId::new(1);
 const CONVERSATIONS: usize = 32;
@@ -23,6 +27,7 @@ const TURNS: usize = 6;
 /// Tokens that are asked, and answered, in a turn.
 const ASKED: usize = 40;
 const SAID: usize = 16;
+const LENGTH: usize = TURNS * (ASKED + SAID);
 /// How many conversations' keys and values the device has room for.
 const ROOM: usize = 4;
 const PASS: usize = 64;
@@ -67,12 +72,8 @@ fn tokens(ids: &[u32]) -> Vec<Token> {
 
 /// What somebody asks in a turn: nobody else asks it.
 fn asked(who: usize, turn: usize, vocab: u32) -> Vec<u32> {
-    let mut state = (who * TURNS + turn + 1) as u64;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as u32 % vocab
-    };
-    (0..ASKED).map(|_| next()).collect()
+    let mut random = Rng::new((who * TURNS + turn + 1) as u64);
+    (0..ASKED).map(|_| random.below(vocab.into()) as u32).collect()
 }
 
 /// Computes these tokens behind those that there are, and says some. Returns what is said.
@@ -95,7 +96,7 @@ fn alone(model: &Arc<Model>, folder: &Path, vocab: u32) -> (Vec<Vec<u32>>, f64) 
     let mut answers = Vec::new();
     for who in 0..CONVERSATIONS {
         let runtime = runtime(256 << 20, folder, PolicyKind::Kv);
-        let layout = paged_kv::layout(model.config(), &runtime).unwrap();
+        let layout = paged_kv::layout(model.config(), &runtime, LENGTH as u64).unwrap();
         let pool = KvPool::open(&runtime, layout, b"bench", 64).unwrap();
         let keys = PagedKeys::new(pool.begin(TENANT, &[]).unwrap());
         let mut session = Session::paged(model.clone(), keys).unwrap();
@@ -109,11 +110,10 @@ fn alone(model: &Arc<Model>, folder: &Path, vocab: u32) -> (Vec<Vec<u32>>, f64) 
 /// All conversations in turn, on a device that has room for some: each begins anew at each turn, with all that was said
 /// before, and is gone afterwards.
 fn together(model: &Arc<Model>, folder: &Path, vocab: u32, answers: &[Vec<u32>]) {
-    let length = TURNS * (ASKED + SAID);
     let probe = runtime(1 << 20, folder, PolicyKind::Kv);
-    let layout = paged_kv::layout(model.config(), &probe).unwrap();
+    let layout = paged_kv::layout(model.config(), &probe, LENGTH as u64).unwrap();
     probe.close().unwrap();
-    let each = length.div_ceil(layout.block_tokens() as usize) + 1;
+    let each = LENGTH.div_ceil(layout.block_tokens() as usize) + 1;
     let block = layout.block_room().get() * u64::from(layout.groups());
     let runtime = runtime((ROOM * each) as u64 * block, folder, PolicyKind::Kv);
     let blocks = (CONVERSATIONS * each + 64) as u32;
@@ -129,7 +129,7 @@ fn together(model: &Arc<Model>, folder: &Path, vocab: u32, answers: &[Vec<u32>])
         for who in 0..CONVERSATIONS {
             let ask = asked(who, n, vocab);
             let prompt = [&history[who][..], &ask].concat();
-            let permit = pool.admit(TENANT, length as u64).unwrap().wait().unwrap();
+            let permit = pool.admit(TENANT, LENGTH as u64).unwrap().wait().unwrap();
             let mut sequence: Sequence = pool.begin(TENANT, &tokens(&prompt)).unwrap();
             sequence.activate(permit).unwrap();
             let each = pool.layout().block_tokens() as usize;
@@ -173,25 +173,35 @@ fn at_the_disks_rate(folder: &Path, len: f64) -> f64 {
     len / disk.bytes_per_second.get() as f64
 }
 
-/// A context of 32,768 tokens, of which 4,096 have room: the time of a token, and what it moves.
-fn long_context(model: &Arc<Model>, folder: &Path) {
+/// A context of 32,768 tokens, of which 4,096 have room beside the weights: the time of a token, and what it moves. Page
+/// size and all else is as `generate` chooses.
+fn long_context(path: &Path, folder: &Path) {
     const CONTEXT: usize = 32 << 10;
     const KEPT: u64 = 4 << 10;
-    let probe = runtime(1 << 20, folder, PolicyKind::Plan);
-    let layout = paged_kv::layout(model.config(), &probe).unwrap();
-    probe.close().unwrap();
-    let token = 2 * layout.shape().row_bytes().get() * model.config().layers as u64;
+    let files = ModelFiles::open(path).unwrap();
+    let config = Config::new(&files).unwrap();
+    let token = 2 * (config.kv_heads * config.head_dim * size_of::<f32>() * config.layers) as u64;
+    let weights = std::fs::metadata(path).unwrap().len();
+    let budget = weights + KEPT * token;
     for policy in [PolicyKind::Plan, PolicyKind::Kv] {
-        let runtime = runtime(KEPT * token, folder, policy);
+        let builder = Runtime::builder().for_model(files.header()).device_budget(Bytes::new(budget)).policy(policy);
+        let chosen = builder.settings().unwrap().page_size.value;
+        let least = PageSize::new(Bytes::kib(64)).unwrap();
+        let page = paged_kv::page_size(&config, CONTEXT as u64, [least, chosen]);
+        let runtime = builder.page_size(page).scratch_dir(folder).open().unwrap();
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights_of = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+        let model = Arc::new(Model::load(&files, weights_of, Options::default()).unwrap());
+        let layout = paged_kv::layout(&config, &runtime, CONTEXT as u64).unwrap();
         let blocks = (CONTEXT / layout.block_tokens() as usize + 4) as u32;
-        let pool = KvPool::open(&runtime, layout.clone(), b"bench", blocks).unwrap();
+        let pool = KvPool::open(&runtime, layout, b"bench", blocks).unwrap();
         let mut sequence = pool.begin(TENANT, &[]).unwrap();
         // What a prompt would have left there: its computing is not measured.
-        let step = layout.block_tokens() as usize * 8;
+        let step = pool.layout().block_tokens() as usize;
         for start in (0..CONTEXT - 64).step_by(step) {
             let ids: Vec<u32> = (start..(start + step).min(CONTEXT - 64)).map(|n| n as u32 % 4096).collect();
             let positions = sequence.append(&tokens(&ids)).unwrap();
-            for group in 0..layout.groups() {
+            for group in 0..pool.layout().groups() {
                 let mut blocks = sequence.write(group, positions.clone()).unwrap();
                 let mut guard = blocks.pin().wait().unwrap();
                 for bytes in guard.all_mut() {
@@ -201,32 +211,33 @@ fn long_context(model: &Arc<Model>, folder: &Path) {
             }
             sequence.commit(positions.end).unwrap();
         }
-        let mut session = Session::paged(model.clone(), PagedKeys::new(sequence)).unwrap();
-        // The order is learned, and what is dirty is written.
+        let mut session = Session::paged(model, PagedKeys::new(sequence)).unwrap();
+        // What is dirty is written.
         for n in 0..6 {
             session.forward(&[n]).unwrap();
         }
+        let must = (CONTEXT as u64 * token + weights - budget) as f64;
         let mut ratios = Vec::new();
-        for n in 0..8 {
+        for n in 0..16 {
             let before = runtime.stats().traffic;
             let begin = Instant::now();
             session.forward(&[n]).unwrap();
             let took = begin.elapsed().as_secs_f64();
             let moved = (runtime.stats().traffic.disk_read.get() - before.disk_read.get()) as f64;
-            let must = (CONTEXT as u64 - KEPT) as f64 * token as f64;
             let least = at_the_disks_rate(folder, must);
             ratios.push((took / least, took, moved / must));
         }
         ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
         let (ratio, took, moved) = ratios[ratios.len() / 2];
         println!(
-            "a token behind {CONTEXT}, room for {KEPT}, policy {}: {took:.3} s, {ratio:.2} [{:.2} - {:.2}] of what must \
-             be moved at the disk's rate; {moved:.2} of that was read",
+            "a token behind {CONTEXT}, room for {KEPT}, policy {}, pages of {}: {took:.3} s, {ratio:.2} [{:.2} - {:.2}] of \
+             what must be moved at the disk's rate; {moved:.2} of that was read",
             policy.name(),
+            Bytes::new(page.bytes()),
             ratios[0].0,
             ratios[ratios.len() - 1].0,
         );
-        drop((session, pool));
+        drop((session, pool, opened));
         runtime.close().unwrap();
     }
 }
@@ -235,7 +246,7 @@ fn main() {
     let given = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).map(PathBuf::from);
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let shape = synthetic(folder.path());
-    long_context(&load(&shape), folder.path());
+    long_context(&shape, folder.path());
     let path = given.unwrap_or(shape);
     let model = load(&path);
     let vocab = model.config().vocab as u32;

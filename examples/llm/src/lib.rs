@@ -38,6 +38,7 @@
 #![warn(missing_docs)]
 
 mod architecture;
+mod block_attention;
 mod chat;
 mod config;
 // What computes on a GPU is chosen by file; everything above sees the same names.

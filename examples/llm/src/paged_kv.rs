@@ -2,35 +2,59 @@
 
 use std::ops::Range;
 
-use outcore::{DType, Runtime};
+use outcore::{Bytes, DType, PageSize, Runtime};
 use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence};
 
+use crate::block_attention::HeadGroup;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernels::{self, Level};
+use crate::kernels::Level;
 use crate::pool::Pool;
 
-/// Tokens of a block at most: more are shared too seldom, fewer are more reads.
-const TOKENS_MOST: u32 = 1024;
-/// A wave of blocks takes at most this part of the frames: one is used while the next comes.
-const WAVE_PART: u32 = 8;
+/// So many tokens of a block are never too many.
+const TOKENS_FEW: u64 = 64;
+/// A layout has no larger blocks.
+const TOKENS_LIMIT: u64 = 4096;
+/// A wave of blocks takes at most this part of the frames: one is used while the next ones come.
+const WAVE_PART: u64 = 8;
+/// Waves that are asked for ahead of the one that is used, where the policy follows no plan.
+const WAVES_AHEAD: usize = 2;
+/// A sequence with more than this part of the frames is declared: below it, all of it stays.
+const PLANNED_PART: u64 = 2;
+/// With so many results each is one thread's work; fewer would leave threads without.
+const RESULTS_MANY: usize = 32;
 
-/// What one pass over a layer's keys and values keeps of a query: the largest score so far, and the sum of the shares.
-const STATE: usize = 2;
+/// Tokens of a block of one layer, at most: a sequence of this length wastes no more of its last blocks than a quarter.
+fn tokens_most(context: u64) -> u64 {
+    (context / 4).clamp(TOKENS_FEW, TOKENS_LIMIT)
+}
 
-/// The layout of this model's keys and values on `runtime`: elements of 32 bits, in groups of one layer. A pass uses
-/// one layer after the other, so a context that does not fit is read once.
-pub fn layout(config: &Config, runtime: &Runtime) -> Result<KvLayout> {
-    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Invalid(format!("{n} is too large for a model")));
-    let shape = KvShape::new(number(config.layers)?, number(config.kv_heads)?, number(config.head_dim)?, DType::F32)?;
-    let page = runtime.stats().page_size;
-    // Keys and values of as many tokens as a page has room for.
+/// The layout of this model's keys and values on `runtime`, for sequences of up to about `context` tokens: elements of
+/// 32 bits, in groups of one layer. A pass uses one layer after the other, so a context that does not fit is read once.
+/// If a page has room for more tokens of a layer than such sequences could use, a block has several layers.
+pub fn layout(config: &Config, runtime: &Runtime, context: u64) -> Result<KvLayout> {
+    let (shape, page) = (shape(config)?, runtime.stats().page_size);
     let tokens = page.bytes() / (2 * shape.row_bytes().get());
     match u32::try_from(tokens) {
-        Ok(tokens @ 8..=TOKENS_MOST) => KvLayout::with(shape, page, tokens, 1),
+        Ok(tokens) if (8..=tokens_most(context)).contains(&u64::from(tokens)) => KvLayout::with(shape, page, tokens, 1),
         _ => KvLayout::new(shape, page),
     }
     .map_err(Error::from)
+}
+
+/// The largest page size, up to `most`, with which [`layout`] has groups of one layer; no less than `least`. `most` for
+/// a model whose keys and values have no layout.
+pub fn page_size(config: &Config, context: u64, [least, most]: [PageSize; 2]) -> PageSize {
+    let size = shape(config).ok().and_then(|shape| {
+        let room = 2 * shape.row_bytes().get() * (tokens_most(context) + 1) - 1;
+        PageSize::new(Bytes::new(1 << room.max(1).ilog2())).ok()
+    });
+    size.map_or(most, |size| size.min(most).max(least))
+}
+
+fn shape(config: &Config) -> Result<KvShape> {
+    let number = |n: usize| u32::try_from(n).map_err(|_| Error::Invalid(format!("{n} is too large for a model")));
+    Ok(KvShape::new(number(config.layers)?, number(config.kv_heads)?, number(config.head_dim)?, DType::F32)?)
 }
 
 /// Keys and values of one sequence, in blocks of a pool.
@@ -39,6 +63,8 @@ pub struct PagedKeys {
     sequence: Sequence,
     /// Blocks that are pinned at a time.
     wave: usize,
+    /// Tokens up to which the sequence needs no plan of its passes.
+    stays: u64,
 }
 
 /// The operands of a layer's attention, of `m` tokens.
@@ -54,10 +80,11 @@ impl PagedKeys {
     /// A sequence of a pool with the [`layout`] of the model. It may have tokens already, which the pool found.
     pub fn new(sequence: Sequence) -> Self {
         let pool = sequence.pool();
-        let stats = pool.runtime().stats();
-        let frames = stats.device.1.get() / stats.page_size.bytes();
-        let wave = frames / u64::from(WAVE_PART) / pool.layout().pages().max(1);
-        Self { wave: wave.max(1) as usize, sequence }
+        let (stats, layout) = (pool.runtime().stats(), pool.layout());
+        let (device, block) = (stats.device.1.get(), layout.block_room().get());
+        let wave = stats.settings.step.value.get().min(device / WAVE_PART) / block;
+        let blocks = device / PLANNED_PART / (block * u64::from(layout.groups()));
+        Self { wave: wave.max(1) as usize, stays: blocks * u64::from(layout.block_tokens()), sequence }
     }
 
     /// The sequence.
@@ -73,7 +100,10 @@ impl PagedKeys {
     /// Makes room for these tokens.
     pub(crate) fn append(&mut self, tokens: &[u32]) -> Result<()> {
         let tokens: Vec<_> = tokens.iter().copied().map(outcore_kv::Token::new).collect();
-        self.sequence.append(&tokens)?;
+        let end = self.sequence.append(&tokens)?.end;
+        if end > self.stays {
+            self.sequence.plan_passes()?;
+        }
         Ok(())
     }
 
@@ -88,7 +118,7 @@ impl PagedKeys {
 
     /// Another sequence with the same tokens.
     pub fn fork(&mut self) -> Self {
-        Self { sequence: self.sequence.fork(), wave: self.wave }
+        Self { sequence: self.sequence.fork(), ..*self }
     }
 
     fn blocks(&self, positions: Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
@@ -120,9 +150,7 @@ impl PagedKeys {
     }
 
     /// `softmax(q K^T / sqrt(head_dim)) V` for each head of each of the new tokens, of which each sees those before it:
-    /// `[m x heads * head_dim]`. The sum goes over the positions in turn, block by block, with the largest score so far
-    /// (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). So a token's result depends on the
-    /// tokens before it alone: not on those that are computed with it, nor on threads.
+    /// `[m x heads * head_dim]`. Blocks are summed in turn, as [`HeadGroup`] says.
     pub(crate) fn attend(
         &self,
         config: &Config,
@@ -133,59 +161,85 @@ impl PagedKeys {
     ) -> Result<Vec<f32>> {
         let layer = layer as u32;
         self.write(layer, past, operands)?;
-        let (hd, heads) = (config.head_dim, config.heads);
-        let (group_heads, scale) = (heads / config.kv_heads, 1.0 / (hd as f32).sqrt());
-        let row = config.kv_heads * hd;
-        let m = operands.q.len() / (heads * hd);
+        let (head_dim, kv_heads) = (config.head_dim, config.kv_heads);
         let layout = self.pool().layout();
         let (group, place) = layout.group_of(layer);
         let [keys_at, values_at] = [KvPart::Keys, KvPart::Values]
             .map(|part| layout.row(place, part, 0).map_or(0, |row| row.start / size_of::<f32>()));
-        let mut state = vec![0f32; m * heads * (hd + STATE)];
-        state.chunks_exact_mut(hd + STATE).for_each(|state| state[hd] = f32::NEG_INFINITY);
+        let of_head = |kv_head: usize| HeadGroup {
+            level,
+            heads: config.heads / kv_heads,
+            head_dim,
+            row: kv_heads * head_dim,
+            keys_at: keys_at + kv_head * head_dim,
+            values_at: values_at + kv_head * head_dim,
+        };
+        // A result of a token and a head of keys and values each.
+        let (queries, each) = (of_head(0).heads * head_dim, of_head(0).state_len());
+        let m = operands.q.len() / (kv_heads * queries);
+        let results = m * kv_heads;
+        let mut state = vec![0f32; results * each];
+        state.chunks_exact_mut(each).for_each(|state| of_head(0).begin(state));
+        let mut parts = Vec::new();
+
         let blocks: Vec<_> = self.blocks(0..(past + m) as u64).collect();
-        let of_wave = |wave: &[Range<u64>]| wave.first().zip(wave.last()).map(|(a, b)| a.start..b.end);
-        let mut waves = blocks.chunks(self.wave).peekable();
-        while let Some(wave) = waves.next() {
-            let Some(positions) = of_wave(wave) else { break };
+        let waves: Vec<_> = blocks.chunks(self.wave).collect();
+        let of_wave = |nth: usize| waves.get(nth).and_then(|wave| Some(wave.first()?.start..wave.last()?.end));
+        // A policy that follows the plan asks for them itself. The next layer has as many, and the next pass goes on
+        // with the first one.
+        let next_group = layout.group_of((layer + 1) % layout.shape().layers()).0;
+        let ahead = |nth: usize| match nth.checked_sub(waves.len()) {
+            None => (group, nth),
+            Some(nth) => (next_group, nth),
+        };
+        let hinted = !self.pool().runtime().is_planned();
+        for (nth, wave) in waves.iter().enumerate() {
+            let Some(positions) = of_wave(nth) else { break };
             let blocks = self.sequence.read(group, positions)?;
-            if let Some(next) = waves.peek().and_then(|wave| of_wave(wave)) {
-                self.sequence.read(group, next)?.prefetch();
+            let (group, nth) = ahead(nth + WAVES_AHEAD);
+            if let Some(positions) = of_wave(nth).filter(|_| hinted) {
+                self.sequence.read(group, positions)?.prefetch();
             }
             let guard = blocks.pin().wait()?;
             let views = (0..wave.len()).map(|nth| guard.view::<f32>(nth)).collect::<outcore::Result<Vec<_>>>()?;
-            pool.run_chunks(&mut state, hd + STATE, |i, state| {
-                let (t, h) = (i / heads, i % heads);
-                let q = &operands.q[i * hd..(i + 1) * hd];
-                for (positions, view) in wave.iter().zip(&views) {
-                    let seen = (past + t + 1).min(positions.end as usize);
-                    let Some(count) = seen.checked_sub(positions.start as usize).filter(|count| *count > 0) else {
-                        return;
-                    };
-                    let at = |start: usize, nth: usize| {
-                        let first = start + nth * row + h / group_heads * hd;
-                        first..first + hd
-                    };
-                    let score = |nth: usize| scale * kernels::dot(level, q, &view[at(keys_at, nth)]);
-                    let mut scores: Vec<f32> = (0..count).map(score).collect();
-                    let (out, kept) = state.split_at_mut(hd);
-                    let peak = scores.iter().fold(kept[0], |peak, score| peak.max(*score));
-                    let shrink = (kept[0] - peak).exp();
-                    out.iter_mut().for_each(|out| *out *= shrink);
-                    kept[1] *= shrink;
-                    kept[0] = peak;
-                    for (nth, score) in scores.iter_mut().enumerate() {
-                        let share = (*score - peak).exp();
-                        kept[1] += share;
-                        kernels::axpy(level, share, &view[at(values_at, nth)], out);
+            // How many positions of a block the token of a result sees.
+            let seen = |result: usize, block: usize| {
+                let positions = &wave[block];
+                (past + result / kv_heads + 1).min(positions.end as usize).saturating_sub(positions.start as usize)
+            };
+            let attend = |result: usize, block: usize, part: &mut [f32]| {
+                let q = &operands.q[result * queries..][..queries];
+                of_head(result % kv_heads).attend(q, views[block], seen(result, block), part);
+            };
+            if results >= RESULTS_MANY {
+                pool.run_chunks(&mut state, each, |result, state| {
+                    let mut part = vec![0f32; each];
+                    for block in (0..wave.len()).take_while(|block| seen(result, *block) > 0) {
+                        attend(result, block, &mut part);
+                        of_head(0).add(state, &part);
                     }
+                });
+                continue;
+            }
+            // Too few to keep all threads busy: blocks are summed side by side.
+            parts.resize(results * wave.len() * each, 0f32);
+            pool.run_chunks(&mut parts, each, |nth, part| {
+                let (result, block) = (nth / wave.len(), nth % wave.len());
+                if seen(result, block) > 0 {
+                    attend(result, block, part);
                 }
             });
+            let parts = parts.chunks_exact(each * wave.len());
+            for (result, (state, parts)) in state.chunks_exact_mut(each).zip(parts).enumerate() {
+                let parts = parts.chunks_exact(each).enumerate();
+                for (_, part) in parts.take_while(|(block, _)| seen(result, *block) > 0) {
+                    of_head(0).add(state, part);
+                }
+            }
         }
-        let mut out = vec![0f32; m * heads * hd];
-        for (out, state) in out.chunks_exact_mut(hd).zip(state.chunks_exact(hd + STATE)) {
-            let total = state[hd + 1];
-            out.iter_mut().zip(state).for_each(|(out, sum)| *out = sum / total);
+        let mut out = vec![0f32; results * queries];
+        for (out, state) in out.chunks_exact_mut(queries).zip(state.chunks_exact(each)) {
+            of_head(0).end(state, out);
         }
         Ok(out)
     }

@@ -51,7 +51,7 @@ fn runtime(pages: u64) -> Runtime {
 }
 
 fn pool(model: &Model, runtime: &Runtime, blocks: u32) -> KvPool {
-    let layout = paged_kv::layout(model.config(), runtime).unwrap();
+    let layout = paged_kv::layout(model.config(), runtime, 0).unwrap();
     assert_eq!((layout.group_layers(), layout.block_tokens()), (1, 16));
     KvPool::open(runtime, layout, b"synthetic", blocks).unwrap()
 }
@@ -185,7 +185,7 @@ fn a_prompt_is_not_computed_again_after_a_restart() {
     let mut before = None;
     for found in [0, 192] {
         let runtime = runtime(64);
-        let layout = paged_kv::layout(model.config(), &runtime).unwrap();
+        let layout = paged_kv::layout(model.config(), &runtime, 0).unwrap();
         let store = (folder.path().join("kv"), StoreOptions::new());
         let pool = KvPool::open_with_store(&runtime, layout, b"synthetic", 64, (&store.0, store.1)).unwrap();
         assert_eq!(pool.begin(TENANT, &tokens(&prompt)).unwrap().len(), found);

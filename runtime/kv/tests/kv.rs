@@ -22,9 +22,13 @@ const A: TenantId = TenantId::new(1);
 const B: TenantId = TenantId::new(2);
 
 fn runtime(pages: u64) -> Runtime {
+    runtime_with(pages, PolicyKind::Kv)
+}
+
+fn runtime_with(pages: u64, policy: PolicyKind) -> Runtime {
     let page = PageSize::new(Bytes::new(PAGE)).unwrap();
     let budget = Bytes::new(pages * PAGE);
-    Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Kv).open().unwrap()
+    Runtime::builder().page_size(page).device_budget(budget).policy(policy).open().unwrap()
 }
 
 fn layout() -> KvLayout {
@@ -560,11 +564,58 @@ fn prefixes_are_found_after_a_restart() {
     runtime.close().unwrap();
 }
 
+/// By `lru` all pages of a pass over more than memory are read. A plan keeps what has room, and so does the plan of a
+/// sequence that has grown, has joined another one's blocks, or was cut.
+#[test]
+fn a_planned_pass_reads_what_has_no_room_once() {
+    const FRAMES: u64 = 64;
+    let runtime = runtime_with(FRAMES, PolicyKind::Plan);
+    let pool = pool(&runtime, 64);
+    let mut said = Said::begin(&pool, A, &tokens(0..32 * 24)).unwrap();
+    let (mut next, mut reads) = (5000, Vec::new());
+    for pass in 0..18 {
+        match pass {
+            0 => said.sequence.plan_passes().unwrap(),
+            // Another sequence has the same block by the time at which this one commits it.
+            6 => {
+                let len = said.tokens.len() as u32 / 32 * 32;
+                let other = [said.tokens.clone(), tokens(7000..7032)].concat();
+                Said::begin(&pool, A, &other[..len as usize + 32]).unwrap();
+            }
+            12 => {
+                said.sequence.truncate(32 * 20 + 7).unwrap();
+                said.tokens.truncate(32 * 20 + 7);
+            }
+            _ => {}
+        }
+        let before = runtime.stats().traffic.disk_read.get();
+        said.say(&tokens(next..next + 1)).unwrap();
+        let all = said.sequence.len();
+        for group in 0..LAYERS {
+            for start in (0..all).step_by(64) {
+                drop(said.sequence.read(group, start..(start + 64).min(all)).unwrap().pin().wait().unwrap());
+            }
+        }
+        next += 1;
+        let pages = all.div_ceil(32) * u64::from(LAYERS);
+        reads.push(((runtime.stats().traffic.disk_read.get() - before) / PAGE, pages));
+    }
+    // The first passes after a change read what the order before it had left.
+    for (pass, (read, pages)) in reads.iter().enumerate().filter(|(pass, _)| pass % 6 > 2) {
+        // What is read ahead, and what is pinned at a time, takes room too.
+        let most = pages - FRAMES + FRAMES / 3;
+        assert!(*read <= most, "pass {pass} read {read} of {pages} pages, not {most}: {reads:?}");
+    }
+    said.check();
+    drop((said, pool));
+    runtime.close().unwrap();
+}
+
 /// Sequences begin with one of few prompts, so that they share; they grow, fork, are cut, and end, in a pool that holds
 /// some of them and on a device that holds fewer.
 fn random_work(seed: u64, steps: u32) {
     let mut rng = Rng::new(seed);
-    let runtime = runtime(12 + rng.below(60));
+    let runtime = runtime_with(12 + rng.below(60), *rng.pick(&[PolicyKind::Kv, PolicyKind::Plan]));
     let pool = pool(&runtime, 40 + rng.below(60) as u32);
     let mut all: Vec<Said> = Vec::new();
     for step in 0..steps {
@@ -614,6 +665,7 @@ fn random_work(seed: u64, steps: u32) {
                     };
                 }
             }
+            6 if rng.one_in(2) => all[at].sequence.plan_passes().unwrap(),
             6 => all[at].sequence.park().unwrap(),
             7 => drop(all.swap_remove(at)),
             _ => all[at].check(),

@@ -19,7 +19,7 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::store::{QueueDepth, StoreOptions};
-use outcore::{Bytes, PageSize, Runtime};
+use outcore::{Bytes, PageSize, Runtime, RuntimeBuilder};
 use outcore_kv::{KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
@@ -37,6 +37,8 @@ use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
 const INTERRUPTED: u8 = 130;
+/// Pages are made no smaller than this for keys and values.
+const KV_PAGE_LEAST: Bytes = Bytes::kib(64);
 /// How many pages a run reports, of those that were waited for longest.
 const WORST_PAGES: usize = 16;
 
@@ -146,7 +148,7 @@ impl Sequence {
                 if !args.paged_kv {
                     return Ok(Self::Host(Box::new(Session::new(model, context, KvType::F32)?)));
                 }
-                let layout = outcore_llm::paged_kv::layout(model.config(), &runtime)?;
+                let layout = outcore_llm::paged_kv::layout(model.config(), &runtime, context as u64)?;
                 let blocks = context.div_ceil(layout.block_tokens() as usize) + 1;
                 let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
                 // Nobody else uses the pool, so the model needs no name.
@@ -293,6 +295,24 @@ fn plain_context(args: &Args, context: usize) -> usize {
     if args.paged_kv { 0 } else { context }
 }
 
+/// The page size with this device budget, and whether it is smaller than the weights' own choice: a page shall not have
+/// room for many more keys and values than the context has.
+fn page_size(
+    args: &Args,
+    config: &Config,
+    context: usize,
+    builder: &RuntimeBuilder,
+    device: Bytes,
+) -> outcore::Result<(PageSize, bool)> {
+    let chosen = builder.clone().device_budget(device).settings()?.page_size.value;
+    if !args.paged_kv || args.page_size.is_some() {
+        return Ok((chosen, false));
+    }
+    let least = PageSize::new(KV_PAGE_LEAST)?;
+    let size = outcore_llm::paged_kv::page_size(config, context as u64, [least.min(chosen), chosen]);
+    Ok((size, size < chosen))
+}
+
 /// Divides the memory, and opens the runtime with its part.
 fn open_runtime(
     args: &Args,
@@ -320,13 +340,18 @@ fn open_runtime(
     let budgets = match gpu {
         None => {
             let working = Working::of(config, context, plain_context, prompt.len(), Pool::threads_for(args.threads));
-            let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
-            budget::divide(wishes, &lengths, working, page_of)?
+            budget::divide(wishes, &lengths, working, |device| {
+                page_size(args, config, context, &builder, device).map(|size| size.0)
+            })?
         }
         Some(gpu) => {
             let working = |pass| CudaSession::memory(config, context, pass);
             budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
+    };
+    let builder = match page_size(args, config, context, &builder, budgets.device)? {
+        (size, true) => builder.page_size(size),
+        _ => builder,
     };
     let runtime = builder
         .device(args.device.factory())
