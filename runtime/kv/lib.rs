@@ -9,6 +9,7 @@ mod layout;
 mod permit;
 mod pool;
 mod sequence;
+mod side_by_side;
 mod store;
 mod tables;
 mod turns;

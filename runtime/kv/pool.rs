@@ -5,6 +5,7 @@ use std::collections::hash_map::Entry;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outcore::policy::SegmentClass;
@@ -15,12 +16,15 @@ use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
 use crate::permit::{PermitRequest, Permits};
 use crate::sequence::Sequence;
+use crate::side_by_side::side_by_side;
 use crate::store::{Put, Store, StoreOptions, StoreStats, StoredBlock};
 use crate::tables::{BlockId, Kept, Realm, Released, Tables};
 use crate::turns::{self, Turn};
 
 /// The part of the blocks that may be active which is the reserve, unless it is set.
 const RESERVE: u32 = 16;
+/// Threads that read a sequence's blocks from the store.
+const READERS: usize = 4;
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,6 +265,22 @@ impl Shared {
         (0..).zip(groups).try_for_each(|(group, bytes)| self.write_group(block, group, bytes))
     }
 
+    /// A block taken for this tenant, with the bytes that the store has of this one. `None` if it has none, and if there
+    /// is no room: the rest is computed, or the sequence ends there.
+    fn read_block(&self, store: &Store, tenant: TenantId, wanted: &Wanted<'_>) -> Result<Option<BlockId>> {
+        let Wanted { key, parent, tenant: owner, tokens } = *wanted;
+        let mut bytes = vec![0; stored_bytes(&self.layout)];
+        if !store.get(key, parent, owner, tokens, &mut bytes)? {
+            return Ok(None);
+        }
+        let Ok(block) = self.state.lock().take(tenant) else { return Ok(None) };
+        if self.copy_in(block, &bytes).is_err() {
+            self.state.lock().release(tenant, block);
+            return Ok(None);
+        }
+        Ok(Some(block))
+    }
+
     /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
     /// still tried.
     pub fn put(&self, blocks: impl Iterator<Item = BlockId>, seen_twice: bool) -> Result<u64> {
@@ -317,6 +337,15 @@ impl Shared {
         self.state.lock().tables.free(block);
         Ok(())
     }
+}
+
+/// A block that a store may have.
+struct Wanted<'a> {
+    key: BlockKey,
+    parent: Option<BlockKey>,
+    /// Who stored it.
+    tenant: TenantId,
+    tokens: &'a [Token],
 }
 
 /// Bytes of a block in a store: those of all groups.
@@ -593,24 +622,47 @@ impl KvPool {
             let state = self.0.state.lock();
             (state.finds(sequence.tenant()), state.deletions)
         };
-        let mut bytes = Vec::new();
+        let (mut last, mut has_last) = sequence.last_key();
+        let mut wanted = Vec::new();
         for tokens in tokens.chunks_exact(each).take(whole).skip(sequence.len() as usize / each) {
-            let (key, parent) = sequence.next_key(tokens);
-            let Some(tenant) = tenants.iter().find(|tenant| store.contains(**tenant, key)) else { return Ok(()) };
-            bytes.resize(stored_bytes(&self.0.layout), 0);
-            if !store.get(key, parent, *tenant, tokens, &mut bytes)? {
-                return Ok(());
-            }
-            let Ok(block) = sequence.add_from(tokens, (*tenant, deletions), |block| self.0.copy_in(block, &bytes))
-            else {
-                // There is no room for more: the rest is computed, or the sequence ends there.
-                return Ok(());
-            };
-            let mut state = self.0.state.lock();
-            state.tables.seen_again(block);
-            state.tenant(sequence.tenant()).counts.read += 1;
+            let key = last.next(tokens);
+            let Some(tenant) = tenants.iter().find(|tenant| store.contains(**tenant, key)) else { break };
+            let (parent, tenant) = (has_last.then_some(last), *tenant);
+            wanted.push(Wanted { key, parent, tenant, tokens });
+            (last, has_last) = (key, true);
         }
-        Ok(())
+        // Nothing behind the first that cannot be had is of use.
+        let (end, tenant) = (AtomicUsize::new(wanted.len()), sequence.tenant());
+        let read: Vec<Mutex<Option<Result<BlockId>>>> = wanted.iter().map(|_| Mutex::default()).collect();
+        side_by_side(wanted.len(), READERS, |nth| {
+            if nth < end.load(Ordering::Relaxed) {
+                let block = self.0.read_block(store, tenant, &wanted[nth]).transpose();
+                if !matches!(block, Some(Ok(_))) {
+                    end.fetch_min(nth, Ordering::Relaxed);
+                }
+                *read[nth].lock() = block;
+            }
+        });
+        let mut read = read.into_iter().map(Mutex::into_inner);
+        let mut done = Ok(());
+        for (block, wanted) in read.by_ref().zip(&wanted) {
+            match block {
+                Some(Ok(block)) => {
+                    let block = sequence.add_read(wanted.tokens, (wanted.tenant, deletions), block);
+                    let mut state = self.0.state.lock();
+                    state.tables.seen_again(block);
+                    state.tenant(tenant).counts.read += 1;
+                }
+                Some(Err(error)) => {
+                    done = Err(error);
+                    break;
+                }
+                None => break,
+            }
+        }
+        let mut state = self.0.state.lock();
+        read.flatten().flatten().for_each(|block| state.release(tenant, block));
+        done
     }
 
     /// Puts the blocks that sequences have found, or `all` that can be found, into the store that the pool was opened

@@ -200,26 +200,22 @@ impl Sequence {
         }
     }
 
-    /// The key of the block behind those that are complete, if it has these tokens, and the key before it.
-    pub(crate) fn next_key(&self, tokens: &[Token]) -> (BlockKey, Option<BlockKey>) {
-        (self.key.next(tokens), (self.complete > 0).then_some(self.key))
+    /// The key of the last complete block, or the one in front of the first, and whether there is one.
+    pub(crate) fn last_key(&self) -> (BlockKey, bool) {
+        (self.key, self.complete > 0)
     }
 
-    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `fill` brings its
-    /// bytes, which `owner` stored, and which were read after `deletions` deletions of tenants.
-    pub(crate) fn add_from(
+    /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `block` has its bytes,
+    /// and was taken for this sequence's tenant. `owner` stored them, and they were read after `deletions` deletions of
+    /// tenants.
+    pub(crate) fn add_read(
         &mut self,
         tokens: &[Token],
         (owner, deletions): (TenantId, u64),
-        fill: impl FnOnce(BlockId) -> Result<()>,
-    ) -> Result<BlockId> {
+        block: BlockId,
+    ) -> BlockId {
         let shared = self.pool.0.clone();
-        let block = shared.state.lock().take(self.tenant)?;
-        if let Err(error) = fill(block) {
-            shared.state.lock().release(self.tenant, block);
-            return Err(error);
-        }
-        let (key, _) = self.next_key(tokens);
+        let key = self.key.next(tokens);
         let mut state = shared.state.lock();
         state.tables.is_of(block, owner);
         if state.deletions() != deletions {
@@ -239,7 +235,7 @@ impl Sequence {
         (self.key, self.parent) = (key, Some(state.tables.link_of(mine)));
         self.complete += 1;
         self.len += tokens.len() as u64;
-        Ok(mine)
+        mine
     }
 
     fn each(&self) -> u64 {

@@ -22,8 +22,7 @@ use std::io;
 use std::mem;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::thread;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::{Mutex, MutexGuard};
@@ -34,6 +33,7 @@ use self::record::{BLOCK_MOST, Content, HEAD, Head, Place, TOKENS_MOST, identity
 use self::scan::{Found, Known, scan};
 use self::seal::Seal;
 use self::seen::Seen;
+use crate::side_by_side::side_by_side;
 use crate::{BlockKey, Fingerprint, TenantId, Token};
 
 pub use self::options::{Admission, Clock, StoreKey, StoreOptions};
@@ -405,22 +405,11 @@ impl Store {
                 writer.next_file = writer.next_file.max(number.map_or(0, |number| number.saturating_add(1)));
             }
         }
-        // Each thread takes the next file. A disk reads several at once faster than one after another.
-        let (next, count, generation) = (AtomicUsize::new(0), body.files.len(), writer.generation);
+        let (count, generation) = (body.files.len(), writer.generation);
         let loaded: Vec<Mutex<Option<Result<Option<Loaded>>>>> = (0..count).map(|_| Mutex::default()).collect();
-        let work = || {
-            loop {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                let Some((number, acknowledged)) = body.files.get(at).copied() else { break };
-                *loaded[at].lock() = Some(self.load_file(number, acknowledged, generation));
-            }
-        };
-        thread::scope(|scope| {
-            // This thread is one of them, so that all goes on where no other can be had.
-            let start = |_| thread::Builder::new().name("outcore-kv load".into()).spawn_scoped(scope, work).ok();
-            let others: Vec<_> = (1..LOADERS.min(count)).map_while(start).collect();
-            work();
-            others.into_iter().for_each(|other| drop(other.join()));
+        side_by_side(count, LOADERS, |at| {
+            let (number, acknowledged) = body.files[at];
+            *loaded[at].lock() = Some(self.load_file(number, acknowledged, generation));
         });
         let mut index = self.index.lock();
         for ((number, _), loaded) in body.files.iter().zip(loaded) {
