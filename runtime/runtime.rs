@@ -955,6 +955,35 @@ impl Runtime {
         self.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
+    /// Tells that the bytes of a tensor are of no use any more, because it will be written anew. Pages that lie entirely in
+    /// it and have no device frame are filled with zeros the next time, not read; their copies in the host tier are
+    /// dropped, not written back. Other pages stay as they are. So until it is written, each page has its old bytes or
+    /// zeros. Returns how many pages lost their bytes: none of a tensor of another runtime or of a file.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, PageSize, Runtime};
+    ///
+    /// let page = PageSize::new(Bytes::kib(64))?;
+    /// let runtime = Runtime::builder().page_size(page).device_budget(Bytes::kib(512)).open()?;
+    /// let [one, other] = [runtime.alloc(DType::U8, &[512 << 10])?, runtime.alloc(DType::U8, &[512 << 10])?];
+    /// runtime.pin_mut(&one).wait()?.bytes_mut().fill(1);
+    /// // There is room for one of them.
+    /// runtime.pin_mut(&other).wait()?.bytes_mut().fill(2);
+    /// assert_eq!(runtime.discard(&one), 8);
+    /// assert_eq!(runtime.pin(&one).wait()?.bytes()[0], 0);
+    /// assert_eq!(runtime.stats().traffic.disk_read, Bytes::ZERO);
+    /// # drop([one, other]);
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn discard(&self, tensor: &Tensor) -> u32 {
+        if !tensor.is_of(&self.shared) {
+            return 0;
+        }
+        let run = tensor.whole_pages();
+        self.engine().with(|pager, fx| pager.discard_bytes(run.pages(), fx)).unwrap_or(0)
+    }
+
     /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can.
     /// Returns how much it was, as the system counts it.
     ///

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, PageSize};
+use crate::ids::{Bytes, PageIndex, PageSize};
 use crate::pager::{Backing, PageRun};
 use crate::segment::Segment;
 use crate::shared::Shared;
@@ -73,6 +73,14 @@ impl Tensor {
 
     pub(crate) fn run(&self) -> PageRun {
         self.segment.run(self.offset, self.len)
+    }
+
+    /// The pages of which all bytes are its own.
+    pub(crate) fn whole_pages(&self) -> PageRun {
+        let size = self.segment.page_size.bytes();
+        let (first, end) = (self.offset.div_ceil(size), (self.offset + self.len) / size);
+        let count = end.saturating_sub(first) as u32;
+        PageRun { segment: self.segment.id, first: PageIndex::new(first as u32), count }
     }
 
     /// The same bytes with other extents.

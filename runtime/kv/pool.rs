@@ -235,6 +235,13 @@ impl Shared {
         BlockKey::root(&self.model, realm.salt())
     }
 
+    /// What a block held that was just taken is of no use: it need not come back from disk to be overwritten.
+    pub fn discard(&self, block: BlockId) {
+        if let Ok(whole) = self.whole(block) {
+            self.runtime.discard(&whole);
+        }
+    }
+
     fn read_group(&self, block: BlockId, group: u32, into: &mut [u8]) -> Result<()> {
         self.runtime.pin_device(&[self.tensor(block, group)?]).wait()?.copy_out(0, 0, into)
     }
@@ -274,6 +281,7 @@ impl Shared {
             return Ok(None);
         }
         let Ok(block) = self.state.lock().take(tenant) else { return Ok(None) };
+        self.discard(block);
         if self.copy_in(block, &bytes).is_err() {
             self.state.lock().release(tenant, block);
             return Ok(None);

@@ -335,6 +335,8 @@ impl Sequence {
                     }
                 }
             }
+            drop(state);
+            self.own[self.own.len() - more..].iter().flatten().for_each(|block| self.pool.0.discard(*block));
         }
         self.tail.extend_from_slice(tokens);
         self.len = end;
@@ -440,6 +442,7 @@ impl Sequence {
         };
         self.outdate_passes(true);
         let new = self.pool.0.state.lock().take(self.tenant)?;
+        self.pool.0.discard(new);
         if let Err(error) = self.pool.0.copy(old, new) {
             self.pool.0.state.lock().release(self.tenant, new);
             return Err(error);

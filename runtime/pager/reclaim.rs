@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 use super::table::PageEntry;
-use super::{Effects, Granted, Pager, Place, Priority};
+use super::{Backing, Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
 
 /// How many pages the policy may offer before a page is taken that is known to be free. So where nearly all pages are
@@ -365,6 +365,29 @@ impl Pager {
         let mut count = 0;
         for page in pages {
             count += u32::from(!self.closing && self.reclaim_page(page, fx));
+        }
+        self.pump(fx);
+        count
+    }
+
+    /// The bytes of these pages are of no use any more. Copies below the device tier are dropped, where no move uses them:
+    /// a page that has no frame reads as zero bytes then, and is filled without a read. A page that is resident, on its
+    /// way or not read-write stays as it is. Returns how many pages lost their bytes.
+    pub fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
+        let mut count = 0;
+        for page in pages {
+            let segment = &self.segments[page.segment.index()];
+            if segment.backing != Backing::ReadWrite || !segment.fillable(page.index) {
+                continue;
+            }
+            let entry = segment.entries[page.index.index()];
+            let somewhere = entry.on_disk() || entry.host().is_some();
+            if somewhere && !entry.host_busy() {
+                self.forget_failures(page);
+                self.drop_host_copy(page);
+                self.entry(page).set_on_disk(false);
+                count += 1;
+            }
         }
         self.pump(fx);
         count

@@ -258,6 +258,16 @@ impl World {
         result
     }
 
+    /// Tells that the bytes of a page are of no use.
+    pub fn discard_bytes(&mut self, page: PageId) {
+        let mut fx = Effects::default();
+        self.pager.record(&self.log);
+        if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
+            self.truth.insert(page, Bytes::Zero);
+        }
+        self.settle(fx);
+    }
+
     fn settle(&mut self, fx: Effects) {
         for frame in fx.protect {
             let at = frame.get() as usize;
