@@ -131,10 +131,21 @@ impl Bare {
         if tokens.is_empty() {
             return Ok(());
         }
+        let had = owned(sequence).len();
         let positions = sequence.append(tokens)?;
         let blocks = owned(sequence);
+        blocks[had..].iter().for_each(|block| self.discard(*block));
         self.used(&blocks[sequence.place(positions.start).0..], Purpose::Write)?;
         sequence.commit(positions.end)
+    }
+
+    fn all_groups(&self, block: BlockId) -> PageRun {
+        PageRun { segment: self.tiers.segment, first: self.page(block, 0), count: self.groups }
+    }
+
+    /// As the pool does with a block that a sequence has taken.
+    fn discard(&mut self, block: BlockId) {
+        self.tiers.discard(self.all_groups(block));
     }
 
     /// Seconds in which the machine would bring bytes of these tiers.
@@ -204,6 +215,7 @@ impl Server for Bare {
             sequence.commit(sequence.len())?;
             let block = owned(&sequence)[nth];
             self.known[block.get() as usize] = Some((asked.tenant, keys[nth], true));
+            self.discard(block);
             self.used(&[block], Purpose::Write)?;
             served.blocks[3] += 1;
             served.bytes[3] += self.stored;
@@ -227,8 +239,7 @@ impl Server for Bare {
                 }
             }
             for block in blocks {
-                let first = self.page(block, 0);
-                self.tiers.evict(PageRun { segment: self.tiers.segment, first, count: self.groups });
+                self.tiers.evict(self.all_groups(block));
             }
         }
         Ok(served)
@@ -276,6 +287,12 @@ impl Tiers {
     fn prefetch(&mut self, runs: &[PageRun]) {
         let AtOnce { pager, fx } = &mut self.at_once;
         pager.prefetch(runs, fx);
+        self.at_once.settle(|_| {});
+    }
+
+    fn discard(&mut self, run: PageRun) {
+        let AtOnce { pager, fx } = &mut self.at_once;
+        pager.discard_bytes(run.pages(), fx);
         self.at_once.settle(|_| {});
     }
 
