@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use outcore::pin::{DevicePins, HostPins};
-use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Write};
+use outcore::pin::{DevicePins, DevicePinsOn, HostPins};
+use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Tensor, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
@@ -117,6 +117,10 @@ impl ReadBlocks<'_> {
     /// Pins them on the device, as a unit.
     pub fn pin_device(&self) -> PinRequest<'_, DevicePins<'_, Read>> {
         self.pool.runtime().pin_device(&self.tensors)
+    }
+    /// Pins them for work on a stream, as a unit: see [`Runtime::pin_device_on`](outcore::Runtime::pin_device_on).
+    pub fn pin_device_on<'a>(&'a self, stream: &'a ComputeStream) -> PinRequest<'a, DevicePinsOn<'a>> {
+        self.pool.runtime().pin_device_on(&self.tensors, stream)
     }
     /// How many they are.
     pub fn count(&self) -> usize {
