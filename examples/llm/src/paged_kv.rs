@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use outcore::{DType, Runtime};
+use outcore::{DType, PageSize, Runtime};
 use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence};
 
 use crate::config::Config;
@@ -21,9 +21,13 @@ const STATE: usize = 2;
 /// The layout of this model's keys and values on `runtime`: elements of 32 bits, in groups of one layer. A pass uses
 /// one layer after the other, so a context that does not fit is read once.
 pub fn layout(config: &Config, runtime: &Runtime) -> Result<KvLayout> {
+    layout_in(config, runtime.stats().page_size)
+}
+
+/// The [`layout`] on a runtime with pages of this size.
+pub fn layout_in(config: &Config, page: PageSize) -> Result<KvLayout> {
     let number = |n: usize| u32::try_from(n).map_err(|_| Error::Invalid(format!("{n} is too large for a model")));
     let shape = KvShape::new(number(config.layers)?, number(config.kv_heads)?, number(config.head_dim)?, DType::F32)?;
-    let page = runtime.stats().page_size;
     // Keys and values of as many tokens as a page has room for.
     let tokens = page.bytes() / (2 * shape.row_bytes().get());
     match u32::try_from(tokens) {
@@ -68,6 +72,34 @@ impl PagedKeys {
     /// Its pool.
     pub fn pool(&self) -> &KvPool {
         self.sequence.pool()
+    }
+
+    /// Blocks that are pinned at a time.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "attention on a GPU asks"))]
+    pub(crate) fn wave(&self) -> usize {
+        self.wave
+    }
+
+    /// Refuses a pool whose layout is not [that](layout) of the model's keys and values.
+    pub(crate) fn check(&self, config: &Config) -> Result<()> {
+        let shape = self.pool().layout().shape();
+        let [layers, heads, head_dim] = [shape.layers(), shape.heads(), shape.head_dim()].map(|n| n as usize);
+        if (layers, heads, head_dim) == (config.layers, config.kv_heads, config.head_dim) && shape.dtype() == DType::F32
+        {
+            return Ok(());
+        }
+        let wanted = format!("{} layers of {} heads of {} F32", config.layers, config.kv_heads, config.head_dim);
+        Err(Error::Invalid(format!(
+            "the pool is for {layers} layers of {heads} heads of {head_dim} {}, and the model has {wanted}: make its \
+             layout with paged_kv::layout",
+            shape.dtype()
+        )))
+    }
+
+    /// Has the blocks leave the device: see [`Sequence::park`].
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "sessions on a GPU park"))]
+    pub(crate) fn park(&mut self) -> Result<()> {
+        Ok(self.sequence.park()?)
     }
 
     /// Makes room for these tokens.
