@@ -27,7 +27,7 @@ typedef unsigned long long u64;
 // Rows that one loading of activations serves, and vectors that one decoding of a weight serves.
 #define ROWS 4
 #define VECTORS 8
-// Blocks of keys and values that one launch is given.
+// Blocks of keys and values that one launch is given at most.
 #define BLOCKS 64
 
 // The host launches only kernels whose source has the host's own interface number. Raise both numbers with every change
@@ -622,9 +622,9 @@ template <int E> DEVICE void load_query(const float *query, u32 head_size, float
     }
 }
 
-// What the warps of a block have together: for every lane the largest score, the sum of the shares, and of the values
-// element threadIdx.x of the head, which is 0 beyond it. A warp without a position counts nothing; warp 0 has one. A
-// block has more lanes than a head has elements.
+// What the warps of a thread block have together: for every lane the largest score, the sum of the shares, and of the
+// values element threadIdx.x of the head, which is 0 beyond it. A warp without a position counts nothing; warp 0 has
+// one. There are at least as many lanes as a head has elements.
 template <int E> DEVICE void merge_warps(const Running<E> &r, u32 head_size, float *peak, float *total, float *sum) {
     __shared__ float peaks[WARPS], totals[WARPS], sums[WARPS][E * LANES];
     u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
@@ -660,7 +660,7 @@ template <int E> DEVICE void merge_warps(const Running<E> &r, u32 head_size, flo
 }
 
 // One head (x) of one of m positions (y): softmax(q k^T * scale) v over the `past + y + 1` positions so far. The warps
-// of the block share the positions.
+// of the thread block share the positions.
 template <int E>
 DEVICE void attend(const float *q, const float *keys, const float *values, float *out, u32 heads, u32 kv_heads,
     u32 head_size, u32 capacity, u32 past, float scale) {
@@ -771,7 +771,7 @@ DEVICE void attend_blocks(const float *q, const Table &blocks, float *out, float
     }
 }
 
-// Four blocks at a time on a multiprocessor: for more, ptxas would have too few registers.
+// Four thread blocks at a time on a multiprocessor: for more, ptxas would have too few registers.
 #define ATTENTION_TO_BLOCKS(size)                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) attention_to_blocks_##size(const float *q, Table blocks,  \
         float *out, float *state, u32 m, u32 heads, u32 kv_heads, u32 head_size, u32 block_tokens, u32 count,          \

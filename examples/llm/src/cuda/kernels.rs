@@ -20,7 +20,7 @@ const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
 const ROWS: u32 = 4;
 const VECTORS: u32 = 8;
-/// Blocks of keys and values that one launch is given; as in `kernels.cu`.
+/// Blocks of keys and values that one launch is given at most; as in `kernels.cu`.
 pub(super) const BLOCKS: usize = 64;
 
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.

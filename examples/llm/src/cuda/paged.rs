@@ -13,14 +13,14 @@ use outcore_kv::KvPart;
 
 use super::gpu::{Adopted, Gpu};
 use super::kernels::{Attention, BLOCKS, Kernels, Table};
-use super::session::CudaModel;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 
 /// Keys and values of one sequence in blocks of a pool, on a GPU.
 pub(super) struct Paged {
-    keys: PagedKeys,
+    pub keys: PagedKeys,
     /// The GPU's stream as the pool's runtime knows it.
     stream: Adopted,
 }
@@ -78,30 +78,19 @@ impl Paged {
         Ok(Self { keys: self.keys.fork(), stream })
     }
 
-    /// Tokens that have room.
-    pub fn len(&self) -> usize {
-        self.keys.sequence().len() as usize
-    }
-
-    pub fn append(&mut self, tokens: &[u32]) -> Result<()> {
-        self.keys.append(tokens)
-    }
-
-    pub fn commit(&mut self, end: usize) -> Result<()> {
-        self.keys.commit(end)
-    }
-
-    pub fn truncate(&mut self, len: usize) -> Result<()> {
-        self.keys.truncate(len)
-    }
-
-    pub fn park(&mut self) -> Result<()> {
-        self.keys.park()
-    }
-
     /// Launches what stores the pass's keys and values of a layer, and its attention to all positions up to their own.
     /// Returns how long this thread waited for blocks.
-    pub fn attend(&self, model: &CudaModel, layer: u32, at: &Operands, a: &Attention) -> Result<Duration> {
+    ///
+    /// # Errors
+    /// `Cancelled` between two waves, if passes over `weights` are given up; what pinning ends with, and what the
+    /// driver refuses. Pins end behind what was launched all the same.
+    pub fn attend(
+        &self,
+        (kernels, weights): (&Kernels, &PagedWeights),
+        layer: u32,
+        at: &Operands,
+        a: &Attention,
+    ) -> Result<Duration> {
         let layout = self.keys.pool().layout();
         let each = u64::from(layout.block_tokens());
         let waves = waves(a.past.into(), a.m.into(), each, self.keys.wave().min(BLOCKS) as u64);
@@ -111,7 +100,7 @@ impl Paged {
         }
         let mut waited = Duration::ZERO;
         for (nth, wave) in waves.iter().enumerate() {
-            model.weights().check_cancelled()?;
+            weights.check_cancelled()?;
             match waves.get(nth + 1) {
                 Some(next) => self.prefetch(group, Some(next))?,
                 // What the next layer begins with comes while the matrices between are computed.
@@ -120,7 +109,7 @@ impl Paged {
                 }
                 None => {}
             }
-            waited += self.wave(&model.gpu().kernels, layer, wave, at, a)?;
+            waited += self.wave(kernels, layer, wave, at, a)?;
         }
         Ok(waited)
     }

@@ -77,11 +77,6 @@ impl CudaModel {
         &self.arch.config
     }
 
-    /// Where its weights are.
-    pub(super) fn weights(&self) -> &PagedWeights {
-        &self.weights
-    }
-
     /// The GPU it runs on.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
@@ -291,8 +286,8 @@ impl CudaSession {
     /// multiplies.
     ///
     /// # Errors
-    /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are on
-    /// the host or on another GPU; `OutOfMemory` if the GPU has less than [`paged_memory`](Self::paged_memory) left;
+    /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
+    /// on the host or on another GPU; `OutOfMemory` if the GPU has less than [`paged_memory`](Self::paged_memory) left;
     /// what the driver refuses.
     pub fn paged(model: Arc<CudaModel>, keys: PagedKeys, pass: usize) -> Result<Self> {
         let (capacity, pass) = clamped(model.config(), model.config().context, pass);
@@ -316,7 +311,7 @@ impl CudaSession {
         token.as_mut_slice().map_err(locked)?.fill(0);
         let len = match &keys {
             Keys::Plain => 0,
-            Keys::Paged(keys) => keys.len(),
+            Keys::Paged(paged) => paged.keys.sequence().len() as usize,
         };
         let mut session = Self {
             keys,
@@ -354,8 +349,8 @@ impl CudaSession {
     /// # Errors
     /// As for [`paged`](Self::paged).
     pub fn fork(&mut self) -> Result<Option<Self>> {
-        let Keys::Paged(keys) = &mut self.keys else { return Ok(None) };
-        let keys = Keys::Paged(keys.fork(&self.model.gpu)?);
+        let Keys::Paged(paged) = &mut self.keys else { return Ok(None) };
+        let keys = Keys::Paged(paged.fork(&self.model.gpu)?);
         let mut fork = Self::begin(self.model.clone(), keys, self.capacity, self.pass)?;
         let (gpu, copying) = (&self.model.gpu, |e| failed("copy logits to a fork", e));
         let bytes = self.model.config().vocab * size_of::<f32>();
@@ -375,8 +370,8 @@ impl CudaSession {
     /// As for [`Sequence::truncate`](outcore_kv::Sequence::truncate).
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let len = self.len.min(len);
-        if let Keys::Paged(keys) = &mut self.keys {
-            keys.truncate(len)?;
+        if let Keys::Paged(paged) = &mut self.keys {
+            paged.keys.truncate(len)?;
         }
         self.len = len;
         Ok(())
@@ -392,7 +387,7 @@ impl CudaSession {
         self.model.stream.synchronize()?;
         match &mut self.keys {
             Keys::Plain => Ok(()),
-            Keys::Paged(keys) => keys.park(),
+            Keys::Paged(paged) => paged.keys.park(),
         }
     }
 
@@ -432,14 +427,14 @@ impl CudaSession {
         let model = Arc::clone(&self.model);
         model.arch.check_pass(tokens, self.len, self.capacity)?;
         let end = self.len + tokens.len();
-        if let Keys::Paged(keys) = &mut self.keys {
-            keys.append(tokens)?;
+        if let Keys::Paged(paged) = &mut self.keys {
+            paged.keys.append(tokens)?;
         }
         let done = self.passes(&model, tokens);
         match (&mut self.keys, &done) {
             (Keys::Plain, _) => {}
-            (Keys::Paged(keys), Ok(_)) => keys.commit(end)?,
-            (Keys::Paged(keys), Err(_)) => keys.truncate(self.len)?,
+            (Keys::Paged(paged), Ok(_)) => paged.keys.commit(end)?,
+            (Keys::Paged(paged), Err(_)) => paged.keys.truncate(self.len)?,
         }
         let waited = done?;
         self.len = end;
@@ -588,8 +583,8 @@ impl CudaSession {
         self.model.gpu.kernels.rms_norm(x, weight_at, out, vectors, weight.cols as u32, epsilon)
     }
 
-    /// Launches the pass of `tokens`, which are at position `past` and after it. Returns how long this thread waited for
-    /// blocks of keys and values.
+    /// Launches the pass of `tokens`, which are at position `past` and after it. Returns how long this thread waited
+    /// for blocks of keys and values.
     fn pass(&self, tokens: &[u32], past: usize) -> Result<Duration> {
         let mut waited = Duration::ZERO;
         let (model, at) = (&*self.model, &self.at);
@@ -622,9 +617,9 @@ impl CudaSession {
                             kernels.append(at.k, at.v, &cache, &attention)?;
                             kernels.attend(at.q, at.mixed, &cache, &attention)?;
                         }
-                        Keys::Paged(keys) => {
+                        Keys::Paged(paged) => {
                             let operands = Operands { q: at.q, k: at.k, v: at.v, out: at.mixed, state: at.state };
-                            waited += keys.attend(model, layer as u32, &operands, &attention)?;
+                            waited += paged.attend((kernels, &model.weights), layer as u32, &operands, &attention)?;
                         }
                     }
                     input = Input::new(at.mixed, m, c.heads * c.head_dim);

@@ -322,9 +322,9 @@ impl InBlocks {
     /// `count` blocks, from the `first` one on.
     fn table(&self, first: usize, count: usize) -> Table {
         let mut rows = [0; BLOCKS];
-        for nth in 0..count {
+        for (nth, rows) in rows.iter_mut().enumerate().take(count) {
             let place = (first + nth) * 5 % Self::ROOM;
-            rows[nth] = self.memory.address + ((place * (2 * self.each + 1) + 1) * self.row * 4) as u64;
+            *rows = self.memory.address + ((place * (2 * self.each + 1) + 1) * self.row * 4) as u64;
         }
         let [count, block_tokens, first] = [count, self.each, first * self.each].map(|n| n as u32);
         Table { rows, count, block_tokens, first }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use outcore::{DType, PageSize, PolicyKind};
-use outcore_kv::{KvLayout, KvPool, KvShape, TenantId, Token};
+use outcore_kv::{KvLayout, KvPool, KvShape, StoreOptions, TenantId, Token};
 use outcore_llm::{PagedKeys, paged_kv};
 
 use super::*;
@@ -221,6 +221,29 @@ mod on_a_gpu {
     }
 
     #[test]
+    fn a_prompt_is_not_computed_again_after_a_restart() {
+        let Some(driver) = driver("a_prompt_is_not_computed_again_after_a_restart") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = files(folder.path(), Arch::Llama);
+        let prompt = prompt(&driver, 13);
+        let run = || {
+            on_gpu(&driver, &files, AMPLE, |model, pool| {
+                let store = (&*folder.path().join("kv"), StoreOptions::new());
+                let (runtime, layout) = (pool.runtime(), pool.layout().clone());
+                let pool = KvPool::open_with_store(runtime, layout, b"synthetic", 20, store).unwrap();
+                let found = begin(model, &pool, &prompt, 1).len();
+                let (_, logits) = read(model, &pool, &prompt, prompt.len());
+                pool.save(true).unwrap();
+                (found, logits)
+            })
+        };
+        let (before, after) = (run(), run());
+        assert_eq!((before.0, after.0), (0, 6 * each(&driver)));
+        assert!(before.1 == after.1);
+        driver.finish();
+    }
+
+    #[test]
     fn pools_that_do_not_suit_are_refused() {
         let Some(driver) = driver("pools_that_do_not_suit_are_refused") else { return };
         let folder = tempfile::tempdir().unwrap();
@@ -246,6 +269,41 @@ mod on_a_gpu {
         });
         driver.finish();
     }
+}
+
+/// A raised flag ends a pass between two of its waves, too.
+#[test]
+fn a_pass_over_blocks_that_is_given_up_leaves_the_session_as_it_was() {
+    let Some(driver) = driver("a_pass_over_blocks_that_is_given_up_leaves_the_session_as_it_was") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let files = files(folder.path(), Arch::Llama);
+    let (page, prompt, flag) = (page_size(&driver), prompt(&driver, 9), Arc::new(AtomicBool::new(false)));
+    // A page is mapped whenever one comes, of the weights or of a block.
+    let hook = Raising { left: AtomicU32::new(0), flag: flag.clone() };
+    let hook = Arc::new(hook);
+    let runtime = Runtime::builder()
+        .device(Hooked::new(driver.device.clone(), hook.clone()))
+        .page_size(page)
+        .device_budget(Bytes::new(FEW * page.bytes()))
+        .open()
+        .unwrap();
+    {
+        let model = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
+        let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+        let model = Arc::new(CudaModel::load(&files, Arc::new(weights), gpu).unwrap());
+        let pool = pool(&runtime, model.config(), 60);
+        let (mut session, want) = read(&model, &pool, &prompt, 50);
+        for maps in [1, 20, 100, 200] {
+            session.truncate(0).unwrap();
+            hook.left.store(maps, Ordering::SeqCst);
+            assert!(matches!(session.forward(&prompt), Err(Error::Cancelled)), "{maps} pages into the pass");
+            assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
+            assert!(session.forward(&prompt).unwrap() == want, "{maps} pages into the pass");
+        }
+    }
+    runtime.close().unwrap();
+    driver.finish();
 }
 
 /// Wherever a launch fails: what was launched is waited for, the session is as it was before, and goes on.
