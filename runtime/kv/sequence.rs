@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use outcore::pin::{DevicePins, HostPins};
-use outcore::{Error, ErrorKind, PinRequest, Read, Result, Tensor, Walker, Write};
+use outcore::pin::{DevicePins, DevicePinsOn, HostPins};
+use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Tensor, Walker, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
@@ -131,6 +131,13 @@ impl ReadBlocks<'_> {
         match self.walker {
             Some(walker) => walker.pin_device(&self.tensors),
             None => self.pool.runtime().pin_device(&self.tensors),
+        }
+    }
+    /// Pins them for work on a stream, as a unit: see [`Runtime::pin_device_on`](outcore::Runtime::pin_device_on).
+    pub fn pin_device_on<'a>(&'a self, stream: &'a ComputeStream) -> PinRequest<'a, DevicePinsOn<'a>> {
+        match self.walker {
+            Some(walker) => walker.pin_device_on(&self.tensors, stream),
+            None => self.pool.runtime().pin_device_on(&self.tensors, stream),
         }
     }
     /// How many they are.

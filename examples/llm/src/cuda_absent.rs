@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::files::ModelFiles;
 use crate::model::PassTime;
 use crate::paged::PagedWeights;
+use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
 
 /// Names a GPU, in whatever words.
@@ -121,6 +122,22 @@ impl CudaSession {
     /// `Unsupported`: this build cannot compute on a GPU.
     pub fn memory(_config: &Config, _capacity: usize, _pass: usize) -> Result<Bytes> {
         Gpu::open(&CudaDeviceSelector::default(), None).map(|gpu| match gpu.0 {})
+    }
+
+    /// Device memory that a session takes beside the blocks of its pool.
+    ///
+    /// # Errors
+    /// `Unsupported`: this build cannot compute on a GPU.
+    pub fn paged_memory(config: &Config, pass: usize) -> Result<Bytes> {
+        Self::memory(config, 0, pass)
+    }
+
+    /// A sequence in blocks of a pool.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn paged(model: Arc<CudaModel>, _keys: PagedKeys, _pass: usize) -> Result<Self> {
+        match model.0 {}
     }
 
     /// An empty sequence.

@@ -363,9 +363,7 @@ impl Session {
     pub fn paged(model: Arc<Model>, keys: PagedKeys) -> Result<Self> {
         let capacity = model.config().context;
         let len = keys.sequence().len() as usize;
-        if keys.pool().layout().shape().layers() as usize != model.config().layers {
-            return Err(Error::Invalid("the pool is for another model: make its layout with paged_kv::layout".into()));
-        }
+        keys.check(model.config())?;
         Ok(Self { model, keys: Keys::Paged(keys), capacity, len, last: PassTime::default() })
     }
 

@@ -96,15 +96,18 @@ impl PagedWeights {
         self
     }
 
+    /// An error if the pass is given up.
+    pub(crate) fn check_cancelled(&self) -> Result<()> {
+        if self.cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
     fn tensor(&self, id: TensorId) -> Result<&Tiled> {
         self.tensors.get(id.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", id.0)))
     }
 
     /// Rows `range` as a handle: a tile that is kept, or a new one. An error if the pass is given up.
     fn part(&self, id: TensorId, range: &Range<u64>) -> Result<Cow<'_, Tensor>> {
-        if self.cancelled.load(Ordering::Relaxed) {
-            return Err(Error::Cancelled);
-        }
+        self.check_cancelled()?;
         let tiled = self.tensor(id)?;
         let kept = tiled.tiles.get((range.start / tiled.tile) as usize);
         let whole_tile = range.start.is_multiple_of(tiled.tile)

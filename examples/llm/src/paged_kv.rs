@@ -33,13 +33,22 @@ fn tokens_most(context: u64) -> u64 {
 /// 32 bits, in groups of one layer. A pass uses one layer after the other, so a context that does not fit is read once.
 /// If a page has room for more tokens of a layer than such sequences could use, a block has several layers.
 pub fn layout(config: &Config, runtime: &Runtime, context: u64) -> Result<KvLayout> {
-    let (shape, page) = (shape(config)?, runtime.stats().page_size);
+    layout_in(config, runtime.stats().page_size, context)
+}
+
+/// The [`layout`] on a runtime with pages of this size.
+pub fn layout_in(config: &Config, page: PageSize, context: u64) -> Result<KvLayout> {
+    let shape = shape(config)?;
     let tokens = page.bytes() / (2 * shape.row_bytes().get());
-    match u32::try_from(tokens) {
-        Ok(tokens) if (8..=tokens_most(context)).contains(&u64::from(tokens)) => KvLayout::with(shape, page, tokens, 1),
-        _ => KvLayout::new(shape, page),
+    let one_layer = |most| {
+        let tokens = u32::try_from(tokens).ok().filter(|tokens| (8..=most).contains(&u64::from(*tokens)))?;
+        Some(KvLayout::with(shape, page, tokens, 1))
+    };
+    if let Some(layout) = one_layer(tokens_most(context)) {
+        return Ok(layout?);
     }
-    .map_err(Error::from)
+    // Rows so short that no block of a few tokens fills a page.
+    KvLayout::new(shape, page).or_else(|error| one_layer(TOKENS_LIMIT).unwrap_or(Err(error))).map_err(Error::from)
 }
 
 /// The largest page size, up to `most`, with which [`layout`] has groups of one layer; no less than `least`. `most` for
@@ -95,6 +104,34 @@ impl PagedKeys {
     /// Its pool.
     pub fn pool(&self) -> &KvPool {
         self.sequence.pool()
+    }
+
+    /// Blocks that are pinned at a time.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "attention on a GPU asks"))]
+    pub(crate) fn wave(&self) -> usize {
+        self.wave
+    }
+
+    /// Refuses a pool whose layout is not [that](layout) of the model's keys and values.
+    pub(crate) fn check(&self, config: &Config) -> Result<()> {
+        let shape = self.pool().layout().shape();
+        let [layers, heads, head_dim] = [shape.layers(), shape.heads(), shape.head_dim()].map(|n| n as usize);
+        if (layers, heads, head_dim) == (config.layers, config.kv_heads, config.head_dim) && shape.dtype() == DType::F32
+        {
+            return Ok(());
+        }
+        let wanted = format!("{} layers of {} heads of {} F32", config.layers, config.kv_heads, config.head_dim);
+        Err(Error::Invalid(format!(
+            "the pool is for {layers} layers of {heads} heads of {head_dim} {}, and the model has {wanted}: make its \
+             layout with paged_kv::layout",
+            shape.dtype()
+        )))
+    }
+
+    /// Has the blocks leave the device: see [`Sequence::park`].
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "sessions on a GPU park"))]
+    pub(crate) fn park(&mut self) -> Result<()> {
+        Ok(self.sequence.park()?)
     }
 
     /// Makes room for these tokens.

@@ -1,10 +1,12 @@
 //! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's,
 //! `generate` gives the same words, and what is not possible is refused with a remedy. The kernels run from their own
 //! source, compiled for the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one. The tests
-//! in `on_a_gpu` then run there; the others are about the emulated driver.
+//! in `on_a_gpu`, here and in `blocks`, then run there; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "cuda/blocks.rs"]
+mod blocks;
 #[path = "cuda/emulated.rs"]
 mod emulated;
 
@@ -432,6 +434,42 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     for field in ["tokens", "logits_xxh3"] {
         assert!(!whole[field].is_null() && cut[field] == whole[field], "{field}: {cut}");
     }
+}
+
+/// In blocks of a pool, keys and values compete with the weights for frames. No budget changes a bit.
+#[test]
+fn generate_keeps_keys_and_values_in_pages_of_a_gpu() {
+    let Some(kernels) = ptx_file("generate_keeps_keys_and_values_in_pages_of_a_gpu") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    Spec { kv_heads: 4, vocab: 2000, ..spec(Arch::Llama, WeightType::F32) }.write_gguf(&model).unwrap();
+    let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", "5,9,2,77,1999,4", "--tokens", "6", "--json"];
+    let args = [&args[..], &["--paged-kv"]].concat();
+    let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
+    let run = |more: &[&str]| {
+        let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;
+        Some(json_of(&command.output().unwrap()))
+    };
+    let Some(whole) = run(&[]) else { return };
+    // Two blocks for each of two layers.
+    let pages = std::fs::metadata(&model).unwrap().len().div_ceil(PAGE) + 2 * 2;
+    assert_eq!(whole["device_budget_bytes"].as_u64(), Some(pages * PAGE), "{whole}");
+    assert_eq!(whole["memory"]["keys_values_bytes"], 0);
+    let mut on_cpu = Command::new(generate_program());
+    let want = json_of(&on_cpu.args(&args).stdin(Stdio::null()).output().unwrap());
+    assert_eq!(whole["tokens"], want["tokens"]);
+    let few = run(&["--device-budget", "8MiB"]).unwrap();
+    assert!(few["disk_written_bytes"].as_u64() > Some(0), "no block was ever written back: {few}");
+    assert!(few["peak_device_bytes"].as_u64() <= Some(8 << 20), "{few}");
+    for field in ["tokens", "logits_xxh3"] {
+        assert!(!whole[field].is_null() && few[field] == whole[field], "{field}: {few}");
+    }
+    // Rows of which 256 tokens do not fill a page of a GPU.
+    let small = folder.path().join("small.gguf");
+    spec(Arch::Llama, WeightType::F32).write_gguf(&small).unwrap();
+    let args = [&["--model", small.to_str().unwrap()], &on_gpu[2..]].concat();
+    let few = json_of(&generate(folder.path(), &args).unwrap().output().unwrap());
+    assert_eq!(few["tokens"].as_array().map(Vec::len), Some(6), "{few}");
 }
 
 /// Raises a flag when a page has been mapped so many times.

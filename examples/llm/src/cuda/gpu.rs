@@ -1,10 +1,12 @@
 //! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLAS where it is installed.
 
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
-use outcore::Bytes;
+use outcore::device::RawStream;
+use outcore::{Bytes, ComputeStream, Runtime};
 use outcore_cuda::{CudaDeviceInfo, CudaDeviceSelector, cuda_device};
 
 use super::compile;
@@ -80,5 +82,33 @@ impl Gpu {
     /// Waits until everything on the stream has ended.
     pub(super) fn finish(&self) -> Result<()> {
         Ok(self.stream.synchronize().map_err(|e| failed("wait for the GPU", e))?)
+    }
+}
+
+/// A GPU's stream as a runtime knows it.
+#[derive(Debug)]
+pub(super) struct Adopted {
+    stream: ComputeStream,
+    _gpu: Arc<Gpu>,
+}
+
+impl Adopted {
+    /// Has `runtime` adopt the stream of `gpu`.
+    ///
+    /// # Errors
+    /// `Unsupported` or `InvalidArgument` if the runtime's pages are not on that GPU.
+    pub fn new(gpu: &Arc<Gpu>, runtime: &Runtime) -> Result<Self> {
+        // SAFETY: the GPU owns the stream, and this drops the adopted one first. Clones of that are in pins only, which
+        // end before the session or the model that has this.
+        let stream = unsafe { runtime.adopt_stream(RawStream::new(gpu.stream.cu_stream().cast())) }?;
+        Ok(Self { stream, _gpu: gpu.clone() })
+    }
+}
+
+impl Deref for Adopted {
+    type Target = ComputeStream;
+
+    fn deref(&self) -> &ComputeStream {
+        &self.stream
     }
 }

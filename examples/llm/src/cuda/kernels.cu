@@ -27,10 +27,12 @@ typedef unsigned long long u64;
 // Rows that one loading of activations serves, and vectors that one decoding of a weight serves.
 #define ROWS 4
 #define VECTORS 8
+// Blocks of keys and values that one launch is given at most.
+#define BLOCKS 64
 
 // The host launches only kernels whose source has the host's own interface number. Raise both numbers with every change
 // of what the host has to know: names, parameters, which block and lane does what.
-#define INTERFACE kernels_interface_1
+#define INTERFACE kernels_interface_2
 
 #define DEVICE static __device__ __forceinline__
 #define INFINITE __int_as_float(0x7f800000)
@@ -575,70 +577,106 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const float *k, con
     values[to] = v[at];
 }
 
-// One head (x) of one of m positions (y): softmax(q k^T * scale) v over the `past + y + 1` positions so far. The warps
-// of the block share the positions; each keeps a running maximum, and what it has summed is rescaled when that grows.
+// What a warp has of softmax(q k^T) v so far: the largest score, the sum of the shares, and the values by their shares.
 // A lane has elements lane, lane + 32, .. of the head: E of them at most.
-template <int E>
-DEVICE void attend(const float *q, const float *keys, const float *values, float *out, u32 heads, u32 kv_heads,
-    u32 head_size, u32 capacity, u32 past, float scale) {
-    __shared__ float peaks[WARPS], totals[WARPS], sums[WARPS][E * LANES];
-    u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, head = blockIdx.x, t = blockIdx.y;
-    const float *query = q + ((u64)t * heads + head) * head_size;
-    u64 base = (u64)(head / (heads / kv_heads)) * capacity * head_size;
-    float mine[E], sum[E];
+template <int E> struct Running {
+    float peak, total, sum[E];
+
+    DEVICE void begin(Running &r) {
+        r.peak = -INFINITE;
+        r.total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < E; i++) {
-        u32 element = lane + LANES * i;
-        mine[i] = element < head_size ? query[element] * scale : 0.0f;
-        sum[i] = 0.0f;
+        for (int i = 0; i < E; i++) {
+            r.sum[i] = 0.0f;
+        }
     }
-    float peak = -INFINITE, total = 0.0f;
-    for (u32 position = warp; position < past + t + 1; position += WARPS) {
-        const float *key = keys + base + (u64)position * head_size;
-        const float *value = values + base + (u64)position * head_size;
+
+    // One more position. What was summed is rescaled when the largest score grows.
+    DEVICE void see(Running &r, const float *query, const float *key, const float *value, u32 head_size) {
+        u32 lane = threadIdx.x % LANES;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < E; i++) {
             u32 element = lane + LANES * i;
-            score += element < head_size ? mine[i] * key[element] : 0.0f;
+            score = element < head_size ? fmaf(query[i], key[element], score) : score;
         }
         score = warp_sum(score);
-        float higher = fmaxf(peak, score);
-        float keep = expf(peak - higher), share = expf(score - higher);
-        peak = higher;
-        total = total * keep + share;
+        float higher = fmaxf(r.peak, score);
+        float keep = expf(r.peak - higher), share = expf(score - higher);
+        r.peak = higher;
+        r.total = fmaf(r.total, keep, share);
 #pragma unroll
         for (int i = 0; i < E; i++) {
             u32 element = lane + LANES * i;
-            sum[i] = sum[i] * keep + (element < head_size ? share * value[element] : 0.0f);
+            r.sum[i] = fmaf(r.sum[i], keep, element < head_size ? share * value[element] : 0.0f);
         }
     }
+};
+
+// A lane's elements of a query, scaled.
+template <int E> DEVICE void load_query(const float *query, u32 head_size, float scale, float *mine) {
+#pragma unroll
+    for (int i = 0; i < E; i++) {
+        u32 element = threadIdx.x % LANES + LANES * i;
+        mine[i] = element < head_size ? query[element] * scale : 0.0f;
+    }
+}
+
+// What the warps of a thread block have together: for every lane the largest score, the sum of the shares, and of the
+// values element threadIdx.x of the head, which is 0 beyond it. A warp without a position counts nothing; warp 0 has
+// one. There are at least as many lanes as a head has elements.
+template <int E> DEVICE void merge_warps(const Running<E> &r, u32 head_size, float *peak, float *total, float *sum) {
+    __shared__ float peaks[WARPS], totals[WARPS], sums[WARPS][E * LANES];
+    u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    // The lanes may still read what was merged before.
+    __syncthreads();
     if (lane == 0) {
-        peaks[warp] = peak;
-        totals[warp] = total;
+        peaks[warp] = r.peak;
+        totals[warp] = r.total;
     }
 #pragma unroll
     for (int i = 0; i < E; i++) {
-        sums[warp][lane + LANES * i] = sum[i];
+        sums[warp][lane + LANES * i] = r.sum[i];
     }
     __syncthreads();
-    float highest = -INFINITE, all = 0.0f;
+    float highest = -INFINITE, all = 0.0f, mixed = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         highest = fmaxf(highest, peaks[w]);
     }
-    // Warp 0 always has a position, so `highest` is a number; a warp without one counts nothing.
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        all += totals[w] * expf(peaks[w] - highest);
+        all = fmaf(totals[w], expf(peaks[w] - highest), all);
     }
-    for (u32 element = threadIdx.x; element < head_size; element += THREADS) {
-        float mixed = 0.0f;
+    if (threadIdx.x < head_size) {
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            mixed += sums[w][element] * expf(peaks[w] - highest);
+            mixed = fmaf(sums[w][threadIdx.x], expf(peaks[w] - highest), mixed);
         }
-        out[((u64)t * heads + head) * head_size + element] = mixed / all;
+    }
+    *peak = highest;
+    *total = all;
+    *sum = mixed;
+}
+
+// One head (x) of one of m positions (y): softmax(q k^T * scale) v over the `past + y + 1` positions so far. The warps
+// of the thread block share the positions.
+template <int E>
+DEVICE void attend(const float *q, const float *keys, const float *values, float *out, u32 heads, u32 kv_heads,
+    u32 head_size, u32 capacity, u32 past, float scale) {
+    u32 warp = threadIdx.x / LANES, head = blockIdx.x, t = blockIdx.y;
+    u64 base = (u64)(head / (heads / kv_heads)) * capacity * head_size;
+    float query[E], peak, total, mixed;
+    load_query<E>(q + ((u64)t * heads + head) * head_size, head_size, scale, query);
+    Running<E> running;
+    Running<E>::begin(running);
+    for (u32 position = warp; position < past + t + 1; position += WARPS) {
+        u64 at = base + (u64)position * head_size;
+        Running<E>::see(running, query, keys + at, values + at, head_size);
+    }
+    merge_warps<E>(running, head_size, &peak, &total, &mixed);
+    if (threadIdx.x < head_size) {
+        out[((u64)t * heads + head) * head_size + threadIdx.x] = mixed / total;
     }
 }
 
@@ -654,6 +692,100 @@ DEVICE void attend(const float *q, const float *keys, const float *values, float
 ATTENTION(64)
 ATTENTION(128)
 ATTENTION(256)
+
+// ---- keys and values in blocks ----
+//
+// A table has the addresses of one layer's rows in blocks that follow one another: [keys, values][position][head]
+// [element], of `block_tokens` positions each. It comes with the launch, so nothing has to be copied to the GPU first.
+struct Table {
+    u64 at[BLOCKS];
+};
+
+DEVICE float *row_of(u64 block, u32 token, u32 row) {
+    return (float *)block + (u64)token * row;
+}
+
+// Stores `count` keys and values of `row` numbers behind the first `filled` positions of the table's first block.
+extern "C" __global__ void __launch_bounds__(THREADS) append_to_blocks(const float *k, const float *v, Table blocks,
+    u32 count, u32 row, u32 block_tokens, u32 filled) {
+    u64 at = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (at >= (u64)count * row) {
+        return;
+    }
+    u32 element = (u32)(at % row), place = filled + (u32)(at / row);
+    u64 block = blocks.at[place / block_tokens];
+    u32 token = place % block_tokens;
+    row_of(block, token, row)[element] = k[at];
+    row_of(block, block_tokens + token, row)[element] = v[at];
+}
+
+// As `attend`, over the blocks of one wave, the first of whose positions is `first`. Waves come in the order of their
+// positions, the first one at 0. Between them `out` has the values by their shares, and `state` the largest score and
+// the sum of the shares, of each head of each position; in the wave of its own position a head gets its result.
+//
+// Blocks are summed up one by one, in order, each by itself. So a result depends on the positions and on how many a
+// block has, but neither on waves nor on passes. The sums are written as fmaf, so that no compiler can choose to round
+// them otherwise in one copy of the loop than in another.
+template <int E>
+DEVICE void attend_blocks(const float *q, const Table &blocks, float *out, float *state, u32 heads, u32 kv_heads,
+    u32 head_size, u32 block_tokens, u32 count, u32 first, u32 past, float scale) {
+    u32 warp = threadIdx.x / LANES, head = blockIdx.x, t = blockIdx.y;
+    if (past + t < first) {
+        return;
+    }
+    // Of its own position, counted from the wave's first one.
+    u32 own = past + t - first, row = kv_heads * head_size;
+    u64 which = (u64)t * heads + head;
+    float *kept = state + 2 * which, *to = out + which * head_size;
+    float query[E], peak = -INFINITE, total = 0.0f, mixed = 0.0f;
+    load_query<E>(q + which * head_size, head_size, scale, query);
+    if (first > 0) {
+        peak = kept[0];
+        total = kept[1];
+        mixed = threadIdx.x < head_size ? to[threadIdx.x] : 0.0f;
+    }
+    for (u32 nth = 0; nth < count && nth * block_tokens <= own; nth++) {
+        u32 seen = min(block_tokens, own - nth * block_tokens + 1);
+        const float *keys = row_of(blocks.at[nth], 0, row) + head / (heads / kv_heads) * head_size;
+        Running<E> running;
+        Running<E>::begin(running);
+        for (u32 token = warp; token < seen; token += WARPS) {
+            const float *key = keys + (u64)token * row;
+            Running<E>::see(running, query, key, key + (u64)block_tokens * row, head_size);
+        }
+        float block_peak, block_total, block_mixed;
+        merge_warps<E>(running, head_size, &block_peak, &block_total, &block_mixed);
+        float higher = fmaxf(peak, block_peak);
+        float keep = expf(peak - higher), share = expf(block_peak - higher);
+        peak = higher;
+        total = fmaf(total, keep, block_total * share);
+        mixed = fmaf(mixed, keep, block_mixed * share);
+    }
+    bool ends = own < count * block_tokens;
+    if (threadIdx.x < head_size) {
+        to[threadIdx.x] = ends ? mixed / total : mixed;
+    }
+    if (threadIdx.x == 0 && !ends) {
+        kept[0] = peak;
+        kept[1] = total;
+    }
+}
+
+// Four thread blocks at a time on a multiprocessor: for more, ptxas would have too few registers.
+#define ATTENTION_TO_BLOCKS(size)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) attention_to_blocks_##size(const float *q, Table blocks,  \
+        float *out, float *state, u32 m, u32 heads, u32 kv_heads, u32 head_size, u32 block_tokens, u32 count,          \
+        u32 first, u32 past, float scale) {                                                                            \
+        if (blockIdx.y < m) {                                                                                          \
+            attend_blocks<size / LANES>(q, blocks, out, state, heads, kv_heads, head_size, block_tokens, count, first, \
+                past, scale);                                                                                          \
+        }                                                                                                              \
+    }
+
+ATTENTION_TO_BLOCKS(64)
+ATTENTION_TO_BLOCKS(128)
+ATTENTION_TO_BLOCKS(256)
+
 
 // gate = silu(gate) * up, n numbers.
 extern "C" __global__ void __launch_bounds__(THREADS) silu_multiply(float *gate, const float *up, u64 n) {

@@ -20,9 +20,11 @@ const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
 const ROWS: u32 = 4;
 const VECTORS: u32 = 8;
+/// Blocks of keys and values that one launch is given at most; as in `kernels.cu`.
+pub(super) const BLOCKS: usize = 64;
 
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-const INTERFACE: &str = "kernels_interface_1";
+const INTERFACE: &str = "kernels_interface_2";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
@@ -43,29 +45,47 @@ pub(super) struct Product {
     pub accumulate: bool,
 }
 
-/// The keys and values of a layer, and how they are used.
+/// The heads of a pass, and its positions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attention {
-    pub keys: u64,
-    pub values: u64,
     pub heads: u32,
     pub kv_heads: u32,
     pub head_dim: u32,
-    pub capacity: u32,
     /// Positions before the pass, and of the pass.
     pub past: u32,
     pub m: u32,
 }
 
-enum Arg {
+/// The keys and values of a layer, in memory of their own: `[kv_head][capacity][head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cache {
+    pub keys: u64,
+    pub values: u64,
+    pub capacity: u32,
+}
+
+/// The rows of a layer in blocks that follow one another.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Table {
+    /// Where the layer's keys begin in each block. Its values lie behind them. Beyond the blocks there are zeros.
+    pub rows: [u64; BLOCKS],
+    /// Blocks that there are, and the tokens of each.
+    pub count: u32,
+    pub block_tokens: u32,
+    /// The position of the first block's first token.
+    pub first: u32,
+}
+
+enum Arg<'a> {
     Address(u64),
     Word(u32),
     Long(u64),
     Float(f32),
     Double(f64),
+    Rows(&'a [u64; BLOCKS]),
 }
 
-use Arg::{Address, Double, Float, Long, Word};
+use Arg::{Address, Double, Float, Long, Rows, Word};
 
 /// What there is for one weight type.
 struct OfType {
@@ -84,6 +104,8 @@ pub(super) struct Kernels {
     append: CudaFunction,
     /// For heads of at most 64, 128 and 256 elements.
     attention: [CudaFunction; 3],
+    append_to_blocks: CudaFunction,
+    attention_to_blocks: [CudaFunction; 3],
     silu_multiply: CudaFunction,
     add: CudaFunction,
     argmax: CudaFunction,
@@ -97,6 +119,21 @@ pub(super) struct Kernels {
 /// Blocks of [`THREADS`] for `n` lanes.
 fn blocks(n: u64) -> u32 {
     n.div_ceil(u64::from(THREADS)) as u32
+}
+
+impl Attention {
+    /// The kernel for heads of this size, of those for at most 64, 128 and 256 elements.
+    fn of_size<'a>(&self, [small, middle, large]: &'a [CudaFunction; 3]) -> &'a CudaFunction {
+        match self.head_dim {
+            0..=64 => small,
+            65..=128 => middle,
+            _ => large,
+        }
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.head_dim as f32).sqrt()
+    }
 }
 
 impl Kernels {
@@ -141,6 +178,12 @@ impl Kernels {
             rope: function("rope")?,
             append: function("append")?,
             attention: [function("attention_64")?, function("attention_128")?, function("attention_256")?],
+            append_to_blocks: function("append_to_blocks")?,
+            attention_to_blocks: [
+                function("attention_to_blocks_64")?,
+                function("attention_to_blocks_128")?,
+                function("attention_to_blocks_256")?,
+            ],
             silu_multiply: function("silu_multiply")?,
             add: function("add")?,
             argmax: function("argmax")?,
@@ -152,7 +195,14 @@ impl Kernels {
         })
     }
 
-    fn launch(&self, what: &str, function: &CudaFunction, grid: (u32, u32), threads: u32, args: &[Arg]) -> Result<()> {
+    fn launch(
+        &self,
+        what: &str,
+        function: &CudaFunction,
+        grid: (u32, u32),
+        threads: u32,
+        args: &[Arg<'_>],
+    ) -> Result<()> {
         let mut launch = self.stream.launch_builder(function);
         for arg in args {
             match arg {
@@ -160,12 +210,13 @@ impl Kernels {
                 Word(value) => launch.arg(value),
                 Float(value) => launch.arg(value),
                 Double(value) => launch.arg(value),
+                Rows(value) => launch.arg(*value),
             };
         }
         let config = LaunchConfig { grid_dim: (grid.0, grid.1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: the functions below give each kernel the parameters that its source declares, in order. Addresses are
-        // of the session's memory, which it made large enough for the sizes given, or of weights that are pinned until
-        // the stream has passed.
+        // of the session's memory, which it made large enough for the sizes given, or of weights and blocks that are
+        // pinned until the stream has passed.
         let launched = unsafe { launch.launch(config) };
         launched.map_err(|error| failed(format!("start the kernel {what}"), error))?;
         Ok(())
@@ -230,44 +281,77 @@ impl Kernels {
     }
 
     /// Stores the pass's keys and values.
-    pub fn append(&self, k: u64, v: u64, a: &Attention) -> Result<()> {
+    pub fn append(&self, k: u64, v: u64, cache: &Cache, a: &Attention) -> Result<()> {
         let lanes = u64::from(a.m) * u64::from(a.kv_heads) * u64::from(a.head_dim);
         let args = [
             Address(k),
             Address(v),
-            Address(a.keys),
-            Address(a.values),
+            Address(cache.keys),
+            Address(cache.values),
             Word(a.m),
             Word(a.kv_heads),
             Word(a.head_dim),
-            Word(a.capacity),
+            Word(cache.capacity),
             Word(a.past),
         ];
         self.launch("append", &self.append, (blocks(lanes), 1), THREADS, &args)
     }
 
     /// Attention of the pass's queries to all positions up to their own.
-    pub fn attend(&self, q: u64, out: u64, a: &Attention) -> Result<()> {
-        let [small, middle, large] = &self.attention;
-        let kernel = match a.head_dim {
-            0..=64 => small,
-            65..=128 => middle,
-            _ => large,
-        };
+    pub fn attend(&self, q: u64, out: u64, cache: &Cache, a: &Attention) -> Result<()> {
         let args = [
             Address(q),
-            Address(a.keys),
-            Address(a.values),
+            Address(cache.keys),
+            Address(cache.values),
             Address(out),
             Word(a.m),
             Word(a.heads),
             Word(a.kv_heads),
             Word(a.head_dim),
-            Word(a.capacity),
+            Word(cache.capacity),
             Word(a.past),
-            Float(1.0 / (a.head_dim as f32).sqrt()),
+            Float(a.scale()),
         ];
-        self.launch("attention", kernel, (a.heads, a.m), THREADS, &args)
+        self.launch("attention", a.of_size(&self.attention), (a.heads, a.m), THREADS, &args)
+    }
+
+    /// Stores `count` keys and values of the pass into blocks, behind the first `filled` positions of the first block.
+    pub fn append_to_blocks(
+        &self,
+        (k, v): (u64, u64),
+        count: u32,
+        to: &Table,
+        filled: u32,
+        a: &Attention,
+    ) -> Result<()> {
+        let row = a.kv_heads * a.head_dim;
+        let args =
+            [Address(k), Address(v), Rows(&to.rows), Word(count), Word(row), Word(to.block_tokens), Word(filled)];
+        let grid = (blocks(u64::from(count) * u64::from(row)), 1);
+        self.launch("append_to_blocks", &self.append_to_blocks, grid, THREADS, &args)
+    }
+
+    /// Attention of the pass's queries to the positions of some blocks. Blocks are given in order, the first one at
+    /// position 0; `out` has the result of a query that all blocks up to its own position have been given to. Until
+    /// then `state`, of two numbers for each head of each query, and `out` are what the next call goes on from.
+    pub fn attend_to_blocks(&self, q: u64, out: u64, state: u64, to: &Table, a: &Attention) -> Result<()> {
+        let args = [
+            Address(q),
+            Rows(&to.rows),
+            Address(out),
+            Address(state),
+            Word(a.m),
+            Word(a.heads),
+            Word(a.kv_heads),
+            Word(a.head_dim),
+            Word(to.block_tokens),
+            Word(to.count),
+            Word(to.first),
+            Word(a.past),
+            Float(a.scale()),
+        ];
+        let kernel = a.of_size(&self.attention_to_blocks);
+        self.launch("attention_to_blocks", kernel, (a.heads, a.m), THREADS, &args)
     }
 
     /// `gate = silu(gate) * up`.

@@ -4,13 +4,14 @@
 //! 1. Nothing of cudarc is called before outcore has found libcuda, and nothing of NVRTC or cuBLAS before that library
 //!    was seen: cudarc panics where one is missing.
 //! 2. Everything runs on one stream of the GPU, in the order in which it was launched.
-//! 3. Weights stay pinned until the stream has passed the kernels that read them.
+//! 3. Weights, and blocks of keys and values, stay pinned until the stream has passed the kernels that use them.
 
 mod compile;
 mod failed;
 mod gemm;
 mod gpu;
 mod kernels;
+mod paged;
 mod session;
 
 pub use gpu::Gpu;

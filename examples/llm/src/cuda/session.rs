@@ -1,21 +1,21 @@
 //! The forward pass on a GPU: the same formulas in the same order as on the CPU, launched on one stream.
 //!
 //! Weights are in the runtime's pages and are pinned for the stream: it waits for those that are still on their way,
-//! while the thread that launches goes on, and they stay for as long as the kernels that read them run. Everything else
-//! (what a pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when
-//! it begins.
+//! while the thread that launches goes on, and they stay for as long as the kernels that read them run. Keys and values
+//! are in blocks of a pool (`paged.rs`), or with everything else (what a pass computes, logits) in one allocation of
+//! plain device memory that the session makes when it begins.
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
-use outcore::device::RawStream;
-use outcore::{Bytes, ComputeStream, StreamPin};
+use outcore::{Bytes, StreamPin};
 
 use super::failed::failed;
-use super::gpu::Gpu;
-use super::kernels::{Attention, HEAD_MAX, Product};
+use super::gpu::{Adopted, Gpu};
+use super::kernels::{Attention, Cache, HEAD_MAX, Product};
+use super::paged::{Operands, Paged};
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::Config;
 use crate::dtype::WeightType;
@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::model::PassTime;
 use crate::paged::PagedWeights;
+use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
 use crate::weights::{WeightInfo, Weights};
 
@@ -37,8 +38,8 @@ const ALIGNMENT: u128 = 256;
 pub struct CudaModel {
     arch: Architecture,
     weights: Arc<PagedWeights>,
-    /// The GPU's stream as the weights' runtime knows it. Declared before the GPU, which owns it, to be dropped first.
-    stream: ComputeStream,
+    /// The GPU's stream as the weights' runtime knows it.
+    stream: Adopted,
     gpu: Arc<Gpu>,
     frequencies: Vec<f32>,
 }
@@ -67,8 +68,7 @@ impl CudaModel {
             crate::kernels::dequantise(info.dtype, &bytes, &mut values);
             Ok(values)
         })?;
-        // SAFETY: the GPU owns the stream and lives as long as this model, which drops the adopted one first.
-        let stream = unsafe { weights.runtime().adopt_stream(RawStream::new(gpu.stream.cu_stream().cast())) }?;
+        let stream = Adopted::new(&gpu, weights.runtime())?;
         Ok(Self { arch, weights, stream, gpu, frequencies })
     }
 
@@ -100,9 +100,11 @@ struct Places {
     frequencies: u64,
     logits: u64,
     token: u64,
-    /// `[layer][kv_head][capacity][head_dim]`.
+    /// `[layer][kv_head][capacity][head_dim]`; nothing where keys and values are in blocks.
     keys: u64,
     values: u64,
+    /// Where they are in blocks, what attention keeps between waves: `[pass][head][largest score, sum of shares]`.
+    state: u64,
     /// 16-bit halves of a matrix's input, their scales, and products before these are put back; see [`Input`].
     high: u64,
     low: u64,
@@ -112,7 +114,8 @@ struct Places {
 }
 
 impl Places {
-    fn new(c: &Config, capacity: usize, pass: usize) -> Result<Self> {
+    /// For keys and values of `capacity` tokens; for none where they are in blocks.
+    fn new(c: &Config, capacity: Option<usize>, pass: usize) -> Result<Self> {
         let (mut end, mut too_large) = (0u128, false);
         let mut take = |extents: &[usize], bytes: u64| {
             let size = extents.iter().try_fold(u128::from(bytes), |n, extent| n.checked_mul(*extent as u128));
@@ -126,6 +129,7 @@ impl Places {
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
         let split = if pass > 1 { pass } else { 0 };
+        let (plain, waves) = capacity.map_or((0, pass), |capacity| (capacity, 0));
         let places = Self {
             x: take(&[pass, c.dim], FLOAT),
             normed: take(&[pass, c.dim], FLOAT),
@@ -139,14 +143,16 @@ impl Places {
             frequencies: take(&[c.rope_frequencies.len()], FLOAT),
             logits: take(&[c.vocab], FLOAT),
             token: take(&[1], FLOAT),
-            keys: take(&[c.layers, c.kv_heads, capacity, c.head_dim], FLOAT),
-            values: take(&[c.layers, c.kv_heads, capacity, c.head_dim], FLOAT),
+            keys: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
+            values: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
+            state: take(&[waves, c.heads, 2], FLOAT),
             high: take(&[split, widest], FLOAT / 2),
             low: take(&[split, widest], FLOAT / 2),
             scales: take(&[split], FLOAT),
             products: take(&[split, widest], FLOAT),
             total: 0,
         };
+        let capacity = capacity.unwrap_or(c.context);
         if too_large || u32::try_from(capacity).is_err() {
             return Err(Error::Invalid(format!("a context of {capacity} is too large")));
         }
@@ -156,7 +162,7 @@ impl Places {
     /// The places as addresses, for memory that begins at `base`.
     fn at(self, base: u64) -> Self {
         let Self { x, normed, q, k, v, mixed, gate, up, vector, frequencies, .. } = self;
-        let Self { logits, token, keys, values, high, low, scales, products, total, .. } = self;
+        let Self { logits, token, keys, values, state, high, low, scales, products, total, .. } = self;
         Self {
             x: base + x,
             normed: base + normed,
@@ -172,6 +178,7 @@ impl Places {
             token: base + token,
             keys: base + keys,
             values: base + values,
+            state: base + state,
             high: base + high,
             low: base + low,
             scales: base + scales,
@@ -203,8 +210,17 @@ impl Input {
     }
 }
 
+/// Where a session's keys and values are.
+enum Keys {
+    /// In the session's memory, with room for `capacity` tokens.
+    Plain,
+    /// In blocks of a pool.
+    Paged(Paged),
+}
+
 /// One sequence of tokens being read or written, on a GPU.
 pub struct CudaSession {
+    keys: Keys,
     model: Arc<CudaModel>,
     /// Addresses within `memory`.
     at: Places,
@@ -241,7 +257,17 @@ impl CudaSession {
     /// `Invalid` if that has no size.
     pub fn memory(config: &Config, capacity: usize, pass: usize) -> Result<Bytes> {
         let (capacity, pass) = clamped(config, capacity, pass);
-        Ok(Bytes::new(Places::new(config, capacity, pass)?.total))
+        Ok(Bytes::new(Places::new(config, Some(capacity), pass)?.total))
+    }
+
+    /// Device memory that a session takes beside the blocks of its pool, of which `pass` tokens are computed together
+    /// at most.
+    ///
+    /// # Errors
+    /// `Invalid` if that has no size.
+    pub fn paged_memory(config: &Config, pass: usize) -> Result<Bytes> {
+        let (_, pass) = clamped(config, config.context, pass);
+        Ok(Bytes::new(Places::new(config, None, pass)?.total))
     }
 
     /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less). A prompt of
@@ -250,9 +276,28 @@ impl CudaSession {
     /// # Errors
     /// `OutOfMemory` if the GPU has less than [`memory`](Self::memory) left; what the driver refuses.
     pub fn new(model: Arc<CudaModel>, capacity: usize, pass: usize) -> Result<Self> {
+        let (capacity, pass) = clamped(model.config(), capacity, pass);
+        Self::begin(model, Keys::Plain, capacity, pass)
+    }
+
+    /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
+    /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
+    /// multiplies.
+    ///
+    /// # Errors
+    /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
+    /// on the host or on another GPU; `OutOfMemory` if the GPU has less than [`paged_memory`](Self::paged_memory) left;
+    /// what the driver refuses.
+    pub fn paged(model: Arc<CudaModel>, keys: PagedKeys, pass: usize) -> Result<Self> {
+        let (capacity, pass) = clamped(model.config(), model.config().context, pass);
+        let keys = Keys::Paged(Paged::new(&model.gpu, model.config(), keys)?);
+        Self::begin(model, keys, capacity, pass)
+    }
+
+    fn begin(model: Arc<CudaModel>, keys: Keys, capacity: usize, pass: usize) -> Result<Self> {
         let c = model.config();
-        let (capacity, pass) = clamped(c, capacity, pass);
-        let places = Places::new(c, capacity, pass)?;
+        let places = Places::new(c, matches!(keys, Keys::Plain).then_some(capacity), pass)?;
         let (gpu, what) = (&model.gpu, format!("take {} of GPU memory for one sequence", Bytes::new(places.total)));
         let memory = gpu.stream.alloc_zeros::<u8>(places.total as usize).map_err(|e| failed(what, e))?;
         let base = memory.device_ptr(&gpu.stream).0;
@@ -264,14 +309,19 @@ impl CudaSession {
         let mut token = unsafe { gpu.context.alloc_pinned_with_flags::<u32>(1, 0) }.map_err(locked)?;
         logits.as_mut_slice().map_err(locked)?.fill(0.0);
         token.as_mut_slice().map_err(locked)?.fill(0);
+        let len = match &keys {
+            Keys::Plain => 0,
+            Keys::Paged(paged) => paged.keys.sequence().len() as usize,
+        };
         let mut session = Self {
+            keys,
             at: places.at(base),
             memory,
             logits,
             token,
             capacity,
             pass,
-            len: 0,
+            len,
             last: PassTime::default(),
             model: model.clone(),
         };
@@ -291,6 +341,54 @@ impl CudaSession {
         let copied = gpu.stream.memcpy_htod(&from[..values.len()], &mut to);
         copied.map_err(sending)?;
         gpu.finish()
+    }
+
+    /// Another session with the same tokens and logits, which shares their keys and values. `None` if they are in no
+    /// pool.
+    ///
+    /// # Errors
+    /// As for [`paged`](Self::paged).
+    pub fn fork(&mut self) -> Result<Option<Self>> {
+        let Keys::Paged(paged) = &mut self.keys else { return Ok(None) };
+        let keys = Keys::Paged(paged.fork(&self.model.gpu)?);
+        let mut fork = Self::begin(self.model.clone(), keys, self.capacity, self.pass)?;
+        let (gpu, copying) = (&self.model.gpu, |e| failed("copy logits to a fork", e));
+        let bytes = self.model.config().vocab * size_of::<f32>();
+        let range = |session: &Self| {
+            let start = (session.at.logits - session.memory.device_ptr(&gpu.stream).0) as usize;
+            start..start + bytes
+        };
+        let (from, to) = (range(self), range(&fork));
+        gpu.stream.memcpy_dtod(&self.memory.slice(from), &mut fork.memory.slice_mut(to)).map_err(copying)?;
+        fork.fetch_logits()?;
+        Ok(Some(fork))
+    }
+
+    /// Forgets everything after the first `len` tokens.
+    ///
+    /// # Errors
+    /// As for [`Sequence::truncate`](outcore_kv::Sequence::truncate).
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        let len = self.len.min(len);
+        if let Keys::Paged(paged) = &mut self.keys {
+            paged.keys.truncate(len)?;
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// Tells that the session is not needed for some time: its blocks leave the GPU, and come back with the next pass.
+    /// See [`Sequence::park`](outcore_kv::Sequence::park). Does nothing if its keys and values are in no pool.
+    ///
+    /// # Errors
+    /// As for that; what the GPU ended with.
+    pub fn park(&mut self) -> Result<()> {
+        // So that no block is still pinned for a kernel.
+        self.model.stream.synchronize()?;
+        match &mut self.keys {
+            Keys::Plain => Ok(()),
+            Keys::Paged(paged) => paged.keys.park(),
+        }
     }
 
     /// Tokens read so far.
@@ -328,17 +426,33 @@ impl CudaSession {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
         model.arch.check_pass(tokens, self.len, self.capacity)?;
-        let waited = model.weights.waited();
-        let mut past = self.len;
+        let end = self.len + tokens.len();
+        if let Keys::Paged(paged) = &mut self.keys {
+            paged.keys.append(tokens)?;
+        }
+        let done = self.passes(&model, tokens);
+        match (&mut self.keys, &done) {
+            (Keys::Plain, _) => {}
+            (Keys::Paged(paged), Ok(_)) => paged.keys.commit(end)?,
+            (Keys::Paged(paged), Err(_)) => paged.keys.truncate(self.len)?,
+        }
+        let waited = done?;
+        self.len = end;
+        self.last = PassTime { total: started.elapsed(), waited };
+        let logits = self.logits.as_slice().map_err(|e| failed("wait for logits", e))?;
+        Ok(&logits[..model.config().vocab])
+    }
+
+    /// Reads `tokens` in passes, and fetches the logits. Returns how long this thread waited for pages.
+    fn passes(&mut self, model: &CudaModel, tokens: &[u32]) -> Result<Duration> {
+        let weights = model.weights.waited();
+        let (mut past, mut blocks) = (self.len, Duration::ZERO);
         for part in tokens.chunks(self.pass) {
-            self.pass(part, past)?;
+            blocks += self.pass(part, past)?;
             past += part.len();
         }
         self.fetch_logits()?;
-        self.len = past;
-        self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
-        let logits = self.logits.as_slice().map_err(|e| failed("wait for logits", e))?;
-        Ok(&logits[..model.config().vocab])
+        Ok(blocks + model.weights.waited().saturating_sub(weights))
     }
 
     /// Chooses the token that follows the last pass, on the GPU unless `sampler` draws from the best few only.
@@ -469,8 +583,10 @@ impl CudaSession {
         self.model.gpu.kernels.rms_norm(x, weight_at, out, vectors, weight.cols as u32, epsilon)
     }
 
-    /// Launches the pass of `tokens`, which are at position `past` and after it.
-    fn pass(&self, tokens: &[u32], past: usize) -> Result<()> {
+    /// Launches the pass of `tokens`, which are at position `past` and after it. Returns how long this thread waited
+    /// for blocks of keys and values.
+    fn pass(&self, tokens: &[u32], past: usize) -> Result<Duration> {
+        let mut waited = Duration::ZERO;
         let (model, at) = (&*self.model, &self.at);
         let (c, kernels) = (model.config(), &model.gpu.kernels);
         let (m, pairs) = (tokens.len() as u32, model.frequencies.len() as u32);
@@ -490,21 +606,22 @@ impl CudaSession {
                 Op::NormQueries(weight) => self.norm(at.q, weight, at.q, m * heads)?,
                 Op::NormKeys(weight) => self.norm(at.k, weight, at.k, m * kv_heads)?,
                 Op::Attend(layer) => {
-                    let cache = (layer * c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
-                    let attention = Attention {
-                        keys: at.keys + cache,
-                        values: at.values + cache,
-                        heads,
-                        kv_heads,
-                        head_dim: c.head_dim as u32,
-                        capacity: self.capacity as u32,
-                        past: past as u32,
-                        m,
-                    };
+                    let attention = Attention { heads, kv_heads, head_dim: c.head_dim as u32, past: past as u32, m };
                     kernels.rope(at.q, heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
                     kernels.rope(at.k, kv_heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
-                    kernels.append(at.k, at.v, &attention)?;
-                    kernels.attend(at.q, at.mixed, &attention)?;
+                    match &self.keys {
+                        Keys::Plain => {
+                            let start = (layer * c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
+                            let (keys, values) = (at.keys + start, at.values + start);
+                            let cache = Cache { keys, values, capacity: self.capacity as u32 };
+                            kernels.append(at.k, at.v, &cache, &attention)?;
+                            kernels.attend(at.q, at.mixed, &cache, &attention)?;
+                        }
+                        Keys::Paged(paged) => {
+                            let operands = Operands { q: at.q, k: at.k, v: at.v, out: at.mixed, state: at.state };
+                            waited += paged.attend((kernels, &model.weights), layer as u32, &operands, &attention)?;
+                        }
+                    }
                     input = Input::new(at.mixed, m, c.heads * c.head_dim);
                 }
                 Op::AttentionOutput(linear) => self.linear_onto(linear, &mut input, at.x)?,
@@ -522,7 +639,7 @@ impl CudaSession {
                 Op::Logits(output) => self.multiply(output, &mut input, at.logits, false)?,
             }
         }
-        Ok(())
+        Ok(waited)
     }
 }
 

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use emulated::{Driver, driver, skipped};
 
 use super::gpu::Gpu;
-use super::kernels::{Attention, Product};
+use super::kernels::{Attention, BLOCKS, Cache, Product, Table};
 use crate::config::RopePairs;
 use crate::dtype::WeightType;
 use crate::kernels::{dequantise, encode};
@@ -239,17 +239,39 @@ fn heads_are_turned_in_either_layout() {
                 }
             }
             let (x, frequencies) = (put(gpu, &x), put(gpu, &frequencies));
-            let shape = attention(heads, heads, head_dim, 2000, past, m);
+            let shape = attention(heads, heads, head_dim, past, m);
             gpu.kernels.rope(x.address, heads as u32, &shape, frequencies.address, pairs as u32, kind).unwrap();
             near(&format!("{kind:?}"), &get(gpu, &x), &want);
         }
     });
 }
 
-fn attention(heads: usize, kv_heads: usize, head_dim: usize, capacity: usize, past: usize, m: usize) -> Attention {
-    let [heads, kv_heads, head_dim, capacity, past, m] =
-        [heads, kv_heads, head_dim, capacity, past, m].map(|n| n as u32);
-    Attention { keys: 0, values: 0, heads, kv_heads, head_dim, capacity, past, m }
+fn attention(heads: usize, kv_heads: usize, head_dim: usize, past: usize, m: usize) -> Attention {
+    let [heads, kv_heads, head_dim, past, m] = [heads, kv_heads, head_dim, past, m].map(|n| n as u32);
+    Attention { heads, kv_heads, head_dim, past, m }
+}
+
+/// `softmax(q K^T / sqrt(head_dim)) V` in f64, of queries `[m][heads][head_dim]` at position `past` and after it, over
+/// keys and values `[position][kv_heads][head_dim]`.
+fn attended(a: &Attention, q: &[f32], keys: &[f32], values: &[f32]) -> Vec<f32> {
+    let [heads, kv_heads, head_dim, past, m] = [a.heads, a.kv_heads, a.head_dim, a.past, a.m].map(|n| n as usize);
+    let mut out = Vec::new();
+    for (t, h) in (0..m).flat_map(|t| (0..heads).map(move |h| (t, h))) {
+        let query = &q[(t * heads + h) * head_dim..][..head_dim];
+        let of = |all: &[f32], p: usize, i: usize| all[(p * kv_heads + h / (heads / kv_heads)) * head_dim + i];
+        let scores: Vec<f64> = (0..past + t + 1)
+            .map(|p| {
+                let dot: f64 = (0..head_dim).map(|i| f64::from(query[i] * of(keys, p, i))).sum();
+                (dot / (head_dim as f64).sqrt()).exp()
+            })
+            .collect();
+        let total: f64 = scores.iter().sum();
+        out.extend((0..head_dim).map(|i| {
+            let mixed: f64 = scores.iter().enumerate().map(|(p, s)| s * f64::from(of(values, p, i))).sum();
+            (mixed / total) as f32
+        }));
+    }
+    out
 }
 
 #[test]
@@ -259,6 +281,7 @@ fn attention_sees_every_position_up_to_its_own() {
             let (heads, kv_heads, capacity) = (6, 2, 40);
             let caches = room::<f32>(gpu, 2 * kv_heads * capacity * head_dim);
             let (keys, values) = (caches.address, caches.address + (kv_heads * capacity * head_dim * 4) as u64);
+            let cache = Cache { keys, values, capacity: capacity as u32 };
             let (mut all_k, mut all_v) = (Vec::new(), Vec::new());
             let mut past = 0;
             // Fewer positions than warps, one at a time, and many.
@@ -270,31 +293,86 @@ fn attention_sees_every_position_up_to_its_own() {
                 );
                 all_k.extend(&k);
                 all_v.extend(&v);
-                let mut want = Vec::new();
-                for t in 0..m {
-                    for h in 0..heads {
-                        let query = &q[(t * heads + h) * head_dim..][..head_dim];
-                        let of = |all: &'_ [f32], p: usize, i: usize| all[(p * kv_heads + h / 3) * head_dim + i];
-                        let scores: Vec<f64> = (0..past + t + 1)
-                            .map(|p| {
-                                let dot: f64 = (0..head_dim).map(|i| f64::from(query[i] * of(&all_k, p, i))).sum();
-                                (dot / (head_dim as f64).sqrt()).exp()
-                            })
-                            .collect();
-                        let total: f64 = scores.iter().sum();
-                        want.extend((0..head_dim).map(|i| {
-                            let mixed: f64 =
-                                scores.iter().enumerate().map(|(p, s)| s * f64::from(of(&all_v, p, i))).sum();
-                            (mixed / total) as f32
-                        }));
-                    }
-                }
-                let shape = Attention { keys, values, ..attention(heads, kv_heads, head_dim, capacity, past, m) };
+                let shape = attention(heads, kv_heads, head_dim, past, m);
+                let want = attended(&shape, &q, &all_k, &all_v);
                 let (q, k, v, out) = (put(gpu, &q), put(gpu, &k), put(gpu, &v), room::<f32>(gpu, m * heads * head_dim));
-                gpu.kernels.append(k.address, v.address, &shape).unwrap();
-                gpu.kernels.attend(q.address, out.address, &shape).unwrap();
+                gpu.kernels.append(k.address, v.address, &cache, &shape).unwrap();
+                gpu.kernels.attend(q.address, out.address, &cache, &shape).unwrap();
                 near(&format!("heads of {head_dim}, {m} after {past}"), &get(gpu, &out), &want);
                 past += m;
+            }
+        }
+    });
+}
+
+/// Blocks of one layer's rows, which lie in any order in memory, each behind something else.
+struct InBlocks {
+    memory: Memory<f32>,
+    each: usize,
+    row: usize,
+}
+
+impl InBlocks {
+    const ROOM: usize = 12;
+
+    fn new(gpu: &Gpu, each: usize, row: usize) -> Self {
+        Self { memory: room(gpu, Self::ROOM * (2 * each + 1) * row), each, row }
+    }
+
+    /// `count` blocks, from the `first` one on.
+    fn table(&self, first: usize, count: usize) -> Table {
+        let mut rows = [0; BLOCKS];
+        for (nth, rows) in rows.iter_mut().enumerate().take(count) {
+            let place = (first + nth) * 5 % Self::ROOM;
+            *rows = self.memory.address + ((place * (2 * self.each + 1) + 1) * self.row * 4) as u64;
+        }
+        let [count, block_tokens, first] = [count, self.each, first * self.each].map(|n| n as u32);
+        Table { rows, count, block_tokens, first }
+    }
+
+    /// The pass's results, with its rows stored and all blocks attended to in waves of `wave` blocks.
+    fn run(&self, gpu: &Gpu, a: &Attention, [q, k, v]: [&[f32]; 3], wave: usize) -> Vec<f32> {
+        let (past, m) = (a.past as usize, a.m as usize);
+        let blocks = (past + m).div_ceil(self.each);
+        let (q, k, v) = (put(gpu, q), put(gpu, k), put(gpu, v));
+        let (out, state) = (room::<f32>(gpu, q.slice.len()), room::<f32>(gpu, m * 2 * a.heads as usize));
+        let first = past / self.each;
+        let to = self.table(first, blocks - first);
+        let filled = (past % self.each) as u32;
+        gpu.kernels.append_to_blocks((k.address, v.address), a.m, &to, filled, a).unwrap();
+        for first in (0..blocks).step_by(wave) {
+            let table = self.table(first, wave.min(blocks - first));
+            gpu.kernels.attend_to_blocks(q.address, out.address, state.address, &table, a).unwrap();
+        }
+        get(gpu, &out)
+    }
+}
+
+/// Neither the size of waves nor that of passes changes a bit.
+#[test]
+fn attention_to_blocks_sees_every_position_up_to_its_own_whatever_the_waves() {
+    on_gpu("attention_to_blocks_sees_every_position_up_to_its_own_whatever_the_waves", |gpu| {
+        for (head_dim, each) in [(32, 1), (64, 4), (80, 5), (128, 16), (256, 11)] {
+            let (heads, kv_heads) = (6, 2);
+            let (width, row) = (heads * head_dim, kv_heads * head_dim);
+            let passes = [each + 2, 1, 1, 5 * each + 1];
+            let all: usize = passes.iter().sum();
+            let (q, k, v) = (numbers(all * width, 7), numbers(all * row, 8), numbers(all * row, 9));
+            let mut found: Option<Vec<f32>> = None;
+            for (wave, passes) in [(InBlocks::ROOM, &passes[..]), (1, &[all]), (2, &passes[..]), (3, &[all])] {
+                let blocks = InBlocks::new(gpu, each, row);
+                let (mut past, mut out) = (0, Vec::new());
+                for &m in passes {
+                    let end = past + m;
+                    let shape = attention(heads, kv_heads, head_dim, past, m);
+                    let (q, rows) = (&q[past * width..end * width], past * row..end * row);
+                    let got = blocks.run(gpu, &shape, [q, &k[rows.clone()], &v[rows]], wave);
+                    let what = format!("heads of {head_dim}, {m} after {past}, blocks of {each}, waves of {wave}");
+                    near(&what, &got, &attended(&shape, q, &k, &v));
+                    out.extend(got);
+                    past = end;
+                }
+                assert_eq!(*found.get_or_insert(out.clone()), out, "heads of {head_dim}, waves of {wave}");
             }
         }
     });

@@ -360,6 +360,40 @@ static void reach_attention(Reach &r, const float *q, const float *keys, const f
     r.writes(out, (u64)m * heads * head_size);
 }
 
+// Both parts of the rows [from, to) of a block.
+static void rows_of_block(Reach &r, u64 block, u32 row, u32 block_tokens, u32 from, u32 to, bool write) {
+    for (u32 part = 0; part < 2; part++) {
+        float *start = row_of(block, part * block_tokens + from, row);
+        if (write) {
+            r.writes(start, (u64)(to - from) * row);
+        } else {
+            r.reads(start, (u64)(to - from) * row);
+        }
+    }
+}
+
+static void reach_append_to_blocks(Reach &r, const float *k, const float *v, Table blocks, u32 count, u32 row,
+    u32 block_tokens, u32 filled) {
+    r.reads(k, (u64)count * row);
+    r.reads(v, (u64)count * row);
+    for (u32 place = filled, end = filled + count; place < end;) {
+        u32 from = place % block_tokens, to = min(block_tokens, from + end - place);
+        rows_of_block(r, blocks.at[place / block_tokens], row, block_tokens, from, to, true);
+        place += to - from;
+    }
+}
+
+static void reach_attention_to_blocks(Reach &r, const float *q, Table blocks, float *out, float *state, u32 m,
+    u32 heads, u32 kv_heads, u32 head_size, u32 block_tokens, u32 count, u32 first, u32 past, float) {
+    r.reads(q, (u64)m * heads * head_size);
+    r.writes(out, (u64)m * heads * head_size);
+    r.writes(state, (u64)m * heads * 2);
+    for (u32 nth = 0, place = first; nth < count && place < past + m; nth++, place += block_tokens) {
+        u32 seen = min(block_tokens, past + m - place);
+        rows_of_block(r, blocks.at[nth], kv_heads * head_size, block_tokens, 0, seen, false);
+    }
+}
+
 static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
     r.writes(gate, n);
     r.reads(up, n);
@@ -442,6 +476,22 @@ template <class T> static T *translated(const Reach &reach, T *pointer) {
 template <class T> static T translated(const Reach &, T value) {
     return value;
 }
+// A block of a table need not begin a range: rows in its middle may be all that is touched. What is contiguous on the
+// device is contiguous here too.
+static Table translated(const Reach &reach, Table blocks) {
+    for (u64 &block : blocks.at) {
+        const Range *nearest = nullptr;
+        for (const Range &range : reach.ranges) {
+            if ((u64)range.start >= block && (nearest == nullptr || range.start < nearest->start)) {
+                nearest = &range;
+            }
+        }
+        if (block != 0 && nearest != nullptr) {
+            block = (u64)translated(reach, (const float *)nearest->start) - ((u64)nearest->start - block);
+        }
+    }
+    return blocks;
+}
 
 template <class... A> struct Calls {
     template <size_t... I> static std::tuple<A...> unpack([[maybe_unused]] const Launch *launch,
@@ -507,7 +557,9 @@ static const Row TABLE[] = {
     ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
     ALL_OF(q3_k) ALL_OF(q4_k) ALL_OF(q5_k) ALL_OF(q6_k)
     ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
-    ENTRY(attention_256, reach_attention) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
+    ENTRY(attention_256, reach_attention) ONE(append_to_blocks)
+    ENTRY(attention_to_blocks_64, reach_attention_to_blocks) ENTRY(attention_to_blocks_128, reach_attention_to_blocks)
+    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
     ONE(split_f16) ONE(unscale)
 };
 

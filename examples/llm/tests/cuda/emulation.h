@@ -17,7 +17,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 // One block runs at a time, so one copy serves all.
 #define __shared__ static
 #define __syncthreads() emulation::barrier()

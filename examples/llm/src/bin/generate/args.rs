@@ -89,7 +89,7 @@ pub struct Args {
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
-    /// Keeps keys and values in pages, beside the weights: a context may be larger than memory. Only without a GPU.
+    /// Keeps keys and values in pages, beside the weights: a context may be larger than memory.
     #[arg(long)]
     pub paged_kv: bool,
 }
@@ -106,9 +106,6 @@ impl Args {
         }
         if self.prompt.as_deref() == Some("") {
             return wrong("the prompt is empty: give at least one word");
-        }
-        if self.paged_kv && matches!(self.device, Device::Cuda(_)) {
-            return wrong("--paged-kv works without a GPU only: leave it out, or choose --device host");
         }
         if self.threads > Pool::THREADS_MAX {
             return Err(Error::Invalid(format!(

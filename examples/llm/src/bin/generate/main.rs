@@ -20,7 +20,7 @@ use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{Bytes, PageSize, Runtime, RuntimeBuilder};
-use outcore_kv::{KvPool, TenantId};
+use outcore_kv::{KvLayout, KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
@@ -124,6 +124,20 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
     tokenizer.encode_chat(&template.render(&[Message::new("user", text)], true)?)
 }
 
+/// Blocks for a sequence of `context` tokens, and one that a copy may need.
+fn blocks_for(layout: &KvLayout, context: usize) -> u32 {
+    u32::try_from(context.div_ceil(layout.block_tokens() as usize) + 1).unwrap_or(u32::MAX)
+}
+
+/// An empty sequence of up to `context` tokens in a pool of its own.
+fn paged_keys(config: &Config, runtime: &Runtime, context: usize) -> Result<PagedKeys> {
+    let layout = outcore_llm::paged_kv::layout(config, runtime, context as u64)?;
+    let blocks = blocks_for(&layout, context);
+    // Nobody else uses the pool, so the model needs no name.
+    let pool = KvPool::open(runtime, layout, b"", blocks)?;
+    Ok(PagedKeys::new(pool.begin(TenantId::new(0), &[])?))
+}
+
 /// The sequence, on whatever computes it.
 enum Sequence {
     Host(Box<Session>),
@@ -140,25 +154,23 @@ impl Sequence {
         context: usize,
         pass: usize,
     ) -> Result<Self> {
+        let runtime = weights.runtime().clone();
+        let keys = |config: &Config| args.paged_kv.then(|| paged_keys(config, &runtime, context)).transpose();
         Ok(match gpu {
             None => {
                 let options = Options { threads: args.threads, ..Options::default() };
-                let runtime = weights.runtime().clone();
                 let model = Arc::new(Model::load(files, weights, options)?);
-                if !args.paged_kv {
-                    return Ok(Self::Host(Box::new(Session::new(model, context, KvType::F32)?)));
-                }
-                let layout = outcore_llm::paged_kv::layout(model.config(), &runtime, context as u64)?;
-                let blocks = context.div_ceil(layout.block_tokens() as usize) + 1;
-                let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
-                // Nobody else uses the pool, so the model needs no name.
-                let pool = KvPool::open(&runtime, layout, b"", blocks)?;
-                let keys = PagedKeys::new(pool.begin(TenantId::new(0), &[])?);
-                Self::Host(Box::new(Session::paged(model, keys)?))
+                Self::Host(Box::new(match keys(model.config())? {
+                    None => Session::new(model, context, KvType::F32)?,
+                    Some(keys) => Session::paged(model, keys)?,
+                }))
             }
             Some(gpu) => {
-                let model = CudaModel::load(files, weights, gpu)?;
-                Self::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+                let model = Arc::new(CudaModel::load(files, weights, gpu)?);
+                Self::Cuda(Box::new(match keys(model.config())? {
+                    None => CudaSession::new(model, context, pass)?,
+                    Some(keys) => CudaSession::paged(model, keys, pass)?,
+                }))
             }
         })
     }
@@ -325,7 +337,20 @@ fn open_runtime(
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     // In pages, keys and values compete with the weights for frames.
     let plain_context = plain_context(args, context);
-    lengths.extend(args.paged_kv.then(|| budget::keys_values(config, context)));
+    lengths.extend(
+        args.paged_kv
+            .then(|| match gpu {
+                None => Ok(budget::keys_values(config, context)),
+                Some(_) => {
+                    // Pages of a GPU are large: a short context takes more of them than its bytes would.
+                    let page = args.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
+                    let layout = outcore_llm::paged_kv::layout_in(config, page, context as u64)?;
+                    let each = u64::from(layout.groups()) * layout.block_room().get();
+                    Ok::<_, Error>(Bytes::new(each.saturating_mul(u64::from(blocks_for(&layout, context)))))
+                }
+            })
+            .transpose()?,
+    );
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
     let store = match args.depth {
@@ -345,12 +370,16 @@ fn open_runtime(
             })?
         }
         Some(gpu) => {
-            let working = |pass| CudaSession::memory(config, context, pass);
+            let working = |pass| match args.paged_kv {
+                true => CudaSession::paged_memory(config, pass),
+                false => CudaSession::memory(config, context, pass),
+            };
             budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
     };
+    // A GPU has pages of its own size.
     let builder = match page_size(args, config, context, &builder, budgets.device)? {
-        (size, true) => builder.page_size(size),
+        (size, true) if gpu.is_none() => builder.page_size(size),
         _ => builder,
     };
     let runtime = builder
