@@ -272,8 +272,8 @@ impl Shared {
         (0..).zip(groups).try_for_each(|(group, bytes)| self.write_group(block, group, bytes))
     }
 
-    /// A block taken for this tenant, with the bytes that the store has of this one. `None` if it has none, and if there
-    /// is no room: the rest is computed, or the sequence ends there.
+    /// A block taken for this tenant, with the bytes that the store has of this one. `None` if it has none, and if
+    /// there is no room: the rest is computed, or the sequence ends there.
     fn read_block(&self, store: &Store, tenant: TenantId, wanted: &Wanted<'_>) -> Result<Option<BlockId>> {
         let Wanted { key, parent, tenant: owner, tokens } = *wanted;
         let mut bytes = vec![0; stored_bytes(&self.layout)];

@@ -352,9 +352,10 @@ impl Sequence {
         Ok(start..end)
     }
 
-    /// Declares that each pass goes over the groups in order, and over all blocks of each: the last one is written, then
-    /// all are read from the first on. Policies that follow plans then keep what the next pass needs soonest, and fill
-    /// blocks ahead of their use. It is for sequences larger than the memory that they may have: others gain nothing.
+    /// Declares that each pass goes over the groups in order, and over all blocks of each: the last one is written,
+    /// then all are read from the first on. Policies that follow plans then keep what the next pass needs soonest, and
+    /// fill blocks ahead of their use. It is for sequences larger than the memory that they may have: others gain
+    /// nothing.
     /// Pins of blocks are then uses of a [`Walker`] of the sequence. The order is declared anew by
     /// [`append`](Self::append) where the blocks have changed.
     ///

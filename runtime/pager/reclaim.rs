@@ -370,9 +370,9 @@ impl Pager {
         count
     }
 
-    /// The bytes of these pages are of no use any more. Copies below the device tier are dropped, where no move uses them:
-    /// a page that has no frame reads as zero bytes then, and is filled without a read. A page that is resident, on its
-    /// way or not read-write stays as it is. Returns how many pages lost their bytes.
+    /// The bytes of these pages are of no use any more. Copies below the device tier are dropped, where no move uses
+    /// them: a page that has no frame reads as zero bytes then, and is filled without a read. A page that is resident,
+    /// on its way or not read-write stays as it is. Returns how many pages lost their bytes.
     pub fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {

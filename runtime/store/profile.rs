@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex};
 use super::blocks::Blocks;
 use super::disk::{BLOCK, DiskProfile, MOST, WAIT};
 use super::file::{filesystem_name, is_memory, open_direct, open_to_read};
-use super::probe::{Latency, Reader, Reads};
+use super::probe::{Latency, ROOM, Reader, Reads};
 use super::remembered::Disk;
 use super::{IO_ALIGNMENT, IoBackend, QueueDepth, StoreOptions};
 use crate::error::{Error, ErrorKind, Result};
@@ -27,8 +27,6 @@ use crate::ids::Bytes;
 
 /// Bytes of a small one.
 const SMALL: Bytes = Bytes::new(IO_ALIGNMENT);
-/// Bytes of the buffer that all reads share.
-const ROOM: Bytes = Bytes::mib(32);
 /// Most reads of each size that are timed one at a time.
 const ALONE_READS: usize = 8;
 /// Time after which no more of them begin.

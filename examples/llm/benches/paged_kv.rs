@@ -173,8 +173,8 @@ fn at_the_disks_rate(folder: &Path, len: f64) -> f64 {
     len / disk.bytes_per_second.get() as f64
 }
 
-/// A context of 32,768 tokens, of which 4,096 have room beside the weights: the time of a token, and what it moves. Page
-/// size and all else is as `generate` chooses.
+/// A context of 32,768 tokens, of which 4,096 have room beside the weights: the time of a token, and what it moves. The
+/// page size and all else are as `generate` chooses.
 fn long_context(path: &Path, folder: &Path) {
     const CONTEXT: usize = 32 << 10;
     const KEPT: u64 = 4 << 10;

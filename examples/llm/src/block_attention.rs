@@ -38,7 +38,7 @@ impl HeadGroup {
         state.chunks_exact_mut(self.head_dim + STATE).for_each(|state| state[self.head_dim] = f32::NEG_INFINITY);
     }
 
-    /// What the first `count` positions of a block, at least one, add for a token with the query heads `q`, into `part`.
+    /// What the first `count` positions of a block, at least one, give a token with the query heads `q`, into `part`.
     pub fn attend(&self, q: &[f32], block: &[f32], count: usize, part: &mut [f32]) {
         let Self { level, heads, head_dim, row, keys_at, values_at } = *self;
         let at = |start: usize, nth: usize| start + nth * row..start + nth * row + head_dim;
