@@ -12,12 +12,13 @@
 //! as many sorted lists as there are walkers.
 
 use super::Take;
-use super::place::{NEVER, Place, RESYNC_RUN, Stretch, step};
+use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
 use crate::PageRun;
 use crate::bits::Bits;
 use crate::ids::{PageId, WalkerId};
 use crate::numbers::PageNumbers;
+use crate::steps::step;
 
 /// Held pages that are offered again at each search.
 pub(super) const RETURNING: usize = 4;

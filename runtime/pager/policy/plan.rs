@@ -70,13 +70,14 @@ use super::auto::AutoPolicy;
 use super::cycle::CycleRecorder;
 use super::names::Names;
 use super::outside::{Outside, offer_each};
-use super::place::{NEVER, Place, RESYNC_RUN, Stretch, step};
+use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
 use crate::PageRun;
 use crate::bits::Bits;
 use crate::ids::{PageId, SegmentId, WalkerId};
 use crate::order::Order;
+use crate::steps::step;
 
 /// How many cycles of a recognised plan are followed before its uses are no longer recorded. Doubled each time that the
 /// walker strays from such a plan, up to `DOUBT_MAX`.
