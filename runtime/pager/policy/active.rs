@@ -296,9 +296,15 @@ impl Active {
         self.places.binary_search_by_key(&walker, |place| place.walker).ok()
     }
 
+    /// Whether this plan decides what leaves once it, or it and others, name more pages than fit: it was declared, or a
+    /// walker has followed it for so many uses.
+    pub(super) fn is_believed(&self, uses: u64) -> bool {
+        self.declared || self.places.iter().any(|place| place.is_known() && place.followed >= uses)
+    }
+
     /// Whether this plan alone decides what leaves, with so many frames: see `PlanPolicy::a_plan_decides`.
-    pub(super) fn decides(&self, frames: u32) -> bool {
-        self.declared || self.planned > frames
+    pub(super) fn decides(&self, frames: u32, uses: u64) -> bool {
+        self.declared || self.planned > frames && self.is_believed(uses)
     }
 
     /// Whether the next uses of any walker are known.
