@@ -58,8 +58,8 @@
 //! That policy is made at the first search for a page without a plan, or when a chain is declared: until then it would
 //! cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all uses until a
 //! plan has decided what leaves for a while; then it is dropped, except for which candidate was live. For the first
-//! uses after such a plan, pages leave in LRU order. Policy `model` does without `auto`: before there are plans it goes by scores, and while all walkers are
-//! suspended by recency.
+//! uses after such a plan, pages leave in LRU order. Policy `model` does without `auto`: before there are plans it goes
+//! by scores, and while all walkers are suspended by recency.
 //!
 //! # Speeds
 //!
@@ -719,8 +719,8 @@ impl PlanPolicy {
     }
 
     /// Whether what leaves is decided by plans that are followed: some are declared, or those that are past their
-    /// probation name more pages than fit. A recognised cycle that fits may be a beginning that many requests share; its
-    /// pages stay by their uses.
+    /// probation name more pages than fit. A recognised cycle that fits may be a beginning that many requests share;
+    /// its pages stay by their uses.
     fn a_plan_decides(&self) -> bool {
         let mut planned: u32 = 0;
         let by_worth = self.outside.is_by_worth();
