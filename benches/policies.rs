@@ -1,7 +1,7 @@
 //! What does a use cost a policy? Every policy with a million resident pages, driven without a pager: hits in random
-//! order, and a skewed order in which many uses miss, evict and bring in. Memory is slowest when it is read in random
-//! order. So the report also shows what one random read and write of an array of 8 bytes a page costs. Times are
-//! processor time.
+//! order, a skewed order in which many uses miss, evict and bring in, and a declared cycle over 5/4 as many pages,
+//! which only `plan` and `model` follow. Memory is slowest when it is read in random order. So the report also shows
+//! what one random read and write of an array of 8 bytes a page costs. Times are processor time.
 //!
 //! Parameters: `--pages` resident (1000000), `--uses` per round (2000000), `--rounds` (5), `--policy` (all; or one
 //! name).
@@ -16,7 +16,9 @@ use std::num::NonZeroU32;
 use outcore::PolicyKind;
 use outcore::policy::{PageId, PageIndex, SegmentId};
 use outcore_lab::sim::Trace;
+use outcore_pager::ids::SegmentClass;
 use outcore_pager::policy::Policy;
+use outcore_pager::policy::bare::BareCache;
 use serde_json::json;
 use support::{Random, Spread};
 
@@ -48,6 +50,23 @@ fn hits(policy: &mut dyn Policy, order: &[u32]) -> f64 {
     nanos(start, order.len())
 }
 
+/// Nanoseconds for each use of a cycle over more pages than fit, whose order is declared.
+fn cycle(kind: PolicyKind, frames: u32, uses: usize) -> f64 {
+    let pages: Vec<PageId> = (0..frames + frames / 4).map(page).collect();
+    let mut cache = BareCache::new(kind.build(), frames);
+    cache.segment(SegmentId::new(0), SegmentClass::Weights, pages.len() as u32);
+    cache.declare(&pages);
+    // Frames fill in the first pass.
+    for page in &pages {
+        cache.used(*page, false).unwrap();
+    }
+    let start = support::cpu_seconds();
+    for page in pages.iter().cycle().take(uses) {
+        black_box(cache.used(*page, false).unwrap());
+    }
+    nanos(start, uses)
+}
+
 /// Hit ratio and nanoseconds.
 fn misses(kind: PolicyKind, trace: &mut Trace, frames: u32) -> (f64, f64) {
     let policy = kind.build();
@@ -72,7 +91,10 @@ fn main() {
     };
     let mut trace = Trace::from_ids((0..uses * 2).map(|_| skewed(&mut random))).unwrap();
     println!("ns of the processor for a use of {pages} pages: median [least - most] of {rounds} rounds; {hardware}");
-    println!("  {:10} {:30} {:30} hit ratio", "policy", "hits", "skewed, with misses");
+    println!(
+        "  {:10} {:30} {:30} {:9} {:30}",
+        "policy", "hits", "skewed, with misses", "hit ratio", "a declared cycle"
+    );
     let mut results = serde_json::Map::new();
     let mut memory = vec![0u64; pages as usize];
     let reads: Vec<f64> = (0..rounds)
@@ -89,18 +111,24 @@ fn main() {
     println!("  {:10} {reads:.1}", "an array");
     for kind in PolicyKind::ALL.into_iter().filter(|kind| only == "all" || only == kind.name()) {
         let mut policy = full(kind, pages);
-        let (mut hit, mut miss, mut ratio) = (Vec::new(), Vec::new(), 0.0);
+        let (mut hit, mut miss, mut cyclic, mut ratio) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
         for _ in 0..rounds {
             hit.push(hits(&mut *policy, &order));
             let (found, ns) = misses(kind, &mut trace, pages);
             ratio = found;
             miss.push(ns);
+            cyclic.push(cycle(kind, pages, uses));
         }
-        let (hit, miss) = (Spread::of(&hit), Spread::of(&miss));
-        println!("  {:10} {hit:.1} {miss:.1} {ratio:.4}", kind.name());
+        let [hit, miss, cyclic] = [&hit, &miss, &cyclic].map(|ns| Spread::of(ns));
+        println!("  {:10} {hit:.1} {miss:.1} {ratio:.4}    {cyclic:.1}", kind.name());
         results.insert(
             kind.name().to_owned(),
-            json!({ "hit_ns": hit.json(), "skewed_ns": miss.json(), "skewed_hit_ratio": ratio }),
+            json!({
+                "hit_ns": hit.json(),
+                "skewed_ns": miss.json(),
+                "skewed_hit_ratio": ratio,
+                "cycle_ns": cyclic.json(),
+            }),
         );
     }
     support::json_line(

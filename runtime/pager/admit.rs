@@ -1091,6 +1091,7 @@ impl Pager {
                     let rescued = self.word(page).rescue();
                     // Its frame will not become free, whatever its state is now.
                     self.transit -= 1;
+                    self.victims.remove(page);
                     if !self.took(page, rescued, fx) {
                         self.undo(&pinned, writes);
                         let error = self.lost_error(page);
@@ -1257,6 +1258,7 @@ impl Pager {
         let may = self.can_rescue();
         if may {
             self.transit -= 1;
+            self.victims.remove(page);
             self.entry(page).set_evict_after(false);
             self.reopen(page);
             self.entered(page);

@@ -84,14 +84,29 @@ impl Pager {
             ensure!(*started || needs, "{record:?} waits for nothing");
             staged += u32::from(staging.is_some());
         }
-        let background = self.moves.iter().filter(|(_, record)| record.priority == Priority::Background).count();
-        ensure!(self.background as usize == background, "background is {}, not {background}", self.background);
+        self.check_victims()?;
         for (segment, table) in &self.segments {
             let counted = in_flight.get(&segment).copied().unwrap_or(0);
             ensure!(table.in_flight == counted, "segment {segment}: in_flight {} not {counted}", table.in_flight);
         }
         self.staging.check(staged)?;
         Ok(touching)
+    }
+
+    /// Checks that the victims nobody waits for are known, oldest first.
+    fn check_victims(&self) -> Result<(), String> {
+        let frees = |page: PageId| {
+            let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+            entry.evict_after() || self.word(page).load().state == State::Evicting
+        };
+        let background = self.moves.iter().map(|(_, record)| record).filter(|record| {
+            matches!(record.from, Place::Device(_)) && record.priority == Priority::Background && frees(record.page)
+        });
+        let mut moves: Vec<(u32, PageId)> = background.map(|record| (record.serial, record.page)).collect();
+        moves.sort_unstable_by_key(|(serial, _)| std::cmp::Reverse(self.next_serial.wrapping_sub(*serial)));
+        let known = self.victims.iter().map(|(page, id)| ((id.0 >> 32) as u32, page));
+        ensure!(known.eq(moves.iter().copied()), "victims in the background are {:?}, not {moves:?}", self.victims);
+        Ok(())
     }
 
     /// Checks every page. Returns how many victims are in motion.
@@ -186,6 +201,8 @@ impl Pager {
     }
 
     fn check_fills(&self) -> Result<(), String> {
+        let urgency = |page: &PageId| self.filling.get(page).map(|fill| fill.priority);
+        ensure!(self.awaiting.iter().is_sorted_by_key(urgency), "{:?} do not await by urgency", self.awaiting);
         let mut awaiting = BTreeSet::new();
         for page in &self.awaiting {
             ensure!(awaiting.insert(*page), "{page:?} awaits twice");

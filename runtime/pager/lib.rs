@@ -57,9 +57,11 @@ mod reclaim;
 mod request;
 pub mod scope;
 pub mod state;
+mod steps;
 mod table;
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod victims;
 mod waiting;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -99,6 +101,7 @@ use reclaim::Barren;
 use scope::Scope;
 use state::Illegal;
 use table::{PageEntry, SegmentTable};
+use victims::Victims;
 
 /// How urgent a move is. The smallest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -523,8 +526,8 @@ pub struct Pager {
     awaiting: VecDeque<PageId>,
     /// Frames on their way to the free list: demotions and write backs of victims.
     transit: u32,
-    /// Moves in flight with priority `Background`.
-    background: u32,
+    /// Of those, the ones that nobody waits for.
+    victims: Victims,
     moves: Slab<MoveRecord>,
     hints: VecDeque<lookahead::Hint>,
     /// Fills that nobody waits for, with or without a frame.
@@ -636,7 +639,7 @@ impl Pager {
             spoiled: Vec::new(),
             awaiting: VecDeque::new(),
             transit: 0,
-            background: 0,
+            victims: Victims::default(),
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,

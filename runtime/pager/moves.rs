@@ -5,6 +5,7 @@ use super::table::{Entry, PageEntry};
 use super::{Effects, Fill, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
+use crate::steps::step;
 
 /// How many write backs of one page may fail in a row while somebody waits for its frame and there is no other. Then
 /// its bytes are given up: requests for the frame go on, and requests for the page get the error.
@@ -57,7 +58,6 @@ impl Pager {
     ) -> MoveId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let record = MoveRecord { page, from, to, priority, staging: None, started: false, serial: self.next_serial };
-        self.background += u32::from(priority == Priority::Background);
         let key = self.moves.insert(record);
         let id = self.move_id(key);
         self.segments[page.segment.index()].in_flight += 1;
@@ -189,45 +189,38 @@ impl Pager {
     }
 
     /// Makes background moves urgent whose frames somebody now waits for, the oldest first. As many as there are
-    /// demanded pages and purses without a frame; all, if a request or a smaller budget waits for frames.
+    /// demanded pages and purses without a frame; all, if a request or a smaller budget waits for frames. Moves that
+    /// are urgent already count too.
     pub(super) fn raise_victims(&mut self, fx: &mut Effects) {
-        if self.background == 0 || self.transit == 0 {
+        if self.victims.len() == 0 {
             return;
         }
         let wanted = if self.frame_line.line.is_empty() && self.page_lines.is_empty() && self.shrinking.is_empty() {
-            let urgent =
-                |page: &&PageId| self.filling.get(page).is_some_and(|fill| fill.priority <= Priority::WriteBack);
-            self.awaiting.iter().take_while(urgent).count() + (self.coming + self.owed) as usize
+            self.place_among_awaiting(Priority::WriteBack) + (self.coming + self.owed) as usize
         } else {
             usize::MAX
         };
-        if wanted == 0 {
-            return;
-        }
-        let frees = |record: &MoveRecord| {
-            let entry = &self.segments[record.page.segment.index()].entries[record.page.index.index()];
-            matches!(record.from, Place::Device(_)) && (entry.copying_out() || entry.evict_after())
-        };
-        let mut victims: Vec<(bool, u32, usize)> = self
-            .moves
-            .iter()
-            .filter(|(_, record)| frees(record))
-            .map(|(key, record)| (record.priority == Priority::Background, record.serial, key))
-            .collect();
-        // Moves that are urgent already count too.
-        victims.sort_unstable();
-        for (background, _, key) in victims.into_iter().take(wanted) {
-            if background {
-                self.background -= 1;
+        let urgent = self.transit as usize - self.victims.len();
+        for _ in urgent..wanted {
+            step(1);
+            let Some(id) = self.victims.take_oldest() else { return };
+            if let Some(key) = self.move_key(id) {
                 self.raise_move(key, Priority::WriteBack, fx);
             }
         }
     }
 
+    /// How many pages in line for a frame are at least as urgent.
+    fn place_among_awaiting(&self, priority: Priority) -> usize {
+        self.awaiting.partition_point(|page| {
+            step(1);
+            self.filling.get(page).is_some_and(|fill| fill.priority <= priority)
+        })
+    }
+
     /// Puts a page in line for a frame, behind pages that are at least as urgent.
     pub(super) fn enqueue_awaiting(&mut self, page: PageId, priority: Priority) {
-        let behind = |other: &PageId| self.filling.get(other).is_some_and(|fill| fill.priority > priority);
-        let at = self.awaiting.iter().position(behind).unwrap_or(self.awaiting.len());
+        let at = self.place_among_awaiting(priority);
         self.awaiting.insert(at, page);
     }
 
@@ -277,7 +270,9 @@ impl Pager {
     pub fn complete(&mut self, id: MoveId, result: Result<()>, fx: &mut Effects) {
         let Some(key) = self.move_key(id) else { return };
         let record = self.moves.remove(key);
-        self.background -= u32::from(record.priority == Priority::Background);
+        if let Place::Device(_) = record.from {
+            self.victims.remove(record.page);
+        }
         if let Some(buffer) = record.staging {
             self.staging.give(buffer);
             self.serve_staging(fx);

@@ -8,7 +8,7 @@ use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 use super::table::PageEntry;
 use super::{Backing, Effects, Granted, Pager, Place, Priority};
-use crate::ids::{HostFrameId, PageId};
+use crate::ids::{FrameId, HostFrameId, PageId};
 
 /// How many pages the policy may offer before a page is taken that is known to be free. So where nearly all pages are
 /// pinned, a victim costs at most this many looks, not one for each pinned page.
@@ -248,17 +248,24 @@ impl Pager {
             self.word(page).hold();
             let entry = self.entry(page);
             entry.set_evict_after(taken == Taken::Dirty);
-            self.transit += 1;
-            self.start_move(page, Place::Device(frame), Place::Host(host), priority, fx);
+            self.start_victim(page, frame, Place::Host(host), priority, fx);
         } else if taken == Taken::Dirty {
             self.entry(page).set_evict_after(true);
-            self.transit += 1;
-            self.start_move(page, Place::Device(frame), Place::Disk, priority, fx);
+            self.start_victim(page, frame, Place::Disk, priority, fx);
         } else {
             let evicted = self.word(page).evicted();
             if self.took(page, evicted, fx) {
                 self.vacate(page, frame, fx);
             }
+        }
+    }
+
+    /// Starts the move that a victim's frame waits for.
+    fn start_victim(&mut self, page: PageId, frame: FrameId, to: Place, priority: Priority, fx: &mut Effects) {
+        self.transit += 1;
+        let id = self.start_move(page, Place::Device(frame), to, priority, fx);
+        if priority == Priority::Background {
+            self.victims.add(page, id);
         }
     }
 

@@ -6,6 +6,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::state::Claim;
+use super::steps::STEPS;
 use super::*;
 
 fn pager(frames: u32) -> (Pager, SegmentId, PageWords) {
@@ -487,5 +488,29 @@ fn regression_a_page_that_a_policy_leaves_out_once_is_found_later() {
         pager.pump(&mut fx);
         settle(&mut pager, &mut fx);
         assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+    }
+}
+
+/// A unit whose frames all come from dirty pages. Each look for victims to raise went through all moves in flight.
+#[test]
+fn regression_victims_of_a_large_unit_are_not_looked_at_after_each_move() {
+    for pages in [64, 512] {
+        let config =
+            PagerConfig { frames: pages, host_frames: 0, staging: 1, direct_io: true, lookahead: 0, page_bytes: 4096 };
+        let mut pager = Pager::new(config, PolicyKind::Lru.build());
+        let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Activations, 2 * pages);
+        (0..pages).for_each(|page| touch(&mut pager, &words, run(segment, page, 1), Purpose::Write));
+        let (before, mut fx) = (STEPS.get(), Effects::default());
+        let id = ask(&mut pager, &[run(segment, pages, pages)], Purpose::Read, &mut fx);
+        assert!(fx.moves.len() >= pages as usize / 2, "dirty pages are written back side by side");
+        let mut ended = None;
+        while let Some(planned) = fx.moves.pop() {
+            assert_eq!(pager.check_invariants(), Ok(()));
+            pager.complete(planned.id, Ok(()), &mut fx);
+            ended = ended.or(how_it_ended(&fx, id));
+        }
+        assert!(matches!(ended, Some(Ok(_))), "{ended:?}");
+        let steps = (STEPS.get() - before) / u64::from(pages);
+        assert!(steps <= 3 * u64::from(pages.ilog2()), "{steps} steps a page with {pages} pages");
     }
 }

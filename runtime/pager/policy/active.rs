@@ -12,12 +12,13 @@
 //! as many sorted lists as there are walkers.
 
 use super::Take;
-use super::place::{NEVER, Place, RESYNC_RUN, Stretch, step};
+use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
 use crate::PageRun;
 use crate::bits::Bits;
 use crate::ids::{PageId, WalkerId};
 use crate::numbers::PageNumbers;
+use crate::steps::step;
 
 /// Held pages that are offered again at each search.
 pub(super) const RETURNING: usize = 4;
@@ -295,9 +296,15 @@ impl Active {
         self.places.binary_search_by_key(&walker, |place| place.walker).ok()
     }
 
+    /// Whether this plan decides what leaves once it, or it and others, name more pages than fit: it was declared, or a
+    /// walker has followed it for so many uses.
+    pub(super) fn is_believed(&self, uses: u64) -> bool {
+        self.declared || self.places.iter().any(|place| place.is_known() && place.followed >= uses)
+    }
+
     /// Whether this plan alone decides what leaves, with so many frames: see `PlanPolicy::a_plan_decides`.
-    pub(super) fn decides(&self, frames: u32) -> bool {
-        self.declared || self.planned > frames
+    pub(super) fn decides(&self, frames: u32, uses: u64) -> bool {
+        self.declared || self.planned > frames && self.is_believed(uses)
     }
 
     /// Whether the next uses of any walker are known.

@@ -374,6 +374,15 @@ pub(super) struct AutoPolicy {
     reach: u32,
     /// Kept to reuse its memory.
     sampled: Vec<PageId>,
+    /// See [`behind`](AutoPolicy::behind).
+    behind: f64,
+}
+
+/// What a policy knows of a trace beyond its pages. Small.
+#[derive(Debug)]
+pub(super) struct Learned {
+    live: usize,
+    chains: bool,
 }
 
 impl Default for AutoPolicy {
@@ -398,11 +407,24 @@ impl Default for AutoPolicy {
             since: 0,
             reach: u32::MAX,
             sampled: Vec::new(),
+            behind: 0.0,
         }
     }
 }
 
 impl AutoPolicy {
+    /// Goes on with what another one had learned. There are no pages yet.
+    pub(super) fn after(learned: Learned) -> Self {
+        let mut this = Self { chains: learned.chains, ..Self::default() };
+        this.change(learned.live);
+        this
+    }
+
+    /// What a later one can go on with.
+    pub(super) fn learned(self) -> Learned {
+        Learned { live: self.live, chains: self.chains }
+    }
+
     fn live(&self) -> &dyn Policy {
         self.other.as_ref().map_or(&self.history, Candidate::policy)
     }
@@ -541,6 +563,12 @@ impl AutoPolicy {
         }
     }
 
+    /// Since the last call, how many hits fewer there were than the live candidate would have had alone, by its shadow,
+    /// in parts of the frames. Above 0 if another than this policy chooses what leaves, and chooses worse.
+    pub(super) fn behind(&mut self) -> f64 {
+        std::mem::take(&mut self.behind)
+    }
+
     fn resized(&mut self) {
         let (frames, host, lookahead) = self.sizes;
         self.both(|policy| policy.resize(frames, host, lookahead));
@@ -617,6 +645,9 @@ impl Policy for AutoPolicy {
                 kv.gap_of_a_sample(&self.history, self.shift);
             }
             let had = self.shadows.used(sampled);
+            let resident = self.state[number as usize] & RESIDENT != 0;
+            let missed = f64::from(had >> self.live & 1) - f64::from(u8::from(resident));
+            self.behind += missed / f64::from(self.shadows.frames);
             if let Some(better) = self.judge.used(had, self.live, self.shadows.frames.into()) {
                 self.change(better);
             }

@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 
 use super::active::RETURNING;
-use super::place::STEPS;
 use super::{PlanPolicy, Policy, Take, Want};
 use crate::PageRun;
 use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
 use crate::random::Random;
+use crate::steps::STEPS;
 
 fn page(segment: u32, index: u32) -> PageId {
     PageId { segment: SegmentId(segment), index: PageIndex(index) }

@@ -11,12 +11,12 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::active::{RETURNING, Stopped};
-use super::place::step;
 use super::scores::Scores;
 use super::{Take, Want};
 use crate::ids::PageId;
 use crate::links::{Links, List};
 use crate::numbers::PageNumbers;
+use crate::steps::step;
 
 /// Pages in the order in which they go.
 #[derive(Debug)]

@@ -79,16 +79,3 @@ impl Place {
         self.confidence = CONFIDENCE_MAX / 2;
     }
 }
-
-#[cfg(test)]
-thread_local! {
-    /// Steps of this thread's policies, for tests that bound them.
-    pub(super) static STEPS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
-}
-
-/// Counts work, for tests.
-#[inline]
-pub(super) fn step(_count: usize) {
-    #[cfg(test)]
-    STEPS.with(|steps| steps.set(steps.get() + _count as u64));
-}

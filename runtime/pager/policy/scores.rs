@@ -15,8 +15,8 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::place::step;
 use crate::bits::Bits;
+use crate::steps::step;
 
 /// The half-lives that are tried, in rooms: as many uses as there is room for pages.
 const HALF_LIVES: [f64; 3] = [1.0, 8.0, 64.0];

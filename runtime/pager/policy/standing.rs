@@ -6,7 +6,8 @@
 
 use smallvec::SmallVec;
 
-use super::place::{NEVER, Place, Stretch, step};
+use super::place::{NEVER, Place, Stretch};
+use crate::steps::step;
 
 #[derive(Clone, Copy, Debug)]
 struct Stand {
