@@ -25,7 +25,7 @@ ROUNDS = 2 if QUICK else 5
 # A small model takes more tokens, so that a run is seconds long.
 TOKENS = 12 if QUICK else 24
 PROMPT = "1,5,9,200,33"
-BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify"]
+BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "shares", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify"]
 SKIPPED = 77
 PEER = Path(os.environ.get("OUTCORE_PEERS", ROOT / ".venv")) / "bin/llama-peer"
 FIO = shutil.which("fio")

@@ -4,7 +4,6 @@
 //! line was not understood. `outcore run` has the program's, 127 if there is no such program, and 126 if it cannot be
 //! executed.
 
-mod at_once;
 mod bar;
 mod comparison;
 mod config;

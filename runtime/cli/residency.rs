@@ -4,9 +4,8 @@
 use outcore::format::ModelHeader;
 use outcore::policy::{PageIndex, SegmentClass, SegmentId};
 use outcore::{Bytes, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result};
+use outcore_lab::sim::AtOnce;
 use outcore_pager::{Backing, Move, PageRun, PageWords, PagerConfig, Place, Purpose, Unpin};
-
-use super::at_once::AtOnce;
 
 /// What one pass over a model reads under a budget, after the first passes.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +41,7 @@ pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
         page_bytes: page.bytes(),
     };
     let mut simulation = Simulation {
-        at_once: AtOnce::new(config, PolicyKind::Plan),
+        at_once: AtOnce::new(config, PolicyKind::Plan.build()),
         segments: Vec::new(),
         page,
         pages_streamed: 0,

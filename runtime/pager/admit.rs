@@ -443,6 +443,9 @@ impl Pager {
         self.traced(page, false, write);
         self.staying = None;
         self.policy.accessed(page);
+        if write {
+            self.policy.written(page);
+        }
     }
 
     fn cause_for(&mut self, page: PageId, state: State) -> WaitCause {

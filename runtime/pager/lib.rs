@@ -885,6 +885,9 @@ impl Pager {
             self.policy.accessed(page);
             self.staying = Some(page);
         }
+        if write {
+            self.policy.written(page);
+        }
     }
 
     /// A page has become resident in the device tier.

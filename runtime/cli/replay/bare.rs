@@ -6,13 +6,12 @@ use outcore::policy::{PageId, PageIndex, SegmentClass, SegmentId};
 use outcore::store::ScratchAllocation;
 use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, Result, Runtime, Tier};
 use outcore_kv::{BlockId, BlockKey, KvLayout, KvPool, KvShape, Sequence, TenantId};
-use outcore_lab::sim::MachineModel;
+use outcore_lab::sim::{AtOnce, MachineModel};
 use outcore_pager::{Backing, PageRun, PageWords, PagerConfig, Purpose, pin};
 
 use super::found::Ended;
 use super::shelf::Shelf;
 use super::{Asked, Served, Server, Setup, device_frames, frames};
-use crate::at_once::AtOnce;
 
 /// Memory of the runtime whose pool has the tables. Its pages are never used.
 const UNUSED: Bytes = Bytes::mib(1);
@@ -62,7 +61,7 @@ impl Bare {
                 lookahead: (pages / setup.layout.pages() as u32).max(1),
                 page_bytes: room,
             },
-            options.policy,
+            options.policy.build(),
         );
         let pages = setup.blocks * groups;
         let (segment, words) = at_once.pager.add_segment(Backing::ReadWrite, SegmentClass::KeysAndValues, pages);

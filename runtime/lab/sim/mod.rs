@@ -27,6 +27,7 @@
 //! ```
 
 mod any_policy;
+mod at_once;
 pub mod capture;
 mod machine;
 mod recorded;
@@ -45,6 +46,7 @@ use crate::pager::policy::Policy;
 use crate::pager::policy::bare::BareCache;
 
 pub use any_policy::{AnyPolicy, OwnPolicy};
+pub use at_once::AtOnce;
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};

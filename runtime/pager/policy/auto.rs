@@ -45,13 +45,14 @@ use super::s3fifo::S3FifoPolicy;
 use super::two_q::TwoQPolicy;
 use super::wtinylfu::WTinyLfuPolicy;
 use super::{Policy, PolicyKind, Take, Want};
-use crate::ids::{PageId, PageIndex, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 use crate::numbers::{PageNumbers, fit};
 
 const CANDIDATES: usize = 7;
 /// The places of some among the candidates.
 const KV: usize = 0;
 const S3_FIFO: usize = 1;
+const LIRS: usize = 3;
 /// Before anything is known: it is nowhere the worst by far.
 const AT_FIRST: usize = S3_FIFO;
 
@@ -133,7 +134,7 @@ impl Candidate {
             KV => Self::Kv(KvPolicy::default()),
             S3_FIFO => Self::S3Fifo(S3FifoPolicy::default()),
             2 => Self::Arc(ArcPolicy::default()),
-            3 => Self::Lirs(LirsPolicy::default()),
+            LIRS => Self::Lirs(LirsPolicy::default()),
             4 => Self::Lru(LruPolicy::new()),
             5 => Self::WTinyLfu(WTinyLfuPolicy::default()),
             _ => Self::TwoQ(TwoQPolicy::default()),
@@ -413,6 +414,13 @@ impl Default for AutoPolicy {
 }
 
 impl AutoPolicy {
+    /// For pages of one class: begins with a policy that suits what is usual there.
+    pub(super) fn of(class: SegmentClass) -> Self {
+        let mut policy = Self::default();
+        policy.change(if class == SegmentClass::KeysAndValues { KV } else { LIRS });
+        policy
+    }
+
     /// Goes on with what another one had learned. There are no pages yet.
     pub(super) fn after(learned: Learned) -> Self {
         let mut this = Self { chains: learned.chains, ..Self::default() };

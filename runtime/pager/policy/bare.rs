@@ -61,20 +61,6 @@ impl BareCache {
         self.staying = None;
     }
 
-    /// Changes the number of frames.
-    ///
-    /// # Errors
-    /// As for [`used`](Self::used).
-    pub(super) fn resize(&mut self, frames: u32) -> Result<()> {
-        self.frames = frames;
-        self.policy.resize(frames.max(1), 0, 0);
-        while self.count > self.frames {
-            self.evict(None)?;
-            self.count -= 1;
-        }
-        Ok(())
-    }
-
     /// Declares that these pages are about to be used; they are a prefix [chain](Policy::chain).
     pub fn chain(&mut self, pages: &[PageId]) {
         self.policy.chain(pages);
@@ -83,6 +69,17 @@ impl BareCache {
     /// Declares the order of uses, which then repeats.
     pub fn declare(&mut self, pages: &[PageId]) {
         self.policy.declare(pages, true);
+    }
+
+    /// The use of a page by [`used`](Self::used) was a write, as is known now. The policy is not told.
+    pub(super) fn wrote(&mut self, page: PageId) {
+        let state = self.state.get_mut(page.segment.index());
+        let Some(state) = state.and_then(|state| state.get_mut(page.index.index())) else { return };
+        if *state & RESIDENT == 0 {
+            self.written_back += 1;
+        } else {
+            *state |= DIRTY;
+        }
     }
 
     /// How many pages were evicted dirty.
@@ -103,10 +100,16 @@ impl BareCache {
             if self.staying.replace(page) != Some(page) || !self.all {
                 self.policy.accessed(page);
             }
+            if write {
+                self.policy.written(page);
+            }
             return Ok(true);
         }
         self.staying = None;
         self.policy.accessed(page);
+        if write {
+            self.policy.written(page);
+        }
         if self.frames == 0 {
             *state = 0;
             self.written_back += u64::from(write);

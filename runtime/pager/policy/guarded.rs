@@ -193,6 +193,9 @@ impl Policy for Guarded {
     fn accessed(&mut self, page: PageId) {
         self.tell(|policy| policy.accessed(page));
     }
+    fn written(&mut self, page: PageId) {
+        self.tell(|policy| policy.written(page));
+    }
     fn inserted(&mut self, page: PageId) {
         if let Some((_, resident)) = self.resident.get_mut(&page.segment) {
             resident.insert(page.index.index());

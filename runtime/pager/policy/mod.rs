@@ -211,6 +211,9 @@ pub trait Policy: Send + fmt::Debug {
     /// A page is used. If it is not inserted, this is a miss, and [`inserted`](Self::inserted) follows if it
     /// comes.
     fn accessed(&mut self, page: PageId);
+    /// A use of the page that was accessed last is a write. Its bytes then have to be written back before the page
+    /// leaves.
+    fn written(&mut self, _page: PageId) {}
     /// A page is resident in the device tier.
     fn inserted(&mut self, page: PageId);
     /// A page is leaving the device tier, or its fill has failed; then it was not [`inserted`](Self::inserted).
@@ -391,8 +394,9 @@ pub enum PolicyKind {
     Kv,
     /// Divides the frames among [classes of segments](SegmentClass). The shares follow the hits that frames bring: a
     /// class that would gain more hits from more frames gets some from a class that would lose fewer. Within its share,
-    /// each class has its own policy: `kv` for keys and values, `lirs` for weights, activations and the optimizer's
-    /// tensors, `s3fifo` for the rest, and `plan` for pages of a declared order.
+    /// each class has its own policy: `auto` for weights, which begins with `lirs`, and for keys and values, which
+    /// begins with `kv`; `lirs` for activations and the optimizer's tensors, `s3fifo` for the rest, and `plan` for
+    /// pages of a declared order.
     ///
     /// H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE Transactions on Computers
     /// 41(9), 1992. The gain is estimated as in C. Waldspurger, T. Saemundsson, I. Ahmad and N. Park, "Cache modeling

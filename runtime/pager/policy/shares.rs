@@ -1,18 +1,23 @@
 //! Frames divided among classes of tensors, each with its own policy.
 //!
 //! A class has a share of the frames. A page has to go from the class that is furthest beyond its share. Shares follow
-//! the hits that frames bring. Each class has two caches without bytes, one somewhat smaller than its share and one
-//! somewhat larger, which see a sample of its uses. The difference of their hits is what the class would gain by more
-//! frames and lose by fewer. At intervals the class that would lose least gives frames to the class that would gain
-//! most. Pages have one size, so one more hit saves the same bytes in every class.
+//! the moves of pages that frames save. Each class has caches without bytes, one for each 32nd of all frames, which see
+//! a sample of its uses: they say what it would save with any share. Pages have one size, so one hit saves the same
+//! bytes in every class; a page that is written back costs half as much.
+//!
+//! For each two classes and each number of parts, a *lead* says what would have been saved if the one had given these
+//! frames to the other. It counts from the last move, and does not fall below 0. Frames move once a lead is twice the
+//! pages that the new owner has to fill. So a small gain moves frames late, a large one soon, and to any distance.
 //!
 //! # Sources
 //!
 //! Shares by marginal hits: H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE
 //! Transactions on Computers 41(9), 1992. Small caches that see a sample: C. Waldspurger, T. Saemundsson, I. Ahmad and
-//! N. Park, "Cache modeling and optimization using miniature simulations", USENIX ATC 2017. This crate's own: the
-//! sample takes pages of a segment at equal distances, because chains and sweeps use them in order.
+//! N. Park, "Cache modeling and optimization using miniature simulations", USENIX ATC 2017. A sum that does not fall
+//! below 0: E. S. Page, "Continuous inspection schemes", Biometrika 41(1/2), 1954. This crate's own: the sample
+//! takes pages of a segment at equal distances, because chains and sweeps use them in order.
 
+use super::auto::AutoPolicy;
 use super::bare::BareCache;
 use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
@@ -20,19 +25,27 @@ use crate::numbers::{PageNumbers, fit};
 
 const CLASSES: usize = SegmentClass::ALL.len();
 
-/// Frames of all small caches together, about: enough that a difference of their hits is significant.
+/// Frames of the largest small cache, about: enough that a difference of their hits is significant.
 const SAMPLED_FRAMES: u32 = 512;
 /// Up to this many pages may all be in the sample; of more pages, at most twice as many are.
-const SAMPLED_PAGES: u64 = 1 << 14;
-/// A small cache differs from its class's share by this part of all frames. A new class begins with as many frames.
+const SAMPLED_PAGES: u64 = 1 << 12;
+/// A class has a small cache for each multiple of this part of all frames.
+const PARTS: u32 = 32;
+/// A new class begins with this part of them.
 const STEP: u32 = 16;
-/// A class gives this part of all frames at a time.
-const GIFT: u32 = 32;
-/// Frames move only if the gain exceeds the loss by this many sampled hits: less may be chance.
-const NOISE: u64 = 8;
-/// Uses between gifts: this many times the frames, but at least `EPOCH_MIN`.
+/// Frames move once as many pages as this, for each of them, would not have moved. A frame of a sweep brings one hit a
+/// sweep, so that classes that take turns within a pass do not take each other's frames each time.
+const BAR: f64 = 2.0;
+/// What a class would lose counts so much more than what another would gain: where both are alike, frames stay.
+const LOSS: f64 = 1.25;
+/// A lead of fewer sampled hits may be chance.
+const LEAD_MIN: f64 = 8.0;
+/// A page that is written back counts so much of one that is read: no request waits for it, unless the disk is late.
+const WRITE: f64 = 0.5;
+/// Uses between looks at the leads, for each frame.
 const EPOCH: u32 = 2;
-const EPOCH_MIN: u32 = 1024;
+/// Uses between looks, at least.
+const EPOCH_MIN: u32 = 64;
 
 /// The state of one class.
 #[derive(Debug)]
@@ -50,15 +63,8 @@ struct Part {
     had: u32,
     /// Pages of its segments.
     pages: u64,
-    /// A cache with fewer frames and one with more; `None` where no other class could give or take frames.
-    small: Option<[Miniature; 2]>,
-}
-
-impl Part {
-    /// How many more hits the larger small cache has than the smaller one.
-    fn worth(&self) -> u64 {
-        self.small.as_ref().map_or(0, |[less, more]| more.hits.saturating_sub(less.hits))
-    }
+    /// Small caches, the `n`-th with `n + 1` parts of all frames; none where no other class could give or take frames.
+    small: Vec<Miniature>,
 }
 
 impl Part {
@@ -67,15 +73,27 @@ impl Part {
     }
 }
 
-/// A small cache, and its hits since the last look at shares.
+/// A small cache.
 #[derive(Debug)]
 struct Miniature {
     cache: BareCache,
-    hits: u64,
+    /// Hits since the last look at the shares, and what had been written back by then.
+    hits: u32,
+    written_back: u64,
+    /// Pages that did not have to move between the last two looks.
+    saved: f64,
 }
 
-/// See the [module documentation](self). Takes one byte a page beyond the class's policy; with several classes, twice
-/// that and two bytes more for each page of the sample.
+impl Miniature {
+    fn look(&mut self) {
+        let before = std::mem::replace(&mut self.written_back, self.cache.written_back());
+        let written = (self.written_back - before) as f64;
+        self.saved = f64::from(std::mem::take(&mut self.hits)) - WRITE * written;
+    }
+}
+
+/// See the [module documentation](self). Takes one byte a page beyond the class's policy; with several classes, up
+/// to 32 times 21 bytes more for each page of the sample.
 #[derive(Debug)]
 pub(super) struct SharesPolicy {
     numbers: PageNumbers,
@@ -94,7 +112,11 @@ pub(super) struct SharesPolicy {
     shift: u32,
     /// Whether frames were divided: they are not before the first eviction.
     divided: bool,
+    /// Uses since the last look at the leads.
     uses: u32,
+    /// By class that gives, class that takes, and parts: sampled hits that this would have brought since the last move,
+    /// or since that was 0.
+    leads: Vec<f64>,
     /// The class of the page that was wanted last, if it has not come yet, as far as is known.
     coming: Option<usize>,
     sampled: Vec<PageId>,
@@ -102,12 +124,22 @@ pub(super) struct SharesPolicy {
     walker: WalkerId,
 }
 
-/// The policy for a class without a declared order.
-const fn policy_of(class: SegmentClass) -> PolicyKind {
+/// A policy for a class without a declared order.
+fn own(class: SegmentClass) -> Box<dyn Policy> {
+    match class {
+        // Sweeps, experts in demand, conversations, contexts that are longer than their share: by turns.
+        SegmentClass::Weights | SegmentClass::KeysAndValues => Box::new(AutoPolicy::of(class)),
+        _ => model_of(class).build(),
+    }
+}
+
+/// The policy of a class's small caches. They show what frames are worth to it, not which pages stay.
+const fn model_of(class: SegmentClass) -> PolicyKind {
     match class {
         SegmentClass::KeysAndValues => PolicyKind::Kv,
         SegmentClass::Other => PolicyKind::S3Fifo,
-        // Swept over and over: the pages that stay must not depend on recency.
+        // Swept over and over: the pages that stay must not depend on recency. Like a plan, LIRS keeps a part of swept
+        // pages; it need not be told the order.
         _ => PolicyKind::Lirs,
     }
 }
@@ -115,14 +147,14 @@ const fn policy_of(class: SegmentClass) -> PolicyKind {
 impl Default for SharesPolicy {
     fn default() -> Self {
         let part = |class| Part {
-            policy: policy_of(class).build(),
+            policy: own(class),
             planners: Vec::new(),
             refused: false,
             resident: 0,
             share: 0,
             had: 0,
             pages: 0,
-            small: None,
+            small: Vec::new(),
         };
         Self {
             numbers: PageNumbers::default(),
@@ -135,6 +167,7 @@ impl Default for SharesPolicy {
             shift: 0,
             divided: false,
             uses: 0,
+            leads: Vec::new(),
             coming: None,
             sampled: Vec::new(),
             walker: WalkerId::DEFAULT,
@@ -194,26 +227,14 @@ impl SharesPolicy {
         (pages >> self.shift) + 1
     }
 
-    /// The frames of a class's two small caches.
-    fn small(&self, class: usize) -> [u32; 2] {
-        let (all, own) = (self.sizes.0 >> self.shift, self.parts[class].share >> self.shift);
-        let step = (all / STEP).max(1);
-        [own.saturating_sub(step), own + step]
-    }
-
-    /// Tells a class's policies their sizes.
+    /// Tells a class's policy its sizes.
     fn resized(&mut self, class: usize) {
         let (frames, host, lookahead) = self.sizes;
         let plans = self.parts.iter().filter(|part| part.planned()).count().max(1) as u32;
-        let small = self.small(class);
         let part = &mut self.parts[class];
         // A plan reserves host frames for pages of its own.
         let host = if part.planned() { host / plans } else { host };
         part.policy.resize(if self.divided { part.share.max(1) } else { frames }, host, lookahead);
-        for (small, frames) in part.small.iter_mut().flatten().zip(small) {
-            // The small caches' policies are this crate's and offer every page there is, so this does not fail.
-            let _ = small.cache.resize(frames);
-        }
     }
 
     /// Adjusts shares and small caches after a change of classes: frames of classes that went go to the largest, and
@@ -224,7 +245,7 @@ impl SharesPolicy {
         // The shift only grows, so that segments that come and go do not change the sample each time.
         if wanted > self.shift {
             self.shift = wanted;
-            self.parts.iter_mut().for_each(|part| part.small = None);
+            self.parts.iter_mut().for_each(|part| part.small.clear());
         }
         if self.divided {
             let mut left = 0;
@@ -237,29 +258,28 @@ impl SharesPolicy {
             }
         }
         let several = self.divided && self.there().count() > 1;
+        if several {
+            self.leads.resize(CLASSES * CLASSES * PARTS as usize, 0.0);
+        }
         for class in 0..CLASSES {
             if self.parts[class].pages == 0 {
-                self.parts[class].small = None;
-            } else if several && self.parts[class].small.is_none() {
-                self.parts[class].small = Some(self.small(class).map(|frames| self.miniature(class, frames)));
+                self.parts[class].small.clear();
+            } else if several && self.parts[class].small.is_empty() {
+                self.parts[class].small = (1..=PARTS).map(|parts| self.miniature(class, parts)).collect();
             }
             self.resized(class);
         }
     }
 
-    fn miniature(&self, class: usize, frames: u32) -> Miniature {
-        let kind = match self.parts[class].planned() {
-            // Like a plan, LIRS keeps a part of swept pages; it need not be told the order.
-            true => PolicyKind::Lirs,
-            false => policy_of(SegmentClass::ALL[class]),
-        };
-        let mut cache = BareCache::of_a_sample(kind.build(), frames);
+    fn miniature(&self, class: usize, parts: u32) -> Miniature {
+        let frames = (u64::from(self.sizes.0 >> self.shift) * u64::from(parts) / u64::from(PARTS)) as u32;
+        let mut cache = BareCache::of_a_sample(model_of(SegmentClass::ALL[class]).build(), frames);
         for (number, known) in self.segments.iter().enumerate() {
             if let Some((of, pages)) = known.filter(|(of, _)| *of as usize == class) {
                 cache.segment(SegmentId(number as u32), of, self.sampled_of(pages));
             }
         }
-        Miniature { cache, hits: 0 }
+        Miniature { cache, hits: 0, written_back: 0, saved: 0.0 }
     }
 
     /// Divides the frames, at the first eviction: each class gets a sixteenth of all, and the rest goes by the frames
@@ -307,36 +327,62 @@ impl SharesPolicy {
         self.parts[class].share += taken;
     }
 
-    /// Moves frames to the class that gains most from them.
-    fn give(&mut self) {
-        let gift = (self.sizes.0 / GIFT).max(1);
-        let worth = |class: &usize| self.parts[*class].worth();
-        let from = self.there().filter(|class| self.parts[*class].share > self.least(*class)).min_by_key(worth);
-        let wants = |class: &usize| self.parts[*class].pages > u64::from(self.parts[*class].share);
-        let to = self.there().filter(wants).max_by_key(worth);
-        if let (Some(from), Some(to)) = (from, to) {
-            let (least, most) = (worth(&from), worth(&to));
-            // If both are close, the move is not worth the pages that the frames hold.
-            if from != to && most > least + least / 4 + NOISE {
-                let gift = gift.min(self.parts[from].share - self.least(from));
-                self.parts[from].share -= gift;
-                self.parts[to].share += gift;
-                self.resized(from);
-                self.resized(to);
+    /// How many moves of pages of the sample a class would have saved with so many frames since the last look, by its
+    /// small caches.
+    fn saved(&self, class: usize, frames: u32) -> f64 {
+        let small = &self.parts[class].small;
+        let of = |parts: usize| parts.checked_sub(1).and_then(|nth| small.get(nth)).map_or(0.0, |small| small.saved);
+        let parts = f64::from(frames) * f64::from(PARTS) / f64::from(self.sizes.0.max(1));
+        let below = (parts as usize).min(small.len());
+        let above = (below + 1).min(small.len());
+        of(below) + (of(above) - of(below)) * (parts - below as f64)
+    }
+
+    /// Looks at what each class would have gained by frames of another. Frames move once that is more than what the
+    /// move costs.
+    fn judge(&mut self) {
+        self.parts.iter_mut().flat_map(|part| &mut part.small).for_each(Miniature::look);
+        let sampled = f64::from(1u32 << self.shift);
+        let (mut best, mut most) = (None, 1.0);
+        for (from, to) in (0..CLASSES).flat_map(|from| (0..CLASSES).map(move |to| (from, to))) {
+            if from == to || self.parts[from].pages == 0 || self.parts[to].pages == 0 {
+                continue;
+            }
+            let (gives, takes) = (self.parts[from].share, self.parts[to].share);
+            let spare = u64::from(gives.saturating_sub(self.least(from)));
+            let at_most = spare.min(self.parts[to].pages.saturating_sub(u64::from(takes))) as u32;
+            let (before, after) = (self.saved(to, takes), self.saved(from, gives));
+            for parts in 1..=PARTS {
+                let whole = (u64::from(self.sizes.0) * u64::from(parts)).div_ceil(u64::from(PARTS)) as u32;
+                let gift = whole.min(at_most);
+                let gain = self.saved(to, takes + gift) - before;
+                let loss = after - self.saved(from, gives - gift);
+                let lead = &mut self.leads[(from * CLASSES + to) * PARTS as usize + parts as usize - 1];
+                *lead = (*lead + gain - LOSS * loss).max(0.0);
+                let above = *lead / (BAR * f64::from(gift) / sampled + LEAD_MIN);
+                if gift > 0 && above > most {
+                    (best, most) = (Some((from, to, gift)), above);
+                }
+                if gift < whole {
+                    break;
+                }
             }
         }
-        for small in self.parts.iter_mut().flat_map(|part| &mut part.small).flatten() {
-            small.hits = 0;
+        if let Some((from, to, gift)) = best {
+            self.parts[from].share -= gift;
+            self.parts[to].share += gift;
+            self.resized(from);
+            self.resized(to);
+            self.leads.fill(0.0);
         }
     }
 
-    /// Replaces a class's policy by one of another kind, and tells it of segments and resident pages.
-    fn swap(&mut self, class: usize, kind: PolicyKind) {
+    /// Replaces a class's policy by another one, and tells it of segments and resident pages.
+    fn swap(&mut self, class: usize, policy: Box<dyn Policy>) {
         let part = &mut self.parts[class];
         let pages = part.policy.tracked();
-        part.policy = kind.build();
+        part.policy = policy;
         part.policy.walker(self.walker);
-        part.small = None;
         self.resized(class);
         for (number, known) in self.segments.iter().enumerate() {
             if let Some((_, pages)) = known.filter(|(of, _)| *of as usize == class) {
@@ -357,7 +403,7 @@ impl SharesPolicy {
         }
         let after = planners.is_empty();
         if before != after {
-            self.swap(class, if after { policy_of(SegmentClass::ALL[class]) } else { PolicyKind::Plan });
+            self.swap(class, if after { own(SegmentClass::ALL[class]) } else { PolicyKind::Plan.build() });
         }
     }
 
@@ -387,7 +433,7 @@ impl Policy for SharesPolicy {
             }
             // The sample may now be a larger part.
             self.shift = 0;
-            self.parts.iter_mut().for_each(|part| part.small = None);
+            self.parts.iter_mut().for_each(|part| part.small.clear());
             self.keep_floors();
         }
         self.settle();
@@ -426,7 +472,7 @@ impl Policy for SharesPolicy {
         let sampled = self.sampled_of(pages);
         let part = &mut self.parts[class as usize];
         part.policy.segment(segment, pages);
-        for small in part.small.iter_mut().flatten() {
+        for small in &mut part.small {
             small.cache.segment(segment, class, sampled);
         }
         let first = part.pages == 0;
@@ -450,7 +496,7 @@ impl Policy for SharesPolicy {
         sampled.clear();
         sampled.extend(pages.iter().filter_map(|page| self.sample(*page)));
         if !sampled.is_empty() {
-            for small in self.parts[class].small.iter_mut().flatten() {
+            for small in &mut self.parts[class].small {
                 small.cache.chain(&sampled);
             }
         }
@@ -466,18 +512,31 @@ impl Policy for SharesPolicy {
         let part = &mut self.parts[class];
         part.refused = false;
         part.policy.accessed(page);
-        if part.small.is_none() {
+        if part.small.is_empty() {
             return;
         }
         if let Some(sampled) = self.sample(page) {
-            for small in self.parts[class].small.iter_mut().flatten() {
-                small.hits += u64::from(small.cache.used(sampled, false).unwrap_or(false));
+            for small in &mut self.parts[class].small {
+                // The policies are this crate's and offer every page there is, so this does not fail.
+                small.hits += u32::from(small.cache.used(sampled, false).unwrap_or(false));
             }
         }
         self.uses += 1;
         if self.uses >= self.sizes.0.saturating_mul(EPOCH).max(EPOCH_MIN) {
             self.uses = 0;
-            self.give();
+            self.judge();
+        }
+    }
+
+    fn written(&mut self, page: PageId) {
+        let class = self.class_of(page.segment);
+        if self.parts[class].small.is_empty() {
+            return;
+        }
+        if let Some(sampled) = self.sample(page) {
+            for small in &mut self.parts[class].small {
+                small.cache.wrote(sampled);
+            }
         }
     }
 
@@ -509,7 +568,7 @@ impl Policy for SharesPolicy {
         }
         part.pages -= u64::from(pages);
         part.policy.forget(segment);
-        for small in part.small.iter_mut().flatten() {
+        for small in &mut part.small {
             small.cache.forget(segment);
         }
         self.numbers.remove(segment);
@@ -671,7 +730,7 @@ mod tests {
     #[test]
     fn a_class_alone_is_as_its_own_policy() {
         for class in SegmentClass::ALL {
-            let mut caches = [PolicyKind::Shares, policy_of(class)].map(|kind| BareCache::new(kind.build(), 40));
+            let mut caches = [PolicyKind::Shares.build(), own(class)].map(|policy| BareCache::new(policy, 40));
             caches.iter_mut().for_each(|cache| cache.segment(TABLE, class, 300));
             let mut hits = 0;
             for n in 0..20_000 {
@@ -811,6 +870,32 @@ mod tests {
         assert_eq!(policy.tracked(), [page(TABLE, 0)]);
     }
 
+    /// Sweeps over keys and values bring no hit below 40 frames, which is far more than a class begins with.
+    #[test]
+    fn frames_follow_a_load_that_changes() {
+        let mut cache = BareCache::new(PolicyKind::Shares.build(), 64);
+        cache.segment(WEIGHTS, SegmentClass::Weights, 60);
+        cache.segment(TABLE, SegmentClass::KeysAndValues, 40);
+        // Misses of the last of these rounds.
+        let mut misses = |swept: u32, times: u32| {
+            let mut missed = 0;
+            for _ in 0..40 {
+                missed = 0;
+                for used in (0..60).map(|n| page(WEIGHTS, n)).chain((0..swept * times).map(|n| page(TABLE, n % swept)))
+                {
+                    missed += u32::from(!cache.used(used, false).unwrap());
+                }
+            }
+            missed
+        };
+        for _ in 0..2 {
+            let long = misses(40, 8);
+            assert!(long <= 45, "{long} misses, of 36 at least");
+            let short = misses(2, 2);
+            assert!(short <= 4, "{short} misses where all fits");
+        }
+    }
+
     #[test]
     fn regression_nothing_is_divided_while_all_is_on_its_way() {
         let mut policy = SharesPolicy::default();
@@ -835,7 +920,7 @@ mod tests {
         (0..32).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
         policy.victim(Want::Demand, &mut |_| Take::Skip);
         (0..4).for_each(|_| policy.accessed(page(WEIGHTS, 0)));
-        let hits = |policy: &SharesPolicy| policy.parts[0].small.as_ref().unwrap()[1].hits;
+        let hits = |policy: &SharesPolicy| policy.parts[0].small[PARTS as usize - 1].hits;
         assert_eq!(hits(&policy), 3);
         // As in a step of a program that has activations.
         for _ in 0..3 {

@@ -1,20 +1,28 @@
 //! A pager whose moves end as soon as they are started, and carry no bytes.
 
-use outcore::{Error, ErrorKind, Result};
-use outcore_pager::{Effects, Move, PageRun, Pager, PagerConfig, Purpose, Submitted};
+use crate::error::{Error, ErrorKind, Result};
+use crate::pager::policy::Policy;
+use crate::pager::{Effects, Move, PageRun, Pager, PagerConfig, Purpose, Submitted};
 
+/// The pager, and what it wants done.
 #[derive(Debug)]
 pub struct AtOnce {
+    /// The pager.
     pub pager: Pager,
+    /// Moves that were not started yet, and requests that were served.
     pub fx: Effects,
 }
 
 impl AtOnce {
-    pub fn new(config: PagerConfig, policy: outcore::PolicyKind) -> Self {
-        Self { pager: Pager::new(config, policy.build()), fx: Effects::default() }
+    /// A pager without pages, under this policy, which is new.
+    pub fn new(config: PagerConfig, policy: Box<dyn Policy>) -> Self {
+        Self { pager: Pager::new(config, policy), fx: Effects::default() }
     }
 
     /// Pins these pages as a unit. `moved` is told of each move.
+    ///
+    /// # Errors
+    /// Those of [`Pager::submit`].
     pub fn pin(&mut self, runs: &[PageRun], purpose: Purpose, moved: impl FnMut(&Move)) -> Result<()> {
         let submitted = self.pager.submit(runs, purpose, &mut self.fx)?;
         self.settle(moved);
