@@ -956,9 +956,9 @@ impl Runtime {
     }
 
     /// Tells that the bytes of a tensor are of no use any more: it will be written anew. Pages that lie entirely in it
-    /// and have no device frame are filled with zeros the next time, not read; their copies in the host tier are
-    /// dropped, not written back. Other pages stay as they are. So until it is written, each page has its old bytes or
-    /// zeros. Returns how many pages lost their bytes: none of a tensor of another runtime or of a file.
+    /// and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the next
+    /// time, not read. Other pages stay as they are. So until it is written, each page has its old bytes or zeros.
+    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file.
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};

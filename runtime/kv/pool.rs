@@ -104,6 +104,14 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
+/// A block that was just taken.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    pub block: BlockId,
+    /// Another tenant, whose bytes it still has.
+    before: Option<TenantId>,
+}
+
 impl State {
     fn tenant(&mut self, id: TenantId) -> &mut Tenant {
         self.tenants.entry(id).or_default()
@@ -122,16 +130,24 @@ impl State {
         if shares { Realm::SHARED } else { Realm::of(id) }
     }
 
-    /// A block for a sequence of this tenant.
-    pub fn take(&mut self, id: TenantId) -> Result<BlockId> {
+    /// A block for a sequence of this tenant, to be [prepared](Shared::prepare).
+    pub fn take(&mut self, id: TenantId) -> Result<Taken> {
         self.may_use(id, 1)?;
-        let Some(block) = self.tables.take(id) else {
+        let Some((block, before)) = self.tables.take(id) else {
             let all = self.tables.blocks();
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("all {all} blocks of the pool are in use"))
                 .remedy("end or truncate sequences, or open the pool with more blocks"));
         };
         self.tenant(id).used += 1;
-        Ok(block)
+        Ok(Taken { block, before })
+    }
+
+    /// Gives back a block that was not prepared.
+    pub fn give_back(&mut self, id: TenantId, Taken { block, before }: Taken) {
+        if let Some(before) = before {
+            self.tables.is_of(block, before);
+        }
+        self.release(id, block);
     }
 
     /// Sequences of this tenant use `more` blocks.
@@ -235,11 +251,41 @@ impl Shared {
         BlockKey::root(&self.model, realm.salt())
     }
 
-    /// What a block held that was just taken is of no use: it need not come back from disk to be overwritten.
-    pub fn discard(&self, block: BlockId) {
-        if let Ok(whole) = self.whole(block) {
-            self.runtime.discard(&whole);
+    /// Blocks for a sequence of this tenant: all of them, or none.
+    pub fn take_many(&self, tenant: TenantId, count: usize) -> Result<Vec<BlockId>> {
+        let mut all = Vec::with_capacity(count);
+        let mut done = {
+            let mut state = self.state.lock();
+            (0..count).try_for_each(|_| state.take(tenant).map(|taken| all.push(taken)))
+        };
+        let mut prepared = 0;
+        if done.is_ok() {
+            done = all.iter().try_for_each(|taken| self.prepare(taken).map(|()| prepared += 1));
         }
+        if let Err(error) = done {
+            let mut state = self.state.lock();
+            for (nth, taken) in all.into_iter().enumerate().rev() {
+                match nth < prepared {
+                    true => state.release(tenant, taken.block),
+                    false => state.give_back(tenant, taken),
+                }
+            }
+            return Err(error);
+        }
+        Ok(all.into_iter().map(|taken| taken.block).collect())
+    }
+
+    /// What a block held that was just taken is of no use: it need not come back from disk to be overwritten. If it was
+    /// another tenant's, it is overwritten now: its new owner may read what it has not written, and the other tenant
+    /// may be deleted.
+    pub fn prepare(&self, taken: &Taken) -> Result<()> {
+        self.runtime.discard(&self.whole(taken.block)?);
+        if taken.before.is_some() { self.zero(taken.block) } else { Ok(()) }
+    }
+
+    fn zero(&self, block: BlockId) -> Result<()> {
+        let zeros = vec![0; self.layout.block_room().get() as usize];
+        (0..self.layout.groups()).try_for_each(|group| self.write_group(block, group, &zeros))
     }
 
     fn read_group(&self, block: BlockId, group: u32, into: &mut [u8]) -> Result<()> {
@@ -280,13 +326,18 @@ impl Shared {
         if !store.get(key, parent, owner, tokens, &mut bytes)? {
             return Ok(None);
         }
-        let Ok(block) = self.state.lock().take(tenant) else { return Ok(None) };
-        self.discard(block);
-        if self.copy_in(block, &bytes).is_err() {
-            self.state.lock().release(tenant, block);
+        let Ok(taken) = self.state.lock().take(tenant) else { return Ok(None) };
+        if self.prepare(&taken).is_err() {
+            self.state.lock().give_back(tenant, taken);
             return Ok(None);
         }
-        Ok(Some(block))
+        if self.copy_in(taken.block, &bytes).is_err() {
+            let mut state = self.state.lock();
+            state.tables.erase_later(taken.block);
+            state.release(tenant, taken.block);
+            return Ok(None);
+        }
+        Ok(Some(taken.block))
     }
 
     /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
@@ -336,15 +387,23 @@ impl Shared {
 
     /// Overwrites a block that nobody uses, and frees it.
     fn erase(&self, block: BlockId) -> Result<()> {
-        let zeros = vec![0; self.layout.block_room().get() as usize];
-        for group in 0..self.layout.groups() {
-            self.write_group(block, group, &zeros)?;
-            // So that what was written to disk is overwritten, too.
-            self.runtime.evict(&self.tensor(block, group)?);
-        }
+        self.zero(block)?;
+        // So that what was written to disk is overwritten, too.
+        self.runtime.evict(&self.whole(block)?);
         self.state.lock().tables.free(block);
         Ok(())
     }
+}
+
+/// A sequence whose blocks are read from a store.
+struct Reading<'a> {
+    sequence: &'a mut Sequence,
+    /// Those that were read before one in front of them.
+    blocks: Vec<Option<BlockId>>,
+    /// The first that the sequence does not have.
+    next: usize,
+    /// Why the first that cannot be had cannot.
+    failed: Result<()>,
 }
 
 /// A block that a store may have.
@@ -626,51 +685,55 @@ impl KvPool {
     /// Adds blocks of these tokens that the store has, up to `whole` blocks.
     fn read_from(&self, store: &Store, sequence: &mut Sequence, tokens: &[Token], whole: usize) -> Result<()> {
         let each = self.0.layout.block_tokens() as usize;
+        let tenant = sequence.tenant();
         let (tenants, deletions) = {
             let state = self.0.state.lock();
-            (state.finds(sequence.tenant()), state.deletions)
+            (state.finds(tenant), state.deletions)
         };
         let (mut last, mut has_last) = sequence.last_key();
         let mut wanted = Vec::new();
         for tokens in tokens.chunks_exact(each).take(whole).skip(sequence.len() as usize / each) {
             let key = last.next(tokens);
-            let Some(tenant) = tenants.iter().find(|tenant| store.contains(**tenant, key)) else { break };
-            let (parent, tenant) = (has_last.then_some(last), *tenant);
-            wanted.push(Wanted { key, parent, tenant, tokens });
+            let Some(owner) = tenants.iter().find(|owner| store.contains(**owner, key)) else { break };
+            wanted.push(Wanted { key, parent: has_last.then_some(last), tenant: *owner, tokens });
             (last, has_last) = (key, true);
         }
+        // Each block is known as soon as those before it are: whoever reads the same one meanwhile gives its own back.
+        let reading = Mutex::new(Reading { sequence, blocks: vec![None; wanted.len()], next: 0, failed: Ok(()) });
         // Nothing behind the first that cannot be had is of use.
-        let (end, tenant) = (AtomicUsize::new(wanted.len()), sequence.tenant());
-        let read: Vec<Mutex<Option<Result<BlockId>>>> = wanted.iter().map(|_| Mutex::default()).collect();
+        let end = AtomicUsize::new(wanted.len());
         side_by_side(wanted.len(), READERS, |nth| {
-            if nth < end.load(Ordering::Relaxed) {
-                let block = self.0.read_block(store, tenant, &wanted[nth]).transpose();
-                if !matches!(block, Some(Ok(_))) {
-                    end.fetch_min(nth, Ordering::Relaxed);
+            if nth >= end.load(Ordering::Relaxed) {
+                return;
+            }
+            let block = self.0.read_block(store, tenant, &wanted[nth]);
+            let mut reading = reading.lock();
+            match block {
+                Ok(Some(block)) => reading.blocks[nth] = Some(block),
+                Ok(None) => drop(end.fetch_min(nth, Ordering::Relaxed)),
+                Err(error) => {
+                    if nth < end.fetch_min(nth, Ordering::Relaxed) {
+                        reading.failed = Err(error);
+                    }
                 }
-                *read[nth].lock() = block;
+            }
+            let Reading { sequence, blocks, next, .. } = &mut *reading;
+            while let Some(block) = blocks.get_mut(*next).and_then(Option::take) {
+                let mine = sequence.add_read(wanted[*next].tokens, (wanted[*next].tenant, deletions), block);
+                let mut state = self.0.state.lock();
+                state.tables.seen_again(mine);
+                state.tenant(tenant).counts.read += u64::from(mine == block);
+                *next += 1;
             }
         });
-        let mut read = read.into_iter().map(Mutex::into_inner);
-        let mut done = Ok(());
-        for (block, wanted) in read.by_ref().zip(&wanted) {
-            match block {
-                Some(Ok(block)) => {
-                    let block = sequence.add_read(wanted.tokens, (wanted.tenant, deletions), block);
-                    let mut state = self.0.state.lock();
-                    state.tables.seen_again(block);
-                    state.tenant(tenant).counts.read += 1;
-                }
-                Some(Err(error)) => {
-                    done = Err(error);
-                    break;
-                }
-                None => break,
-            }
-        }
+        let Reading { blocks, failed, .. } = reading.into_inner();
         let mut state = self.0.state.lock();
-        read.flatten().flatten().for_each(|block| state.release(tenant, block));
-        done
+        for block in blocks.into_iter().flatten() {
+            // It has the bytes of whoever stored it, who may be deleted.
+            state.tables.erase_later(block);
+            state.release(tenant, block);
+        }
+        failed
     }
 
     /// Puts the blocks that sequences have found, or `all` that can be found, into the store that the pool was opened
@@ -716,9 +779,10 @@ impl KvPool {
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
-    /// returns. The bytes of blocks that no sequence uses are overwritten, in memory before this returns, and on disk
-    /// soon after; those of the others when their sequences have ended, by the next call of this or of
-    /// [`begin`](Self::begin).
+    /// returns. The bytes of blocks that no sequence uses are overwritten, in memory before this returns, and in the
+    /// scratch file when the zeros are written back; those of the others when their sequences have ended, by the next
+    /// call of this or of [`begin`](Self::begin). What a block of another tenant had before, in the scratch file, goes
+    /// when that tenant's bytes are written back.
     ///
     /// # Errors
     /// What pinning a block says. What is left then is never found, and is overwritten when this is called again.

@@ -330,20 +330,8 @@ impl Sequence {
         let have = self.first_own() + self.own.len();
         let more = end.div_ceil(each) as usize - have;
         if more > 0 {
-            let mut state = self.pool.0.state.lock();
-            for _ in 0..more {
-                match state.take(self.tenant) {
-                    Ok(block) => self.own.push(Some(block)),
-                    Err(error) => {
-                        let taken = self.own.len().min(self.first_own() + self.own.len() - have);
-                        let blocks = self.own.split_off(self.own.len() - taken);
-                        Part::release(&mut state, self.tenant, &blocks);
-                        return Err(error);
-                    }
-                }
-            }
-            drop(state);
-            self.own[self.own.len() - more..].iter().flatten().for_each(|block| self.pool.0.discard(*block));
+            let blocks = self.pool.0.take_many(self.tenant, more)?;
+            self.own.extend(blocks.into_iter().map(Some));
         }
         self.tail.extend_from_slice(tokens);
         self.len = end;
@@ -449,8 +437,7 @@ impl Sequence {
                 .remedy("truncate to the end of a block, or keep a window that holds the last token"));
         };
         self.outdate_passes(true);
-        let new = self.pool.0.state.lock().take(self.tenant)?;
-        self.pool.0.discard(new);
+        let [new] = self.pool.0.take_many(self.tenant, 1)?[..] else { return Ok(()) };
         if let Err(error) = self.pool.0.copy(old, new) {
             self.pool.0.state.lock().release(self.tenant, new);
             return Err(error);

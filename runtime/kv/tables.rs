@@ -60,6 +60,7 @@ impl Realm {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     key: BlockKey,
+    /// Whose its bytes are.
     tenant: TenantId,
     /// The block before it in its sequence; `NONE` of a first one.
     parent: u32,
@@ -106,9 +107,12 @@ impl Entry {
     }
 }
 
+/// Whose the bytes of a block are that nobody used yet, or that were overwritten. No tenant has this number.
+const NOBODY: TenantId = TenantId::new(u64::MAX);
+
 const FREE: Entry = Entry {
     key: BlockKey::from_bytes([0; 16]),
-    tenant: TenantId::new(0),
+    tenant: NOBODY,
     parent: NONE,
     parent_generation: 0,
     generation: 0,
@@ -204,8 +208,9 @@ impl Tables {
         self.free_count += 1;
     }
 
-    /// A block for `tenant`, in use by one. `None` if all are in use. If it was cached, it is known no more.
-    pub fn take(&mut self, tenant: TenantId) -> Option<BlockId> {
+    /// A block for `tenant`, in use by one, and the other tenant whose bytes it still has. `None` if all are in use. If
+    /// it was cached, it is known no more.
+    pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, Option<TenantId>)> {
         let block = if self.free != NONE {
             let block = self.free;
             self.free = self.entries[block as usize].next;
@@ -217,9 +222,10 @@ impl Tables {
             self.forget(block);
             block
         };
-        let generation = self.entries[block as usize].generation.wrapping_add(1);
+        let Entry { generation, tenant: before, .. } = self.entries[block as usize];
+        let generation = generation.wrapping_add(1);
         self.entries[block as usize] = Entry { tenant, generation, users_or_older: 1, state: Use::Used, ..FREE };
-        Some(BlockId(block))
+        Some((BlockId(block), Some(before).filter(|before| *before != NOBODY && *before != tenant)))
     }
 
     /// One more uses the block, which was just found.
@@ -291,6 +297,7 @@ impl Tables {
 
     /// The bytes of a block that was to be erased were overwritten.
     pub fn free(&mut self, block: BlockId) {
+        self.entries[block.index()].tenant = NOBODY;
         self.push_free(block.0);
     }
 
@@ -447,15 +454,22 @@ impl Tables {
     /// [freed](Self::free). The others are to be erased when nobody uses them.
     pub fn delete_tenant(&mut self, tenant: TenantId) -> Vec<BlockId> {
         let mut gone = Vec::new();
+        (self.free, self.free_count) = (NONE, 0);
         for block in 0..self.blocks() {
             let Entry { tenant: owner, state, .. } = self.entries[block as usize];
-            if owner != tenant || state == Use::Free {
+            if owner != tenant {
+                if state == Use::Free {
+                    self.push_free(block);
+                }
                 continue;
             }
-            self.erase_later(BlockId(block));
             if state == Use::Cached {
                 self.unlink(block);
-                self.entries[block as usize].users_or_older = 1;
+            }
+            self.erase_later(BlockId(block));
+            if state != Use::Used {
+                let entry = &mut self.entries[block as usize];
+                (entry.state, entry.users_or_older) = (Use::Used, 1);
                 gone.push(BlockId(block));
             }
         }
@@ -482,7 +496,7 @@ mod tests {
     }
 
     fn kept(tables: &mut Tables, tenant: TenantId, parent: Option<BlockId>, of: &[Token]) -> BlockId {
-        let block = tables.take(tenant).unwrap();
+        let block = tables.take(tenant).unwrap().0;
         let realm = Realm::of(tenant);
         let key = parent.map_or(root(realm), |parent| tables.key_of(parent)).next(of);
         let parent = parent.map(|parent| tables.link_of(parent));
@@ -505,9 +519,9 @@ mod tests {
         assert_eq!(find(&tables, Realm::of(A), None, &tokens(4)), None);
         assert_eq!([two, one].map(|block| tables.release(block)), [Released::Done; 2]);
         assert_eq!((tables.cached_blocks(), tables.free_blocks()), (2, 1));
-        let three = tables.take(B).unwrap();
+        let three = tables.take(B).unwrap().0;
         // The last block of the sequence goes first.
-        assert_eq!(tables.take(B), Some(two));
+        assert_eq!(tables.take(B), Some((two, Some(A))));
         assert_eq!(find(&tables, Realm::of(A), None, &tokens(0)), Some(one));
         tables.share(one);
         assert_eq!(tables.take(B), None);
@@ -521,14 +535,14 @@ mod tests {
         let mut tables = Tables::new(4, 4);
         let key = root(Realm::of(A)).next(&tokens(0));
         let realm = Realm::of(A);
-        let block = tables.take(A).unwrap();
+        let block = tables.take(A).unwrap().0;
         let (mine, other) = (tokens(0), tokens(9));
         assert_eq!(tables.keep(block, &Known { key, parent: None, realm, tokens: &mine }), None);
         assert_eq!(tables.find(&Known { key, parent: None, realm, tokens: &other }), None);
         assert_eq!(tables.find(&Known { key, parent: Some(tables.link_of(block)), realm, tokens: &mine }), None);
         assert_eq!(tables.find(&Known { key, parent: None, realm: Realm::of(B), tokens: &mine }), None);
         // Both are kept, and both are found.
-        let second = tables.take(A).unwrap();
+        let second = tables.take(A).unwrap().0;
         assert_eq!(tables.keep(second, &Known { key, parent: None, realm, tokens: &other }), None);
         assert_eq!(tables.find(&Known { key, parent: None, realm, tokens: &other }), Some(second));
         assert_eq!(tables.find(&Known { key, parent: None, realm, tokens: &mine }), Some(block));
@@ -544,7 +558,7 @@ mod tests {
         let two = kept(&mut tables, A, Some(one), &tokens(4));
         let (key, old) = (tables.key_of(two), tables.link_of(one));
         tables.release(one);
-        let again = tables.take(A).unwrap();
+        let again = tables.take(A).unwrap().0;
         assert_eq!(again, one);
         let (realm, of) = (Realm::of(A), tokens(4));
         let parent = Some(tables.link_of(again));
@@ -574,7 +588,7 @@ mod tests {
     fn a_block_takes_little() {
         let mut tables = Tables::new(1 << 14, 16);
         for nth in 0..1 << 14 {
-            let block = tables.take(A).unwrap();
+            let block = tables.take(A).unwrap().0;
             let tokens = [Token::new(nth); 16];
             let realm = Realm::of(A);
             tables.keep(block, &Known { key: root(realm).next(&tokens), parent: None, realm, tokens: &tokens });

@@ -378,8 +378,9 @@ impl Pager {
     }
 
     /// The bytes of these pages are of no use any more. Copies below the device tier are dropped, where no move uses
-    /// them: a page that has no frame reads as zero bytes then, and is filled without a read. A page that is resident,
-    /// on its way or not read-write stays as it is. Returns how many pages lost their bytes.
+    /// them and no write back of the host copy is due: a page that has no frame reads as zero bytes then, and is filled
+    /// without a read. A page that is resident, on its way or not read-write stays as it is. Returns how many pages
+    /// lost their bytes.
     pub fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {
@@ -389,7 +390,8 @@ impl Pager {
             }
             let entry = segment.entries[page.index.index()];
             let somewhere = entry.on_disk() || entry.host().is_some();
-            if somewhere && !entry.host_busy() {
+            // A host copy that is newer than the disk's may be there to overwrite that one.
+            if somewhere && !entry.host_busy() && !entry.host_dirty() {
                 self.forget_failures(page);
                 self.drop_host_copy(page);
                 self.entry(page).set_on_disk(false);

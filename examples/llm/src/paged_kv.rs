@@ -44,21 +44,20 @@ pub fn layout_in(config: &Config, page: PageSize, context: u64) -> Result<KvLayo
         let tokens = u32::try_from(tokens).ok().filter(|tokens| (8..=most).contains(&u64::from(*tokens)))?;
         Some(KvLayout::with(shape, page, tokens, 1))
     };
-    if let Some(layout) = one_layer(tokens_most(context)) {
-        return Ok(layout?);
+    if let Some(Ok(layout)) = one_layer(tokens_most(context)) {
+        return Ok(layout);
     }
-    // Rows so short that no block of a few tokens fills a page.
+    // Or rows are so short that no block of a few tokens fills a page.
     KvLayout::new(shape, page).or_else(|error| one_layer(TOKENS_LIMIT).unwrap_or(Err(error))).map_err(Error::from)
 }
 
 /// The largest page size, up to `most`, with which [`layout`] has groups of one layer; no less than `least`. `most` for
 /// a model whose keys and values have no layout.
 pub fn page_size(config: &Config, context: u64, [least, most]: [PageSize; 2]) -> PageSize {
-    let size = shape(config).ok().and_then(|shape| {
-        let room = 2 * shape.row_bytes().get() * (tokens_most(context) + 1) - 1;
-        PageSize::new(Bytes::new(1 << room.max(1).ilog2())).ok()
-    });
-    size.map_or(most, |size| size.min(most).max(least))
+    let Ok(shape) = shape(config) else { return most };
+    let room = 2 * shape.row_bytes().get() * (tokens_most(context) + 1) - 1;
+    // What is too small for a page is below the least.
+    PageSize::new(Bytes::new(1 << room.max(1).ilog2())).map_or(least, |size| size.min(most).max(least))
 }
 
 fn shape(config: &Config) -> Result<KvShape> {

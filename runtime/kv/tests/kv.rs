@@ -564,6 +564,117 @@ fn prefixes_are_found_after_a_restart() {
     runtime.close().unwrap();
 }
 
+/// All bytes of a sequence's blocks, written or not.
+fn all_bytes(sequence: &Sequence) -> Vec<u8> {
+    let mut all = Vec::new();
+    for group in 0..LAYERS {
+        for start in (0..sequence.len()).step_by(32) {
+            let blocks = sequence.read(group, start..start + 1).unwrap();
+            all.extend_from_slice(blocks.pin().wait().unwrap().bytes(0).unwrap());
+        }
+    }
+    all
+}
+
+/// Whole pages of a tenant's bytes: `tenant`'s are all `mark`.
+fn fill(pool: &KvPool, tenant: TenantId, count: u32, mark: u8) -> Sequence {
+    let mut sequence = pool.begin(tenant, &[]).unwrap();
+    let positions = sequence.append(&tokens(0..count)).unwrap();
+    for group in 0..LAYERS {
+        for start in (0..positions.end).step_by(32) {
+            let mut blocks = sequence.write(group, start..start + 1).unwrap();
+            blocks.pin().wait().unwrap().all_mut().for_each(|bytes| bytes.fill(mark));
+        }
+    }
+    sequence.commit(positions.end).unwrap();
+    sequence
+}
+
+/// A block whose last tokens were never complete is in no index. It was free by the time of the deletion, and its bytes
+/// stayed.
+#[test]
+fn regression_blocks_that_were_free_before_a_deletion_are_overwritten() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 4);
+    drop(fill(&pool, A, 20, 0xA5));
+    pool.delete_tenant(A).unwrap();
+    let mut other = pool.begin(B, &[]).unwrap();
+    other.append(&tokens(0..4 * 32)).unwrap();
+    assert!(!all_bytes(&other).contains(&0xA5));
+    assert_eq!(pool.stats().used, 4);
+    drop((other, pool));
+    runtime.close().unwrap();
+}
+
+/// A block that made way for another tenant's kept the first one's bytes where the other had written nothing.
+#[test]
+fn regression_a_block_that_another_tenant_takes_has_nothing_of_the_first() {
+    for pages in [64, 12] {
+        let runtime = runtime(pages);
+        let pool = pool(&runtime, 6);
+        drop(fill(&pool, A, 6 * 32, 0xA5));
+        let mut other = pool.begin(B, &[]).unwrap();
+        other.append(&tokens(0..5 * 32)).unwrap();
+        assert!(!all_bytes(&other).contains(&0xA5), "{pages} pages");
+        drop((other, pool));
+        runtime.close().unwrap();
+    }
+}
+
+/// The zeros with which a deletion overwrites blocks were still in the host tier when the blocks were taken again, and
+/// were dropped: the scratch file kept the bytes.
+#[test]
+fn regression_the_zeros_of_a_deletion_reach_the_scratch_file() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let builder = Runtime::builder().page_size(page).device_budget(Bytes::new(16 * PAGE)).policy(PolicyKind::Lru);
+    let runtime = builder.host_budget(Bytes::new(64 * PAGE)).scratch_dir(folder.path()).open().unwrap();
+    let pool = pool(&runtime, 64);
+    let marked = || {
+        // The scratch file has no name any more, but a descriptor.
+        let files = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let of_folder = |path: &Path| std::fs::read_link(path).is_ok_and(|to| to.starts_with(folder.path()));
+        let files = files.map(|file| file.path()).filter(|path| of_folder(path));
+        files.map(|path| std::fs::read(path).unwrap().iter().filter(|byte| **byte == 0xA5).count()).sum::<usize>()
+    };
+    drop(fill(&pool, A, 40 * 32, 0xA5));
+    until("bytes in the scratch file", || marked() > 0);
+    pool.delete_tenant(A).unwrap();
+    let mut taken = pool.begin(TenantId::new(3), &[]).unwrap();
+    taken.append(&tokens(0..45 * 32)).unwrap();
+    // All else has to leave memory.
+    let pressure = runtime.alloc(DType::U8, &[200, PAGE]).unwrap();
+    for row in 0..200 {
+        runtime.pin_mut(&pressure.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+    }
+    until("zeros in the scratch file", || marked() == 0);
+    drop((taken, pressure, pool));
+    runtime.close().unwrap();
+}
+
+/// Two sequences that begin with the same stored prefix at once read it into the same blocks.
+#[test]
+fn regression_readers_of_one_stored_prefix_leave_room_for_each_other() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let runtime = runtime(64);
+    let prompt = tokens(0..40 * 32 + 1);
+    {
+        let pool = stored(&runtime, 64, folder.path());
+        Said::begin(&pool, A, &prompt).unwrap().sequence.park().unwrap();
+        pool.save(true).unwrap();
+    }
+    for _ in 0..4 {
+        let pool = stored(&runtime, 64, folder.path());
+        std::thread::scope(|scope| {
+            let both = [(); 2].map(|()| scope.spawn(|| pool.begin(A, &prompt).unwrap()));
+            let both = both.map(|thread| thread.join().unwrap());
+            assert_eq!(both.each_ref().map(Sequence::len), [40 * 32; 2]);
+        });
+        assert_eq!((pool.stats().read, pool.stats().cached), (40, 40));
+    }
+    runtime.close().unwrap();
+}
+
 /// By `lru` all pages of a pass over more than memory are read. A plan keeps what has room, and so does the plan of a
 /// sequence that has grown, has joined another one's blocks, or was cut.
 #[test]

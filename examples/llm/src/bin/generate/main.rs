@@ -135,7 +135,10 @@ fn paged_keys(config: &Config, runtime: &Runtime, context: usize) -> Result<Page
     let blocks = blocks_for(&layout, context);
     // Nobody else uses the pool, so the model needs no name.
     let pool = KvPool::open(runtime, layout, b"", blocks)?;
-    Ok(PagedKeys::new(pool.begin(TenantId::new(0), &[])?))
+    let mut sequence = pool.begin(TenantId::new(0), &[])?;
+    // The weights are declared too: what no plan names goes first.
+    sequence.plan_passes()?;
+    Ok(PagedKeys::new(sequence))
 }
 
 /// The sequence, on whatever computes it.
