@@ -194,6 +194,8 @@ struct Writer {
     /// Files that no manifest names, which could not be removed yet, and whether the folder has to be synced.
     leftover: Vec<u64>,
     unsynced_removal: bool,
+    /// Whether a block file was made whose name may not last.
+    unsynced_file: bool,
     seen: Seen,
 }
 
@@ -377,6 +379,7 @@ impl Store {
                 dirty: body.generation == 0,
                 leftover: Vec::new(),
                 unsynced_removal: false,
+                unsynced_file: false,
                 seen: Seen::default(),
             }),
             index: Mutex::default(),
@@ -610,13 +613,14 @@ impl Store {
         Ok(())
     }
 
-    /// Makes the next block file. It lasts when the manifest does that names it, because the folder is synced then.
+    /// Makes the next block file. Its name lasts before the manifest does that names it.
     fn begin_file(&self, writer: &mut Writer) -> Result<u64> {
         let number = writer.next_file;
         let name = file_name(number);
         let failed = |cause| unwritten(format!("make the block file {name} of the store {}", self.name), cause);
         writer.next_file += 1;
         let file = self.files.open(&name, Access::Create).map_err(failed)?;
+        writer.unsynced_file = true;
         let mut index = self.index.lock();
         (index.buffer_file, index.buffer_at) = (number, 0);
         index.files.insert(number, file.clone());
@@ -781,6 +785,11 @@ impl Store {
         let file = self.files.open(manifest::NEW, Access::Replace).map_err(failed)?;
         file.write_at(&bytes, 0).map_err(failed)?;
         file.sync().map_err(failed)?;
+        if writer.unsynced_file {
+            // The manifest's new name may last sooner than those of files that were made before it.
+            self.files.sync_folder().map_err(failed)?;
+            writer.unsynced_file = false;
+        }
         self.files.rename(manifest::NEW, manifest::NAME).map_err(failed)?;
         self.files.sync_folder().map_err(failed)?;
         writer.unsynced_removal = false;

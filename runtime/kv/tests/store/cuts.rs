@@ -464,6 +464,31 @@ fn a_power_cut_while_room_is_made_loses_nothing_else() {
     }
 }
 
+/// The manifest's new name lasted, and that of a block file in it did not: its blocks were lost.
+#[test]
+fn regression_the_name_of_a_block_file_lasts_before_the_manifest_that_names_it() {
+    let recorder = Recorder::on(&Contents::new());
+    let log = recorder.log.clone();
+    let options = options().file_bytes(Bytes::kib(100)).coalesce(Bytes::kib(16));
+    let store = Store::open_with(Arc::new(recorder), "a run", &model(), Bytes::new(BYTES as u64), options).unwrap();
+    for number in 0..200 {
+        Block::of(1, number).put(&store);
+        if number % 20 == 0 {
+            store.flush().unwrap();
+        }
+    }
+    let (mut unsynced, mut made) = (0, 0);
+    for did in log.lock().iter() {
+        match did {
+            Did::Make(_, name) if name.ends_with(".kv") => (unsynced, made) = (unsynced + 1, made + 1),
+            Did::SyncFolder => unsynced = 0,
+            Did::Rename(..) => assert_eq!(unsynced, 0, "names of files that the manifest names"),
+            _ => {}
+        }
+    }
+    assert!(made > 3, "{made}");
+}
+
 /// A file that was dropped may have blocks of a tenant that is deleted next.
 #[test]
 fn a_deletion_makes_removals_last() {
