@@ -5,7 +5,6 @@ use std::collections::hash_map::Entry;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use outcore::policy::SegmentClass;
@@ -25,6 +24,8 @@ use crate::turns::{self, Turn};
 const RESERVE: u32 = 16;
 /// Threads that read a sequence's blocks from the store.
 const READERS: usize = 4;
+/// Blocks that they read before these are known.
+const READ_AT_ONCE: usize = 2 * READERS;
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,7 +108,7 @@ impl std::ops::AddAssign for Counts {
 /// A block that was just taken.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    pub block: BlockId,
+    block: BlockId,
     /// Another tenant, whose bytes it still has.
     before: Option<TenantId>,
 }
@@ -251,34 +252,31 @@ impl Shared {
         BlockKey::root(&self.model, realm.salt())
     }
 
-    /// Blocks for a sequence of this tenant: all of them, or none.
-    pub fn take_many(&self, tenant: TenantId, count: usize) -> Result<Vec<BlockId>> {
-        let mut all = Vec::with_capacity(count);
-        let mut done = {
-            let mut state = self.state.lock();
-            (0..count).try_for_each(|_| state.take(tenant).map(|taken| all.push(taken)))
-        };
-        let mut prepared = 0;
-        if done.is_ok() {
-            done = all.iter().try_for_each(|taken| self.prepare(taken).map(|()| prepared += 1));
-        }
-        if let Err(error) = done {
-            let mut state = self.state.lock();
-            for (nth, taken) in all.into_iter().enumerate().rev() {
-                match nth < prepared {
-                    true => state.release(tenant, taken.block),
-                    false => state.give_back(tenant, taken),
-                }
-            }
+    /// A block for a sequence of this tenant, with nothing of another one.
+    pub fn take(&self, tenant: TenantId) -> Result<BlockId> {
+        let taken = self.state.lock().take(tenant)?;
+        if let Err(error) = self.prepare(&taken) {
+            self.state.lock().give_back(tenant, taken);
             return Err(error);
         }
-        Ok(all.into_iter().map(|taken| taken.block).collect())
+        Ok(taken.block)
+    }
+
+    /// As many blocks for a sequence of this tenant, or none.
+    pub fn take_many(&self, tenant: TenantId, count: usize) -> Result<Vec<BlockId>> {
+        let mut all = Vec::with_capacity(count);
+        if let Err(error) = (0..count).try_for_each(|_| self.take(tenant).map(|block| all.push(block))) {
+            let mut state = self.state.lock();
+            all.into_iter().rev().for_each(|block| state.release(tenant, block));
+            return Err(error);
+        }
+        Ok(all)
     }
 
     /// What a block held that was just taken is of no use: it need not come back from disk to be overwritten. If it was
     /// another tenant's, it is overwritten now: its new owner may read what it has not written, and the other tenant
     /// may be deleted.
-    pub fn prepare(&self, taken: &Taken) -> Result<()> {
+    fn prepare(&self, taken: &Taken) -> Result<()> {
         self.runtime.discard(&self.whole(taken.block)?);
         if taken.before.is_some() { self.zero(taken.block) } else { Ok(()) }
     }
@@ -326,18 +324,14 @@ impl Shared {
         if !store.get(key, parent, owner, tokens, &mut bytes)? {
             return Ok(None);
         }
-        let Ok(taken) = self.state.lock().take(tenant) else { return Ok(None) };
-        if self.prepare(&taken).is_err() {
-            self.state.lock().give_back(tenant, taken);
-            return Ok(None);
-        }
-        if self.copy_in(taken.block, &bytes).is_err() {
+        let Ok(block) = self.take(tenant) else { return Ok(None) };
+        if self.copy_in(block, &bytes).is_err() {
             let mut state = self.state.lock();
-            state.tables.erase_later(taken.block);
-            state.release(tenant, taken.block);
+            state.tables.erase_later(block);
+            state.release(tenant, block);
             return Ok(None);
         }
-        Ok(Some(taken.block))
+        Ok(Some(block))
     }
 
     /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
@@ -393,17 +387,6 @@ impl Shared {
         self.state.lock().tables.free(block);
         Ok(())
     }
-}
-
-/// A sequence whose blocks are read from a store.
-struct Reading<'a> {
-    sequence: &'a mut Sequence,
-    /// Those that were read before one in front of them.
-    blocks: Vec<Option<BlockId>>,
-    /// The first that the sequence does not have.
-    next: usize,
-    /// Why the first that cannot be had cannot.
-    failed: Result<()>,
 }
 
 /// A block that a store may have.
@@ -698,42 +681,34 @@ impl KvPool {
             wanted.push(Wanted { key, parent: has_last.then_some(last), tenant: *owner, tokens });
             (last, has_last) = (key, true);
         }
-        // Each block is known as soon as those before it are: whoever reads the same one meanwhile gives its own back.
-        let reading = Mutex::new(Reading { sequence, blocks: vec![None; wanted.len()], next: 0, failed: Ok(()) });
-        // Nothing behind the first that cannot be had is of use.
-        let end = AtomicUsize::new(wanted.len());
-        side_by_side(wanted.len(), READERS, |nth| {
-            if nth >= end.load(Ordering::Relaxed) {
-                return;
-            }
-            let block = self.0.read_block(store, tenant, &wanted[nth]);
-            let mut reading = reading.lock();
-            match block {
-                Ok(Some(block)) => reading.blocks[nth] = Some(block),
-                Ok(None) => drop(end.fetch_min(nth, Ordering::Relaxed)),
-                Err(error) => {
-                    if nth < end.fetch_min(nth, Ordering::Relaxed) {
-                        reading.failed = Err(error);
-                    }
-                }
-            }
-            let Reading { sequence, blocks, next, .. } = &mut *reading;
-            while let Some(block) = blocks.get_mut(*next).and_then(Option::take) {
-                let mine = sequence.add_read(wanted[*next].tokens, (wanted[*next].tenant, deletions), block);
+        // A few at a time, so that those who read the same ones take little room twice.
+        for wanted in wanted.chunks(READ_AT_ONCE) {
+            let read = side_by_side(wanted.len(), READERS, |nth| self.0.read_block(store, tenant, &wanted[nth]));
+            let (mut read, mut wanted) = (read.into_iter(), wanted.iter());
+            // Nothing behind the first that cannot be had is of use.
+            let end = loop {
+                let (block, Wanted { tokens, tenant: owner, .. }) = match (read.next(), wanted.next()) {
+                    (Some(Some(Ok(Some(block)))), Some(wanted)) => (block, wanted),
+                    (None, _) => break None,
+                    (Some(Some(Err(error))), _) => break Some(Err(error)),
+                    _ => break Some(Ok(())),
+                };
+                let mine = sequence.add_read(tokens, (*owner, deletions), block);
                 let mut state = self.0.state.lock();
                 state.tables.seen_again(mine);
                 state.tenant(tenant).counts.read += u64::from(mine == block);
-                *next += 1;
+            };
+            let mut state = self.0.state.lock();
+            for block in read.flatten().flatten().flatten() {
+                // It has the bytes of whoever stored it, who may be deleted.
+                state.tables.erase_later(block);
+                state.release(tenant, block);
             }
-        });
-        let Reading { blocks, failed, .. } = reading.into_inner();
-        let mut state = self.0.state.lock();
-        for block in blocks.into_iter().flatten() {
-            // It has the bytes of whoever stored it, who may be deleted.
-            state.tables.erase_later(block);
-            state.release(tenant, block);
+            if let Some(end) = end {
+                return end;
+            }
         }
-        failed
+        Ok(())
     }
 
     /// Puts the blocks that sequences have found, or `all` that can be found, into the store that the pool was opened

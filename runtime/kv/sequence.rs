@@ -344,6 +344,7 @@ impl Sequence {
     /// then all are read from the first on. Policies that follow plans then keep what the next pass needs soonest, and
     /// fill blocks ahead of their use. It is for sequences larger than the memory that they may have: others gain
     /// nothing.
+    ///
     /// Pins of blocks are then uses of a [`Walker`] of the sequence. The order is declared anew by
     /// [`append`](Self::append) where the blocks have changed.
     ///
@@ -437,7 +438,7 @@ impl Sequence {
                 .remedy("truncate to the end of a block, or keep a window that holds the last token"));
         };
         self.outdate_passes(true);
-        let [new] = self.pool.0.take_many(self.tenant, 1)?[..] else { return Ok(()) };
+        let new = self.pool.0.take(self.tenant)?;
         if let Err(error) = self.pool.0.copy(old, new) {
             self.pool.0.state.lock().release(self.tenant, new);
             return Err(error);

@@ -409,15 +409,14 @@ impl Store {
             }
         }
         let (count, generation) = (body.files.len(), writer.generation);
-        let loaded: Vec<Mutex<Option<Result<Option<Loaded>>>>> = (0..count).map(|_| Mutex::default()).collect();
-        side_by_side(count, LOADERS, |at| {
+        let loaded = side_by_side(count, LOADERS, |at| {
             let (number, acknowledged) = body.files[at];
-            *loaded[at].lock() = Some(self.load_file(number, acknowledged, generation));
+            self.load_file(number, acknowledged, generation)
         });
         let mut index = self.index.lock();
         for ((number, _), loaded) in body.files.iter().zip(loaded) {
             let ended = || Err(Error::new(ErrorKind::Internal, "the thread that read it ended"));
-            let loaded = loaded.into_inner().unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
+            let loaded = loaded.unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
             let Some(Loaded { state, entries }) = loaded else {
                 writer.dirty = true;
                 continue;
