@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::mappings::{Claim, Count, LEFT_AT_LEAST};
+use super::mappings::{Claim, Count, LEFT_AT_LEAST, MAPS};
 use super::sys::{self, Region};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -59,7 +59,7 @@ impl Ballast {
     pub(super) fn new() -> Result<Self> {
         let claim = Claim::of(BALLAST, "a host device", |_| String::new())?;
         let page = sys::system_page_bytes();
-        let region = Region::reserve((BALLAST + SPARE) * page, page, "mappings held back")?;
+        let region = Region::reserve(BALLAST * page, page, "mappings held back")?;
         let ballast = Self { region, claim, held: true, counted: None };
         ballast.take(0..BALLAST).map_err(|cause| Error::io("hold mappings back", cause))?;
         Ok(ballast)
@@ -94,32 +94,35 @@ impl Ballast {
         if self.held { Ok(()) } else { self.take_up(&what()) }
     }
 
-    /// Asks the kernel rather than the last count, so that room that has come back is used at once.
+    /// Room is counted, and not found by taking mappings until the kernel refuses one: for that moment nobody else in
+    /// the process would get any. So room that has come back is used when the last count is not recent any more.
     fn take_up(&mut self, what: &str) -> Result<()> {
         const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
-        if self.take(0..BALLAST + SPARE).is_ok() {
-            self.leave(BALLAST..BALLAST + SPARE);
-            self.held = true;
-            return Ok(());
-        }
-        self.leave(0..BALLAST + SPARE);
         let recent = self.counted.filter(|counted| Instant::now() < counted.until);
         self.counted = recent.or_else(Counted::now);
-        Err(match self.counted {
-            Some(Counted { count, .. }) => count.told(what, 2, ADVICE),
-            None => Error::new(
-                ErrorKind::TooManyMappings,
-                format!("{what}: the kernel gives this process no more mappings"),
-            )
-            .remedy(format!("raise vm.max_map_count{ADVICE}")),
+        let Some(Counted { count, .. }) = self.counted else {
+            let message = format!("{what}: the kernel gave this process no more mappings, and {MAPS} cannot be read");
+            return Err(
+                Error::new(ErrorKind::TooManyMappings, message).remedy(format!("raise vm.max_map_count{ADVICE}"))
+            );
+        };
+        if count.left() < BALLAST + SPARE {
+            return Err(count.told(what, 2, ADVICE));
+        }
+        self.held = true;
+        self.take(0..BALLAST).map_err(|cause| {
+            self.give_up();
+            Error::io("hold mappings back", cause)
         })
     }
 
-    /// Gives the ballast's mappings to others that need them.
-    pub(super) fn give_up(&mut self) {
-        if std::mem::take(&mut self.held) {
-            self.leave(0..BALLAST);
+    /// Gives the ballast's mappings to others that need them, and says how many there were.
+    pub(super) fn give_up(&mut self) -> u64 {
+        if !std::mem::take(&mut self.held) {
+            return 0;
         }
+        self.leave(0..BALLAST);
+        BALLAST
     }
 }
 

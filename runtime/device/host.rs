@@ -254,10 +254,12 @@ impl Core {
         self.page_size.bytes()
     }
 
-    /// The error for a call that the kernel refused. If mappings have run out, the ballast is given up for others.
-    fn refused(&self, what: String, cause: std::io::Error) -> Error {
-        if let Some(error) = mappings::shortage(&what, &cause) {
-            self.ballast.lock().give_up();
+    /// The error for a call that the kernel refused. If mappings have run out, the ballast is given up for others, and
+    /// before all else: until then whoever in the process needs a mapping gets none, and errors and counts take memory.
+    fn refused(&self, what: impl FnOnce() -> String, cause: std::io::Error) -> Error {
+        let given_up = if mappings::may_be_short(&cause) { self.ballast.lock().give_up() } else { 0 };
+        let what = what();
+        if let Some(error) = mappings::shortage(&what, &cause, given_up) {
             return error.caused_by(cause);
         }
         let error = Error::io(what, cause);
@@ -276,7 +278,7 @@ impl Core {
         // SAFETY: the core owns both ranges (invariant 1). Callers keep operations away from memory behind a page, and
         // nobody else knows a home. `to` holds nothing.
         if let Err(cause) = unsafe { sys::relocate(from, to, len) } {
-            let error = self.refused(what(), cause);
+            let error = self.refused(what, cause);
             // The ballast is gone, so there is a mapping for reserving the range again.
             self.has_lost(layout, to..to + len);
             return Err(error);
@@ -366,7 +368,7 @@ impl Core {
         let homes = (start..).step_by(self.page_bytes() as usize);
         // SAFETY: homes are the core's, and none of these frames has memory, so nothing is there.
         if let Err(cause) = unsafe { sys::commit(start, bytes, true) } {
-            let error = self.refused(format!("give memory to the {} frames beside {frame:?}", block.len()), cause);
+            let error = self.refused(|| format!("give memory to the {} frames beside {frame:?}", block.len()), cause);
             self.has_lost(layout, home);
             tracing::debug!(%error, "frames get their memory one by one");
             return Ok(());
@@ -434,7 +436,7 @@ impl Core {
         let homes = (home..).step_by(self.page_bytes() as usize);
         // SAFETY: `from` is the caller's. Homes are the core's, and these frames have no memory, so nothing is there.
         if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
-            let error = self.refused("move memory to frames".to_owned(), cause);
+            let error = self.refused(|| "move memory to frames".to_owned(), cause);
             tracing::debug!(%error, "frames get their memory one by one");
             self.has_lost(layout, home..home + len);
             return;
@@ -453,7 +455,7 @@ impl Core {
         // SAFETY: the frame is at `at`, and no frame is in the rest of the range; the caller says that nobody uses it
         // any more.
         let Err(cause) = (unsafe { sys::vacate(around.start, around.end - around.start) }) else { return Ok(()) };
-        let error = self.refused(format!("give the memory of {frame:?} back"), cause);
+        let error = self.refused(|| format!("give the memory of {frame:?} back"), cause);
         if self.has_lost(layout, around) {
             tracing::debug!(%error, "the memory went all the same");
             return Ok(());
@@ -495,7 +497,7 @@ impl Core {
         if !layout.frame(frame)?.accessible {
             // SAFETY: the frame is behind `address`, which the core owns.
             unsafe { sys::set_access(address, self.page_bytes(), true) }
-                .map_err(|e| self.refused(format!("make {frame:?} accessible"), e))?;
+                .map_err(|e| self.refused(|| format!("make {frame:?} accessible"), e))?;
             layout.frame(frame)?.accessible = true;
         }
         Ok(())
@@ -507,7 +509,7 @@ impl Core {
         self.take_hole_back(layout, at)?;
         // SAFETY: the core owns the range (invariant 1), and nothing is there.
         if let Err(cause) = unsafe { sys::commit(at, len, self.kernel.in_huge_pages(self.page_size)) } {
-            let error = self.refused(what(), cause);
+            let error = self.refused(what, cause);
             self.has_lost(layout, at..at + len);
             return Err(error);
         }
@@ -519,8 +521,9 @@ impl Core {
     fn take_hole_back(&self, layout: &mut Layout, address: u64) -> Result<()> {
         let Some(at) = layout.holes.iter().position(|hole| *hole == address) else { return Ok(()) };
         // If something is there now, it is not the core's, and the call fails.
-        sys::refill(address, self.page_bytes())
-            .map_err(|e| self.refused("take back a page's address that an earlier failure has lost".to_owned(), e))?;
+        sys::refill(address, self.page_bytes()).map_err(|e| {
+            self.refused(|| "take back a page's address that an earlier failure has lost".to_owned(), e)
+        })?;
         layout.holes.swap_remove(at);
         Ok(())
     }
@@ -945,7 +948,7 @@ impl Device for HostDevice {
         let Some(at) = state.at.filter(|at| *at != state.home && state.accessible) else { return Ok(()) };
         // SAFETY: the frame is behind `at`; the caller says that nobody uses it any more.
         unsafe { sys::set_access(at, core.page_bytes(), false) }
-            .map_err(|e| core.refused(format!("protect {frame:?}"), e))?;
+            .map_err(|e| core.refused(|| format!("protect {frame:?}"), e))?;
         state.accessible = false;
         Ok(())
     }
@@ -959,7 +962,7 @@ impl Device for HostDevice {
         let core = &self.core;
         let mut layout = core.layout.lock();
         let resident = layout.frame(frame)?.at.map_or(Ok(0), |at| sys::resident(at, core.page_bytes()));
-        resident.map(Bytes::new).map_err(|cause| core.refused(format!("ask for the memory of {frame:?}"), cause))
+        resident.map(Bytes::new).map_err(|cause| core.refused(|| format!("ask for the memory of {frame:?}"), cause))
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {

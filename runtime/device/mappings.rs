@@ -127,7 +127,7 @@ impl Count {
     }
 }
 
-const MAPS: &str = "/proc/self/maps";
+pub(super) const MAPS: &str = "/proc/self/maps";
 
 /// Calls `each` with the first address of every line. Reads in small pieces: where mappings are short, memory is too.
 fn each_start(mut file: impl Read, mut each: impl FnMut(u64)) -> io::Result<()> {
@@ -199,13 +199,20 @@ impl Drop for Claim {
     }
 }
 
-/// The error for a refused call that makes or splits a mapping, if mappings are short. None if memory is.
-pub(super) fn shortage(what: &str, cause: &io::Error) -> Option<Error> {
-    if cause.raw_os_error() != Some(libc::ENOMEM) {
+/// Whether mappings or memory may be what a refused call lacked.
+pub(super) fn may_be_short(cause: &io::Error) -> bool {
+    cause.raw_os_error() == Some(libc::ENOMEM)
+}
+
+/// The error for a refused call that makes or splits a mapping, if mappings are short. None if memory is. `given_up` of
+/// the mappings that are free were not when the call was refused.
+pub(super) fn shortage(what: &str, cause: &io::Error, given_up: u64) -> Option<Error> {
+    if !may_be_short(cause) {
         return None;
     }
     let now = Count::now().ok()?;
-    (now.left() < LEFT_AT_LEAST).then(|| now.told(what, 2, ", use larger pages, or keep fewer mappings elsewhere"))
+    let left = now.left().saturating_sub(given_up);
+    (left < LEFT_AT_LEAST).then(|| now.told(what, 2, ", use larger pages, or keep fewer mappings elsewhere"))
 }
 
 #[cfg(test)]

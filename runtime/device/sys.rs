@@ -62,7 +62,7 @@ impl Region {
         let named = format!("{} of addresses for {what}", Bytes::new(len));
         let claim = Claim::of_region(&named)?;
         let refuse = |cause: io::Error| {
-            mappings::shortage(&named, &cause).unwrap_or_else(|| {
+            mappings::shortage(&named, &cause, 0).unwrap_or_else(|| {
                 Error::new(ErrorKind::OutOfMemory, format!("cannot reserve {named}"))
                     .remedy("raise the address-space limit (ulimit -v), or use fewer or smaller segments")
                     .caused_by(cause)
