@@ -116,6 +116,11 @@ impl Ballast {
         })
     }
 
+    #[cfg(test)]
+    pub(super) fn is_held(&self) -> bool {
+        self.held
+    }
+
     /// Gives the ballast's mappings to others that need them, and says how many there were.
     pub(super) fn give_up(&mut self) -> u64 {
         if !std::mem::take(&mut self.held) {

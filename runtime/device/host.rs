@@ -1051,6 +1051,22 @@ mod tests {
         })
     }
 
+    /// Mappings were counted, and the error was written, before the ballast was given up. In that time nobody in the
+    /// process got a mapping, and threads that needed memory aborted it.
+    #[test]
+    fn regression_mappings_are_given_up_before_anything_else_is_done_about_a_refusal() {
+        let device = device(1);
+        let is_held = || device.core.ballast.lock().is_held();
+        assert!(is_held());
+        let refused = || std::io::Error::from_raw_os_error(libc::ENOMEM);
+        let error = device.core.refused(|| format!("held: {}", is_held()), refused());
+        assert!(error.to_string().contains("held: false"), "{error}");
+        // There are mappings enough, so it was memory that was short, and the next call holds the ballast again.
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+        device.map(FrameId::new(0), device.reserve(1).unwrap()).unwrap();
+        assert!(is_held());
+    }
+
     /// A move that ended half way, with the frame at its new page and the old place accessible, is completed by the
     /// next.
     #[test]

@@ -263,68 +263,54 @@ fn addresses_are_used_again() {
 #[test]
 fn regression_few_mappings_left_are_errors() {
     const TEST: &str = "regression_few_mappings_left_are_errors";
-    if limit_is_near(TEST) {
-        alone(TEST, few_mappings_left);
+    if !limit_is_near(TEST) {
+        return;
     }
-}
+    alone(TEST, || {
+        let others = Others::leaving(120);
+        check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
+        drop(others);
 
-/// The mappings that are held back for the rest of the process were given up after the process's mappings were counted,
-/// for which time nobody got any. Without huge pages each thread ran into that.
-#[test]
-fn regression_mappings_are_given_up_before_they_are_counted() {
-    const TEST: &str = "regression_mappings_are_given_up_before_they_are_counted";
-    if limit_is_near(TEST) {
-        alone(TEST, || {
-            rustix::thread::disable_transparent_huge_pages(true).unwrap();
-            few_mappings_left();
+        let rt = open(SMALL, Bytes::mib(8)).unwrap();
+        // Every second page, so that no two frames are neighbours.
+        let rows = rt.alloc(DType::U8, &[3000, SMALL.get()]).unwrap();
+        let tensors: Vec<Tensor> = (0..1500).map(|row| rows.rows(2 * row..2 * row + 1).unwrap()).collect();
+        set(&rt, &tensors[0], 1).unwrap();
+        let others = Others::leaving(120);
+        println!("{} mappings of {}", mappings(), limit());
+        let results: Vec<Result<()>> = thread::scope(|scope| {
+            let parts: Vec<_> = tensors[1..]
+                .chunks(500)
+                .map(|part| {
+                    let rt = &rt;
+                    scope.spawn(move || part.iter().map(|tensor| set(rt, tensor, 1)).collect::<Vec<_>>())
+                })
+                .collect();
+            parts.into_iter().flat_map(|part| part.join().unwrap()).collect()
         });
-    }
-}
-
-fn few_mappings_left() {
-    let others = Others::leaving(120);
-    check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
-    drop(others);
-
-    let rt = open(SMALL, Bytes::mib(8)).unwrap();
-    // Every second page, so that no two frames are neighbours.
-    let rows = rt.alloc(DType::U8, &[3000, SMALL.get()]).unwrap();
-    let tensors: Vec<Tensor> = (0..1500).map(|row| rows.rows(2 * row..2 * row + 1).unwrap()).collect();
-    set(&rt, &tensors[0], 1).unwrap();
-    let others = Others::leaving(120);
-    println!("{} mappings of {}", mappings(), limit());
-    let results: Vec<Result<()>> = thread::scope(|scope| {
-        let parts: Vec<_> = tensors[1..]
-            .chunks(500)
-            .map(|part| {
-                let rt = &rt;
-                scope.spawn(move || part.iter().map(|tensor| set(rt, tensor, 1)).collect::<Vec<_>>())
-            })
-            .collect();
-        parts.into_iter().flat_map(|part| part.join().unwrap()).collect()
+        let refused: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+        assert!(refused.len() > 500, "{} of {} refused", refused.len(), results.len());
+        println!("{} of {} refused; the first: {}", refused.len(), results.len(), refused[0]);
+        refused.iter().for_each(|error| check_named(error));
+        // Threads can start, memory can be allocated, and resident pages are still there.
+        thread::Builder::new().spawn(|| vec![1_u8; 1 << 20].len()).unwrap().join().unwrap();
+        assert!(holds(&rt, &tensors[0], 1).unwrap());
+        check_named(&rt.alloc(DType::U8, &[2 << 30]).unwrap_err());
+        check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
+        drop(others);
+        // The runtime looks for room again only a few times a second.
+        let unused = rows.rows(1..2).unwrap();
+        while let Err(error) = set(&rt, &unused, 2) {
+            check_named(&error);
+            thread::yield_now();
+        }
+        for tensor in &tensors {
+            set(&rt, tensor, 2).unwrap();
+        }
+        assert!(tensors.iter().all(|tensor| holds(&rt, tensor, 2).unwrap()));
+        drop((rows, unused, tensors));
+        rt.close().unwrap();
     });
-    let refused: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();
-    assert!(refused.len() > 500, "{} of {} refused", refused.len(), results.len());
-    println!("{} of {} refused; the first: {}", refused.len(), results.len(), refused[0]);
-    refused.iter().for_each(|error| check_named(error));
-    // Threads can start, memory can be allocated, and resident pages are still there.
-    thread::Builder::new().spawn(|| vec![1_u8; 1 << 20].len()).unwrap().join().unwrap();
-    assert!(holds(&rt, &tensors[0], 1).unwrap());
-    check_named(&rt.alloc(DType::U8, &[2 << 30]).unwrap_err());
-    check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
-    drop(others);
-    // The runtime looks for room again only a few times a second.
-    let unused = rows.rows(1..2).unwrap();
-    while let Err(error) = set(&rt, &unused, 2) {
-        check_named(&error);
-        thread::yield_now();
-    }
-    for tensor in &tensors {
-        set(&rt, tensor, 2).unwrap();
-    }
-    assert!(tensors.iter().all(|tensor| holds(&rt, tensor, 2).unwrap()));
-    drop((rows, unused, tensors));
-    rt.close().unwrap();
 }
 
 /// Seventy thousand small tensors, with hardly any mappings left, aborted the process after an error with the wrong
