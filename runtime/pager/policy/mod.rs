@@ -12,6 +12,7 @@ mod clock;
 #[cfg(test)]
 mod crowd;
 mod cycle;
+mod division;
 mod fifo;
 #[doc(hidden)]
 pub mod guarded;

@@ -1,51 +1,20 @@
 //! Frames divided among classes of tensors, each with its own policy.
 //!
 //! A class has a share of the frames. A page has to go from the class that is furthest beyond its share. Shares follow
-//! the moves of pages that frames save. Each class has caches without bytes, one for each 32nd of all frames, which see
-//! a sample of its uses: they say what it would save with any share. Pages have one size, so one hit saves the same
-//! bytes in every class; a page that is written back costs half as much.
-//!
-//! For each two classes and each number of parts, a *lead* says what would have been saved if the one had given these
-//! frames to the other. It counts from the last move, and does not fall below 0. Frames move once a lead is twice the
-//! pages that the new owner has to fill. So a small gain moves frames late, a large one soon, and to any distance.
-//!
-//! # Sources
-//!
-//! Shares by marginal hits: H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE
-//! Transactions on Computers 41(9), 1992. Small caches that see a sample: C. Waldspurger, T. Saemundsson, I. Ahmad and
-//! N. Park, "Cache modeling and optimization using miniature simulations", USENIX ATC 2017. A sum that does not fall
-//! below 0: E. S. Page, "Continuous inspection schemes", Biometrika 41(1/2), 1954. This crate's own: the sample
-//! takes pages of a segment at equal distances, because chains and sweeps use them in order.
+//! the moves of pages that frames save: see [`division`](super::division).
 
 use super::auto::AutoPolicy;
-use super::bare::BareCache;
+use super::division::{Division, Holding};
 use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
-use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
 use crate::numbers::{PageNumbers, fit};
 
 const CLASSES: usize = SegmentClass::ALL.len();
 
-/// Frames of the largest small cache, about: enough that a difference of their hits is significant.
-const SAMPLED_FRAMES: u32 = 512;
 /// Up to this many pages may all be in the sample; of more pages, at most twice as many are.
 const SAMPLED_PAGES: u64 = 1 << 12;
-/// A class has a small cache for each multiple of this part of all frames.
-const PARTS: u32 = 32;
-/// A new class begins with this part of them.
+/// A new class begins with this part of all frames.
 const STEP: u32 = 16;
-/// Frames move once as many pages as this, for each of them, would not have moved. A frame of a sweep brings one hit a
-/// sweep, so that classes that take turns within a pass do not take each other's frames each time.
-const BAR: f64 = 2.0;
-/// What a class would lose counts so much more than what another would gain: where both are alike, frames stay.
-const LOSS: f64 = 1.25;
-/// A lead of fewer sampled hits may be chance.
-const LEAD_MIN: f64 = 8.0;
-/// A page that is written back counts so much of one that is read: no request waits for it, unless the disk is late.
-const WRITE: f64 = 0.5;
-/// Uses between looks at the leads, for each frame.
-const EPOCH: u32 = 2;
-/// Uses between looks, at least.
-const EPOCH_MIN: u32 = 64;
 
 /// The state of one class.
 #[derive(Debug)]
@@ -63,32 +32,11 @@ struct Part {
     had: u32,
     /// Pages of its segments.
     pages: u64,
-    /// Small caches, the `n`-th with `n + 1` parts of all frames; none where no other class could give or take frames.
-    small: Vec<Miniature>,
 }
 
 impl Part {
     fn planned(&self) -> bool {
         !self.planners.is_empty()
-    }
-}
-
-/// A small cache.
-#[derive(Debug)]
-struct Miniature {
-    cache: BareCache,
-    /// Hits since the last look at the shares, and what had been written back by then.
-    hits: u32,
-    written_back: u64,
-    /// Pages that did not have to move between the last two looks.
-    saved: f64,
-}
-
-impl Miniature {
-    fn look(&mut self) {
-        let before = std::mem::replace(&mut self.written_back, self.cache.written_back());
-        let written = (self.written_back - before) as f64;
-        self.saved = f64::from(std::mem::take(&mut self.hits)) - WRITE * written;
     }
 }
 
@@ -108,18 +56,12 @@ pub(super) struct SharesPolicy {
     floors: [u32; CLASSES],
     /// Frames, host frames, lookahead.
     sizes: (u32, u32, u32),
-    /// One of 2^`shift` pages is in the sample.
-    shift: u32,
+    /// What frames are worth to each class.
+    division: Division<CLASSES>,
     /// Whether frames were divided: they are not before the first eviction.
     divided: bool,
-    /// Uses since the last look at the leads.
-    uses: u32,
-    /// By class that gives, class that takes, and parts: sampled hits that this would have brought since the last move,
-    /// or since that was 0.
-    leads: Vec<f64>,
     /// The class of the page that was wanted last, if it has not come yet, as far as is known.
     coming: Option<usize>,
-    sampled: Vec<PageId>,
     /// The walker that uses and plans belong to now.
     walker: WalkerId,
 }
@@ -154,7 +96,6 @@ impl Default for SharesPolicy {
             share: 0,
             had: 0,
             pages: 0,
-            small: Vec::new(),
         };
         Self {
             numbers: PageNumbers::default(),
@@ -164,12 +105,9 @@ impl Default for SharesPolicy {
             parts: SegmentClass::ALL.map(part),
             floors: [0; CLASSES],
             sizes: (0, 0, 0),
-            shift: 0,
+            division: Division::new(SegmentClass::ALL.map(model_of), SAMPLED_PAGES),
             divided: false,
-            uses: 0,
-            leads: Vec::new(),
             coming: None,
-            sampled: Vec::new(),
             walker: WalkerId::DEFAULT,
         }
     }
@@ -214,19 +152,6 @@ impl SharesPolicy {
         }
     }
 
-    /// The page's id in the small caches, if it is in the sample.
-    fn sample(&self, page: PageId) -> Option<PageId> {
-        // Segments begin at different places, so that small segments are neither all in the sample nor all outside.
-        let place = page.index.0.wrapping_add(page.segment.0);
-        let index = PageIndex(page.index.0 >> self.shift);
-        (place & ((1 << self.shift) - 1) == 0).then_some(PageId { segment: page.segment, index })
-    }
-
-    /// The most pages of a segment that are in the sample.
-    fn sampled_of(&self, pages: u32) -> u32 {
-        (pages >> self.shift) + 1
-    }
-
     /// Tells a class's policy its sizes.
     fn resized(&mut self, class: usize) {
         let (frames, host, lookahead) = self.sizes;
@@ -240,13 +165,7 @@ impl SharesPolicy {
     /// Adjusts shares and small caches after a change of classes: frames of classes that went go to the largest, and
     /// each of several classes has small caches.
     fn settle(&mut self) {
-        let pages: u64 = self.parts.iter().map(|part| part.pages).sum();
-        let wanted = (self.sizes.0 / SAMPLED_FRAMES).max(1).ilog2().max((pages / SAMPLED_PAGES).max(1).ilog2());
-        // The shift only grows, so that segments that come and go do not change the sample each time.
-        if wanted > self.shift {
-            self.shift = wanted;
-            self.parts.iter_mut().for_each(|part| part.small.clear());
-        }
+        self.division.fit(self.sizes.0, self.parts.iter().map(|part| part.pages).sum());
         if self.divided {
             let mut left = 0;
             for part in self.parts.iter_mut().filter(|part| part.pages == 0) {
@@ -258,28 +177,18 @@ impl SharesPolicy {
             }
         }
         let several = self.divided && self.there().count() > 1;
-        if several {
-            self.leads.resize(CLASSES * CLASSES * PARTS as usize, 0.0);
-        }
         for class in 0..CLASSES {
             if self.parts[class].pages == 0 {
-                self.parts[class].small.clear();
-            } else if several && self.parts[class].small.is_empty() {
-                self.parts[class].small = (1..=PARTS).map(|parts| self.miniature(class, parts)).collect();
+                self.division.ignore(class);
+            } else if several {
+                let known = |(number, known): (usize, &Option<(SegmentClass, u32)>)| {
+                    let (of, pages) = (*known)?;
+                    (of as usize == class).then_some((SegmentId(number as u32), of, pages))
+                };
+                self.division.watch(class, self.segments.iter().enumerate().filter_map(known));
             }
             self.resized(class);
         }
-    }
-
-    fn miniature(&self, class: usize, parts: u32) -> Miniature {
-        let frames = (u64::from(self.sizes.0 >> self.shift) * u64::from(parts) / u64::from(PARTS)) as u32;
-        let mut cache = BareCache::of_a_sample(model_of(SegmentClass::ALL[class]).build(), frames);
-        for (number, known) in self.segments.iter().enumerate() {
-            if let Some((of, pages)) = known.filter(|(of, _)| *of as usize == class) {
-                cache.segment(SegmentId(number as u32), of, self.sampled_of(pages));
-            }
-        }
-        Miniature { cache, hits: 0, written_back: 0, saved: 0.0 }
     }
 
     /// Divides the frames, at the first eviction: each class gets a sixteenth of all, and the rest goes by the frames
@@ -306,7 +215,6 @@ impl SharesPolicy {
         if let Some(largest) = self.largest() {
             self.parts[largest].share += left;
         }
-        self.uses = 0;
         self.keep_floors();
         self.settle();
     }
@@ -327,53 +235,18 @@ impl SharesPolicy {
         self.parts[class].share += taken;
     }
 
-    /// How many moves of pages of the sample a class would have saved with so many frames since the last look, by its
-    /// small caches.
-    fn saved(&self, class: usize, frames: u32) -> f64 {
-        let small = &self.parts[class].small;
-        let of = |parts: usize| parts.checked_sub(1).and_then(|nth| small.get(nth)).map_or(0.0, |small| small.saved);
-        let parts = f64::from(frames) * f64::from(PARTS) / f64::from(self.sizes.0.max(1));
-        let below = (parts as usize).min(small.len());
-        let above = (below + 1).min(small.len());
-        of(below) + (of(above) - of(below)) * (parts - below as f64)
-    }
-
-    /// Looks at what each class would have gained by frames of another. Frames move once that is more than what the
-    /// move costs.
+    /// Moves frames to the class that would have gained most by them, if that is more than what the move costs.
     fn judge(&mut self) {
-        self.parts.iter_mut().flat_map(|part| &mut part.small).for_each(Miniature::look);
-        let sampled = f64::from(1u32 << self.shift);
-        let (mut best, mut most) = (None, 1.0);
-        for (from, to) in (0..CLASSES).flat_map(|from| (0..CLASSES).map(move |to| (from, to))) {
-            if from == to || self.parts[from].pages == 0 || self.parts[to].pages == 0 {
-                continue;
-            }
-            let (gives, takes) = (self.parts[from].share, self.parts[to].share);
-            let spare = u64::from(gives.saturating_sub(self.least(from)));
-            let at_most = spare.min(self.parts[to].pages.saturating_sub(u64::from(takes))) as u32;
-            let (before, after) = (self.saved(to, takes), self.saved(from, gives));
-            for parts in 1..=PARTS {
-                let whole = (u64::from(self.sizes.0) * u64::from(parts)).div_ceil(u64::from(PARTS)) as u32;
-                let gift = whole.min(at_most);
-                let gain = self.saved(to, takes + gift) - before;
-                let loss = after - self.saved(from, gives - gift);
-                let lead = &mut self.leads[(from * CLASSES + to) * PARTS as usize + parts as usize - 1];
-                *lead = (*lead + gain - LOSS * loss).max(0.0);
-                let above = *lead / (BAR * f64::from(gift) / sampled + LEAD_MIN);
-                if gift > 0 && above > most {
-                    (best, most) = (Some((from, to, gift)), above);
-                }
-                if gift < whole {
-                    break;
-                }
-            }
-        }
-        if let Some((from, to, gift)) = best {
-            self.parts[from].share -= gift;
-            self.parts[to].share += gift;
-            self.resized(from);
-            self.resized(to);
-            self.leads.fill(0.0);
+        let holdings = std::array::from_fn(|class| Holding {
+            share: self.parts[class].share,
+            least: self.least(class),
+            pages: self.parts[class].pages,
+        });
+        if let Some(gift) = self.division.judge(&holdings) {
+            self.parts[gift.from].share -= gift.frames;
+            self.parts[gift.to].share += gift.frames;
+            self.resized(gift.from);
+            self.resized(gift.to);
         }
     }
 
@@ -431,9 +304,7 @@ impl Policy for SharesPolicy {
             if let Some(largest) = self.largest() {
                 self.parts[largest].share += left;
             }
-            // The sample may now be a larger part.
-            self.shift = 0;
-            self.parts.iter_mut().for_each(|part| part.small.clear());
+            self.division.clear();
             self.keep_floors();
         }
         self.settle();
@@ -469,12 +340,9 @@ impl Policy for SharesPolicy {
         }
         self.numbers.add(segment, pages);
         fit(&mut self.resident, self.numbers.end(), false);
-        let sampled = self.sampled_of(pages);
+        self.division.segment(class as usize, segment, class, pages);
         let part = &mut self.parts[class as usize];
         part.policy.segment(segment, pages);
-        for small in &mut part.small {
-            small.cache.segment(segment, class, sampled);
-        }
         let first = part.pages == 0;
         if first {
             self.admit(class as usize);
@@ -492,15 +360,7 @@ impl Policy for SharesPolicy {
         let Some(first) = pages.first() else { return };
         let class = self.class_of(first.segment);
         self.parts[class].policy.chain(pages);
-        let mut sampled = std::mem::take(&mut self.sampled);
-        sampled.clear();
-        sampled.extend(pages.iter().filter_map(|page| self.sample(*page)));
-        if !sampled.is_empty() {
-            for small in &mut self.parts[class].small {
-                small.cache.chain(&sampled);
-            }
-        }
-        self.sampled = sampled;
+        self.division.chain(class, pages);
     }
 
     fn accessed(&mut self, page: PageId) {
@@ -512,32 +372,13 @@ impl Policy for SharesPolicy {
         let part = &mut self.parts[class];
         part.refused = false;
         part.policy.accessed(page);
-        if part.small.is_empty() {
-            return;
-        }
-        if let Some(sampled) = self.sample(page) {
-            for small in &mut self.parts[class].small {
-                // The policies are this crate's and offer every page there is, so this does not fail.
-                small.hits += u32::from(small.cache.used(sampled, false).unwrap_or(false));
-            }
-        }
-        self.uses += 1;
-        if self.uses >= self.sizes.0.saturating_mul(EPOCH).max(EPOCH_MIN) {
-            self.uses = 0;
+        if self.division.used(class, page) {
             self.judge();
         }
     }
 
     fn written(&mut self, page: PageId) {
-        let class = self.class_of(page.segment);
-        if self.parts[class].small.is_empty() {
-            return;
-        }
-        if let Some(sampled) = self.sample(page) {
-            for small in &mut self.parts[class].small {
-                small.cache.wrote(sampled);
-            }
-        }
+        self.division.wrote(self.class_of(page.segment), page);
     }
 
     fn inserted(&mut self, page: PageId) {
@@ -568,9 +409,7 @@ impl Policy for SharesPolicy {
         }
         part.pages -= u64::from(pages);
         part.policy.forget(segment);
-        for small in &mut part.small {
-            small.cache.forget(segment);
-        }
+        self.division.forget(class as usize, segment);
         self.numbers.remove(segment);
         fit(&mut self.resident, self.numbers.end(), false);
         if part.pages == 0 {
@@ -713,7 +552,9 @@ mod tests {
 
     use std::collections::BTreeSet;
 
+    use super::super::bare::BareCache;
     use super::*;
+    use crate::ids::PageIndex;
 
     const WEIGHTS: SegmentId = SegmentId(3);
     const TABLE: SegmentId = SegmentId(0);
@@ -920,7 +761,7 @@ mod tests {
         (0..32).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
         policy.victim(Want::Demand, &mut |_| Take::Skip);
         (0..4).for_each(|_| policy.accessed(page(WEIGHTS, 0)));
-        let hits = |policy: &SharesPolicy| policy.parts[0].small[PARTS as usize - 1].hits;
+        let hits = |policy: &SharesPolicy| policy.division.hits(0);
         assert_eq!(hits(&policy), 3);
         // As in a step of a program that has activations.
         for _ in 0..3 {
