@@ -97,7 +97,7 @@ impl PageNumbers {
     }
 
     /// The segments that have numbers, and how many each has.
-    pub(super) fn segments(&self) -> impl Iterator<Item = (SegmentId, u32)> {
+    pub(super) fn segments(&self) -> impl Iterator<Item = (SegmentId, u32)> + Clone {
         self.ranges.values().map(|range| (range.segment, range.pages))
     }
 

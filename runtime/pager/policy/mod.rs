@@ -7,6 +7,7 @@ mod active;
 mod arc;
 mod auto;
 pub mod bare;
+mod beside;
 mod classes;
 mod clock;
 #[cfg(test)]

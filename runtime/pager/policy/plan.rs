@@ -23,7 +23,8 @@
 //!
 //! In this order; within groups 2 to 5, pages with the farthest next use by any walker go first:
 //!
-//! 1. pages that no followed plan names, least recently used first; or, as policy `model`, the one with the least
+//! 1. pages that no followed plan names, beyond the frames that are [theirs](super::beside), which are none at first:
+//!    least recently used first, or, if some are theirs, as by policy `auto`; as policy `model`, the one with the least
 //!    [score](super::scores) first;
 //! 2. pages that are used later than those of the marginal gap;
 //! 3. streamed pages of the marginal gap;
@@ -38,7 +39,8 @@
 //!
 //! # When the order changes
 //!
-//! Each use is compared with the one that is expected of its walker. A small skip moves the walker's place. Strays are
+//! Each use is compared with the one that is expected of its walker, but for keys and values that no plan names: they
+//! come in between, as many as there are, and are part of no order that is recognised. A small skip moves the walker's place. Strays are
 //! ignored. A new position that holds for a few uses is taken over. When most uses are unexpected the walker is
 //! suspended, and its place is ignored. That ends when a few uses in a row follow the plan again, when the walker is
 //! seen to follow another plan, or when its recorder has recognised a new cycle.
@@ -46,8 +48,8 @@
 //! # Without an order
 //!
 //! While no walker follows a plan, pages leave as by policy [`auto`](super::auto), and nothing is filled ahead. So they
-//! do while all plans that are followed were recognised and fit: such a cycle may be a beginning that many requests
-//! share, and says nothing about other pages.
+//! do while all plans that are followed were recognised and fit, beside all keys and values: such a cycle may be a
+//! beginning that many requests share, and says nothing about other pages.
 //!
 //! A repeated part of a trace may look like a cycle. So recognised plans are judged: their *merit* is the hits that
 //! there were beyond those of `auto`'s shadow, while they decided what leaves and shortly after. A plan that is
@@ -73,15 +75,16 @@ use smallvec::SmallVec;
 
 use super::active::{Active, Keep, Steps, Stopped};
 use super::auto::{AutoPolicy, Learned};
+use super::beside::{Beside, NAMED, Sizes, UNNAMED};
 use super::cycle::CycleRecorder;
 use super::names::Names;
-use super::outside::{Outside, offer_each};
+use super::outside::{Offered, Outside, offer_each};
 use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
 use crate::PageRun;
 use crate::bits::Bits;
-use crate::ids::{PageId, SegmentId, WalkerId};
+use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
 use crate::order::Order;
 use crate::steps::step;
 
@@ -134,6 +137,11 @@ pub struct PlanPolicy {
     plans: Slab<Active>,
     /// The resident pages that no plan of `followed` names.
     outside: Outside,
+    /// How many frames are for the pages of `outside`, and which of them go; made once one of them has missed.
+    beside: Option<Box<Beside>>,
+    /// The page that was wanted last, if it has not come.
+    coming: Option<u32>,
+    keys: Keys,
     /// Orders the resident pages, which are those of `recency`, where no plan decides what leaves.
     auto: Option<Box<AutoPolicy>>,
     /// What the last one had learned, while there is none.
@@ -166,6 +174,43 @@ pub struct PlanPolicy {
     serials: u64,
     /// How many uses each walker's recorder may remember.
     share: usize,
+}
+
+/// The segments of keys and values.
+#[derive(Debug, Default)]
+struct Keys {
+    /// One that is about to be added.
+    announced: Option<SegmentId>,
+    /// By segment: its pages if it is one of them, or 0.
+    segments: Vec<u32>,
+    pages: u64,
+}
+
+impl Keys {
+    fn has(&self, segment: SegmentId) -> bool {
+        self.segments.get(segment.index()).is_some_and(|pages| *pages > 0)
+    }
+
+    fn add(&mut self, segment: SegmentId, pages: u32) {
+        self.remove(segment);
+        if self.announced.take() == Some(segment) {
+            if self.segments.len() <= segment.index() {
+                self.segments.resize(segment.index() + 1, 0);
+            }
+            self.segments[segment.index()] = pages;
+            self.pages += u64::from(pages);
+        }
+    }
+
+    fn remove(&mut self, segment: SegmentId) {
+        let pages = self.segments.get_mut(segment.index()).map_or(0, std::mem::take);
+        self.pages -= u64::from(pages);
+    }
+
+    /// Frames that they leave to other pages, if all of them are resident.
+    fn left(&self, frames: u32) -> u32 {
+        u64::from(frames).saturating_sub(self.pages) as u32
+    }
 }
 
 /// A walker, whether it follows a plan or not.
@@ -323,6 +368,9 @@ impl PlanPolicy {
             names: Names::default(),
             plans: Slab::new(),
             outside,
+            beside: None,
+            coming: None,
+            keys: Keys::default(),
             auto: None,
             learned: None,
             planned: 0,
@@ -353,6 +401,17 @@ impl PlanPolicy {
         known.next().is_none().then_some(first)
     }
 
+    fn resize_beside(&mut self) {
+        if let Some(beside) = &mut self.beside {
+            beside.resize(Sizes { frames: self.frames, unit: self.unit }, self.recency.numbers());
+        }
+    }
+
+    /// Frames for pages of plans.
+    fn for_plans(&self) -> u32 {
+        self.frames - self.beside.as_ref().map_or(0, |beside| beside.room())
+    }
+
     /// Whether Belady's rule alone is best, so that no page is kept: nothing is filled ahead and there is no host tier.
     fn on_demand(&self) -> bool {
         self.lookahead == 0 && self.host_frames == 0
@@ -364,12 +423,13 @@ impl PlanPolicy {
         let alone = self.alone();
         let bounds = self.bounds(&self.standing());
         let all: u64 = self.plans.iter().map(|(_, active)| u64::from(active.planned)).sum();
+        let frames = self.for_plans();
         for (plan, active) in &mut self.plans {
             let streams = self.lookahead > 0 || self.host_frames > 0;
             let keeps = match bounds.keeps {
                 _ if !streams || alone.is_some_and(|(alone, _)| alone != plan) => 0,
                 Some((marginal, keeps)) if alone.is_none() && marginal == plan => keeps,
-                _ => stay(self.frames, active.planned, self.lookahead, self.unit) as usize,
+                _ => stay(frames, active.planned, self.lookahead, self.unit) as usize,
             };
             let tolerated =
                 tolerated && alone.is_none() && keeps.abs_diff(active.keeping) <= active.planned as usize / 16;
@@ -393,10 +453,11 @@ impl PlanPolicy {
             gaps.extend(standing.gaps().map(|(distance, pages)| (distance, pages, *plan)));
         }
         gaps.sort_unstable();
-        let mut left = self.frames as usize;
+        let frames = self.for_plans();
+        let mut left = frames as usize;
         if !self.on_demand() {
             let planned = followed.iter().map(|(plan, _)| self.plans[*plan].planned).fold(0, u32::saturating_add);
-            let unit = (streamed_of_unit(self.unit, self.frames, planned) as usize).saturating_mul(gaps.len());
+            let unit = (streamed_of_unit(self.unit, frames, planned) as usize).saturating_mul(gaps.len());
             left = left.saturating_sub(unit.saturating_add(self.lookahead as usize + STREAM_SLACK as usize));
         }
         let mut whole = 0;
@@ -706,6 +767,67 @@ impl PlanPolicy {
             }
         }
         self.followed = Some(followed);
+        if let Some(beside) = &mut self.beside {
+            beside.reconcile(&self.outside, &self.recency);
+        }
+    }
+
+    /// A page is used while plans decide what leaves: counts what its side would have with other frames.
+    fn use_beside(&mut self, page: PageId, number: u32) {
+        if self.beside.is_none() || !self.a_plan_decides() {
+            return;
+        }
+        let side = self.side(number);
+        let followed = self.plans.iter().filter(|(_, active)| active.is_followed());
+        let planned = followed.map(|(_, active)| u64::from(active.planned)).sum();
+        let pages = self.recency.numbers().end() as u64;
+        if let Some(beside) = &mut self.beside
+            && beside.used(side, page, planned, pages)
+        {
+            beside.reconcile(&self.outside, &self.recency);
+            self.divide_all(false);
+        }
+    }
+
+    /// The side of a page: whether a followed plan names it.
+    fn side(&self, number: u32) -> usize {
+        if self.planned(number).is_some() { NAMED } else { UNNAMED }
+    }
+
+    /// Whether a page outside of plans goes before those of plans: these pages have more frames than are theirs, with
+    /// the one that comes.
+    fn outside_first(&mut self, want: Want) -> bool {
+        let comes = want == Want::Demand && self.coming.is_some_and(|number| self.side(number) == UNNAMED);
+        if comes && self.beside.is_none() && !self.outside.is_by_worth() {
+            let sizes = Sizes { frames: self.frames, unit: self.unit };
+            self.beside = Some(Box::new(Beside::new(sizes, self.recency.numbers())));
+        }
+        let room = self.beside.as_ref().map_or(0, |beside| beside.room());
+        self.outside.len() + usize::from(comes) > room as usize
+    }
+
+    /// Offers pages outside of plans: a few of the held ones, and all others. Pages that are expected are passed over.
+    fn victim_outside(
+        &mut self,
+        want: Want,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> (Result<Option<PageId>, Stopped>, Option<Offered>) {
+        let (expected, numbers) = (&self.expected, self.recency.numbers());
+        let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
+        let mut stopped = false;
+        let mut unless_expected = |page| {
+            let answer = if is_expected(page) { Take::Skip } else { take(page) };
+            stopped |= answer == Take::Stop;
+            answer
+        };
+        let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) else {
+            let (found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
+            return (found, Some(offered));
+        };
+        // It knows no plan, and the page to be filled is worth more than those that are beyond their room.
+        let want = if matches!(want, Want::Planned(_)) { Want::Hint } else { want };
+        let found = policy.victim(want, &mut unless_expected);
+        (if stopped { Err(Stopped) } else { Ok(found) }, None)
     }
 
     /// Whether a page outside of plans is resident and expected.
@@ -727,7 +849,7 @@ impl PlanPolicy {
         let believed = |active: &&Active| active.is_followed() && (by_worth || active.is_believed(self.probation));
         self.plans.iter().map(|(_, active)| active).filter(believed).any(|active| {
             planned = planned.saturating_add(active.planned);
-            by_worth || active.declared || planned > self.frames
+            by_worth || active.declared || planned > self.keys.left(self.frames)
         })
     }
 
@@ -978,6 +1100,7 @@ impl Policy for PlanPolicy {
         if let Some(auto) = &mut self.auto {
             auto.resize(frames, host_frames, lookahead);
         }
+        self.resize_beside();
         self.divide_all(false);
     }
 
@@ -989,11 +1112,17 @@ impl Policy for PlanPolicy {
             if let Some(auto) = &mut self.auto {
                 auto.unit(pages);
             }
+            self.resize_beside();
             self.divide_all(false);
         }
     }
 
+    fn class(&mut self, segment: SegmentId, class: SegmentClass) {
+        self.keys.announced = (class == SegmentClass::KeysAndValues).then_some(segment);
+    }
+
     fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.keys.add(segment, pages);
         self.recency.add_segment(segment, pages);
         let numbers = self.recency.numbers();
         self.outside.fit(numbers.end());
@@ -1003,12 +1132,27 @@ impl Policy for PlanPolicy {
         if let Some(auto) = &mut self.auto {
             auto.segment(segment, pages);
         }
+        if let Some(beside) = &mut self.beside {
+            beside.segment(segment, pages, self.recency.numbers());
+        }
     }
 
     fn chain(&mut self, pages: &[PageId]) {
         let soon = self.unplanned < self.recency.len() / AFTERWARDS;
         if !self.outside.is_by_worth() && !soon && (self.auto.is_some() || !self.a_plan_decides()) {
             self.auto().chain(pages);
+        }
+        if let Some(beside) = &mut self.beside {
+            beside.chain(pages);
+        }
+    }
+
+    fn written(&mut self, page: PageId) {
+        if self.beside.is_some()
+            && let Some(number) = self.recency.numbers().number(page)
+        {
+            let side = self.side(number);
+            self.beside.iter_mut().for_each(|beside| beside.wrote(side, page));
         }
     }
 
@@ -1042,6 +1186,9 @@ impl Policy for PlanPolicy {
 
     fn accessed(&mut self, page: PageId) {
         let Some(number) = self.recency.numbers().number(page) else { return };
+        if !self.recency.contains(page) {
+            self.coming = Some(number);
+        }
         self.recency.touch(page);
         if self.outside.is_by_worth() && !self.plans.iter().any(|(_, active)| active.names(number)) {
             // Before the first search nobody has listed them, and all that is resident may be one.
@@ -1051,7 +1198,10 @@ impl Policy for PlanPolicy {
         self.outside.touch(number);
         self.ahead.remove(number as usize);
         self.expected.remove(number as usize);
+        self.use_beside(page, number);
         self.count();
+        // Keys and values that no plan names come in between: they say nothing about a walker's place.
+        let between = self.keys.has(page.segment) && !self.plans.iter().any(|(_, active)| active.names(number));
         // Several plans are followed by as many walkers.
         let several = self.walkers.len() > 1;
         let walk = &mut self.walkers[self.current];
@@ -1063,7 +1213,7 @@ impl Policy for PlanPolicy {
             if active.names(number) {
                 // Pages that the walker skips may have been filled for it, or be on their way.
                 self.astray |= active.advance(at, number);
-            } else {
+            } else if !between {
                 active.places[at].judge(false);
             }
             let suspended = active.places[at].suspended;
@@ -1077,11 +1227,15 @@ impl Policy for PlanPolicy {
             if active.exhausted(at) {
                 self.leave(self.current, true);
             } else if !suspended {
-                let decides = active.decides(self.frames, self.probation) || several;
+                let decides = active.decides(self.keys.left(self.frames), self.probation) || several;
                 (self.planned, self.unplanned) = match decides {
                     true => (self.planned.saturating_add(1), 0),
                     false => (0, self.unplanned.saturating_add(1)),
                 };
+                if between {
+                    self.tell_auto(page);
+                    return;
+                }
                 let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
                 if doubted && walk.recorder.may_be_a_part(active.len()) {
                     walk.recorder.push_believed(self.names.name(page));
@@ -1094,7 +1248,7 @@ impl Policy for PlanPolicy {
         }
         (self.planned, self.unplanned) = (0, self.unplanned.saturating_add(1));
         self.tell_auto(page);
-        if self.walkers[self.current].unordered || self.finds_a_plan(number) {
+        if between || self.walkers[self.current].unordered || self.finds_a_plan(number) {
             return;
         }
         let walk = &mut self.walkers[self.current];
@@ -1122,8 +1276,12 @@ impl Policy for PlanPolicy {
                 outside &= self.followed.as_ref().is_some_and(|followed| !followed.contains(&plan));
             }
         }
+        self.coming = self.coming.filter(|coming| *coming != number);
         if outside {
             self.outside.insert(number, self.recency.numbers().end());
+            if let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) {
+                policy.inserted(page);
+            }
         }
     }
 
@@ -1140,6 +1298,9 @@ impl Policy for PlanPolicy {
         }
         self.outside.remove(number);
         self.ahead.remove(number as usize);
+        if let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) {
+            policy.removed(page);
+        }
     }
 
     fn forget(&mut self, segment: SegmentId) {
@@ -1155,9 +1316,14 @@ impl Policy for PlanPolicy {
             walk.expected.retain(|number| !gone.contains(&(*number as usize)));
         }
         self.recency.remove_segment(segment);
+        self.keys.remove(segment);
         if let Some(auto) = &mut self.auto {
             auto.forget(segment);
         }
+        if let Some(beside) = &mut self.beside {
+            beside.forget(segment);
+        }
+        self.coming = self.coming.filter(|number| !gone.contains(&(*number as usize)));
         self.outside.fit(self.recency.numbers().end());
         self.names.remove(segment);
         let named = |active: &Active| active.names_any(&gone);
@@ -1192,20 +1358,27 @@ impl Policy for PlanPolicy {
         }
         let must = must_offer_all(want);
         self.find_outside();
-        // A page that is expected is passed over, and offered at the last.
-        let (expected, numbers) = (&self.expected, self.recency.numbers());
-        let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
-        let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
-        let (mut found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
+        let outside_first = self.outside_first(want);
+        let (mut found, mut offered) = (Ok(None), None);
+        if outside_first {
+            (found, offered) = self.victim_outside(want, take);
+        }
         if matches!(found, Ok(None)) {
             found = self.victim_planned(want, must, take);
         }
-        if must && matches!(found, Ok(None)) {
+        if !outside_first && !matches!(want, Want::Planned(_)) && matches!(found, Ok(None)) {
+            (found, offered) = self.victim_outside(want, take);
+        }
+        // Pages that are expected are offered at the last.
+        if must
+            && matches!(found, Ok(None))
+            && let Some(offered) = &offered
+        {
             let (expected, numbers) = (&self.expected, self.recency.numbers());
             let is_expected =
                 |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
             let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
-            found = self.outside.offer_held(&offered, numbers, &mut unless_expected);
+            found = self.outside.offer_held(offered, numbers, &mut unless_expected);
         }
         if must && matches!(found, Ok(None)) {
             let mut expected: Vec<u32> = self
@@ -1365,6 +1538,9 @@ impl Policy for PlanPolicy {
                     self.outside.len()
                 ));
             }
+        }
+        if let Some(beside) = self.beside.as_ref().filter(|_| self.followed.is_some()) {
+            beside.check(&self.outside, self.recency.numbers())?;
         }
         if let Some(auto) = &self.auto {
             auto.check()?;

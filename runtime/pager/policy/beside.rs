@@ -1,0 +1,182 @@
+//! Pages that no followed plan names, while plans decide what leaves: how many frames they have, and which of them go.
+//!
+//! At first they have none of their own: of a plan's pages it is known that they are used again. Frames move to them
+//! once they have shown that they would have had more hits with these frames than the plans lose: see
+//! [`division`](super::division). While they have frames of their own, they leave as by policy [`auto`](super::auto).
+
+use super::auto::{AutoPolicy, Learned};
+use super::division::{Division, Gift, Holding};
+use super::outside::Outside;
+use super::{Policy, PolicyKind};
+use crate::ids::{PageId, SegmentClass, SegmentId};
+use crate::numbers::PageNumbers;
+use crate::order::Order;
+
+/// Up to this many pages may all be in the sample; of more pages, at most twice as many are. Any page may be on either
+/// side, so each is in two tables.
+const SAMPLED_PAGES: u64 = 1 << 10;
+/// The sides: pages that followed plans name, and the others.
+pub(super) const NAMED: usize = 0;
+pub(super) const UNNAMED: usize = 1;
+
+/// Sizes that the policy of the unnamed pages is told.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    pub(super) frames: u32,
+    pub(super) unit: u32,
+}
+
+/// See the [module documentation](self).
+#[derive(Debug)]
+pub(super) struct Beside {
+    division: Division<2>,
+    /// Frames for unnamed pages.
+    room: u32,
+    sizes: Sizes,
+    /// Orders the resident unnamed pages while they have room.
+    policy: Option<Box<AutoPolicy>>,
+    learned: Option<Learned>,
+}
+
+impl Beside {
+    pub(super) fn new(sizes: Sizes, numbers: &PageNumbers) -> Self {
+        // Swept pages have hits with a part of their frames, as plans have, and it need not be told the order.
+        let division = Division::new([PolicyKind::Lirs, PolicyKind::Kv], SAMPLED_PAGES);
+        let mut this = Self { division, room: 0, sizes, policy: None, learned: None };
+        this.fit(numbers);
+        this
+    }
+
+    fn fit(&mut self, numbers: &PageNumbers) {
+        let pages = numbers.segments().map(|(_, pages)| u64::from(pages)).sum();
+        self.division.fit(self.sizes.frames, pages);
+        let all = numbers.segments().map(|(segment, pages)| (segment, SegmentClass::Other, pages));
+        [NAMED, UNNAMED].into_iter().for_each(|side| self.division.watch(side, all.clone()));
+    }
+
+    pub(super) fn room(&self) -> u32 {
+        self.room
+    }
+
+    /// The policy of the unnamed pages, while they have room.
+    pub(super) fn policy(&mut self) -> Option<&mut AutoPolicy> {
+        self.policy.as_deref_mut()
+    }
+
+    /// There are so many frames now. Room stays in proportion.
+    pub(super) fn resize(&mut self, sizes: Sizes, numbers: &PageNumbers) {
+        let before = std::mem::replace(&mut self.sizes, sizes).frames;
+        if before != sizes.frames {
+            self.room = (u64::from(self.room) * u64::from(sizes.frames) / u64::from(before.max(1))) as u32;
+            self.division.clear();
+            self.fit(numbers);
+        }
+        self.resized();
+    }
+
+    fn resized(&mut self) {
+        if self.room == 0
+            && let Some(policy) = self.policy.take()
+        {
+            self.learned = Some(policy.learned());
+        }
+        if let Some(policy) = &mut self.policy {
+            policy.resize(self.room.max(1), 0, 0);
+            policy.unit(self.sizes.unit.min(self.room.max(1)));
+        }
+    }
+
+    pub(super) fn segment(&mut self, segment: SegmentId, pages: u32, numbers: &PageNumbers) {
+        for side in [NAMED, UNNAMED] {
+            self.division.segment(side, segment, SegmentClass::Other, pages);
+        }
+        // More pages may need a smaller part in the sample.
+        self.fit(numbers);
+        if let Some(policy) = &mut self.policy {
+            policy.segment(segment, pages);
+        }
+    }
+
+    pub(super) fn forget(&mut self, segment: SegmentId) {
+        [NAMED, UNNAMED].into_iter().for_each(|side| self.division.forget(side, segment));
+        if let Some(policy) = &mut self.policy {
+            policy.forget(segment);
+        }
+    }
+
+    pub(super) fn chain(&mut self, pages: &[PageId]) {
+        self.division.chain(UNNAMED, pages);
+        if let Some(policy) = &mut self.policy {
+            policy.chain(pages);
+        }
+    }
+
+    pub(super) fn wrote(&mut self, side: usize, page: PageId) {
+        self.division.wrote(side, page);
+    }
+
+    /// A page is used. Plans name so many of `pages`. Returns whether frames have moved.
+    pub(super) fn used(&mut self, side: usize, page: PageId, planned: u64, pages: u64) -> bool {
+        if side == UNNAMED
+            && let Some(policy) = &mut self.policy
+        {
+            policy.accessed(page);
+        }
+        if !self.division.used(side, page) {
+            return false;
+        }
+        let holdings = [
+            Holding { share: self.sizes.frames - self.room, least: 0, pages: planned },
+            Holding { share: self.room, least: 0, pages: pages.saturating_sub(planned) },
+        ];
+        match self.division.judge(&holdings) {
+            Some(Gift { from: NAMED, frames, .. }) => self.room += frames,
+            Some(Gift { frames, .. }) => self.room -= frames,
+            None => return false,
+        }
+        self.resized();
+        true
+    }
+
+    /// The unnamed pages are those in this list now, in order of use, and of `recency`.
+    pub(super) fn reconcile(&mut self, outside: &Outside, recency: &Order) {
+        if self.room == 0 {
+            return;
+        }
+        let numbers = recency.numbers();
+        let is_listed = |page: PageId| numbers.number(page).is_some_and(|number| outside.contains(number));
+        match &mut self.policy {
+            Some(policy) => {
+                let mut tracked = policy.tracked();
+                tracked.iter().filter(|page| !is_listed(**page)).for_each(|page| policy.removed(*page));
+                tracked.sort_unstable();
+                let is_tracked = |page: &PageId| tracked.binary_search(page).is_ok();
+                recency.pages().filter(|page| is_listed(*page) && !is_tracked(page)).for_each(|page| {
+                    policy.accessed(page);
+                    policy.inserted(page);
+                });
+            }
+            None => {
+                let mut policy = Box::new(self.learned.take().map_or_else(AutoPolicy::default, AutoPolicy::after));
+                numbers.segments().for_each(|(segment, pages)| policy.segment(segment, pages));
+                for page in recency.pages().filter(|page| is_listed(*page)) {
+                    policy.accessed(page);
+                    policy.inserted(page);
+                }
+                self.policy = Some(policy);
+                self.resized();
+            }
+        }
+    }
+
+    pub(super) fn check(&self, outside: &Outside, numbers: &PageNumbers) -> Result<(), String> {
+        let Some(policy) = &self.policy else { return Ok(()) };
+        policy.check()?;
+        let tracked = policy.tracked();
+        let is_listed = |page: &PageId| numbers.number(*page).is_some_and(|number| outside.contains(number));
+        match tracked.len() == outside.len() && tracked.iter().all(is_listed) {
+            true => Ok(()),
+            false => Err(format!("{} pages are outside of plans, but auto knows others", outside.len())),
+        }
+    }
+}
