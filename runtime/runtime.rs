@@ -958,8 +958,8 @@ impl Runtime {
     /// Tells that the bytes of a tensor are of no use any more: it will be written anew. Pages that lie entirely in it
     /// and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the next
     /// time, not read. Other pages stay as they are. So until it is written, each page has its old bytes or zeros.
-    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch file keeps
-    /// what it has of them until they are written back or [wiped](Self::wipe).
+    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch file
+    /// keeps what it has of them until they are written back or [wiped](Self::wipe).
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};
@@ -1016,8 +1016,8 @@ impl Runtime {
     /// - Errors of the disk. Then some of it may still be there.
     /// - [`TimedOut`](ErrorKind::TimedOut) if a write back takes longer than the
     ///   [runtime waits](crate::RuntimeBuilder::io_timeout).
-    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream: it might wait for that very
-    ///   thread.
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream: it might wait for that
+    ///   very thread.
     pub fn wipe(&self, tensors: &[Tensor]) -> Result<()> {
         let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
         self.engine().wipe(&mut ours.map(Tensor::whole_pages).filter(|run| run.count > 0).collect())

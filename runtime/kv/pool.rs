@@ -223,8 +223,8 @@ pub struct Shared {
     pub state: Mutex<State>,
     /// Signalled when an overwriting has ended.
     overwritten: Condvar,
-    /// Had by the one thread that erases blocks. So a thread that deletes a tenant and has it knows that no other one is
-    /// at that tenant's blocks. Locked before `state`.
+    /// Had by the one thread that erases blocks. So a thread that deletes a tenant and has it knows that no other one
+    /// is at that tenant's blocks. Locked before `state`.
     erasing: Mutex<()>,
     store: Option<Store>,
     /// Shared while a block of which `state` says that it can be found goes into the store; exclusive while a tenant's
@@ -403,8 +403,8 @@ impl Shared {
         first.map(|()| count)
     }
 
-    /// Overwrites these blocks, which nobody uses, in memory and on disk, and frees them. Those for which that fails are
-    /// tried again later.
+    /// Overwrites these blocks, which nobody uses, in memory and on disk, and frees them. Those for which that fails
+    /// are tried again later.
     fn erase_all(&self, blocks: Vec<BlockId>) -> Result<()> {
         let (mut first, mut zeroed, mut failed) = (Ok(()), Vec::new(), Vec::new());
         for block in blocks {
@@ -832,17 +832,17 @@ impl KvPool {
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
-    /// returns. So are the bytes of blocks that no sequence uses, in memory and in the scratch file, and what the scratch
-    /// file had of blocks that other tenants use now. Blocks that this tenant's sequences still use go when these have
-    /// ended, by the next call of this or of [`begin`](Self::begin).
+    /// returns. So are the bytes of blocks that no sequence uses, in memory and in the scratch file, and what the
+    /// scratch file had of blocks that other tenants use now. Blocks that this tenant's sequences still use go when
+    /// these have ended, by the next call of this or of [`begin`](Self::begin).
     ///
     /// Waits for write backs of such blocks, and for threads that overwrite blocks which they have just taken. So a
     /// thread that holds guards which others wait for should not call it.
     ///
     /// # Errors
     /// What pinning a block and [wiping](outcore::Runtime::wipe) the scratch file say;
-    /// [`TimedOut`](ErrorKind::TimedOut) if another thread has not overwritten a block within a minute. What is left then
-    /// is never found, and is overwritten when this is called again.
+    /// [`TimedOut`](ErrorKind::TimedOut) if another thread has not overwritten a block within a minute. What is left
+    /// then is never found, and is overwritten when this is called again.
     pub fn delete_tenant(&self, tenant: TenantId) -> Result<()> {
         let deleting = self.0.deleting.write();
         // First what the store has: blocks that were read from it before are deleted next, or the count says that they

@@ -218,8 +218,8 @@ impl Tables {
         self.free_count += 1;
     }
 
-    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's. `None` if all
-    /// are in use. If it was cached, it is known no more.
+    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's. `None` if
+    /// all are in use. If it was cached, it is known no more.
     pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, bool)> {
         let block = if self.free != NONE {
             let block = self.free;

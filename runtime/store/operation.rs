@@ -101,10 +101,10 @@ pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
 
-    /// Called just before a slice of the scratch file's room is taken, given back or wiped, on the thread that allocates
-    /// a tensor, drops its last handle or has it wiped. A hook that waits here may hold up other allocations, and writes
-    /// of the pages that are being wiped, but no read and no other write.
-    /// [`Injected::Short`] has no effect here.
+    /// Called just before a slice of the scratch file's room is taken, given back or wiped, on the thread that
+    /// allocates a tensor, drops its last handle or has it wiped. A hook that waits here may hold up other allocations,
+    /// and writes of the pages that are being wiped, but no read and no other write. [`Injected::Short`] has no effect
+    /// here.
     fn before_room(&self, _call: &RoomCall) -> Injected {
         Injected::Nothing
     }

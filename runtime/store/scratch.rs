@@ -614,8 +614,8 @@ impl SlotRun {
         }
     }
 
-    /// Notes that one of its slots is about to be written. Until that is [recorded](Self::record) nothing should be read
-    /// there, and would not pass.
+    /// Notes that one of its slots is about to be written. Until that is [recorded](Self::record) nothing should be
+    /// read there, and would not pass.
     pub(crate) fn touch(&self, slot: SlotIndex) {
         if let Some(place) = self.place(slot) {
             let _ = place.compare_exchange(0, noted(0), Ordering::AcqRel, Ordering::Relaxed);
