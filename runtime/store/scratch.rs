@@ -1030,7 +1030,7 @@ mod tests {
             let run = scratch.reserve(Bytes::kib(8 * 64)).unwrap();
             let slots: Vec<SlotIndex> = (0..8).map(|n| run.slot(n).unwrap()).collect();
             let file = scratch.handle().unwrap();
-            file.write_all_at(&[0xAB; 8 * 64 << 10], run.offset()).unwrap();
+            file.write_all_at(&[0xAB; 512 << 10], run.offset()).unwrap();
             file.sync_data().unwrap();
             slots.iter().for_each(|slot| run.touch(*slot));
             let before = allocated(&scratch);
