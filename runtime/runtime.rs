@@ -958,7 +958,8 @@ impl Runtime {
     /// Tells that the bytes of a tensor are of no use any more: it will be written anew. Pages that lie entirely in it
     /// and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the next
     /// time, not read. Other pages stay as they are. So until it is written, each page has its old bytes or zeros.
-    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file.
+    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch file
+    /// keeps what it has of them until they are written back or [wiped](Self::wipe).
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};
@@ -982,6 +983,55 @@ impl Runtime {
         }
         let run = tensor.whole_pages();
         self.engine().with(|pager, fx| pager.discard_bytes(run.pages(), fx)).unwrap_or(0)
+    }
+
+    /// Makes zeros of what the scratch file has of tensors besides their newest bytes: what pages had when they were
+    /// last written back, if they were [discarded](Self::discard) or written since. Without this it stays in the file
+    /// until the page is written back again, or the tensor is dropped. What tensors have now is not changed. Only pages
+    /// that lie entirely in a tensor are wiped; tensors of files and of other runtimes are left out.
+    ///
+    /// Waits for write backs of these pages that are under way, and holds up others. A page that a guard is writing
+    /// counts as not written until the guard ends.
+    ///
+    /// The file system is asked for zeros. Where it cannot make them without writing, they are written. As with a file
+    /// that is removed, a disk that is read without its file system may still have the bytes.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, PageSize, Runtime};
+    ///
+    /// let page = PageSize::new(Bytes::kib(64))?;
+    /// let runtime = Runtime::builder().page_size(page).device_budget(Bytes::kib(512)).open()?;
+    /// let [one, other] = [runtime.alloc(DType::U8, &[512 << 10])?, runtime.alloc(DType::U8, &[512 << 10])?];
+    /// runtime.pin_mut(&one).wait()?.bytes_mut().fill(1);
+    /// // There is room for one of them: the first one is written to the scratch file.
+    /// runtime.pin_mut(&other).wait()?.bytes_mut().fill(2);
+    /// runtime.discard(&one);
+    /// runtime.wipe(&[one.clone()])?;
+    /// # drop([one, other]);
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// - Errors of the disk. Then some of it may still be there.
+    /// - [`TimedOut`](ErrorKind::TimedOut) if a write back takes longer than the
+    ///   [runtime waits](crate::RuntimeBuilder::io_timeout).
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream: it might wait for that
+    ///   very thread.
+    pub fn wipe(&self, tensors: &[Tensor]) -> Result<()> {
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
+        self.engine().wipe(&mut ours.map(Tensor::whole_pages).filter(|run| run.count > 0).collect())
+    }
+
+    /// Tells that what is below the device tier is outdated where pages of a tensor were written, so that it can be
+    /// [wiped](Self::wipe) even while guards write them again.
+    #[doc(hidden)]
+    pub fn outdate(&self, tensor: &Tensor) -> Result<()> {
+        if !tensor.is_of(&self.shared) {
+            return Ok(());
+        }
+        let run = tensor.whole_pages();
+        self.engine().change(|pager, fx| pager.outdate(run.pages(), fx))
     }
 
     /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can.

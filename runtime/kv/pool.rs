@@ -1,15 +1,15 @@
 //! A pool of blocks on a runtime.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor, Tier};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::key::{BlockKey, Fingerprint, TenantId, Token};
 use crate::layout::KvLayout;
@@ -26,6 +26,8 @@ const RESERVE: u32 = 16;
 const READERS: usize = 4;
 /// Blocks that they read before these are known.
 const READ_AT_ONCE: usize = 2 * READERS;
+/// How long the deletion of a tenant waits for other threads that overwrite its blocks.
+const OVERWRITTEN_WITHIN: Duration = Duration::from_secs(60);
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,10 +83,14 @@ pub struct State {
     active: ActiveOptions,
     /// What tenants had that are forgotten.
     gone: Counts,
-    /// Blocks whose last sequence has ended, and which are to be erased.
+    /// Blocks whose last sequence has ended, and which are to be erased. Taken by whoever has `Shared::erasing`.
     ended: Vec<BlockId>,
     /// How many times a tenant was deleted.
     deletions: u64,
+    /// The overwritings of blocks that were taken from other tenants which have not ended.
+    overwritings: BTreeSet<u64>,
+    /// The number of the next one.
+    next_overwriting: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -107,10 +113,10 @@ impl std::ops::AddAssign for Counts {
 
 /// A block that was just taken.
 #[derive(Clone, Copy, Debug)]
-pub struct Taken {
+struct Taken {
     block: BlockId,
-    /// Another tenant, whose bytes it still has.
-    before: Option<TenantId>,
+    /// If it still has bytes of another tenant's: their overwriting.
+    overwriting: Option<u64>,
 }
 
 impl State {
@@ -131,24 +137,24 @@ impl State {
         if shares { Realm::SHARED } else { Realm::of(id) }
     }
 
-    /// A block for a sequence of this tenant, to be [prepared](Shared::prepare).
-    pub fn take(&mut self, id: TenantId) -> Result<Taken> {
+    /// A block for a sequence of this tenant, for bytes of `owner`'s.
+    fn take(&mut self, id: TenantId, owner: TenantId) -> Result<Taken> {
         self.may_use(id, 1)?;
-        let Some((block, before)) = self.tables.take(id) else {
+        let Some((block, changes_hands)) = self.tables.take(owner) else {
             let all = self.tables.blocks();
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("all {all} blocks of the pool are in use"))
                 .remedy("end or truncate sequences, or open the pool with more blocks"));
         };
         self.tenant(id).used += 1;
-        Ok(Taken { block, before })
+        let overwriting = changes_hands.then(|| self.begin_overwriting());
+        Ok(Taken { block, overwriting })
     }
 
-    /// Gives back a block that was not prepared.
-    pub fn give_back(&mut self, id: TenantId, Taken { block, before }: Taken) {
-        if let Some(before) = before {
-            self.tables.is_of(block, before);
-        }
-        self.release(id, block);
+    fn begin_overwriting(&mut self) -> u64 {
+        let this = self.next_overwriting;
+        self.overwritings.insert(this);
+        self.next_overwriting += 1;
+        this
     }
 
     /// Sequences of this tenant use `more` blocks.
@@ -215,6 +221,11 @@ pub struct Shared {
     /// A row for each block.
     blocks: Tensor,
     pub state: Mutex<State>,
+    /// Signalled when an overwriting has ended.
+    overwritten: Condvar,
+    /// Had by the one thread that erases blocks. So a thread that deletes a tenant and has it knows that no other one
+    /// is at that tenant's blocks. Locked before `state`.
+    erasing: Mutex<()>,
     store: Option<Store>,
     /// Shared while a block of which `state` says that it can be found goes into the store; exclusive while a tenant's
     /// blocks are deleted there and in `state`. Locked before `state`, and never while bytes of a block are waited for:
@@ -252,14 +263,48 @@ impl Shared {
         BlockKey::root(&self.model, realm.salt())
     }
 
-    /// A block for a sequence of this tenant, with nothing of another one.
+    /// A block for a sequence of this tenant, with nothing of another one: its new owner may read what it has not
+    /// written, and the other tenant may be deleted.
     pub fn take(&self, tenant: TenantId) -> Result<BlockId> {
-        let taken = self.state.lock().take(tenant)?;
-        if let Err(error) = self.prepare(&taken) {
-            self.state.lock().give_back(tenant, taken);
-            return Err(error);
+        self.take_and(tenant, tenant, |block, has_others| if has_others { self.zero(block) } else { Ok(()) })
+    }
+
+    /// A block for a sequence of this tenant, with the bytes of another block.
+    pub fn take_copy(&self, tenant: TenantId, from: BlockId) -> Result<BlockId> {
+        self.take_and(tenant, tenant, |block, _| self.copy(from, block))
+    }
+
+    /// A block for a sequence of this tenant, for bytes of `owner`'s, after `fill`. That has to overwrite all of it if
+    /// it has others' bytes.
+    fn take_and(
+        &self,
+        tenant: TenantId,
+        owner: TenantId,
+        fill: impl FnOnce(BlockId, bool) -> Result<()>,
+    ) -> Result<BlockId> {
+        let Taken { block, overwriting } = self.state.lock().take(tenant, owner)?;
+        let filled = self.whole(block).and_then(|whole| {
+            // What it held is of no use: it need not come back from disk to be overwritten.
+            self.runtime.discard(&whole);
+            fill(block, overwriting.is_some())?;
+            // Also of pages that were in memory, what the disk has of others is known to be outdated from here on, even
+            // while a guard writes the page.
+            if overwriting.is_some() { self.runtime.outdate(&whole) } else { Ok(()) }
+        });
+        if filled.is_err() {
+            let mut state = self.state.lock();
+            state.tables.erase_later(block);
+            state.release(tenant, block);
         }
-        Ok(taken.block)
+        if let Some(overwriting) = overwriting {
+            self.end_overwriting(overwriting);
+        }
+        filled.map(|()| block)
+    }
+
+    fn end_overwriting(&self, overwriting: u64) {
+        self.state.lock().overwritings.remove(&overwriting);
+        self.overwritten.notify_all();
     }
 
     /// As many blocks for a sequence of this tenant, or none.
@@ -273,14 +318,6 @@ impl Shared {
         Ok(all)
     }
 
-    /// What a block held that was just taken is of no use: it need not come back from disk to be overwritten. If it was
-    /// another tenant's, it is overwritten now: its new owner may read what it has not written, and the other tenant
-    /// may be deleted.
-    fn prepare(&self, taken: &Taken) -> Result<()> {
-        self.runtime.discard(&self.whole(taken.block)?);
-        if taken.before.is_some() { self.zero(taken.block) } else { Ok(()) }
-    }
-
     fn zero(&self, block: BlockId) -> Result<()> {
         let zeros = vec![0; self.layout.block_room().get() as usize];
         (0..self.layout.groups()).try_for_each(|group| self.write_group(block, group, &zeros))
@@ -290,12 +327,18 @@ impl Shared {
         self.runtime.pin_device(&[self.tensor(block, group)?]).wait()?.copy_out(0, 0, into)
     }
 
+    /// Overwrites a group of a block with these bytes, and zeros behind them.
     fn write_group(&self, block: BlockId, group: u32, bytes: &[u8]) -> Result<()> {
-        self.runtime.pin_device_mut(&[self.tensor(block, group)?]).wait()?.copy_in(0, 0, bytes)
+        let tensors = [self.tensor(block, group)?];
+        let mut guard = self.runtime.pin_device_mut(&tensors).wait()?;
+        guard.copy_in(0, 0, bytes)?;
+        match self.layout.block_room().get() as usize - bytes.len() {
+            0 => Ok(()),
+            rest => guard.copy_in(0, bytes.len() as u64, &vec![0; rest]),
+        }
     }
 
-    /// Copies a block.
-    pub fn copy(&self, from: BlockId, to: BlockId) -> Result<()> {
+    fn copy(&self, from: BlockId, to: BlockId) -> Result<()> {
         let mut bytes = vec![0; self.layout.block_bytes().get() as usize];
         for group in 0..self.layout.groups() {
             // One after the other: to wait for one while the other is held could last for ever.
@@ -324,14 +367,7 @@ impl Shared {
         if !store.get(key, parent, owner, tokens, &mut bytes)? {
             return Ok(None);
         }
-        let Ok(block) = self.take(tenant) else { return Ok(None) };
-        if self.copy_in(block, &bytes).is_err() {
-            let mut state = self.state.lock();
-            state.tables.erase_later(block);
-            state.release(tenant, block);
-            return Ok(None);
-        }
-        Ok(Some(block))
+        Ok(self.take_and(tenant, owner, |block, _| self.copy_in(block, &bytes)).ok())
     }
 
     /// Puts blocks into the store. Returns how many are there by that. If one cannot be read or written, the others are
@@ -367,24 +403,62 @@ impl Shared {
         first.map(|()| count)
     }
 
-    /// Overwrites these blocks, which nobody uses, and frees them. Those that cannot be had now are overwritten later.
+    /// Overwrites these blocks, which nobody uses, in memory and on disk, and frees them. Those for which that fails
+    /// are tried again later.
     fn erase_all(&self, blocks: Vec<BlockId>) -> Result<()> {
-        let mut first = Ok(());
+        let (mut first, mut zeroed, mut failed) = (Ok(()), Vec::new(), Vec::new());
         for block in blocks {
-            if let Err(error) = self.erase(block) {
-                self.state.lock().ended.push(block);
-                first = first.and(Err(error));
+            match self.erase_in_memory(block) {
+                Ok(whole) => zeroed.push((block, whole)),
+                Err(error) => {
+                    failed.push(block);
+                    first = first.and(Err(error));
+                }
             }
         }
-        first
+        let tensors: Vec<Tensor> = zeroed.iter().map(|(_, whole)| whole.clone()).collect();
+        let wiped = self.runtime.wipe(&tensors);
+        if wiped.is_ok() {
+            // Nobody needs what is in these frames.
+            tensors.iter().for_each(|whole| _ = self.runtime.evict(whole));
+        }
+        let mut state = self.state.lock();
+        for (block, _) in zeroed {
+            if wiped.is_ok() { state.tables.free(block) } else { failed.push(block) }
+        }
+        state.ended.append(&mut failed);
+        first.and(wiped)
     }
 
-    /// Overwrites a block that nobody uses, and frees it.
-    fn erase(&self, block: BlockId) -> Result<()> {
-        self.zero(block)?;
-        // So that what was written to disk is overwritten, too.
-        self.runtime.evict(&self.whole(block)?);
-        self.state.lock().tables.free(block);
+    /// Overwrites what memory has of a block that nobody uses.
+    fn erase_in_memory(&self, block: BlockId) -> Result<Tensor> {
+        let whole = self.whole(block)?;
+        let pages = self.layout.pages() * u64::from(self.layout.groups());
+        if u64::from(self.runtime.discard(&whole)) < pages {
+            self.zero(block)?;
+        }
+        Ok(whole)
+    }
+
+    /// Wipes what the disk may have of tenants that had blocks before.
+    fn wipe_left_by_others(&self) -> Result<()> {
+        let blocks = self.state.lock().tables.left_by_others();
+        let tensors: Vec<Tensor> = blocks.iter().map(|link| self.whole(link.block())).collect::<Result<_>>()?;
+        self.runtime.wipe(&tensors)?;
+        self.state.lock().tables.wiped(&blocks);
+        Ok(())
+    }
+
+    /// Waits until the overwritings before this one have ended.
+    fn await_overwritings(&self, before: u64) -> Result<()> {
+        let deadline = Instant::now() + OVERWRITTEN_WITHIN;
+        let mut state = self.state.lock();
+        while state.overwritings.first().is_some_and(|first| *first < before) {
+            if self.overwritten.wait_until(&mut state, deadline).timed_out() {
+                return Err(Error::new(ErrorKind::TimedOut, "another thread has not yet overwritten a block")
+                    .remedy("let guards go that it waits for, and delete the tenant again"));
+            }
+        }
         Ok(())
     }
 }
@@ -530,6 +604,8 @@ impl KvPool {
             gone: Counts::default(),
             ended: Vec::new(),
             deletions: 0,
+            overwritings: BTreeSet::new(),
+            next_overwriting: 0,
         };
         let model = layout.fingerprint(model);
         let runtime = runtime.clone();
@@ -540,6 +616,8 @@ impl KvPool {
             rows,
             blocks: whole,
             state: Mutex::new(state),
+            overwritten: Condvar::new(),
+            erasing: Mutex::new(()),
             store,
             deleting: RwLock::new(()),
             permits: Permits::new(),
@@ -687,13 +765,13 @@ impl KvPool {
             let (mut read, mut wanted) = (read.into_iter(), wanted.iter());
             // Nothing behind the first that cannot be had is of use.
             let end = loop {
-                let (block, Wanted { tokens, tenant: owner, .. }) = match (read.next(), wanted.next()) {
+                let (block, Wanted { tokens, .. }) = match (read.next(), wanted.next()) {
                     (Some(Some(Ok(Some(block)))), Some(wanted)) => (block, wanted),
                     (None, _) => break None,
                     (Some(Some(Err(error))), _) => break Some(Err(error)),
                     _ => break Some(Ok(())),
                 };
-                let mine = sequence.add_read(tokens, (*owner, deletions), block);
+                let mine = sequence.add_read(tokens, deletions, block);
                 let mut state = self.0.state.lock();
                 state.tables.seen_again(mine);
                 state.tenant(tenant).counts.read += u64::from(mine == block);
@@ -754,13 +832,17 @@ impl KvPool {
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
-    /// returns. The bytes of blocks that no sequence uses are overwritten, in memory before this returns, and in the
-    /// scratch file when the zeros are written back; those of the others when their sequences have ended, by the next
-    /// call of this or of [`begin`](Self::begin). What a block of another tenant had before, in the scratch file, goes
-    /// when that tenant's bytes are written back.
+    /// returns. So are the bytes of blocks that no sequence uses, in memory and in the scratch file, and what the
+    /// scratch file had of blocks that other tenants use now. Blocks that this tenant's sequences still use go when
+    /// these have ended, by the next call of this or of [`begin`](Self::begin).
+    ///
+    /// Waits for write backs of such blocks, and for threads that overwrite blocks which they have just taken. So a
+    /// thread that holds guards which others wait for should not call it.
     ///
     /// # Errors
-    /// What pinning a block says. What is left then is never found, and is overwritten when this is called again.
+    /// What pinning a block and [wiping](outcore::Runtime::wipe) the scratch file say;
+    /// [`TimedOut`](ErrorKind::TimedOut) if another thread has not overwritten a block within a minute. What is left
+    /// then is never found, and is overwritten when this is called again.
     pub fn delete_tenant(&self, tenant: TenantId) -> Result<()> {
         let deleting = self.0.deleting.write();
         // First what the store has: blocks that were read from it before are deleted next, or the count says that they
@@ -768,15 +850,27 @@ impl KvPool {
         let stored = self.0.store.as_ref().map_or(Ok(0), |store| store.delete_tenant(tenant));
         let mut state = self.0.state.lock();
         state.deletions += 1;
-        let mut gone = state.tables.delete_tenant(tenant);
-        gone.append(&mut state.ended);
+        let gone = state.tables.delete_tenant(tenant);
+        state.ended.extend(gone);
         state.forget(tenant);
+        let next = state.next_overwriting;
         drop((state, deleting));
         self.0.permits.forget(&self.0, tenant);
-        self.0.erase_all(gone).and(stored.map(|_| ()))
+        let _erasing = self.0.erasing.lock();
+        // What others have failed to overwrite is among what has ended.
+        let others = self.0.await_overwritings(next);
+        let ended = std::mem::take(&mut self.0.state.lock().ended);
+        let erased = self.0.erase_all(ended);
+        let wiped = self.0.wipe_left_by_others();
+        others.and(erased).and(wiped).and(stored.map(|_| ()))
     }
 
     fn erase_what_ended(&self) -> Result<()> {
+        if self.0.state.lock().ended.is_empty() {
+            return Ok(());
+        }
+        // Another thread that is at it may wait for long.
+        let Some(_erasing) = self.0.erasing.try_lock() else { return Ok(()) };
         let ended = std::mem::take(&mut self.0.state.lock().ended);
         self.0.erase_all(ended)
     }

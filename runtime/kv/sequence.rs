@@ -213,18 +213,11 @@ impl Sequence {
     }
 
     /// Adds a complete block with these tokens, of a sequence of which all blocks are complete. `block` has its bytes,
-    /// and was taken for this sequence's tenant. `owner` stored them, and they were read after `deletions` deletions of
-    /// tenants.
-    pub(crate) fn add_read(
-        &mut self,
-        tokens: &[Token],
-        (owner, deletions): (TenantId, u64),
-        block: BlockId,
-    ) -> BlockId {
+    /// which were read after `deletions` deletions of tenants, and was taken for this sequence's tenant.
+    pub(crate) fn add_read(&mut self, tokens: &[Token], deletions: u64, block: BlockId) -> BlockId {
         let shared = self.pool.0.clone();
         let key = self.key.next(tokens);
         let mut state = shared.state.lock();
-        state.tables.is_of(block, owner);
         if state.deletions() != deletions {
             // They may be those of a tenant that was deleted since then.
             state.tables.erase_later(block);
@@ -438,11 +431,7 @@ impl Sequence {
                 .remedy("truncate to the end of a block, or keep a window that holds the last token"));
         };
         self.outdate_passes(true);
-        let new = self.pool.0.take(self.tenant)?;
-        if let Err(error) = self.pool.0.copy(old, new) {
-            self.pool.0.state.lock().release(self.tenant, new);
-            return Err(error);
-        }
+        let new = self.pool.0.take_copy(self.tenant, old)?;
         {
             let mut state = self.pool.0.state.lock();
             if state.tables.is_to_erase(old) {

@@ -39,6 +39,12 @@ pub struct Link {
     generation: u32,
 }
 
+impl Link {
+    pub const fn block(self) -> BlockId {
+        self.block
+    }
+}
+
 /// Whose blocks match each other. Tenants that share are all in the same realm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Realm(u64);
@@ -165,6 +171,8 @@ pub struct Tables {
     oldest: u32,
     newest: u32,
     cached: u32,
+    /// A bit for each block: whether the disk may have bytes of a tenant that had it before.
+    left_by_others: Vec<u64>,
 }
 
 impl Tables {
@@ -180,6 +188,7 @@ impl Tables {
             oldest: NONE,
             newest: NONE,
             cached: 0,
+            left_by_others: vec![0; blocks.div_ceil(64) as usize],
         };
         (0..blocks).rev().for_each(|block| this.push_free(block));
         this
@@ -200,6 +209,7 @@ impl Tables {
         self.entries.capacity() * size_of::<Entry>()
             + self.tokens.capacity() * size_of::<Token>()
             + self.index.allocation_size()
+            + self.left_by_others.capacity() * size_of::<u64>()
     }
 
     fn push_free(&mut self, block: u32) {
@@ -208,9 +218,9 @@ impl Tables {
         self.free_count += 1;
     }
 
-    /// A block for `tenant`, in use by one, and the other tenant whose bytes it still has. `None` if all are in use. If
-    /// it was cached, it is known no more.
-    pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, Option<TenantId>)> {
+    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's. `None` if
+    /// all are in use. If it was cached, it is known no more.
+    pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, bool)> {
         let block = if self.free != NONE {
             let block = self.free;
             self.free = self.entries[block as usize].next;
@@ -225,7 +235,11 @@ impl Tables {
         let Entry { generation, tenant: before, .. } = self.entries[block as usize];
         let generation = generation.wrapping_add(1);
         self.entries[block as usize] = Entry { tenant, generation, users_or_older: 1, state: Use::Used, ..FREE };
-        Some((BlockId(block), Some(before).filter(|before| *before != NOBODY && *before != tenant)))
+        let changes_hands = before != NOBODY && before != tenant;
+        if changes_hands {
+            self.left_by_others[block as usize / 64] |= 1 << (block % 64);
+        }
+        Some((BlockId(block), changes_hands))
     }
 
     /// One more uses the block, which was just found.
@@ -237,9 +251,22 @@ impl Tables {
         self.entries[block.index()].users_or_older += 1;
     }
 
-    /// The block is this tenant's: what it has came from a store.
-    pub fn is_of(&mut self, block: BlockId, tenant: TenantId) {
-        self.entries[block.index()].tenant = tenant;
+    /// The blocks of which the disk may still have bytes of a tenant that had them before.
+    pub fn left_by_others(&self) -> Vec<Link> {
+        let set = |word: &u64, at: u32| word & 1 << at != 0;
+        let words = (0..).step_by(64).zip(&self.left_by_others).filter(|(_, word)| **word != 0);
+        let blocks = words.flat_map(|(first, word)| (0..64).filter(move |at| set(word, *at)).map(move |at| first + at));
+        blocks.map(|block| self.link_of(BlockId(block))).collect()
+    }
+
+    /// The disk had only bytes of these blocks' tenants, at some time since they were
+    /// [listed](Self::left_by_others). Blocks that were taken since then are left out.
+    pub fn wiped(&mut self, blocks: &[Link]) {
+        for Link { block, generation } in blocks {
+            if self.entries[block.index()].generation == *generation {
+                self.left_by_others[block.index() / 64] &= !(1 << (block.0 % 64));
+            }
+        }
     }
 
     /// A sequence found the block, which another one had computed.
@@ -521,7 +548,7 @@ mod tests {
         assert_eq!((tables.cached_blocks(), tables.free_blocks()), (2, 1));
         let three = tables.take(B).unwrap().0;
         // The last block of the sequence goes first.
-        assert_eq!(tables.take(B), Some((two, Some(A))));
+        assert_eq!(tables.take(B), Some((two, true)));
         assert_eq!(find(&tables, Realm::of(A), None, &tokens(0)), Some(one));
         tables.share(one);
         assert_eq!(tables.take(B), None);

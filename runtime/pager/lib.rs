@@ -56,6 +56,7 @@ pub mod random;
 mod reclaim;
 mod request;
 pub mod scope;
+mod spare;
 pub mod state;
 mod steps;
 mod table;
@@ -84,6 +85,7 @@ pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};
 pub use request::{Purpose, ScopePriority, Terms};
 pub use scope::{Holdings, ScopeTerms};
+pub use spare::DiskCopy;
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 

@@ -33,7 +33,7 @@ impl Pager {
         &mut self.segments[page.segment.index()].entries[page.index.index()]
     }
 
-    fn move_id(&self, key: usize) -> MoveId {
+    pub(super) fn move_id(&self, key: usize) -> MoveId {
         MoveId(key as u64 | u64::from(self.moves[key].serial) << 32)
     }
 

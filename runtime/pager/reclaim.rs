@@ -271,7 +271,7 @@ impl Pager {
 
     /// Gives up the copies in lower tiers: the device tier has newer bytes. A writer leaves no trace but the page's
     /// state.
-    fn outdate_copies(&mut self, page: PageId) {
+    pub(super) fn outdate_copies(&mut self, page: PageId) {
         self.entry(page).set_on_disk(false);
         self.drop_host_copy(page);
     }

@@ -61,19 +61,21 @@ pub struct IoCall {
     pub len: u32,
 }
 
-/// Whether room of the scratch file is taken or given back.
+/// What a call does with room of the scratch file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoomKind {
     /// From the file system to the file.
     Take,
     /// Back to the file system.
     GiveBack,
+    /// It holds zeros from then on.
+    Wipe,
 }
 
-/// One call into the kernel that takes or gives back room of the scratch file: a slice of one tensor's room.
+/// One call into the kernel for room of the scratch file: a slice of one tensor's room.
 #[derive(Clone, Copy, Debug)]
 pub struct RoomCall {
-    /// Taken or given back.
+    /// What is done with it.
     pub kind: RoomKind,
     /// First byte in the file.
     pub offset: u64,
@@ -99,9 +101,10 @@ pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
 
-    /// Called just before a slice of the scratch file's room is taken or given back, on the thread that allocates a
-    /// tensor or drops its last handle. A hook that waits here may hold up other allocations, but no read and no write.
-    /// [`Injected::Short`] has no effect here.
+    /// Called just before a slice of the scratch file's room is taken, given back or wiped, on the thread that
+    /// allocates a tensor, drops its last handle or has it wiped. A hook that waits here may hold up other allocations,
+    /// and writes of the pages that are being wiped, but no read and no other write. [`Injected::Short`] has no effect
+    /// here.
     fn before_room(&self, _call: &RoomCall) -> Injected {
         Injected::Nothing
     }

@@ -9,7 +9,8 @@
 //! 3. A free slot has no blocks, where the file system can punch holes: a run's room is given back before its slots are
 //!    free. So no run finds bytes of an earlier one. Where holes cannot be punched the bytes stay in the file, but
 //!    nobody sees them: the pager reads no slot that was not written as a whole since its segment was made.
-//! 4. A slot's checksum belongs to its run, and is that of the bytes last recorded for the slot.
+//! 4. A slot's checksum belongs to its run, and is that of the bytes last recorded for the slot. A slot without one was
+//!    not written since it was reserved or wiped.
 //!
 //! # Locks
 //!
@@ -22,7 +23,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
@@ -43,6 +44,8 @@ use crate::ranges::FreeRanges;
 /// Room is taken and given back in slices of this many bytes. The kernel holds up reads and writes of a file while it
 /// changes the file's room; they go on between two slices.
 const SLICE: u64 = 64 << 20;
+/// Zeros that are written at a time, where the file system cannot make them.
+const ZEROS: usize = 1 << 20;
 /// Names tried before giving up on finding one that is free.
 const NAMES: u32 = 16;
 
@@ -117,6 +120,8 @@ struct Inner {
     sparse: AtomicBool,
     /// The file system does not punch holes: free slots keep their room.
     keeps: AtomicBool,
+    /// The file system does not make zeros of a range by itself: they are written.
+    writes_zeros: AtomicBool,
     /// The turn to take room.
     growing: Mutex<()>,
     slots: Mutex<Slots>,
@@ -186,6 +191,7 @@ impl ScratchFile {
             owner: process::id(),
             sparse: AtomicBool::new(false),
             keeps: AtomicBool::new(false),
+            writes_zeros: AtomicBool::new(false),
             growing: Mutex::new(()),
             slots: Mutex::default(),
             leaving: Mutex::default(),
@@ -252,7 +258,9 @@ impl ScratchFile {
         };
         // From here on, dropping the run gives everything back.
         let leaves = AtomicBool::new(false);
-        let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
+        let checksums_later = Box::default();
+        let mut run =
+            SlotRun { scratch: self.clone(), first, count: wanted, allocation, checksums: checksums_later, leaves };
         let most = longest_file();
         let fits = run.offset() + run.len() <= most;
         let refused =
@@ -440,6 +448,36 @@ impl Inner {
         }
     }
 
+    /// A range holds zeros from now on. Nobody reads or writes it meanwhile. Where room was taken at once it stays.
+    fn wipe(&self, allocation: ScratchAllocation, offset: u64, len: u64) -> io::Result<()> {
+        // A hole is taken anew by the next write back, which might find the disk full. So a range that must keep its
+        // room is not punched.
+        let has_room = allocation == ScratchAllocation::AtAlloc && !self.sparse.load(Ordering::Relaxed);
+        let mode = if has_room { libc::FALLOC_FL_ZERO_RANGE } else { libc::FALLOC_FL_PUNCH_HOLE };
+        for (offset, len) in slices(offset, len) {
+            if !self.writes_zeros.load(Ordering::Relaxed) {
+                let made = self.ask(RoomCall { kind: RoomKind::Wipe, offset, len });
+                match made.and_then(|()| fallocate(&self.file, mode | libc::FALLOC_FL_KEEP_SIZE, offset, len)) {
+                    Ok(()) => continue,
+                    Err(cause) if is_unsupported(&cause) => self.writes_zeros.store(true, Ordering::Relaxed),
+                    Err(cause) => return Err(cause),
+                }
+            }
+            self.write_zeros(offset, len)?;
+        }
+        Ok(())
+    }
+
+    fn write_zeros(&self, offset: u64, len: u64) -> io::Result<()> {
+        let zeros = vec![0; ZEROS.min(len as usize)];
+        for done in (0..len).step_by(ZEROS) {
+            let part = (len - done).min(ZEROS as u64) as usize;
+            self.file.write_all_at(&zeros[..part], offset + done)?;
+        }
+        // The store may read and write past the kernel's cache.
+        self.file.sync_data()
+    }
+
     fn ask(&self, call: RoomCall) -> io::Result<()> {
         match self.options.hook.as_ref().map(|hook| hook.before_room(&call)) {
             Some(Injected::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
@@ -529,6 +567,8 @@ pub struct SlotRun {
     scratch: ScratchFile,
     first: u64,
     count: u64,
+    /// When its room is taken.
+    allocation: ScratchAllocation,
     /// Of each slot; 0 is "not recorded".
     checksums: Box<[AtomicU64]>,
     /// Whether `Inner::leaving` counts its room.
@@ -572,6 +612,38 @@ impl SlotRun {
         if let Some(place) = self.place(slot) {
             place.store(noted(checksum), Ordering::Release);
         }
+    }
+
+    /// Notes that one of its slots is about to be written. Until that is [recorded](Self::record) nothing should be
+    /// read there, and would not pass.
+    pub(crate) fn touch(&self, slot: SlotIndex) {
+        if let Some(place) = self.place(slot) {
+            let _ = place.compare_exchange(0, noted(0), Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether something was, or may have been, written to one of its slots since it was reserved or wiped.
+    pub(crate) fn was_written(&self, slot: SlotIndex) -> bool {
+        self.place(slot).is_some_and(|place| place.load(Ordering::Acquire) != 0)
+    }
+
+    /// Makes these slots hold zeros, as if they had never been written. They keep their room. Nobody reads or writes
+    /// them meanwhile. `slots` are in order; neighbours are wiped together.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`] for errors of the operating system. Slots that were not wiped count as written.
+    pub(crate) fn wipe(&self, slots: &[SlotIndex]) -> Result<()> {
+        let page = self.scratch.0.page_size.bytes();
+        for run in slots.chunk_by(|one, next| one.0 + 1 == next.0) {
+            let (offset, len) = (self.scratch.offset_of(run[0]), run.len() as u64 * page);
+            self.scratch.0.wipe(self.allocation, offset, len).map_err(|cause| {
+                let directory = self.scratch.0.directory.display();
+                Error::io(format!("wipe {} of the scratch file in {directory}", Bytes::new(len)), cause)
+                    .remedy("check the disk; try again, or close the runtime: the file goes with it")
+            })?;
+            run.iter().filter_map(|slot| self.place(*slot)).for_each(|place| place.store(0, Ordering::Release));
+        }
+        Ok(())
     }
 
     /// Compares the checksum of bytes that were read from one of its slots with the recorded one. A slot without a
@@ -868,6 +940,7 @@ mod tests {
                     let _ = count.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
                     false
                 }
+                RoomKind::Wipe => false,
             };
             if full { Injected::Errno(libc::ENOSPC) } else { Injected::Nothing }
         });
@@ -930,7 +1003,7 @@ mod tests {
         let asked = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&asked);
         let scratch = hooked(directory.path(), move |call| match call.kind {
-            RoomKind::Take => Injected::Nothing,
+            RoomKind::Take | RoomKind::Wipe => Injected::Nothing,
             RoomKind::GiveBack => {
                 count.fetch_add(1, Ordering::SeqCst);
                 Injected::Errno(libc::EOPNOTSUPP)
@@ -945,6 +1018,53 @@ mod tests {
         assert_eq!((scratch.size(), scratch.free()), (Bytes::mib(1), Bytes::mib(1)));
     }
 
+    /// Where the file system makes zeros, and where it does not.
+    #[test]
+    fn what_is_wiped_is_zeros_and_keeps_its_room() {
+        for unsupported in [None, Some(libc::EOPNOTSUPP), Some(libc::ENOSYS)] {
+            let directory = tempfile::tempdir().unwrap();
+            let scratch = hooked(directory.path(), move |call| match (call.kind, unsupported) {
+                (RoomKind::Wipe, Some(errno)) => Injected::Errno(errno),
+                _ => Injected::Nothing,
+            });
+            let run = scratch.reserve(Bytes::kib(8 * 64)).unwrap();
+            let slots: Vec<SlotIndex> = (0..8).map(|n| run.slot(n).unwrap()).collect();
+            let file = scratch.handle().unwrap();
+            file.write_all_at(&[0xAB; 512 << 10], run.offset()).unwrap();
+            file.sync_data().unwrap();
+            slots.iter().for_each(|slot| run.touch(*slot));
+            let before = allocated(&scratch);
+            let wiped = [1, 2, 3, 6].map(|n: usize| slots[n]);
+            run.wipe(&wiped).unwrap();
+            let mut page = vec![1; 64 << 10];
+            for slot in &slots {
+                file.read_exact_at(&mut page, scratch.offset_of(*slot)).unwrap();
+                let gone = wiped.contains(slot);
+                assert!(page.iter().all(|byte| *byte == if gone { 0 } else { 0xAB }), "{slot}, {unsupported:?}");
+                assert_eq!(run.was_written(*slot), !gone);
+            }
+            assert!(allocated(&scratch) >= before, "{:?}", scratch.room());
+            run.wipe(&[]).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_wiped_counts_as_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let scratch = hooked(directory.path(), |call| match call.kind {
+            RoomKind::Wipe => Injected::Errno(libc::EIO),
+            _ => Injected::Nothing,
+        });
+        let run = scratch.reserve(Bytes::kib(64)).unwrap();
+        let slot = run.slot(0).unwrap();
+        run.record(slot, ScratchFile::checksum(b"page"));
+        let error = run.wipe(&[slot]).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("wipe 64.0 KiB") && text.contains(directory.path().to_str().unwrap()), "{text}");
+        assert!(run.was_written(slot));
+        run.verify(slot, ScratchFile::checksum(b"page")).unwrap();
+    }
+
     #[test]
     fn room_is_taken_at_the_write_back_where_that_was_chosen() {
         let directory = tempfile::tempdir().unwrap();
@@ -956,6 +1076,11 @@ mod tests {
         assert_eq!((scratch.size(), allocated(&scratch)), (Bytes::gib(1 << 10), 0));
         scratch.handle().unwrap().write_all_at(&[1; 64 << 10], large.offset() + (1 << 30)).unwrap();
         assert!(allocated(&scratch) >= 64 << 10);
+        // And what is wiped takes none.
+        let slot = large.slot((1 << 30) / (64 << 10)).unwrap();
+        large.touch(slot);
+        large.wipe(&[slot]).unwrap();
+        assert!(!punches(&scratch, "room") || allocated(&scratch) < 64 << 10, "{:?}", scratch.room());
         drop(large);
         assert!(!punches(&scratch, "room") || allocated(&scratch) < 64 << 10, "{:?}", scratch.room());
     }

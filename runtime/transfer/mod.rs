@@ -26,6 +26,7 @@ mod recording;
 mod room;
 pub(crate) mod ticket;
 pub(crate) mod waiting;
+mod wipe;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -61,6 +62,7 @@ use latch::{Held, Latch, News};
 use recording::RuntimeName;
 use room::RoomKeeper;
 use ticket::Ticket;
+use wipe::Wipes;
 
 /// A segment as the engine knows it: where its pages are.
 #[derive(Debug)]
@@ -485,6 +487,7 @@ pub(crate) struct Engine {
     fills: StreamId,
     write_backs: StreamId,
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
+    wipes: Wipes,
     callers: Mutex<Callers>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
@@ -609,6 +612,7 @@ impl Engine {
             store,
             slab,
             in_flight: Mutex::new(HashMap::new()),
+            wipes: Wipes::default(),
             callers: Mutex::default(),
             segments: RwLock::new(Vec::new()),
             observer,
@@ -662,6 +666,7 @@ impl Engine {
         // From now on pins of resident pages take the latch too, and learn of it.
         self.gate.close();
         self.idle.notify_all();
+        self.wipes.give_up();
         drop(News::failed(tickets, &error));
         log(|| tracing::error!(panic, "the runtime is given up: something in it panicked"));
         error
@@ -1282,7 +1287,6 @@ impl Engine {
                 (*file, scratch.offset_of(slot(slots, page)?), self.page_bytes)
             }
         };
-        self.enter(planned, stage);
         let op = IoOp {
             token: Token(planned.id.get()),
             kind,
@@ -1293,6 +1297,13 @@ impl Engine {
             valid: valid as u32,
             priority: planned.priority,
         };
+        if kind == IoKind::Write {
+            if let Some(op) = self.wipes.keep(planned.id, planned.page, op, || self.enter(planned, stage)) {
+                self.write(planned.page, op);
+            }
+            return Ok(());
+        }
+        self.enter(planned, stage);
         if OWN.try_with(|own| matches!(*own.borrow(), Own::Wanted)) == Ok(true) {
             if let Some(read) = self.store.begin(op) {
                 replace_own(Own::Begun(read));
@@ -1301,6 +1312,17 @@ impl Engine {
             self.store.submit(op);
         }
         Ok(())
+    }
+
+    /// Has the store write to a page's slot.
+    fn write(&self, page: PageId, op: IoOp) {
+        if let Ok(io) = self.segment_io(page.segment)
+            && let Some(InScratch { slots, .. }) = io.source.slots()
+            && let Some(slot) = slots.slot(u64::from(page.index.get()))
+        {
+            slots.touch(slot);
+        }
+        self.store.submit(op);
     }
 
     /// Tells the pager that the device has taken up an operation that waited for its page.
@@ -1389,6 +1411,7 @@ impl Engine {
         }
         let lost = pager.stats().poisoned;
         pager.complete(id, result, fx);
+        self.wipes.ended(page);
         match error {
             Some(error) if pager.stats().poisoned > lost => {
                 let mut failures = self.failures.lock();

@@ -52,6 +52,7 @@ on_every_device! {
     a_pin_that_races_an_eviction_is_served_either_way
     a_request_moves_between_threads
     faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated
+    what_is_wiped_among_write_backs_is_nobodys_newest_bytes
 }
 
 const PAGE: u64 = 16 << 10;
@@ -1172,6 +1173,51 @@ fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devi
             let scratch = after.scratch.unwrap();
             assert_eq!(scratch.size.saturating_sub(scratch.free), Bytes::new(ROWS * PAGE), "{scratch:?}");
             check_at_rest(runtime, vec![table], "an allocation among faults");
+        }
+    });
+}
+
+/// Pages are written, evicted and read by two threads while a third one wipes all of them without end. So write backs
+/// are kept, waited for, and found in every stage, also where they pass through staging buffers.
+fn what_is_wiped_among_write_backs_is_nobodys_newest_bytes(devices: Devices) {
+    const ROWS: u64 = 24;
+    watched("wiping among write backs", move || {
+        for (device, host) in [(4, 0), (12, 0), (6, 6)] {
+            let setting = Setting { host, ..setting(devices[0], device) };
+            let runtime = setting.builder(None).open().unwrap();
+            let table = runtime.alloc(DType::U8, &[ROWS, PAGE]).unwrap();
+            let end = AtomicBool::new(false);
+            thread::scope(|scope| {
+                let (runtime, table, end) = (&runtime, &table, &end);
+                let wiping = scope.spawn(move || {
+                    while !end.load(Ordering::SeqCst) {
+                        runtime.wipe(std::slice::from_ref(table)).unwrap();
+                    }
+                });
+                let of_rows = |rows: std::ops::Range<u64>| {
+                    move || {
+                        for round in 0..60u8 {
+                            for row in rows.clone() {
+                                let row_of = table.rows(row..row + 1).unwrap();
+                                let mut guard = runtime.write(&row_of).unwrap();
+                                assert!(guard.bytes().iter().all(|byte| *byte == round), "row {row}, round {round}");
+                                guard.fill(round + 1);
+                                drop(guard);
+                                if row % 3 == 0 {
+                                    runtime.evict(&row_of);
+                                }
+                            }
+                            progress();
+                        }
+                    }
+                };
+                let both = [0..ROWS / 2, ROWS / 2..ROWS].map(|rows| scope.spawn(of_rows(rows)));
+                let both = both.map(|thread| thread.join());
+                end.store(true, Ordering::SeqCst);
+                both.into_iter().for_each(|ended| ended.unwrap());
+                wiping.join().unwrap();
+            });
+            check_at_rest(runtime, vec![table], "wiping among write backs");
         }
     });
 }

@@ -58,6 +58,7 @@ enum Event {
     Prefetch(u32),
     Evict(u32),
     DiscardBytes(u32),
+    Outdate(u32),
     Trim,
     Budget(u32),
 }
@@ -99,7 +100,7 @@ fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
     if world.pager.hint_count() < HINTS {
         events.extend([Event::Prefetch(0), Event::Prefetch(1)]);
     }
-    events.extend([Event::Evict(0), Event::Evict(1), Event::DiscardBytes(0), Event::Trim]);
+    events.extend([Event::Evict(0), Event::Evict(1), Event::DiscardBytes(0), Event::Outdate(0), Event::Trim]);
     events.push(Event::Budget(if world.budget == setting.frames { setting.frames - 1 } else { setting.frames }));
     events
 }
@@ -126,6 +127,7 @@ fn apply(world: &mut World, segment: SegmentId, event: Event) {
             world.with(|pager, fx| pager.evict(std::iter::once(page(segment, n)), fx));
         }
         Event::DiscardBytes(n) => world.discard_bytes(page(segment, n)),
+        Event::Outdate(n) => world.with(|pager, fx| pager.outdate(std::iter::once(page(segment, n)), fx)),
         Event::Trim => {
             world.with(|pager, fx| pager.trim(1, fx));
         }

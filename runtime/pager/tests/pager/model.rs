@@ -154,6 +154,10 @@ impl Run {
                 let runs = self.runs(random, frames);
                 self.world.with(|pager, fx| pager.prefetch(&runs, fx));
             }
+            27 if random.below(4) == 0 => {
+                let runs = self.runs(random, 3);
+                self.world.with(|pager, fx| pager.outdate(runs.iter().flat_map(|run| run.pages()), fx));
+            }
             27 if random.below(2) == 0 => {
                 let runs = self.runs(random, 3);
                 runs.iter().flat_map(|run| run.pages()).for_each(|page| self.world.discard_bytes(page));

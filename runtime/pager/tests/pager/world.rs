@@ -14,8 +14,9 @@ use outcore_pager::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use outcore_pager::ids::{RequestId, ScopeId};
 use outcore_pager::pin::{self, Pinned};
 use outcore_pager::{
-    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager, PagerConfig,
-    Place, PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
+    AccessLog, Backing, DiskCopy, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager,
+    PagerConfig, Place, PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms,
+    WaitCause,
 };
 
 /// What a page-sized piece of memory holds.
@@ -330,6 +331,7 @@ impl World {
                 }
             }
         }
+        self.spoil_what_is_spare();
         for wish in &mut self.waiting {
             wish.stood = self.pager.stands(wish.id).unwrap_or_default();
             if self.pager.is_growth(wish.id) {
@@ -338,6 +340,17 @@ impl World {
             }
         }
         self.check();
+    }
+
+    /// Copies on disk that are said to be needed by nobody are wiped as soon as they are.
+    fn spoil_what_is_spare(&mut self) {
+        let mut pages: Vec<PageId> = self.disk.keys().copied().collect();
+        pages.sort_unstable();
+        for (page, copy) in pages.iter().zip(self.pager.disk_copies(&pages)) {
+            if copy == DiskCopy::Spare {
+                self.disk.insert(*page, Bytes::Garbage);
+            }
+        }
     }
 
     fn read(&self, page: PageId, from: Place) -> Bytes {
