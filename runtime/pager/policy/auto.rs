@@ -653,8 +653,9 @@ impl Policy for AutoPolicy {
                 kv.gap_of_a_sample(&self.history, self.shift);
             }
             let had = self.shadows.used(sampled);
-            let resident = self.state[number as usize] & RESIDENT != 0;
-            let missed = f64::from(had >> self.live & 1) - f64::from(u8::from(resident));
+            // A page that was filled ahead has moved, as a page that was missed.
+            let hit = self.state[number as usize] & (RESIDENT | AHEAD_OF_USE) == RESIDENT;
+            let missed = f64::from(had >> self.live & 1) - f64::from(u8::from(hit));
             self.behind += missed / f64::from(self.shadows.frames);
             if let Some(better) = self.judge.used(had, self.live, self.shadows.frames.into()) {
                 self.change(better);
@@ -693,6 +694,10 @@ impl Policy for AutoPolicy {
 
     fn removed(&mut self, page: PageId) {
         let Some(number) = self.history.numbers.number(page) else { return };
+        if self.state[number as usize] & AHEAD_OF_USE != 0 && self.sample(page).is_some() {
+            // It moved for nothing.
+            self.behind += 1.0 / f64::from(self.shadows.frames);
+        }
         self.state[number as usize] &= !(COMING | RESIDENT | AHEAD_OF_USE);
         self.live_mut().removed(page);
     }

@@ -180,3 +180,90 @@ impl Beside {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use super::super::bare::BareCache;
+    use super::*;
+    use crate::ids::PageIndex;
+
+    const WEIGHTS: SegmentId = SegmentId(3);
+    const KEYS: SegmentId = SegmentId(0);
+
+    fn page(segment: SegmentId, index: u32) -> PageId {
+        PageId { segment, index: PageIndex(index) }
+    }
+
+    /// A cache of 64 frames: 60 pages of weights, whose order is declared or not, and 40 of another class.
+    fn cache(class: SegmentClass, declared: bool) -> BareCache {
+        let mut cache = BareCache::new(PolicyKind::Plan.build(), 64);
+        cache.segment(WEIGHTS, SegmentClass::Weights, 60);
+        cache.segment(KEYS, class, 40);
+        if declared {
+            cache.declare(&(0..60).map(|n| page(WEIGHTS, n)).collect::<Vec<_>>());
+        }
+        cache
+    }
+
+    /// The misses of the last of 60 passes, each of which uses all weights, with `swept` pages of the other class swept
+    /// `times` times in the middle of it.
+    fn misses(cache: &mut BareCache, swept: u32, times: u32) -> u32 {
+        let weights = |range: std::ops::Range<u32>| range.map(|n| page(WEIGHTS, n));
+        let mut missed = 0;
+        for _ in 0..60 {
+            let others = (0..swept * times).map(|n| page(KEYS, n % swept));
+            let pass = weights(0..30).chain(others).chain(weights(30..60));
+            missed = pass.map(|used| u32::from(!cache.used(used, false).unwrap())).sum();
+        }
+        missed
+    }
+
+    /// While a plan decided what leaves, pages that it does not name went first, however often they were used.
+    #[test]
+    fn regression_pages_that_no_plan_names_get_frames_that_they_are_worth() {
+        for declared in [true, false] {
+            let mut cache = cache(SegmentClass::KeysAndValues, declared);
+            for _ in 0..2 {
+                let long = misses(&mut cache, 40, 8);
+                assert!(long <= 50, "declared {declared}: {long} misses, of 36 at least");
+                let short = misses(&mut cache, 2, 2);
+                assert!(short <= 4, "declared {declared}: {short} misses where all fits");
+            }
+        }
+    }
+
+    /// A plan's pages stay where others are worth less.
+    #[test]
+    fn pages_that_are_used_once_take_no_frames_from_a_plan() {
+        let mut cache = cache(SegmentClass::KeysAndValues, true);
+        cache.segment(KEYS, SegmentClass::KeysAndValues, 60 * 30);
+        let mut missed = 0;
+        for pass in 0..60 {
+            missed = 0;
+            for n in 0..60 {
+                missed += u32::from(!cache.used(page(WEIGHTS, n), false).unwrap());
+                if n % 2 == 0 {
+                    cache.used(page(KEYS, pass * 30 + n / 2), false).unwrap();
+                }
+            }
+        }
+        assert!(missed <= 2, "{missed} of a plan that fits");
+    }
+
+    /// A walker of a declared order lost its place among keys and values, and its plan was left.
+    #[test]
+    fn regression_keys_and_values_do_not_lead_a_walker_astray() {
+        let mut policy = PolicyKind::Plan.build();
+        policy.resize(64, 0, 0);
+        policy.class(WEIGHTS, SegmentClass::Weights);
+        policy.segment(WEIGHTS, 60);
+        policy.class(KEYS, SegmentClass::KeysAndValues);
+        policy.segment(KEYS, 40);
+        policy.declare(&(0..60).map(|n| page(WEIGHTS, n)).collect::<Vec<_>>(), true);
+        (0..30).for_each(|n| policy.accessed(page(WEIGHTS, n)));
+        (0..1000).for_each(|n| policy.accessed(page(KEYS, n % 40)));
+        assert_eq!(policy.places().iter().map(|place| place.next).collect::<Vec<_>>(), [30]);
+    }
+}

@@ -884,6 +884,9 @@ impl PlanPolicy {
         if self.merit < MERIT_MIN {
             self.merit = 0.0;
             self.probation = (PROBATION_GROWS * self.probation).clamp(frames, PROBATION_MAX * frames);
+            for (_, active) in self.plans.iter_mut().filter(|(_, active)| !active.declared) {
+                active.places.iter_mut().for_each(|place| place.followed = 0);
+            }
         } else if self.planned as u64 > KEPT * frames {
             self.learned = self.auto.take().map(|auto| auto.learned());
             self.merit = MERIT_MAX;
@@ -1210,6 +1213,7 @@ impl Policy for PlanPolicy {
         {
             let active = &mut self.plans[plan];
             let followed = !active.places[at].suspended;
+            let confidence = active.places[at].confidence;
             if active.names(number) {
                 // Pages that the walker skips may have been filled for it, or be on their way.
                 self.astray |= active.advance(at, number);
@@ -1227,15 +1231,17 @@ impl Policy for PlanPolicy {
             if active.exhausted(at) {
                 self.leave(self.current, true);
             } else if !suspended {
-                let decides = active.decides(self.keys.left(self.frames), self.probation) || several;
-                (self.planned, self.unplanned) = match decides {
-                    true => (self.planned.saturating_add(1), 0),
-                    false => (0, self.unplanned.saturating_add(1)),
-                };
                 if between {
                     self.tell_auto(page);
                     return;
                 }
+                let decides = active.decides(self.keys.left(self.frames), self.probation) || several;
+                (self.planned, self.unplanned) = match decides {
+                    // A use that was not expected ends the row.
+                    true if active.places[at].confidence < confidence => (0, 0),
+                    true => (self.planned.saturating_add(1), 0),
+                    false => (0, self.unplanned.saturating_add(1)),
+                };
                 let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
                 if doubted && walk.recorder.may_be_a_part(active.len()) {
                     walk.recorder.push_believed(self.names.name(page));
@@ -1357,6 +1363,11 @@ impl Policy for PlanPolicy {
             return self.victim_unplanned(want, take);
         }
         let must = must_offer_all(want);
+        let declared = || self.plans.iter().any(|(_, active)| active.declared && active.is_followed());
+        if self.auto.is_none() && !by_worth && self.planned as u64 <= KEPT * u64::from(self.frames) && !declared() {
+            // What was recognised is judged from the beginning.
+            self.auto();
+        }
         self.find_outside();
         let outside_first = self.outside_first(want);
         let (mut found, mut offered) = (Ok(None), None);
@@ -1498,7 +1509,8 @@ impl Policy for PlanPolicy {
         }
         let numbers = self.recency.numbers();
         let mut next: Option<(u64, u32)> = None;
-        for (_, active) in &mut self.plans {
+        let probation = self.probation;
+        for (_, active) in self.plans.iter_mut().filter(|(_, active)| active.is_believed(probation)) {
             for at in 0..active.places.len() {
                 if active.places[at].is_known() {
                     let missing = active.next_missing(at, |number| present(numbers.page(number)));
