@@ -7,10 +7,12 @@
 use super::auto::{AutoPolicy, Learned};
 use super::division::{Division, Gift, Holding};
 use super::outside::Outside;
-use super::{Policy, PolicyKind};
+use super::{Policy, PolicyKind, Take, Want};
+use crate::bits::Bits;
 use crate::ids::{PageId, SegmentClass, SegmentId};
 use crate::numbers::PageNumbers;
 use crate::order::Order;
+use crate::steps::step;
 
 /// Up to this many pages may all be in the sample; of more pages, at most twice as many are. Any page may be on either
 /// side, so each is in two tables.
@@ -35,6 +37,8 @@ pub(super) struct Beside {
     sizes: Sizes,
     /// Orders the resident unnamed pages while they have room.
     policy: Option<Box<AutoPolicy>>,
+    /// The numbers of the pages that `policy` orders.
+    ordered: Bits,
     learned: Option<Learned>,
 }
 
@@ -42,14 +46,13 @@ impl Beside {
     pub(super) fn new(sizes: Sizes, numbers: &PageNumbers) -> Self {
         // Swept pages have hits with a part of their frames, as plans have, and it need not be told the order.
         let division = Division::new([PolicyKind::Lirs, PolicyKind::Kv], SAMPLED_PAGES);
-        let mut this = Self { division, room: 0, sizes, policy: None, learned: None };
+        let mut this = Self { division, room: 0, sizes, policy: None, ordered: Bits::default(), learned: None };
         this.fit(numbers);
         this
     }
 
     fn fit(&mut self, numbers: &PageNumbers) {
-        let pages = numbers.segments().map(|(_, pages)| u64::from(pages)).sum();
-        self.division.fit(self.sizes.frames, pages);
+        self.division.fit(self.sizes.frames, numbers.end() as u64);
         let all = numbers.segments().map(|(segment, pages)| (segment, SegmentClass::Other, pages));
         [NAMED, UNNAMED].into_iter().for_each(|side| self.division.watch(side, all.clone()));
     }
@@ -58,9 +61,26 @@ impl Beside {
         self.room
     }
 
-    /// The policy of the unnamed pages, while they have room.
-    pub(super) fn policy(&mut self) -> Option<&mut AutoPolicy> {
-        self.policy.as_deref_mut()
+    /// Offers unnamed pages, if they have room.
+    pub(super) fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<Option<PageId>> {
+        Some(self.policy.as_mut()?.victim(want, take))
+    }
+
+    /// An unnamed page is resident. Its number is this.
+    pub(super) fn inserted(&mut self, page: PageId, number: u32) {
+        if let Some(policy) = &mut self.policy {
+            policy.inserted(page);
+            self.ordered.reach(number as usize + 1);
+            self.ordered.insert(number as usize);
+        }
+    }
+
+    /// A page is no more resident.
+    pub(super) fn removed(&mut self, page: PageId, number: u32) {
+        if let Some(policy) = &mut self.policy {
+            policy.removed(page);
+            self.ordered.remove(number as usize);
+        }
     }
 
     /// There are so many frames now. Room stays in proportion.
@@ -138,35 +158,44 @@ impl Beside {
         true
     }
 
-    /// The unnamed pages are those in this list now, in order of use, and of `recency`.
+    /// The resident unnamed pages are those of this list now.
     pub(super) fn reconcile(&mut self, outside: &Outside, recency: &Order) {
         if self.room == 0 {
             return;
         }
         let numbers = recency.numbers();
-        let is_listed = |page: PageId| numbers.number(page).is_some_and(|number| outside.contains(number));
-        match &mut self.policy {
-            Some(policy) => {
-                let mut tracked = policy.tracked();
-                tracked.iter().filter(|page| !is_listed(**page)).for_each(|page| policy.removed(*page));
-                tracked.sort_unstable();
-                let is_tracked = |page: &PageId| tracked.binary_search(page).is_ok();
-                recency.pages().filter(|page| is_listed(*page) && !is_tracked(page)).for_each(|page| {
-                    policy.accessed(page);
-                    policy.inserted(page);
-                });
+        if self.policy.is_none() {
+            let mut policy = Box::new(self.learned.take().map_or_else(AutoPolicy::default, AutoPolicy::after));
+            numbers.segments().for_each(|(segment, pages)| policy.segment(segment, pages));
+            self.policy = Some(policy);
+            self.ordered = Bits::new(numbers.end());
+            self.resized();
+            // In order of use.
+            let listed = |page: &PageId| numbers.number(*page).filter(|number| outside.contains(*number));
+            recency.pages().for_each(|page| listed(&page).into_iter().for_each(|number| self.comes(page, number)));
+            return;
+        }
+        step(self.ordered.len() + outside.len());
+        let mut next = self.ordered.first_from(0);
+        while let Some(number) = next {
+            if !outside.contains(number as u32) {
+                self.removed(numbers.page(number as u32), number as u32);
             }
-            None => {
-                let mut policy = Box::new(self.learned.take().map_or_else(AutoPolicy::default, AutoPolicy::after));
-                numbers.segments().for_each(|(segment, pages)| policy.segment(segment, pages));
-                for page in recency.pages().filter(|page| is_listed(*page)) {
-                    policy.accessed(page);
-                    policy.inserted(page);
-                }
-                self.policy = Some(policy);
-                self.resized();
+            next = self.ordered.first_from(number + 1);
+        }
+        for number in outside.numbers() {
+            if !self.ordered.contains(number as usize) {
+                self.comes(numbers.page(number), number);
             }
         }
+    }
+
+    /// A resident page is unnamed from now on.
+    fn comes(&mut self, page: PageId, number: u32) {
+        if let Some(policy) = &mut self.policy {
+            policy.accessed(page);
+        }
+        self.inserted(page, number);
     }
 
     pub(super) fn check(&self, outside: &Outside, numbers: &PageNumbers) -> Result<(), String> {

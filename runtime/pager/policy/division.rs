@@ -81,8 +81,8 @@ pub(super) struct Gift {
     pub(super) frames: u32,
 }
 
-/// See the [module documentation](self). Takes up to 32 times 21 bytes for each page of the sample that a group may
-/// have.
+/// See the [module documentation](self). For each page of the sample that a group may have, takes up to 32 times 21
+/// bytes, and some 100 more where it is the only one of its segment.
 #[derive(Debug)]
 pub(super) struct Division<const N: usize> {
     frames: u32,
@@ -140,7 +140,9 @@ impl<const N: usize> Division<N> {
             let frames = (u64::from(self.frames >> self.shift) * u64::from(parts) / u64::from(PARTS)) as u32;
             let mut cache = BareCache::of_a_sample(model.build(), frames);
             for (segment, class, pages) in segments.clone() {
-                cache.segment(segment, class, self.sampled_of(pages));
+                if let Some(sampled) = self.sampled_of(segment, pages) {
+                    cache.segment(segment, class, sampled);
+                }
             }
             Miniature { cache, hits: 0, written_back: 0, saved: 0.0 }
         });
@@ -160,14 +162,16 @@ impl<const N: usize> Division<N> {
         (place & ((1 << self.shift) - 1) == 0).then_some(PageId { segment: page.segment, index })
     }
 
-    /// The most pages of a segment that are in the sample.
-    fn sampled_of(&self, pages: u32) -> u32 {
-        (pages >> self.shift) + 1
+    /// Room for the pages of a segment that are in the sample; `None` if none is.
+    fn sampled_of(&self, segment: SegmentId, pages: u32) -> Option<u32> {
+        let all = 1_u32 << self.shift;
+        let first = (all - (segment.0 & (all - 1))) & (all - 1);
+        (first < pages).then(|| (pages >> self.shift) + 1)
     }
 
     /// A group has a segment more.
     pub(super) fn segment(&mut self, group: usize, segment: SegmentId, class: SegmentClass, pages: u32) {
-        let sampled = self.sampled_of(pages);
+        let Some(sampled) = self.sampled_of(segment, pages) else { return };
         for small in &mut self.groups[group].small {
             small.cache.segment(segment, class, sampled);
         }

@@ -314,8 +314,9 @@ pub enum PolicyKind {
     /// The least recently used page goes. Nothing is filled ahead except on a hint.
     Lru,
     /// Follows a declared or recognised order of use. Where there is none, pages leave as by `Auto`, which then takes
-    /// time and memory besides. While a plan decides, pages that it does not name go before all others, the least
-    /// recently used first.
+    /// time and memory besides. While a plan decides, pages that it does not name go before all others, until they have
+    /// shown that frames are worth more to them than to the plan. Keys and values that no plan names are part of no
+    /// order that is recognised.
     #[default]
     Plan,
     /// For models whose experts are drawn: as `Plan`, but pages that no plan names go by how often and how lately they

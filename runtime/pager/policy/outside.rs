@@ -156,6 +156,10 @@ impl Outside {
         self.line.contains(number)
     }
 
+    pub(super) fn numbers(&self) -> impl Iterator<Item = u32> {
+        self.line.numbers()
+    }
+
     /// Numbers are below `end` from now on.
     pub(super) fn fit(&mut self, end: usize) {
         if self.line.len() > 0 {

@@ -40,10 +40,10 @@
 //! # When the order changes
 //!
 //! Each use is compared with the one that is expected of its walker, but for keys and values that no plan names: they
-//! come in between, as many as there are, and are part of no order that is recognised. A small skip moves the walker's place. Strays are
-//! ignored. A new position that holds for a few uses is taken over. When most uses are unexpected the walker is
-//! suspended, and its place is ignored. That ends when a few uses in a row follow the plan again, when the walker is
-//! seen to follow another plan, or when its recorder has recognised a new cycle.
+//! come in between, as many as there are, and are part of no order that is recognised. A small skip moves the walker's
+//! place. Strays are ignored. A new position that holds for a few uses is taken over. When most uses are unexpected the
+//! walker is suspended, and its place is ignored. That ends when a few uses in a row follow the plan again, when the
+//! walker is seen to follow another plan, or when its recorder has recognised a new cycle.
 //!
 //! # Without an order
 //!
@@ -51,14 +51,15 @@
 //! do while all plans that are followed were recognised and fit, beside all keys and values: such a cycle may be a
 //! beginning that many requests share, and says nothing about other pages.
 //!
-//! A repeated part of a trace may look like a cycle. So recognised plans are judged: their *merit* is the hits that
-//! there were beyond those of `auto`'s shadow, while they decided what leaves and shortly after. A plan that is
-//! followed for as many uses in a row as there are frames is no such part, and a debt from before is forgiven. If the
-//! merit falls too low, recognised plans are put on *probation*: each one has to be followed for some time before it
-//! decides what leaves. Each further failure makes that time longer. Fills ahead do not wait for it.
+//! A repeated part of a trace may look like a cycle. So recognised plans are judged: their *merit* is the pages that
+//! did not have to move, beyond those of `auto`'s shadow, while they decided what leaves and shortly after; a page that
+//! was filled ahead has moved. A plan that is followed for as many uses in a row as there are frames, all as expected,
+//! is no such part, and a debt from before is forgiven. If the merit falls too low, recognised plans are put on
+//! *probation*: each one has to be followed for some time before it decides what leaves and is filled ahead. Each
+//! further failure makes that time longer.
 //!
-//! That policy is made at the first search for a page without a plan, or when a chain is declared: until then it would
-//! cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all uses until a
+//! That policy is made at the first search for a page without a declared plan, or when a chain is declared: until then
+//! it would cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all uses until a
 //! plan has decided what leaves for a while; then it is dropped, except for which candidate was live. For the first
 //! uses after such a plan, pages leave in LRU order. Policy `model` does without `auto`: before there are plans it goes
 //! by scores, and while all walkers are suspended by recency.
@@ -820,13 +821,13 @@ impl PlanPolicy {
             stopped |= answer == Take::Stop;
             answer
         };
-        let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) else {
+        // `auto` knows no plan, and the page to be filled is worth more than those that are beyond their room.
+        let without_plan = if matches!(want, Want::Planned(_)) { Want::Hint } else { want };
+        let beside = self.beside.as_mut();
+        let Some(found) = beside.and_then(|beside| beside.victim(without_plan, &mut unless_expected)) else {
             let (found, offered) = self.outside.offer(want, numbers, &mut unless_expected);
             return (found, Some(offered));
         };
-        // It knows no plan, and the page to be filled is worth more than those that are beyond their room.
-        let want = if matches!(want, Want::Planned(_)) { Want::Hint } else { want };
-        let found = policy.victim(want, &mut unless_expected);
         (if stopped { Err(Stopped) } else { Ok(found) }, None)
     }
 
@@ -1285,8 +1286,8 @@ impl Policy for PlanPolicy {
         self.coming = self.coming.filter(|coming| *coming != number);
         if outside {
             self.outside.insert(number, self.recency.numbers().end());
-            if let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) {
-                policy.inserted(page);
+            if let Some(beside) = &mut self.beside {
+                beside.inserted(page, number);
             }
         }
     }
@@ -1304,8 +1305,8 @@ impl Policy for PlanPolicy {
         }
         self.outside.remove(number);
         self.ahead.remove(number as usize);
-        if let Some(policy) = self.beside.as_mut().and_then(|beside| beside.policy()) {
-            policy.removed(page);
+        if let Some(beside) = &mut self.beside {
+            beside.removed(page, number);
         }
     }
 
