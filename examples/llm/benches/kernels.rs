@@ -8,7 +8,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use outcore_llm::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use outcore_llm::{Pool, WeightType};
@@ -94,16 +94,11 @@ fn ours(pool: &Pool, dtype: WeightType, matrices: &[u8], x: &[f32], m: usize, ou
 /// What reading the same bytes takes.
 fn read(pool: &Pool, bytes: &[u8]) -> f64 {
     let started = Instant::now();
-    let mut sums = vec![0u64; bytes.len().div_ceil(1 << 20)];
+    let mut sums = vec![[0u8; 128]; bytes.len().div_ceil(1 << 20)];
     pool.run_chunks(&mut sums, 1, |i, sum| {
-        let part = &bytes[i << 20..bytes.len().min((i + 1) << 20)];
-        let mut lanes = [0u64; 16];
-        for words in part.as_chunks::<128>().0 {
-            for (lane, word) in lanes.iter_mut().zip(words.as_chunks::<8>().0) {
-                *lane ^= u64::from_le_bytes(*word);
-            }
+        for bytes in bytes[i << 20..bytes.len().min((i + 1) << 20)].as_chunks::<128>().0 {
+            sum[0].iter_mut().zip(bytes).for_each(|(sum, byte)| *sum ^= byte);
         }
-        sum[0] = lanes.iter().fold(0, |a, b| a ^ b);
     });
     std::hint::black_box(sums);
     started.elapsed().as_secs_f64()
@@ -140,6 +135,8 @@ fn main() {
                 let read = read(&pool, &matrices);
                 let took = ours(&pool, dtype, &matrices, &x, m, &mut out);
                 let other = peer.as_mut().map(Peer::seconds);
+                // OpenMP's threads spin for a while when they have nothing to do.
+                std::thread::sleep(Duration::from_millis(30));
                 // The first round warms both.
                 if round > 0 {
                     reads.push(read);

@@ -6,6 +6,7 @@
 //! Invariants:
 //! 1. The result for one row and one activation vector depends on nothing else: not on how many rows or vectors are
 //!    computed together, not on the thread, not on the rows' address. Tiling and batching therefore never change a bit.
+//!    The instruction set does: each [`Level`] adds in an order of its own.
 //! 2. A kernel reads only the slices it is given; vector loads go through fixed-size array references.
 //! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
 //!
