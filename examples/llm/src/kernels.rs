@@ -11,6 +11,7 @@
 //! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
 //!
 //! Formats: `ggml-common.h` and `ggml-quants.c` of llama.cpp.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "vector kernels alone use all that is prepared"))]
 
 use std::sync::OnceLock;
 

@@ -22,7 +22,7 @@ proptest! {
     #[test]
     fn every_level_agrees_with_the_portable_kernel(
         dtype in prop::sample::select(WeightType::ALL.to_vec()),
-        // In sixteenths of the widest block, for the types that have narrower ones.
+        // Of 32 elements each, as far as the type's blocks allow.
         blocks in 1usize..40,
         rows in 1usize..11,
         m in 1usize..37,
