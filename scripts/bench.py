@@ -25,9 +25,12 @@ ROUNDS = 2 if QUICK else 5
 # A small model takes more tokens, so that a run is seconds long.
 TOKENS = 12 if QUICK else 24
 PROMPT = "1,5,9,200,33"
-BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "shares", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify"]
+BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "shares", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify", "kernels"]
+# Benches of other packages than the repository's own.
+ELSEWHERE = {"kernels": "outcore-llm"}
 SKIPPED = 77
 PEER = Path(os.environ.get("OUTCORE_PEERS", ROOT / ".venv")) / "bin/llama-peer"
+GGML = PEER.with_name("ggml-peer")
 FIO = shutil.which("fio")
 
 
@@ -64,7 +67,9 @@ def hardware(folder):
 
 
 def cargo_bench(name):
-    done = run(["cargo", "bench", "--bench", name], cwd=ROOT)
+    package = ["-p", ELSEWHERE[name]] if name in ELSEWHERE else []
+    given = ["--", GGML] if name == "kernels" and GGML.exists() else []
+    done = run(["cargo", "bench", *package, "--bench", name, *given], cwd=ROOT)
     print(done.stdout, end="", flush=True)
     found = last_json(done.stdout)
     if done.returncode or found is None:

@@ -34,6 +34,7 @@ UNSAFE_ALLOWED = {
     "runtime/cli/tests/run/memmap.rs": "maps a file by memmap2, as engines do",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
+    "examples/llm/src/kernels/": "vector instructions: loads, stores and prefetches through references",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLAS",
     "examples/llm/tests/cuda/": "loads the kernels that were compiled for the CPU",
@@ -72,6 +73,7 @@ ARCHITECTURE = re.compile(
 )
 ARCHITECTURE_ALLOWED = {
     "examples/llm/src/kernels.rs": "vector instructions, chosen at run time, with a portable way beside them",
+    "examples/llm/src/kernels/avx512.rs": "the same for one set of instructions",
     "runtime/cli/doctor.rs": "says whether the build has the vector instructions that the processor has",
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds what `make bench` compares with into .venv: llama.cpp, out of the source package of llama-cpp-python, and the
-# program benches/compare/llama_cpp.c on top of it; and fetches libCacheSim. Takes minutes; does nothing where all is
-# there.
+# programs benches/compare/llama_cpp.c and ggml_matmul.c on top of it; and fetches libCacheSim. Takes minutes; does
+# nothing where all is there.
 #
 # PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS options of the
 # build (on a virtual machine that advertises AMX without allowing it: -DGGML_NATIVE=OFF and what there is instead).
@@ -14,6 +14,8 @@ python=${PYTHON:-python3}
 venv=${OUTCORE_PEERS:-.venv}
 peer=$venv/bin/llama-peer
 source=benches/compare/llama_cpp.c
+ggml_peer=$venv/bin/ggml-peer
+ggml_source=benches/compare/ggml_matmul.c
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "fetch_peers: $*" >&2; exit 1; }
@@ -31,8 +33,13 @@ fi
 package=$("$venv/bin/python" -c 'import importlib.util as u; print(u.find_spec("llama_cpp").submodule_search_locations[0])')
 include=$(find "$venv" -name llama.h -printf '%h\n' -quit)
 [ -n "$include" ] || fail "llama-cpp-python $version came without llama.h"
-if [ ! -x "$peer" ] || [ "$source" -nt "$peer" ]; then
-    cc -O2 -Wall -Wextra -I "$include" -o "$peer" "$source" -L "$package/lib" -lllama -lggml -lggml-base -lm \
-        -Wl,-rpath,"$(realpath "$package/lib")" || fail "$source could not be built"
-fi
-echo "$peer is there"
+build() { # PROGRAM SOURCE LIBRARY...
+    local program=$1 code=$2
+    shift 2
+    [ ! -x "$program" ] || [ "$code" -nt "$program" ] || return 0
+    cc -O2 -Wall -Wextra -I "$include" -o "$program" "$code" -L "$package/lib" "$@" -lggml -lggml-base -lm \
+        -Wl,-rpath,"$(realpath "$package/lib")" || fail "$code could not be built"
+}
+build "$peer" "$source" -lllama
+build "$ggml_peer" "$ggml_source" -lggml-cpu
+echo "$peer and $ggml_peer are there"

@@ -6,10 +6,12 @@
 //! Invariants:
 //! 1. The result for one row and one activation vector depends on nothing else: not on how many rows or vectors are
 //!    computed together, not on the thread, not on the rows' address. Tiling and batching therefore never change a bit.
+//!    The instruction set does: each [`Level`] adds in an order of its own.
 //! 2. A kernel reads only the slices it is given; vector loads go through fixed-size array references.
 //! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
 //!
 //! Formats: `ggml-common.h` and `ggml-quants.c` of llama.cpp.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "vector kernels alone use all that is prepared"))]
 
 use std::sync::OnceLock;
 
@@ -17,20 +19,180 @@ use candle_core::quantized::k_quants::{self, GgmlType};
 use half::{bf16, f16};
 
 use crate::dtype::WeightType;
+use crate::pool::Pool;
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 
 /// Elements in one block of quantised activations.
 pub const BLOCK: usize = 32;
 
-/// Thirty-two activations: `value[i] = scale * q[i]`.
+/// Blocks in one [`Q8Group`].
+const GROUP: usize = 16;
+/// Vectors in one [`Q8Lanes`].
+const LANES: usize = 16;
+
+/// Most bytes that an element of a vector has in what is prepared for the kernels: in [`Fours`], or as one of six
+/// vectors in [`Q8Lanes`], the fewest that are laid out so.
+pub const PREPARED_BYTES: usize = 4;
+
+/// Sixteen blocks of one vector: `value[i] = scale * q[i]`. Blocks beyond the vector's end are zeros.
 #[derive(Clone, Copy, Debug)]
-#[repr(C, align(8))]
-pub struct Q8Block {
-    /// The scale.
-    pub scale: f32,
-    /// `scale` times the sum of `q`, which formats with a minimum or an offset need.
-    pub sum: f32,
+#[repr(C, align(64))]
+struct Q8Group {
     /// The values, in -127..=127.
-    pub q: [i8; BLOCK],
+    q: [[i8; BLOCK]; GROUP],
+    scale: [f32; GROUP],
+    /// The sums of `q`, which formats with a minimum or an offset need.
+    sum: [i32; GROUP],
+    /// The sums of 16 values each.
+    half: [[i32; GROUP]; 2],
+}
+
+/// One block of sixteen vectors. Vectors beyond the last are zeros.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Q8Lanes {
+    /// Four values of each vector, then the next four.
+    q: [[i8; 4 * LANES]; BLOCK / 4],
+    scale: [f32; LANES],
+    sum: [i32; LANES],
+    /// The sums of the first 16 values, and of the others.
+    half: [[i32; LANES]; 2],
+}
+
+/// Vectors of activations, quantised for one level's kernels.
+#[derive(Clone, Debug, Default)]
+pub struct Quantised {
+    /// For kernels that take one vector after the other.
+    groups: Vec<Q8Group>,
+    /// For kernels that take sixteen at once; one of the two is empty.
+    lanes: Vec<Q8Lanes>,
+}
+
+impl Quantised {
+    /// Quantises `m` vectors of a multiple of 32 elements each. A block's scale is `max|x| / 127`.
+    pub fn new(level: Level, x: &[f32], m: usize, pool: &Pool) -> Self {
+        let mut new = Self::default();
+        let blocks = x.len() / BLOCK / m.max(1);
+        let (x, _) = x.as_chunks::<BLOCK>();
+        let level = level.clamped();
+        #[cfg(target_arch = "x86_64")]
+        if level == Level::Avx512 && avx512::wants_lanes(m) {
+            // The kernels take four blocks at a time.
+            let each = blocks.next_multiple_of(4);
+            let zero = Q8Lanes { q: [[0; 64]; 8], scale: [0.0; LANES], sum: [0; LANES], half: [[0; LANES]; 2] };
+            new.lanes = vec![zero; m.div_ceil(LANES) * each];
+            pool.run_chunks(&mut new.lanes, 8, |i, out| {
+                for (b, out) in out.iter_mut().enumerate() {
+                    let (group, b) = ((8 * i + b) / each, (8 * i + b) % each);
+                    if b < blocks {
+                        let vectors = x[group * LANES * blocks..].chunks_exact(blocks).take(LANES);
+                        vectors.enumerate().for_each(|(v, x)| out.set(v, &quantise(level, &x[b])));
+                    }
+                }
+            });
+            return new;
+        }
+        let each = blocks.div_ceil(GROUP);
+        let zero = Q8Group { q: [[0; BLOCK]; GROUP], scale: [0.0; GROUP], sum: [0; GROUP], half: [[0; GROUP]; 2] };
+        new.groups = vec![zero; m * each];
+        pool.run_chunks(&mut new.groups, 8, |i, out| {
+            for (g, out) in out.iter_mut().enumerate() {
+                let (vector, first) = ((8 * i + g) / each, (8 * i + g) % each * GROUP);
+                let x = &x[vector * blocks + first..];
+                x.iter().take(GROUP.min(blocks - first)).enumerate().for_each(|(b, x)| out.set(b, &quantise(level, x)));
+            }
+        });
+        new
+    }
+
+    /// The blocks of vector `j`, of `blocks` blocks.
+    fn blocks(&self, j: usize, blocks: usize) -> Q8Vector<'_> {
+        let each = blocks.div_ceil(GROUP);
+        Q8Vector { groups: &self.groups[j * each..(j + 1) * each], len: blocks }
+    }
+}
+
+/// One vector, for kernels that take a block at a time.
+#[derive(Clone, Copy)]
+struct Q8Vector<'a> {
+    groups: &'a [Q8Group],
+    len: usize,
+}
+
+impl<'a> Q8Vector<'a> {
+    #[inline(always)]
+    fn at(&self, b: usize) -> Q8Block<'a> {
+        let (group, b) = (&self.groups[b / GROUP], b % GROUP);
+        Q8Block { scale: group.scale[b], sum: group.scale[b] * group.sum[b] as f32, q: &group.q[b] }
+    }
+}
+
+struct Q8Block<'a> {
+    scale: f32,
+    /// `scale` times the sum of `q`.
+    sum: f32,
+    q: &'a [i8; BLOCK],
+}
+
+/// A block, quantised.
+struct Quants {
+    q: [i8; BLOCK],
+    scale: f32,
+    half: [i32; 2],
+}
+
+impl Q8Group {
+    fn set(&mut self, b: usize, x: &Quants) {
+        self.q[b] = x.q;
+        self.scale[b] = x.scale;
+        self.sum[b] = x.half[0] + x.half[1];
+        let halves = self.half.as_flattened_mut();
+        [halves[2 * b], halves[2 * b + 1]] = x.half;
+    }
+}
+
+impl Q8Lanes {
+    fn set(&mut self, v: usize, x: &Quants) {
+        for (words, x) in self.q.iter_mut().zip(x.q.as_chunks::<4>().0) {
+            words.as_chunks_mut::<4>().0[v] = *x;
+        }
+        self.scale[v] = x.scale;
+        self.sum[v] = x.half[0] + x.half[1];
+        [self.half[0][v], self.half[1][v]] = x.half;
+    }
+}
+
+fn quantise(level: Level, x: &[f32; BLOCK]) -> Quants {
+    #[cfg(target_arch = "x86_64")]
+    if level == Level::Avx512 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { avx512::quantise(x) };
+    }
+    let _ = level;
+    quantise_plainly(x)
+}
+
+/// The same operations whatever they are compiled to.
+#[inline(always)]
+fn quantise_plainly(x: &[f32; BLOCK]) -> Quants {
+    let mut peaks = [0f32; 16];
+    let (halves, _) = x.as_chunks::<16>();
+    for half in halves {
+        peaks.iter_mut().zip(half).for_each(|(peak, v)| *peak = peak.max(v.abs()));
+    }
+    let peak = peaks.iter().fold(0f32, |m, v| m.max(*v));
+    let scale = peak / 127.0;
+    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+    let mut quants = Quants { q: [0; BLOCK], scale, half: [0; 2] };
+    for (i, (q, v)) in quants.q.iter_mut().zip(x).enumerate() {
+        // Adding and subtracting 1.5 * 2^23 rounds to nearest even, and vectorises where `round` does not.
+        let rounded = (v * inverse + 12_582_912.0) - 12_582_912.0;
+        *q = rounded as i8;
+        quants.half[i / 16] += i32::from(*q);
+    }
+    quants
 }
 
 /// Which instructions the kernels use.
@@ -41,8 +203,8 @@ pub enum Level {
     Scalar,
     /// AVX2, FMA, F16C.
     Avx2,
-    /// The same with AVX-512 VNNI on 256-bit registers.
-    Vnni,
+    /// AVX-512 with its dot product of bytes (VNNI).
+    Avx512,
 }
 
 impl Level {
@@ -55,9 +217,13 @@ impl Level {
                 let avx2 = is_x86_feature_detected!("avx2")
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c");
-                let vnni = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vl");
-                if avx2 && vnni {
-                    return Level::Vnni;
+                let avx512 = is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vnni");
+                if avx2 && avx512 {
+                    return Level::Avx512;
                 }
                 if avx2 {
                     return Level::Avx2;
@@ -73,12 +239,46 @@ impl Level {
     }
 }
 
+/// Sixteen elements of four vectors.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Four([[f32; 16]; 4]);
+
+/// Vectors of numbers in fours, as far as there are four, for kernels that take several at once: of each four the
+/// sixteens with an even number, then the others. Vectors apart would share few sets of the first cache.
+#[derive(Clone, Debug, Default)]
+pub struct Fours(Vec<Four>);
+
+impl Fours {
+    /// Lays out `m` vectors, if kernels of `level` want that.
+    pub fn new(level: Level, x: &[f32], m: usize, pool: &Pool) -> Self {
+        let (k, count) = (x.len() / m.max(1), m / 4);
+        if level.clamped() < Level::Avx512 || count == 0 {
+            return Self::default();
+        }
+        let steps = k.div_ceil(16);
+        let mut fours = vec![Four([[0.0; 16]; 4]); count * steps];
+        pool.run_chunks(&mut fours, 64, |i, out| {
+            for (nth, out) in (64 * i..).zip(out) {
+                let (four, place) = (nth / steps, nth % steps);
+                let evens = steps.div_ceil(2);
+                let step = if place < evens { 2 * place } else { 2 * (place - evens) + 1 };
+                for (j, out) in out.0.iter_mut().enumerate() {
+                    let x = &x[(4 * four + j) * k..(4 * four + j + 1) * k][16 * step..k.min(16 * step + 16)];
+                    out[..x.len()].copy_from_slice(x);
+                }
+            }
+        });
+        Self(fours)
+    }
+}
+
 /// How activations must be prepared for a weight type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ActKind {
     /// As `f32`.
     Plain,
-    /// As [`Q8Block`]s.
+    /// As [`Quantised`].
     Q8,
 }
 
@@ -91,32 +291,13 @@ pub fn act_kind(dtype: WeightType) -> ActKind {
     }
 }
 
-/// Quantises `x` (a multiple of 32 elements) to `out`, one block for 32 elements: `scale = max|x| / 127`.
-pub fn quantise(x: &[f32], out: &mut [Q8Block]) {
-    let (chunks, _) = x.as_chunks::<BLOCK>();
-    for (chunk, block) in chunks.iter().zip(out) {
-        let peak = chunk.iter().fold(0f32, |m, v| m.max(v.abs()));
-        let scale = peak / 127.0;
-        let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-        let mut total = 0i32;
-        for (q, v) in block.q.iter_mut().zip(chunk) {
-            // Adding and subtracting 1.5 * 2^23 rounds to nearest even, and vectorises where `round` does not.
-            let rounded = (v * inverse + 12_582_912.0) - 12_582_912.0;
-            *q = rounded as i8;
-            total += i32::from(*q);
-        }
-        block.scale = scale;
-        block.sum = scale * total as f32;
-    }
-}
-
 /// Activations for a block of rows: `m` vectors of `k` elements each, in the form the weight type wants.
 #[derive(Clone, Copy, Debug)]
 pub enum Acts<'a> {
-    /// `m * k` numbers.
-    Plain(&'a [f32]),
-    /// `m * k / 32` blocks.
-    Q8(&'a [Q8Block]),
+    /// `m * k` numbers, and the same laid out for the level that computes.
+    Plain(&'a [f32], &'a Fours),
+    /// `m` vectors, quantised for the level that computes.
+    Q8(&'a Quantised),
 }
 
 /// `out[r * m + j] = dot(row r, vector j)` for the `rows.len() / row_bytes` rows in `rows`.
@@ -135,13 +316,16 @@ pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Ac
         // SAFETY: `clamped` returns a level only after its features were detected (invariant 3).
         unsafe {
             match (level.clamped(), acts, dtype) {
-                (Level::Vnni, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
-                    return x86::vnni::rows(dtype, job, a, out);
+                (Level::Avx512, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
+                    return avx512::rows(dtype, job, a, out);
                 }
                 (Level::Avx2, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
                     return x86::avx2::rows(dtype, job, a, out);
                 }
-                (Level::Vnni | Level::Avx2, Acts::Plain(a), F32 | F16 | BF16) => {
+                (Level::Avx512, Acts::Plain(a, fours), F32 | F16 | BF16) => {
+                    return avx512::dense_rows(dtype, job, a, &fours.0, out);
+                }
+                (Level::Avx2, Acts::Plain(a, _), F32 | F16 | BF16) => {
                     return x86::dense_rows(dtype, job, a, out);
                 }
                 _ => {}
@@ -154,18 +338,46 @@ pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Ac
         dequantise(dtype, row, &mut weights);
         for (j, out) in out.iter_mut().enumerate() {
             *out = match acts {
-                Acts::Plain(a) => dot(level, &weights, &a[j * k..(j + 1) * k]),
-                Acts::Q8(a) => scalar_dot(&weights, &a[j * (k / BLOCK)..(j + 1) * (k / BLOCK)]),
+                Acts::Plain(a, _) => dot(level, &weights, &a[j * k..(j + 1) * k]),
+                Acts::Q8(a) => scalar_dot(&weights, a.blocks(j, k / BLOCK)),
             };
         }
     }
 }
 
-fn scalar_dot(weights: &[f32], acts: &[Q8Block]) -> f32 {
+/// Fewest stored bytes worth handing to another thread.
+const CHUNK_BYTES: usize = 8 << 10;
+
+/// [`rows_dot`] by all threads of `pool`.
+#[expect(clippy::too_many_arguments, reason = "the operands of one product, and who computes it")]
+pub fn rows_dot_on(
+    pool: &Pool,
+    level: Level,
+    dtype: WeightType,
+    k: usize,
+    rows: &[u8],
+    acts: Acts<'_>,
+    m: usize,
+    out: &mut [f32],
+) {
+    let row_bytes = (k / dtype.block_elements() * dtype.block_bytes()).max(1);
+    let each = (rows.len() / row_bytes).div_ceil(pool.threads() * 4);
+    let least = (CHUNK_BYTES / row_bytes / m.max(1)).max(1);
+    // A multiple of four keeps the kernels' groups of rows whole.
+    let chunk = each.max(least).next_multiple_of(4);
+    let stride = chunk * row_bytes;
+    pool.run_chunks(out, chunk * m, |i, out| {
+        let rows = &rows[i * stride..rows.len().min((i + 1) * stride)];
+        rows_dot(level, dtype, k, rows, acts, m, out);
+    });
+}
+
+fn scalar_dot(weights: &[f32], acts: Q8Vector<'_>) -> f32 {
     let (blocks, _) = weights.as_chunks::<BLOCK>();
     let mut total = 0f32;
-    for (w, a) in blocks.iter().zip(acts) {
-        let inner: f32 = w.iter().zip(&a.q).map(|(w, q)| w * f32::from(*q)).sum();
+    for (b, w) in blocks.iter().enumerate() {
+        let a = acts.at(b);
+        let inner: f32 = w.iter().zip(a.q).map(|(w, q)| w * f32::from(*q)).sum();
         total += a.scale * inner;
     }
     total
@@ -333,7 +545,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK, Q8Block, WeightType, f16, scale_min};
+    use super::{BLOCK, Q8Vector, Quantised, WeightType, f16, scale_min};
 
     /// A block of rows to be multiplied with `m` vectors of `k` elements.
     #[derive(Clone, Copy)]
@@ -431,7 +643,7 @@ mod x86 {
 
                 /// Multiplies all rows with all vectors, four of a kind at a time.
                 #[target_feature(enable = $features)]
-                pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &[Q8Block], out: &mut [f32]) {
+                pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
                     match dtype {
                         WeightType::Q4_0 => drive(job, acts, out, q4_0::<4, 1>, q4_0::<1, 1>, q4_0::<1, 4>),
                         WeightType::Q4_1 => drive(job, acts, out, q4_1::<4, 1>, q4_1::<1, 1>, q4_1::<1, 4>),
@@ -450,15 +662,14 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 fn drive<const R: usize>(
                     job: Rows<'_>,
-                    acts: &[Q8Block],
+                    acts: &Quantised,
                     out: &mut [f32],
-                    many_rows: unsafe fn([&[u8]; R], [&[Q8Block]; 1]) -> [[f32; 1]; R],
-                    one: unsafe fn([&[u8]; 1], [&[Q8Block]; 1]) -> [[f32; 1]; 1],
-                    many_acts: unsafe fn([&[u8]; 1], [&[Q8Block]; 4]) -> [[f32; 4]; 1],
+                    many_rows: unsafe fn([&[u8]; R], [Q8Vector<'_>; 1]) -> [[f32; 1]; R],
+                    one: unsafe fn([&[u8]; 1], [Q8Vector<'_>; 1]) -> [[f32; 1]; 1],
+                    many_acts: unsafe fn([&[u8]; 1], [Q8Vector<'_>; 4]) -> [[f32; 4]; 1],
                 ) {
                     let Rows { k, row_bytes, rows, m } = job;
-                    let nb = k / BLOCK;
-                    let act = |j: usize| &acts[j * nb..(j + 1) * nb];
+                    let act = |j: usize| acts.blocks(j, k / BLOCK);
                     if m == 1 {
                         let groups = rows.chunks(row_bytes * R).zip(out.chunks_mut(R));
                         for (group, out) in groups {
@@ -495,18 +706,18 @@ mod x86 {
                 }
 
                 #[target_feature(enable = $features)]
-                fn q4_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                fn q4_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
                     let rows = rows.map(|r| r.as_chunks::<18>().0);
                     let mut acc = [[_mm256_setzero_ps(); M]; R];
                     let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len() {
+                    for b in 0..acts[0].len {
                         for r in 0..R {
                             let block = &rows[r][b];
                             let (d, _) = halves(&[block[0], block[1], 0, 0]);
                             let w = nibbles(part(block, 2));
                             for j in 0..M {
-                                let y = &acts[j][b];
-                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                let y = acts[j].at(b);
+                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
                                 acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
                                 low[r][j] += d * y.sum;
                             }
@@ -516,18 +727,18 @@ mod x86 {
                 }
 
                 #[target_feature(enable = $features)]
-                fn q4_1<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                fn q4_1<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
                     let rows = rows.map(|r| r.as_chunks::<20>().0);
                     let mut acc = [[_mm256_setzero_ps(); M]; R];
                     let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len() {
+                    for b in 0..acts[0].len {
                         for r in 0..R {
                             let block = &rows[r][b];
                             let (d, min) = halves(part(block, 0));
                             let w = nibbles(part(block, 4));
                             for j in 0..M {
-                                let y = &acts[j][b];
-                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                let y = acts[j].at(b);
+                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
                                 acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
                                 low[r][j] += min * y.sum;
                             }
@@ -537,18 +748,18 @@ mod x86 {
                 }
 
                 #[target_feature(enable = $features)]
-                fn q8_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                fn q8_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
                     let rows = rows.map(|r| r.as_chunks::<34>().0);
                     let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len() {
+                    for b in 0..acts[0].len {
                         for r in 0..R {
                             let block = &rows[r][b];
                             let (d, _) = halves(&[block[0], block[1], 0, 0]);
                             let w = load32(part::<32>(block, 2));
                             let magnitude = _mm256_abs_epi8(w);
                             for j in 0..M {
-                                let y = &acts[j][b];
-                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(&y.q)));
+                                let y = acts[j].at(b);
+                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
                                 acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
                             }
                         }
@@ -559,12 +770,12 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 fn q45_k<const R: usize, const M: usize, const FIVE: bool>(
                     rows: [&[u8]; R],
-                    acts: [&[Q8Block]; M],
+                    acts: [Q8Vector<'_>; M],
                 ) -> [[f32; M]; R] {
                     let size = if FIVE { 176 } else { 144 };
                     let mut acc = [[_mm256_setzero_ps(); M]; R];
                     let mut low = [[0f32; M]; R];
-                    for b in 0..acts[0].len() / 8 {
+                    for b in 0..acts[0].len / 8 {
                         for r in 0..R {
                             let block = &rows[r][b * size..(b + 1) * size];
                             let (d, dmin) = halves(part(block, 0));
@@ -584,8 +795,8 @@ mod x86 {
                                     let (scale, min) = scale_min(sub, &block[4..16]);
                                     let (scale, min) = (d * f32::from(scale), dmin * f32::from(min));
                                     for j in 0..M {
-                                        let y = &acts[j][b * 8 + sub];
-                                        let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                        let y = acts[j].at(b * 8 + sub);
+                                        let p = _mm256_cvtepi32_ps(dot_us(w, load32(y.q)));
                                         acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(scale * y.scale), p, acc[r][j]);
                                         low[r][j] += min * y.sum;
                                     }
@@ -597,10 +808,10 @@ mod x86 {
                 }
 
                 #[target_feature(enable = $features)]
-                fn q6_k<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                fn q6_k<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
                     let rows = rows.map(|r| r.as_chunks::<210>().0);
                     let mut acc = [[_mm256_setzero_ps(); M]; R];
-                    for b in 0..acts[0].len() / 8 {
+                    for b in 0..acts[0].len / 8 {
                         for r in 0..R {
                             let block = &rows[r][b];
                             let (d, _) = halves(&[block[208], block[209], 0, 0]);
@@ -625,8 +836,8 @@ mod x86 {
                                     let scale = |i: usize| d * f32::from(block[192 + 2 * t + i] as i8);
                                     let scales = _mm256_set_m128(_mm_set1_ps(scale(1)), _mm_set1_ps(scale(0)));
                                     for j in 0..M {
-                                        let y = &acts[j][b * 8 + t];
-                                        let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(&y.q)));
+                                        let y = acts[j].at(b * 8 + t);
+                                        let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
                                         let scales = _mm256_mul_ps(scales, _mm256_set1_ps(y.scale));
                                         acc[r][j] = _mm256_fmadd_ps(scales, p, acc[r][j]);
                                     }
@@ -739,7 +950,6 @@ mod x86 {
     }
 
     kernels!(avx2, "avx2,fma,f16c", |u, s| _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
-    kernels!(vnni, "avx2,fma,f16c,avx512vnni,avx512vl", |u, s| _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, s));
 
     #[target_feature(enable = "avx2,fma")]
     pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {

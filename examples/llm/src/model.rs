@@ -19,13 +19,13 @@ use crate::config::{Config, RopePairs};
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::kernels::{self, ActKind, Acts, Level, Q8Block};
+use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
 use crate::pool::Pool;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
-/// Fewest stored bytes worth handing to another thread.
-const CHUNK_BYTES: u64 = 8 << 10;
+/// Most vectors whose products one thread sorts at a time.
+const SORTED: usize = 8;
 
 /// How the cache of keys and values stores its elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -153,24 +153,23 @@ impl Model {
         let acts = x.prepare(w.dtype, self);
         let mut out = vec![0f32; m * n];
         let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
-        let each = w.rows.div_ceil(self.pool.threads() as u64 * 4);
-        let least = (CHUNK_BYTES / w.row_bytes.max(1) / m as u64).max(1);
-        // A multiple of four keeps the kernels' groups of rows whole.
-        let chunk = each.max(least).next_multiple_of(4) as usize;
         for tile in tiles(w, self.weights.tile_rows(w.id)) {
             let bytes = self.rows(w, tile.clone())?;
             let bytes: &[u8] = &bytes;
             let (start, end) = (tile.start as usize * m, tile.end as usize * m);
             let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
-            let stride = chunk * w.row_bytes as usize;
-            self.pool.run_chunks(target, chunk * m, |i, out| {
-                let rows = &bytes[i * stride..bytes.len().min((i + 1) * stride)];
-                kernels::rows_dot(self.level, w.dtype, k, rows, acts, m, out);
-            });
+            kernels::rows_dot_on(&self.pool, self.level, w.dtype, k, bytes, acts, m, target);
         }
         if m > 1 {
-            self.pool.run_chunks(&mut out, n, |j, row| {
-                row.iter_mut().zip(transposed[j..].iter().step_by(m)).for_each(|(o, t)| *o = *t);
+            let some = m.div_ceil(self.pool.threads()).min(SORTED);
+            self.pool.run_chunks(&mut out, n * some, |i, out| {
+                // Sixteen rows at a time, so that a row's products are in the first cache for all of these vectors.
+                for (first, rows) in transposed.chunks(16 * m).enumerate().map(|(i, rows)| (16 * i, rows)) {
+                    for (j, out) in out.chunks_exact_mut(n).enumerate() {
+                        let products = rows[i * some + j..].iter().step_by(m);
+                        out[first..].iter_mut().zip(products).for_each(|(o, t)| *o = *t);
+                    }
+                }
             });
         }
         Ok(out)
@@ -212,32 +211,26 @@ impl Model {
     }
 }
 
-/// Activations entering a matrix: `m` vectors, quantised once however many matrices use them.
+/// Activations entering a matrix: `m` vectors, prepared once however many matrices use them.
 #[derive(Default)]
 struct Input {
     x: Vec<f32>,
     m: usize,
-    q8: Vec<Q8Block>,
+    quantised: Option<Quantised>,
+    fours: Option<Fours>,
 }
 
 impl Input {
     fn new(x: Vec<f32>, m: usize) -> Self {
-        Self { x, m, q8: Vec::new() }
+        Self { x, m, quantised: None, fours: None }
     }
 
     fn prepare(&mut self, dtype: WeightType, model: &Model) -> Acts<'_> {
-        if kernels::act_kind(dtype) == ActKind::Plain {
-            return Acts::Plain(&self.x);
+        let (x, m, level, pool) = (&self.x, self.m, model.level, &model.pool);
+        match kernels::act_kind(dtype) {
+            ActKind::Plain => Acts::Plain(x, self.fours.get_or_insert_with(|| Fours::new(level, x, m, pool))),
+            ActKind::Q8 => Acts::Q8(self.quantised.get_or_insert_with(|| Quantised::new(level, x, m, pool))),
         }
-        if self.q8.is_empty() {
-            self.q8 = vec![Q8Block { scale: 0.0, sum: 0.0, q: [0; kernels::BLOCK] }; self.x.len() / kernels::BLOCK];
-            let per = 128;
-            model.pool.run_chunks(&mut self.q8, per, |i, out| {
-                let from = i * per * kernels::BLOCK;
-                kernels::quantise(&self.x[from..from + out.len() * kernels::BLOCK], out);
-            });
-        }
-        Acts::Q8(&self.q8)
     }
 }
 

@@ -3,15 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use half::f16;
-use outcore_llm::WeightType;
-use outcore_llm::kernels::{self, ActKind, Acts, BLOCK, Level, Q8Block};
+use outcore_llm::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
+use outcore_llm::{Pool, WeightType};
 use proptest::prelude::*;
-
-fn quantised(x: &[f32]) -> Vec<Q8Block> {
-    let mut blocks = vec![Q8Block { scale: 0.0, sum: 0.0, q: [0; BLOCK] }; x.len() / BLOCK];
-    kernels::quantise(x, &mut blocks);
-    blocks
-}
 
 fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
@@ -28,42 +22,56 @@ proptest! {
     #[test]
     fn every_level_agrees_with_the_portable_kernel(
         dtype in prop::sample::select(WeightType::ALL.to_vec()),
-        blocks in 1usize..4,
+        // Of 32 elements each, as far as the type's blocks allow.
+        blocks in 1usize..40,
         rows in 1usize..11,
-        m in 1usize..10,
+        m in 1usize..37,
         seed in any::<u32>(),
     ) {
-        let k = blocks * 256;
+        let wide = dtype.block_elements().max(32);
+        let k = if wide == 256 { blocks.div_ceil(8) * 256 } else { blocks * 32 };
+        let pool = Pool::new(1).unwrap();
         let x = numbers(m * k, seed);
         let weights = numbers(rows * k, seed ^ 0x5555);
         let mut bytes = Vec::new();
         kernels::encode(dtype, &weights, &mut bytes);
-        let q8 = quantised(&x);
-        let acts = match kernels::act_kind(dtype) {
-            ActKind::Plain => Acts::Plain(&x),
-            ActKind::Q8 => Acts::Q8(&q8),
+        let products = |level: Level, rows: &[u8], x: &[f32]| {
+            let m = x.len() / k;
+            let (fours, quantised);
+            let acts = match kernels::act_kind(dtype) {
+                ActKind::Plain => {
+                    fours = Fours::new(level, x, m, &pool);
+                    Acts::Plain(x, &fours)
+                }
+                ActKind::Q8 => {
+                    quantised = Quantised::new(level, x, m, &pool);
+                    Acts::Q8(&quantised)
+                }
+            };
+            let mut out = vec![0f32; rows.len() / (k / dtype.block_elements() * dtype.block_bytes()) * m];
+            kernels::rows_dot(level, dtype, k, rows, acts, m, &mut out);
+            out
         };
-        let mut want = vec![0f32; rows * m];
-        kernels::rows_dot(Level::Scalar, dtype, k, &bytes, acts, m, &mut want);
-        for level in [Level::Avx2, Level::Vnni] {
-            let mut got = vec![0f32; rows * m];
-            kernels::rows_dot(level, dtype, k, &bytes, acts, m, &mut got);
+        let want = products(Level::Scalar, &bytes, &x);
+        for level in [Level::Avx2, Level::Avx512] {
+            let got = products(level, &bytes, &x);
             for (a, b) in want.iter().zip(&got) {
                 // The sums have k terms of about 1; what differs is the order of additions.
                 prop_assert!((a - b).abs() <= 1e-5 * k as f32, "{} at {:?}: {} and {}", dtype, level, a, b);
             }
-            // Each row and each vector alone: the same bits.
-            let row_bytes = bytes.len() / rows;
-            for (r, row) in bytes.chunks_exact(row_bytes).enumerate() {
-                for j in 0..m {
-                    let alone = match acts {
-                        Acts::Plain(a) => Acts::Plain(&a[j * k..(j + 1) * k]),
-                        Acts::Q8(a) => Acts::Q8(&a[j * k / BLOCK..(j + 1) * k / BLOCK]),
-                    };
-                    let mut one = [0f32];
-                    kernels::rows_dot(level, dtype, k, row, alone, 1, &mut one);
-                    prop_assert_eq!(one[0].to_bits(), got[r * m + j].to_bits());
+            // Each row and each vector alone, and the vectors in parts: the same bits.
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+            for some in [1, 2, 5, 16, 17] {
+                for first in (0..m).step_by(some) {
+                    let end = m.min(first + some);
+                    let part = products(level, &bytes, &x[first * k..end * k]);
+                    for (part, whole) in part.chunks_exact(end - first).zip(got.chunks_exact(m)) {
+                        prop_assert_eq!(bits(part), bits(&whole[first..end]), "{} in parts of {}", dtype, some);
+                    }
                 }
+            }
+            for (row, got) in bytes.chunks_exact(bytes.len() / rows).zip(got.chunks_exact(m)) {
+                prop_assert_eq!(bits(&products(level, row, &x)), bits(got), "a row of {} alone", dtype);
             }
         }
     }

@@ -120,7 +120,7 @@ fn vector_kernels_and_half_caches_stay_near_the_portable_result() {
         let files = gguf(folder.path(), &spec(Arch::Qwen3, dtype));
         let scalar = Options { threads: 1, level: Some(Level::Scalar) };
         let portable = run(&files, u64::MAX, scalar, KvType::F32);
-        for level in [Level::Avx2, Level::Vnni] {
+        for level in [Level::Avx2, Level::Avx512] {
             let options = Options { threads: 2, level: Some(level) };
             assert_close(&portable, &run(&files, u64::MAX, options, KvType::F32), 0.02);
         }

@@ -89,8 +89,8 @@ impl Working {
         // The logits, their bytes for the hash, and the sampler's odds of 16 bytes each.
         let logits = 6 * vocab;
         let scores = threads * positions;
-        // The quantised copy of a vector that enters a matrix: bytes with two scales a block.
-        let copy = |elements: u128| elements * size_of::<kernels::Q8Block>() as u128 / kernels::BLOCK as u128 / FLOAT;
+        // The copy of a vector that enters a matrix, laid out for the kernels.
+        let copy = |elements: u128| elements * kernels::PREPARED_BYTES as u128 / FLOAT;
         // A product of several vectors exists twice for a while, by rows and by vectors.
         let attention = 2 * (q + kv) + copy(q) + 2 * dim;
         let feed_forward = 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
