@@ -59,10 +59,10 @@
 //! further failure makes that time longer.
 //!
 //! That policy is made at the first search for a page without a declared plan, or when a chain is declared: until then
-//! it would cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all uses until a
-//! plan has decided what leaves for a while; then it is dropped, except for which candidate was live. For the first
-//! uses after such a plan, pages leave in LRU order. Policy `model` does without `auto`: before there are plans it goes
-//! by scores, and while all walkers are suspended by recency.
+//! it would cost time and memory for nothing. It starts with the resident pages, in order of use. It is told of all
+//! uses until a plan has decided what leaves for a while; then it is dropped, except for which candidate was live. For
+//! the first uses after such a plan, pages leave in LRU order. Policy `model` does without `auto`: before there are
+//! plans it goes by scores, and while all walkers are suspended by recency.
 //!
 //! # Speeds
 //!
