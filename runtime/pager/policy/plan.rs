@@ -86,6 +86,7 @@ use super::{Policy, Take, WalkerPlace, Want};
 use crate::PageRun;
 use crate::bits::Bits;
 use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
+use crate::numbers::PageNumbers;
 use crate::order::Order;
 use crate::steps::step;
 
@@ -340,6 +341,10 @@ pub fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
 /// not worth a look at all pages.
 fn must_offer_all(want: Want) -> bool {
     matches!(want, Want::Demand | Want::Room | Want::Memory)
+}
+
+fn is_expected(page: PageId, expected: &Bits, numbers: &PageNumbers) -> bool {
+    numbers.number(page).is_some_and(|number| expected.contains(number as usize))
 }
 
 /// Whether none of these plans names the page.
@@ -814,10 +819,9 @@ impl PlanPolicy {
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> (Result<Option<PageId>, Stopped>, Option<Offered>) {
         let (expected, numbers) = (&self.expected, self.recency.numbers());
-        let is_expected = |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
         let mut stopped = false;
         let mut unless_expected = |page| {
-            let answer = if is_expected(page) { Take::Skip } else { take(page) };
+            let answer = if is_expected(page, expected, numbers) { Take::Skip } else { take(page) };
             stopped |= answer == Take::Stop;
             answer
         };
@@ -909,8 +913,7 @@ impl PlanPolicy {
         }
         let (mut passed, mut stopped) = (Vec::new(), false);
         let found = auto.victim(want, &mut |page| {
-            let number = recency.numbers().number(page);
-            if number.is_some_and(|number| expected.contains(number as usize)) {
+            if is_expected(page, expected, recency.numbers()) {
                 passed.push(page);
                 return Take::Skip;
             }
@@ -1365,7 +1368,8 @@ impl Policy for PlanPolicy {
         }
         let must = must_offer_all(want);
         let declared = || self.plans.iter().any(|(_, active)| active.declared && active.is_followed());
-        if self.auto.is_none() && !by_worth && self.planned as u64 <= KEPT * u64::from(self.frames) && !declared() {
+        let proven = self.planned as u64 > KEPT * u64::from(self.frames);
+        if self.auto.is_none() && !self.outside.is_by_worth() && !proven && !declared() {
             // What was recognised is judged from the beginning.
             self.auto();
         }
@@ -1381,17 +1385,15 @@ impl Policy for PlanPolicy {
         if !outside_first && !matches!(want, Want::Planned(_)) && matches!(found, Ok(None)) {
             (found, offered) = self.victim_outside(want, take);
         }
-        // Pages that are expected are offered at the last.
         if must
             && matches!(found, Ok(None))
             && let Some(offered) = &offered
         {
             let (expected, numbers) = (&self.expected, self.recency.numbers());
-            let is_expected =
-                |page: PageId| numbers.number(page).is_some_and(|number| expected.contains(number as usize));
-            let mut unless_expected = |page| if is_expected(page) { Take::Skip } else { take(page) };
+            let mut unless_expected = |page| if is_expected(page, expected, numbers) { Take::Skip } else { take(page) };
             found = self.outside.offer_held(offered, numbers, &mut unless_expected);
         }
+        // Pages that are expected are offered at the last.
         if must && matches!(found, Ok(None)) {
             let mut expected: Vec<u32> = self
                 .walkers
