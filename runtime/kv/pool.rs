@@ -1,7 +1,7 @@
 //! A pool of blocks on a runtime.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ const RESERVE: u32 = 16;
 const READERS: usize = 4;
 /// Blocks that they read before these are known.
 const READ_AT_ONCE: usize = 2 * READERS;
-/// How long the deletion of a tenant waits for other threads that overwrite its blocks.
-const OVERWRITTEN_WITHIN: Duration = Duration::from_secs(60);
+/// How long the deletion of a tenant waits for other threads that overwrite its blocks, and for other deletions.
+const OVERWRITTEN_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 
 /// What a tenant may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,12 +83,12 @@ pub struct State {
     active: ActiveOptions,
     /// What tenants had that are forgotten.
     gone: Counts,
-    /// Blocks whose last sequence has ended, and which are to be erased. Taken by whoever has `Shared::erasing`.
+    /// Blocks that nobody uses, and which are to be erased. Taken by whoever has `Shared::erasing`.
     ended: Vec<BlockId>,
     /// How many times a tenant was deleted.
     deletions: u64,
     /// The overwritings of blocks that were taken from other tenants which have not ended.
-    overwritings: BTreeSet<u64>,
+    overwritings: BTreeMap<u64, BlockId>,
     /// The number of the next one.
     next_overwriting: u64,
 }
@@ -115,7 +115,7 @@ impl std::ops::AddAssign for Counts {
 #[derive(Clone, Copy, Debug)]
 struct Taken {
     block: BlockId,
-    /// If it still has bytes of another tenant's: their overwriting.
+    /// If it still has bytes of another tenant's, or of one that was deleted: their overwriting.
     overwriting: Option<u64>,
 }
 
@@ -140,19 +140,19 @@ impl State {
     /// A block for a sequence of this tenant, for bytes of `owner`'s.
     fn take(&mut self, id: TenantId, owner: TenantId) -> Result<Taken> {
         self.may_use(id, 1)?;
-        let Some((block, changes_hands)) = self.tables.take(owner) else {
+        let Some((block, has_others)) = self.tables.take(owner) else {
             let all = self.tables.blocks();
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("all {all} blocks of the pool are in use"))
                 .remedy("end or truncate sequences, or open the pool with more blocks"));
         };
         self.tenant(id).used += 1;
-        let overwriting = changes_hands.then(|| self.begin_overwriting());
+        let overwriting = has_others.then(|| self.begin_overwriting(block));
         Ok(Taken { block, overwriting })
     }
 
-    fn begin_overwriting(&mut self) -> u64 {
+    fn begin_overwriting(&mut self, block: BlockId) -> u64 {
         let this = self.next_overwriting;
-        self.overwritings.insert(this);
+        self.overwritings.insert(this, block);
         self.next_overwriting += 1;
         this
     }
@@ -205,6 +205,13 @@ impl State {
         }
     }
 
+    /// A sequence uses `other`, which holds the same, in place of its own block. Its tenant uses as many as before, so
+    /// no limit is in the way: a block that cannot be found could be written, with the bytes of another tenant's.
+    pub fn replace(&mut self, mine: BlockId, other: BlockId) {
+        self.tables.share(other);
+        self.let_go(mine);
+    }
+
     /// A sequence of this tenant has another block in place of its own, which holds the same.
     pub fn joined(&mut self, id: TenantId) {
         self.tenant(id).counts.joined += 1;
@@ -223,8 +230,8 @@ pub struct Shared {
     pub state: Mutex<State>,
     /// Signalled when an overwriting has ended.
     overwritten: Condvar,
-    /// Had by the one thread that erases blocks. So a thread that deletes a tenant and has it knows that no other one
-    /// is at that tenant's blocks. Locked before `state`.
+    /// Had by the one thread that erases or frees blocks that are to be erased. So a thread that deletes a tenant and
+    /// has it knows that no other one is at that tenant's blocks. Locked before `state`.
     erasing: Mutex<()>,
     store: Option<Store>,
     /// Shared while a block of which `state` says that it can be found goes into the store; exclusive while a tenant's
@@ -282,7 +289,9 @@ impl Shared {
         owner: TenantId,
         fill: impl FnOnce(BlockId, bool) -> Result<()>,
     ) -> Result<BlockId> {
-        let Taken { block, overwriting } = self.state.lock().take(tenant, owner)?;
+        let taken = self.state.lock().take(tenant, owner)?;
+        let Taken { block, overwriting } = taken;
+        let mut taking = Taking { shared: self, tenant, taken, filled: false };
         let filled = self.whole(block).and_then(|whole| {
             // What it held is of no use: it need not come back from disk to be overwritten.
             self.runtime.discard(&whole);
@@ -291,20 +300,9 @@ impl Shared {
             // while a guard writes the page.
             if overwriting.is_some() { self.runtime.outdate(&whole) } else { Ok(()) }
         });
-        if filled.is_err() {
-            let mut state = self.state.lock();
-            state.tables.erase_later(block);
-            state.release(tenant, block);
-        }
-        if let Some(overwriting) = overwriting {
-            self.end_overwriting(overwriting);
-        }
+        taking.filled = filled.is_ok();
+        drop(taking);
         filled.map(|()| block)
-    }
-
-    fn end_overwriting(&self, overwriting: u64) {
-        self.state.lock().overwritings.remove(&overwriting);
-        self.overwritten.notify_all();
     }
 
     /// As many blocks for a sequence of this tenant, or none.
@@ -442,9 +440,15 @@ impl Shared {
 
     /// Wipes what the disk may have of tenants that had blocks before.
     fn wipe_left_by_others(&self) -> Result<()> {
-        let blocks = self.state.lock().tables.left_by_others();
+        let (mut blocks, overwritings) = {
+            let state = self.state.lock();
+            (state.tables.left_by_others(), state.overwritings.clone())
+        };
         let tensors: Vec<Tensor> = blocks.iter().map(|link| self.whole(link.block())).collect::<Result<_>>()?;
         self.runtime.wipe(&tensors)?;
+        // The place of a block that is being overwritten is wiped of what earlier tenants left. It may still have the
+        // bytes of the tenant that had it last, and so it is to be wiped again.
+        blocks.retain(|link| !overwritings.values().any(|block| *block == link.block()));
         self.state.lock().tables.wiped(&blocks);
         Ok(())
     }
@@ -453,13 +457,40 @@ impl Shared {
     fn await_overwritings(&self, before: u64) -> Result<()> {
         let deadline = Instant::now() + OVERWRITTEN_WITHIN;
         let mut state = self.state.lock();
-        while state.overwritings.first().is_some_and(|first| *first < before) {
+        while state.overwritings.keys().next().is_some_and(|first| *first < before) {
             if self.overwritten.wait_until(&mut state, deadline).timed_out() {
-                return Err(Error::new(ErrorKind::TimedOut, "another thread has not yet overwritten a block")
-                    .remedy("let guards go that it waits for, and delete the tenant again"));
+                return Err(not_overwritten());
             }
         }
         Ok(())
+    }
+}
+
+fn not_overwritten() -> Error {
+    Error::new(ErrorKind::TimedOut, "another thread has not yet overwritten a block")
+        .remedy("let guards go that it waits for, and delete the tenant again")
+}
+
+/// A block that was taken and is being filled. If that fails, also by a panic, nobody has it.
+struct Taking<'a> {
+    shared: &'a Shared,
+    tenant: TenantId,
+    taken: Taken,
+    filled: bool,
+}
+
+impl Drop for Taking<'_> {
+    fn drop(&mut self) {
+        let Taken { block, overwriting } = self.taken;
+        let mut state = self.shared.state.lock();
+        if !self.filled {
+            state.tables.erase_later(block);
+            state.release(self.tenant, block);
+        }
+        if let Some(overwriting) = overwriting {
+            state.overwritings.remove(&overwriting);
+            self.shared.overwritten.notify_all();
+        }
     }
 }
 
@@ -604,7 +635,7 @@ impl KvPool {
             gone: Counts::default(),
             ended: Vec::new(),
             deletions: 0,
-            overwritings: BTreeSet::new(),
+            overwritings: BTreeMap::new(),
             next_overwriting: 0,
         };
         let model = layout.fingerprint(model);
@@ -719,8 +750,7 @@ impl KvPool {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for the tenant of the largest number.
     pub fn begin(&self, tenant: TenantId, tokens: &[Token]) -> Result<Sequence> {
         may_be(tenant)?;
-        // What cannot be overwritten now is found by nobody, and tried again by the next call.
-        let _ = self.erase_what_ended();
+        self.free_what_ended();
         let whole = tokens.len().saturating_sub(1) / self.0.layout.block_tokens() as usize;
         let mut state = self.0.state.lock();
         let realm = state.realm(tenant);
@@ -833,16 +863,20 @@ impl KvPool {
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this
     /// returns. So are the bytes of blocks that no sequence uses, in memory and in the scratch file, and what the
-    /// scratch file had of blocks that other tenants use now. Blocks that this tenant's sequences still use go when
-    /// these have ended, by the next call of this or of [`begin`](Self::begin).
+    /// scratch file had of blocks that other tenants use now. Blocks that this tenant's sequences still use are found
+    /// by nobody. They go when these have ended, by the next call of this for any tenant; until then nobody gets one
+    /// without overwriting it.
     ///
-    /// Waits for write backs of such blocks, and for threads that overwrite blocks which they have just taken. So a
-    /// thread that holds guards which others wait for should not call it.
+    /// What a tenant that [shares](TenantOptions::shares) has copied or continued is that tenant's: a block of this one
+    /// that it copied to append to it, and what it computed behind blocks that it found, are not deleted.
+    ///
+    /// Waits for write backs of such blocks, for threads that overwrite blocks which they have just taken, and for
+    /// other calls of this. So a thread that holds guards which others wait for should not call it.
     ///
     /// # Errors
     /// What pinning a block and [wiping](outcore::Runtime::wipe) the scratch file say;
-    /// [`TimedOut`](ErrorKind::TimedOut) if another thread has not overwritten a block within a minute. What is left
-    /// then is never found, and is overwritten when this is called again.
+    /// [`TimedOut`](ErrorKind::TimedOut) if another thread has not overwritten a block within a minute, or if another
+    /// call takes longer. What is left then is never found, and is overwritten when this is called again.
     pub fn delete_tenant(&self, tenant: TenantId) -> Result<()> {
         let deleting = self.0.deleting.write();
         // First what the store has: blocks that were read from it before are deleted next, or the count says that they
@@ -853,10 +887,17 @@ impl KvPool {
         let gone = state.tables.delete_tenant(tenant);
         state.ended.extend(gone);
         state.forget(tenant);
-        let next = state.next_overwriting;
         drop((state, deleting));
         self.0.permits.forget(&self.0, tenant);
-        let _erasing = self.0.erasing.lock();
+        let Some(_erasing) = self.0.erasing.try_lock_for(OVERWRITTEN_WITHIN) else { return Err(not_overwritten()) };
+        // Blocks that are to be erased are freed by nobody from here on. Those that were taken since then are being
+        // overwritten, and the others are found now.
+        let next = {
+            let mut state = self.0.state.lock();
+            let unerased = state.tables.take_unerased();
+            state.ended.extend(unerased);
+            state.next_overwriting
+        };
         // What others have failed to overwrite is among what has ended.
         let others = self.0.await_overwritings(next);
         let ended = std::mem::take(&mut self.0.state.lock().ended);
@@ -865,14 +906,16 @@ impl KvPool {
         others.and(erased).and(wiped).and(stored.map(|_| ()))
     }
 
-    fn erase_what_ended(&self) -> Result<()> {
+    /// Frees blocks that are to be erased, as they are: whoever takes one overwrites it. Waits for nothing.
+    fn free_what_ended(&self) {
         if self.0.state.lock().ended.is_empty() {
-            return Ok(());
+            return;
         }
-        // Another thread that is at it may wait for long.
-        let Some(_erasing) = self.0.erasing.try_lock() else { return Ok(()) };
-        let ended = std::mem::take(&mut self.0.state.lock().ended);
-        self.0.erase_all(ended)
+        // A deletion that is under way erases them.
+        let Some(_erasing) = self.0.erasing.try_lock() else { return };
+        let mut state = self.0.state.lock();
+        let ended = std::mem::take(&mut state.ended);
+        ended.into_iter().for_each(|block| state.tables.free_unerased(block));
     }
 
     /// Numbers of it.
@@ -919,5 +962,86 @@ impl KvPool {
         let mut all: Vec<_> = self.0.state.lock().tenants.keys().copied().collect();
         all.sort_unstable();
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use outcore::PageSize;
+
+    use super::*;
+    use crate::layout::KvShape;
+
+    const A: TenantId = TenantId::new(1);
+    const B: TenantId = TenantId::new(2);
+
+    fn pool(blocks: u32) -> KvPool {
+        let page = PageSize::new(Bytes::kib(16)).unwrap();
+        let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(1)).open().unwrap();
+        let layout = KvLayout::with(KvShape::new(2, 2, 64, DType::F16).unwrap(), page, 32, 1).unwrap();
+        KvPool::open(&runtime, layout, b"a model", blocks).unwrap()
+    }
+
+    fn tokens() -> Vec<Token> {
+        (0..32).map(Token::new).collect()
+    }
+
+    fn committed(pool: &KvPool, tenant: TenantId) -> Sequence {
+        let mut sequence = pool.begin(tenant, &[]).unwrap();
+        let positions = sequence.append(&tokens()).unwrap();
+        sequence.commit(positions.end).unwrap();
+        sequence
+    }
+
+    /// It was counted as under way for good, and all later deletions failed.
+    #[test]
+    fn regression_an_overwriting_that_panics_has_ended() {
+        let pool = pool(1);
+        drop(committed(&pool, A));
+        let fill = |_, has_others: bool| {
+            assert!(has_others);
+            panic!("a fill that panics")
+        };
+        catch_unwind(AssertUnwindSafe(|| pool.0.take_and(B, B, fill))).unwrap_err();
+        pool.delete_tenant(A).unwrap();
+        assert_eq!((pool.stats().used, pool.tenant_stats(B).used), (0, 0));
+    }
+
+    #[test]
+    fn regression_a_deletion_does_not_wait_for_another_one_for_ever() {
+        let pool = pool(1);
+        drop(committed(&pool, A));
+        let other = pool.0.erasing.lock();
+        let error = pool.delete_tenant(A).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        assert_eq!(pool.found(A, &[tokens(), tokens()].concat()), 0);
+        // Nor does a sequence that begins.
+        drop(pool.begin(B, &[]).unwrap());
+        drop(other);
+        pool.delete_tenant(A).unwrap();
+        assert_eq!(pool.stats().used, 0);
+    }
+
+    /// A tenant that could use no more blocks kept the one that it had read, which nobody finds and which counts as
+    /// that of the tenant that stored it. So the tenant could write it, and its own deletion did not erase that.
+    #[test]
+    fn regression_at_its_limit_a_tenant_uses_the_block_that_another_one_has_read_too() {
+        let pool = pool(2);
+        for (tenant, blocks_most) in [(A, u32::MAX), (B, 1)] {
+            let options = TenantOptions { shares: true, blocks_most, ..TenantOptions::default() };
+            pool.set_tenant(tenant, options).unwrap();
+        }
+        let first = committed(&pool, A);
+        let mut second = pool.begin(B, &[]).unwrap();
+        let read = pool.0.take_and(B, A, |_, _| Ok(())).unwrap();
+        let mine = second.add_read(&tokens(), 0, read);
+        assert_eq!(vec![Some(mine)], first.blocks());
+        assert_eq!((pool.tenant_stats(B).used, pool.stats().used), (1, 1));
+        drop((first, second));
+        assert_eq!(pool.stats().used, 0);
     }
 }

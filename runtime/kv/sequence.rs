@@ -225,10 +225,8 @@ impl Sequence {
         let known = Known { key, parent: self.parent, realm: self.realm, tokens };
         let mut mine = block;
         // Another sequence read it at the same time.
-        if let Some(same) = state.tables.keep(block, &known)
-            && state.share(self.tenant, same).is_ok()
-        {
-            state.release(self.tenant, block);
+        if let Some(same) = state.tables.keep(block, &known) {
+            state.replace(block, same);
             mine = same;
         }
         self.own.push(Some(mine));
@@ -582,11 +580,9 @@ impl Sequence {
             let findable = nth == 0 || self.parent.is_some();
             if findable {
                 let known = Known { key, parent: self.parent, realm: self.realm, tokens };
-                if let Some(same) = state.tables.keep(*block, &known)
-                    && state.share(self.tenant, same).is_ok()
-                {
-                    let old = std::mem::replace(block, same);
-                    state.release(self.tenant, old);
+                if let Some(same) = state.tables.keep(*block, &known) {
+                    state.replace(*block, same);
+                    *block = same;
                     state.joined(self.tenant);
                     joined = true;
                 }

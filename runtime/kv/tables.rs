@@ -218,8 +218,8 @@ impl Tables {
         self.free_count += 1;
     }
 
-    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's. `None` if
-    /// all are in use. If it was cached, it is known no more.
+    /// A block for bytes of `tenant`'s, in use by one, and whether it still has bytes of another tenant's, or of one
+    /// that was deleted. `None` if all are in use. If it was cached, it is known no more.
     pub fn take(&mut self, tenant: TenantId) -> Option<(BlockId, bool)> {
         let block = if self.free != NONE {
             let block = self.free;
@@ -232,14 +232,14 @@ impl Tables {
             self.forget(block);
             block
         };
-        let Entry { generation, tenant: before, .. } = self.entries[block as usize];
+        let Entry { generation, tenant: before, erase, .. } = self.entries[block as usize];
         let generation = generation.wrapping_add(1);
         self.entries[block as usize] = Entry { tenant, generation, users_or_older: 1, state: Use::Used, ..FREE };
-        let changes_hands = before != NOBODY && before != tenant;
-        if changes_hands {
+        let has_others = erase || (before != NOBODY && before != tenant);
+        if has_others {
             self.left_by_others[block as usize / 64] |= 1 << (block % 64);
         }
-        Some((BlockId(block), changes_hands))
+        Some((BlockId(block), has_others))
     }
 
     /// One more uses the block, which was just found.
@@ -324,8 +324,39 @@ impl Tables {
 
     /// The bytes of a block that was to be erased were overwritten.
     pub fn free(&mut self, block: BlockId) {
-        self.entries[block.index()].tenant = NOBODY;
+        let entry = &mut self.entries[block.index()];
+        (entry.tenant, entry.erase) = (NOBODY, false);
         self.push_free(block.0);
+    }
+
+    /// A block that was to be erased is free as it is. Whoever [takes](Self::take) it is told that it has others'
+    /// bytes.
+    pub fn free_unerased(&mut self, block: BlockId) {
+        self.push_free(block.0);
+    }
+
+    /// The free blocks that are still to be erased, and then [freed](Self::free) again.
+    pub fn take_unerased(&mut self) -> Vec<BlockId> {
+        self.take_free(|entry| entry.erase)
+    }
+
+    /// Takes the free blocks for which `is_meant`. They are in use by the caller then.
+    fn take_free(&mut self, is_meant: impl Fn(&Entry) -> bool) -> Vec<BlockId> {
+        let mut taken = Vec::new();
+        (self.free, self.free_count) = (NONE, 0);
+        for block in 0..self.blocks() {
+            let entry = &mut self.entries[block as usize];
+            if entry.state != Use::Free {
+                continue;
+            }
+            if is_meant(entry) {
+                (entry.state, entry.users_or_older) = (Use::Used, 1);
+                taken.push(BlockId(block));
+            } else {
+                self.push_free(block);
+            }
+        }
+        taken
     }
 
     fn link(&mut self, block: u32) {
@@ -480,25 +511,19 @@ impl Tables {
     /// Nobody finds blocks of this tenant any more. Returns those that nobody uses: they are to be erased, and then
     /// [freed](Self::free). The others are to be erased when nobody uses them.
     pub fn delete_tenant(&mut self, tenant: TenantId) -> Vec<BlockId> {
-        let mut gone = Vec::new();
-        (self.free, self.free_count) = (NONE, 0);
+        let mut gone = self.take_free(|entry| entry.tenant == tenant);
+        gone.iter().for_each(|block| self.erase_later(*block));
         for block in 0..self.blocks() {
-            let Entry { tenant: owner, state, .. } = self.entries[block as usize];
-            if owner != tenant {
-                if state == Use::Free {
-                    self.push_free(block);
-                }
+            let Entry { tenant: owner, state, erase, .. } = self.entries[block as usize];
+            if owner != tenant || erase {
                 continue;
             }
             if state == Use::Cached {
                 self.unlink(block);
-            }
-            self.erase_later(BlockId(block));
-            if state != Use::Used {
-                let entry = &mut self.entries[block as usize];
-                (entry.state, entry.users_or_older) = (Use::Used, 1);
+                self.entries[block as usize].users_or_older = 1;
                 gone.push(BlockId(block));
             }
+            self.erase_later(BlockId(block));
         }
         gone
     }
@@ -609,6 +634,24 @@ mod tests {
         tables.free(one);
         assert_eq!(tables.delete_tenant(A), []);
         assert_eq!((tables.cached_blocks(), tables.free_blocks()), (1, 3));
+    }
+
+    /// Also where it is the tenant's own again.
+    #[test]
+    fn a_block_that_is_freed_before_it_is_erased_has_others_bytes_for_whoever_takes_it() {
+        let mut tables = Tables::new(2, 4);
+        let one = kept(&mut tables, A, None, &tokens(0));
+        assert_eq!(tables.delete_tenant(A), []);
+        assert_eq!(tables.release(one), Released::ToErase);
+        tables.free_unerased(one);
+        assert_eq!((tables.free_blocks(), tables.take_unerased()), (2, vec![one]));
+        assert_eq!((tables.free_blocks(), tables.take_unerased()), (1, vec![]));
+        tables.free_unerased(one);
+        assert_eq!(tables.delete_tenant(A), [one]);
+        tables.free_unerased(one);
+        assert_eq!(tables.take(A), Some((one, true)));
+        assert_eq!(tables.take(A).map(|(_, has_others)| has_others), Some(false));
+        assert_eq!(tables.take_unerased(), []);
     }
 
     #[test]

@@ -120,8 +120,9 @@ struct Inner {
     sparse: AtomicBool,
     /// The file system does not punch holes: free slots keep their room.
     keeps: AtomicBool,
-    /// The file system does not make zeros of a range by itself: they are written.
-    writes_zeros: AtomicBool,
+    /// The file system does not make zeros of a range by itself: they are written. Where it punches no holes, and where
+    /// it does not keep the range's room.
+    writes_zeros: [AtomicBool; 2],
     /// The turn to take room.
     growing: Mutex<()>,
     slots: Mutex<Slots>,
@@ -191,7 +192,7 @@ impl ScratchFile {
             owner: process::id(),
             sparse: AtomicBool::new(false),
             keeps: AtomicBool::new(false),
-            writes_zeros: AtomicBool::new(false),
+            writes_zeros: Default::default(),
             growing: Mutex::new(()),
             slots: Mutex::default(),
             leaving: Mutex::default(),
@@ -454,12 +455,13 @@ impl Inner {
         // room is not punched.
         let has_room = allocation == ScratchAllocation::AtAlloc && !self.sparse.load(Ordering::Relaxed);
         let mode = if has_room { libc::FALLOC_FL_ZERO_RANGE } else { libc::FALLOC_FL_PUNCH_HOLE };
+        let writes_zeros = &self.writes_zeros[usize::from(has_room)];
         for (offset, len) in slices(offset, len) {
-            if !self.writes_zeros.load(Ordering::Relaxed) {
+            if !writes_zeros.load(Ordering::Relaxed) {
                 let made = self.ask(RoomCall { kind: RoomKind::Wipe, offset, len });
                 match made.and_then(|()| fallocate(&self.file, mode | libc::FALLOC_FL_KEEP_SIZE, offset, len)) {
                     Ok(()) => continue,
-                    Err(cause) if is_unsupported(&cause) => self.writes_zeros.store(true, Ordering::Relaxed),
+                    Err(cause) if is_unsupported(&cause) => writes_zeros.store(true, Ordering::Relaxed),
                     Err(cause) => return Err(cause),
                 }
             }

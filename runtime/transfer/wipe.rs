@@ -31,6 +31,8 @@ const AT_ONCE: usize = 256;
 
 #[derive(Debug, Default)]
 pub(super) struct Wipes {
+    /// The turn to wipe: whoever finds a slot wiped may rely on it. No write back waits for it.
+    turn: Mutex<()>,
     state: Mutex<State>,
     /// Signalled with each new `State::news`.
     changed: Condvar,
@@ -154,10 +156,12 @@ impl Engine {
     pub(crate) fn wipe(&self, runs: &mut Vec<PageRun>) -> Result<()> {
         self.usable()?;
         PageRun::normalize(runs);
+        let mut turn = None;
         for run in runs.iter() {
             let io = self.segment_io(run.segment)?;
             let Source::Scratch { slots, .. } = &io.source else { continue };
             may_wait("the end of a write back")?;
+            turn.get_or_insert_with(|| self.wipes.turn.lock());
             let pages: Vec<PageId> = run.pages().collect();
             for pages in pages.chunks(AT_ONCE) {
                 self.wipe_some(&io, slots, pages)?;

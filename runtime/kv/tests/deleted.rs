@@ -22,6 +22,7 @@ const GROUPS: u32 = 5;
 const EACH: u32 = 32;
 const A: TenantId = TenantId::new(1);
 const B: TenantId = TenantId::new(2);
+const OTHER: TenantId = TenantId::new(3);
 /// What all bytes of A's blocks are.
 const MARK: u8 = 0xA5;
 
@@ -30,7 +31,10 @@ const MARK: u8 = 0xA5;
 struct Kernel {
     /// Whether writes are held.
     holds: Mutex<bool>,
+    /// Whether calls that wipe are held.
+    holds_wipes: Mutex<bool>,
     changed: Condvar,
+    wipes_changed: Condvar,
     held: AtomicU64,
     /// The error of calls that wipe; 0 for none.
     refuses: AtomicI32,
@@ -41,6 +45,21 @@ impl Kernel {
     fn hold_writes(&self, holds: bool) {
         *self.holds.lock() = holds;
         self.changed.notify_all();
+    }
+
+    fn hold_wipes(&self, holds: bool) {
+        *self.holds_wipes.lock() = holds;
+        self.wipes_changed.notify_all();
+    }
+}
+
+/// Lets all go when it is dropped, so that a test that fails ends.
+struct LetsGo<'a>(&'a Kernel);
+
+impl Drop for LetsGo<'_> {
+    fn drop(&mut self) {
+        self.0.hold_writes(false);
+        self.0.hold_wipes(false);
     }
 }
 
@@ -58,6 +77,11 @@ impl CallHook for Kernel {
             return Injected::Nothing;
         }
         self.wipes.fetch_add(1, SeqCst);
+        let mut holds = self.holds_wipes.lock();
+        while *holds {
+            self.wipes_changed.wait(&mut holds);
+        }
+        drop(holds);
         match self.refuses.load(SeqCst) {
             0 => Injected::Nothing,
             errno => Injected::Errno(errno),
@@ -89,8 +113,12 @@ impl Place {
     }
 
     fn pool(&self, blocks: u32) -> KvPool {
+        self.pool_of(blocks, EACH)
+    }
+
+    fn pool_of(&self, blocks: u32, each: u32) -> KvPool {
         let shape = KvShape::new(GROUPS, 2, 64, DType::F16).unwrap();
-        let layout = KvLayout::with(shape, PageSize::new(Bytes::new(PAGE)).unwrap(), EACH, 1).unwrap();
+        let layout = KvLayout::with(shape, PageSize::new(Bytes::new(PAGE)).unwrap(), each, 1).unwrap();
         KvPool::open(&self.runtime, layout, b"a model", blocks).unwrap()
     }
 
@@ -226,6 +254,102 @@ fn regression_a_write_back_that_lands_late_brings_nothing_of_a_deleted_tenant() 
     assert_eq!(place.marked(), 0);
     drop((other, pool));
     place.runtime.close().unwrap();
+}
+
+/// A block was taken, and not yet overwritten, while another tenant was deleted. It was forgotten that the scratch file
+/// has bytes of the tenant that had the block.
+#[test]
+fn regression_the_deletion_of_another_tenant_forgets_no_block_that_is_being_overwritten() {
+    let place = Place::new(16, 0);
+    // A group of a block has two pages.
+    let pool = place.pool_of(2, 2 * EACH);
+    let [other, mine] = [(OTHER, 1), (A, MARK)].map(|(tenant, mark)| fill(&pool, tenant, 2, mark));
+    place.press();
+    until("bytes in the scratch file", || place.marked() > 0);
+    // Some pages are in memory and on disk: these are not discarded.
+    drop(mine.read(GROUPS - 1, 0..1).unwrap().pin().wait().unwrap());
+    drop((other, mine));
+    let blocker = place.runtime.alloc(DType::U8, &[15, PAGE]).unwrap();
+    let guard = place.runtime.pin_mut(&blocker).wait().unwrap();
+    place.kernel.hold_wipes(true);
+    std::thread::scope(|scope| {
+        let (_lets_go, guard) = (LetsGo(&place.kernel), guard);
+        let deleting = scope.spawn(|| pool.delete_tenant(OTHER));
+        until("a wipe of the other tenant's block", || place.kernel.wipes.load(SeqCst) > 0);
+        let taking = scope.spawn(|| {
+            let mut taking = pool.begin(B, &[]).unwrap();
+            taking.append(&tokens(2 * EACH)).unwrap();
+            taking
+        });
+        until("it waits for a frame", || place.runtime.waiting().total > 0);
+        place.kernel.hold_wipes(false);
+        deleting.join().unwrap().unwrap();
+        assert!(!taking.is_finished());
+        drop(guard);
+        let taken = taking.join().unwrap();
+        pool.delete_tenant(A).unwrap();
+        assert_eq!(place.marked(), 0);
+        check(&taken, 0);
+    });
+    drop((blocker, pool));
+    place.runtime.close().unwrap();
+}
+
+/// A sequence of another tenant waited for the write back of a deleted one's block.
+#[test]
+fn regression_no_sequence_that_begins_waits_for_what_is_to_be_erased() {
+    let place = Place::new(16, 5);
+    let pool = place.pool(4);
+    let mut first = fill(&pool, A, 1, MARK);
+    place.kernel.hold_writes(true);
+    first.park().unwrap();
+    until("a write back is under way", || place.kernel.held.load(SeqCst) > 0);
+    pool.delete_tenant(A).unwrap();
+    drop(first);
+    std::thread::scope(|scope| {
+        let _lets_go = LetsGo(&place.kernel);
+        let begins = scope.spawn(|| drop(pool.begin(B, &[]).unwrap()));
+        until("it has begun", || begins.is_finished());
+    });
+    assert_eq!(pool.stats().used, 0);
+    // Whoever takes the block finds nothing in it, and the next deletion wipes its place.
+    let mut other = pool.begin(B, &[]).unwrap();
+    other.append(&tokens(4 * EACH)).unwrap();
+    check(&other, 0);
+    pool.delete_tenant(OTHER).unwrap();
+    assert_eq!(place.marked(), 0);
+    check(&other, 0);
+    drop((other, pool));
+    place.runtime.close().unwrap();
+}
+
+/// A block whose last sequence has ended since is erased by whichever deletion is next, also where it is free.
+#[test]
+fn the_next_deletion_erases_what_sequences_of_a_deleted_tenant_had() {
+    for begins in [false, true] {
+        let place = Place::new(16, 0);
+        let pool = place.pool(8);
+        let first = fill(&pool, A, 4, MARK);
+        place.press();
+        until("bytes in the scratch file", || place.marked() > 0);
+        pool.delete_tenant(A).unwrap();
+        assert!(place.marked() > 0, "the sequence has them");
+        check(&first, MARK);
+        drop(first);
+        assert_eq!(pool.stats().used, 4);
+        if begins {
+            drop(pool.begin(B, &[]).unwrap());
+            assert_eq!(pool.stats().used, 0);
+            // The tenant itself finds nothing in a block that it had.
+            let mut again = pool.begin(A, &[]).unwrap();
+            again.append(&tokens(EACH)).unwrap();
+            check(&again, 0);
+        }
+        pool.delete_tenant(OTHER).unwrap();
+        assert_eq!((place.marked(), pool.stats().used), (0, 0));
+        drop(pool);
+        place.runtime.close().unwrap();
+    }
 }
 
 /// A write back that is not answered in time is an error, and the next call does what is left.
