@@ -32,8 +32,7 @@ const GROUP: usize = 16;
 /// Vectors in one [`Q8Lanes`].
 const LANES: usize = 16;
 
-/// Most bytes that an element of a vector has in what is prepared for the kernels: in [`Fours`], or as one of six
-/// vectors in [`Q8Lanes`], the fewest that are laid out so.
+/// Most bytes that an element of a vector has in what is prepared for the kernels.
 pub const PREPARED_BYTES: usize = 4;
 
 /// Sixteen blocks of one vector: `value[i] = scale * q[i]`. Blocks beyond the vector's end are zeros.
