@@ -176,17 +176,32 @@ fn check(sequence: &Sequence, mark: u8) {
     }
 }
 
+/// A's blocks, all of the pool's, are partly on disk. Another tenant gets so many of them, and writes nothing yet.
+fn takes_over(place: &Place, pool: &KvPool, blocks: u32) -> Sequence {
+    drop(fill(pool, A, pool.stats().blocks, MARK));
+    until("bytes in the scratch file", || place.marked() > 0);
+    let mut other = pool.begin(B, &[]).unwrap();
+    other.append(&tokens(blocks * EACH)).unwrap();
+    other
+}
+
+/// A sequence of A's of one block, of which a write back is under way and held.
+fn being_written(place: &Place, pool: &KvPool) -> Sequence {
+    let mut first = fill(pool, A, 1, MARK);
+    place.kernel.hold_writes(true);
+    // Its five pages fill the host tier, which is then written to disk.
+    first.park().unwrap();
+    until("a write back is under way", || place.kernel.held.load(SeqCst) > 0);
+    first
+}
+
 /// The scratch file kept what a block had before another tenant took it, until that tenant's bytes were written back.
 #[test]
 fn regression_a_block_that_another_tenant_has_keeps_nothing_of_a_deleted_one_on_disk() {
     for host in [0, 4, 64] {
         let place = Place::new(16, host);
         let pool = place.pool(40);
-        drop(fill(&pool, A, 40, MARK));
-        until("bytes in the scratch file", || place.marked() > 0);
-        // It gets blocks of A, and writes nothing yet.
-        let mut other = pool.begin(B, &[]).unwrap();
-        other.append(&tokens(2 * EACH)).unwrap();
+        let other = takes_over(&place, &pool, 2);
         pool.delete_tenant(A).unwrap();
         assert_eq!(place.marked(), 0, "{host} host frames");
         check(&other, 0);
@@ -230,17 +245,14 @@ fn nothing_of_a_deleted_tenant_is_left_wherever_its_blocks_were() {
 fn regression_a_write_back_that_lands_late_brings_nothing_of_a_deleted_tenant() {
     let place = Place::new(16, 5);
     let pool = place.pool(1);
-    let mut first = fill(&pool, A, 1, MARK);
-    place.kernel.hold_writes(true);
-    // Its five pages fill the host tier, which is then written to disk.
-    first.park().unwrap();
-    until("a write back is under way", || place.kernel.held.load(SeqCst) > 0);
+    let first = being_written(&place, &pool);
     drop(first);
     let mut other = pool.begin(B, &[]).unwrap();
     other.append(&tokens(EACH)).unwrap();
     std::thread::scope(|scope| {
+        let _lets_go = LetsGo(&place.kernel);
         let deleting = scope.spawn(|| pool.delete_tenant(A));
-        std::thread::sleep(Duration::from_millis(50));
+        until("the deletion has begun", || !pool.tenants().contains(&A));
         assert!(!deleting.is_finished(), "the write is still to come");
         place.kernel.hold_writes(false);
         deleting.join().unwrap().unwrap();
@@ -300,10 +312,7 @@ fn regression_the_deletion_of_another_tenant_forgets_no_block_that_is_being_over
 fn regression_no_sequence_that_begins_waits_for_what_is_to_be_erased() {
     let place = Place::new(16, 5);
     let pool = place.pool(4);
-    let mut first = fill(&pool, A, 1, MARK);
-    place.kernel.hold_writes(true);
-    first.park().unwrap();
-    until("a write back is under way", || place.kernel.held.load(SeqCst) > 0);
+    let first = being_written(&place, &pool);
     pool.delete_tenant(A).unwrap();
     drop(first);
     std::thread::scope(|scope| {
@@ -357,10 +366,7 @@ fn the_next_deletion_erases_what_sequences_of_a_deleted_tenant_had() {
 fn a_deletion_does_not_wait_for_a_dead_disk_for_ever() {
     let place = Place::with(16, 5, |builder| builder.io_timeout(Some(Duration::from_millis(200))));
     let pool = place.pool(1);
-    let mut first = fill(&pool, A, 1, MARK);
-    place.kernel.hold_writes(true);
-    first.park().unwrap();
-    until("a write back is under way", || place.kernel.held.load(SeqCst) > 0);
+    let first = being_written(&place, &pool);
     drop(first);
     let mut other = pool.begin(B, &[]).unwrap();
     other.append(&tokens(EACH)).unwrap();
@@ -378,10 +384,7 @@ fn a_deletion_does_not_wait_for_a_dead_disk_for_ever() {
 fn a_guard_of_the_new_owner_is_in_nobodys_way() {
     let place = Place::new(16, 0);
     let pool = place.pool(40);
-    drop(fill(&pool, A, 40, MARK));
-    until("bytes in the scratch file", || place.marked() > 0);
-    let mut other = pool.begin(B, &[]).unwrap();
-    other.append(&tokens(EACH)).unwrap();
+    let other = takes_over(&place, &pool, 1);
     let mut blocks = other.write(0, 0..1).unwrap();
     let mut guard = blocks.pin().wait().unwrap();
     pool.delete_tenant(A).unwrap();
@@ -398,10 +401,7 @@ fn a_guard_of_the_new_owner_is_in_nobodys_way() {
 fn what_cannot_be_wiped_is_an_error_and_is_wiped_by_the_next_call() {
     let place = Place::new(16, 0);
     let pool = place.pool(40);
-    drop(fill(&pool, A, 40, MARK));
-    until("bytes in the scratch file", || place.marked() > 0);
-    let mut other = pool.begin(B, &[]).unwrap();
-    other.append(&tokens(2 * EACH)).unwrap();
+    let other = takes_over(&place, &pool, 2);
     place.kernel.refuses.store(5, SeqCst);
     for _ in 0..2 {
         let error = pool.delete_tenant(A).unwrap_err();
@@ -426,10 +426,7 @@ fn a_file_system_that_makes_no_zeros_gets_them_written() {
     let place = Place::new(16, 0);
     place.kernel.refuses.store(UNSUPPORTED, SeqCst);
     let pool = place.pool(40);
-    drop(fill(&pool, A, 40, MARK));
-    until("bytes in the scratch file", || place.marked() > 0);
-    let mut other = pool.begin(B, &[]).unwrap();
-    other.append(&tokens(2 * EACH)).unwrap();
+    let other = takes_over(&place, &pool, 2);
     pool.delete_tenant(A).unwrap();
     assert_eq!(place.marked(), 0);
     assert_eq!(place.kernel.wipes.load(SeqCst), 1, "it is asked once");
