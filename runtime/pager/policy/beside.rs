@@ -135,16 +135,19 @@ impl Beside {
         self.division.wrote(side, page);
     }
 
-    /// A page is used. Plans name so many of `pages`. Returns whether frames have moved.
-    pub(super) fn used(&mut self, side: usize, page: PageId, planned: u64, pages: u64) -> bool {
+    /// A page is used. Returns whether it is time to [judge](Self::judge).
+    pub(super) fn used(&mut self, side: usize, page: PageId) -> bool {
         if side == UNNAMED
             && let Some(policy) = &mut self.policy
         {
             policy.accessed(page);
         }
-        if !self.division.used(side, page) {
-            return false;
-        }
+        self.division.used(side, page)
+    }
+
+    /// Moves frames to the side that would have gained by them. Plans name so many of `pages`. Returns whether frames
+    /// have moved.
+    pub(super) fn judge(&mut self, planned: u64, pages: u64) -> bool {
         let holdings = [
             Holding { share: self.sizes.frames - self.room, least: 0, pages: planned },
             Holding { share: self.room, least: 0, pages: pages.saturating_sub(planned) },

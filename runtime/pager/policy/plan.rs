@@ -784,12 +784,13 @@ impl PlanPolicy {
             return;
         }
         let side = self.side(number);
+        let Some(beside) = self.beside.as_mut() else { return };
+        if !beside.used(side, page) {
+            return;
+        }
         let followed = self.plans.iter().filter(|(_, active)| active.is_followed());
         let planned = followed.map(|(_, active)| u64::from(active.planned)).sum();
-        let pages = self.recency.numbers().end() as u64;
-        if let Some(beside) = &mut self.beside
-            && beside.used(side, page, planned, pages)
-        {
+        if beside.judge(planned, self.recency.numbers().end() as u64) {
             beside.reconcile(&self.outside, &self.recency);
             self.divide_all(false);
         }
