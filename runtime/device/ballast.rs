@@ -4,7 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::mappings::{Claim, Count, LEFT_AT_LEAST, MAPS};
+use super::mappings::{ADVICE, Claim, Count, LEFT_AT_LEAST, MAPS};
 use super::sys::{self, Region};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -97,7 +97,6 @@ impl Ballast {
     /// Room is counted, and not found by taking mappings until the kernel refuses one: for that moment nobody else in
     /// the process would get any. So room that has come back is used when the last count is not recent any more.
     fn take_up(&mut self, what: &str) -> Result<()> {
-        const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
         let recent = self.counted.filter(|counted| Instant::now() < counted.until);
         self.counted = recent.or_else(Counted::now);
         let Some(Counted { count, .. }) = self.counted else {

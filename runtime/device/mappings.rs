@@ -199,6 +199,9 @@ impl Drop for Claim {
     }
 }
 
+/// What helps besides a larger limit.
+pub(super) const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
+
 /// Whether mappings or memory may be what a refused call lacked.
 pub(super) fn may_be_short(cause: &io::Error) -> bool {
     cause.raw_os_error() == Some(libc::ENOMEM)
@@ -212,7 +215,7 @@ pub(super) fn shortage(what: &str, cause: &io::Error, given_up: u64) -> Option<E
     }
     let now = Count::now().ok()?;
     let left = now.left().saturating_sub(given_up);
-    (left < LEFT_AT_LEAST).then(|| now.told(what, 2, ", use larger pages, or keep fewer mappings elsewhere"))
+    (left < LEFT_AT_LEAST).then(|| now.told(what, 2, ADVICE))
 }
 
 #[cfg(test)]
