@@ -6,6 +6,7 @@ mod compute;
 mod concurrency;
 mod dlpack;
 mod failure;
+mod link_server;
 mod panics;
 mod private;
 mod readme;
