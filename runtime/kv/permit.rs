@@ -70,6 +70,10 @@ impl Permits {
         Ok(())
     }
 
+    fn grow(&self, tenant: TenantId, blocks: u32) -> bool {
+        self.state.lock().turns.grow(tenant, blocks, self.now())
+    }
+
     pub fn forget(&self, pool: &Arc<Shared>, tenant: TenantId) {
         self.change(pool, |state, now| state.turns.forget(tenant, now));
     }
@@ -153,6 +157,16 @@ impl Permit {
     /// The tenant that has it.
     pub fn tenant(&self) -> TenantId {
         self.tenant
+    }
+    /// Makes it one for so many tokens, if it is for fewer and enough blocks are not active. It does not wait, and
+    /// passes those who do: a sequence that goes on comes before one that has yet to begin. Returns whether the permit
+    /// is for so many tokens. If not, one of the active sequences has to be [parked](crate::Sequence::park).
+    pub fn grow(&mut self, tokens: u64) -> bool {
+        let wanted = self.pool.blocks_for(tokens);
+        let Some(more) = wanted.checked_sub(self.blocks).filter(|more| *more > 0) else { return true };
+        let grown = self.pool.permits.grow(self.tenant, more);
+        self.blocks += if grown { more } else { 0 };
+        grown
     }
     pub(crate) fn is_of(&self, pool: &Arc<Shared>) -> bool {
         Arc::ptr_eq(&self.pool, pool)

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use outcore::policy::SegmentClass;
+use outcore::stats::SegmentView;
 use outcore::{Bytes, DType, Error, ErrorKind, Result, Runtime, Tensor, Tier};
 use parking_lot::{Condvar, Mutex, RwLock};
 
@@ -249,6 +250,11 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
+    /// Blocks of a sequence of so many tokens.
+    pub fn blocks_for(&self, tokens: u64) -> u32 {
+        u32::try_from(tokens.div_ceil(u64::from(self.layout.block_tokens()))).unwrap_or(u32::MAX)
+    }
+
     /// All bytes of the pages of a block's group of layers.
     pub fn tensor(&self, block: BlockId, group: u32) -> Result<Tensor> {
         let groups = u64::from(self.layout.groups());
@@ -728,17 +734,13 @@ impl KvPool {
         may_be(tenant)?;
         self.resize_active();
         self.0.state.lock().tenant(tenant);
-        self.0.permits.ask(&self.0, tenant, self.blocks_for(tokens))
+        self.0.permits.ask(&self.0, tenant, self.0.blocks_for(tokens))
     }
 
     /// How long a request for so many tokens more would wait now. `None` if that is not known: no permit came back yet.
     pub fn estimate(&self, tenant: TenantId, tokens: u64) -> Option<Duration> {
         self.resize_active();
-        self.0.permits.estimate(tenant, None, self.blocks_for(tokens))
-    }
-
-    fn blocks_for(&self, tokens: u64) -> u32 {
-        u32::try_from(tokens.div_ceil(u64::from(self.0.layout.block_tokens()))).unwrap_or(u32::MAX)
+        self.0.permits.estimate(tenant, None, self.0.blocks_for(tokens))
     }
 
     /// Begins a sequence with these tokens. The keys and values of those that are there already, from the first one on,
@@ -859,6 +861,11 @@ impl KvPool {
         let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
         drop(state);
         blocks.into_iter().map(|block| Ok(self.0.runtime.tiers(&self.0.whole(block)?))).collect()
+    }
+
+    /// Where the pages of all blocks are: see [`Runtime::snapshot`].
+    pub fn snapshot(&self) -> SegmentView {
+        self.0.runtime.snapshot(&self.0.rows)
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this

@@ -253,6 +253,17 @@ impl Turns {
         self.grant(now)
     }
 
+    /// A tenant whose request is active gets `blocks` more, if there are so many: those who wait are passed, since none
+    /// of them can be granted before what is active has ended. Returns whether it got them.
+    pub fn grow(&mut self, tenant: TenantId, blocks: u32, now: Duration) -> bool {
+        self.decay(now);
+        let fits = self.lines.get(&tenant).is_some_and(|line| self.fits(line, blocks));
+        if fits {
+            self.change(tenant, |line| line.active += blocks);
+        }
+        fits
+    }
+
     /// Blocks come back. Returns what is granted by that.
     pub fn give_back(&mut self, tenant: TenantId, blocks: u32, now: Duration) -> Vec<Granted> {
         self.decay(now);
@@ -423,6 +434,23 @@ mod tests {
         assert_eq!(all.of(A).1, 0);
         assert_eq!(all.ask(A, 10, at(0)), Answer::Granted);
         waits(all.ask(A, 1, at(0)));
+    }
+
+    #[test]
+    fn what_is_active_grows_past_those_who_wait_and_no_further_than_there_is_room() {
+        let (a, b) = (TenantId::new(1), TenantId::new(2));
+        let mut turns = Turns::new(10, 0);
+        turns.set(b, Turn { reserved: 2, ..Turn::DEFAULT }, at(0));
+        assert_eq!(turns.ask(a, 4, at(0)), Answer::Granted);
+        waits(turns.ask(a, 5, at(0)));
+        // 6 are not active, and 2 of these are the other tenant's.
+        assert!(!turns.grow(a, 5, at(0)) && turns.grow(a, 4, at(0)) && !turns.grow(a, 1, at(0)));
+        assert_eq!((turns.active(), turns.of(a).0), (8, 8));
+        assert_eq!(turns.ask(b, 1, at(0)), Answer::Granted);
+        assert!(turns.grow(b, 1, at(0)) && !turns.grow(b, 1, at(0)));
+        assert_eq!(turns.give_back(a, 8, at(1)).len(), 1);
+        // Nobody of this name has anything.
+        assert!(!turns.grow(TenantId::new(3), 1, at(1)) && turns.active() == 7);
     }
 
     #[test]

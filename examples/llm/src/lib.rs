@@ -39,6 +39,7 @@
 
 mod architecture;
 mod block_attention;
+pub mod budget;
 mod chat;
 mod config;
 // What computes on a GPU is chosen by file; everything above sees the same names.
@@ -66,11 +67,11 @@ pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::WeightType;
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};
-pub use model::{KvType, Model, Options, PassTime, Session};
+pub use model::{KvType, Logits, Model, Options, Part, PassError, PassTime, Session};
 pub use paged::PagedWeights;
 pub use paged_kv::PagedKeys;
 pub use plain::PlainWeights;
 pub use pool::Pool;
 pub use sampler::{Sampler, argmax};
-pub use tokenizer::{Decoder, TextStream, Tokenizer};
+pub use tokenizer::{Decoder, TextStream, Tokenizer, Unfinished};
 pub use weights::{Rows, Step, TensorId, WeightInfo, Weights};

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::f16;
+use parking_lot::Mutex;
 
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::{Config, RopePairs};
@@ -26,6 +27,8 @@ use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
 /// Most vectors whose products one thread sorts at a time.
 const SORTED: usize = 8;
+/// The attention of so many tokens of a session is one thread's work, where there are other sessions for the others.
+const PART_FEW: usize = 8;
 
 /// How the cache of keys and values stores its elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,6 +54,8 @@ pub struct Model {
     arch: Architecture,
     weights: Arc<dyn Weights>,
     pool: Pool,
+    /// Who computes by itself what one thread of the pool has to do.
+    alone: Pool,
     level: Level,
     frequencies: Vec<f32>,
 }
@@ -66,8 +71,9 @@ impl Model {
     pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
         let arch = Architecture::new(files)?;
         let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
+        let alone = Pool::new(1).map_err(|e| Error::io("cannot start compute threads", e))?;
         let level = options.level.unwrap_or_else(Level::detect);
-        let mut model = Self { arch, weights, pool, level, frequencies: Vec::new() };
+        let mut model = Self { arch, weights, pool, alone, level, frequencies: Vec::new() };
         model.frequencies = model.arch.frequencies(|info| {
             model.weights.will_use(&[(info.id, 0..1)]);
             model.vector(info)
@@ -99,6 +105,128 @@ impl Model {
     /// output.
     pub fn pass_order(&self, tokens: &[u32]) -> Vec<Step> {
         self.arch.pass_order(tokens, |id| self.weights.tile_rows(id))
+    }
+
+    /// Reads the tokens of several sessions in one pass over the weights. Returns the logits that each part asked for:
+    /// those after its last token (`vocab` numbers), after every token (`[tokens x vocab]`), or none; and how long the
+    /// pass waited for weights. Which sessions are read together changes no bit.
+    ///
+    /// # Errors
+    /// After an error all sessions are as they were before the call. It names the part that has no room or cannot be
+    /// read, if it is one part's.
+    pub fn forward_together(
+        self: &Arc<Self>,
+        parts: &mut [Part<'_>],
+    ) -> std::result::Result<(Vec<Vec<f32>>, Duration), PassError> {
+        for nth in 0..parts.len() {
+            let Part { session, tokens, .. } = &mut parts[nth];
+            if let Err(error) = session.begin(self, tokens) {
+                let undone = undo(&mut parts[..nth]);
+                return Err(undone.err().unwrap_or(PassError { part: Some(nth), error }));
+            }
+        }
+        let done = match self.compute(parts) {
+            Ok(done) => done,
+            Err(error) => {
+                undo(parts)?;
+                return Err(error);
+            }
+        };
+        for (nth, Part { session, tokens, .. }) in parts.iter_mut().enumerate() {
+            session.commit(tokens.len()).map_err(|error| PassError { part: Some(nth), error })?;
+        }
+        Ok(done)
+    }
+
+    /// The logits, and how long it waited for weights.
+    fn compute(&self, parts: &mut [Part<'_>]) -> std::result::Result<(Vec<Vec<f32>>, Duration), PassError> {
+        let c = &self.arch.config;
+        let tokens: Vec<u32> = parts.iter().flat_map(|part| part.tokens).copied().collect();
+        let m = tokens.len();
+        let waited = self.weights.waited();
+        self.weights.will_use(&self.pass_order(&tokens));
+        let positions = parts.iter().flat_map(|part| part.session.len..part.session.len + part.tokens.len());
+        let turns = Turns::new(&self.frequencies, positions);
+        let mut work = Work::default();
+        for op in self.arch.ops() {
+            match op {
+                Op::Embed(_) => work.x = self.embed(&tokens)?,
+                Op::Norm(weight) => work.input = self.normed(&work.x, weight)?,
+                Op::Query(linear) => work.q = self.linear(linear, &mut work.input)?,
+                Op::Key(linear) => work.k = self.linear(linear, &mut work.input)?,
+                Op::Value(linear) => work.v = self.linear(linear, &mut work.input)?,
+                Op::NormQueries(weight) => self.norm_heads(&mut work.q, weight)?,
+                Op::NormKeys(weight) => self.norm_heads(&mut work.k, weight)?,
+                Op::Attend(layer) => {
+                    let (mut q, mut k, v) = (take(&mut work.q), take(&mut work.k), take(&mut work.v));
+                    turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
+                    turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
+                    work.input = Input::new(self.attend(parts, layer, &Operands { q: &q, k: &k, v: &v })?, m);
+                }
+                Op::AttentionOutput(linear) => add(&mut work.x, &self.linear(linear, &mut work.input)?),
+                Op::Gate(linear) => work.gate = self.linear(linear, &mut work.input)?,
+                Op::Up(linear) => work.up = self.linear(linear, &mut work.input)?,
+                Op::Down(linear) => {
+                    let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
+                    self.silu_multiply(&mut gate, &up);
+                    drop(up);
+                    add(&mut work.x, &self.linear(linear, &mut Input::new(gate, m))?);
+                }
+                Op::LastNorm(weight) => {
+                    let x = take(&mut work.x);
+                    work.input = self.normed(&with_logits(parts, &x, c.dim), weight)?;
+                }
+                Op::Logits(output) => work.logits = self.matmul(output, &mut work.input)?,
+            }
+        }
+        let mut rest = work.logits.as_slice();
+        let mut results = Vec::with_capacity(parts.len());
+        for part in parts.iter() {
+            let (mine, others) = rest.split_at(part.logits.count(part.tokens.len()) * c.vocab);
+            results.push(mine.to_vec());
+            rest = others;
+        }
+        Ok((results, self.weights.waited().saturating_sub(waited)))
+    }
+
+    /// Attention of all parts, one behind the other.
+    fn attend(
+        &self,
+        parts: &mut [Part<'_>],
+        layer: usize,
+        operands: &Operands<'_>,
+    ) -> std::result::Result<Vec<f32>, PassError> {
+        let c = &self.arch.config;
+        let (q_row, kv_row) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let mut jobs = Vec::with_capacity(parts.len());
+        let mut first = 0;
+        for (nth, part) in parts.iter_mut().enumerate() {
+            let count = part.tokens.len();
+            let of = |row: usize| first * row..(first + count) * row;
+            let (q, kv) = (of(q_row), of(kv_row));
+            let mine = Operands { q: &operands.q[q], k: &operands.k[kv.clone()], v: &operands.v[kv] };
+            jobs.push(Mutex::new((nth, &mut *part.session, mine, Ok(Vec::new()))));
+            first += count;
+        }
+        // Parts of few tokens leave threads without work: these are computed side by side, each by one thread.
+        let few = |job: &Mutex<Job<'_, '_>>| job.lock().2.q.len() <= PART_FEW * q_row;
+        let (mut side_by_side, alone): (Vec<_>, Vec<_>) = jobs.iter().partition(|job| few(job));
+        let mut in_turn = alone;
+        if side_by_side.len() < self.pool.threads() {
+            in_turn.append(&mut side_by_side);
+        }
+        let work = |job: &Mutex<Job<'_, '_>>, pool: &Pool| {
+            let (_, session, mine, result) = &mut *job.lock();
+            *result = session.attend(self, pool, layer, mine);
+        };
+        self.pool.run(side_by_side.len(), &|nth| work(side_by_side[nth], &self.alone));
+        in_turn.iter().for_each(|job| work(job, &self.pool));
+        let mut out = Vec::with_capacity(operands.q.len());
+        for job in jobs {
+            let (nth, _, _, result) = job.into_inner();
+            out.extend(result.map_err(|error| PassError { part: Some(nth), error })?);
+        }
+        Ok(out)
     }
 
     /// The bytes of `rows`, after checking that there are as many as there should be.
@@ -309,6 +437,81 @@ impl Cache {
     }
 }
 
+/// Which logits a part of a pass is to give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// None: more of its tokens come in a later pass.
+    None,
+    /// Those after its last token.
+    Last,
+    /// Those after each of its tokens.
+    All,
+}
+
+impl Logits {
+    /// Of how many of `tokens` tokens.
+    fn count(self, tokens: usize) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Last => tokens.min(1),
+            Self::All => tokens,
+        }
+    }
+}
+
+/// What one session reads in a pass together with others: see [`Model::forward_together`].
+#[derive(Debug)]
+pub struct Part<'a> {
+    /// The session. It is in a pass once.
+    pub session: &'a mut Session,
+    /// The tokens that it reads: at least one.
+    pub tokens: &'a [u32],
+    /// The logits that are wanted.
+    pub logits: Logits,
+}
+
+/// Why a pass over several sessions was given up.
+#[derive(Debug)]
+pub struct PassError {
+    /// The part whose error it is; `None` if it is that of all.
+    pub part: Option<usize>,
+    /// The error.
+    pub error: Error,
+}
+
+impl From<Error> for PassError {
+    fn from(error: Error) -> Self {
+        Self { part: None, error }
+    }
+}
+
+/// Takes back that these parts have begun.
+fn undo(parts: &mut [Part<'_>]) -> std::result::Result<(), PassError> {
+    let mut first = Ok(());
+    for (nth, part) in parts.iter_mut().enumerate() {
+        let undone = part.session.undo().map_err(|error| PassError { part: Some(nth), error });
+        first = first.and(undone);
+    }
+    first
+}
+
+/// The rows of `x` (`[tokens x dim]`) whose logits are wanted; one at least, so that each pass uses each weight.
+fn with_logits(parts: &[Part<'_>], x: &[f32], dim: usize) -> Vec<f32> {
+    let mut rows = Vec::new();
+    let mut end = 0;
+    for part in parts {
+        end += part.tokens.len();
+        rows.extend_from_slice(&x[(end - part.logits.count(part.tokens.len())) * dim..end * dim]);
+    }
+    if rows.is_empty() {
+        rows.extend_from_slice(&x[..dim.min(x.len())]);
+    }
+    rows
+}
+
+/// Attention of one part: its number, its session, what it works on, and the result.
+type Job<'a, 'b> = (usize, &'a mut Session, Operands<'b>, Result<Vec<f32>>);
+
 /// What one pass took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PassTime {
@@ -387,6 +590,24 @@ impl Session {
         &self.model
     }
 
+    /// Its keys and values, if they are in a pool.
+    pub fn paged_keys(&self) -> Option<&PagedKeys> {
+        match &self.keys {
+            Keys::Plain(_) => None,
+            Keys::Paged(keys) => Some(keys),
+        }
+    }
+
+    /// Has its blocks leave the device, if its keys and values are in a pool: see [`Sequence::park`].
+    ///
+    /// [`Sequence::park`]: outcore_kv::Sequence::park
+    pub fn park(&mut self) -> Result<()> {
+        match &mut self.keys {
+            Keys::Plain(_) => Ok(()),
+            Keys::Paged(keys) => keys.park(),
+        }
+    }
+
     /// What the last pass took.
     pub fn last_pass(&self) -> PassTime {
         self.last
@@ -405,81 +626,59 @@ impl Session {
     ///
     /// After an error the session is as it was before the call.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
-        self.pass(tokens, false)
+        self.pass(tokens, Logits::Last)
     }
 
     /// Like [`Session::forward`], with the logits after every token: `[tokens x vocab]`.
     pub fn forward_all(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
-        self.pass(tokens, true)
+        self.pass(tokens, Logits::All)
     }
 
-    fn pass(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
+    fn pass(&mut self, tokens: &[u32], logits: Logits) -> Result<Vec<f32>> {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
-        model.arch.check_pass(tokens, self.len, self.capacity)?;
-        if let Keys::Paged(keys) = &mut self.keys {
-            keys.append(tokens)?;
-        }
-        let done = self.compute(&model, tokens, all);
-        match (&mut self.keys, &done) {
-            (Keys::Plain(_), _) => {}
-            (Keys::Paged(keys), Ok(_)) => keys.commit(self.len + tokens.len())?,
-            (Keys::Paged(keys), Err(_)) => keys.truncate(self.len)?,
-        }
-        let (logits, waited) = done?;
-        self.len += tokens.len();
+        let done = model.forward_together(&mut [Part { session: self, tokens, logits }]);
+        let (mut results, waited) = done.map_err(|failed| failed.error)?;
         self.last = PassTime { total: started.elapsed(), waited };
-        Ok(logits)
+        Ok(results.pop().unwrap_or_default())
     }
 
-    /// The logits, and how long it waited for weights.
-    fn compute(&mut self, model: &Model, tokens: &[u32], all: bool) -> Result<(Vec<f32>, Duration)> {
-        let (c, m) = (&model.arch.config, tokens.len());
-        let waited = model.weights.waited();
-        model.weights.will_use(&model.pass_order(tokens));
-        let turns = Turns::new(&model.frequencies, self.len, m);
-        let mut work = Work::default();
-        for op in model.arch.ops() {
-            match op {
-                Op::Embed(_) => work.x = model.embed(tokens)?,
-                Op::Norm(weight) => work.input = model.normed(&work.x, weight)?,
-                Op::Query(linear) => work.q = model.linear(linear, &mut work.input)?,
-                Op::Key(linear) => work.k = model.linear(linear, &mut work.input)?,
-                Op::Value(linear) => work.v = model.linear(linear, &mut work.input)?,
-                Op::NormQueries(weight) => model.norm_heads(&mut work.q, weight)?,
-                Op::NormKeys(weight) => model.norm_heads(&mut work.k, weight)?,
-                Op::Attend(layer) => {
-                    let (mut q, mut k, v) = (take(&mut work.q), take(&mut work.k), take(&mut work.v));
-                    turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
-                    turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
-                    let mixed = match &mut self.keys {
-                        Keys::Plain(caches) => {
-                            attention(model, &mut caches[layer], self.capacity, self.len, m, &q, &k, &v)
-                        }
-                        Keys::Paged(keys) => {
-                            let operands = Operands { q: &q, k: &k, v: &v };
-                            keys.attend(c, (&model.pool, model.level), layer, self.len, &operands)?
-                        }
-                    };
-                    work.input = Input::new(mixed, m);
-                }
-                Op::AttentionOutput(linear) => add(&mut work.x, &model.linear(linear, &mut work.input)?),
-                Op::Gate(linear) => work.gate = model.linear(linear, &mut work.input)?,
-                Op::Up(linear) => work.up = model.linear(linear, &mut work.input)?,
-                Op::Down(linear) => {
-                    let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
-                    model.silu_multiply(&mut gate, &up);
-                    drop(up);
-                    add(&mut work.x, &model.linear(linear, &mut Input::new(gate, m))?);
-                }
-                Op::LastNorm(weight) => {
-                    let from = if all { 0 } else { (m - 1) * c.dim };
-                    work.input = model.normed(&work.x[from..], weight)?;
-                }
-                Op::Logits(output) => work.logits = model.matmul(output, &mut work.input)?,
-            }
+    /// Makes room for `tokens`.
+    fn begin(&mut self, model: &Arc<Model>, tokens: &[u32]) -> Result<()> {
+        if !Arc::ptr_eq(&self.model, model) {
+            return Err(Error::Invalid("a session of another model, in one pass with sessions of this one".into()));
         }
-        Ok((work.logits, model.weights.waited().saturating_sub(waited)))
+        model.arch.check_pass(tokens, self.len, self.capacity)?;
+        match &mut self.keys {
+            Keys::Plain(_) => Ok(()),
+            Keys::Paged(keys) => keys.append(tokens),
+        }
+    }
+
+    /// Takes back what [`begin`](Self::begin) did.
+    fn undo(&mut self) -> Result<()> {
+        match &mut self.keys {
+            Keys::Plain(_) => Ok(()),
+            Keys::Paged(keys) => keys.truncate(self.len),
+        }
+    }
+
+    fn commit(&mut self, count: usize) -> Result<()> {
+        if let Keys::Paged(keys) = &mut self.keys {
+            keys.commit(self.len + count)?;
+        }
+        self.len += count;
+        Ok(())
+    }
+
+    /// Attention of `layer` for the new tokens of this session.
+    fn attend(&mut self, model: &Model, pool: &Pool, layer: usize, operands: &Operands<'_>) -> Result<Vec<f32>> {
+        match &mut self.keys {
+            Keys::Plain(caches) => {
+                Ok(attention((model, pool), &mut caches[layer], (self.capacity, self.len), operands))
+            }
+            Keys::Paged(keys) => keys.attend(&model.arch.config, (pool, model.level), layer, self.len, operands),
+        }
     }
 }
 
@@ -488,19 +687,16 @@ fn add(x: &mut [f32], y: &[f32]) {
 }
 
 /// Stores the new keys and values, then attends: `[m x heads * head_dim]`.
-#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 fn attention(
-    model: &Model,
+    (model, pool): (&Model, &Pool),
     cache: &mut Cache,
-    capacity: usize,
-    past: usize,
-    m: usize,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
+    (capacity, past): (usize, usize),
+    operands: &Operands<'_>,
 ) -> Vec<f32> {
     let c = &model.arch.config;
     let hd = c.head_dim;
+    let Operands { q, k, v } = *operands;
+    let m = q.len() / (c.heads * hd);
     for t in 0..m {
         for h in 0..c.kv_heads {
             let at = (t * c.kv_heads + h) * hd;
@@ -510,7 +706,7 @@ fn attention(
     let cache = &*cache;
     let (group, scale) = (c.heads / c.kv_heads, 1.0 / (hd as f32).sqrt());
     let mut out = vec![0f32; m * c.heads * hd];
-    model.pool.run_chunks(&mut out, hd, |i, out| {
+    pool.run_chunks(&mut out, hd, |i, out| {
         let (t, h) = (i / c.heads, i % c.heads);
         let base = h / group * capacity * hd;
         cache.attend(model.level, base, past + t + 1, scale, &q[i * hd..(i + 1) * hd], out);
@@ -525,9 +721,9 @@ struct Turns {
 }
 
 impl Turns {
-    fn new(frequencies: &[f32], first: usize, count: usize) -> Self {
+    fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
         let angle = |p: usize, f: f32| (p as f32 * f).sin_cos();
-        let table = (first..first + count).flat_map(|p| frequencies.iter().map(move |f| angle(p, *f))).collect();
+        let table = positions.flat_map(|p| frequencies.iter().map(move |f| angle(p, *f))).collect();
         Self { pairs: frequencies.len(), table }
     }
 

@@ -128,7 +128,6 @@ impl PagedKeys {
     }
 
     /// Has the blocks leave the device: see [`Sequence::park`].
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "sessions on a GPU park"))]
     pub(crate) fn park(&mut self) -> Result<()> {
         Ok(self.sequence.park()?)
     }

@@ -301,6 +301,16 @@ impl Tokenizer {
         self.tokens.text(id)
     }
 
+    /// As [`Decoder::push`].
+    pub fn push(&self, unfinished: &mut Unfinished, id: u32) -> String {
+        self.decoder.push(unfinished, id)
+    }
+
+    /// The bytes that token `id` stands for: none for control tokens, and not always whole characters.
+    pub fn bytes(&self, id: u32) -> &[u8] {
+        self.decoder.bytes.get(id as usize).unwrap_or_default()
+    }
+
     /// The token that begins a text.
     pub fn bos(&self) -> Option<u32> {
         self.bos
@@ -333,7 +343,36 @@ impl Decoder {
 
     /// Decodes tokens one by one.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { decoder: self, pending: Vec::new(), strip: self.strip_first_space }
+        let unfinished = Unfinished { pending: Vec::new(), strip: self.strip_first_space };
+        TextStream { decoder: self, unfinished }
+    }
+
+    /// The text that `id` completes behind what is unfinished; empty in the middle of a character.
+    pub fn push(&self, unfinished: &mut Unfinished, id: u32) -> String {
+        let bytes = self.bytes.get(id as usize).unwrap_or_default();
+        let skip = usize::from(std::mem::take(&mut unfinished.strip) && bytes.first() == Some(&b' '));
+        let pending = &mut unfinished.pending;
+        pending.extend_from_slice(&bytes[skip..]);
+        let mut text = String::new();
+        loop {
+            match std::str::from_utf8(pending) {
+                Ok(valid) => {
+                    text.push_str(valid);
+                    pending.clear();
+                    return text;
+                }
+                Err(error) => {
+                    let (valid, rest) = pending.split_at(error.valid_up_to());
+                    text.push_str(&String::from_utf8_lossy(valid));
+                    let Some(bad) = error.error_len() else {
+                        *pending = rest.to_vec();
+                        return text;
+                    };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    *pending = rest[bad..].to_vec();
+                }
+            }
+        }
     }
 
     /// Whether `id` ends a text or a turn.
@@ -342,45 +381,37 @@ impl Decoder {
     }
 }
 
+/// What is left of a text that grows by tokens: a character that is not whole.
+#[derive(Clone, Debug, Default)]
+pub struct Unfinished {
+    pending: Vec<u8>,
+    /// Whether the first space is no part of the text.
+    strip: bool,
+}
+
+impl Unfinished {
+    /// What is left at the end: nothing, or U+FFFD for an unfinished character.
+    pub fn finish(self) -> String {
+        String::from_utf8_lossy(&self.pending).into_owned()
+    }
+}
+
 /// Text that grows by tokens; a character split over several tokens appears when it is complete.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     decoder: &'a Decoder,
-    pending: Vec<u8>,
-    strip: bool,
+    unfinished: Unfinished,
 }
 
 impl TextStream<'_> {
     /// The text that `id` completes; empty in the middle of a character.
     pub fn push(&mut self, id: u32) -> String {
-        let bytes = self.decoder.bytes.get(id as usize).unwrap_or_default();
-        let skip = usize::from(std::mem::take(&mut self.strip) && bytes.first() == Some(&b' '));
-        self.pending.extend_from_slice(&bytes[skip..]);
-        let mut text = String::new();
-        loop {
-            match std::str::from_utf8(&self.pending) {
-                Ok(valid) => {
-                    text.push_str(valid);
-                    self.pending.clear();
-                    return text;
-                }
-                Err(error) => {
-                    let (valid, rest) = self.pending.split_at(error.valid_up_to());
-                    text.push_str(&String::from_utf8_lossy(valid));
-                    let Some(bad) = error.error_len() else {
-                        self.pending = rest.to_vec();
-                        return text;
-                    };
-                    text.push(char::REPLACEMENT_CHARACTER);
-                    self.pending = rest[bad..].to_vec();
-                }
-            }
-        }
+        self.decoder.push(&mut self.unfinished, id)
     }
 
-    /// What is left at the end: nothing, or U+FFFD for an unfinished character.
+    /// As [`Unfinished::finish`].
     pub fn finish(self) -> String {
-        String::from_utf8_lossy(&self.pending).into_owned()
+        self.unfinished.finish()
     }
 }
 

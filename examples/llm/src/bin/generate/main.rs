@@ -1,7 +1,7 @@
 //! `generate`: runs a model, in less memory than its weights take if need be.
 
 mod args;
-mod budget;
+
 mod capture;
 mod device;
 mod progress;
@@ -28,7 +28,7 @@ use outcore_llm::{
 };
 
 use args::Args;
-use budget::{Budgets, Wishes, Working};
+use outcore_llm::budget::{self, Budgets, Wishes, Working};
 use capture::Capture;
 use device::Device;
 use progress::Progress;

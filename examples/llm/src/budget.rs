@@ -2,7 +2,9 @@
 
 use outcore::machine::{LimitSource, MemoryLimit, ProcessMemory};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
-use outcore_llm::{Config, kernels};
+
+use crate::config::Config;
+use crate::kernels;
 
 /// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
@@ -29,9 +31,11 @@ const PASS_MIN: usize = 32;
 /// What the pages get, and how the prompt is read.
 #[derive(Clone, Copy, Debug)]
 pub struct Budgets {
+    /// The device budget.
     pub device: Bytes,
     /// What was asked for, if that is more than the model's pages.
     pub device_asked: Option<Bytes>,
+    /// The host budget.
     pub host: Bytes,
     /// Most tokens of one pass.
     pub pass: usize,
@@ -50,9 +54,13 @@ pub fn keys_values(config: &Config, context: usize) -> Bytes {
 /// What the options say.
 #[derive(Clone, Copy, Debug)]
 pub struct Wishes {
+    /// What the process may use in all.
     pub memory: Option<Bytes>,
+    /// The device budget.
     pub device: Option<Bytes>,
+    /// The host budget.
     pub host: Bytes,
+    /// The size of pages.
     pub page_size: Option<Bytes>,
 }
 
@@ -216,10 +224,10 @@ fn divide_of(
 pub fn divide_gpu(
     wishes: Wishes,
     files: &[Bytes],
-    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
+    working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
-) -> outcore_llm::Result<Budgets> {
+) -> crate::error::Result<Budgets> {
     let host = ProcessMemory::now()?.resident + OWN_GROWTH + STAGING + wishes.host;
     if let Some(cap) = wishes.memory.filter(|cap| host > *cap) {
         return Err(Error::new(
@@ -236,10 +244,10 @@ pub fn divide_gpu(
 fn divide_gpu_of(
     wishes: Wishes,
     files: &[Bytes],
-    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
+    working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
-) -> outcore_llm::Result<Budgets> {
+) -> crate::error::Result<Budgets> {
     let page_size = wishes.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
     let page = Bytes::new(page_size.bytes());
     // More frames than the model has pages are of no use.
@@ -286,8 +294,8 @@ fn divide_gpu_of(
 fn longest_pass(
     prompt: usize,
     room: Bytes,
-    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
-) -> outcore_llm::Result<usize> {
+    working: impl Fn(usize) -> crate::error::Result<Bytes>,
+) -> crate::error::Result<usize> {
     let (mut fits, mut exceeds) = (0, prompt + 1);
     while exceeds - fits > 1 {
         let pass = fits + (exceeds - fits) / 2;
@@ -359,11 +367,11 @@ mod tests {
     }
 
     /// What a sequence takes on a GPU: 40 MiB, and 40 KiB for each token of a pass.
-    fn on_gpu(pass: usize) -> outcore_llm::Result<Bytes> {
+    fn on_gpu(pass: usize) -> crate::error::Result<Bytes> {
         Ok(WORKING.bytes(pass))
     }
 
-    fn divided_gpu(device: Option<Bytes>, free: Bytes) -> outcore_llm::Result<Budgets> {
+    fn divided_gpu(device: Option<Bytes>, free: Bytes) -> crate::error::Result<Budgets> {
         divide_gpu_of(wishes(None, device), &[Bytes::mib(61), Bytes::mib(36)], on_gpu, WORKING.prompt, free)
     }
 

@@ -1,0 +1,85 @@
+//! The command line.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+
+use clap::Parser;
+use outcore::store::IoBackend;
+use outcore::{Bytes, PolicyKind};
+
+/// Serves a model, larger than memory if need be, to many clients at once: the API of OpenAI's completions and chat
+/// completions.
+#[derive(Clone, Debug, Parser)]
+#[command(version)]
+pub struct Args {
+    /// A .gguf file (any one of a split model), or a folder with safetensors files and config.json.
+    #[arg(long)]
+    pub model: PathBuf,
+    /// What clients call the model. Default: the file's name without its ending.
+    #[arg(long)]
+    pub name: Option<String>,
+    /// The port; 0 takes any free one, which is printed.
+    #[arg(long, default_value_t = 8080)]
+    pub port: u16,
+    /// The address to listen at. Any but a loopback address needs --token-file or --tenants.
+    #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
+    pub host: IpAddr,
+    /// Most memory the whole process may take. Default: the limit of the control group or the machine, less headroom.
+    #[arg(long)]
+    pub memory: Option<Bytes>,
+    /// How much of it keys and values of active answers may take. Default: what the weights leave, but at least half of
+    /// the pages.
+    #[arg(long)]
+    pub kv_memory: Option<Bytes>,
+    /// Keys and values kept in all tiers together, parked and cached ones included; the room is taken on disk.
+    #[arg(long, default_value = "2GiB")]
+    pub kv_space: Bytes,
+    /// A folder where keys and values are kept when the server stops: the next start goes on with them.
+    #[arg(long)]
+    pub kv_store: Option<PathBuf>,
+    /// A file with the bearer token that clients have to send.
+    #[arg(long, conflicts_with = "tenants")]
+    pub token_file: Option<PathBuf>,
+    /// A JSON file with tenants, their bearer tokens and quotas: see docs/serving.md.
+    #[arg(long)]
+    pub tenants: Option<PathBuf>,
+    /// Most answers that are written at a time.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub concurrency: u16,
+    /// Most answers that wait beyond these; more get the status 429.
+    #[arg(long, default_value_t = 256)]
+    pub queue: u16,
+    /// Longest sequence, prompt and answer together. Default: the model's context.
+    #[arg(long)]
+    pub context: Option<usize>,
+    /// Most tokens of an answer. Default: what the context leaves.
+    #[arg(long)]
+    pub max_tokens: Option<usize>,
+    /// Largest body of a request.
+    #[arg(long, default_value = "4MiB")]
+    pub max_body: Bytes,
+    /// Most open connections.
+    #[arg(long, default_value_t = 1024)]
+    pub connections: u16,
+    /// Seconds after which an answer is given up.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub timeout: u64,
+    /// Seconds that answers may still take when the server is told to stop; then they are parked.
+    #[arg(long, default_value_t = 10)]
+    pub drain: u16,
+    /// Drafts what follows by looking up the prompt, where that pays: the same answers, in fewer passes.
+    #[arg(long)]
+    pub speculate: bool,
+    /// Threads that compute; 0 means one a core.
+    #[arg(long, default_value_t = 0)]
+    pub threads: usize,
+    /// Bytes of a page: a power of two. Default: room for some 64 tokens of a layer, and no more than weights want.
+    #[arg(long)]
+    pub page_size: Option<Bytes>,
+    /// Which page goes when a frame is needed: see `generate --help`.
+    #[arg(long, default_value = "plan")]
+    pub policy: PolicyKind,
+    /// How files are read: auto, io_uring, threads or buffered.
+    #[arg(long, default_value = "auto")]
+    pub io: IoBackend,
+}

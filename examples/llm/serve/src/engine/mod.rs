@@ -1,0 +1,236 @@
+//! Continuous batching: one thread that runs passes over the model, each for all sequences that are active. Requests
+//! come to it through a channel, and tokens go back through one channel a request.
+
+mod draft;
+mod pace;
+mod scheduler;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+
+use outcore_kv::{KvPool, TenantId};
+use outcore_llm::{Model, Sampler, Tokenizer};
+use parking_lot::Mutex;
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::error::ApiError;
+use crate::metrics::Metrics;
+
+/// An answer to be written.
+#[derive(Debug)]
+pub struct Job {
+    /// Whose it is.
+    pub tenant: TenantId,
+    /// What it continues: at least one token.
+    pub prompt: Vec<u32>,
+    /// The most tokens of it, at least one.
+    pub most: usize,
+    /// Chooses its tokens.
+    pub sampler: Sampler,
+    /// Whether it goes on behind the model's end tokens.
+    pub ignore_end: bool,
+    /// How many alternatives of each token are named.
+    pub logprobs: Option<usize>,
+    /// Where its tokens go.
+    pub sink: Sink,
+    /// When it came.
+    pub received: Instant,
+    /// When it is given up.
+    pub deadline: Instant,
+    /// Other answers to the same prompt. They are begun when the prompt has been read, and find its keys and values.
+    pub followers: Vec<Job>,
+}
+
+/// Where the tokens of an answer go: a channel that several answers share. When its other end is gone, so are they.
+#[derive(Clone, Debug)]
+pub struct Sink {
+    /// The answer's number in the channel.
+    pub index: usize,
+    /// The channel.
+    pub events: UnboundedSender<(usize, Event)>,
+    /// Set by whoever needs no more of this answer.
+    pub enough: Arc<AtomicBool>,
+}
+
+impl Sink {
+    fn send(&self, event: Event) {
+        // If the other end is gone, the next look finds that.
+        let _ = self.events.send((self.index, event));
+    }
+
+    /// Whether nobody needs more.
+    fn is_over(&self) -> bool {
+        self.events.is_closed() || self.enough.load(Ordering::Relaxed)
+    }
+}
+
+/// What becomes of an answer.
+#[derive(Debug)]
+pub enum Event {
+    /// Its turn has come; the keys and values of so many tokens of the prompt were there.
+    Begun(usize),
+    /// The next token.
+    Token(Token),
+    /// There is no more.
+    Ended(End),
+    /// It was given up.
+    Failed(ApiError),
+}
+
+/// A token of an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// Its id.
+    pub id: u32,
+    /// How likely it was, and its alternatives, if that was asked for.
+    pub logprobs: Option<LogProbs>,
+}
+
+/// The natural logarithms of probabilities at temperature 1.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogProbs {
+    /// Of the token that was chosen.
+    pub chosen: f32,
+    /// Of the likeliest ones, in order.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Why an answer ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The model has ended it.
+    Stop,
+    /// It has as many tokens as it may.
+    Length,
+}
+
+/// How much is done at a time.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The most answers that are written at a time.
+    pub concurrency: usize,
+    /// The most answers that wait for that.
+    pub queue: usize,
+    /// The most tokens of a pass.
+    pub pass: usize,
+    /// The most drafted tokens of a pass: none if no drafts are made.
+    pub drafts: usize,
+}
+
+enum Command {
+    Submit(Box<Job>),
+    Stop,
+}
+
+/// What the thread and its callers share.
+#[derive(Debug, Default)]
+struct Shared {
+    /// Answers that were handed over and have not ended.
+    unfinished: AtomicUsize,
+    stopping: AtomicBool,
+    /// Why no pass can succeed any more.
+    broken: Mutex<Option<String>>,
+}
+
+/// A handle of the thread. When the last one is dropped, the thread ends.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    commands: Sender<Command>,
+    shared: Arc<Shared>,
+    limits: Limits,
+    thread: Arc<Mutex<Option<std::thread::JoinHandle<()>>>>,
+}
+
+impl std::fmt::Debug for Command {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Submit(_) => "Submit",
+            Self::Stop => "Stop",
+        })
+    }
+}
+
+impl Engine {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The system's, if no thread can be started.
+    pub fn start(
+        model: Arc<Model>,
+        pool: KvPool,
+        tokenizer: Arc<Tokenizer>,
+        limits: Limits,
+        metrics: Arc<Metrics>,
+    ) -> std::io::Result<Self> {
+        let (commands, receiver) = channel();
+        let shared = Arc::new(Shared::default());
+        let scheduler = scheduler::Scheduler::new(model, pool, tokenizer, limits, metrics, shared.clone());
+        let work = move || scheduler.run(&receiver);
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(work)?;
+        Ok(Self { commands, shared, limits, thread: Arc::new(Mutex::new(Some(thread))) })
+    }
+
+    /// Hands an answer, and its followers, to the thread.
+    ///
+    /// # Errors
+    /// 429 if as many wait as may; 503 if the engine stops or cannot go on.
+    pub fn submit(&self, job: Job) -> Result<(), ApiError> {
+        if self.shared.stopping.load(Ordering::SeqCst) {
+            return Err(stopping());
+        }
+        if let Some(why) = self.broken() {
+            return Err(ApiError::unavailable(why, None));
+        }
+        let count = 1 + job.followers.len();
+        let unfinished = self.shared.unfinished.fetch_add(count, Ordering::SeqCst);
+        if unfinished + count > self.limits.queue + self.limits.concurrency {
+            self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
+            let message = format!(
+                "The server is overloaded: {unfinished} answers are written or wait, and with {count} more they would \
+                 be more than {}. Try again later.",
+                self.limits.queue + self.limits.concurrency
+            );
+            return Err(ApiError::too_many(message, Duration::from_secs(1 + unfinished as u64 / 16)));
+        }
+        self.commands.send(Command::Submit(Box::new(job))).map_err(|_| ApiError::internal("the engine has ended"))
+    }
+
+    /// Answers that were handed over and have not ended.
+    pub fn unfinished(&self) -> usize {
+        self.shared.unfinished.load(Ordering::SeqCst)
+    }
+
+    /// Why no pass can succeed any more, if that is so.
+    pub fn broken(&self) -> Option<String> {
+        self.shared.broken.lock().clone()
+    }
+
+    /// Why requests are not answered, if that is so.
+    pub fn why_not_ready(&self) -> Option<String> {
+        match self.shared.stopping.load(Ordering::SeqCst) {
+            true => Some(stopping().message),
+            false => self.broken(),
+        }
+    }
+
+    /// Takes no more requests.
+    pub fn drain(&self) {
+        self.shared.stopping.store(true, Ordering::SeqCst);
+    }
+
+    /// Parks what is active, gives up what waits, and ends the thread. Blocks until that is done.
+    pub fn stop(&self) {
+        self.drain();
+        let _ = self.commands.send(Command::Stop);
+        if let Some(thread) = self.thread.lock().take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What becomes of requests when the server stops.
+fn stopping() -> ApiError {
+    ApiError::unavailable("The server is shutting down. Send the request again.", Some(Duration::from_secs(5)))
+}

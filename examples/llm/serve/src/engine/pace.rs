@@ -1,0 +1,81 @@
+//! How long a pass takes, by the passes that were: what a pass costs, and what each token of it adds.
+
+/// How much an observation counts that was made one pass before another.
+const KEPT: f64 = 0.97;
+/// No token takes less, in seconds: a line through passes of one size has no slope.
+const TOKEN_LEAST: f64 = 1e-7;
+
+/// A line through what passes took, by their tokens: the least squares, in which later passes count more.
+#[derive(Debug, Default)]
+pub struct Pace {
+    weight: f64,
+    tokens: f64,
+    seconds: f64,
+    tokens_squared: f64,
+    product: f64,
+}
+
+impl Pace {
+    /// A pass of so many tokens took so long.
+    pub fn observe(&mut self, tokens: usize, seconds: f64) {
+        let tokens = tokens as f64;
+        for (sum, new) in [
+            (&mut self.weight, 1.0),
+            (&mut self.tokens, tokens),
+            (&mut self.seconds, seconds),
+            (&mut self.tokens_squared, tokens * tokens),
+            (&mut self.product, tokens * seconds),
+        ] {
+            *sum = *sum * KEPT + new;
+        }
+    }
+
+    /// Seconds of a pass, and of each token. `None` before the first pass.
+    pub fn line(&self) -> Option<(f64, f64)> {
+        if self.weight == 0.0 {
+            return None;
+        }
+        let spread = self.tokens_squared * self.weight - self.tokens * self.tokens;
+        let slope = if spread > 1e-6 * self.tokens_squared * self.weight {
+            (self.product * self.weight - self.tokens * self.seconds) / spread
+        } else {
+            // All had as many tokens: half of it is taken to be theirs.
+            self.seconds / self.tokens / 2.0
+        };
+        let most = self.seconds / self.tokens.max(1.0);
+        let slope = slope.clamp(TOKEN_LEAST, most.max(TOKEN_LEAST));
+        Some((((self.seconds - slope * self.tokens) / self.weight).max(0.0), slope))
+    }
+
+    /// How many tokens of prompts may join a pass in which `decoding` tokens are generated, so that it takes at most
+    /// twice as long as it would without them.
+    pub fn joining(&self, decoding: usize) -> Option<usize> {
+        self.line().map(|(pass, token)| (pass / token) as usize + decoding)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_follows_what_passes_take() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.line(), None);
+        for _ in 0..50 {
+            pace.observe(8, 0.1);
+        }
+        assert!(pace.line().is_some_and(|(pass, token)| (pass + 8.0 * token - 0.1).abs() < 1e-9), "{pace:?}");
+        for tokens in (1..200).cycle().take(1000) {
+            pace.observe(tokens, 0.05 + 0.002 * tokens as f64);
+        }
+        let near = |value: f64, wanted: f64| (value / wanted - 1.0).abs() < 0.05;
+        assert!(pace.line().is_some_and(|(pass, token)| near(pass, 0.05) && near(token, 0.002)), "{pace:?}");
+        assert!(pace.joining(10).is_some_and(|tokens| (33..37).contains(&tokens)));
+        // The model streams from now on.
+        for tokens in (1..200).cycle().take(1000) {
+            pace.observe(tokens, 1.0 + 0.002 * tokens as f64);
+        }
+        assert!(pace.joining(10).is_some_and(|tokens| (450..570).contains(&tokens)), "{:?}", pace.joining(10));
+    }
+}

@@ -1,0 +1,566 @@
+//! Who is read and written in the next pass.
+//!
+//! A pass has one token of each answer that is being written, and as many tokens of prompts as make it take at most
+//! twice as long. Which answers share passes changes no bit of them.
+//!
+//! An answer is active by a permit of the pool, for the tokens it has and those it is expected to get. When it needs
+//! more than that and there is no room, the answer that became active last is preempted: its keys and values are parked
+//! or computed again later, whichever takes less time by what was measured.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::mem::take;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use outcore::ErrorKind;
+use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
+use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Session, Tokenizer};
+
+use super::draft::{DRAFT_MOST, Drafts, follow};
+use super::pace::Pace;
+use super::{Command, End, Event, Job, Limits, LogProbs, Shared, Token, stopping};
+use crate::error::ApiError;
+use crate::metrics::{Metrics, Preempted};
+
+/// The fewest tokens of prompts that join a pass: fewer would not be worth their share of it.
+const JOIN_LEAST: usize = 16;
+/// Tokens that an answer is expected to get before any has ended.
+const EXPECTED_FIRST: f64 = 64.0;
+/// How much the length of the last answer counts beside those before.
+const EXPECTED_NEW: f64 = 0.1;
+/// Bytes a second that keys and values move at, where the disk is not known.
+const DISK_UNKNOWN: f64 = 1e9;
+
+/// An answer, waiting or active.
+struct Answer {
+    job: Job,
+    /// The prompt, and what was written.
+    tokens: Vec<u32>,
+    /// Its keys and values: while it is active, and while it is parked.
+    session: Option<Session>,
+    permit: Option<Permit>,
+    drafts: Drafts,
+    /// When it became active: larger is later.
+    nth: u64,
+    begun: bool,
+    /// When its last token came.
+    last: Option<Instant>,
+}
+
+impl Answer {
+    fn new(job: Job) -> Self {
+        let tokens = job.prompt.clone();
+        let (session, permit, drafts) = (None, None, Drafts::default());
+        Self { job, tokens, session, permit, drafts, nth: 0, begun: false, last: None }
+    }
+
+    fn written(&self) -> usize {
+        self.tokens.len() - self.job.prompt.len()
+    }
+
+    /// Tokens whose keys and values are there.
+    fn read(&self) -> usize {
+        self.session.as_ref().map_or(0, Session::len)
+    }
+
+    fn is_decoding(&self) -> bool {
+        self.read() + 1 == self.tokens.len()
+    }
+
+    /// Whether nobody waits for it any more.
+    fn is_over(&self, now: Instant) -> bool {
+        self.job.deadline <= now || self.job.sink.is_over()
+    }
+
+    fn send(&self, event: Event) {
+        self.job.sink.send(event);
+    }
+}
+
+/// What an answer does in a pass.
+struct Turn {
+    /// Its place among those that run.
+    at: usize,
+    input: Vec<u32>,
+    /// What follows the last token, perhaps; as much of it as pays is part of the input.
+    draft: Vec<u32>,
+    drafted: usize,
+    logits: Logits,
+}
+
+/// See the [module's documentation](self).
+pub struct Scheduler {
+    model: Arc<Model>,
+    pool: KvPool,
+    tokenizer: Arc<Tokenizer>,
+    limits: Limits,
+    metrics: Arc<Metrics>,
+    shared: Arc<Shared>,
+    pace: Pace,
+    /// Those who wait, in order.
+    lines: BTreeMap<TenantId, VecDeque<Answer>>,
+    /// Where a line's first one stands among those of all tenants.
+    places: BTreeMap<TenantId, PermitRequest>,
+    running: Vec<Answer>,
+    /// How many became active so far.
+    next: u64,
+    /// Tokens of an answer, by those that have ended.
+    expected: f64,
+    /// Bytes a second that parked keys and values move at.
+    disk: f64,
+}
+
+impl Scheduler {
+    pub fn new(
+        model: Arc<Model>,
+        pool: KvPool,
+        tokenizer: Arc<Tokenizer>,
+        limits: Limits,
+        metrics: Arc<Metrics>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let disk = pool.runtime().stats().settings.disk;
+        Self {
+            model,
+            pool,
+            tokenizer,
+            limits,
+            metrics,
+            shared,
+            pace: Pace::default(),
+            lines: BTreeMap::new(),
+            places: BTreeMap::new(),
+            running: Vec::new(),
+            next: 0,
+            expected: EXPECTED_FIRST,
+            disk: disk.map_or(DISK_UNKNOWN, |disk| disk.bytes_per_second.get() as f64),
+        }
+    }
+
+    /// Until told to stop, or until nobody can tell anything any more.
+    pub fn run(mut self, commands: &Receiver<Command>) {
+        loop {
+            let command = match self.running.is_empty() && self.lines.is_empty() {
+                true => commands.recv().map_err(|_| TryRecvError::Disconnected),
+                false => commands.try_recv(),
+            };
+            match command {
+                Ok(Command::Submit(job)) => {
+                    self.lines.entry(job.tenant).or_default().push_back(Answer::new(*job));
+                    continue;
+                }
+                Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return self.stop(),
+                Err(TryRecvError::Empty) => {}
+            }
+            self.forget_those_over();
+            self.admit();
+            self.pass();
+            self.count();
+        }
+    }
+
+    /// Tells others how many wait and run.
+    fn count(&self) {
+        let of_line = |answer: &Answer| 1 + answer.job.followers.len();
+        let waiting: usize = self.lines.values().flatten().map(of_line).sum();
+        let followers: usize = self.running.iter().map(|answer| answer.job.followers.len()).sum();
+        self.metrics.load(waiting + followers, self.running.len());
+    }
+
+    /// An answer neither waits nor runs any more.
+    fn leave(&mut self, mut answer: Answer) {
+        self.followers_of(&mut answer);
+        self.shared.unfinished.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn fail(&mut self, answer: Answer, error: ApiError) {
+        answer.send(Event::Failed(error));
+        self.leave(answer);
+    }
+
+    /// The prompt was read, or never will be: the other answers to it go into the line, before all who came later.
+    fn followers_of(&mut self, answer: &mut Answer) {
+        let followers = take(&mut answer.job.followers);
+        followers.into_iter().rev().for_each(|job| self.line_up_first(Answer::new(job)));
+    }
+
+    fn line_up_first(&mut self, answer: Answer) {
+        let tenant = answer.job.tenant;
+        // The place was for as many tokens as the one behind it has.
+        self.places.remove(&tenant);
+        self.lines.entry(tenant).or_default().push_front(answer);
+    }
+
+    /// Lets answers go that nobody waits for, or that took too long.
+    fn forget_those_over(&mut self) {
+        let now = Instant::now();
+        let mut over: Vec<Answer> = self.running.extract_if(.., |answer| answer.is_over(now)).collect();
+        for (tenant, line) in &mut self.lines {
+            if line.front().is_some_and(|first| first.is_over(now)) {
+                self.places.remove(tenant);
+            }
+            if line.iter().any(|answer| answer.is_over(now)) {
+                let (gone, stay): (Vec<_>, Vec<_>) = take(line).into_iter().partition(|answer| answer.is_over(now));
+                *line = stay.into();
+                over.extend(gone);
+            }
+        }
+        for answer in over {
+            let message = "The answer took longer than the server allows. Ask for fewer tokens, or try again later.";
+            self.fail(answer, ApiError::unavailable(message, Some(Duration::from_secs(10))));
+        }
+        self.lines.retain(|_, line| !line.is_empty());
+    }
+
+    /// Tokens for which an answer asks for a permit.
+    fn wanted(&self, answer: &Answer) -> u64 {
+        let more = answer.job.most - answer.written();
+        (answer.tokens.len() + more.min(self.expected as usize + 1)) as u64
+    }
+
+    /// Those who wait become active, in the order of the pool's line, while there is room.
+    fn admit(&mut self) {
+        while self.running.len() < self.limits.concurrency && !self.lines.is_empty() {
+            let tenants: Vec<TenantId> = self.lines.keys().copied().collect();
+            let mut admitted = false;
+            for tenant in tenants {
+                let Some(first) = self.lines.get(&tenant).and_then(VecDeque::front) else { continue };
+                let place = match self.places.remove(&tenant) {
+                    Some(place) => Ok(place),
+                    None => self.pool.admit(tenant, self.wanted(first)),
+                };
+                let permit = place.and_then(|mut place| Ok((place.wait_timeout(Duration::ZERO)?, place)));
+                match permit {
+                    Ok((Some(permit), _)) => {
+                        admitted = true;
+                        self.begin(tenant, Some(permit));
+                    }
+                    Ok((None, place)) => {
+                        self.places.insert(tenant, place);
+                    }
+                    // More than there is room for beside anybody else: it is active when nobody else is.
+                    Err(_) => {}
+                }
+                if self.running.len() >= self.limits.concurrency {
+                    return;
+                }
+            }
+            if !admitted {
+                break;
+            }
+        }
+        if self.running.is_empty()
+            && let Some(tenant) = self.lines.keys().next().copied()
+        {
+            self.places.remove(&tenant);
+            self.begin(tenant, None);
+        }
+    }
+
+    /// The first of a tenant's line becomes active.
+    fn begin(&mut self, tenant: TenantId, permit: Option<Permit>) {
+        let Some(line) = self.lines.get_mut(&tenant) else { return };
+        let Some(mut answer) = line.pop_front() else { return };
+        if line.is_empty() {
+            self.lines.remove(&tenant);
+        }
+        let session = match answer.session.take() {
+            Some(session) => resume(session),
+            None => self.begin_session(&answer),
+        };
+        match session {
+            Ok(session) => {
+                if !answer.begun {
+                    answer.begun = true;
+                    self.metrics.begun(answer.job.prompt.len(), session.len(), answer.job.received.elapsed());
+                    answer.send(Event::Begun(session.len()));
+                }
+                answer.session = Some(session);
+                answer.permit = permit;
+                answer.nth = self.next;
+                self.next += 1;
+                self.running.push(answer);
+            }
+            Err(error) => self.fail(answer, ApiError::of_pass(&error)),
+        }
+    }
+
+    fn begin_session(&self, answer: &Answer) -> outcore_llm::Result<Session> {
+        let tokens: Vec<_> = answer.tokens.iter().copied().map(outcore_kv::Token::new).collect();
+        Session::paged(self.model.clone(), PagedKeys::new(self.pool.begin(answer.job.tenant, &tokens)?))
+    }
+
+    /// One pass for all that are active.
+    fn pass(&mut self) {
+        let mut turns = self.turns();
+        self.make_room(&mut turns);
+        if turns.is_empty() {
+            return;
+        }
+        let since = Instant::now();
+        let mut results = {
+            let mut turns = turns.iter().peekable();
+            let mut parts = Vec::with_capacity(turns.len());
+            for (at, answer) in self.running.iter_mut().enumerate() {
+                let Some(turn) = turns.next_if(|turn| turn.at == at) else { continue };
+                let Some(session) = answer.session.as_mut() else { continue };
+                parts.push(Part { session, tokens: &turn.input, logits: turn.logits });
+            }
+            self.model.forward_together(&mut parts)
+        };
+        let took = since.elapsed();
+        match &mut results {
+            Ok((logits, waited)) => {
+                let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
+                self.pace.observe(tokens, took.as_secs_f64());
+                self.metrics.pass(tokens, took, *waited);
+                for (turn, logits) in turns.iter().zip(logits) {
+                    self.take(turn, logits);
+                }
+                self.end();
+            }
+            Err(PassError { part, error }) => self.pass_failed(part.and_then(|nth| turns.get(nth)), error),
+        }
+    }
+
+    /// A pass was given up: because of one of them, or for all.
+    fn pass_failed(&mut self, turn: Option<&Turn>, error: &outcore_llm::Error) {
+        let api = ApiError::of_pass(error);
+        let Some(turn) = turn else {
+            tracing::error!(error = error.in_full(), "a pass failed");
+            let lasting = [ErrorKind::ModelChanged, ErrorKind::Corrupt, ErrorKind::Closed];
+            if matches!(error, outcore_llm::Error::Outcore(error) if lasting.contains(&error.kind())) {
+                *self.shared.broken.lock() = Some(api.message.clone());
+            }
+            for answer in take(&mut self.running) {
+                self.fail(answer, api.clone());
+            }
+            return;
+        };
+        // All blocks are in use. Those of parked answers can be had; what was in them is computed again.
+        let is_full = matches!(error, outcore_llm::Error::Outcore(error) if error.kind() == ErrorKind::BudgetTooSmall);
+        let parked = self.lines.values_mut().flatten().rev().find(|answer| answer.session.is_some());
+        match parked.filter(|_| is_full) {
+            Some(parked) => {
+                parked.session = None;
+                self.metrics.preempted(Preempted::Recomputed);
+            }
+            None => {
+                tracing::warn!(error = error.in_full(), "an answer was given up");
+                let answer = self.running.remove(turn.at);
+                self.fail(answer, api);
+            }
+        }
+    }
+
+    /// What each does in the next pass.
+    fn turns(&self) -> Vec<Turn> {
+        let decoding = self.running.iter().filter(|answer| answer.is_decoding()).count();
+        let room = self.limits.pass.saturating_sub(decoding);
+        let mut drafts = self.limits.drafts.min(room);
+        let reading = decoding < self.running.len();
+        // Prompts come first for what is left of a pass: somebody waits for a first token.
+        let mut joining = match decoding {
+            0 => room,
+            _ => self.pace.joining(decoding).unwrap_or(JOIN_LEAST).max(JOIN_LEAST).min(room),
+        };
+        // What a token of a draft costs, beside what an answer's share of the pass costs.
+        let worth = match (self.pace.line(), self.limits.drafts > 0 && !reading) {
+            (Some((pass, token)), true) => token * decoding as f64 / (pass + token * decoding as f64),
+            _ => 1.0,
+        };
+        let mut turns = Vec::with_capacity(self.running.len());
+        for (at, answer) in self.running.iter().enumerate() {
+            let pending = &answer.tokens[answer.read()..];
+            if answer.is_decoding() {
+                let most = answer.job.most - answer.written() - 1;
+                let draft = if self.limits.drafts > 0 { follow(&answer.tokens, DRAFT_MOST) } else { Vec::new() };
+                let drafted = answer.drafts.pay(draft.len().min(most).min(drafts), worth);
+                drafts -= drafted;
+                let input = [pending, &draft[..drafted]].concat();
+                turns.push(Turn { at, input, draft, drafted, logits: Logits::All });
+            } else if joining > 0 {
+                let count = pending.len().min(joining);
+                joining -= count;
+                let logits = if count == pending.len() { Logits::Last } else { Logits::None };
+                turns.push(Turn { at, input: pending[..count].to_vec(), draft: Vec::new(), drafted: 0, logits });
+            }
+        }
+        turns
+    }
+
+    /// Sees to it that each turn's tokens have room, and preempts whom that takes.
+    fn make_room(&mut self, turns: &mut Vec<Turn>) {
+        let mut nth = 0;
+        while let Some(turn) = turns.get_mut(nth) {
+            let alone = self.running.len() == 1;
+            let answer = &mut self.running[turn.at];
+            let tokens = (answer.read() + turn.input.len()) as u64;
+            if answer.permit.as_mut().is_none_or(|permit| permit.grow(tokens)) {
+                nth += 1;
+                continue;
+            }
+            if turn.drafted > 0 {
+                turn.input.truncate(turn.input.len() - turn.drafted);
+                turn.drafted = 0;
+                continue;
+            }
+            if alone {
+                // Nobody else needs the frames.
+                answer.permit = None;
+                continue;
+            }
+            let latest = self.running.iter().enumerate().filter(|(_, answer)| answer.permit.is_some());
+            let Some(victim) = latest.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return };
+            self.preempt(victim);
+            if let Some(gone) = turns.iter().position(|turn| turn.at == victim) {
+                turns.remove(gone);
+                nth -= usize::from(gone < nth);
+            }
+            turns.iter_mut().filter(|turn| turn.at > victim).for_each(|turn| turn.at -= 1);
+        }
+    }
+
+    /// An active answer waits again, before all others of its tenant.
+    fn preempt(&mut self, at: usize) {
+        let mut answer = self.running.remove(at);
+        let read = answer.read();
+        let layout = self.pool.layout();
+        let blocks = (read as u64).div_ceil(u64::from(layout.block_tokens()));
+        let bytes = blocks * layout.block_room().get() * u64::from(layout.groups());
+        // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
+        let parked = 2.0 * bytes as f64 / self.disk;
+        let recomputed = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
+        let how = match answer.session.as_mut().filter(|_| parked <= recomputed).map(Session::park) {
+            Some(Ok(())) => Preempted::Parked,
+            Some(Err(error)) => {
+                tracing::warn!(error = error.in_full(), "an answer's keys and values could not be parked");
+                answer.session = None;
+                Preempted::Recomputed
+            }
+            None => {
+                answer.session = None;
+                Preempted::Recomputed
+            }
+        };
+        answer.permit = None;
+        self.metrics.preempted(how);
+        self.line_up_first(answer);
+    }
+
+    /// What a pass gave to one of them.
+    fn take(&mut self, turn: &Turn, logits: &[f32]) {
+        let vocab = self.model.config().vocab;
+        let Some(answer) = self.running.get_mut(turn.at) else { return };
+        let before = answer.read() - turn.input.len();
+        let mut right = 0;
+        for (nth, row) in logits.chunks_exact(vocab).enumerate() {
+            let id = answer.job.sampler.sample(row);
+            let logprobs = answer.job.logprobs.map(|most| logprobs(row, id, most));
+            let is_end = !answer.job.ignore_end && self.tokenizer.is_end(id);
+            answer.tokens.push(id);
+            if is_end {
+                answer.send(Event::Ended(End::Stop));
+                answer.job.most = 0;
+                break;
+            }
+            answer.send(Event::Token(Token { id, logprobs }));
+            let now = Instant::now();
+            self.metrics.token(answer.job.received, answer.last.replace(now), now);
+            if answer.written() >= answer.job.most || answer.tokens.len() >= self.model.config().context {
+                answer.send(Event::Ended(End::Length));
+                answer.job.most = 0;
+                break;
+            }
+            if nth >= turn.drafted || turn.draft[nth] != id {
+                // Nothing was drafted behind it, or something else.
+                if nth == 0 && turn.drafted == 0 && !turn.draft.is_empty() {
+                    answer.drafts.observe(1, usize::from(turn.draft[0] == id));
+                }
+                break;
+            }
+            right = nth + 1;
+        }
+        answer.drafts.observe(turn.drafted, right);
+        self.metrics.drafted(turn.drafted, right);
+        let valid = before + turn.input.len() - turn.drafted + right;
+        if right < turn.drafted
+            && let Some(session) = answer.session.as_mut()
+            && let Err(error) = session.truncate(valid)
+        {
+            // It is read again.
+            tracing::warn!(error = error.in_full(), "a draft could not be taken back");
+            answer.session = None;
+        }
+    }
+
+    /// Lets those go that have ended, and the followers of those whose prompts have been read begin.
+    fn end(&mut self) {
+        let ended: Vec<Answer> = self.running.extract_if(.., |answer| answer.job.most == 0).collect();
+        for answer in ended {
+            let written = answer.written() as f64;
+            self.expected += (written - self.expected) * EXPECTED_NEW;
+            self.leave(answer);
+        }
+        let mut lost = Vec::new();
+        for at in (0..self.running.len()).rev() {
+            if self.running[at].session.is_none() {
+                lost.push(self.running.remove(at));
+            } else if self.running[at].written() > 0 {
+                let followers = take(&mut self.running[at].job.followers);
+                followers.into_iter().rev().for_each(|job| self.line_up_first(Answer::new(job)));
+            }
+        }
+        lost.into_iter().for_each(|answer| self.line_up_first(answer));
+    }
+
+    /// Parks what is active and gives up the rest. What was read is found by whoever asks again.
+    fn stop(mut self) {
+        for mut answer in take(&mut self.running) {
+            if let Some(Err(error)) = answer.session.as_mut().map(Session::park) {
+                tracing::warn!(error = error.in_full(), "an answer's keys and values could not be kept");
+            }
+            self.fail(answer, stopping());
+        }
+        while let Some((_, line)) = self.lines.pop_first() {
+            for answer in line {
+                self.fail(answer, stopping());
+            }
+        }
+        match self.pool.save(true) {
+            Ok(0) => {}
+            Ok(blocks) => tracing::info!(blocks, "keys and values were kept"),
+            Err(error) => tracing::warn!(%error, "keys and values could not be kept"),
+        }
+        self.count();
+    }
+}
+
+/// Has the keys and values of a parked answer come back.
+fn resume(session: Session) -> outcore_llm::Result<Session> {
+    if let Some(keys) = session.paged_keys() {
+        for group in 0..keys.pool().layout().groups() {
+            keys.sequence().resume(group)?;
+        }
+    }
+    Ok(session)
+}
+
+/// The logarithms of the probabilities of `id` and of the `most` likeliest tokens.
+fn logprobs(logits: &[f32], id: u32, most: usize) -> LogProbs {
+    let peak = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|logit| f64::from(logit - peak).exp()).sum();
+    let log_sum = sum.ln() as f32 + peak;
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let most = most.min(order.len());
+    if most > 0 && most < order.len() {
+        order.select_nth_unstable_by(most - 1, likelier);
+    }
+    order.truncate(most);
+    order.sort_unstable_by(likelier);
+    let of = |id: u32| logits.get(id as usize).map_or(f32::NEG_INFINITY, |logit| logit - log_sum);
+    LogProbs { chosen: of(id), top: order.into_iter().map(|id| (id, of(id))).collect() }
+}

@@ -1,0 +1,346 @@
+//! From a request to its answer: tokens, text, pieces.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::body::{Body, Bytes};
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use outcore_llm::{Sampler, Unfinished};
+use serde_json::Value;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::time::{Interval, interval_at};
+
+use super::reply::{Choice, Kind, Reply, Usage};
+use super::{App, axum_json, blocking, check_model};
+use crate::engine::{End, Event, Job, Sink, Token};
+use crate::error::ApiError;
+use crate::request::{Prompt, Request, Sampling};
+use crate::tenants::{Leave, Tenant};
+use crate::text::Stops;
+
+/// How often a stream says that it lives, while there is nothing else to say.
+const ALIVE_EVERY: Duration = Duration::from_secs(10);
+
+/// Answers a request.
+pub async fn answer(app: Arc<App>, tenant: Tenant, request: Request, since: Instant) -> Result<Response, ApiError> {
+    if let Some(name) = &request.common.model {
+        check_model(&app, name)?;
+    }
+    let stream = request.common.stream;
+    let writing = Writing::begin(app, tenant, request, since).await?;
+    if stream { writing.stream().await } else { writing.whole().await }
+}
+
+/// The prompts' tokens.
+async fn encode(app: &Arc<App>, prompts: Vec<Prompt>) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
+    let app = app.clone();
+    blocking(move || prompts.into_iter().map(|prompt| encode_one(&app, prompt)).collect()).await?
+}
+
+fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError> {
+    let failed = |param: &'static str| {
+        move |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(param).code("invalid_value")
+    };
+    let (tokens, text) = match prompt {
+        Prompt::Tokens(tokens) => {
+            if let Some(wrong) = tokens.iter().find(|token| **token as usize >= app.opened.vocab) {
+                let message = format!("Invalid token: {wrong}, and the model has {} tokens.", app.opened.vocab);
+                return Err(ApiError::invalid(message).param("prompt").code("invalid_value"));
+            }
+            let text = app.opened.tokenizer.decode(&tokens);
+            (tokens, text)
+        }
+        Prompt::Text(text) => (app.opened.tokenizer.encode(&text, true).map_err(failed("prompt"))?, text),
+        Prompt::Chat(messages) => {
+            let Some(template) = &app.opened.template else {
+                let message = "This model has no chat template: use /v1/completions.";
+                return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
+            };
+            let text = template.render(&messages, true).map_err(failed("messages"))?;
+            (app.opened.tokenizer.encode_chat(&text).map_err(failed("messages"))?, String::new())
+        }
+    };
+    if tokens.is_empty() {
+        return Err(ApiError::invalid("The prompt has no tokens.").param("prompt").code("invalid_value"));
+    }
+    Ok((tokens, text))
+}
+
+/// How many tokens an answer to a prompt of so many may have.
+fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
+    let context = app.opened.context;
+    let left = context.saturating_sub(prompt);
+    if left == 0 || asked.is_some_and(|asked| asked > left) {
+        let wanted = asked.map_or_else(String::new, |asked| format!(" and {asked} for the answer"));
+        let message = format!(
+            "This model's maximum context length is {context} tokens. However, you requested {prompt} tokens for the \
+             prompt{wanted}. Please reduce their number."
+        );
+        return Err(ApiError::invalid(message).param("messages").code("context_length_exceeded"));
+    }
+    match (asked, app.max_tokens) {
+        (Some(asked), Some(most)) if asked > most => {
+            let message = format!("max_tokens is too large: {asked}. This server writes at most {most} tokens.");
+            Err(ApiError::invalid(message).param("max_tokens").code("invalid_value"))
+        }
+        (asked, most) => Ok(asked.unwrap_or(left).min(most.unwrap_or(left))),
+    }
+}
+
+fn sampler(sampling: &Sampling, seed: u64) -> Sampler {
+    let Sampling { temperature, top_p, top_k, .. } = *sampling;
+    if temperature <= 0.0 {
+        return Sampler::greedy();
+    }
+    Sampler::new(temperature, seed).top_p(top_p).top_k(top_k)
+}
+
+/// The text of one choice so far.
+struct Text {
+    unfinished: Unfinished,
+    stops: Stops,
+    enough: Arc<AtomicBool>,
+    finished: bool,
+}
+
+/// An answer that is being written.
+struct Writing {
+    app: Arc<App>,
+    tenant: Tenant,
+    reply: Reply,
+    events: UnboundedReceiver<(usize, Event)>,
+    texts: Vec<Text>,
+    /// Choices that have not ended.
+    open: usize,
+    usage: Usage,
+    stream_usage: bool,
+    /// Whose cached tokens are counted: one choice of each prompt.
+    choices: usize,
+    /// What is to be sent before anything else.
+    ready: VecDeque<Bytes>,
+    alive: Interval,
+    _leave: Leave,
+}
+
+impl Drop for Writing {
+    /// Counts what was used, however it ends.
+    fn drop(&mut self) {
+        self.tenant.spend(self.usage.prompt + self.usage.completion, Instant::now());
+    }
+}
+
+/// A piece of one choice.
+struct Piece {
+    index: usize,
+    text: String,
+    token: Option<Token>,
+    finish: Option<&'static str>,
+}
+
+impl Writing {
+    async fn begin(app: Arc<App>, tenant: Tenant, request: Request, since: Instant) -> Result<Self, ApiError> {
+        let Request { prompts, echo, common } = request;
+        let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
+        let answers = prompts.len() * common.choices;
+        let leave = tenant.enter(answers, Instant::now())?;
+        let encoded = encode(&app, prompts).await?;
+        let (sender, events) = unbounded_channel();
+        let seed = common.sampling.seed.unwrap_or_else(rand::random);
+        let deadline = since + app.timeout;
+        let mut texts: Vec<Text> = Vec::with_capacity(answers);
+        let mut jobs = Vec::with_capacity(encoded.len());
+        let (mut usage, mut echoed) = (Usage::default(), Vec::new());
+        for (prompt, text) in encoded {
+            let most = most_tokens(&app, prompt.len(), common.max_tokens)?;
+            usage.prompt += prompt.len();
+            let mut of_prompt = (0..common.choices).map(|nth| {
+                let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
+                texts.push(Text {
+                    unfinished: Unfinished::default(),
+                    stops: Stops::new(common.stop.clone()),
+                    enough: sink.enough.clone(),
+                    finished: false,
+                });
+                echoed.push(if echo { text.clone() } else { String::new() });
+                Job {
+                    tenant: tenant.id,
+                    prompt: prompt.clone(),
+                    most,
+                    sampler: sampler(&common.sampling, seed.wrapping_add(nth as u64)),
+                    ignore_end: common.ignore_end,
+                    logprobs: common.logprobs,
+                    sink,
+                    received: since,
+                    deadline,
+                    followers: Vec::new(),
+                }
+            });
+            let Some(mut first) = of_prompt.next() else { continue };
+            first.followers = of_prompt.collect();
+            jobs.push(first);
+        }
+        // What is counted is counted once for all choices of a prompt, as OpenAI's API does.
+        jobs.into_iter().try_for_each(|job| app.opened.engine.submit(job))?;
+        let reply = Reply::new(kind, app.name.clone(), common.logprobs.is_some(), echoed);
+        let alive = interval_at(tokio::time::Instant::now() + ALIVE_EVERY, ALIVE_EVERY);
+        Ok(Self {
+            tenant,
+            reply,
+            events,
+            open: texts.len(),
+            texts,
+            usage,
+            stream_usage: common.stream_usage,
+            choices: common.choices,
+            ready: VecDeque::new(),
+            alive,
+            app,
+            _leave: leave,
+        })
+    }
+
+    /// What an event adds to a choice; nothing if that is not known yet.
+    fn piece(&mut self, index: usize, event: Event) -> Result<Option<Piece>, ApiError> {
+        let tokenizer = self.app.opened.tokenizer.clone();
+        let first_of_prompt = index.is_multiple_of(self.choices);
+        let Some(text) = self.texts.get_mut(index).filter(|text| !text.finished) else { return Ok(None) };
+        let (piece, token, finish) = match event {
+            Event::Failed(error) => return Err(error),
+            Event::Begun(cached) => {
+                self.usage.cached += if first_of_prompt { cached } else { 0 };
+                return Ok(None);
+            }
+            Event::Token(new) => {
+                self.usage.completion += 1;
+                let piece = text.stops.push(&tokenizer.push(&mut text.unfinished, new.id));
+                let found = text.stops.found();
+                text.enough.store(found, Ordering::Relaxed);
+                (piece, Some(new), found.then_some("stop"))
+            }
+            Event::Ended(end) => {
+                let mut piece = text.stops.push(&std::mem::take(&mut text.unfinished).finish());
+                piece.push_str(&text.stops.finish());
+                let why = match end {
+                    End::Stop => "stop",
+                    End::Length => "length",
+                };
+                (piece, None, Some(why))
+            }
+        };
+        if finish.is_some() {
+            text.finished = true;
+            self.open -= 1;
+        }
+        Ok(Some(Piece { index, text: piece, token, finish }))
+    }
+
+    /// The next event of a choice that has not ended.
+    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
+        match self.events.recv().await {
+            Some((index, event)) => self.piece(index, event),
+            None => Err(ApiError::internal("The engine has ended.")),
+        }
+    }
+
+    async fn whole(mut self) -> Result<Response, ApiError> {
+        let mut choices = self.reply.choices();
+        while self.open > 0 {
+            let Some(piece) = self.next().await? else { continue };
+            if let Some(choice) = choices.get_mut(piece.index) {
+                choice.add(&self.app.opened.tokenizer, piece.text, piece.token, piece.finish);
+            }
+        }
+        Ok(axum_json(&self.reply.whole(choices, &self.usage)))
+    }
+
+    /// Waits for the first event, so that what is refused by then has a status; then streams.
+    async fn stream(mut self) -> Result<Response, ApiError> {
+        let first = tokio::select! {
+            first = self.events.recv() => first,
+            () = tokio::time::sleep(ALIVE_EVERY) => None,
+        };
+        for chunk in self.reply.opening() {
+            self.ready.push_back(event(&chunk));
+        }
+        if let Some((index, first)) = first {
+            let piece = self.piece(index, first)?;
+            self.say(piece);
+        }
+        let chunks = stream::unfold(Some(self), |writing| async move {
+            let mut writing = writing?;
+            let (chunk, ends) = writing.chunk().await;
+            Some((Ok::<_, std::convert::Infallible>(chunk), (!ends).then_some(writing)))
+        });
+        let headers = [
+            (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
+            (header::CACHE_CONTROL, "no-cache"),
+        ];
+        Ok((headers, Body::from_stream(chunks)).into_response())
+    }
+
+    /// Has a piece sent.
+    fn say(&mut self, piece: Option<Piece>) {
+        let Some(Piece { index, text, token, finish }) = piece else { return };
+        let mut choice = Choice::default();
+        choice.add(&self.app.opened.tokenizer, text, token, None);
+        if !choice.is_empty() {
+            let chunk = self.reply.chunk(index, &choice, None);
+            self.ready.push_back(event(&chunk));
+        }
+        if finish.is_some() {
+            let chunk = self.reply.chunk(index, &Choice::default(), finish);
+            self.ready.push_back(event(&chunk));
+        }
+        if self.open == 0 {
+                if self.stream_usage {
+                let chunk = self.reply.usage(&self.usage);
+                self.ready.push_back(event(&chunk));
+            }
+            self.ready.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
+        }
+    }
+
+    /// The next bytes of a stream, and whether they are the last.
+    async fn chunk(&mut self) -> (Bytes, bool) {
+        loop {
+            // All that has come goes out together.
+            while let Ok((index, next)) = self.events.try_recv() {
+                match self.piece(index, next) {
+                    Ok(piece) => self.say(piece),
+                    Err(error) => return (self.broken_off(&error), true),
+                }
+            }
+            if !self.ready.is_empty() {
+                let bytes: Vec<u8> = self.ready.drain(..).flatten().collect();
+                return (bytes.into(), self.open == 0);
+            }
+            let next = tokio::select! {
+                next = self.events.recv() => next,
+                _ = self.alive.tick() => return (Bytes::from_static(b": alive\n\n"), false),
+            };
+            let piece = match next {
+                Some((index, next)) => self.piece(index, next),
+                None => Err(ApiError::internal("The engine has ended.")),
+            };
+            match piece {
+                Ok(piece) => self.say(piece),
+                Err(error) => return (self.broken_off(&error), true),
+            }
+        }
+    }
+
+    /// What is there, and the error that nothing comes behind.
+    fn broken_off(&mut self, error: &ApiError) -> Bytes {
+        self.ready.push_back(event(&error.body()));
+        self.ready.drain(..).flatten().collect::<Vec<u8>>().into()
+    }
+}
+
+/// One event of a stream.
+fn event(value: &Value) -> Bytes {
+    format!("data: {value}\n\n").into()
+}

@@ -1,0 +1,89 @@
+//! Connections: how many, how long a client may take, and how they end.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use rustix::net::sockopt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tower_service::Service;
+
+use super::App;
+
+/// How long a client may take to send a head, and how long a connection may be idle.
+const HEAD_WITHIN: Duration = Duration::from_secs(15);
+/// The longest head of a request, in bytes, and the most headers.
+const HEAD_BYTES: usize = 32 << 10;
+const HEADERS_MOST: usize = 64;
+/// After so long the system gives up a connection whose client takes nothing, in milliseconds.
+const STUCK_MS: u32 = 30_000;
+/// How long connections may take to end when the server stops.
+const END_WITHIN: Duration = Duration::from_secs(5);
+/// How long it waits where no connection can be accepted: descriptors come back when others end.
+const AGAIN_AFTER: Duration = Duration::from_millis(100);
+
+/// Answers on `listener` until `stop` is done, and then lets connections end.
+pub async fn serve(app: Arc<App>, router: Router, listener: TcpListener, stop: impl Future<Output = ()>) {
+    let open = Arc::new(Semaphore::new(app.connections));
+    let graceful = GracefulShutdown::new();
+    let mut stop = pin!(stop);
+    loop {
+        let accepted = async {
+            // Beyond the most, clients wait in the system's queue.
+            let permit = open.clone().acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, stream) = tokio::select! {
+            accepted = accepted => accepted,
+            () = &mut stop => break,
+        };
+        let (Ok(permit), stream) = (permit, stream) else { break };
+        let stream = match stream {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(AGAIN_AFTER).await;
+                continue;
+            }
+        };
+        prepare(&stream);
+        let counted = app.opened.metrics.connection();
+        let router = router.clone();
+        let service = hyper::service::service_fn(move |request: Request<Incoming>| {
+            router.clone().call(request.map(axum::body::Body::new))
+        });
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEAD_WITHIN)
+            .max_buf_size(HEAD_BYTES)
+            .max_headers(HEADERS_MOST)
+            .serve_connection(TokioIo::new(stream), service);
+        let connection = graceful.watch(connection);
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a connection was broken off");
+            }
+            drop((permit, counted));
+        });
+    }
+    drop(listener);
+    if tokio::time::timeout(END_WITHIN, graceful.shutdown()).await.is_err() {
+        tracing::warn!("connections were broken off: they did not end within {} s", END_WITHIN.as_secs());
+    }
+}
+
+fn prepare(stream: &TcpStream) {
+    // Pieces are small, and somebody reads along.
+    let set = stream.set_nodelay(true).and_then(|()| Ok(sockopt::set_tcp_user_timeout(stream, STUCK_MS)?));
+    if let Err(error) = set {
+        tracing::debug!(%error, "an option of a connection could not be set");
+    }
+}

@@ -1,0 +1,269 @@
+//! The API over HTTP/1.1: routes, limits, and errors in OpenAI's shape.
+
+mod answer;
+mod connection;
+mod reply;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Request as HttpRequest, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde_json::{Value, json};
+
+use crate::error::ApiError;
+use crate::open::Opened;
+use crate::request::{self, Request};
+use crate::tenants::{Tenant, Tenants};
+
+pub use connection::serve;
+
+/// How long a client may take to send a body.
+const BODY_WITHIN: Duration = Duration::from_secs(30);
+/// The page in the program itself.
+const PAGE: &str = include_str!("../page.html");
+
+/// What a server needs to know to answer.
+#[derive(Debug)]
+pub struct App {
+    /// The model and its engine.
+    pub opened: Opened,
+    /// Who may ask.
+    pub tenants: Tenants,
+    /// What clients call the model.
+    pub name: String,
+    /// The most tokens of an answer, if there is such a limit.
+    pub max_tokens: Option<usize>,
+    /// The longest body.
+    pub max_body: usize,
+    /// The most open connections.
+    pub connections: usize,
+    /// After this an answer is given up.
+    pub timeout: Duration,
+    /// When the server was started, in seconds since 1970.
+    pub created: u64,
+}
+
+type Shared = State<Arc<App>>;
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut response = (status, axum_json(&self.body())).into_response();
+        let headers = response.headers_mut();
+        if let Some(after) = self.retry_after {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs() + u64::from(after.subsec_nanos() > 0)));
+        }
+        if self.status == 401 {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+/// A body of JSON.
+fn axum_json(value: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+}
+
+/// All routes.
+pub fn router(app: Arc<App>) -> Router {
+    let wrong_method = || async { ApiError::refused(405, "This method is not allowed for this path.") };
+    let nowhere = || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
+    Router::new()
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{model}", get(model))
+        .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/pages", get(pages))
+        .route("/", get(page))
+        .fallback(nowhere)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(app)
+}
+
+impl App {
+    /// Who asks.
+    fn tenant(&self, headers: &HeaderMap) -> Result<&Tenant, ApiError> {
+        let tenant = self.tenants.find(headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes))?;
+        if !self.tenants.have_tokens() {
+            check_local(headers)?;
+        }
+        Ok(tenant)
+    }
+
+    /// What a request gives or takes beside its body.
+    fn logged(&self, path: &'static str, tenant: &str, since: Instant, status: u16) {
+        self.opened.metrics.answered(path, status);
+        let took = since.elapsed();
+        tracing::info!(path, tenant, status, ?took, "answered");
+    }
+}
+
+/// Without a token, a page that a browser has open elsewhere must not reach the server by another name for this
+/// machine.
+fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(host) = headers.get(header::HOST) else { return Ok(()) };
+    let host = host.to_str().unwrap_or_default();
+    let name = match host.strip_prefix('[') {
+        Some(v6) => v6.split(']').next().unwrap_or_default(),
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+    if loopback || name.eq_ignore_ascii_case("localhost") {
+        return Ok(());
+    }
+    let message = "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
+    Err(ApiError::refused(403, message))
+}
+
+/// The body, if it is JSON and not too long, and comes in time.
+async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let kind = kind.split(';').next().unwrap_or_default().trim();
+    if !kind.eq_ignore_ascii_case("application/json") {
+        return Err(ApiError::refused(415, "The body has to be JSON: send the header Content-Type: application/json."));
+    }
+    let too_long = || {
+        let message = format!("The body is longer than {} bytes, the most that this server takes.", app.max_body);
+        ApiError::refused(413, message).code("request_too_large")
+    };
+    let length = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    if length.is_some_and(|length: u64| length > app.max_body as u64) {
+        return Err(too_long());
+    }
+    let read = Limited::new(request.into_body(), app.max_body).collect();
+    match tokio::time::timeout(BODY_WITHIN, read).await {
+        Err(_) => {
+            let message = format!("The body did not come within {} s.", BODY_WITHIN.as_secs());
+            Err(ApiError::refused(408, message))
+        }
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
+        Ok(Err(_)) => Err(ApiError::invalid("The body ended before it was whole.")),
+    }
+}
+
+/// Answers a request whose body is parsed by `parse`.
+async fn create(
+    app: Arc<App>,
+    http: HttpRequest,
+    path: &'static str,
+    parse: fn(&[u8]) -> Result<Request, ApiError>,
+) -> Response {
+    let since = Instant::now();
+    let (name, answered) = match app.tenant(http.headers()) {
+        Err(error) => (String::new(), Err(error)),
+        Ok(tenant) => {
+            let tenant = tenant.clone();
+            let name = tenant.name.clone();
+            let body = body(&app, http).await;
+            let answered = match body.and_then(|body| parse(&body)) {
+                Ok(request) => answer::answer(app.clone(), tenant, request, since).await,
+                Err(error) => Err(error),
+            };
+            (name, answered)
+        }
+    };
+    let response = answered.unwrap_or_else(IntoResponse::into_response);
+    app.logged(path, &name, since, response.status().as_u16());
+    response
+}
+
+async fn chat_completions(State(app): Shared, http: HttpRequest) -> Response {
+    create(app, http, "/v1/chat/completions", request::chat).await
+}
+
+async fn completions(State(app): Shared, http: HttpRequest) -> Response {
+    create(app, http, "/v1/completions", request::completion).await
+}
+
+fn model_object(app: &App) -> Value {
+    json!({
+        "id": app.name,
+        "object": "model",
+        "created": app.created,
+        "owned_by": "outcore",
+        "context_window": app.opened.context,
+    })
+}
+
+async fn models(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
+    app.tenant(&headers)?;
+    Ok(axum_json(&json!({ "object": "list", "data": [model_object(&app)] })))
+}
+
+async fn model(State(app): Shared, Path(name): Path<String>, headers: HeaderMap) -> Result<Response, ApiError> {
+    app.tenant(&headers)?;
+    check_model(&app, &name)?;
+    Ok(axum_json(&model_object(&app)))
+}
+
+fn check_model(app: &App, name: &str) -> Result<(), ApiError> {
+    if name == app.name {
+        return Ok(());
+    }
+    let name = crate::error::shortened(name);
+    let message = format!("The model '{name}' does not exist or you do not have access to it: this is '{}'.", app.name);
+    Err(ApiError::refused(404, message).param("model").code("model_not_found"))
+}
+
+/// Whether the process lives.
+async fn health() -> Response {
+    axum_json(&json!({ "status": "ok" }))
+}
+
+/// Whether requests are answered.
+async fn ready(State(app): Shared) -> Result<Response, ApiError> {
+    match app.opened.engine.why_not_ready() {
+        None => Ok(axum_json(&json!({ "status": "ok" }))),
+        Some(why) => Err(ApiError::unavailable(why, None)),
+    }
+}
+
+async fn metrics(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
+    app.tenant(&headers)?;
+    let text = blocking(move || app.opened.metrics.text()).await?;
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+}
+
+/// Where pages are, for the page: for each class a letter a page (`d`, `h` and `s` for device, host and disk).
+async fn pages(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
+    app.tenant(&headers)?;
+    let places = app.opened.places.clone();
+    let pages = blocking(move || {
+        places.pages().map(|(class, tiers)| {
+            let letters: String = tiers.into_iter().map(|tier| ["d", "h", "s"][tier as usize]).collect();
+            json!({ "class": class, "pages": letters })
+        })
+    });
+    let page = app.opened.places.pool().layout().page_size().bytes();
+    Ok(axum_json(&json!({ "page_bytes": page, "classes": pages.await? })))
+}
+
+/// Work that may take a moment, on a thread that nobody else waits for.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
+    tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal("The work on this request failed."))
+}
+
+async fn page(method: Method) -> Response {
+    let headers = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (
+            header::CONTENT_SECURITY_POLICY,
+            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; \
+             img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+        ),
+    ];
+    let body = if method == Method::HEAD { Body::empty() } else { Body::from(PAGE) };
+    (headers, body).into_response()
+}

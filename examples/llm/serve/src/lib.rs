@@ -1,0 +1,13 @@
+//! The server's parts; the program is `main.rs`.
+#![warn(missing_docs)]
+
+pub mod args;
+pub mod engine;
+pub mod error;
+pub mod http;
+pub mod metrics;
+pub mod open;
+pub mod places;
+pub mod request;
+pub mod tenants;
+pub mod text;

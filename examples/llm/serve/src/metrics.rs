@@ -1,0 +1,295 @@
+//! What Prometheus scrapes: the server's own counters, and the runtime's at the time of the scrape. A scrape reads
+//! counters that nobody waits to change; no pass waits for it.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use outcore::Tier;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::places::Places;
+
+/// How an answer was preempted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preempted {
+    /// Its keys and values went to the tiers below.
+    Parked,
+    /// They are computed again.
+    Recomputed,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Answered {
+    path: &'static str,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct How {
+    how: &'static str,
+}
+
+/// The server's own numbers.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<Answered, Counter>,
+    prompt_tokens: Counter,
+    cached_tokens: Counter,
+    generated_tokens: Counter,
+    drafted_tokens: Counter,
+    accepted_tokens: Counter,
+    preemptions: Family<How, Counter>,
+    passes: Counter,
+    pass_tokens: Counter,
+    connections: Gauge,
+    waiting: Gauge,
+    running: Gauge,
+    queued: Histogram,
+    first_token: Histogram,
+    between_tokens: Histogram,
+    pass_time: Histogram,
+    pass_waited: Histogram,
+}
+
+/// From 1 ms to about two minutes.
+fn seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.001, 1.6, 26))
+}
+
+impl Metrics {
+    /// With those of the runtime that has these.
+    pub fn new(places: Arc<Places>) -> Self {
+        let mut registry = Registry::with_prefix("outcore");
+        let requests = Family::<Answered, Counter>::default();
+        registry.register("requests", "Requests answered, by path and status", requests.clone());
+        let mut counter = |name: &str, help: &str| {
+            let counter = Counter::default();
+            registry.register(name, help, counter.clone());
+            counter
+        };
+        let prompt_tokens = counter("prompt_tokens", "Tokens of prompts");
+        let cached_tokens = counter("cached_tokens", "Of these, tokens whose keys and values were there");
+        let generated_tokens = counter("generated_tokens", "Tokens generated");
+        let drafted_tokens = counter("drafted_tokens", "Tokens drafted by looking up the prompt");
+        let accepted_tokens = counter("accepted_tokens", "Of these, tokens that the model agreed to");
+        let passes = counter("passes", "Passes over the model");
+        let pass_tokens = counter("pass_tokens", "Tokens read in passes");
+        let preemptions = Family::<How, Counter>::default();
+        registry.register("preemptions", "Answers that had to make room for others", preemptions.clone());
+        let mut gauge = |name: &str, help: &str| {
+            let gauge = Gauge::default();
+            registry.register(name, help, gauge.clone());
+            gauge
+        };
+        let connections = gauge("connections", "Open connections");
+        let waiting = gauge("waiting_answers", "Answers that wait for their turn");
+        let running = gauge("running_answers", "Answers that are read or written");
+        let mut histogram = |name: &str, help: &str| {
+            let histogram = seconds();
+            registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+            histogram
+        };
+        let queued = histogram("queued", "From a request to its turn");
+        let first_token = histogram("time_to_first_token", "From a request to its first token");
+        let between_tokens = histogram("time_between_tokens", "From a token of an answer to the next one");
+        let pass_time = histogram("pass", "What a pass took");
+        let pass_waited = histogram("pass_waited", "Of that, waiting for weights");
+        registry.register_collector(Box::new(Engine(places)));
+        Self {
+            registry,
+            requests,
+            prompt_tokens,
+            cached_tokens,
+            generated_tokens,
+            drafted_tokens,
+            accepted_tokens,
+            preemptions,
+            passes,
+            pass_tokens,
+            connections,
+            waiting,
+            running,
+            queued,
+            first_token,
+            between_tokens,
+            pass_time,
+            pass_waited,
+        }
+    }
+
+    /// All of it, in the text format of OpenMetrics.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        if encode(&mut text, &self.registry).is_err() {
+            let _ = writeln!(text, "# EOF");
+        }
+        text
+    }
+
+    /// A request was answered.
+    pub fn answered(&self, path: &'static str, status: u16) {
+        self.requests.get_or_create(&Answered { path, status }).inc();
+    }
+
+    /// A connection was opened. It counts until what is returned is dropped.
+    pub fn connection(&self) -> impl Drop + Send + use<> {
+        struct Open(Gauge);
+        impl Drop for Open {
+            fn drop(&mut self) {
+                self.0.dec();
+            }
+        }
+        self.connections.inc();
+        Open(self.connections.clone())
+    }
+
+    pub(crate) fn load(&self, waiting: usize, running: usize) {
+        self.waiting.set(waiting as i64);
+        self.running.set(running as i64);
+    }
+
+    pub(crate) fn begun(&self, prompt: usize, cached: usize, queued: Duration) {
+        self.prompt_tokens.inc_by(prompt as u64);
+        self.cached_tokens.inc_by(cached as u64);
+        self.queued.observe(queued.as_secs_f64());
+    }
+
+    pub(crate) fn token(&self, received: Instant, last: Option<Instant>, now: Instant) {
+        self.generated_tokens.inc();
+        match last {
+            None => self.first_token.observe(now.duration_since(received).as_secs_f64()),
+            Some(last) => self.between_tokens.observe(now.duration_since(last).as_secs_f64()),
+        }
+    }
+
+    pub(crate) fn pass(&self, tokens: usize, took: Duration, waited: Duration) {
+        self.passes.inc();
+        self.pass_tokens.inc_by(tokens as u64);
+        self.pass_time.observe(took.as_secs_f64());
+        self.pass_waited.observe(waited.as_secs_f64());
+    }
+
+    pub(crate) fn drafted(&self, drafted: usize, right: usize) {
+        self.drafted_tokens.inc_by(drafted as u64);
+        self.accepted_tokens.inc_by(right as u64);
+    }
+
+    pub(crate) fn preempted(&self, how: Preempted) {
+        let how = match how {
+            Preempted::Parked => "parked",
+            Preempted::Recomputed => "recomputed",
+        };
+        self.preemptions.get_or_create(&How { how }).inc();
+    }
+}
+
+/// The runtime and the pool, as they are when asked.
+#[derive(Debug)]
+struct Engine(Arc<Places>);
+
+impl Engine {
+    fn pages(&self) -> Values {
+        let of_class = |(class, tiers): (&'static str, Vec<Tier>)| {
+            Tier::ALL.map(|tier| {
+                let labels = vec![("class", class.to_owned()), ("tier", tier.name().to_owned())];
+                (labels, tiers.iter().filter(|have| **have == tier).count() as u64)
+            })
+        };
+        self.0.pages().into_iter().flat_map(of_class).collect()
+    }
+}
+
+impl Collector for Engine {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let (stats, kv) = (self.0.pool().runtime().stats(), self.0.pool().stats());
+        let tenants: Vec<_> = self.0.pool().tenants().into_iter().map(|id| (id, self.0.pool().tenant_stats(id))).collect();
+        let mut write = Encoder(&mut encoder);
+        let one = |value: u64| vec![(Vec::new(), value)];
+        let of = |label: &'static str, value: &str| vec![(label, value.to_owned())];
+        let gauges = [
+            ("device_budget_bytes", "The device budget", one(stats.device.1.get())),
+            ("device_used_bytes", "Device memory in frames", one(stats.device.0.get())),
+            ("host_used_bytes", "Host-tier memory in frames", one(stats.host.0.get())),
+            ("pages", "Pages by class of tensors and the fastest tier that has them", self.pages()),
+            ("kv_blocks", "Blocks of keys and values", vec![
+                (of("state", "used"), kv.used.into()),
+                (of("state", "cached"), kv.cached.into()),
+                (of("state", "free"), (kv.blocks - kv.used - kv.cached).into()),
+            ]),
+            ("kv_active_blocks", "Blocks of permits", one(kv.active.into())),
+            ("kv_active_blocks_most", "The most blocks of permits", one(kv.active_most.into())),
+            (
+                "tenant_active_blocks",
+                "Blocks of permits by tenant",
+                tenants.iter().map(|(id, stats)| (of("tenant", &id.get().to_string()), stats.active.into())).collect(),
+            ),
+        ];
+        for (name, help, values) in gauges {
+            write.gauge(name, help, values)?;
+        }
+        let traffic = &stats.traffic;
+        let counters = [
+            ("page_uses", "Uses of pages", one(stats.pager.uses)),
+            ("page_hits", "Uses of pages that were there", one(stats.pager.hits)),
+            ("evictions", "Pages that went", one(stats.pager.evictions)),
+            ("link_bytes", "Bytes moved, by link", vec![
+                (of("link", "disk_read"), traffic.disk_read.get()),
+                (of("link", "disk_written"), traffic.disk_written.get()),
+                (of("link", "device_in"), traffic.link_in.get()),
+                (of("link", "device_out"), traffic.link_out.get()),
+            ]),
+            (
+                "stalls",
+                "Waits for pages, by cause",
+                stats.stalls.iter().map(|stall| (of("cause", stall.name), stall.count)).collect(),
+            ),
+            (
+                "stall_microseconds",
+                "How long these took together",
+                stats.stalls.iter().map(|stall| (of("cause", stall.name), stall.time.as_micros() as u64)).collect(),
+            ),
+            ("kv_blocks_asked", "Whole blocks with which sequences began", one(kv.asked)),
+            ("kv_blocks_found", "Of these, blocks that were there", one(kv.found)),
+            ("kv_blocks_restored", "Blocks that were read from the store", one(kv.read)),
+        ];
+        for (name, help, values) in counters {
+            write.counter(name, help, values)?;
+        }
+        Ok(())
+    }
+}
+
+struct Encoder<'a, 'b>(&'a mut DescriptorEncoder<'b>);
+
+/// Values by their labels.
+type Values = Vec<(Vec<(&'static str, String)>, u64)>;
+
+impl Encoder<'_, '_> {
+    fn gauge(&mut self, name: &str, help: &str, values: Values) -> std::fmt::Result {
+        let kind = ConstGauge::new(0u64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, None, kind)?;
+        for (labels, value) in values {
+            ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    fn counter(&mut self, name: &str, help: &str, values: Values) -> std::fmt::Result {
+        let kind = ConstCounter::new(0u64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, None, kind)?;
+        for (labels, value) in values {
+            ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}

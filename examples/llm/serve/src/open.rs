@@ -1,0 +1,159 @@
+//! From a model's files to an engine that answers: memory is divided here.
+
+use std::hash::Hasher;
+use std::sync::Arc;
+use std::time::UNIX_EPOCH;
+
+use outcore::store::StoreOptions;
+use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
+use outcore_kv::{ActiveOptions, KvPool};
+use outcore_llm::budget::{Wishes, Working, divide};
+use outcore_llm::{ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv};
+
+use crate::args::Args;
+use crate::engine::{Engine, Limits};
+use crate::metrics::Metrics;
+use crate::places::Places;
+use crate::tenants::Tenants;
+
+/// Sequences are taken to be about so long where a page's size follows from it.
+const TYPICAL_CONTEXT: u64 = 256;
+/// Pages are made no smaller than this for keys and values.
+const KV_PAGE_LEAST: Bytes = Bytes::kib(64);
+/// Tokens of prompts in one pass, where memory allows.
+const PROMPT_TOKENS: usize = 512;
+/// The most drafted tokens of a pass.
+const DRAFTS: usize = 32;
+/// What the network takes: threads, buffers of connections, the texts of requests.
+const NETWORK: Bytes = Bytes::mib(16);
+/// Of each row of logits: the product by rows and by vectors, and the part's own copy.
+const LOGITS_COPIES: u64 = 3;
+
+/// Everything that answers.
+#[derive(Debug)]
+pub struct Opened {
+    /// Writes answers.
+    pub engine: Engine,
+    /// Counts.
+    pub metrics: Arc<Metrics>,
+    /// Where pages are.
+    pub places: Arc<Places>,
+    /// Text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The model's own, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// The longest sequence, in tokens.
+    pub context: usize,
+    /// Number of tokens there are.
+    pub vocab: usize,
+}
+
+/// Names the weights, so that keys and values of other ones are never taken for theirs. A file that was written anew is
+/// another one.
+fn fingerprint(files: &ModelFiles) -> Result<Vec<u8>> {
+    let mut hash = twox_hash::XxHash3_64::new();
+    for path in files.all_paths() {
+        let data = std::fs::metadata(&path)
+            .map_err(|source| Error::Io { what: format!("cannot look at {}", path.display()), source })?;
+        let changed = data.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+        hash.write_u64(data.len());
+        hash.write_u128(changed.as_nanos());
+    }
+    for tensor in files.tensors() {
+        hash.write(tensor.name.as_bytes());
+        hash.write_u64(tensor.offset);
+    }
+    // Other instructions give other last bits.
+    let level = outcore_llm::kernels::Level::detect();
+    Ok([format!("{level:?}").as_bytes(), &hash.finish().to_le_bytes()].concat())
+}
+
+fn refused(what: String, remedy: &str) -> Error {
+    Error::Outcore(OutcoreError::new(ErrorKind::InvalidArgument, what).remedy(remedy))
+}
+
+/// Opens the model and starts the engine.
+///
+/// # Errors
+/// What a model, its tokenizer or a budget gets that cannot be used; each says what to do.
+pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
+    let files = ModelFiles::open(&args.model)?;
+    let config = Config::new(&files)?;
+    let tokenizer = Arc::new(Tokenizer::load(&files)?);
+    let template = ChatTemplate::load(&files, &tokenizer)?;
+    let context = args.context.unwrap_or(config.context);
+    if context < 2 || context > config.context {
+        let what = format!("--context {context}, and the model's context is {}", config.context);
+        return Err(refused(what, "choose from 2 to the model's context"));
+    }
+    let threads = Pool::threads_for(args.threads);
+    let drafts = if args.speculate { DRAFTS } else { 0 };
+    let concurrency = usize::from(args.concurrency);
+    let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
+    let logits = (concurrency + drafts) as u64 * config.vocab as u64 * size_of::<f32>() as u64 * LOGITS_COPIES;
+    working.fixed = working.fixed + Bytes::new(logits) + NETWORK;
+
+    let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
+    let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
+    lengths.push(args.kv_space);
+    let wishes = Wishes { memory: args.memory, device: None, host: Bytes::ZERO, page_size: args.page_size };
+    let builder = Runtime::builder().for_model(files.header()).store(StoreOptions::new(args.io));
+    let page_of = |device| {
+        let chosen = builder.clone().device_budget(device).settings()?.page_size.value;
+        let least = PageSize::new(KV_PAGE_LEAST)?;
+        Ok(paged_kv::page_size(&config, TYPICAL_CONTEXT, [least.min(chosen), chosen]))
+    };
+    let budgets = divide(wishes, &lengths, working, page_of)?;
+    let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
+    let runtime = builder.page_size(page).device_budget(budgets.device).policy(args.policy).open()?;
+
+    let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
+    let block = layout.block_room().get() * u64::from(layout.groups());
+    let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
+    let active = args.kv_memory.unwrap_or_else(|| {
+        budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2))
+    });
+    let active = of_blocks(active).max(1);
+    let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
+    let blocks = of_blocks(args.kv_space).max(active).max(one);
+    let name = fingerprint(&files)?;
+    let pool = match &args.kv_store {
+        None => KvPool::open(&runtime, layout, &name, blocks)?,
+        Some(folder) => {
+            let store = (folder.as_path(), outcore_kv::StoreOptions::new());
+            KvPool::open_with_store(&runtime, layout, &name, blocks, store)?
+        }
+    };
+    let mut at_a_time = ActiveOptions::default();
+    at_a_time.blocks_most = Some(active);
+    pool.set_active(at_a_time);
+    for tenant in tenants.iter() {
+        pool.set_tenant(tenant.id, tenant.options)?;
+    }
+
+    let model = runtime.open_parsed(files.header().clone())?;
+    let of_file = |file: usize| files.tensors().iter().find(|tensor| tensor.file as usize == file);
+    let one_of_each = (0..files.paths().len()).filter_map(of_file).map(|tensor| model.tensor(&tensor.name));
+    let places = Arc::new(Places::new(one_of_each.collect::<outcore::Result<_>>()?, pool.clone()));
+    let metrics = Arc::new(Metrics::new(places.clone()));
+    let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
+    let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
+    let limits = Limits {
+        concurrency: concurrency.min(budgets.pass.saturating_sub(drafts).max(1)),
+        queue: usize::from(args.queue),
+        pass: budgets.pass,
+        drafts,
+    };
+    tracing::info!(
+        pages = %budgets.device,
+        page = %Bytes::new(page.bytes()),
+        active_tokens = u64::from(active) * u64::from(pool.layout().block_tokens()),
+        block_tokens = pool.layout().block_tokens(),
+        concurrency = limits.concurrency,
+        pass = limits.pass,
+        "memory is divided"
+    );
+    let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
+        .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab })
+}

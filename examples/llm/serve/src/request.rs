@@ -1,0 +1,414 @@
+//! Requests: from JSON to what is to be done. Trusts nothing.
+//!
+//! Fields: <https://platform.openai.com/docs/api-reference/chat/create> and `.../completions/create`. What OpenAI's API
+//! has and this server does not do is refused by name, unless the value asks for nothing; what nobody knows is refused
+//! too. Beyond OpenAI's API: `top_k`, `ignore_eos`, and prompts of token ids.
+
+use outcore_llm::Message;
+use serde_json::{Map, Value};
+
+use crate::error::{ApiError, shortened};
+
+/// The most stop sequences of a request (OpenAI's limit).
+const STOPS_MOST: usize = 4;
+/// The longest stop sequence, in bytes.
+const STOP_BYTES_MOST: usize = 1024;
+/// The most choices of a request.
+const CHOICES_MOST: u64 = 128;
+/// The most alternatives of a token that a chat completion names (OpenAI's limit), and a completion.
+const CHAT_LOGPROBS_MOST: u64 = 20;
+const LOGPROBS_MOST: u64 = 5;
+
+/// What is asked for, whatever the kind of request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Common {
+    /// The model's name.
+    pub model: Option<String>,
+    /// The most tokens of an answer.
+    pub max_tokens: Option<usize>,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Answers to the same prompt.
+    pub choices: usize,
+    /// Texts that end an answer; they are not part of it.
+    pub stop: Vec<String>,
+    /// Whether pieces are sent as they come.
+    pub stream: bool,
+    /// Whether the last piece tells what was used.
+    pub stream_usage: bool,
+    /// How many alternatives of each token are named.
+    pub logprobs: Option<usize>,
+    /// Whether the answer goes on behind the model's end tokens.
+    pub ignore_end: bool,
+}
+
+/// How tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0 takes the likeliest.
+    pub temperature: f32,
+    /// See [`outcore_llm::Sampler::top_p`].
+    pub top_p: f32,
+    /// See [`outcore_llm::Sampler::top_k`].
+    pub top_k: usize,
+    /// The same seed gives the same answer.
+    pub seed: Option<u64>,
+}
+
+/// What an answer continues.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// Text.
+    Text(String),
+    /// Token ids.
+    Tokens(Vec<u32>),
+    /// A conversation, for the model's chat template.
+    Chat(Vec<Message>),
+}
+
+/// A request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// What to continue: each has its own answers.
+    pub prompts: Vec<Prompt>,
+    /// Whether the prompt is part of the answer's text.
+    pub echo: bool,
+    /// The rest.
+    pub common: Common,
+}
+
+/// Fields that change nothing that this server does.
+const WITHOUT_EFFECT: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+];
+
+/// Fields of OpenAI's API that this server does not do, with the values that ask for nothing.
+fn asks_for_nothing(name: &str, value: &Value) -> Option<bool> {
+    let empty = || value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    Some(match name {
+        "frequency_penalty" | "presence_penalty" => value.is_null() || value.as_f64() == Some(0.0),
+        "logit_bias" => value.is_null() || value.as_object().is_some_and(Map::is_empty),
+        "tools" | "functions" => empty(),
+        "tool_choice" | "function_call" => value.is_null() || value.as_str() == Some("none"),
+        "response_format" => {
+            value.is_null() || value.get("type").and_then(Value::as_str).is_some_and(|kind| kind == "text")
+        }
+        "modalities" => empty() || *value == serde_json::json!(["text"]),
+        "suffix" => value.is_null() || value.as_str() == Some(""),
+        "audio" | "prediction" | "reasoning_effort" | "verbosity" | "web_search_options" => value.is_null(),
+        _ => return None,
+    })
+}
+
+/// The members of a request's object.
+struct Fields(Map<String, Value>);
+
+fn kind_of(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(number) if number.is_f64() => "a decimal",
+        Value::Number(_) => "an integer",
+        Value::String(_) => "a string",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn wrong_type(param: &str, wanted: &str, got: &Value) -> ApiError {
+    ApiError::invalid(format!("Invalid type for '{param}': expected {wanted}, but got {} instead.", kind_of(got)))
+        .param(param)
+        .code("invalid_type")
+}
+
+fn wrong_value(param: &str, why: impl AsRef<str>) -> ApiError {
+    ApiError::invalid(format!("Invalid value for '{param}': {}.", why.as_ref())).param(param).code("invalid_value")
+}
+
+impl Fields {
+    fn parse(body: &[u8]) -> Result<Self, ApiError> {
+        let text = std::str::from_utf8(body)
+            .map_err(|wrong| ApiError::invalid(format!("The body is not UTF-8: byte {} is wrong.", wrong.valid_up_to())))?;
+        match serde_json::from_str(text) {
+            Ok(Value::Object(fields)) => Ok(Self(fields)),
+            Ok(other) => {
+                Err(ApiError::invalid(format!("The body has to be a JSON object, but it is {}.", kind_of(&other))))
+            }
+            Err(wrong) => Err(ApiError::invalid(format!(
+                "We could not parse the JSON body of your request: line {}, column {}: {}.",
+                wrong.line(),
+                wrong.column(),
+                match wrong.classify() {
+                    serde_json::error::Category::Eof => "it ends too early",
+                    _ => "it is not valid there",
+                }
+            ))),
+        }
+    }
+
+    /// The field, unless it is absent or null.
+    fn take(&mut self, name: &str) -> Option<Value> {
+        self.0.shift_remove(name).filter(|value| !value.is_null())
+    }
+
+    fn bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| wrong_type(name, "a boolean", &value))
+    }
+
+    fn number(&mut self, name: &str, least: f64, most: f64) -> Result<Option<f64>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        let number = value.as_f64().ok_or_else(|| wrong_type(name, "a decimal", &value))?;
+        if (least..=most).contains(&number) {
+            return Ok(Some(number));
+        }
+        Err(wrong_value(name, format!("it has to be between {least} and {most}")))
+    }
+
+    fn integer(&mut self, name: &str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        if value.as_i64().is_none() && value.as_u64().is_none() {
+            return Err(wrong_type(name, "an integer", &value));
+        }
+        let number = value.as_u64().filter(|number| (least..=most).contains(number));
+        number.map(Some).ok_or_else(|| wrong_value(name, format!("it has to be between {least} and {most}")))
+    }
+
+    fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(other) => Err(wrong_type(name, "a string", &other)),
+        }
+    }
+
+    fn stop(&mut self) -> Result<Vec<String>, ApiError> {
+        let stops = match self.take("stop") {
+            None => return Ok(Vec::new()),
+            Some(Value::String(one)) => vec![one],
+            Some(Value::Array(all)) => all
+                .into_iter()
+                .enumerate()
+                .map(|(nth, stop)| match stop {
+                    Value::String(stop) => Ok(stop),
+                    other => Err(wrong_type(&format!("stop[{nth}]"), "a string", &other)),
+                })
+                .collect::<Result<_, _>>()?,
+            Some(other) => return Err(wrong_type("stop", "a string or an array of strings", &other)),
+        };
+        if stops.len() > STOPS_MOST {
+            return Err(wrong_value("stop", format!("at most {STOPS_MOST} sequences are allowed")));
+        }
+        if stops.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MOST) {
+            return Err(wrong_value("stop", format!("a sequence has 1 to {STOP_BYTES_MOST} bytes")));
+        }
+        Ok(stops)
+    }
+
+    /// What both kinds of requests have.
+    fn common(&mut self, logprobs: Option<usize>) -> Result<Common, ApiError> {
+        let stream = self.bool("stream")?.unwrap_or(false);
+        let stream_usage = match self.take("stream_options") {
+            None => false,
+            Some(Value::Object(options)) => {
+                if !stream {
+                    let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
+                    return Err(ApiError::invalid(message).param("stream_options"));
+                }
+                let mut options = Self(options);
+                let usage = options.bool("include_usage").map_err(|error| error.param("stream_options.include_usage"));
+                options.bool("include_obfuscation")?;
+                options.finish("stream_options.")?;
+                usage?.unwrap_or(false)
+            }
+            Some(other) => return Err(wrong_type("stream_options", "an object", &other)),
+        };
+        let seed = match self.take("seed") {
+            None => None,
+            Some(value) => {
+                let signed = value.as_i64().map(|seed| seed as u64);
+                Some(signed.or(value.as_u64()).ok_or_else(|| wrong_type("seed", "an integer", &value))?)
+            }
+        };
+        let [longest, newer] = ["max_tokens", "max_completion_tokens"].map(|name| self.integer(name, 1, 1 << 31));
+        let max_tokens = newer?.or(longest?).map(|most| most as usize);
+        let common = Common {
+            model: self.string("model")?,
+            max_tokens,
+            sampling: Sampling {
+                temperature: self.number("temperature", 0.0, 2.0)?.unwrap_or(1.0) as f32,
+                top_p: self.number("top_p", 0.0, 1.0)?.unwrap_or(1.0) as f32,
+                top_k: self.integer("top_k", 0, 1 << 31)?.unwrap_or(0) as usize,
+                seed,
+            },
+            choices: self.integer("n", 1, CHOICES_MOST)?.unwrap_or(1) as usize,
+            stop: self.stop()?,
+            stream,
+            stream_usage,
+            logprobs,
+            ignore_end: self.bool("ignore_eos")?.unwrap_or(false),
+        };
+        Ok(common)
+    }
+
+    /// Refuses what is left.
+    fn finish(self, within: &str) -> Result<(), ApiError> {
+        for (name, value) in &self.0 {
+            if within.is_empty() && WITHOUT_EFFECT.contains(&name.as_str()) {
+                continue;
+            }
+            let param = format!("{within}{}", shortened(name));
+            match asks_for_nothing(name, value).filter(|_| within.is_empty()) {
+                Some(true) => {}
+                Some(false) => {
+                    let message = format!("Unsupported parameter: '{param}' is not supported with this model.");
+                    return Err(ApiError::invalid(message).param(param).code("unsupported_parameter"));
+                }
+                None => {
+                    let message = format!("Unrecognized request argument supplied: {param}");
+                    return Err(ApiError::invalid(message).param(param).code("unknown_parameter"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A message's text: a string, or parts of type `text`.
+fn content(at: &str, value: Option<Value>) -> Result<String, ApiError> {
+    let param = format!("{at}.content");
+    match value {
+        None | Some(Value::Null) => {
+            let message = format!("Missing required parameter: '{param}'.");
+            Err(ApiError::invalid(message).param(param).code("missing_required_parameter"))
+        }
+        Some(Value::String(text)) => Ok(text),
+        Some(Value::Array(parts)) => {
+            let mut whole = String::new();
+            for (nth, part) in parts.iter().enumerate() {
+                let param = format!("{param}[{nth}]");
+                match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
+                    (Some("text"), Some(text)) => whole.push_str(text),
+                    (Some("text"), None) => return Err(wrong_value(&param, "a part of type 'text' has a text")),
+                    _ => return Err(wrong_value(&param, "only parts of type 'text' are supported")),
+                }
+            }
+            Ok(whole)
+        }
+        Some(other) => Err(wrong_type(&param, "a string or an array of parts", &other)),
+    }
+}
+
+fn message(nth: usize, value: Value) -> Result<Message, ApiError> {
+    let at = format!("messages[{nth}]");
+    let Value::Object(fields) = value else { return Err(wrong_type(&at, "an object", &value)) };
+    let mut fields = Fields(fields);
+    let role = match fields.take("role") {
+        Some(Value::String(role)) => role,
+        Some(other) => return Err(wrong_type(&format!("{at}.role"), "a string", &other)),
+        None => {
+            let message = format!("Missing required parameter: '{at}.role'.");
+            return Err(ApiError::invalid(message).param(format!("{at}.role")).code("missing_required_parameter"));
+        }
+    };
+    // OpenAI's newer name of the same role, which templates do not know.
+    let role = match role.as_str() {
+        "developer" => "system",
+        known @ ("system" | "user" | "assistant") => known,
+        _ => return Err(wrong_value(&format!("{at}.role"), "supported roles are 'system', 'user' and 'assistant'")),
+    };
+    let text = content(&at, fields.take("content"))?;
+    fields.take("name");
+    fields.take("refusal");
+    for name in ["tool_calls", "function_call", "audio", "annotations"] {
+        if fields.take(name).is_some_and(|value| value.as_array().is_none_or(|all| !all.is_empty())) {
+            return Err(wrong_value(&format!("{at}.{name}"), "it is not supported"));
+        }
+    }
+    fields.finish(&format!("{at}."))?;
+    Ok(Message::new(role, text))
+}
+
+/// The request in the body of `/v1/chat/completions`.
+pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    let messages = match fields.take("messages") {
+        Some(Value::Array(messages)) => messages,
+        Some(other) => return Err(wrong_type("messages", "an array of objects", &other)),
+        None => {
+            let message = "Missing required parameter: 'messages'.";
+            return Err(ApiError::invalid(message).param("messages").code("missing_required_parameter"));
+        }
+    };
+    if messages.is_empty() {
+        return Err(wrong_value("messages", "it needs at least one message"));
+    }
+    let messages = messages.into_iter().enumerate().map(|(nth, value)| message(nth, value)).collect::<Result<_, _>>()?;
+    let top = fields.integer("top_logprobs", 0, CHAT_LOGPROBS_MOST)?;
+    let logprobs = match (fields.bool("logprobs")?.unwrap_or(false), top) {
+        (true, top) => Some(top.unwrap_or(0) as usize),
+        (false, None | Some(0)) => None,
+        (false, Some(_)) => return Err(wrong_value("top_logprobs", "'logprobs' has to be true for it")),
+    };
+    let common = fields.common(logprobs)?;
+    fields.finish("")?;
+    Ok(Request { prompts: vec![Prompt::Chat(messages)], echo: false, common })
+}
+
+fn token(param: &str, value: &Value) -> Result<u32, ApiError> {
+    let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
+    token.ok_or_else(|| wrong_type(param, "a token id", value))
+}
+
+/// The prompts of a completion: a text, an array of texts, of token ids, or of arrays of token ids.
+fn prompts(value: Value) -> Result<Vec<Prompt>, ApiError> {
+    let all = match value {
+        Value::String(text) => return Ok(vec![Prompt::Text(text)]),
+        Value::Array(all) => all,
+        other => return Err(wrong_type("prompt", "a string or an array", &other)),
+    };
+    if all.first().is_some_and(Value::is_number) {
+        let tokens = all.iter().enumerate().map(|(nth, value)| token(&format!("prompt[{nth}]"), value));
+        return Ok(vec![Prompt::Tokens(tokens.collect::<Result<_, _>>()?)]);
+    }
+    let one = |(nth, value): (usize, Value)| match value {
+        Value::String(text) => Ok(Prompt::Text(text)),
+        Value::Array(tokens) => {
+            let param = format!("prompt[{nth}]");
+            Ok(Prompt::Tokens(tokens.iter().map(|value| token(&param, value)).collect::<Result<_, _>>()?))
+        }
+        other => Err(wrong_type(&format!("prompt[{nth}]"), "a string or an array of token ids", &other)),
+    };
+    all.into_iter().enumerate().map(one).collect()
+}
+
+/// The request in the body of `/v1/completions`.
+pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    let Some(prompt) = fields.take("prompt") else {
+        let message = "Missing required parameter: 'prompt'.";
+        return Err(ApiError::invalid(message).param("prompt").code("missing_required_parameter"));
+    };
+    let prompts = prompts(prompt)?;
+    let logprobs = fields.integer("logprobs", 0, LOGPROBS_MOST)?.map(|top| top as usize);
+    let mut common = fields.common(logprobs)?;
+    // OpenAI's default for completions.
+    common.max_tokens = common.max_tokens.or(Some(16));
+    let echo = fields.bool("echo")?.unwrap_or(false);
+    let best_of = fields.integer("best_of", 1, CHOICES_MOST)?;
+    if best_of.is_some_and(|best| best as usize != common.choices) {
+        return Err(wrong_value("best_of", "it has to be the same as 'n'"));
+    }
+    fields.finish("")?;
+    if prompts.is_empty() || prompts.len() * common.choices > CHOICES_MOST as usize {
+        return Err(wrong_value("prompt", format!("a request has 1 to {CHOICES_MOST} prompts times choices")));
+    }
+    Ok(Request { prompts, echo, common })
+}
