@@ -364,7 +364,9 @@ class Server:
             command = [*map(str, wrapper), *command]
         self.wrapped, self.said, self.paused = bool(limit), tempfile.TemporaryFile("w+", errors="replace"), False
         self.started = time.perf_counter()
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said)
+        # In a group of its own: a Ctrl-C is for this program, which ends what it started in its order.
+        places = {"stdin": subprocess.DEVNULL, "stdout": self.said, "stderr": self.said}
+        self.process = subprocess.Popen(command, preexec_fn=os.setpgrp, **places)
         try:
             self.wait()
             self.healthy = time.perf_counter()
@@ -402,8 +404,8 @@ class Server:
 
     def signal(self, which):
         try:
-            if self.process.poll() is None and (pid := self.pid()):
-                os.kill(pid, which)
+            if self.process.poll() is None:
+                os.kill(self.pid() or self.process.pid, which)
         except (ProcessLookupError, FileNotFoundError):
             pass
 
@@ -668,6 +670,8 @@ def main():
     options.add_argument("--repetitive", action="store_true")
     options.add_argument("--seed", default="load")
     options = options.parse_args()
+    # So that what was started is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench_serve: ended by SIGTERM"))
     if options.rounds < 1:
         sys.exit("bench_serve: at least one round")
     if options.load:
