@@ -32,7 +32,7 @@ gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, for
 	@scripts/need.sh cargo cc python3 binutils
 	@scripts/gpu_check_bundle.sh
 
-peers: ## Build llama.cpp and fetch libCacheSim into .venv, for `make bench` to compare with (minutes)
+peers: ## Build llama.cpp and its server and fetch libCacheSim into .venv, for `make bench` to compare with (ten minutes)
 	@scripts/need.sh cc c++ python3 pip
 	@scripts/fetch_peers.sh
 

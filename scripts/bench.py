@@ -175,6 +175,18 @@ def outcore_run():
     return {"table": text, **found}
 
 
+def serve():
+    """`serve` beside llama.cpp's server, by scripts/bench_serve.py, which says itself what it skips."""
+    short = ["--rounds", "1", "crowd-in-core", "streams-64"] if QUICK else []
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench_serve.py", *short], stdout=subprocess.PIPE, text=True)
+    found = last_json(done.stdout)
+    if found is None:
+        return {"failed": done.returncode} if done.returncode else None
+    text = done.stdout[: done.stdout.rindex("\n{")].strip()
+    print(text, flush=True)
+    return {"table": text, **found}
+
+
 def same_ids(ours, theirs):
     """How many of the first ids are the same; the kernels round differently, so that some texts part."""
     return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -281,6 +293,8 @@ def table(results):
     if (mapped := results.get("outcore_run")) and "table" in mapped:
         lines += ["", "## `outcore run` beside plain `mmap`, llama.cpp", "", mapped["table"]]
         lines += [f"WRONG: {what}" for what in mapped["wrong"]]
+    if (served := results.get("serve")) and "table" in served:
+        lines += ["", "## `serve` beside llama.cpp's server", "", served["table"]]
     lines += ["", "## Benches", "", "```json"]
     lines += [json.dumps({name: found}) for name, found in results.get("benches", {}).items()]
     lines += ["```", ""]
@@ -321,6 +335,8 @@ def main(names):
             results["libcachesim"] = libcachesim(folder)
         if not names or "outcore_run" in names:
             results["outcore_run"] = outcore_run()
+        if not names or "serve" in names:
+            results["serve"] = serve()
         small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
         if small.exists() and (not names or "smollm2" in names):
             results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, 8 * TOKENS, ["130MB"])

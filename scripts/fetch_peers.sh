@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds what `make bench` compares with into .venv: llama.cpp, out of the source package of llama-cpp-python, and the
-# programs benches/compare/llama_cpp.c and ggml_matmul.c on top of it; and fetches libCacheSim. Takes minutes; does
-# nothing where all is there.
+# Builds what `make bench` compares with into .venv: llama.cpp, out of the source package of llama-cpp-python, the
+# programs benches/compare/llama_cpp.c and ggml_matmul.c on top of it, and llama.cpp's own server, out of the same
+# package; and fetches libCacheSim. Takes some ten minutes; does nothing where all is there.
 #
-# PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS options of the
-# build (on a virtual machine that advertises AMX without allowing it: -DGGML_NATIVE=OFF and what there is instead).
+# PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS further options of
+# both builds of llama.cpp. Both use what the processor says it has but AMX, which some virtual machines advertise and
+# do not allow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +17,22 @@ peer=$venv/bin/llama-peer
 source=benches/compare/llama_cpp.c
 ggml_peer=$venv/bin/ggml-peer
 ggml_source=benches/compare/ggml_matmul.c
+server=$venv/bin/llama-server
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "fetch_peers: $*" >&2; exit 1; }
+
+# Options of ggml for this processor. -march=native, its default, would bring in AMX.
+cpu=
+if [ "$(uname -m)" = x86_64 ]; then
+    cpu=-DGGML_NATIVE=OFF
+    for pair in sse4_2:SSE42 avx:AVX avx2:AVX2 avx_vnni:AVX_VNNI bmi2:BMI2 fma:FMA f16c:F16C avx512f:AVX512 \
+        avx512_vbmi2:AVX512_VBMI avx512_vnni:AVX512_VNNI avx512_bf16:AVX512_BF16; do
+        has=OFF
+        ! grep -qwm1 "${pair%:*}" /proc/cpuinfo || has=ON
+        cpu+=" -DGGML_${pair#*:}=$has"
+    done
+fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "$python cannot make the virtual environment $venv"
 if [ "$("$venv/bin/python" -m pip show libcachesim 2>/dev/null | sed -n 's/^Version: //p')" != "$libcachesim" ]; then
@@ -27,7 +41,7 @@ if [ "$("$venv/bin/python" -m pip show libcachesim 2>/dev/null | sed -n 's/^Vers
 fi
 if [ "$("$venv/bin/python" -m pip show llama-cpp-python 2>/dev/null | sed -n 's/^Version: //p')" != "$version" ]; then
     # Support for pictures is not needed, and would be half of the build.
-    CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip install --no-binary llama-cpp-python "llama-cpp-python==$version" ||
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF $cpu ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip install --no-binary llama-cpp-python "llama-cpp-python==$version" ||
         fail "llama-cpp-python $version could not be built; it needs a C++ compiler and the package index"
 fi
 package=$("$venv/bin/python" -c 'import importlib.util as u; print(u.find_spec("llama_cpp").submodule_search_locations[0])')
@@ -42,4 +56,30 @@ build() { # PROGRAM SOURCE LIBRARY...
 }
 build "$peer" "$source" -lllama
 build "$ggml_peer" "$ggml_source" -lggml-cpu
-echo "$peer and $ggml_peer are there"
+
+# The source package once more, in a folder of its own, and what builds it; both go when the server is there.
+build_server() {
+    local work root
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$work'" EXIT
+    "$venv/bin/python" -m pip download --no-deps --no-binary llama-cpp-python -d "$work" "llama-cpp-python==$version" ||
+        fail "the source package of llama-cpp-python $version could not be had; it needs the package index"
+    tar -xzf "$work"/llama_cpp_python-"$version".tar.gz -C "$work"
+    root=$work/llama_cpp_python-$version/vendor/llama.cpp
+    "$python" -m venv "$work/tools" && "$work/tools/bin/python" -m pip install -q cmake ninja ||
+        fail "cmake and ninja could not be had; they need the package index"
+    # One program without libraries of its own. Its page for browsers is not in the package, and is not needed.
+    # shellcheck disable=SC2086
+    PATH=$work/tools/bin:$PATH "$work/tools/bin/cmake" -S "$root" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DBUILD_SHARED_LIBS=OFF $cpu -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_TESTS=OFF \
+        -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+        -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="llama-cpp-python-$version" ${CMAKE_ARGS:-} &&
+        "$work/tools/bin/cmake" --build "$work/build" --target llama-server || fail "llama-server could not be built"
+    install "$work/build/bin/llama-server" "$server"
+}
+case $("$server" --version 2>&1 || true) in
+    *"llama-cpp-python-$version)"*) ;;
+    *) build_server ;;
+esac
+echo "$peer, $ggml_peer and $server are there"
