@@ -226,16 +226,13 @@ impl MemoryStats {
 
 /// Has the policy keep frames for classes of tensors, of so many frames of so many bytes.
 fn keep_for_classes(pager: &mut Pager, floors: &[(SegmentClass, Bytes)], (frames, page): (u32, u64)) -> Result<()> {
-    if floors.is_empty() {
-        return Ok(());
-    }
     let kept: Vec<_> = floors.iter().map(|(class, floor)| (*class, floor.get().div_ceil(page))).collect();
     let all = kept.iter().fold(0u64, |all, (_, pages)| all.saturating_add(*pages));
     if all > u64::from(frames) {
         let [all, budget] = [all, frames.into()].map(|frames| Bytes::new(frames.saturating_mul(page)));
         let message = format!("{all} are kept for classes of tensors, and the device budget has frames for {budget}");
         return Err(Error::new(ErrorKind::BudgetTooSmall, message)
-            .remedy("lower what RuntimeBuilder::class_floor keeps, or raise the device budget"));
+            .remedy("keep less for classes of tensors, or raise the device budget"));
     }
     let kept: Vec<_> = kept.into_iter().map(|(class, pages)| (class, pages as u32)).collect();
     if pager.keep_for_classes(&kept) {
@@ -243,7 +240,7 @@ fn keep_for_classes(pager: &mut Pager, floors: &[(SegmentClass, Bytes)], (frames
     }
     let message = format!("the policy {} keeps no frames for classes of tensors", pager.policy_state().0);
     Err(Error::new(ErrorKind::InvalidArgument, message)
-        .remedy("choose PolicyKind::Shares, or leave RuntimeBuilder::class_floor out"))
+        .remedy("choose PolicyKind::Plan or PolicyKind::Shares, or keep no frames for classes"))
 }
 
 fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
@@ -329,7 +326,9 @@ impl Runtime {
         let policy = config.policy.clone().unwrap_or_else(|| PolicyChoice::Kind(config.device.default_policy()));
         let (policy, fate) = policy.build()?;
         let mut pager = Pager::new(pager_config, policy);
-        keep_for_classes(&mut pager, &config.class_floors, (frames, page_bytes))?;
+        if !config.class_floors.is_empty() {
+            keep_for_classes(&mut pager, &config.class_floors, (frames, page_bytes))?;
+        }
         if device.makes_bare_frames() {
             pager.frames_are_bare();
         }
@@ -1096,6 +1095,18 @@ impl Runtime {
         drop(raising);
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
+    }
+
+    /// Keeps frames for classes of tensors from now on, in place of those that were kept before: see
+    /// [`RuntimeBuilder::class_floor`](crate::RuntimeBuilder::class_floor). For whoever knows how much is in use, such
+    /// as a server that writes so many answers at a time.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if that is more than the device budget;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the policy keeps no frames for classes.
+    pub fn keep_for_classes(&self, floors: &[(SegmentClass, Bytes)]) -> Result<()> {
+        let page = self.shared.page_size.bytes();
+        self.engine().change(|pager, _| keep_for_classes(pager, floors, (pager.device_frames().1, page)))?
     }
 
     /// Keeps so many frames for [requests that can never be refused](crate::pin::PinRequest::never_refused): pins that

@@ -179,13 +179,14 @@ impl Model {
                 Op::Logits(output) => work.logits = self.matmul(output, &mut work.input)?,
             }
         }
-        let mut rest = work.logits.as_slice();
+        // From the end: what was taken off is freed as it goes.
         let mut results = Vec::with_capacity(parts.len());
-        for part in parts.iter() {
-            let (mine, others) = rest.split_at(part.logits.count(part.tokens.len()) * c.vocab);
-            results.push(mine.to_vec());
-            rest = others;
+        for part in parts.iter().rev() {
+            let mine = part.logits.count(part.tokens.len()) * c.vocab;
+            results.push(work.logits.split_off(work.logits.len().saturating_sub(mine)));
+            work.logits.shrink_to_fit();
         }
+        results.reverse();
         Ok((results, self.weights.waited().saturating_sub(waited)))
     }
 

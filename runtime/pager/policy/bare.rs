@@ -27,6 +27,12 @@ pub struct BareCache {
 }
 
 impl BareCache {
+    /// See [`Policy::floors`].
+    #[cfg(test)]
+    pub(super) fn floors(&mut self, floors: &[(SegmentClass, u32)]) -> bool {
+        self.policy.floors(floors)
+    }
+
     /// An empty cache. `policy` is new.
     pub fn new(mut policy: Box<dyn Policy>, frames: u32) -> Self {
         policy.resize(frames.max(1), 0, 0);

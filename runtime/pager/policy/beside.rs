@@ -34,6 +34,8 @@ pub(super) struct Beside {
     division: Division<2>,
     /// Frames for unnamed pages.
     room: u32,
+    /// Frames that each side has at least.
+    floors: [u32; 2],
     sizes: Sizes,
     /// Orders the resident unnamed pages while they have room.
     policy: Option<Box<AutoPolicy>>,
@@ -46,9 +48,25 @@ impl Beside {
     pub(super) fn new(sizes: Sizes, numbers: &PageNumbers) -> Self {
         // Swept pages have hits with a part of their frames, as plans have, and it need not be told the order.
         let division = Division::new([PolicyKind::Lirs, PolicyKind::Kv], SAMPLED_PAGES);
-        let mut this = Self { division, room: 0, sizes, policy: None, ordered: Bits::default(), learned: None };
+        let (policy, ordered, learned) = (None, Bits::default(), None);
+        let mut this = Self { division, room: 0, floors: [0; 2], sizes, policy, ordered, learned };
         this.fit(numbers);
         this
+    }
+
+    /// Each side has so many frames at least. Returns whether frames have moved.
+    pub(super) fn keep(&mut self, floors: [u32; 2]) -> bool {
+        self.floors = floors;
+        let before = self.room;
+        self.bound();
+        self.resized();
+        self.room != before
+    }
+
+    /// Sees to it that both sides have their least; where there are too few frames, that of the unnamed comes first.
+    fn bound(&mut self) {
+        let most = self.sizes.frames.saturating_sub(self.floors[NAMED]);
+        self.room = self.room.min(most).max(self.floors[UNNAMED]).min(self.sizes.frames);
     }
 
     fn fit(&mut self, numbers: &PageNumbers) {
@@ -90,6 +108,7 @@ impl Beside {
             self.room = (u64::from(self.room) * u64::from(sizes.frames) / u64::from(before.max(1))) as u32;
             self.division.clear();
             self.fit(numbers);
+            self.bound();
         }
         self.resized();
     }
@@ -149,8 +168,8 @@ impl Beside {
     /// have moved.
     pub(super) fn judge(&mut self, planned: u64, pages: u64) -> bool {
         let holdings = [
-            Holding { share: self.sizes.frames - self.room, least: 0, pages: planned },
-            Holding { share: self.room, least: 0, pages: pages.saturating_sub(planned) },
+            Holding { share: self.sizes.frames - self.room, least: self.floors[NAMED], pages: planned },
+            Holding { share: self.room, least: self.floors[UNNAMED], pages: pages.saturating_sub(planned) },
         ];
         match self.division.judge(&holdings) {
             Some(Gift { from: NAMED, frames, .. }) => self.room += frames,
@@ -263,6 +282,29 @@ mod tests {
                 let short = misses(&mut cache, 2, 2);
                 assert!(short <= 4, "declared {declared}: {short} misses where all fits");
             }
+        }
+    }
+
+    /// A floor is there from the first pass on, and for as long as it is set.
+    #[test]
+    fn kept_frames_are_there_at_once_and_go_back_when_they_are_not_kept() {
+        for declared in [true, false] {
+            let mut cache = cache(SegmentClass::KeysAndValues, declared);
+            misses(&mut cache, 0, 0);
+            let class = SegmentClass::KeysAndValues;
+            assert!(cache.floors(&[(class, 20)]));
+            let pass = |cache: &mut BareCache| {
+                let keys = (0..20).filter(|n| !cache.used(page(KEYS, *n), false).unwrap()).count();
+                (keys, (0..60).filter(|n| !cache.used(page(WEIGHTS, *n), false).unwrap()).count())
+            };
+            pass(&mut cache);
+            for _ in 0..3 {
+                let (keys, weights) = pass(&mut cache);
+                assert!(keys == 0 && weights <= 24, "declared {declared}: {keys} and {weights} misses, of 0 and 16");
+            }
+            assert!(cache.floors(&[(class, 0)]));
+            misses(&mut cache, 0, 0);
+            assert_eq!(misses(&mut cache, 0, 0), 0, "declared {declared}");
         }
     }
 

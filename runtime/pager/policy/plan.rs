@@ -141,6 +141,8 @@ pub struct PlanPolicy {
     outside: Outside,
     /// How many frames are for the pages of `outside`, and which of them go; made once one of them has missed.
     beside: Option<Box<Beside>>,
+    /// Frames that pages of plans, and the others, have at least.
+    floors: [u32; 2],
     /// The page that was wanted last, if it has not come.
     coming: Option<u32>,
     keys: Keys,
@@ -375,6 +377,7 @@ impl PlanPolicy {
             plans: Slab::new(),
             outside,
             beside: None,
+            floors: [0; 2],
             coming: None,
             keys: Keys::default(),
             auto: None,
@@ -801,13 +804,22 @@ impl PlanPolicy {
         if self.planned(number).is_some() { NAMED } else { UNNAMED }
     }
 
+    /// From now on it is watched what pages outside of plans would have with other frames.
+    fn begin_beside(&mut self) {
+        if self.beside.is_none() && !self.outside.is_by_worth() {
+            let sizes = Sizes { frames: self.frames, unit: self.unit };
+            let mut beside = Beside::new(sizes, self.recency.numbers());
+            beside.keep(self.floors);
+            self.beside = Some(Box::new(beside));
+        }
+    }
+
     /// Whether a page outside of plans goes before those of plans: these pages have more frames than are theirs, with
     /// the one that comes.
     fn outside_first(&mut self, want: Want) -> bool {
         let comes = want == Want::Demand && self.coming.is_some_and(|number| self.side(number) == UNNAMED);
-        if comes && self.beside.is_none() && !self.outside.is_by_worth() {
-            let sizes = Sizes { frames: self.frames, unit: self.unit };
-            self.beside = Some(Box::new(Beside::new(sizes, self.recency.numbers())));
+        if comes {
+            self.begin_beside();
         }
         let room = self.beside.as_ref().map_or(0, |beside| beside.room());
         self.outside.len() + usize::from(comes) > room as usize
@@ -1143,6 +1155,31 @@ impl Policy for PlanPolicy {
         if let Some(beside) = &mut self.beside {
             beside.segment(segment, pages, self.recency.numbers());
         }
+    }
+
+    /// Weights are what plans name.
+    fn floors(&mut self, floors: &[(SegmentClass, u32)]) -> bool {
+        if self.outside.is_by_worth() {
+            return false;
+        }
+        let sum = |weights: bool| {
+            let of_side = floors.iter().filter(|(class, _)| (*class == SegmentClass::Weights) == weights);
+            of_side.fold(0u32, |sum, (_, frames)| sum.saturating_add(*frames))
+        };
+        let mut new = [0; 2];
+        (new[NAMED], new[UNNAMED]) = (sum(true), sum(false));
+        self.floors = new;
+        if new[UNNAMED] > 0 {
+            self.begin_beside();
+        }
+        let Some(beside) = &mut self.beside else { return true };
+        if beside.keep(new) {
+            if self.followed.is_some() {
+                beside.reconcile(&self.outside, &self.recency);
+            }
+            self.divide_all(false);
+        }
+        true
     }
 
     fn chain(&mut self, pages: &[PageId]) {

@@ -43,9 +43,9 @@ pub struct Args {
     /// A JSON file with tenants, their bearer tokens and quotas: see docs/serving.md.
     #[arg(long)]
     pub tenants: Option<PathBuf>,
-    /// Most answers that are written at a time.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub concurrency: u16,
+    /// Most answers that are written at a time. Default: 64, and fewer where their logits would take much of the memory.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub concurrency: Option<u16>,
     /// Most answers that wait beyond these; more get the status 429.
     #[arg(long, default_value_t = 256)]
     pub queue: u16,
@@ -73,7 +73,7 @@ pub struct Args {
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
-    /// Bytes of a page: a power of two. Default: room for some 64 tokens of a layer, and no more than weights want.
+    /// Bytes of a page: a power of two. Default: what weights want, and at most 512KiB.
     #[arg(long)]
     pub page_size: Option<Bytes>,
     /// Which page goes when a frame is needed: see `generate --help`.

@@ -67,7 +67,8 @@ fn run(args: &Args) -> Result<(), String> {
         // Before the model is opened: a port that is taken is known at once.
         let address = SocketAddr::new(args.host, args.port);
         let listener = TcpListener::bind(address).await;
-        let listener = listener.map_err(|error| format!("cannot listen at {address}: {error} (choose another --port)"))?;
+        let listener =
+            listener.map_err(|error| format!("cannot listen at {address}: {error} (choose another --port)"))?;
         let address = listener.local_addr().map_err(|error| error.to_string())?;
         let mut signals = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
         let [Ok(terminate), Ok(interrupt)] = &mut signals else { return Err("cannot wait for signals".into()) };

@@ -4,11 +4,14 @@ use std::hash::Hasher;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
+use outcore::machine::MemoryLimit;
 use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
-use outcore_llm::{ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv};
+use outcore_llm::{
+    ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
+};
 
 use crate::args::Args;
 use crate::engine::{Engine, Limits};
@@ -16,18 +19,22 @@ use crate::metrics::Metrics;
 use crate::places::Places;
 use crate::tenants::Tenants;
 
-/// Sequences are taken to be about so long where a page's size follows from it.
+/// Sequences are taken to be about so long where the tokens of a block follow from it.
 const TYPICAL_CONTEXT: u64 = 256;
-/// Pages are made no smaller than this for keys and values.
-const KV_PAGE_LEAST: Bytes = Bytes::kib(64);
+/// Pages are no larger, unless that is asked for.
+const PAGE_MOST: Bytes = Bytes::kib(512);
+/// Logits may take one part in so many of the memory, where nobody says how many answers are written at a time.
+const LOGITS_PART: u64 = 16;
+/// The fewest and the most answers at a time, then.
+const CONCURRENCY: [u64; 2] = [4, 64];
 /// Tokens of prompts in one pass, where memory allows.
 const PROMPT_TOKENS: usize = 512;
 /// The most drafted tokens of a pass.
 const DRAFTS: usize = 32;
 /// What the network takes: threads, buffers of connections, the texts of requests.
 const NETWORK: Bytes = Bytes::mib(16);
-/// Of each row of logits: the product by rows and by vectors, and the part's own copy.
-const LOGITS_COPIES: u64 = 3;
+/// Of each row of logits: the product by rows and by vectors.
+const LOGITS_COPIES: u64 = 2;
 
 /// Everything that answers.
 #[derive(Debug)]
@@ -88,21 +95,26 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     }
     let threads = Pool::threads_for(args.threads);
     let drafts = if args.speculate { DRAFTS } else { 0 };
-    let concurrency = usize::from(args.concurrency);
+    let row = config.vocab as u64 * size_of::<f32>() as u64 * LOGITS_COPIES;
+    let concurrency = match args.concurrency {
+        Some(asked) => usize::from(asked),
+        None => {
+            let memory = args.memory.map_or_else(|| MemoryLimit::detect().map(|limit| limit.limit), Ok)?;
+            (memory.get() / LOGITS_PART / row.max(1)).clamp(CONCURRENCY[0], CONCURRENCY[1]) as usize
+        }
+    };
     let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
-    let logits = (concurrency + drafts) as u64 * config.vocab as u64 * size_of::<f32>() as u64 * LOGITS_COPIES;
-    working.fixed = working.fixed + Bytes::new(logits) + NETWORK;
+    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     lengths.push(args.kv_space);
     let wishes = Wishes { memory: args.memory, device: None, host: Bytes::ZERO, page_size: args.page_size };
     let builder = Runtime::builder().for_model(files.header()).store(StoreOptions::new(args.io));
-    let page_of = |device| {
-        let chosen = builder.clone().device_budget(device).settings()?.page_size.value;
-        let least = PageSize::new(KV_PAGE_LEAST)?;
-        Ok(paged_kv::page_size(&config, TYPICAL_CONTEXT, [least.min(chosen), chosen]))
-    };
+    // Smaller than weights alone would want: each answer wastes half of its last blocks. Where a page has room for more
+    // tokens of a layer than answers have, it has several layers.
+    let page_of =
+        |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value.min(PageSize::new(PAGE_MOST)?));
     let budgets = divide(wishes, &lengths, working, page_of)?;
     let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
     let runtime = builder.page_size(page).device_budget(budgets.device).policy(args.policy).open()?;
@@ -110,9 +122,9 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
     let block = layout.block_room().get() * u64::from(layout.groups());
     let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
-    let active = args.kv_memory.unwrap_or_else(|| {
-        budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2))
-    });
+    let active = args
+        .kv_memory
+        .unwrap_or_else(|| budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2)));
     let active = of_blocks(active).max(1);
     let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
     let blocks = of_blocks(args.kv_space).max(active).max(one);

@@ -29,6 +29,9 @@ const Q4_K: u32 = WeightType::Q4_K.ggml_id();
 const Q5_K: u32 = WeightType::Q5_K.ggml_id();
 const Q6_K: u32 = WeightType::Q6_K.ggml_id();
 
+/// So many bytes of vectors are multiplied with one row after the other: what the second cache holds beside the rows.
+const VECTORS_BYTES: usize = 384 << 10;
+
 /// Whether vectors are to be laid out in lanes when there are `m`.
 pub fn wants_lanes(m: usize) -> bool {
     m >= MANY
@@ -69,18 +72,22 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
         return;
     }
     let mut tile = vec![Tile::ZERO; blocks.next_multiple_of(4)];
-    let mut fours = rows.chunks(ROWS * row_bytes).zip(out.chunks_mut(ROWS * m)).peekable();
-    while let Some((rows, out)) = fours.next() {
-        let next = fours.peek().map_or(&[][..], |(next, _)| next);
-        for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
-            unpack::<KIND>(row, &mut tile, r);
-        }
-        for (nth, lanes) in lanes.chunks_exact(tile.len()).enumerate() {
-            let sums = many::<KIND>(&tile, lanes, if nth == 0 { next } else { &[] });
-            for (sums, out) in sums.iter().zip(out.chunks_exact_mut(m)) {
-                let out = &mut out[nth * LANES..];
-                let count = out.len().min(LANES);
-                out[..count].copy_from_slice(&sums[..count]);
+    let some = (VECTORS_BYTES / (tile.len() * size_of::<Q8Lanes>()).max(1)).max(1);
+    // Vectors that stay in the second cache while all rows are multiplied with them.
+    for (first, lanes) in lanes.chunks(some * tile.len()).enumerate().map(|(nth, lanes)| (nth * some, lanes)) {
+        let mut fours = rows.chunks(ROWS * row_bytes).zip(out.chunks_mut(ROWS * m)).peekable();
+        while let Some((rows, out)) = fours.next() {
+            let next = fours.peek().map_or(&[][..], |(next, _)| next);
+            for (r, row) in rows.chunks_exact(row_bytes).enumerate() {
+                unpack::<KIND>(row, &mut tile, r);
+            }
+            for (nth, lanes) in lanes.chunks_exact(tile.len()).enumerate() {
+                let sums = many::<KIND>(&tile, lanes, if nth == 0 { next } else { &[] });
+                for (sums, out) in sums.iter().zip(out.chunks_exact_mut(m)) {
+                    let out = &mut out[(first + nth) * LANES..];
+                    let count = out.len().min(LANES);
+                    out[..count].copy_from_slice(&sums[..count]);
+                }
             }
         }
     }

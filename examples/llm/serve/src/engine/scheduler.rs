@@ -14,7 +14,8 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use outcore::ErrorKind;
+use outcore::policy::SegmentClass;
+use outcore::{Bytes, ErrorKind};
 use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
 use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Session, Tokenizer};
 
@@ -30,6 +31,10 @@ const JOIN_LEAST: usize = 16;
 const EXPECTED_FIRST: f64 = 64.0;
 /// How much the length of the last answer counts beside those before.
 const EXPECTED_NEW: f64 = 0.1;
+/// What is kept for keys and values changes by at least this part of what is in use.
+const KEPT_STEP: u64 = 8;
+/// The most that is kept for them, of so many parts of the device memory: seven.
+const KEPT_PARTS: u64 = 8;
 /// Bytes a second that keys and values move at, where the disk is not known.
 const DISK_UNKNOWN: f64 = 1e9;
 
@@ -110,6 +115,8 @@ pub struct Scheduler {
     expected: f64,
     /// Bytes a second that parked keys and values move at.
     disk: f64,
+    /// What is kept in device memory for keys and values, in steps of `KEPT_STEP`. `None` if the policy keeps nothing.
+    kept: Option<Bytes>,
 }
 
 impl Scheduler {
@@ -136,6 +143,7 @@ impl Scheduler {
             next: 0,
             expected: EXPECTED_FIRST,
             disk: disk.map_or(DISK_UNKNOWN, |disk| disk.bytes_per_second.get() as f64),
+            kept: Some(Bytes::ZERO),
         }
     }
 
@@ -289,13 +297,15 @@ impl Scheduler {
 
     fn begin_session(&self, answer: &Answer) -> outcore_llm::Result<Session> {
         let tokens: Vec<_> = answer.tokens.iter().copied().map(outcore_kv::Token::new).collect();
-        Session::paged(self.model.clone(), PagedKeys::new(self.pool.begin(answer.job.tenant, &tokens)?))
+        let keys = PagedKeys::new(self.pool.begin(answer.job.tenant, &tokens)?);
+        Session::paged(self.model.clone(), keys)
     }
 
     /// One pass for all that are active.
     fn pass(&mut self) {
         let mut turns = self.turns();
         self.make_room(&mut turns);
+        self.keep(&turns);
         if turns.is_empty() {
             return;
         }
@@ -323,6 +333,33 @@ impl Scheduler {
             }
             Err(PassError { part, error }) => self.pass_failed(part.and_then(|nth| turns.get(nth)), error),
         }
+    }
+
+    /// Has the runtime keep what the active answers have: each pass uses all of it.
+    fn keep(&mut self, turns: &[Turn]) {
+        let Some(kept) = self.kept else { return };
+        let layout = self.pool.layout();
+        let each = u64::from(layout.groups()) * layout.block_room().get();
+        let blocks = |turn: &Turn| {
+            let tokens = self.running[turn.at].read() + turn.input.len();
+            (tokens as u64).div_ceil(u64::from(layout.block_tokens()))
+        };
+        let used = turns.iter().map(blocks).sum::<u64>() * each;
+        let runtime = self.pool.runtime();
+        let most = runtime.stats().device.1.get() / KEPT_PARTS * (KEPT_PARTS - 1);
+        let enough = used <= kept.get() && kept.get() <= used + used / KEPT_STEP * 2;
+        if enough || used.min(most) == kept.get() {
+            return;
+        }
+        // Some more, so that it need not change with each block.
+        let wanted = Bytes::new((used + used / KEPT_STEP).min(most));
+        self.kept = match runtime.keep_for_classes(&[(SegmentClass::KeysAndValues, wanted)]) {
+            Ok(()) => Some(wanted),
+            Err(error) => {
+                tracing::debug!(%error, "keys and values stay as the policy chooses");
+                None
+            }
+        };
     }
 
     /// A pass was given up: because of one of them, or for all.

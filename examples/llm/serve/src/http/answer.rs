@@ -275,19 +275,18 @@ impl Writing {
             let (chunk, ends) = writing.chunk().await;
             Some((Ok::<_, std::convert::Infallible>(chunk), (!ends).then_some(writing)))
         });
-        let headers = [
-            (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
-            (header::CACHE_CONTROL, "no-cache"),
-        ];
+        let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
         Ok((headers, Body::from_stream(chunks)).into_response())
     }
 
     /// Has a piece sent.
     fn say(&mut self, piece: Option<Piece>) {
         let Some(Piece { index, text, token, finish }) = piece else { return };
+        // One chunk a token, also where its text is not known yet: clients measure by them.
+        let is_said = token.is_some() || !text.is_empty();
         let mut choice = Choice::default();
         choice.add(&self.app.opened.tokenizer, text, token, None);
-        if !choice.is_empty() {
+        if is_said {
             let chunk = self.reply.chunk(index, &choice, None);
             self.ready.push_back(event(&chunk));
         }
@@ -296,7 +295,7 @@ impl Writing {
             self.ready.push_back(event(&chunk));
         }
         if self.open == 0 {
-                if self.stream_usage {
+            if self.stream_usage {
                 let chunk = self.reply.usage(&self.usage);
                 self.ready.push_back(event(&chunk));
             }

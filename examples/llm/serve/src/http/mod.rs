@@ -57,7 +57,8 @@ impl IntoResponse for ApiError {
         let mut response = (status, axum_json(&self.body())).into_response();
         let headers = response.headers_mut();
         if let Some(after) = self.retry_after {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs() + u64::from(after.subsec_nanos() > 0)));
+            headers
+                .insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs() + u64::from(after.subsec_nanos() > 0)));
         }
         if self.status == 401 {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -74,7 +75,8 @@ fn axum_json(value: &Value) -> Response {
 /// All routes.
 pub fn router(app: Arc<App>) -> Router {
     let wrong_method = || async { ApiError::refused(405, "This method is not allowed for this path.") };
-    let nowhere = || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
+    let nowhere =
+        || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
@@ -121,7 +123,8 @@ fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
     if loopback || name.eq_ignore_ascii_case("localhost") {
         return Ok(());
     }
-    let message = "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
+    let message =
+        "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
     Err(ApiError::refused(403, message))
 }
 

@@ -78,15 +78,8 @@ impl Choice {
         self.tokens.push(Named { token: name(id, chosen), top });
     }
 
-    /// Whether there is nothing in it.
-    pub fn is_empty(&self) -> bool {
-        self.text.is_empty() && self.tokens.is_empty()
-    }
-
     fn chat_logprobs(&self) -> Value {
-        let one = |(token, bytes, logprob): &(String, Vec<u8>, f32)| {
-            json!({ "token": token, "logprob": logprob, "bytes": bytes })
-        };
+        let one = |(token, bytes, logprob): &(String, Vec<u8>, f32)| json!({ "token": token, "logprob": logprob, "bytes": bytes });
         let content = self.tokens.iter().map(|named| {
             let mut value = one(&named.token);
             value["top_logprobs"] = named.top.iter().map(one).collect();

@@ -28,9 +28,9 @@ use outcore_llm::{
 };
 
 use args::Args;
-use outcore_llm::budget::{self, Budgets, Wishes, Working};
 use capture::Capture;
 use device::Device;
+use outcore_llm::budget::{self, Budgets, Wishes, Working};
 use progress::Progress;
 use report::{Generated, Memory, Run, Timeline};
 use residency::Watch;
