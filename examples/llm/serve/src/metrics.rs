@@ -212,7 +212,8 @@ impl Engine {
 impl Collector for Engine {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let (stats, kv) = (self.0.pool().runtime().stats(), self.0.pool().stats());
-        let tenants: Vec<_> = self.0.pool().tenants().into_iter().map(|id| (id, self.0.pool().tenant_stats(id))).collect();
+        let tenants: Vec<_> =
+            self.0.pool().tenants().into_iter().map(|id| (id, self.0.pool().tenant_stats(id))).collect();
         let mut write = Encoder(&mut encoder);
         let one = |value: u64| vec![(Vec::new(), value)];
         let of = |label: &'static str, value: &str| vec![(label, value.to_owned())];
@@ -221,11 +222,15 @@ impl Collector for Engine {
             ("device_used_bytes", "Device memory in frames", one(stats.device.0.get())),
             ("host_used_bytes", "Host-tier memory in frames", one(stats.host.0.get())),
             ("pages", "Pages by class of tensors and the fastest tier that has them", self.pages()),
-            ("kv_blocks", "Blocks of keys and values", vec![
-                (of("state", "used"), kv.used.into()),
-                (of("state", "cached"), kv.cached.into()),
-                (of("state", "free"), (kv.blocks - kv.used - kv.cached).into()),
-            ]),
+            (
+                "kv_blocks",
+                "Blocks of keys and values",
+                vec![
+                    (of("state", "used"), kv.used.into()),
+                    (of("state", "cached"), kv.cached.into()),
+                    (of("state", "free"), (kv.blocks - kv.used - kv.cached).into()),
+                ],
+            ),
             ("kv_active_blocks", "Blocks of permits", one(kv.active.into())),
             ("kv_active_blocks_most", "The most blocks of permits", one(kv.active_most.into())),
             (
@@ -242,12 +247,16 @@ impl Collector for Engine {
             ("page_uses", "Uses of pages", one(stats.pager.uses)),
             ("page_hits", "Uses of pages that were there", one(stats.pager.hits)),
             ("evictions", "Pages that went", one(stats.pager.evictions)),
-            ("link_bytes", "Bytes moved, by link", vec![
-                (of("link", "disk_read"), traffic.disk_read.get()),
-                (of("link", "disk_written"), traffic.disk_written.get()),
-                (of("link", "device_in"), traffic.link_in.get()),
-                (of("link", "device_out"), traffic.link_out.get()),
-            ]),
+            (
+                "link_bytes",
+                "Bytes moved, by link",
+                vec![
+                    (of("link", "disk_read"), traffic.disk_read.get()),
+                    (of("link", "disk_written"), traffic.disk_written.get()),
+                    (of("link", "device_in"), traffic.link_in.get()),
+                    (of("link", "device_out"), traffic.link_out.get()),
+                ],
+            ),
             (
                 "stalls",
                 "Waits for pages, by cause",

@@ -8,7 +8,9 @@ use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
-use outcore_llm::{ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv};
+use outcore_llm::{
+    ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
+};
 
 use crate::args::Args;
 use crate::engine::{Engine, Limits};
@@ -110,9 +112,9 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
     let block = layout.block_room().get() * u64::from(layout.groups());
     let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
-    let active = args.kv_memory.unwrap_or_else(|| {
-        budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2))
-    });
+    let active = args
+        .kv_memory
+        .unwrap_or_else(|| budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2)));
     let active = of_blocks(active).max(1);
     let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
     let blocks = of_blocks(args.kv_space).max(active).max(one);

@@ -84,9 +84,7 @@ impl Choice {
     }
 
     fn chat_logprobs(&self) -> Value {
-        let one = |(token, bytes, logprob): &(String, Vec<u8>, f32)| {
-            json!({ "token": token, "logprob": logprob, "bytes": bytes })
-        };
+        let one = |(token, bytes, logprob): &(String, Vec<u8>, f32)| json!({ "token": token, "logprob": logprob, "bytes": bytes });
         let content = self.tokens.iter().map(|named| {
             let mut value = one(&named.token);
             value["top_logprobs"] = named.top.iter().map(one).collect();
