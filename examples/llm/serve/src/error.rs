@@ -11,6 +11,9 @@ use serde_json::{Value, json};
 /// The longest part of a user's own name for something that an error repeats, in characters.
 const NAME_MOST: usize = 64;
 
+/// What is said where the log says more.
+const FAILED: &str = "The server failed to write this answer: see its log.";
+
 /// An answer that is no success.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -85,21 +88,26 @@ impl ApiError {
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
     }
 
-    /// What a pass that failed means for a request in it.
+    /// What a pass that failed means for a request in it. The error itself, which names files of the server, is for
+    /// its log.
     pub fn of_pass(error: &outcore_llm::Error) -> Self {
-        let text = error.in_full();
+        let soon = Some(Duration::from_secs(5));
         match error {
             outcore_llm::Error::Outcore(error) => match error.kind() {
-                ErrorKind::ModelChanged | ErrorKind::Corrupt => {
-                    Self::unavailable(format!("the model's files cannot be used any more: {text}"), None)
+                ErrorKind::ModelChanged => {
+                    let message = "The model's files were changed while the server had them open: start it again.";
+                    Self::unavailable(message, None)
+                }
+                ErrorKind::Corrupt => {
+                    Self::unavailable("The model's files cannot be read any more: see the server's log.", None)
                 }
                 ErrorKind::BudgetTooSmall | ErrorKind::OutOfMemory | ErrorKind::DiskFull => {
-                    Self::unavailable(format!("there is no room now: {text}"), Some(Duration::from_secs(5)))
+                    Self::unavailable("The server has no room for this answer now. Try again later.", soon)
                 }
-                _ => Self::internal(text),
+                _ => Self::internal(FAILED),
             },
-            outcore_llm::Error::Cancelled => Self::unavailable("the server stops", Some(Duration::from_secs(5))),
-            _ => Self::internal(text),
+            outcore_llm::Error::Cancelled => Self::unavailable("The server is shutting down.", soon),
+            _ => Self::internal(FAILED),
         }
     }
 }
