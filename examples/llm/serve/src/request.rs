@@ -134,8 +134,9 @@ fn wrong_value(param: &str, why: impl AsRef<str>) -> ApiError {
 
 impl Fields {
     fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let text = std::str::from_utf8(body)
-            .map_err(|wrong| ApiError::invalid(format!("The body is not UTF-8: byte {} is wrong.", wrong.valid_up_to())))?;
+        let text = std::str::from_utf8(body).map_err(|wrong| {
+            ApiError::invalid(format!("The body is not UTF-8: byte {} is wrong.", wrong.valid_up_to()))
+        })?;
         match serde_json::from_str(text) {
             Ok(Value::Object(fields)) => Ok(Self(fields)),
             Ok(other) => {
@@ -223,10 +224,16 @@ impl Fields {
                     return Err(ApiError::invalid(message).param("stream_options"));
                 }
                 let mut options = Self(options);
-                let usage = options.bool("include_usage").map_err(|error| error.param("stream_options.include_usage"));
-                options.bool("include_obfuscation")?;
+                let mut flag = |name: &str| match options.take(name) {
+                    None => Ok(false),
+                    Some(Value::Bool(flag)) => Ok(flag),
+                    Some(other) => Err(wrong_type(&format!("stream_options.{name}"), "a boolean", &other)),
+                };
+                let [usage, obfuscation] = ["include_usage", "include_obfuscation"].map(&mut flag);
+                obfuscation?;
+                let usage = usage?;
                 options.finish("stream_options.")?;
-                usage?.unwrap_or(false)
+                usage
             }
             Some(other) => return Err(wrong_type("stream_options", "an object", &other)),
         };
@@ -350,7 +357,8 @@ pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
     if messages.is_empty() {
         return Err(wrong_value("messages", "it needs at least one message"));
     }
-    let messages = messages.into_iter().enumerate().map(|(nth, value)| message(nth, value)).collect::<Result<_, _>>()?;
+    let messages =
+        messages.into_iter().enumerate().map(|(nth, value)| message(nth, value)).collect::<Result<_, _>>()?;
     let top = fields.integer("top_logprobs", 0, CHAT_LOGPROBS_MOST)?;
     let logprobs = match (fields.bool("logprobs")?.unwrap_or(false), top) {
         (true, top) => Some(top.unwrap_or(0) as usize),
