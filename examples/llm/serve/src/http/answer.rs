@@ -71,7 +71,7 @@ fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError>
 }
 
 /// How many tokens an answer to a prompt of so many may have.
-fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
+fn most_tokens(app: &App, kind: Kind, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
     let context = app.opened.context;
     let left = context.saturating_sub(prompt);
     if left == 0 || asked.is_some_and(|asked| asked > left) {
@@ -80,7 +80,11 @@ fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, 
             "This model's maximum context length is {context} tokens. However, you requested {prompt} tokens for the \
              prompt{wanted}. Please reduce their number."
         );
-        return Err(ApiError::invalid(message).param("messages").code("context_length_exceeded"));
+        let param = match kind {
+            Kind::Chat => "messages",
+            Kind::Completion => "prompt",
+        };
+        return Err(ApiError::invalid(message).param(param).code("context_length_exceeded"));
     }
     match (asked, app.max_tokens) {
         (Some(asked), Some(most)) if asked > most => {
@@ -155,7 +159,7 @@ impl Writing {
         let mut jobs = Vec::with_capacity(encoded.len());
         let (mut usage, mut echoed) = (Usage::default(), Vec::new());
         for (prompt, text) in encoded {
-            let most = most_tokens(&app, prompt.len(), common.max_tokens)?;
+            let most = most_tokens(&app, kind, prompt.len(), common.max_tokens)?;
             usage.prompt += prompt.len();
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
@@ -275,10 +279,7 @@ impl Writing {
             let (chunk, ends) = writing.chunk().await;
             Some((Ok::<_, std::convert::Infallible>(chunk), (!ends).then_some(writing)))
         });
-        let headers = [
-            (header::CONTENT_TYPE, "text/event-stream; charset=utf-8"),
-            (header::CACHE_CONTROL, "no-cache"),
-        ];
+        let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
         Ok((headers, Body::from_stream(chunks)).into_response())
     }
 
@@ -296,7 +297,7 @@ impl Writing {
             self.ready.push_back(event(&chunk));
         }
         if self.open == 0 {
-                if self.stream_usage {
+            if self.stream_usage {
                 let chunk = self.reply.usage(&self.usage);
                 self.ready.push_back(event(&chunk));
             }

@@ -5,10 +5,11 @@ mod connection;
 mod reply;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request as HttpRequest, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -16,6 +17,7 @@ use axum::routing::{get, post};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::{Value, json};
 
+use crate::args::Args;
 use crate::error::ApiError;
 use crate::open::Opened;
 use crate::request::{self, Request};
@@ -23,10 +25,23 @@ use crate::tenants::{Tenant, Tenants};
 
 pub use connection::serve;
 
-/// How long a client may take to send a body.
-const BODY_WITHIN: Duration = Duration::from_secs(30);
 /// The page in the program itself.
 const PAGE: &str = include_str!("../page.html");
+
+/// How long a client may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Within {
+    /// To send the head of a request; a connection may be idle for as long.
+    pub head: Duration,
+    /// To send a body.
+    pub body: Duration,
+}
+
+impl Default for Within {
+    fn default() -> Self {
+        Self { head: Duration::from_secs(15), body: Duration::from_secs(30) }
+    }
+}
 
 /// What a server needs to know to answer.
 #[derive(Debug)]
@@ -45,6 +60,8 @@ pub struct App {
     pub connections: usize,
     /// After this an answer is given up.
     pub timeout: Duration,
+    /// How long clients may take.
+    pub within: Within,
     /// When the server was started, in seconds since 1970.
     pub created: u64,
 }
@@ -57,7 +74,8 @@ impl IntoResponse for ApiError {
         let mut response = (status, axum_json(&self.body())).into_response();
         let headers = response.headers_mut();
         if let Some(after) = self.retry_after {
-            headers.insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs() + u64::from(after.subsec_nanos() > 0)));
+            headers
+                .insert(header::RETRY_AFTER, HeaderValue::from(after.as_secs() + u64::from(after.subsec_nanos() > 0)));
         }
         if self.status == 401 {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -73,8 +91,10 @@ fn axum_json(value: &Value) -> Response {
 
 /// All routes.
 pub fn router(app: Arc<App>) -> Router {
-    let wrong_method = || async { ApiError::refused(405, "This method is not allowed for this path.") };
-    let nowhere = || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
+    let wrong_method =
+        || async { ApiError::refused(405, "This method is not allowed for this path.").code("method_not_supported") };
+    let nowhere =
+        || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
@@ -91,6 +111,22 @@ pub fn router(app: Arc<App>) -> Router {
 }
 
 impl App {
+    /// What the command line says.
+    pub fn new(args: &Args, opened: Opened, tenants: Tenants) -> Self {
+        let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
+        Self {
+            opened,
+            tenants,
+            name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
+            max_tokens: args.max_tokens,
+            max_body: usize::try_from(args.max_body.get()).unwrap_or(usize::MAX),
+            connections: usize::from(args.connections).max(1),
+            timeout: Duration::from_secs(args.timeout),
+            within: Within::default(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        }
+    }
+
     /// Who asks.
     fn tenant(&self, headers: &HeaderMap) -> Result<&Tenant, ApiError> {
         let tenant = self.tenants.find(headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes))?;
@@ -111,17 +147,20 @@ impl App {
 /// Without a token, a page that a browser has open elsewhere must not reach the server by another name for this
 /// machine.
 fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(host) = headers.get(header::HOST) else { return Ok(()) };
-    let host = host.to_str().unwrap_or_default();
-    let name = match host.strip_prefix('[') {
-        Some(v6) => v6.split(']').next().unwrap_or_default(),
-        None => host.split(':').next().unwrap_or_default(),
+    let is_local = |host: &HeaderValue| {
+        let host = host.to_str().unwrap_or_default();
+        let name = match host.strip_prefix('[') {
+            Some(v6) => v6.split(']').next().unwrap_or_default(),
+            None => host.split(':').next().unwrap_or_default(),
+        };
+        let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+        loopback || name.eq_ignore_ascii_case("localhost")
     };
-    let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
-    if loopback || name.eq_ignore_ascii_case("localhost") {
+    if headers.get_all(header::HOST).iter().all(is_local) {
         return Ok(());
     }
-    let message = "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
+    let message =
+        "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
     Err(ApiError::refused(403, message))
 }
 
@@ -141,9 +180,9 @@ async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
         return Err(too_long());
     }
     let read = Limited::new(request.into_body(), app.max_body).collect();
-    match tokio::time::timeout(BODY_WITHIN, read).await {
+    match tokio::time::timeout(app.within.body, read).await {
         Err(_) => {
-            let message = format!("The body did not come within {} s.", BODY_WITHIN.as_secs());
+            let message = format!("The body did not come within {} s.", app.within.body.as_secs_f64());
             Err(ApiError::refused(408, message))
         }
         Ok(Ok(body)) => Ok(body.to_bytes()),
@@ -201,9 +240,14 @@ async fn models(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiE
     Ok(axum_json(&json!({ "object": "list", "data": [model_object(&app)] })))
 }
 
-async fn model(State(app): Shared, Path(name): Path<String>, headers: HeaderMap) -> Result<Response, ApiError> {
+async fn model(
+    State(app): Shared,
+    name: Result<Path<String>, PathRejection>,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
     app.tenant(&headers)?;
-    check_model(&app, &name)?;
+    // A name that is no UTF-8 is none that there is.
+    check_model(&app, &name.map(|Path(name)| name).unwrap_or_default())?;
     Ok(axum_json(&model_object(&app)))
 }
 
