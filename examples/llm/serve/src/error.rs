@@ -5,14 +5,10 @@
 
 use std::time::Duration;
 
-use outcore::ErrorKind;
 use serde_json::{Value, json};
 
 /// The longest part of a user's own name for something that an error repeats, in characters.
 const NAME_MOST: usize = 64;
-
-/// What is said where the log says more.
-const FAILED: &str = "The server failed to write this answer: see its log.";
 
 /// An answer that is no success.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -86,29 +82,6 @@ impl ApiError {
     pub fn body(&self) -> Value {
         let Self { message, kind, param, code, .. } = self;
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
-    }
-
-    /// What a pass that failed means for a request in it. The error itself, which names files of the server, is for
-    /// its log.
-    pub fn of_pass(error: &outcore_llm::Error) -> Self {
-        let soon = Some(Duration::from_secs(5));
-        match error {
-            outcore_llm::Error::Outcore(error) => match error.kind() {
-                ErrorKind::ModelChanged => {
-                    let message = "The model's files were changed while the server had them open: start it again.";
-                    Self::unavailable(message, None)
-                }
-                ErrorKind::Corrupt => {
-                    Self::unavailable("The model's files cannot be read any more: see the server's log.", None)
-                }
-                ErrorKind::BudgetTooSmall | ErrorKind::OutOfMemory | ErrorKind::DiskFull => {
-                    Self::unavailable("The server has no room for this answer now. Try again later.", soon)
-                }
-                _ => Self::internal(FAILED),
-            },
-            outcore_llm::Error::Cancelled => Self::unavailable("The server is shutting down.", soon),
-            _ => Self::internal(FAILED),
-        }
     }
 }
 

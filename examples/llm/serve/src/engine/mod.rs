@@ -2,6 +2,7 @@
 //! come to it through a channel, and tokens go back through one channel a request.
 
 mod draft;
+mod failed;
 mod pace;
 mod scheduler;
 
