@@ -9,7 +9,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
-use outcore_llm::{Sampler, Unfinished};
+use outcore_llm::{Message, Sampler, Unfinished};
 use serde_json::Value;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::{Interval, interval_at};
@@ -60,7 +60,8 @@ fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError>
                 let message = "This model has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
-            let text = template.render(&messages, true).map_err(failed("messages"))?;
+            let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
+            let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed("messages"))?;
             (app.opened.tokenizer.encode_chat(&text).map_err(failed("messages"))?, String::new())
         }
     };
