@@ -423,8 +423,8 @@ fn pipelined_requests_are_answered_in_order() {
     client.answer().assert_error(400, INVALID, None, None);
     assert_eq!(client.answer().json()["usage"]["completion_tokens"], 2);
     client.answer().assert_error(404, INVALID, None, Some("unknown_url"));
-    // Of two lengths of a body the chunks count, in whichever order they come, and the connection ends behind the answer
-    // (RFC 9112, 6.3): what somebody in between takes for a part of the body is never taken for a request.
+    // Of two lengths of a body the chunks count, in whichever order they come, and the connection ends behind the
+    // answer (RFC 9112, 6.3): what somebody in between takes for a part of the body is never taken for a request.
     for lengths in
         ["Content-Length: 4\r\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\r\nContent-Length: 4"]
     {
