@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request as HttpRequest, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
 use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::args::Args;
 use crate::error::ApiError;
@@ -25,6 +26,8 @@ use crate::tenants::{Tenant, Tenants};
 
 pub use connection::serve;
 
+/// All bodies that are being read take no more memory than so many of the longest ones.
+const BODIES: usize = 4;
 /// The page in the program itself.
 const PAGE: &str = include_str!("../page.html");
 
@@ -56,6 +59,8 @@ pub struct App {
     pub max_tokens: Option<usize>,
     /// The longest body.
     pub max_body: usize,
+    /// Bytes that bodies may still take, all together.
+    pub bodies: Arc<Semaphore>,
     /// The most open connections.
     pub connections: usize,
     /// After this an answer is given up.
@@ -113,13 +118,15 @@ pub fn router(app: Arc<App>) -> Router {
 impl App {
     /// What the command line says.
     pub fn new(args: &Args, opened: Opened, tenants: Tenants) -> Self {
+        let max_body = usize::try_from(args.max_body.get()).unwrap_or(usize::MAX);
         let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
         Self {
             opened,
             tenants,
             name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
             max_tokens: args.max_tokens,
-            max_body: usize::try_from(args.max_body.get()).unwrap_or(usize::MAX),
+            max_body,
+            bodies: Arc::new(Semaphore::new(max_body.saturating_mul(BODIES).min(Semaphore::MAX_PERMITS))),
             connections: usize::from(args.connections).max(1),
             timeout: Duration::from_secs(args.timeout),
             within: Within::default(),
@@ -164,8 +171,31 @@ fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::refused(403, message))
 }
 
+/// A body, and its part of the room for all of them.
+#[derive(Default)]
+struct Whole {
+    bytes: Vec<u8>,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl Whole {
+    fn add(&mut self, more: &[u8], room: &Arc<Semaphore>) -> Result<(), ApiError> {
+        let taken = u32::try_from(more.len()).ok().and_then(|len| room.clone().try_acquire_many_owned(len).ok());
+        let Some(taken) = taken else {
+            let message = "The server reads as many requests as it has room for. Try again.";
+            return Err(ApiError::unavailable(message, Some(Duration::from_secs(1))));
+        };
+        match &mut self.room {
+            Some(room) => room.merge(taken),
+            none => *none = Some(taken),
+        }
+        self.bytes.extend_from_slice(more);
+        Ok(())
+    }
+}
+
 /// The body, if it is JSON and not too long, and comes in time.
-async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
+async fn body(app: &App, request: HttpRequest) -> Result<Whole, ApiError> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case("application/json") {
@@ -179,16 +209,22 @@ async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
     if length.is_some_and(|length: u64| length > app.max_body as u64) {
         return Err(too_long());
     }
-    let read = Limited::new(request.into_body(), app.max_body).collect();
-    match tokio::time::timeout(app.within.body, read).await {
-        Err(_) => {
-            let message = format!("The body did not come within {} s.", app.within.body.as_secs_f64());
-            Err(ApiError::refused(408, message))
+    let read = async {
+        let (mut body, mut whole) = (request.into_body(), Whole::default());
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|_| ApiError::invalid("The body ended before it was whole."))?;
+            let Ok(more) = frame.into_data() else { continue };
+            if whole.bytes.len() + more.len() > app.max_body {
+                return Err(too_long());
+            }
+            whole.add(&more, &app.bodies)?;
         }
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
-        Ok(Err(_)) => Err(ApiError::invalid("The body ended before it was whole.")),
-    }
+        Ok(whole)
+    };
+    tokio::time::timeout(app.within.body, read).await.unwrap_or_else(|_| {
+        let message = format!("The body did not come within {} s.", app.within.body.as_secs_f64());
+        Err(ApiError::refused(408, message))
+    })
 }
 
 /// Answers a request whose body is parsed by `parse`.
@@ -205,7 +241,7 @@ async fn create(
             let tenant = tenant.clone();
             let name = tenant.name.clone();
             let body = body(&app, http).await;
-            let answered = match body.and_then(|body| parse(&body)) {
+            let answered = match body.and_then(|body| parse(&body.bytes)) {
                 Ok(request) => answer::answer(app.clone(), tenant, request, since).await,
                 Err(error) => Err(error),
             };
