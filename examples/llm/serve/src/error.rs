@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use outcore::ErrorKind;
 use serde_json::{Value, json};
 
 /// The longest part of a user's own name for something that an error repeats, in characters.
@@ -83,24 +82,6 @@ impl ApiError {
     pub fn body(&self) -> Value {
         let Self { message, kind, param, code, .. } = self;
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
-    }
-
-    /// What a pass that failed means for a request in it.
-    pub fn of_pass(error: &outcore_llm::Error) -> Self {
-        let text = error.in_full();
-        match error {
-            outcore_llm::Error::Outcore(error) => match error.kind() {
-                ErrorKind::ModelChanged | ErrorKind::Corrupt => {
-                    Self::unavailable(format!("the model's files cannot be used any more: {text}"), None)
-                }
-                ErrorKind::BudgetTooSmall | ErrorKind::OutOfMemory | ErrorKind::DiskFull => {
-                    Self::unavailable(format!("there is no room now: {text}"), Some(Duration::from_secs(5)))
-                }
-                _ => Self::internal(text),
-            },
-            outcore_llm::Error::Cancelled => Self::unavailable("the server stops", Some(Duration::from_secs(5))),
-            _ => Self::internal(text),
-        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::Parser;
 use outcore_serve::args::Args;
@@ -73,20 +73,8 @@ fn run(args: &Args) -> Result<(), String> {
         let mut signals = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
         let [Ok(terminate), Ok(interrupt)] = &mut signals else { return Err("cannot wait for signals".into()) };
         let opened = tokio::task::block_in_place(|| open(args, &tenants)).map_err(|error| error.in_full())?;
-        let name = args.name.clone().unwrap_or_else(|| {
-            args.model.file_stem().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
-        });
         let engine = opened.engine.clone();
-        let app = Arc::new(App {
-            opened,
-            tenants,
-            name,
-            max_tokens: args.max_tokens,
-            max_body: usize::try_from(args.max_body.get()).unwrap_or(usize::MAX),
-            connections: usize::from(args.connections).max(1),
-            timeout: Duration::from_secs(args.timeout),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
-        });
+        let app = Arc::new(App::new(args, opened, tenants));
         tracing::info!("serving {} at http://{address}", app.name);
         // For whoever started it with port 0.
         let _ = writeln!(std::io::stdout(), "http://{address}");

@@ -4,7 +4,6 @@
 //! has and this server does not do is refused by name, unless the value asks for nothing; what nobody knows is refused
 //! too. Beyond OpenAI's API: `top_k`, `ignore_eos`, and prompts of token ids.
 
-use outcore_llm::Message;
 use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
@@ -53,6 +52,15 @@ pub struct Sampling {
     pub top_k: usize,
     /// The same seed gives the same answer.
     pub seed: Option<u64>,
+}
+
+/// A turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: &'static str,
+    /// What was said.
+    pub content: String,
 }
 
 /// What an answer continues.
@@ -224,10 +232,16 @@ impl Fields {
                     return Err(ApiError::invalid(message).param("stream_options"));
                 }
                 let mut options = Self(options);
-                let usage = options.bool("include_usage").map_err(|error| error.param("stream_options.include_usage"));
-                options.bool("include_obfuscation")?;
+                let mut flag = |name: &str| match options.take(name) {
+                    None => Ok(false),
+                    Some(Value::Bool(flag)) => Ok(flag),
+                    Some(other) => Err(wrong_type(&format!("stream_options.{name}"), "a boolean", &other)),
+                };
+                let [usage, obfuscation] = ["include_usage", "include_obfuscation"].map(&mut flag);
+                obfuscation?;
+                let usage = usage?;
                 options.finish("stream_options.")?;
-                usage?.unwrap_or(false)
+                usage
             }
             Some(other) => return Err(wrong_type("stream_options", "an object", &other)),
         };
@@ -322,10 +336,12 @@ fn message(nth: usize, value: Value) -> Result<Message, ApiError> {
     // OpenAI's newer name of the same role, which templates do not know.
     let role = match role.as_str() {
         "developer" => "system",
-        known @ ("system" | "user" | "assistant") => known,
+        "system" => "system",
+        "user" => "user",
+        "assistant" => "assistant",
         _ => return Err(wrong_value(&format!("{at}.role"), "supported roles are 'system', 'user' and 'assistant'")),
     };
-    let text = content(&at, fields.take("content"))?;
+    let content = content(&at, fields.take("content"))?;
     fields.take("name");
     fields.take("refusal");
     for name in ["tool_calls", "function_call", "audio", "annotations"] {
@@ -334,7 +350,7 @@ fn message(nth: usize, value: Value) -> Result<Message, ApiError> {
         }
     }
     fields.finish(&format!("{at}."))?;
-    Ok(Message::new(role, text))
+    Ok(Message { role, content })
 }
 
 /// The request in the body of `/v1/chat/completions`.
@@ -413,4 +429,241 @@ pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
         return Err(wrong_value("prompt", format!("a request has 1 to {CHOICES_MOST} prompts times choices")));
     }
     Ok(Request { prompts, echo, common })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use serde_json::json;
+
+    use super::*;
+
+    type Parse = fn(&[u8]) -> Result<Request, ApiError>;
+
+    const BOTH: [(Parse, &str); 2] =
+        [(chat, r#"{"messages": [{"role": "user", "content": "a"}]}"#), (completion, r#"{"prompt": "a"}"#)];
+
+    /// A valid request with this field.
+    fn with(valid: &str, name: &str, value: Value) -> Vec<u8> {
+        let mut fields: Map<String, Value> = serde_json::from_str(valid).unwrap();
+        fields.insert(name.into(), value);
+        Value::from(fields).to_string().into_bytes()
+    }
+
+    fn refused(parse: Parse, valid: &str, name: &str, value: Value) -> (String, Option<String>, Option<&'static str>) {
+        let error = parse(&with(valid, name, value)).unwrap_err();
+        assert_eq!((error.status, error.kind), (400, "invalid_request_error"));
+        (error.message, error.param, error.code)
+    }
+
+    #[test]
+    fn a_wrong_type_is_refused_by_the_fields_name_in_openais_words() {
+        let common = [
+            ("model", json!(1), "a string", "an integer"),
+            ("max_tokens", json!("5"), "an integer", "a string"),
+            ("max_completion_tokens", json!(5.0), "an integer", "a decimal"),
+            ("temperature", json!("0"), "a decimal", "a string"),
+            ("top_p", json!([]), "a decimal", "an array"),
+            ("top_k", json!(1.5), "an integer", "a decimal"),
+            ("seed", json!("7"), "an integer", "a string"),
+            ("n", json!(true), "an integer", "a boolean"),
+            ("stop", json!(7), "a string or an array of strings", "an integer"),
+            ("stream", json!("true"), "a boolean", "a string"),
+            ("stream", json!(1), "a boolean", "an integer"),
+            ("stream_options", json!(true), "an object", "a boolean"),
+            ("ignore_eos", json!({}), "a boolean", "an object"),
+        ];
+        let check = |parse, valid, (name, value, wanted, got): (&str, Value, &str, &str)| {
+            let message = format!("Invalid type for '{name}': expected {wanted}, but got {got} instead.");
+            let refused = refused(parse, valid, name, value);
+            assert_eq!(refused, (message, Some(name.to_owned()), Some("invalid_type")));
+        };
+        for (parse, valid) in BOTH {
+            common.clone().into_iter().for_each(|one| check(parse, valid, one));
+        }
+        let [(chat, messages), (completion, prompt)] = BOTH;
+        check(chat, messages, ("messages", json!({}), "an array of objects", "an object"));
+        check(chat, messages, ("logprobs", json!(5), "a boolean", "an integer"));
+        check(chat, messages, ("top_logprobs", json!("5"), "an integer", "a string"));
+        check(completion, prompt, ("prompt", json!(7), "a string or an array", "an integer"));
+        check(completion, prompt, ("logprobs", json!(true), "an integer", "a boolean"));
+        check(completion, prompt, ("echo", json!("yes"), "a boolean", "a string"));
+        check(completion, prompt, ("best_of", json!("1"), "an integer", "a string"));
+    }
+
+    #[test]
+    fn what_is_wrong_within_a_field_is_named_by_where_it_is() {
+        let [(chat, messages), (completion, prompt)] = BOTH;
+        let cases = [
+            (chat, messages, "messages", json!(["a"]), "messages[0]", "invalid_type"),
+            (chat, messages, "messages", json!([{}]), "messages[0].role", "missing_required_parameter"),
+            (chat, messages, "messages", json!([{ "role": 1 }]), "messages[0].role", "invalid_type"),
+            (chat, messages, "messages", json!([{ "role": "tool" }]), "messages[0].role", "invalid_value"),
+            (
+                chat,
+                messages,
+                "messages",
+                json!([{ "role": "user", "content": null }]),
+                "messages[0].content",
+                "missing_required_parameter",
+            ),
+            (
+                chat,
+                messages,
+                "messages",
+                json!([{ "role": "user", "content": [{ "type": "image_url" }] }]),
+                "messages[0].content[0]",
+                "invalid_value",
+            ),
+            (
+                chat,
+                messages,
+                "messages",
+                json!([{ "role": "user", "content": "a", "wings": 2 }]),
+                "messages[0].wings",
+                "unknown_parameter",
+            ),
+            (completion, prompt, "prompt", json!([1, -1]), "prompt[1]", "invalid_type"),
+            (completion, prompt, "prompt", json!(["a", 1]), "prompt[1]", "invalid_type"),
+            (completion, prompt, "stop", json!(["a", 1]), "stop[1]", "invalid_type"),
+        ];
+        for (parse, valid, name, value, param, code) in cases {
+            let (message, named, coded) = refused(parse, valid, name, value);
+            assert_eq!((named.as_deref(), coded), (Some(param), Some(code)), "{message}");
+            assert!(message.contains(&format!("'{param}'")) || code == "unknown_parameter", "{message}");
+        }
+    }
+
+    #[test]
+    fn regression_a_wrong_option_of_streams_is_named_by_where_it_is() {
+        for name in ["include_usage", "include_obfuscation"] {
+            let body = json!({ "prompt": "a", "stream": true, "stream_options": { name: 1 } }).to_string();
+            let error = completion(body.as_bytes()).unwrap_err();
+            let param = format!("stream_options.{name}");
+            assert!(error.message.contains(&format!("'{param}'")), "{error}");
+            assert_eq!(error.param, Some(param));
+        }
+    }
+
+    #[test]
+    fn values_beyond_a_limit_say_the_limit() {
+        for (parse, valid) in BOTH {
+            for (name, value, limit) in [
+                ("max_tokens", json!(0), "between 1 and"),
+                ("max_tokens", json!(-1), "between 1 and"),
+                ("temperature", json!(2.1), "between 0 and 2"),
+                ("top_p", json!(-0.1), "between 0 and 1"),
+                ("n", json!(0), "between 1 and 128"),
+                ("n", json!(u64::MAX), "between 1 and 128"),
+                ("stop", json!(["a", "b", "c", "d", "e"]), "at most 4"),
+                ("stop", json!(""), "1 to 1024 bytes"),
+                ("stop", json!("a".repeat(1025)), "1 to 1024 bytes"),
+            ] {
+                let (message, param, code) = refused(parse, valid, name, value);
+                assert!(message.starts_with(&format!("Invalid value for '{name}': ")), "{message}");
+                assert!(message.contains(limit), "{message}");
+                assert_eq!((param.as_deref(), code), (Some(name), Some("invalid_value")));
+            }
+        }
+        let many = json!({ "prompt": vec!["a"; 65], "n": 2 }).to_string();
+        assert_eq!(completion(many.as_bytes()).unwrap_err().param.as_deref(), Some("prompt"));
+        let best = refused(completion, BOTH[1].1, "best_of", json!(2));
+        assert_eq!((best.1.as_deref(), best.2), (Some("best_of"), Some("invalid_value")));
+    }
+
+    #[test]
+    fn null_is_the_same_as_absent() {
+        let names = [
+            "model",
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "n",
+            "stop",
+            "stream",
+            "stream_options",
+            "logprobs",
+            "top_logprobs",
+            "ignore_eos",
+            "user",
+            "tools",
+            "tool_choice",
+            "response_format",
+            "logit_bias",
+            "frequency_penalty",
+            "presence_penalty",
+            "metadata",
+            "modalities",
+            "audio",
+        ];
+        for (parse, valid) in BOTH {
+            let plain = parse(valid.as_bytes()).unwrap();
+            for name in names {
+                // A member of chat completions only.
+                if name == "top_logprobs" && valid.contains("prompt") {
+                    continue;
+                }
+                assert_eq!(parse(&with(valid, name, Value::Null)).as_ref(), Ok(&plain), "{name}");
+            }
+        }
+        let [(chat, messages), (completion, prompt)] = BOTH;
+        for (parse, valid, name) in [(chat, messages, "messages"), (completion, prompt, "prompt")] {
+            let (message, param, code) = refused(parse, valid, name, Value::Null);
+            assert_eq!(message, format!("Missing required parameter: '{name}'."));
+            assert_eq!((param.as_deref(), code), (Some(name), Some("missing_required_parameter")));
+        }
+    }
+
+    #[test]
+    fn what_asks_for_nothing_is_accepted_and_the_rest_is_refused_by_name() {
+        let fields = [
+            ("frequency_penalty", json!(0), json!(0.5)),
+            ("presence_penalty", json!(0.0), json!(-1)),
+            ("logit_bias", json!({}), json!({ "1": 5 })),
+            ("tools", json!([]), json!([{ "type": "function" }])),
+            ("functions", json!([]), json!([1])),
+            ("tool_choice", json!("none"), json!("auto")),
+            ("response_format", json!({ "type": "text" }), json!({ "type": "json_object" })),
+            ("modalities", json!(["text"]), json!(["audio"])),
+            ("suffix", json!(""), json!("end")),
+        ];
+        for (parse, valid) in BOTH {
+            let plain = parse(valid.as_bytes()).unwrap();
+            for (name, nothing, something) in fields.clone() {
+                assert_eq!(parse(&with(valid, name, nothing)).as_ref(), Ok(&plain), "{name}");
+                let (message, param, code) = refused(parse, valid, name, something);
+                assert_eq!(message, format!("Unsupported parameter: '{name}' is not supported with this model."));
+                assert_eq!((param.as_deref(), code), (Some(name), Some("unsupported_parameter")));
+            }
+            for name in WITHOUT_EFFECT {
+                assert_eq!(parse(&with(valid, name, json!({ "any": ["thing"] }))).as_ref(), Ok(&plain), "{name}");
+            }
+            let (message, param, code) = refused(parse, valid, "wings", json!(2));
+            assert_eq!(message, "Unrecognized request argument supplied: wings");
+            assert_eq!((param.as_deref(), code), (Some("wings"), Some("unknown_parameter")));
+            // A name of any length is repeated in part.
+            let (message, ..) = refused(parse, valid, &"\u{1b}\u{1f600}".repeat(1000), json!(2));
+            assert!(message.len() < 400 && !message.contains(char::is_control), "{message:?}");
+        }
+    }
+
+    #[test]
+    fn bodies_that_are_no_object_say_where_they_go_wrong_and_repeat_nothing() {
+        for (body, said) in [
+            (b"{\"prompt\": xyzzy}".as_slice(), "line 1, column 12"),
+            (b"{\"prompt\": \"xyzzy", "it ends too early"),
+            (b"\"xyzzy\"", "it is a string"),
+            (b"xyzzy\xff", "byte 5"),
+            (b"", "it ends too early"),
+        ] {
+            for (parse, _) in BOTH {
+                let error = parse(body).unwrap_err();
+                assert!(error.message.contains(said) && !error.message.contains("xyzzy"), "{error}");
+            }
+        }
+    }
 }

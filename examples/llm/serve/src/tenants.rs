@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use subtle::ConstantTimeEq;
 
-use crate::error::ApiError;
+use crate::error::{ApiError, shortened};
 
 /// The shortest bearer token.
 const TOKEN_LEAST: usize = 8;
@@ -218,7 +218,8 @@ fn parse_tenant(nth: usize, value: &Value) -> Result<Tenant, String> {
     };
     let known = ["name", "token", "concurrency", "tokens_per_minute", "blocks", "reserved_blocks", "weight", "shares"];
     if let Some(other) = fields.keys().find(|name| !known.contains(&name.as_str())) {
-        return Err(format!("{}: there is no such member; there are {}", at(other), known.join(", ")));
+        let other = shortened(other);
+        return Err(format!("{}: there is no such member; there are {}", at(&other), known.join(", ")));
     }
     let token = check_token(text("token")?).map_err(|why| format!("{}: {why}", at("token")))?;
     let mut tenant = Tenant::new(nth as u64 + 1, text("name")?.to_owned(), Some(token));

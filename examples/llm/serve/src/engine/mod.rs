@@ -2,6 +2,7 @@
 //! come to it through a channel, and tokens go back through one channel a request.
 
 mod draft;
+mod failed;
 mod pace;
 mod scheduler;
 
@@ -134,6 +135,18 @@ struct Shared {
     broken: Mutex<Option<String>>,
 }
 
+/// Tells that no request will be answered any more, if the thread panics.
+struct BrokenByPanic(Arc<Shared>);
+
+impl Drop for BrokenByPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = "The server failed and has to be started again: see its log.";
+            self.0.broken.lock().get_or_insert_with(|| why.into());
+        }
+    }
+}
+
 /// A handle of the thread. When the last one is dropped, the thread ends.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -167,7 +180,11 @@ impl Engine {
         let (commands, receiver) = channel();
         let shared = Arc::new(Shared::default());
         let scheduler = scheduler::Scheduler::new(model, pool, tokenizer, limits, metrics, shared.clone());
-        let work = move || scheduler.run(&receiver);
+        let panics = BrokenByPanic(shared.clone());
+        let work = move || {
+            let _panics = panics;
+            scheduler.run(&receiver);
+        };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(work)?;
         Ok(Self { commands, shared, limits, thread: Arc::new(Mutex::new(Some(thread))) })
     }
@@ -194,7 +211,10 @@ impl Engine {
             );
             return Err(ApiError::too_many(message, Duration::from_secs(1 + unfinished as u64 / 16)));
         }
-        self.commands.send(Command::Submit(Box::new(job))).map_err(|_| ApiError::internal("the engine has ended"))
+        self.commands.send(Command::Submit(Box::new(job))).map_err(|_| {
+            self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
+            ApiError::internal("The engine has ended.")
+        })
     }
 
     /// Answers that were handed over and have not ended.
@@ -233,4 +253,22 @@ impl Engine {
 /// What becomes of requests when the server stops.
 fn stopping() -> ApiError {
     ApiError::unavailable("The server is shutting down. Send the request again.", Some(Duration::from_secs(5)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regression_a_thread_that_panics_is_known_to_be_broken() {
+        let shared = Arc::new(Shared::default());
+        for panics in [false, true] {
+            let guard = BrokenByPanic(shared.clone());
+            let thread = std::thread::spawn(move || {
+                let _guard = guard;
+                assert!(!panics, "as the test wants");
+            });
+            assert_eq!((thread.join().is_err(), shared.broken.lock().is_some()), (panics, panics));
+        }
+    }
 }

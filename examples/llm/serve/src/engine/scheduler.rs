@@ -291,7 +291,10 @@ impl Scheduler {
                 self.next += 1;
                 self.running.push(answer);
             }
-            Err(error) => self.fail(answer, ApiError::of_pass(&error)),
+            Err(error) => {
+                tracing::warn!(error = error.in_full(), "an answer could not begin");
+                self.fail(answer, ApiError::of_pass(&error));
+            }
         }
     }
 

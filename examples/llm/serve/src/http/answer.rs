@@ -9,7 +9,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
-use outcore_llm::{Sampler, Unfinished};
+use outcore_llm::{Message, Sampler, Unfinished};
 use serde_json::Value;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::time::{Interval, interval_at};
@@ -60,7 +60,8 @@ fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError>
                 let message = "This model has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
-            let text = template.render(&messages, true).map_err(failed("messages"))?;
+            let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
+            let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed("messages"))?;
             (app.opened.tokenizer.encode_chat(&text).map_err(failed("messages"))?, String::new())
         }
     };
@@ -71,7 +72,7 @@ fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError>
 }
 
 /// How many tokens an answer to a prompt of so many may have.
-fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
+fn most_tokens(app: &App, kind: Kind, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
     let context = app.opened.context;
     let left = context.saturating_sub(prompt);
     if left == 0 || asked.is_some_and(|asked| asked > left) {
@@ -80,7 +81,11 @@ fn most_tokens(app: &App, prompt: usize, asked: Option<usize>) -> Result<usize, 
             "This model's maximum context length is {context} tokens. However, you requested {prompt} tokens for the \
              prompt{wanted}. Please reduce their number."
         );
-        return Err(ApiError::invalid(message).param("messages").code("context_length_exceeded"));
+        let param = match kind {
+            Kind::Chat => "messages",
+            Kind::Completion => "prompt",
+        };
+        return Err(ApiError::invalid(message).param(param).code("context_length_exceeded"));
     }
     match (asked, app.max_tokens) {
         (Some(asked), Some(most)) if asked > most => {
@@ -155,7 +160,7 @@ impl Writing {
         let mut jobs = Vec::with_capacity(encoded.len());
         let (mut usage, mut echoed) = (Usage::default(), Vec::new());
         for (prompt, text) in encoded {
-            let most = most_tokens(&app, prompt.len(), common.max_tokens)?;
+            let most = most_tokens(&app, kind, prompt.len(), common.max_tokens)?;
             usage.prompt += prompt.len();
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::Request;
+use axum::http::HeaderValue;
+use axum::http::header::HOST;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -18,8 +20,6 @@ use tower_service::Service;
 
 use super::App;
 
-/// How long a client may take to send a head, and how long a connection may be idle.
-const HEAD_WITHIN: Duration = Duration::from_secs(15);
 /// The longest head of a request, in bytes, and the most headers.
 const HEAD_BYTES: usize = 32 << 10;
 const HEADERS_MOST: usize = 64;
@@ -57,12 +57,17 @@ pub async fn serve(app: Arc<App>, router: Router, listener: TcpListener, stop: i
         prepare(&stream);
         let counted = app.opened.metrics.connection();
         let router = router.clone();
-        let service = hyper::service::service_fn(move |request: Request<Incoming>| {
+        let service = hyper::service::service_fn(move |mut request: Request<Incoming>| {
+            // A host in the request's line counts, and not the header (RFC 9112, 3.2.2).
+            if let Some(authority) = request.uri().authority() {
+                let host = HeaderValue::from_str(authority.as_str());
+                request.headers_mut().insert(HOST, host.unwrap_or(HeaderValue::from_static("")));
+            }
             router.clone().call(request.map(axum::body::Body::new))
         });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(HEAD_WITHIN)
+            .header_read_timeout(app.within.head)
             .max_buf_size(HEAD_BYTES)
             .max_headers(HEADERS_MOST)
             .serve_connection(TokioIo::new(stream), service);

@@ -5,17 +5,20 @@ mod connection;
 mod reply;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::{Body, Bytes};
+use axum::body::Body;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request as HttpRequest, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
 use serde_json::{Value, json};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::args::Args;
 use crate::error::ApiError;
 use crate::open::Opened;
 use crate::request::{self, Request};
@@ -23,10 +26,25 @@ use crate::tenants::{Tenant, Tenants};
 
 pub use connection::serve;
 
-/// How long a client may take to send a body.
-const BODY_WITHIN: Duration = Duration::from_secs(30);
+/// All bodies that are being read take no more memory than so many of the longest ones.
+const BODIES: usize = 4;
 /// The page in the program itself.
 const PAGE: &str = include_str!("../page.html");
+
+/// How long a client may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Within {
+    /// To send the head of a request; a connection may be idle for as long.
+    pub head: Duration,
+    /// To send a body.
+    pub body: Duration,
+}
+
+impl Default for Within {
+    fn default() -> Self {
+        Self { head: Duration::from_secs(15), body: Duration::from_secs(30) }
+    }
+}
 
 /// What a server needs to know to answer.
 #[derive(Debug)]
@@ -41,10 +59,14 @@ pub struct App {
     pub max_tokens: Option<usize>,
     /// The longest body.
     pub max_body: usize,
+    /// Bytes that bodies may still take, all together.
+    pub bodies: Arc<Semaphore>,
     /// The most open connections.
     pub connections: usize,
     /// After this an answer is given up.
     pub timeout: Duration,
+    /// How long clients may take.
+    pub within: Within,
     /// When the server was started, in seconds since 1970.
     pub created: u64,
 }
@@ -74,7 +96,8 @@ fn axum_json(value: &Value) -> Response {
 
 /// All routes.
 pub fn router(app: Arc<App>) -> Router {
-    let wrong_method = || async { ApiError::refused(405, "This method is not allowed for this path.") };
+    let wrong_method =
+        || async { ApiError::refused(405, "This method is not allowed for this path.").code("method_not_supported") };
     let nowhere =
         || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
     Router::new()
@@ -93,6 +116,24 @@ pub fn router(app: Arc<App>) -> Router {
 }
 
 impl App {
+    /// What the command line says.
+    pub fn new(args: &Args, opened: Opened, tenants: Tenants) -> Self {
+        let max_body = usize::try_from(args.max_body.get()).unwrap_or(usize::MAX);
+        let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
+        Self {
+            opened,
+            tenants,
+            name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
+            max_tokens: args.max_tokens,
+            max_body,
+            bodies: Arc::new(Semaphore::new(max_body.saturating_mul(BODIES).min(Semaphore::MAX_PERMITS))),
+            connections: usize::from(args.connections).max(1),
+            timeout: Duration::from_secs(args.timeout),
+            within: Within::default(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        }
+    }
+
     /// Who asks.
     fn tenant(&self, headers: &HeaderMap) -> Result<&Tenant, ApiError> {
         let tenant = self.tenants.find(headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes))?;
@@ -113,14 +154,16 @@ impl App {
 /// Without a token, a page that a browser has open elsewhere must not reach the server by another name for this
 /// machine.
 fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
-    let Some(host) = headers.get(header::HOST) else { return Ok(()) };
-    let host = host.to_str().unwrap_or_default();
-    let name = match host.strip_prefix('[') {
-        Some(v6) => v6.split(']').next().unwrap_or_default(),
-        None => host.split(':').next().unwrap_or_default(),
+    let is_local = |host: &HeaderValue| {
+        let host = host.to_str().unwrap_or_default();
+        let name = match host.strip_prefix('[') {
+            Some(v6) => v6.split(']').next().unwrap_or_default(),
+            None => host.split(':').next().unwrap_or_default(),
+        };
+        let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+        loopback || name.eq_ignore_ascii_case("localhost")
     };
-    let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
-    if loopback || name.eq_ignore_ascii_case("localhost") {
+    if headers.get_all(header::HOST).iter().all(is_local) {
         return Ok(());
     }
     let message =
@@ -128,8 +171,31 @@ fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::refused(403, message))
 }
 
+/// A body, and its part of the room for all of them.
+#[derive(Default)]
+struct Whole {
+    bytes: Vec<u8>,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl Whole {
+    fn add(&mut self, more: &[u8], room: &Arc<Semaphore>) -> Result<(), ApiError> {
+        let taken = u32::try_from(more.len()).ok().and_then(|len| room.clone().try_acquire_many_owned(len).ok());
+        let Some(taken) = taken else {
+            let message = "The server reads as many requests as it has room for. Try again.";
+            return Err(ApiError::unavailable(message, Some(Duration::from_secs(1))));
+        };
+        match &mut self.room {
+            Some(room) => room.merge(taken),
+            none => *none = Some(taken),
+        }
+        self.bytes.extend_from_slice(more);
+        Ok(())
+    }
+}
+
 /// The body, if it is JSON and not too long, and comes in time.
-async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
+async fn body(app: &App, request: HttpRequest) -> Result<Whole, ApiError> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case("application/json") {
@@ -143,16 +209,22 @@ async fn body(app: &App, request: HttpRequest) -> Result<Bytes, ApiError> {
     if length.is_some_and(|length: u64| length > app.max_body as u64) {
         return Err(too_long());
     }
-    let read = Limited::new(request.into_body(), app.max_body).collect();
-    match tokio::time::timeout(BODY_WITHIN, read).await {
-        Err(_) => {
-            let message = format!("The body did not come within {} s.", BODY_WITHIN.as_secs());
-            Err(ApiError::refused(408, message))
+    let read = async {
+        let (mut body, mut whole) = (request.into_body(), Whole::default());
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|_| ApiError::invalid("The body ended before it was whole."))?;
+            let Ok(more) = frame.into_data() else { continue };
+            if whole.bytes.len() + more.len() > app.max_body {
+                return Err(too_long());
+            }
+            whole.add(&more, &app.bodies)?;
         }
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
-        Ok(Err(_)) => Err(ApiError::invalid("The body ended before it was whole.")),
-    }
+        Ok(whole)
+    };
+    tokio::time::timeout(app.within.body, read).await.unwrap_or_else(|_| {
+        let message = format!("The body did not come within {} s.", app.within.body.as_secs_f64());
+        Err(ApiError::refused(408, message))
+    })
 }
 
 /// Answers a request whose body is parsed by `parse`.
@@ -169,7 +241,7 @@ async fn create(
             let tenant = tenant.clone();
             let name = tenant.name.clone();
             let body = body(&app, http).await;
-            let answered = match body.and_then(|body| parse(&body)) {
+            let answered = match body.and_then(|body| parse(&body.bytes)) {
                 Ok(request) => answer::answer(app.clone(), tenant, request, since).await,
                 Err(error) => Err(error),
             };
@@ -204,9 +276,14 @@ async fn models(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiE
     Ok(axum_json(&json!({ "object": "list", "data": [model_object(&app)] })))
 }
 
-async fn model(State(app): Shared, Path(name): Path<String>, headers: HeaderMap) -> Result<Response, ApiError> {
+async fn model(
+    State(app): Shared,
+    name: Result<Path<String>, PathRejection>,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
     app.tenant(&headers)?;
-    check_model(&app, &name)?;
+    // A name that is no UTF-8 is none that there is.
+    check_model(&app, &name.map(|Path(name)| name).unwrap_or_default())?;
     Ok(axum_json(&model_object(&app)))
 }
 

@@ -1,0 +1,52 @@
+//! What must hold of any bytes that are parsed as a request, or as a file of tenants. The fuzz target `serve_request`
+//! and the tests use it.
+
+use super::error::ApiError;
+use super::request::{Prompt, Request, chat, completion};
+use super::tenants::Tenants;
+
+/// Looks that these bytes are refused properly, or that what they ask for is within the limits. Returns whether they
+/// are a request.
+pub fn check(input: &[u8]) -> bool {
+    let parsed = [chat(input), completion(input)];
+    for parsed in &parsed {
+        match parsed {
+            Ok(request) => accepted(request),
+            Err(error) => refused(error),
+        }
+    }
+    if let Ok(text) = std::str::from_utf8(input) {
+        match Tenants::parse(text) {
+            Ok(tenants) => {
+                assert!(tenants.have_tokens() && (1..=1024).contains(&tenants.iter().count()));
+                assert_eq!(tenants.find(None).map(|tenant| tenant.id).map_err(|error| error.status), Err(401));
+            }
+            Err(why) => short(&why),
+        }
+    }
+    parsed.iter().any(Result::is_ok)
+}
+
+fn short(text: &str) {
+    assert!(!text.is_empty() && text.len() < 1024 && !text.contains(char::is_control), "{text:?}");
+}
+
+fn refused(error: &ApiError) {
+    assert!((400..500).contains(&error.status), "{error:?}");
+    short(&error.message);
+    // A field may have no name at all.
+    error.param.iter().filter(|param| !param.is_empty()).for_each(|param| short(param));
+}
+
+fn accepted(request: &Request) {
+    let Request { prompts, echo, common } = request;
+    assert!((1..=128).contains(&(prompts.len() * common.choices)), "{request:?}");
+    let is_chat = matches!(prompts.as_slice(), [Prompt::Chat(messages)] if !messages.is_empty());
+    assert!(is_chat && !echo || prompts.iter().all(|prompt| !matches!(prompt, Prompt::Chat(_))), "{request:?}");
+    assert!(common.max_tokens.is_none_or(|most| (1..=1 << 31).contains(&most)), "{request:?}");
+    assert!((0.0..=2.0).contains(&common.sampling.temperature), "{request:?}");
+    assert!((0.0..=1.0).contains(&common.sampling.top_p), "{request:?}");
+    assert!(common.stop.len() <= 4 && common.stop.iter().all(|stop| (1..=1024).contains(&stop.len())), "{request:?}");
+    assert!(common.logprobs.is_none_or(|most| most <= if is_chat { 20 } else { 5 }), "{request:?}");
+    assert!(common.stream || !common.stream_usage, "{request:?}");
+}
