@@ -7,6 +7,8 @@ use clap::Parser;
 use outcore::store::IoBackend;
 use outcore::{Bytes, PolicyKind};
 
+use crate::engine::Preempt;
+
 /// Serves a model, larger than memory if need be, to many clients at once: the API of OpenAI's completions and chat
 /// completions.
 #[derive(Clone, Debug, Parser)]
@@ -70,6 +72,10 @@ pub struct Args {
     /// Drafts what follows by looking up the prompt, where that pays: the same answers, in fewer passes.
     #[arg(long)]
     pub speculate: bool,
+    /// What becomes of the keys and values of an answer that has to make room: park, recompute, or auto, which takes
+    /// what costs less by what was measured.
+    #[arg(long, value_enum, default_value_t)]
+    pub preempt: Preempt,
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,

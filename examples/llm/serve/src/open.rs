@@ -155,6 +155,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         queue: usize::from(args.queue),
         pass: budgets.pass,
         drafts,
+        preempt: args.preempt,
     };
     tracing::info!(
         pages = %budgets.device,

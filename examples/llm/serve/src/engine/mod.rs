@@ -107,6 +107,18 @@ pub enum End {
     Length,
 }
 
+/// What becomes of the keys and values of an answer that has to make room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Preempt {
+    /// Whichever of the two costs less.
+    #[default]
+    Auto,
+    /// They go to the tiers below, and come back.
+    Park,
+    /// They are computed again.
+    Recompute,
+}
+
 /// How much is done at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -118,6 +130,8 @@ pub struct Limits {
     pub pass: usize,
     /// The most drafted tokens of a pass: none if no drafts are made.
     pub drafts: usize,
+    /// What becomes of the keys and values of answers that have to make room.
+    pub preempt: Preempt,
 }
 
 enum Command {

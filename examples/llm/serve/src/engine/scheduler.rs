@@ -21,7 +21,7 @@ use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Session, Tokenizer}
 
 use super::draft::{DRAFT_MOST, Drafts, follow};
 use super::pace::Pace;
-use super::{Command, End, Event, Job, Limits, LogProbs, Shared, Token, stopping};
+use super::{Command, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
 use crate::error::ApiError;
 use crate::metrics::{Metrics, Preempted};
 
@@ -50,6 +50,8 @@ struct Answer {
     /// When it became active: larger is later.
     nth: u64,
     begun: bool,
+    /// Why it has all its tokens, if it has.
+    ended: Option<End>,
     /// When its last token came.
     last: Option<Instant>,
 }
@@ -58,7 +60,7 @@ impl Answer {
     fn new(job: Job) -> Self {
         let tokens = job.prompt.clone();
         let (session, permit, drafts) = (None, None, Drafts::default());
-        Self { job, tokens, session, permit, drafts, nth: 0, begun: false, last: None }
+        Self { job, tokens, session, permit, drafts, nth: 0, begun: false, ended: None, last: None }
     }
 
     fn written(&self) -> usize {
@@ -180,6 +182,8 @@ impl Scheduler {
     /// An answer neither waits nor runs any more.
     fn leave(&mut self, mut answer: Answer) {
         self.followers_of(&mut answer);
+        // With its blocks.
+        drop(answer);
         self.shared.unfinished.fetch_sub(1, Ordering::SeqCst);
     }
 
@@ -473,7 +477,12 @@ impl Scheduler {
         // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
         let parked = 2.0 * bytes as f64 / self.disk;
         let recomputed = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
-        let how = match answer.session.as_mut().filter(|_| parked <= recomputed).map(Session::park) {
+        let parks = match self.limits.preempt {
+            Preempt::Auto => parked <= recomputed,
+            Preempt::Park => true,
+            Preempt::Recompute => false,
+        };
+        let how = match answer.session.as_mut().filter(|_| parks).map(Session::park) {
             Some(Ok(())) => Preempted::Parked,
             Some(Err(error)) => {
                 tracing::warn!(error = error.in_full(), "an answer's keys and values could not be parked");
@@ -502,16 +511,14 @@ impl Scheduler {
             let is_end = !answer.job.ignore_end && self.tokenizer.is_end(id);
             answer.tokens.push(id);
             if is_end {
-                answer.send(Event::Ended(End::Stop));
-                answer.job.most = 0;
+                answer.ended = Some(End::Stop);
                 break;
             }
             answer.send(Event::Token(Token { id, logprobs }));
             let now = Instant::now();
             self.metrics.token(answer.job.received, answer.last.replace(now), now);
             if answer.written() >= answer.job.most || answer.tokens.len() >= self.model.config().context {
-                answer.send(Event::Ended(End::Length));
-                answer.job.most = 0;
+                answer.ended = Some(End::Length);
                 break;
             }
             if nth >= turn.drafted || turn.draft[nth] != id {
@@ -538,11 +545,13 @@ impl Scheduler {
 
     /// Lets those go that have ended, and the followers of those whose prompts have been read begin.
     fn end(&mut self) {
-        let ended: Vec<Answer> = self.running.extract_if(.., |answer| answer.job.most == 0).collect();
+        let ended: Vec<Answer> = self.running.extract_if(.., |answer| answer.ended.is_some()).collect();
         for answer in ended {
-            let written = answer.written() as f64;
-            self.expected += (written - self.expected) * EXPECTED_NEW;
+            self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
+            let (sink, end) = (answer.job.sink.clone(), answer.ended);
+            // Whoever is told that it has ended finds its blocks free.
             self.leave(answer);
+            end.into_iter().for_each(|end| sink.send(Event::Ended(end)));
         }
         let mut lost = Vec::new();
         for at in (0..self.running.len()).rev() {

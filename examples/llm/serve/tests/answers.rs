@@ -1,0 +1,157 @@
+//! An answer never depends on who else is served, on drafts, on memory, or on what was preempted for whom.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use outcore::Bytes;
+use outcore_kv::TenantId;
+use outcore_llm::Sampler;
+use outcore_serve::engine::{End, Event, Job, Sink};
+use outcore_serve::tenants::Tenants;
+use outcore_testkit::harness::Rng;
+use support::{PATIENCE, Server, VOCAB};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+const PAGE: [&str; 2] = ["--page-size", "16KiB"];
+
+/// What is asked for.
+#[derive(Clone)]
+struct Question {
+    prompt: Vec<u32>,
+    most: usize,
+    seed: u64,
+    /// Answers to it.
+    choices: usize,
+}
+
+impl Question {
+    /// Questions of which some begin alike, some repeat themselves, and some are much longer than others.
+    fn some(count: usize, seed: u64) -> Vec<Self> {
+        let mut rng = Rng::new(seed);
+        let shared: Vec<u32> = (0..150).map(|_| rng.below(VOCAB) as u32).collect();
+        (0..count)
+            .map(|nth| {
+                let begins = if nth % 3 == 0 { rng.below(150) as usize } else { 0 };
+                let cycle = 1 + rng.below(60);
+                let own = (0..1 + rng.below(120)).map(|n| (n % cycle * 7 + cycle) as u32 % VOCAB as u32);
+                let prompt = shared[..begins].iter().copied().chain(own).collect();
+                let seed = if nth % 2 == 0 { 0 } else { 1 + rng.below(1 << 30) };
+                Self { prompt, most: 1 + rng.below(170) as usize, seed, choices: 1 + usize::from(nth % 7 == 0) }
+            })
+            .collect()
+    }
+
+    fn job(&self, first: usize, events: &UnboundedSender<(usize, Event)>) -> Job {
+        let job = |nth: usize| Job {
+            tenant: TenantId::new(1),
+            prompt: self.prompt.clone(),
+            most: self.most,
+            sampler: match self.seed {
+                0 => Sampler::greedy(),
+                // Little randomness: then some drafts hold.
+                seed => Sampler::new(0.2, seed + nth as u64).top_p(0.9),
+            },
+            ignore_end: true,
+            logprobs: None,
+            sink: Sink { index: first + nth, events: events.clone(), enough: Arc::default() },
+            received: Instant::now(),
+            deadline: Instant::now() + PATIENCE,
+            followers: Vec::new(),
+        };
+        let mut whole = job(0);
+        whole.followers = (1..self.choices).map(job).collect();
+        whole
+    }
+}
+
+/// The tokens of all answers, by number.
+fn collect(mut events: UnboundedReceiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> {
+    let mut answers = vec![Vec::new(); count];
+    let mut open = count;
+    while open > 0 {
+        match events.blocking_recv().unwrap() {
+            (nth, Event::Token(token)) => answers[nth].push(token.id),
+            (_, Event::Ended(end)) => {
+                assert_eq!(end, End::Length);
+                open -= 1;
+            }
+            (_, Event::Begun(_)) => {}
+            (nth, Event::Failed(error)) => panic!("answer {nth}: {error}"),
+        }
+    }
+    answers
+}
+
+/// The answers to each question when it is alone.
+fn alone(questions: &[Question]) -> Vec<Vec<u32>> {
+    let server = Server::with(&PAGE, Tenants::single(None).unwrap(), |_| {});
+    let answer = |question: &Question| {
+        let (sender, events) = unbounded_channel();
+        server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
+        collect(events, question.choices)
+    };
+    questions.iter().flat_map(answer).collect()
+}
+
+/// The answers when all are asked at once.
+fn together(server: &Server, questions: &[Question]) -> Vec<Vec<u32>> {
+    let (sender, events) = unbounded_channel();
+    let mut count = 0;
+    for question in questions {
+        server.app.opened.engine.submit(question.job(count, &sender)).unwrap();
+        count += question.choices;
+    }
+    collect(events, count)
+}
+
+fn metric(server: &Server, name: &str) -> u64 {
+    let text = server.app.opened.metrics.text();
+    let values = text.lines().filter_map(|line| line.strip_prefix(name)?.rsplit(' ').next()?.parse::<u64>().ok());
+    values.sum()
+}
+
+/// Nothing is in use when all have ended.
+fn is_empty(server: &Server) {
+    let stats = server.app.opened.places.pool().stats();
+    assert_eq!((stats.used, stats.active, server.app.opened.engine.unfinished()), (0, 0, 0));
+}
+
+#[test]
+fn answers_are_the_same_alone_and_in_any_company() {
+    let seed = std::env::var("OUTCORE_SEED").map_or(1, |seed| seed.parse().unwrap());
+    let questions = Question::some(30, seed);
+    let wanted = alone(&questions);
+    // 32 KiB a block of 64 tokens: eight blocks, where a question with its answer has up to seven.
+    for (preempt, more) in [("park", ""), ("recompute", "--speculate"), ("auto", "--speculate")] {
+        let mut args = vec![PAGE[0], PAGE[1], "--kv-memory", "256KiB", "--preempt", preempt];
+        args.extend(Some(more).filter(|more| !more.is_empty()));
+        let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+        for frames in [1 << 14, 40] {
+            let runtime = server.app.opened.places.pool().runtime();
+            runtime.set_device_budget(Bytes::kib(16 * frames)).unwrap();
+            assert!(together(&server, &questions) == wanted, "{preempt} {more} with {frames} frames, seed {seed}");
+            is_empty(&server);
+        }
+        let preemptions = metric(&server, "outcore_preemptions_total");
+        assert!(preemptions > 0, "{preempt}: nobody had to make room");
+        let accepted = metric(&server, "outcore_accepted_tokens_total");
+        assert_eq!(accepted > 0, !more.is_empty(), "{preempt} {more}: {accepted} drafted tokens held");
+    }
+}
+
+/// More than all keys and values that may be active, alone and beside others.
+#[test]
+fn an_answer_that_is_larger_than_what_may_be_active_is_written_when_nobody_else_is() {
+    let long = Question { prompt: (0..900).map(|n| n % VOCAB as u32).collect(), most: 100, seed: 0, choices: 1 };
+    let mut questions = Question::some(6, 3);
+    questions.insert(2, long);
+    let wanted = alone(&questions);
+    let args = [PAGE[0], PAGE[1], "--kv-memory", "256KiB"];
+    let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+    assert!(together(&server, &questions) == wanted);
+    is_empty(&server);
+}
