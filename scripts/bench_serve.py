@@ -54,7 +54,7 @@ LLAMA = f"{PEER.with_name('llama-server')} -m {{model}} --host 127.0.0.1 --port 
 LLAMA += " -c {contexts} -t {cores} -tb {cores} --cache-ram 0 {options}"
 PAGE = 2 << 20
 # What a limit leaves to the program itself, beside pages.
-HEADROOM = 70 * 10**6
+HEADROOM = 10 * 10**6
 IN_CORE_BYTES = 4 << 30
 # Ids that all models here have, and that are plain text in the real one.
 IDS = range(300, 31000)
@@ -108,7 +108,7 @@ def scenarios():
     echo = Load(1, 256, 128, repetitive=True)
 
     def speculation(load):
-        return [Side(f"serve, {way}", "serve", load, f"--speculate {way}") for way in ["on", "off"]]
+        return [Side(f"serve, drafts {way}", "serve", load, flag) for way, flag in [("on", "--speculate"), ("off", "")]]
 
     return [
         Scenario("crowd-in-core", "q8", None, both(Load(16, 64, 64)), what="16 clients"),

@@ -2,10 +2,13 @@
 
 /// How much an observation counts that was made one pass before another.
 const KEPT: f64 = 0.97;
+/// A pass that took less is as good as one that took so long.
+const SECONDS_LEAST: f64 = 1e-6;
 /// No token takes less, in seconds: a line through passes of one size has no slope.
 const TOKEN_LEAST: f64 = 1e-7;
 
-/// A line through what passes took, by their tokens: the least squares, in which later passes count more.
+/// A line through what passes took, by their tokens: the least squares of relative errors, in which later passes
+/// count more.
 #[derive(Debug, Default)]
 pub struct Pace {
     weight: f64,
@@ -19,6 +22,8 @@ impl Pace {
     /// A pass of so many tokens took so long.
     pub fn observe(&mut self, tokens: usize, seconds: f64) {
         let tokens = tokens as f64;
+        // By what part the line is off counts, not by how many seconds: else a few long passes would decide it.
+        let weight = 1.0 / seconds.max(SECONDS_LEAST).powi(2);
         for (sum, new) in [
             (&mut self.weight, 1.0),
             (&mut self.tokens, tokens),
@@ -26,7 +31,7 @@ impl Pace {
             (&mut self.tokens_squared, tokens * tokens),
             (&mut self.product, tokens * seconds),
         ] {
-            *sum = *sum * KEPT + new;
+            *sum = *sum * KEPT + new * weight;
         }
     }
 
