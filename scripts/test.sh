@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels without-cuda doctests strict released loom examples)
+steps=(checker workspace kernels without-cuda doctests strict released loom examples clients)
 target=${CARGO_TARGET_DIR:-target}
 
 # The exit status of a step that could not do what it is for.
@@ -145,6 +145,22 @@ for package in json.load(sys.stdin)["packages"]:
     done
 }
 
+# serve, asked by OpenAI's client for Python and by curl, and its page in a browser.
+build_clients() {
+    if ! scripts/fetch_clients.sh; then
+        echo "SKIPPED: OpenAI's client could not be fetched: serve was not asked by the clients that people use" >&2
+        exit "$skipped"
+    fi
+    case ,${OUTCORE_REQUIRE:-}, in
+        *,model,*) cargo build "${everything[@]}" --bin serve ;;
+        *) echo "SKIPPED: there is no real model: serve was not asked by the clients that people use" >&2
+            exit "$skipped" ;;
+    esac
+}
+step_clients() {
+    SERVE=$(realpath "$target")/debug/serve scripts/test_clients.py
+}
+
 if [ "${1:-}" = --build ]; then
     if declare -F "build_$2" >/dev/null; then
         "build_$2" </dev/null
@@ -211,7 +227,7 @@ browser=${OUTCORE_CHROMIUM:-$(command -v chromium || command -v chromium-browser
 if [ -n "$browser" ]; then
     required+=(browser)
 else
-    results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report")
+    results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report or serve's page")
 fi
 # Steps print through a pipe, where cargo would use no colours.
 [ ! -t 2 ] || export CARGO_TERM_COLOR=always

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use outcore::machine::MemoryLimit;
+use outcore::rules::HostDevice;
 use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvPool};
@@ -21,7 +22,7 @@ use crate::tenants::Tenants;
 
 /// Sequences are taken to be about so long where the tokens of a block follow from it.
 const TYPICAL_CONTEXT: u64 = 256;
-/// Pages are no larger, unless that is asked for.
+/// Pages are no larger, unless that is asked for, or the kernel would not allow as many.
 const PAGE_MOST: Bytes = Bytes::kib(512);
 /// Logits may take one part in so many of the memory, where nobody says how many answers are written at a time.
 const LOGITS_PART: u64 = 16;
@@ -113,8 +114,13 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let builder = Runtime::builder().for_model(files.header()).store(StoreOptions::new(args.io));
     // Smaller than weights alone would want: each answer wastes half of its last blocks. Where a page has room for more
     // tokens of a layer than answers have, it has several layers.
-    let page_of =
-        |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value.min(PageSize::new(PAGE_MOST)?));
+    let frames_most = HostDevice::frames_allowed(outcore::machine::max_map_count()?).max(1);
+    let page_of = |device: Bytes| {
+        let chosen = builder.clone().device_budget(device).settings()?.page_size.value.bytes();
+        // The smallest with which the kernel allows so much memory: each frame takes two mappings.
+        let least = device.get().div_ceil(frames_most).next_power_of_two();
+        PageSize::new(Bytes::new(chosen.min(least.max(PAGE_MOST.get()))))
+    };
     let budgets = divide(wishes, &lengths, working, page_of)?;
     let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
     let runtime = builder.page_size(page).device_budget(budgets.device).policy(args.policy).open()?;
