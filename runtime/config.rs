@@ -405,7 +405,8 @@ impl RuntimeBuilder {
     /// Keeps device memory for tensors of this class: others get it only while the class has fewer pages, or where no
     /// other page can go. What is kept for all classes is at most the device budget; a smaller budget later keeps less,
     /// in proportion. Only two policies can do that: [`Shares`](PolicyKind::Shares), and [`Plan`](PolicyKind::Plan),
-    /// for which there are weights, which plans name, and all else. [`Runtime::keep_for_classes`] changes it later.
+    /// for which there are weights, which plans name, and all else.
+    /// [`Runtime::keep_for_classes`](crate::Runtime::keep_for_classes) changes it.
     pub fn class_floor(mut self, class: SegmentClass, floor: Bytes) -> Self {
         self.class_floors.retain(|(of, _)| *of != class);
         self.class_floors.push((class, floor));

@@ -45,7 +45,8 @@ pub struct Args {
     /// A JSON file with tenants, their bearer tokens and quotas: see docs/serving.md.
     #[arg(long)]
     pub tenants: Option<PathBuf>,
-    /// Most answers that are written at a time. Default: 64, and fewer where their logits would take much of the memory.
+    /// Most answers that are written at a time. Default: 64, and fewer where their logits would take a sixteenth of the
+    /// memory or more.
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub concurrency: Option<u16>,
     /// Most answers that wait beyond these; more get the status 429.
