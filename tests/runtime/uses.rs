@@ -216,8 +216,9 @@ fn each_class_has_counts_of_its_own_and_may_have_a_floor() {
     let page = PageSize::new(Bytes::new(PAGE)).unwrap();
     let builder = Runtime::builder().page_size(page).device_budget(Bytes::mib(1));
     let kept = |class, floor| builder.clone().policy(PolicyKind::Shares).class_floor(class, floor);
-    let error = builder.clone().class_floor(SegmentClass::Weights, Bytes::kib(64)).open().unwrap_err();
-    assert!(error.to_string().contains("the policy plan keeps no frames for classes"), "{error}");
+    let lru = builder.clone().policy(PolicyKind::Lru);
+    let error = lru.class_floor(SegmentClass::Weights, Bytes::kib(64)).open().unwrap_err();
+    assert!(error.to_string().contains("the policy lru keeps no frames for classes"), "{error}");
     let error = kept(SegmentClass::Weights, Bytes::mib(2)).open().unwrap_err();
     assert!(error.to_string().contains("2.0 MiB are kept for classes of tensors"), "{error}");
 

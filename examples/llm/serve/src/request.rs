@@ -164,7 +164,7 @@ impl Fields {
 
     /// The field, unless it is absent or null.
     fn take(&mut self, name: &str) -> Option<Value> {
-        self.0.shift_remove(name).filter(|value| !value.is_null())
+        self.0.remove(name).filter(|value| !value.is_null())
     }
 
     fn bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
