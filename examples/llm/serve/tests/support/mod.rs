@@ -315,7 +315,7 @@ impl Answer {
         let names = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
         assert_eq!(
             (names(&whole), names(&whole["error"])),
-            (vec!["error".to_owned()], ["message", "type", "param", "code"].map(str::to_owned).to_vec())
+            (vec!["error".to_owned()], ["code", "message", "param", "type"].map(str::to_owned).to_vec())
         );
         let message = whole["error"]["message"].as_str().unwrap().to_owned();
         assert!(!message.is_empty() && message.len() < 1024 && !message.contains(char::is_control), "{message:?}");
