@@ -163,28 +163,26 @@ def libcachesim(folder):
     return {"within_half_a_point": done.returncode == 0, "table": done.stdout}
 
 
-def outcore_run():
-    """`outcore run` beside plain `mmap`, by scripts/bench_mapped.py, which says itself what it skips."""
-    short = ["--rounds", "1", "--tokens", "8"] if QUICK else []
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench_mapped.py", *short], stdout=subprocess.PIPE, text=True)
+def by_script(name, short):
+    """The table and the figures of a script that measures by itself, and says itself what it skips."""
+    script = [sys.executable, ROOT / "scripts" / name, *(short if QUICK else [])]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True)
     found = last_json(done.stdout)
     if found is None:
         return {"failed": done.returncode} if done.returncode else None
     text = done.stdout[: done.stdout.rindex("\n{")].strip()
     print(text, flush=True)
     return {"table": text, **found}
+
+
+def outcore_run():
+    """`outcore run` beside plain `mmap`."""
+    return by_script("bench_mapped.py", ["--rounds", "1", "--tokens", "8"])
 
 
 def serve():
-    """`serve` beside llama.cpp's server, by scripts/bench_serve.py, which says itself what it skips."""
-    short = ["--rounds", "1", "crowd-in-core", "streams-64"] if QUICK else []
-    done = subprocess.run([sys.executable, ROOT / "scripts/bench_serve.py", *short], stdout=subprocess.PIPE, text=True)
-    found = last_json(done.stdout)
-    if found is None:
-        return {"failed": done.returncode} if done.returncode else None
-    text = done.stdout[: done.stdout.rindex("\n{")].strip()
-    print(text, flush=True)
-    return {"table": text, **found}
+    """`serve` beside llama.cpp's server."""
+    return by_script("bench_serve.py", ["--rounds", "1", "crowd-in-core", "streams-64"])
 
 
 def same_ids(ours, theirs):

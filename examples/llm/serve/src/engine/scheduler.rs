@@ -181,7 +181,7 @@ impl Scheduler {
 
     /// An answer neither waits nor runs any more.
     fn leave(&mut self, mut answer: Answer) {
-        self.followers_of(&mut answer);
+        self.line_up_followers(take(&mut answer.job.followers));
         // With its blocks.
         drop(answer);
         self.shared.unfinished.fetch_sub(1, Ordering::SeqCst);
@@ -193,8 +193,7 @@ impl Scheduler {
     }
 
     /// The prompt was read, or never will be: the other answers to it go into the line, before all who came later.
-    fn followers_of(&mut self, answer: &mut Answer) {
-        let followers = take(&mut answer.job.followers);
+    fn line_up_followers(&mut self, followers: Vec<Job>) {
         followers.into_iter().rev().for_each(|job| self.line_up_first(Answer::new(job)));
     }
 
@@ -342,20 +341,24 @@ impl Scheduler {
         }
     }
 
+    /// Bytes of the blocks of so many tokens.
+    fn bytes_of(&self, tokens: usize) -> u64 {
+        let layout = self.pool.layout();
+        let blocks = (tokens as u64).div_ceil(u64::from(layout.block_tokens()));
+        blocks * layout.block_room().get() * u64::from(layout.groups())
+    }
+
     /// Has the runtime keep what the active answers have: each pass uses all of it.
     fn keep(&mut self, turns: &[Turn]) {
         let Some(kept) = self.kept else { return };
-        let layout = self.pool.layout();
-        let each = u64::from(layout.groups()) * layout.block_room().get();
-        let blocks = |turn: &Turn| {
-            let tokens = self.running[turn.at].read() + turn.input.len();
-            (tokens as u64).div_ceil(u64::from(layout.block_tokens()))
-        };
-        let used = turns.iter().map(blocks).sum::<u64>() * each;
+        let tokens = |turn: &Turn| self.running[turn.at].read() + turn.input.len();
+        let used: u64 = turns.iter().map(|turn| self.bytes_of(tokens(turn))).sum();
+        if used <= kept.get() && kept.get() <= used + used / KEPT_STEP * 2 {
+            return;
+        }
         let runtime = self.pool.runtime();
         let most = runtime.stats().device.1.get() / KEPT_PARTS * (KEPT_PARTS - 1);
-        let enough = used <= kept.get() && kept.get() <= used + used / KEPT_STEP * 2;
-        if enough || used.min(most) == kept.get() {
+        if used.min(most) == kept.get() {
             return;
         }
         // Some more, so that it need not change with each block.
@@ -471,29 +474,23 @@ impl Scheduler {
     fn preempt(&mut self, at: usize) {
         let mut answer = self.running.remove(at);
         let read = answer.read();
-        let layout = self.pool.layout();
-        let blocks = (read as u64).div_ceil(u64::from(layout.block_tokens()));
-        let bytes = blocks * layout.block_room().get() * u64::from(layout.groups());
+        let bytes = self.bytes_of(read);
         // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
-        let parked = 2.0 * bytes as f64 / self.disk;
-        let recomputed = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
+        let park = 2.0 * bytes as f64 / self.disk;
+        let recompute = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
         let parks = match self.limits.preempt {
-            Preempt::Auto => parked <= recomputed,
+            Preempt::Auto => park <= recompute,
             Preempt::Park => true,
             Preempt::Recompute => false,
         };
-        let how = match answer.session.as_mut().filter(|_| parks).map(Session::park) {
-            Some(Ok(())) => Preempted::Parked,
-            Some(Err(error)) => {
-                tracing::warn!(error = error.in_full(), "an answer's keys and values could not be parked");
-                answer.session = None;
-                Preempted::Recomputed
-            }
-            None => {
-                answer.session = None;
-                Preempted::Recomputed
-            }
-        };
+        let parked = answer.session.as_mut().filter(|_| parks).map(Session::park);
+        if let Some(Err(error)) = &parked {
+            tracing::warn!(error = error.in_full(), "an answer's keys and values could not be parked");
+        }
+        let how = if matches!(parked, Some(Ok(()))) { Preempted::Parked } else { Preempted::Recomputed };
+        if how == Preempted::Recomputed {
+            answer.session = None;
+        }
         answer.permit = None;
         self.metrics.preempted(how);
         self.line_up_first(answer);
@@ -553,16 +550,12 @@ impl Scheduler {
             self.leave(answer);
             end.into_iter().for_each(|end| sink.send(Event::Ended(end)));
         }
-        let mut lost = Vec::new();
-        for at in (0..self.running.len()).rev() {
-            if self.running[at].session.is_none() {
-                lost.push(self.running.remove(at));
-            } else if self.running[at].written() > 0 {
-                let followers = take(&mut self.running[at].job.followers);
-                followers.into_iter().rev().for_each(|job| self.line_up_first(Answer::new(job)));
-            }
-        }
-        lost.into_iter().for_each(|answer| self.line_up_first(answer));
+        // Those whose drafts could not be taken back are read again.
+        let lost: Vec<Answer> = self.running.extract_if(.., |answer| answer.session.is_none()).collect();
+        let begun = self.running.iter_mut().filter(|answer| answer.written() > 0);
+        let followers: Vec<Job> = begun.flat_map(|answer| take(&mut answer.job.followers)).collect();
+        self.line_up_followers(followers);
+        lost.into_iter().rev().for_each(|answer| self.line_up_first(answer));
     }
 
     /// Parks what is active and gives up the rest. What was read is found by whoever asks again.

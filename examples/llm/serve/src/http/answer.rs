@@ -161,6 +161,7 @@ impl Writing {
         let (mut usage, mut echoed) = (Usage::default(), Vec::new());
         for (prompt, text) in encoded {
             let most = most_tokens(&app, kind, prompt.len(), common.max_tokens)?;
+            // Once for all choices of a prompt, as OpenAI's API counts.
             usage.prompt += prompt.len();
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
@@ -188,7 +189,6 @@ impl Writing {
             first.followers = of_prompt.collect();
             jobs.push(first);
         }
-        // What is counted is counted once for all choices of a prompt, as OpenAI's API does.
         jobs.into_iter().try_for_each(|job| app.opened.engine.submit(job))?;
         let reply = Reply::new(kind, app.name.clone(), common.logprobs.is_some(), echoed);
         let alive = interval_at(tokio::time::Instant::now() + ALIVE_EVERY, ALIVE_EVERY);
@@ -210,7 +210,7 @@ impl Writing {
 
     /// What an event adds to a choice; nothing if that is not known yet.
     fn piece(&mut self, index: usize, event: Event) -> Result<Option<Piece>, ApiError> {
-        let tokenizer = self.app.opened.tokenizer.clone();
+        let tokenizer = &self.app.opened.tokenizer;
         let first_of_prompt = index.is_multiple_of(self.choices);
         let Some(text) = self.texts.get_mut(index).filter(|text| !text.finished) else { return Ok(None) };
         let (piece, token, finish) = match event {
@@ -243,18 +243,17 @@ impl Writing {
         Ok(Some(Piece { index, text: piece, token, finish }))
     }
 
-    /// The next event of a choice that has not ended.
-    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
-        match self.events.recv().await {
-            Some((index, event)) => self.piece(index, event),
-            None => Err(ApiError::internal("The engine has ended.")),
-        }
+    /// What came out of the channel, as a [piece](Self::piece).
+    fn received(&mut self, event: Option<(usize, Event)>) -> Result<Option<Piece>, ApiError> {
+        let (index, event) = event.ok_or_else(|| ApiError::internal("The engine has ended."))?;
+        self.piece(index, event)
     }
 
     async fn whole(mut self) -> Result<Response, ApiError> {
         let mut choices = self.reply.choices();
         while self.open > 0 {
-            let Some(piece) = self.next().await? else { continue };
+            let event = self.events.recv().await;
+            let Some(piece) = self.received(event)? else { continue };
             if let Some(choice) = choices.get_mut(piece.index) {
                 choice.add(&self.app.opened.tokenizer, piece.text, piece.token, piece.finish);
             }
@@ -326,11 +325,7 @@ impl Writing {
                 next = self.events.recv() => next,
                 _ = self.alive.tick() => return (Bytes::from_static(b": alive\n\n"), false),
             };
-            let piece = match next {
-                Some((index, next)) => self.piece(index, next),
-                None => Err(ApiError::internal("The engine has ended.")),
-            };
-            match piece {
+            match self.received(next) {
                 Ok(piece) => self.say(piece),
                 Err(error) => return (self.broken_off(&error), true),
             }
