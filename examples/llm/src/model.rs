@@ -101,6 +101,11 @@ impl Model {
         self.pool.threads()
     }
 
+    /// These threads, for work between passes.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
     /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the
     /// output.
     pub fn pass_order(&self, tokens: &[u32]) -> Vec<Step> {

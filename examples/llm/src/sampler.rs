@@ -1,5 +1,7 @@
 //! Choosing the next token.
 
+use std::cmp::Ordering;
+
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -56,20 +58,14 @@ impl Sampler {
         let peak = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |l: f32| f64::from((l - peak) / self.temperature).exp();
         let mut odds: Vec<(u32, f64)> = (0u32..).zip(logits.iter().map(|l| weight(*l))).collect();
-        if self.top_k > 0 || self.top_p < 1.0 {
-            odds.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-            if self.top_k > 0 {
-                odds.truncate(self.top_k);
-            }
-            let target = odds.iter().map(|o| o.1).sum::<f64>() * f64::from(self.top_p);
-            let mut reached = 0.0;
-            let keep = odds.iter().take_while(|o| {
-                let more = reached < target;
-                reached += o.1;
-                more
-            });
-            let keep = keep.count().max(1);
-            odds.truncate(keep);
+        if self.top_k > 0 && self.top_k < odds.len() {
+            odds.select_nth_unstable_by(self.top_k - 1, likelier);
+            odds.truncate(self.top_k);
+        }
+        if self.top_p < 1.0 {
+            keep_nucleus(&mut odds, self.top_p.into());
+        } else if self.top_k > 0 {
+            odds.sort_unstable_by(likelier);
         }
         let total: f64 = odds.iter().map(|o| o.1).sum();
         let mut left = self.rng.random::<f64>() * total;
@@ -81,6 +77,40 @@ impl Sampler {
         }
         odds.last().map_or(0, |o| o.0)
     }
+}
+
+/// A token, and its probability times what all have in common.
+type Odds = (u32, f64);
+
+/// The likelier one first; of equals, the first in the vocabulary.
+fn likelier(a: &Odds, b: &Odds) -> Ordering {
+    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+}
+
+/// Keeps the fewest of the likeliest that have a part `p` of the sum, in order. They are few of very many, as a rule:
+/// so only as many are sorted as may be needed, eight times as many whenever these are not enough.
+fn keep_nucleus(odds: &mut Vec<Odds>, p: f64) {
+    let target = odds.iter().map(|o| o.1).sum::<f64>() * p;
+    let (mut sorted, mut reached, mut kept) = (0, 0.0, 0);
+    let mut some = 128;
+    while sorted < odds.len() {
+        let rest = &mut odds[sorted..];
+        let now = some.min(rest.len());
+        if now < rest.len() {
+            rest.select_nth_unstable_by(now, likelier);
+        }
+        rest[..now].sort_unstable_by(likelier);
+        sorted += now;
+        while kept < sorted && (kept == 0 || reached < target) {
+            reached += odds[kept].1;
+            kept += 1;
+        }
+        if kept < sorted || reached >= target {
+            break;
+        }
+        some *= 8;
+    }
+    odds.truncate(kept);
 }
 
 /// How a token is chosen from logits.
@@ -102,4 +132,40 @@ pub fn argmax(logits: &[f32]) -> u32 {
         }
     }
     best.0
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// All sorted: the fewest first ones that reach the sum.
+    fn nucleus(mut odds: Vec<Odds>, p: f64) -> Vec<Odds> {
+        let target = odds.iter().map(|o| o.1).sum::<f64>() * p;
+        odds.sort_by(likelier);
+        let mut reached = 0.0;
+        let before = odds.iter().take_while(|o| {
+            let more = reached < target;
+            reached += o.1;
+            more
+        });
+        let kept = before.count().max(1);
+        odds.truncate(kept);
+        odds
+    }
+
+    proptest! {
+        /// Sums of small whole numbers are exact, in whatever order: so are both ways.
+        #[test]
+        fn the_nucleus_is_that_of_all_sorted(
+            weights in proptest::collection::vec(0u8..20, 1..3000),
+            p in prop_oneof![Just(0.0), Just(1.0), 0.0..1.0],
+        ) {
+            let odds: Vec<Odds> = (0..).zip(weights.iter().map(|w| f64::from(*w))).collect();
+            let mut kept = odds.clone();
+            keep_nucleus(&mut kept, p);
+            prop_assert_eq!(kept, nucleus(odds, p));
+        }
+    }
 }

@@ -250,36 +250,74 @@ impl Tokenizer {
 
     /// The ids of `text`, in which the names of special tokens stand for them. `whole` says that it is a whole text,
     /// which begins with the model's begin token (and ends with its end token) where the model wants one.
+    ///
+    /// # Errors
+    /// [`Invalid`](Error::Invalid) for a text of 4 GiB or more.
     pub fn encode(&self, text: &str, whole: bool) -> Result<Vec<u32>> {
+        Ok(self.encode_at_most(text, whole, usize::MAX)?.unwrap_or_default())
+    }
+
+    /// As [`encode`](Self::encode), and `None` if there are more than `most`. A text that is much too long takes no
+    /// longer, and no more memory, than one that is a little too long; except by the tokenizer of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_at_most(&self, text: &str, whole: bool, most: usize) -> Result<Option<Vec<u32>>> {
+        if u32::try_from(text.len()).is_err() {
+            return Err(Error::Invalid(format!("a text of {} bytes, and fewer than 4 GiB can be encoded", text.len())));
+        }
         let mut ids = Vec::new();
         if whole && self.add_bos {
             ids.extend(self.bos);
         }
-        match &self.encoder {
+        let complete = match &self.encoder {
             Encoder::Hf(inner) => {
                 let encoding = inner.encode_fast(text, whole);
                 ids.extend_from_slice(encoding.map_err(|e| Error::format("text", e))?.get_ids());
+                true
             }
-            Encoder::Bpe(specials, bpe) => specials.cut(text, &mut ids, |text, ids| bpe.encode(text, ids)),
-            Encoder::Spm(specials, spm) => specials.cut(text, &mut ids, |text, ids| spm.encode(text, ids)),
-        }
+            Encoder::Bpe(specials, bpe) => specials.cut(text, &mut ids, most, |text, ids| bpe.encode(text, ids, most)),
+            Encoder::Spm(specials, spm) => specials.cut(text, &mut ids, most, |text, ids| spm.encode(text, ids, most)),
+        };
         if whole && self.add_eos {
             ids.extend(self.decoder.eos.first());
         }
-        Ok(ids)
+        Ok(Some(ids).filter(|ids| complete && ids.len() <= most))
     }
 
     /// The ids of a rendered chat prompt. Where the model wants a begin token, there is one, whether or not the
     /// template has written it.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
     pub fn encode_chat(&self, prompt: &str) -> Result<Vec<u32>> {
+        Ok(self.encode_chat_at_most(prompt, usize::MAX)?.unwrap_or_default())
+    }
+
+    /// As [`encode_chat`](Self::encode_chat), and `None` if there are more than `most`, as
+    /// [`encode_at_most`](Self::encode_at_most).
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    pub fn encode_chat_at_most(&self, prompt: &str, most: usize) -> Result<Option<Vec<u32>>> {
         let bos = self.bos.filter(|_| self.add_bos);
         let written = bos.and_then(|id| self.token(id)).is_some_and(|text| prompt.starts_with(text));
-        let mut ids = self.encode(prompt, false)?;
+        let Some(mut ids) = self.encode_at_most(prompt, false, most)? else { return Ok(None) };
         if let Some(bos) = bos.filter(|_| !written) {
             ids.insert(0, bos);
         }
-        Ok(ids)
+        Ok(Some(ids).filter(|ids| ids.len() <= most))
     }
+
+    /// The longest text that may have as few tokens as this, in bytes; but for the names of special tokens.
+    pub fn longest_text(&self, tokens: usize) -> usize {
+        let all = &self.decoder.bytes;
+        let longest = (0..all.len()).filter_map(|id| Some(all.get(id)?.len())).max().unwrap_or(0);
+        longest.max(1).saturating_mul(tokens)
+    }
+
+    /// Bytes of memory that encoding takes for each byte of a text, at most.
+    pub const ENCODING_BYTES: usize = merge::BYTES_A_BYTE + 8;
 
     /// Keeps only what is needed to decode.
     pub fn into_decoder(self) -> Decoder {
@@ -492,8 +530,9 @@ impl Specials {
         Self(all)
     }
 
-    /// Cuts `text` at special tokens; `plain` turns what lies between into ids.
-    fn cut(&self, text: &str, ids: &mut Vec<u32>, plain: impl Fn(&str, &mut Vec<u32>)) {
+    /// Cuts `text` at special tokens; `plain` turns what lies between into ids. Returns false if there are more than
+    /// `most`: then some are missing.
+    fn cut(&self, text: &str, ids: &mut Vec<u32>, most: usize, plain: impl Fn(&str, &mut Vec<u32>) -> bool) -> bool {
         let mut parts = Vec::from_iter((!text.is_empty()).then_some(Part::Text(text)));
         for special in &self.0 {
             // Most special tokens are in few texts, so a new list is made only for a hit.
@@ -503,24 +542,31 @@ impl Specials {
             let mut finer = Vec::with_capacity(parts.len() + 2);
             for part in parts {
                 match part {
-                    Part::Text(text) => special.cut(text, &mut finer),
+                    Part::Text(text) => special.cut(text, &mut finer, most),
                     token @ Part::Token(_) => finer.push(token),
+                }
+                if finer.len() > most {
+                    return false;
                 }
             }
             parts = finer;
         }
-        for part in parts {
-            match part {
-                Part::Text(text) => plain(text, ids),
-                Part::Token(id) => ids.push(id),
+        parts.into_iter().all(|part| match part {
+            Part::Text(text) => plain(text, ids),
+            Part::Token(id) => {
+                ids.push(id);
+                true
             }
-        }
+        })
     }
 }
 
 impl Special {
-    fn cut<'t>(&self, mut text: &'t str, parts: &mut Vec<Part<'t>>) {
-        while let Some((before, after)) = text.split_once(&self.text) {
+    /// Ends early if there are more than `most`.
+    fn cut<'t>(&self, mut text: &'t str, parts: &mut Vec<Part<'t>>, most: usize) {
+        while parts.len() <= most
+            && let Some((before, after)) = text.split_once(&self.text)
+        {
             parts.extend((!before.is_empty()).then_some(Part::Text(before)));
             parts.push(Part::Token(self.id));
             let space = |c: char| matches!(c, ' ' | '\t'..='\r');
@@ -542,6 +588,8 @@ struct Bpe {
     letters: [char; 256],
     /// The tokens that are one ASCII character.
     ascii: [Option<u32>; 128],
+    /// Bytes of the longest token.
+    longest: usize,
 }
 
 impl Bpe {
@@ -550,11 +598,18 @@ impl Bpe {
         let mut letters = ['\0'; 256];
         byte_table().into_iter().for_each(|(letter, byte)| letters[usize::from(byte)] = letter);
         let ascii = std::array::from_fn(|c| ids.number(std::str::from_utf8(&[c as u8]).ok()?));
-        Ok(Self { ids, ranks, words: pre.words()?, whole_words: pre.whole_words, letters, ascii })
+        // A letter stands for a byte.
+        let longest = ids.texts().map(|text| text.chars().count()).max().unwrap_or(0).max(1);
+        Ok(Self { ids, ranks, words: pre.words()?, whole_words: pre.whole_words, letters, ascii, longest })
     }
 
-    fn encode(&self, text: &str, ids: &mut Vec<u32>) {
-        for word in self.words.cut(text) {
+    /// Returns false if there are more than `most`: then some are missing.
+    fn encode(&self, text: &str, ids: &mut Vec<u32>, most: usize) -> bool {
+        let Some(words) = self.words.cut(text, most) else { return false };
+        for word in words {
+            if ids.len() + word.len() / self.longest > most {
+                return false;
+            }
             let word: String = word.bytes().map(|b| self.letters[usize::from(b)]).collect();
             if let Some(id) = self.ids.number(&word).filter(|_| self.whole_words) {
                 ids.push(id);
@@ -573,6 +628,7 @@ impl Bpe {
                 }
             }
         }
+        true
     }
 }
 
@@ -583,6 +639,8 @@ struct Spm {
     scores: Vec<f32>,
     bytes: [u32; 256],
     add_space: bool,
+    /// Bytes of the longest token.
+    longest: usize,
 }
 
 impl Spm {
@@ -592,10 +650,16 @@ impl Spm {
             let named = ids.number(&format!("<0x{byte:02X}>"));
             named.or_else(|| ids.number(&alone()?)).unwrap_or(unknown)
         });
-        Self { ids, scores, bytes, add_space }
+        let longest = ids.texts().map(str::len).max().unwrap_or(0).max(1);
+        Self { ids, scores, bytes, add_space, longest }
     }
 
-    fn encode(&self, text: &str, ids: &mut Vec<u32>) {
+    /// Returns false if there are more than `most`: then some are missing.
+    fn encode(&self, text: &str, ids: &mut Vec<u32>, most: usize) -> bool {
+        // A space is a letter of three bytes.
+        if ids.len() + text.len() / self.longest > most {
+            return false;
+        }
         let mut escaped = text.replace(' ', "\u{2581}");
         if self.add_space {
             escaped.insert(0, '\u{2581}');
@@ -610,5 +674,6 @@ impl Spm {
                 None => ids.extend(piece.bytes().map(|b| self.bytes[usize::from(b)])),
             }
         }
+        true
     }
 }

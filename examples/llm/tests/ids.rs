@@ -36,6 +36,10 @@ fn compare(tokenizer: &Tokenizer, fixture: &Value, group: &Value, who: &str) -> 
     let mut wrong = 0;
     for (text, wanted) in texts.iter().map(|t| t.as_str().unwrap()).zip(wanted) {
         let (ours, wanted) = (tokenizer.encode(text, false).unwrap(), ids(wanted));
+        for most in [0, ours.len() / 2, ours.len().saturating_sub(1), ours.len(), ours.len() + 1] {
+            let some = tokenizer.encode_at_most(text, false, most).unwrap();
+            assert_eq!(some, Some(&ours).filter(|ids| ids.len() <= most).cloned(), "{who}: {text:?}, at most {most}");
+        }
         if ours != wanted {
             wrong += 1;
             let at = ours.iter().zip(&wanted).take_while(|(a, b)| a == b).count();

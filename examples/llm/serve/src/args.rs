@@ -64,7 +64,7 @@ pub struct Args {
     /// Most open connections.
     #[arg(long, default_value_t = 1024)]
     pub connections: u16,
-    /// Seconds after which an answer is given up.
+    /// Seconds after which an answer ends, with what was written by then.
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub timeout: u64,
     /// Seconds that answers may still take when the server is told to stop; then they are parked.

@@ -1,6 +1,7 @@
 //! From a model's files to an engine that answers: memory is divided here.
 
 use std::hash::Hasher;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
@@ -8,7 +9,7 @@ use outcore::machine::MemoryLimit;
 use outcore::rules::HostDevice;
 use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
-use outcore_kv::{ActiveOptions, KvPool};
+use outcore_kv::{ActiveOptions, KvLayout, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
 use outcore_llm::{
     ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
@@ -54,6 +55,8 @@ pub struct Opened {
     pub context: usize,
     /// Number of tokens there are.
     pub vocab: usize,
+    /// Bytes of prompts that may be turned into tokens at a time.
+    pub encoding: usize,
 }
 
 /// Names the weights, so that keys and values of other ones are never taken for theirs. A file that was written anew is
@@ -78,6 +81,53 @@ fn fingerprint(files: &ModelFiles) -> Result<Vec<u8>> {
 
 fn refused(what: String, remedy: &str) -> Error {
     Error::Outcore(OutcoreError::new(ErrorKind::InvalidArgument, what).remedy(remedy))
+}
+
+/// Opens the pool of keys and values, with these bytes for active answers and for all.
+fn open_pool(
+    args: &Args,
+    runtime: &Runtime,
+    layout: KvLayout,
+    model: &[u8],
+    [active, all]: [Bytes; 2],
+    context: usize,
+) -> Result<KvPool> {
+    let block = layout.block_room().get() * u64::from(layout.groups());
+    let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
+    let active = of_blocks(active).max(1);
+    let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
+    let blocks = of_blocks(all).max(active).max(one);
+    let pool = match &args.kv_store {
+        None => KvPool::open(runtime, layout, model, blocks)?,
+        Some(folder) => {
+            let folder = store_of(folder, &layout, model);
+            let store = (folder.as_path(), outcore_kv::StoreOptions::new());
+            KvPool::open_with_store(runtime, layout, model, blocks, store)?
+        }
+    };
+    let mut at_a_time = ActiveOptions::default();
+    at_a_time.blocks_most = Some(active);
+    pool.set_active(at_a_time);
+    Ok(pool)
+}
+
+/// The part of the folder for this model and these blocks: those of others are of no use to it, and stay.
+fn store_of(folder: &Path, layout: &KvLayout, model: &[u8]) -> PathBuf {
+    let mut hash = twox_hash::XxHash3_64::new();
+    hash.write(model);
+    for number in [layout.page_size().bytes(), layout.block_tokens().into(), layout.groups().into()] {
+        hash.write_u64(number);
+    }
+    let store = folder.join(format!("{:016x}", hash.finish()));
+    let others = std::fs::read_dir(folder).map_or(0, |all| all.flatten().filter(|one| one.path() != store).count());
+    if others > 0 {
+        tracing::warn!(
+            folder = %folder.display(),
+            others,
+            "the folder of --kv-store also has keys and values of other models or settings: delete what is not needed"
+        );
+    }
+    store
 }
 
 /// Opens the model and starts the engine.
@@ -105,7 +155,9 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         }
     };
     let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
-    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + NETWORK;
+    let encoding = tokenizer.longest_text(context).min(usize::try_from(args.max_body.get()).unwrap_or(usize::MAX));
+    let encoding_memory = Bytes::new(encoding as u64 * Tokenizer::ENCODING_BYTES as u64);
+    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + encoding_memory + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
@@ -125,26 +177,11 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
     let runtime = builder.page_size(page).device_budget(budgets.device).policy(args.policy).open()?;
 
-    let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
-    let block = layout.block_room().get() * u64::from(layout.groups());
-    let of_blocks = |bytes: Bytes| u32::try_from(bytes.get() / block).unwrap_or(u32::MAX - 1);
     let active = args
         .kv_memory
         .unwrap_or_else(|| budgets.device.saturating_sub(weights).max(Bytes::new(budgets.device.get() / 2)));
-    let active = of_blocks(active).max(1);
-    let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
-    let blocks = of_blocks(args.kv_space).max(active).max(one);
-    let name = fingerprint(&files)?;
-    let pool = match &args.kv_store {
-        None => KvPool::open(&runtime, layout, &name, blocks)?,
-        Some(folder) => {
-            let store = (folder.as_path(), outcore_kv::StoreOptions::new());
-            KvPool::open_with_store(&runtime, layout, &name, blocks, store)?
-        }
-    };
-    let mut at_a_time = ActiveOptions::default();
-    at_a_time.blocks_most = Some(active);
-    pool.set_active(at_a_time);
+    let layout = paged_kv::layout(&config, &runtime, TYPICAL_CONTEXT)?;
+    let pool = open_pool(args, &runtime, layout, &fingerprint(&files)?, [active, args.kv_space], context)?;
     for tenant in tenants.iter() {
         pool.set_tenant(tenant.id, tenant.options)?;
     }
@@ -166,7 +203,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     tracing::info!(
         pages = %budgets.device,
         page = %Bytes::new(page.bytes()),
-        active_tokens = u64::from(active) * u64::from(pool.layout().block_tokens()),
+        active_tokens = u64::from(pool.stats().active_most) * u64::from(pool.layout().block_tokens()),
         block_tokens = pool.layout().block_tokens(),
         concurrency = limits.concurrency,
         pass = limits.pass,
@@ -174,5 +211,5 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     );
     let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
-    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab })
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, encoding })
 }

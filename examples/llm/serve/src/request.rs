@@ -74,6 +74,17 @@ pub enum Prompt {
     Chat(Vec<Message>),
 }
 
+impl Prompt {
+    /// Bytes of its text: none if it has tokens already.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Text(text) => text.len(),
+            Self::Tokens(_) => 0,
+            Self::Chat(turns) => turns.iter().map(|turn| turn.role.len() + turn.content.len()).sum(),
+        }
+    }
+}
+
 /// A request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {

@@ -5,7 +5,7 @@
 mod support;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use outcore::Bytes;
 use outcore_kv::TenantId;
@@ -153,5 +153,64 @@ fn an_answer_that_is_larger_than_what_may_be_active_is_written_when_nobody_else_
     let args = [PAGE[0], PAGE[1], "--kv-memory", "256KiB"];
     let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
     assert!(together(&server, &questions) == wanted);
+    is_empty(&server);
+}
+
+/// Others ask again whenever they have an answer, so somebody else is always active unless they are held up.
+#[test]
+fn regression_an_answer_larger_than_what_may_be_active_is_not_passed_for_ever() {
+    let long = Question { prompt: (0..900).map(|n| n % VOCAB as u32).collect(), most: 20, seed: 0, choices: 1 };
+    let short = Question { prompt: vec![1, 2, 3], most: 40, seed: 0, choices: 1 };
+    let args = [PAGE[0], PAGE[1], "--kv-memory", "256KiB"];
+    let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+    let engine = &server.app.opened.engine;
+    let (sender, mut events) = unbounded_channel();
+    let others = |nth: usize| {
+        let mut job = short.job(nth, &sender);
+        job.tenant = TenantId::new(2 + nth as u64 % 3);
+        engine.submit(job).unwrap();
+    };
+    (1..=6).for_each(others);
+    engine.submit(long.job(0, &sender)).unwrap();
+    let mut asked = 6;
+    loop {
+        match events.blocking_recv().unwrap() {
+            (0, Event::Ended(_)) => break,
+            (_, Event::Ended(_)) => {
+                asked += 1;
+                assert!(asked < 500, "the long answer still waits");
+                others(asked);
+            }
+            (nth, Event::Failed(error)) => panic!("answer {nth}: {error}"),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn regression_what_was_written_in_time_is_kept() {
+    let server = Server::with(&PAGE, Tenants::single(None).unwrap(), |_| {});
+    let question = Question { prompt: vec![1, 2, 3], most: 16_000, seed: 0, choices: 1 };
+    let mut allowed = Duration::from_micros(500);
+    loop {
+        let (sender, mut events) = unbounded_channel();
+        let mut job = question.job(0, &sender);
+        job.deadline = Instant::now() + allowed;
+        server.app.opened.engine.submit(job).unwrap();
+        let mut tokens = 0;
+        let ended = loop {
+            match events.blocking_recv().unwrap().1 {
+                Event::Token(_) => tokens += 1,
+                Event::Begun(_) => {}
+                ended => break ended,
+            }
+        };
+        match (tokens, ended) {
+            (0, Event::Failed(error)) => assert_eq!(error.status, 503),
+            (1..16_000, Event::Ended(End::Length)) => break,
+            (tokens, ended) => panic!("{tokens} tokens in {allowed:?}, then {ended:?}"),
+        }
+        allowed *= 2;
+    }
     is_empty(&server);
 }

@@ -106,14 +106,15 @@ impl Pre {
 pub(super) struct Words(Vec<Pattern>);
 
 impl Words {
-    pub(super) fn cut<'t>(&self, text: &'t str) -> Vec<&'t str> {
+    /// `None` if there are more than `most`.
+    pub(super) fn cut<'t>(&self, text: &'t str, most: usize) -> Option<Vec<&'t str>> {
         let mut words = vec![text];
         for pattern in &self.0 {
             let mut finer = Vec::with_capacity(words.len());
-            words.iter().for_each(|word| pattern.cut(word, &mut finer));
+            words.iter().all(|word| pattern.cut(word, &mut finer, most)).then_some(())?;
             words = finer;
         }
-        words
+        Some(words)
     }
 }
 
@@ -140,10 +141,12 @@ impl Pattern {
         })
     }
 
-    /// The matches are words, and so are the parts between them.
-    fn cut<'t>(&self, text: &'t str, words: &mut Vec<&'t str>) {
+    /// The matches are words, and so are the parts between them. Returns whether there are at most `most`.
+    fn cut<'t>(&self, text: &'t str, words: &mut Vec<&'t str>, most: usize) -> bool {
         let mut from = 0;
-        while let Some(found) = self.regex.find_at(text, from) {
+        while words.len() <= most
+            && let Some(found) = self.regex.find_at(text, from)
+        {
             let word = found.as_str();
             let mut end = found.end();
             if self.gives_back && end < text.len() && !(self.lines && word.ends_with(['\r', '\n'])) {
@@ -157,5 +160,6 @@ impl Pattern {
             from = end;
         }
         words.extend(Some(&text[from..]).filter(|w| !w.is_empty()));
+        words.len() <= most
     }
 }

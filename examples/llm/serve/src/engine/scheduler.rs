@@ -97,6 +97,44 @@ struct Turn {
     logits: Logits,
 }
 
+/// A turn of an answer, with what the pass gave for it.
+struct Given<'a> {
+    answer: &'a mut Answer,
+    turn: &'a Turn,
+    logits: &'a [f32],
+    chosen: Chosen,
+}
+
+/// What follows an answer.
+#[derive(Default)]
+struct Chosen {
+    tokens: Vec<Token>,
+    /// How many of the drafted tokens are among them.
+    right: usize,
+    ended: Option<End>,
+}
+
+impl Given<'_> {
+    /// Chooses tokens, up to the first one behind which something else was drafted, or nothing.
+    fn choose(&mut self, vocab: usize, context: usize, tokenizer: &Tokenizer) {
+        let (job, turn, chosen) = (&mut self.answer.job, self.turn, &mut self.chosen);
+        for (nth, row) in self.logits.chunks_exact(vocab).enumerate() {
+            let id = job.sampler.sample(row);
+            chosen.tokens.push(Token { id, logprobs: job.logprobs.map(|most| logprobs(row, id, most)) });
+            let whole = self.answer.tokens.len() + chosen.tokens.len();
+            if !job.ignore_end && tokenizer.is_end(id) {
+                chosen.ended = Some(End::Stop);
+            } else if whole - job.prompt.len() >= job.most || whole >= context {
+                chosen.ended = Some(End::Length);
+            }
+            if chosen.ended.is_some() || nth >= turn.drafted || turn.draft[nth] != id {
+                return;
+            }
+            chosen.right = nth + 1;
+        }
+    }
+}
+
 /// See the [module's documentation](self).
 pub struct Scheduler {
     model: Arc<Model>,
@@ -219,7 +257,12 @@ impl Scheduler {
             }
         }
         for answer in over {
-            let message = "The answer took longer than the server allows. Ask for fewer tokens, or try again later.";
+            // What was written by then is kept: it is cut short as by a limit of tokens.
+            if answer.written() > 0 {
+                self.end_one(answer, End::Length);
+                continue;
+            }
+            let message = "No token was written in the time that the server allows. Try again later.";
             self.fail(answer, ApiError::unavailable(message, Some(Duration::from_secs(10))));
         }
         self.lines.retain(|_, line| !line.is_empty());
@@ -231,12 +274,22 @@ impl Scheduler {
         (answer.tokens.len() + more.min(self.expected as usize + 1)) as u64
     }
 
+    /// Tenants of whom somebody waits: the one whose first in line came first is first.
+    fn tenants_who_wait(&self) -> Vec<TenantId> {
+        let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((line.front()?.job.received, *tenant)));
+        let mut tenants: Vec<_> = firsts.collect();
+        tenants.sort_unstable();
+        tenants.into_iter().map(|(_, tenant)| tenant).collect()
+    }
+
     /// Those who wait become active, in the order of the pool's line, while there is room.
     fn admit(&mut self) {
-        while self.running.len() < self.limits.concurrency && !self.lines.is_empty() {
-            let tenants: Vec<TenantId> = self.lines.keys().copied().collect();
+        loop {
             let mut admitted = false;
-            for tenant in tenants {
+            for (nth, tenant) in self.tenants_who_wait().into_iter().enumerate() {
+                if self.running.len() >= self.limits.concurrency {
+                    return;
+                }
                 let Some(first) = self.lines.get(&tenant).and_then(VecDeque::front) else { continue };
                 let place = match self.places.remove(&tenant) {
                     Some(place) => Ok(place),
@@ -251,22 +304,20 @@ impl Scheduler {
                     Ok((None, place)) => {
                         self.places.insert(tenant, place);
                     }
-                    // More than there is room for beside anybody else: it is active when nobody else is.
+                    // It needs more than there is room for beside anybody else, so it is active when nobody else is. As
+                    // it came first, nobody begins before it: else it would wait for as long as others come.
+                    Err(_) if nth == 0 => {
+                        if self.running.is_empty() {
+                            self.begin(tenant, None);
+                        }
+                        return;
+                    }
                     Err(_) => {}
-                }
-                if self.running.len() >= self.limits.concurrency {
-                    return;
                 }
             }
             if !admitted {
-                break;
+                return;
             }
-        }
-        if self.running.is_empty()
-            && let Some(tenant) = self.lines.keys().next().copied()
-        {
-            self.places.remove(&tenant);
-            self.begin(tenant, None);
         }
     }
 
@@ -332,8 +383,9 @@ impl Scheduler {
                 let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
                 self.pace.observe(tokens, took.as_secs_f64());
                 self.metrics.pass(tokens, took, *waited);
-                for (turn, logits) in turns.iter().zip(logits) {
-                    self.take(turn, logits);
+                let chosen = self.choose(&turns, logits);
+                for (turn, chosen) in turns.iter().zip(chosen) {
+                    self.take(turn, chosen);
                 }
                 self.end();
             }
@@ -496,37 +548,41 @@ impl Scheduler {
         self.line_up_first(answer);
     }
 
+    /// The tokens that follow those of each turn. The threads of the passes share the work: it looks at all logits.
+    fn choose(&mut self, turns: &[Turn], logits: &[Vec<f32>]) -> Vec<Chosen> {
+        let config = self.model.config();
+        let mut of_turns = turns.iter().zip(logits).peekable();
+        let mut given = Vec::with_capacity(turns.len());
+        for (at, answer) in self.running.iter_mut().enumerate() {
+            let Some((turn, logits)) = of_turns.next_if(|(turn, _)| turn.at == at) else { continue };
+            given.push(Given { answer, turn, logits, chosen: Chosen::default() });
+        }
+        self.model.pool().run_chunks(&mut given, 1, |_, given| {
+            given.iter_mut().for_each(|one| one.choose(config.vocab, config.context, &self.tokenizer));
+        });
+        given.into_iter().map(|given| given.chosen).collect()
+    }
+
     /// What a pass gave to one of them.
-    fn take(&mut self, turn: &Turn, logits: &[f32]) {
-        let vocab = self.model.config().vocab;
+    fn take(&mut self, turn: &Turn, chosen: Chosen) {
+        let Chosen { tokens, right, ended } = chosen;
         let Some(answer) = self.running.get_mut(turn.at) else { return };
         let before = answer.read() - turn.input.len();
-        let mut right = 0;
-        for (nth, row) in logits.chunks_exact(vocab).enumerate() {
-            let id = answer.job.sampler.sample(row);
-            let logprobs = answer.job.logprobs.map(|most| logprobs(row, id, most));
-            let is_end = !answer.job.ignore_end && self.tokenizer.is_end(id);
-            answer.tokens.push(id);
-            if is_end {
-                answer.ended = Some(End::Stop);
+        if let ([first, ..], [drafted, ..], 0) = (&tokens[..], &turn.draft[..], turn.drafted) {
+            // What would have been: drafts pay again where they come true.
+            answer.drafts.observe(1, usize::from(first.id == *drafted));
+        }
+        let count = tokens.len();
+        for (nth, token) in tokens.into_iter().enumerate() {
+            answer.tokens.push(token.id);
+            if ended == Some(End::Stop) && nth + 1 == count {
                 break;
             }
-            answer.send(Event::Token(Token { id, logprobs }));
+            answer.send(Event::Token(token));
             let now = Instant::now();
             self.metrics.token(answer.job.received, answer.last.replace(now), now);
-            if answer.written() >= answer.job.most || answer.tokens.len() >= self.model.config().context {
-                answer.ended = Some(End::Length);
-                break;
-            }
-            if nth >= turn.drafted || turn.draft[nth] != id {
-                // Nothing was drafted behind it, or something else.
-                if nth == 0 && turn.drafted == 0 && !turn.draft.is_empty() {
-                    answer.drafts.observe(1, usize::from(turn.draft[0] == id));
-                }
-                break;
-            }
-            right = nth + 1;
         }
+        answer.ended = ended;
         answer.drafts.observe(turn.drafted, right);
         self.metrics.drafted(turn.drafted, right);
         let valid = before + turn.input.len() - turn.drafted + right;
@@ -540,15 +596,21 @@ impl Scheduler {
         }
     }
 
+    /// An answer has all its tokens.
+    fn end_one(&mut self, answer: Answer, end: End) {
+        self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
+        let sink = answer.job.sink.clone();
+        // Whoever is told that it has ended finds its blocks free.
+        self.leave(answer);
+        sink.send(Event::Ended(end));
+    }
+
     /// Lets those go that have ended, and the followers of those whose prompts have been read begin.
     fn end(&mut self) {
         let ended: Vec<Answer> = self.running.extract_if(.., |answer| answer.ended.is_some()).collect();
         for answer in ended {
-            self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
-            let (sink, end) = (answer.job.sink.clone(), answer.ended);
-            // Whoever is told that it has ended finds its blocks free.
-            self.leave(answer);
-            end.into_iter().for_each(|end| sink.send(Event::Ended(end)));
+            let end = answer.ended.unwrap_or(End::Stop);
+            self.end_one(answer, end);
         }
         // Those whose drafts could not be taken back are read again.
         let lost: Vec<Answer> = self.running.extract_if(.., |answer| answer.session.is_none()).collect();

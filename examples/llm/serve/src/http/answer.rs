@@ -18,6 +18,7 @@ use super::reply::{Choice, Kind, Reply, Usage};
 use super::{App, axum_json, blocking, check_model};
 use crate::engine::{End, Event, Job, Sink, Token};
 use crate::error::ApiError;
+use crate::open::Opened;
 use crate::request::{Prompt, Request, Sampling};
 use crate::tenants::{Leave, Tenant};
 use crate::text::Stops;
@@ -35,57 +36,71 @@ pub async fn answer(app: Arc<App>, tenant: Tenant, request: Request, since: Inst
     if stream { writing.stream().await } else { writing.whole().await }
 }
 
-/// The prompts' tokens.
-async fn encode(app: &Arc<App>, prompts: Vec<Prompt>) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
+/// The prompts' tokens, and their texts.
+async fn encode(app: &Arc<App>, kind: Kind, prompts: Vec<Prompt>) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
+    let bytes: usize = prompts.iter().map(Prompt::bytes).sum();
+    let room = u32::try_from(bytes.min(app.opened.encoding)).unwrap_or(u32::MAX);
+    // Kept until it is done, also when nobody waits for it any more.
+    let room = app.encoding.clone().acquire_many_owned(room).await;
+    let room = room.map_err(|_| ApiError::internal("The server takes no more prompts."))?;
     let app = app.clone();
-    blocking(move || prompts.into_iter().map(|prompt| encode_one(&app, prompt)).collect()).await?
+    blocking(move || {
+        let _room = room;
+        prompts.into_iter().map(|prompt| encode_one(&app, kind, prompt)).collect()
+    })
+    .await?
 }
 
-fn encode_one(app: &App, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError> {
+fn encode_one(app: &App, kind: Kind, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError> {
     let failed = |param: &'static str| {
         move |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(param).code("invalid_value")
     };
+    let Opened { tokenizer, template, context, vocab, .. } = &app.opened;
     let (tokens, text) = match prompt {
         Prompt::Tokens(tokens) => {
-            if let Some(wrong) = tokens.iter().find(|token| **token as usize >= app.opened.vocab) {
-                let message = format!("Invalid token: {wrong}, and the model has {} tokens.", app.opened.vocab);
+            if let Some(wrong) = tokens.iter().find(|token| **token as usize >= *vocab) {
+                let message = format!("Invalid token: {wrong}, and the model has {vocab} tokens.");
                 return Err(ApiError::invalid(message).param("prompt").code("invalid_value"));
             }
-            let text = app.opened.tokenizer.decode(&tokens);
-            (tokens, text)
+            let text = tokenizer.decode(&tokens);
+            (Some(tokens), text)
         }
-        Prompt::Text(text) => (app.opened.tokenizer.encode(&text, true).map_err(failed("prompt"))?, text),
+        Prompt::Text(text) => (tokenizer.encode_at_most(&text, true, *context).map_err(failed("prompt"))?, text),
         Prompt::Chat(messages) => {
-            let Some(template) = &app.opened.template else {
+            let Some(template) = template else {
                 let message = "This model has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
             let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
             let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed("messages"))?;
-            (app.opened.tokenizer.encode_chat(&text).map_err(failed("messages"))?, String::new())
+            (tokenizer.encode_chat_at_most(&text, *context).map_err(failed("messages"))?, String::new())
         }
     };
+    let tokens = tokens.ok_or_else(|| too_long(app, kind, "more tokens than that for the prompt"))?;
     if tokens.is_empty() {
         return Err(ApiError::invalid("The prompt has no tokens.").param("prompt").code("invalid_value"));
     }
     Ok((tokens, text))
 }
 
+fn too_long(app: &App, kind: Kind, requested: &str) -> ApiError {
+    let message = format!(
+        "This model's maximum context length is {} tokens. However, you requested {requested}. Please reduce their number.",
+        app.opened.context
+    );
+    let param = match kind {
+        Kind::Chat => "messages",
+        Kind::Completion => "prompt",
+    };
+    ApiError::invalid(message).param(param).code("context_length_exceeded")
+}
+
 /// How many tokens an answer to a prompt of so many may have.
 fn most_tokens(app: &App, kind: Kind, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
-    let context = app.opened.context;
-    let left = context.saturating_sub(prompt);
+    let left = app.opened.context.saturating_sub(prompt);
     if left == 0 || asked.is_some_and(|asked| asked > left) {
         let wanted = asked.map_or_else(String::new, |asked| format!(" and {asked} for the answer"));
-        let message = format!(
-            "This model's maximum context length is {context} tokens. However, you requested {prompt} tokens for the \
-             prompt{wanted}. Please reduce their number."
-        );
-        let param = match kind {
-            Kind::Chat => "messages",
-            Kind::Completion => "prompt",
-        };
-        return Err(ApiError::invalid(message).param(param).code("context_length_exceeded"));
+        return Err(too_long(app, kind, &format!("{prompt} tokens for the prompt{wanted}")));
     }
     match (asked, app.max_tokens) {
         (Some(asked), Some(most)) if asked > most => {
@@ -152,7 +167,7 @@ impl Writing {
         let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
         let answers = prompts.len() * common.choices;
         let leave = tenant.enter(answers, Instant::now())?;
-        let encoded = encode(&app, prompts).await?;
+        let encoded = encode(&app, kind, prompts).await?;
         let (sender, events) = unbounded_channel();
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;

@@ -61,6 +61,8 @@ pub struct App {
     pub max_body: usize,
     /// Bytes that bodies may still take, all together.
     pub bodies: Arc<Semaphore>,
+    /// Bytes of prompts that may still be turned into tokens.
+    pub encoding: Arc<Semaphore>,
     /// The most open connections.
     pub connections: usize,
     /// After this an answer is given up.
@@ -121,6 +123,7 @@ impl App {
         let max_body = usize::try_from(args.max_body.get()).unwrap_or(usize::MAX);
         let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
         Self {
+            encoding: Arc::new(Semaphore::new(opened.encoding.min(Semaphore::MAX_PERMITS))),
             opened,
             tenants,
             name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
