@@ -361,8 +361,8 @@ impl RuntimeBuilder {
     pub(crate) fn wanted(&self) -> Wanted {
         let linked = !self.device.is_process_memory();
         let budget = match self.device_budget {
-            _ if linked => Err("pages of a device's own memory have this size whatever it holds"),
             DeviceBudget::Bytes(budget) => Ok(budget),
+            _ if linked => Err("how much its own memory is, is not known before it is open"),
             // As the device itself is asked when it is open.
             share => MemoryLimit::detect()
                 .map(|memory| share.of(memory.free()))
@@ -386,6 +386,7 @@ impl RuntimeBuilder {
             depth,
             budget,
             linked,
+            usual: self.device.usual_page(),
             model: self.model.is_some() || self.disk.is_some(),
             piece: self.piece,
             // Where that cannot be told, the device is not limited either.

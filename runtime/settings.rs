@@ -92,10 +92,12 @@ pub(crate) struct Wanted {
     pub lookahead: Lookahead,
     /// The depth that was asked for.
     pub depth: Option<u32>,
-    /// The budget of a device in this machine's memory, or why it is not known.
+    /// The device budget, or why it is not known.
     pub budget: std::result::Result<Bytes, &'static str>,
     /// Whether the device has memory of its own, to which pages are copied.
     pub linked: bool,
+    /// The device's own usual page size.
+    pub usual: PageSize,
     /// Whether a model was named.
     pub model: bool,
     /// For a model with experts: the bytes that one expert has of a tensor.
@@ -150,6 +152,14 @@ pub fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile
     at_most_frames(PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT), budget, frames)
 }
 
+/// The page for a budget of a device with memory of its own: the largest of which the budget holds 12. It is no larger
+/// than `usual`, which follows from what a page costs there, mapping and copying it. It is no smaller than
+/// [`PageSize::DEFAULT`], the least that GPUs map.
+fn linked_page_within(budget: Bytes, usual: PageSize) -> PageSize {
+    let fits = power_below(budget.get() / FRAMES_LEAST).max(PageSize::DEFAULT.bytes());
+    PageSize::new(Bytes::new(fits)).map_or(usual, |fits| fits.min(usual))
+}
+
 /// `page`, or the smallest larger page of which `budget` holds no more than `frames`. If the budget would hold fewer
 /// than [`FRAMES_LEAST`] of that, `page`: the device then says what is missing.
 fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
@@ -186,6 +196,9 @@ impl Wanted {
         let chosen = |value, reason: String| Chosen { value, reason: reason.into() };
         if let Some(asked) = self.page_size {
             return chosen(asked, "asked for".into());
+        }
+        if self.linked {
+            return self.linked_page_size();
         }
         let usual = PageSize::DEFAULT;
         if !self.model {
@@ -224,6 +237,23 @@ impl Wanted {
             return chosen(usual, format!("the usual size, of which the device budget holds {FRAMES_LEAST}"));
         }
         chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
+    }
+
+    /// Chooses the page size of a device with memory of its own.
+    fn linked_page_size(&self) -> Chosen<PageSize> {
+        let budget = match self.budget {
+            Ok(budget) => budget,
+            Err(why) => {
+                let reason = format!("the usual size of this device; {why}");
+                return Chosen { value: self.usual, reason: reason.into() };
+            }
+        };
+        let value = linked_page_within(budget, self.usual);
+        let reason = match value == self.usual {
+            true => format!("the usual size of this device, of which the budget holds {FRAMES_LEAST}"),
+            false => format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"),
+        };
+        Chosen { value, reason: reason.into() }
     }
 
     /// Chooses the other settings, for a device tier of `frames` pages of this size. If `frames` is not known, the tier
@@ -287,6 +317,7 @@ mod tests {
             depth: None,
             budget: Ok(budget),
             linked: false,
+            usual: PageSize::DEFAULT,
             model: true,
             piece: None,
             frames,
@@ -318,6 +349,16 @@ mod tests {
         assert_eq!(page(Bytes::gib(1), Some(stopped)), Bytes::kib(64));
         let unheard_of = DiskProfile::new(Bytes::new(u64::MAX / 1000), Bytes::gib(1));
         assert_eq!(page(Bytes::gib(1), Some(unheard_of)), Bytes::mib(2));
+    }
+
+    #[test]
+    fn a_device_with_memory_of_its_own_has_its_usual_pages_where_enough_fit() {
+        let usual = PageSize::USUAL_ON_GPU;
+        let of = |budget| Wanted { linked: true, usual, budget, ..wanted(Bytes::ZERO, Some(DISK)) }.page_size();
+        for (budget, page) in [(1024, 16), (192, 16), (191, 8), (48, 4), (24, 2), (1, 2)] {
+            assert_eq!(of(Ok(Bytes::mib(budget))).value.bytes(), page << 20, "{budget} MiB");
+        }
+        assert_eq!(of(Err("why")).value, usual);
     }
 
     /// A page is never smaller than the kernel's limit on frames allows, whatever else it should be.

@@ -59,6 +59,10 @@ impl DeviceFactory for CudaDeviceSelector {
         format!("cuda:{self}")
     }
 
+    fn usual_page(&self) -> PageSize {
+        PageSize::USUAL_ON_GPU
+    }
+
     fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
         let DeviceSettings { page_size, frames, link, .. } = settings;
         if link.is_some() {

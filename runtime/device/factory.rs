@@ -41,6 +41,11 @@ pub trait DeviceFactory: Send + Sync + fmt::Debug {
         false
     }
 
+    /// The page size of a runtime that nobody gave one, where its budget has room for enough pages of it.
+    fn usual_page(&self) -> PageSize {
+        PageSize::DEFAULT
+    }
+
     /// The policy of a runtime that nobody gave one.
     fn default_policy(&self) -> PolicyKind {
         PolicyKind::default()
@@ -62,6 +67,10 @@ impl<F: DeviceFactory + ?Sized> DeviceFactory for Arc<F> {
     fn is_process_memory(&self) -> bool {
         (**self).is_process_memory()
     }
+    fn usual_page(&self) -> PageSize {
+        (**self).usual_page()
+    }
+
     fn default_policy(&self) -> PolicyKind {
         (**self).default_policy()
     }

@@ -104,6 +104,9 @@ impl DeviceFactory for Hooked {
     fn is_process_memory(&self) -> bool {
         self.factory.is_process_memory()
     }
+    fn usual_page(&self) -> PageSize {
+        self.factory.usual_page()
+    }
     fn default_policy(&self) -> PolicyKind {
         self.factory.default_policy()
     }

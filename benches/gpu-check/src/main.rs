@@ -50,9 +50,9 @@ enum Command {
         /// Host memory that may be used; what is free now unless given.
         #[arg(long)]
         memory: Option<Bytes>,
-        /// Bytes of a page.
-        #[arg(long, default_value = "2MiB")]
-        page: Bytes,
+        /// Bytes of a page. Default: a GPU's usual page; with tiny, 2 MiB.
+        #[arg(long)]
+        page: Option<Bytes>,
     },
 }
 
@@ -64,7 +64,7 @@ fn settings(
     device: u32,
     dir: PathBuf,
     memory: Option<Bytes>,
-    page: Bytes,
+    page: Option<Bytes>,
 ) -> Result<Settings, Failure> {
     let scale = match scale {
         ScaleName::Full => Scale::Full,
@@ -75,7 +75,12 @@ fn settings(
         Some(memory) => memory,
         None => MemoryLimit::detect()?.free(),
     };
-    Ok(Settings { scale, device, dir, memory, page: PageSize::new(page)? })
+    let page = match (page, scale) {
+        (Some(page), _) => PageSize::new(page)?,
+        (None, Scale::Tiny) => PageSize::DEFAULT,
+        (None, _) => PageSize::USUAL_ON_GPU,
+    };
+    Ok(Settings { scale, device, dir, memory, page })
 }
 
 fn execute(command: Command) -> Result<(), Failure> {

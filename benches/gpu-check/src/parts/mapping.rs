@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use outcore::Bytes;
+use outcore::{Bytes, PageSize};
 
 use crate::cuda::{DeviceMemory, EventKind, Gpu, Kernels, Physical, Range, Stream};
 use crate::report::{Report, Spread, Unit};
@@ -99,7 +99,8 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         alone = busy.run(&gpu, || Ok(()))?.0;
     }
     let mut seen = Seen::default();
-    let mut sizes = vec![settings.page.bytes(), settings.pick(16 << 20, 16 << 20, 4 << 20)];
+    let mut sizes = vec![PageSize::DEFAULT.bytes(), settings.page.bytes(), settings.pick(16 << 20, 16 << 20, 4 << 20)];
+    sizes.sort_unstable();
     sizes.dedup();
     for page in sizes {
         of_size(settings, report, &gpu, &busy, page, &mut seen)?;

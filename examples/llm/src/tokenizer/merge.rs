@@ -3,7 +3,7 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-/// Bytes of memory that merging takes for each byte of a text, at most: a piece, its two neighbours, and two candidates.
+/// Bytes of memory that merging takes for each byte of a text, at most: a piece, its neighbours, and two candidates.
 pub(super) const BYTES_A_BYTE: usize = 48;
 
 /// No neighbour.
