@@ -964,6 +964,11 @@ impl KvPool {
         TenantStats { used, active, waiting, granted, waited, waiting_time, refused, asked, found, read, joined }
     }
 
+    /// What a tenant may do.
+    pub fn tenant_options(&self, tenant: TenantId) -> TenantOptions {
+        self.0.state.lock().tenants.get(&tenant).map_or_else(TenantOptions::default, |tenant| tenant.options)
+    }
+
     /// All tenants that have used the pool or were told what they may do, and were not deleted since.
     pub fn tenants(&self) -> Vec<TenantId> {
         let mut all: Vec<_> = self.0.state.lock().tenants.keys().copied().collect();

@@ -86,7 +86,7 @@ fn run(args: &Args) -> Result<(), String> {
             tracing::info!("stopping: answers may take {} s more", args.drain);
             engine.drain();
             let until = tokio::time::Instant::now() + Duration::from_secs(args.drain.into());
-            while engine.unfinished() > 0 && tokio::time::Instant::now() < until {
+            while engine.unfinished() > 0 && engine.broken().is_none() && tokio::time::Instant::now() < until {
                 tokio::time::sleep(LOOK_EVERY).await;
             }
             let _ = tokio::task::spawn_blocking(move || engine.stop()).await;

@@ -38,7 +38,7 @@ pub struct Tenant {
 #[derive(Debug, Default)]
 struct Used {
     answers: usize,
-    /// Tokens that it may still use; less than none if an answer was longer than was left.
+    /// Tokens that it may still use; less than none if more was taken than was left.
     left: f64,
     counted: Option<Instant>,
 }
@@ -47,16 +47,40 @@ struct Used {
 #[derive(Debug)]
 pub struct Tenants(Vec<Tenant>);
 
-/// Leave to write an answer, until it is dropped.
+/// Leave to write answers, until it is dropped.
 #[derive(Debug)]
 pub struct Leave {
-    used: Arc<Mutex<Used>>,
+    tenant: Tenant,
     answers: usize,
+    /// Tokens that the answers may come to, with their prompts.
+    taken: f64,
+    used: f64,
+}
+
+impl Leave {
+    /// Takes as many tokens as the answers may come to, with their prompts. What was not used comes back at the end.
+    ///
+    /// # Errors
+    /// 429 if none are left.
+    pub fn take(&mut self, tokens: usize, now: Instant) -> Result<(), ApiError> {
+        let mut used = self.tenant.used.lock();
+        self.tenant.check_rate(&mut used, now)?;
+        used.left -= tokens as f64;
+        self.taken += tokens as f64;
+        Ok(())
+    }
+
+    /// So many of them were used.
+    pub fn used(&mut self, tokens: usize) {
+        self.used += tokens as f64;
+    }
 }
 
 impl Drop for Leave {
     fn drop(&mut self) {
-        self.used.lock().answers -= self.answers;
+        let mut used = self.tenant.used.lock();
+        used.answers -= self.answers;
+        used.left += self.taken - self.used;
     }
 }
 
@@ -70,9 +94,14 @@ impl Tenant {
     /// Leave for so many answers at once.
     ///
     /// # Errors
-    /// 429 beyond the tenant's limits: it says which, and when there will be room.
+    /// 429 beyond the tenant's limits: it says which, and when there will be room; 400 for more than it may ever have.
     pub fn enter(&self, answers: usize, now: Instant) -> Result<Leave, ApiError> {
         let mut used = self.used.lock();
+        if answers > self.concurrency {
+            let message =
+                format!("{answers} answers are asked for, and this token may have {} at a time.", self.concurrency);
+            return Err(ApiError::invalid(message).param("n").code("invalid_value"));
+        }
         if used.answers + answers > self.concurrency {
             let message = format!(
                 "Rate limit reached: {} answers are being written or wait, and this token may have {} at a time.",
@@ -80,28 +109,23 @@ impl Tenant {
             );
             return Err(ApiError::too_many(message, Duration::from_secs(1)));
         }
-        if let Some(rate) = self.tokens_per_minute {
-            used.refill(rate, now);
-            if used.left <= 0.0 {
-                let wait = Duration::from_secs_f64((1.0 - used.left) * 60.0 / rate);
-                let message = format!(
-                    "Rate limit reached: this token may use {rate} tokens a minute. Try again in {} s.",
-                    wait.as_secs() + 1
-                );
-                return Err(ApiError::too_many(message, wait));
-            }
-        }
+        self.check_rate(&mut used, now)?;
         used.answers += answers;
-        Ok(Leave { used: self.used.clone(), answers })
+        Ok(Leave { tenant: self.clone(), answers, taken: 0.0, used: 0.0 })
     }
 
-    /// So many tokens were used.
-    pub fn spend(&self, tokens: usize, now: Instant) {
-        if let Some(rate) = self.tokens_per_minute {
-            let mut used = self.used.lock();
-            used.refill(rate, now);
-            used.left -= tokens as f64;
+    fn check_rate(&self, used: &mut Used, now: Instant) -> Result<(), ApiError> {
+        let Some(rate) = self.tokens_per_minute else { return Ok(()) };
+        used.refill(rate, now);
+        if used.left > 0.0 {
+            return Ok(());
         }
+        let wait = Duration::from_secs_f64((1.0 - used.left) * 60.0 / rate);
+        let message = format!(
+            "Rate limit reached: this token may use {rate} tokens a minute. Try again in {} s.",
+            wait.as_secs() + 1
+        );
+        Err(ApiError::too_many(message, wait))
     }
 }
 
@@ -159,6 +183,17 @@ impl Tenants {
             tenants.push(tenant);
         }
         Ok(Self(tenants))
+    }
+
+    /// Where there are several, none may fill all the places of a server that writes and lets wait so many answers: a
+    /// tenant whose file says nothing else may have three quarters of them.
+    #[must_use]
+    pub fn sharing(mut self, places: usize) -> Self {
+        if self.0.len() > 1 {
+            let most = (places / 4 * 3).max(1);
+            self.0.iter_mut().filter(|tenant| tenant.concurrency == usize::MAX).for_each(|one| one.concurrency = most);
+        }
+        self
     }
 
     /// All of them.
@@ -277,12 +312,30 @@ mod tests {
         let refused = tenant.enter(1, start).unwrap_err();
         assert_eq!((refused.status, refused.retry_after), (429, Some(Duration::from_secs(1))));
         drop(leave);
-        tenant.enter(2, start).unwrap();
-        tenant.spend(90, start);
-        let refused = tenant.enter(1, start).unwrap_err();
-        assert_eq!((refused.status, refused.retry_after), (429, Some(Duration::from_secs(31))));
+        assert_eq!(tenant.enter(3, start).unwrap_err().status, 400, "never");
+        // What it may come to counts at once, and what was not used comes back.
+        let mut leave = tenant.enter(1, start).unwrap();
+        leave.take(150, start).unwrap();
+        let mut other = tenant.enter(1, start).map(|_| ()).unwrap_err();
+        assert_eq!((other.status, other.retry_after), (429, Some(Duration::from_secs(91))));
+        leave.used(90);
+        drop(leave);
+        other = tenant.enter(1, start).unwrap_err();
+        assert_eq!((other.status, other.retry_after), (429, Some(Duration::from_secs(31))));
         assert!(tenant.enter(1, start + Duration::from_secs(30)).is_err());
         assert!(tenant.enter(1, start + Duration::from_secs(31)).is_ok());
+    }
+
+    #[test]
+    fn regression_one_of_several_tenants_does_not_fill_all_places() {
+        let tenants = Tenants::parse(TWO).unwrap().sharing(40);
+        let [one, other] = tenants.0.as_slice() else { panic!("two tenants") };
+        let now = Instant::now();
+        assert_eq!((one.concurrency, other.concurrency), (2, 30));
+        let _leave = other.enter(30, now).unwrap();
+        assert_eq!(other.enter(1, now).unwrap_err().status, 429);
+        assert!(one.enter(2, now).is_ok());
+        assert_eq!(Tenants::single(None).unwrap().sharing(40).0[0].concurrency, usize::MAX);
     }
 
     #[test]

@@ -10,13 +10,16 @@ use std::time::{Duration, Instant};
 use outcore::Bytes;
 use outcore_kv::TenantId;
 use outcore_llm::Sampler;
-use outcore_serve::engine::{End, Event, Job, Sink};
+use outcore_serve::engine::{BACKLOG, End, Event, Job, Sink};
 use outcore_serve::tenants::Tenants;
 use outcore_testkit::harness::Rng;
 use support::{PATIENCE, Server, VOCAB};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 const PAGE: [&str; 2] = ["--page-size", "16KiB"];
+
+/// More events than any test lets wait.
+const EVENTS: usize = 1 << 16;
 
 /// What is asked for.
 #[derive(Clone)]
@@ -45,7 +48,7 @@ impl Question {
             .collect()
     }
 
-    fn job(&self, first: usize, events: &UnboundedSender<(usize, Event)>) -> Job {
+    fn job(&self, first: usize, events: &Sender<(usize, Event)>) -> Job {
         let job = |nth: usize| Job {
             tenant: TenantId::new(1),
             prompt: self.prompt.clone(),
@@ -69,7 +72,7 @@ impl Question {
 }
 
 /// The tokens of all answers, by number.
-fn collect(mut events: UnboundedReceiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> {
+fn collect(mut events: Receiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> {
     let mut answers = vec![Vec::new(); count];
     let mut open = count;
     while open > 0 {
@@ -90,7 +93,7 @@ fn collect(mut events: UnboundedReceiver<(usize, Event)>, count: usize) -> Vec<V
 fn alone(questions: &[Question]) -> Vec<Vec<u32>> {
     let server = Server::with(&PAGE, Tenants::single(None).unwrap(), |_| {});
     let answer = |question: &Question| {
-        let (sender, events) = unbounded_channel();
+        let (sender, events) = channel(EVENTS);
         server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
         collect(events, question.choices)
     };
@@ -99,7 +102,7 @@ fn alone(questions: &[Question]) -> Vec<Vec<u32>> {
 
 /// The answers when all are asked at once.
 fn together(server: &Server, questions: &[Question]) -> Vec<Vec<u32>> {
-    let (sender, events) = unbounded_channel();
+    let (sender, events) = channel(EVENTS);
     let mut count = 0;
     for question in questions {
         server.app.opened.engine.submit(question.job(count, &sender)).unwrap();
@@ -164,7 +167,7 @@ fn regression_an_answer_larger_than_what_may_be_active_is_not_passed_for_ever() 
     let args = [PAGE[0], PAGE[1], "--kv-memory", "256KiB"];
     let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
     let engine = &server.app.opened.engine;
-    let (sender, mut events) = unbounded_channel();
+    let (sender, mut events) = channel(EVENTS);
     let others = |nth: usize| {
         let mut job = short.job(nth, &sender);
         job.tenant = TenantId::new(2 + nth as u64 % 3);
@@ -193,7 +196,7 @@ fn regression_what_was_written_in_time_is_kept() {
     let question = Question { prompt: vec![1, 2, 3], most: 16_000, seed: 0, choices: 1 };
     let mut allowed = Duration::from_micros(500);
     loop {
-        let (sender, mut events) = unbounded_channel();
+        let (sender, mut events) = channel(EVENTS);
         let mut job = question.job(0, &sender);
         job.deadline = Instant::now() + allowed;
         server.app.opened.engine.submit(job).unwrap();
@@ -212,5 +215,95 @@ fn regression_what_was_written_in_time_is_kept() {
         }
         allowed *= 2;
     }
+    is_empty(&server);
+}
+
+/// As many tokens as the answers of a tenant have to wait for, where another one asks without end: with one answer at a
+/// time, and answers of different lengths.
+#[test]
+fn regression_tenants_share_the_answers_at_a_time_by_their_weights() {
+    let tenants = r#"{"tenants": [
+        {"name": "a", "token": "aaaaaaaa"}, {"name": "b", "token": "bbbbbbbb", "weight": 3}
+    ]}"#;
+    for greedy in [1, 2] {
+        let server = Server::with(&[PAGE[0], PAGE[1], "--concurrency", "1"], Tenants::parse(tenants).unwrap(), |_| {});
+        let engine = &server.app.opened.engine;
+        let (sender, mut events) = channel(EVENTS);
+        let others = |nth: usize| {
+            let most = 1 + nth * 7 % 40;
+            let mut job = Question { prompt: vec![1, 2, 3], most, seed: 0, choices: 1 }.job(nth, &sender);
+            job.tenant = TenantId::new(greedy);
+            engine.submit(job).unwrap();
+        };
+        (1..=12).for_each(others);
+        let mut job = Question { prompt: vec![4, 5], most: 5, seed: 0, choices: 1 }.job(0, &sender);
+        job.tenant = TenantId::new(3 - greedy);
+        engine.submit(job).unwrap();
+        let mut asked = 12;
+        let mut before = 0;
+        loop {
+            match events.blocking_recv().unwrap() {
+                (0, Event::Ended(_)) => break,
+                (_, Event::Ended(_)) => {
+                    before += 1;
+                    asked += 1;
+                    others(asked);
+                }
+                (nth, Event::Failed(error)) => panic!("answer {nth}: {error}"),
+                _ => {}
+            }
+        }
+        // One was being written when it came, or had been begun before the thread saw it.
+        assert!(before <= 3, "{before} answers of tenant {greedy} came first");
+    }
+}
+
+/// A tenant that has as many blocks as it may takes none of others, and its answers come one after the other.
+#[test]
+fn regression_a_tenants_limit_costs_no_other_tenant_its_parked_answers() {
+    let tenants = r#"{"tenants": [
+        {"name": "a", "token": "aaaaaaaa", "blocks": 4}, {"name": "b", "token": "bbbbbbbb"}
+    ]}"#;
+    let tenants = Tenants::parse(tenants).unwrap();
+    // Room for six blocks of active answers; 32 KiB a block of 64 tokens.
+    let args = [PAGE[0], PAGE[1], "--kv-memory", "192KiB", "--preempt", "park"];
+    let server = Server::with(&args, tenants, |_| {});
+    let (sender, events) = channel(EVENTS);
+    let of = |nth: usize, tenant: u64, prompt: usize| {
+        let prompt: Vec<u32> = (0..prompt).map(|n| ((n * 7 + nth * 11) % VOCAB as usize) as u32).collect();
+        let mut job = Question { prompt, most: 60, seed: 0, choices: 1 }.job(nth, &sender);
+        job.tenant = TenantId::new(tenant);
+        job
+    };
+    for nth in 0..6 {
+        server.app.opened.engine.submit(of(nth, 2, 150)).unwrap();
+        server.app.opened.engine.submit(of(6 + nth, 1, 130)).unwrap();
+    }
+    let answers = collect(events, 12);
+    assert!(answers.iter().all(|answer| answer.len() == 60));
+    let recomputed = server.app.opened.metrics.text();
+    let recomputed = recomputed.lines().find(|line| line.starts_with("outcore_preemptions_total{how=\"recomputed\"}"));
+    assert!(recomputed.is_none_or(|line| line.ends_with(" 0")), "{recomputed:?}");
+    is_empty(&server);
+}
+
+#[test]
+fn regression_whoever_takes_no_events_is_given_up() {
+    let server = Server::with(&PAGE, Tenants::single(None).unwrap(), |_| {});
+    let (sender, mut events) = channel(BACKLOG);
+    let question = Question { prompt: vec![1, 2, 3], most: 5000, seed: 0, choices: 1 };
+    server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
+    drop(sender);
+    let until = Instant::now() + PATIENCE;
+    while server.app.opened.engine.unfinished() > 0 {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    let mut taken = 0;
+    while let Some((_, event)) = events.blocking_recv() {
+        assert!(matches!(event, Event::Begun(_) | Event::Token(_)), "{event:?}");
+        taken += 1;
+    }
+    assert_eq!(taken, BACKLOG);
     is_empty(&server);
 }

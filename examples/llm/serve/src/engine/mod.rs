@@ -5,6 +5,7 @@ mod draft;
 mod failed;
 mod pace;
 mod scheduler;
+mod turns;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use outcore_kv::{KvPool, TenantId};
 use outcore_llm::{Model, Sampler, Tokenizer};
 use parking_lot::Mutex;
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc;
 
 use crate::error::ApiError;
 use crate::metrics::Metrics;
@@ -44,21 +45,27 @@ pub struct Job {
     pub followers: Vec<Job>,
 }
 
+/// Events of an answer that may wait to be taken. A client that is further behind is given up: else what waits for
+/// clients that take nothing would be without bound.
+pub const BACKLOG: usize = 512;
+
 /// Where the tokens of an answer go: a channel that several answers share. When its other end is gone, so are they.
 #[derive(Clone, Debug)]
 pub struct Sink {
     /// The answer's number in the channel.
     pub index: usize,
-    /// The channel.
-    pub events: UnboundedSender<(usize, Event)>,
+    /// The channel, with room for [`BACKLOG`] events of each answer.
+    pub events: mpsc::Sender<(usize, Event)>,
     /// Set by whoever needs no more of this answer.
     pub enough: Arc<AtomicBool>,
 }
 
 impl Sink {
     fn send(&self, event: Event) {
-        // If the other end is gone, the next look finds that.
-        let _ = self.events.send((self.index, event));
+        // If the other end is gone, or does not take them, the next look finds that.
+        if self.events.try_send((self.index, event)).is_err() {
+            self.enough.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Whether nobody needs more.
@@ -206,7 +213,7 @@ impl Engine {
     /// Hands an answer, and its followers, to the thread.
     ///
     /// # Errors
-    /// 429 if as many wait as may; 503 if the engine stops or cannot go on.
+    /// 400 for more answers than there are places; 429 if as many wait as may; 503 if the engine stops or cannot go on.
     pub fn submit(&self, job: Job) -> Result<(), ApiError> {
         if self.shared.stopping.load(Ordering::SeqCst) {
             return Err(stopping());
@@ -215,13 +222,17 @@ impl Engine {
             return Err(ApiError::unavailable(why, None));
         }
         let count = 1 + job.followers.len();
+        if count > self.places() {
+            let message = format!("{count} answers are asked for, and this server has places for {}.", self.places());
+            return Err(ApiError::invalid(message).param("n").code("invalid_value"));
+        }
         let unfinished = self.shared.unfinished.fetch_add(count, Ordering::SeqCst);
-        if unfinished + count > self.limits.queue + self.limits.concurrency {
+        if unfinished + count > self.places() {
             self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
             let message = format!(
                 "The server is overloaded: {unfinished} answers are written or wait, and with {count} more they would \
                  be more than {}. Try again later.",
-                self.limits.queue + self.limits.concurrency
+                self.places()
             );
             return Err(ApiError::too_many(message, Duration::from_secs(1 + unfinished as u64 / 16)));
         }
@@ -229,6 +240,11 @@ impl Engine {
             self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
             ApiError::internal("The engine has ended.")
         })
+    }
+
+    /// Answers that are written or wait, at most.
+    pub fn places(&self) -> usize {
+        self.limits.queue + self.limits.concurrency
     }
 
     /// Answers that were handed over and have not ended.

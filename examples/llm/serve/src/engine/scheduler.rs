@@ -21,6 +21,7 @@ use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Session, Tokenizer}
 
 use super::draft::{DRAFT_MOST, Drafts, follow};
 use super::pace::Pace;
+use super::turns::Turns;
 use super::{Command, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
 use crate::error::ApiError;
 use crate::metrics::{Metrics, Preempted};
@@ -49,6 +50,8 @@ struct Answer {
     drafts: Drafts,
     /// When it became active: larger is later.
     nth: u64,
+    /// It needs more than there is room for beside anybody else: it is active when nobody else is.
+    alone: bool,
     begun: bool,
     /// Why it has all its tokens, if it has.
     ended: Option<End>,
@@ -60,7 +63,7 @@ impl Answer {
     fn new(job: Job) -> Self {
         let tokens = job.prompt.clone();
         let (session, permit, drafts) = (None, None, Drafts::default());
-        Self { job, tokens, session, permit, drafts, nth: 0, begun: false, ended: None, last: None }
+        Self { job, tokens, session, permit, drafts, nth: 0, alone: false, begun: false, ended: None, last: None }
     }
 
     fn written(&self) -> usize {
@@ -148,6 +151,7 @@ pub struct Scheduler {
     lines: BTreeMap<TenantId, VecDeque<Answer>>,
     /// Where a line's first one stands among those of all tenants.
     places: BTreeMap<TenantId, PermitRequest>,
+    turns: Turns,
     running: Vec<Answer>,
     /// How many became active so far.
     next: u64,
@@ -179,6 +183,7 @@ impl Scheduler {
             pace: Pace::default(),
             lines: BTreeMap::new(),
             places: BTreeMap::new(),
+            turns: Turns::default(),
             running: Vec::new(),
             next: 0,
             expected: EXPECTED_FIRST,
@@ -274,68 +279,96 @@ impl Scheduler {
         (answer.tokens.len() + more.min(self.expected as usize + 1)) as u64
     }
 
-    /// Tenants of whom somebody waits: the one whose first in line came first is first.
+    /// Tenants of whom somebody waits, the one whose turn is next first: the one whose [turn](Turns) begins first, and
+    /// of equals the one whose first in line came first.
     fn tenants_who_wait(&self) -> Vec<TenantId> {
+        let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((*tenant, line.front()?.job.received)));
+        let mut tenants: Vec<_> = firsts.map(|(tenant, since)| (self.turns.next(tenant), since, tenant)).collect();
+        tenants.sort_by(|one, other| one.0.total_cmp(&other.0).then((one.1, one.2).cmp(&(other.1, other.2))));
+        tenants.into_iter().map(|(.., tenant)| tenant).collect()
+    }
+
+    /// The tenant whose first in line came before all others.
+    fn oldest(&self) -> Option<TenantId> {
         let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((line.front()?.job.received, *tenant)));
-        let mut tenants: Vec<_> = firsts.collect();
-        tenants.sort_unstable();
-        tenants.into_iter().map(|(_, tenant)| tenant).collect()
+        firsts.min().map(|(_, tenant)| tenant)
     }
 
-    /// Those who wait become active, in the order of the pool's line, while there is room.
+    /// Those who wait become active, while there is room.
     fn admit(&mut self) {
-        loop {
-            let mut admitted = false;
-            for (nth, tenant) in self.tenants_who_wait().into_iter().enumerate() {
-                if self.running.len() >= self.limits.concurrency {
-                    return;
-                }
-                let Some(first) = self.lines.get(&tenant).and_then(VecDeque::front) else { continue };
-                let place = match self.places.remove(&tenant) {
-                    Some(place) => Ok(place),
-                    None => self.pool.admit(tenant, self.wanted(first)),
-                };
-                let permit = place.and_then(|mut place| Ok((place.wait_timeout(Duration::ZERO)?, place)));
-                match permit {
-                    Ok((Some(permit), _)) => {
-                        admitted = true;
-                        self.begin(tenant, Some(permit));
-                    }
-                    Ok((None, place)) => {
-                        self.places.insert(tenant, place);
-                    }
-                    // It needs more than there is room for beside anybody else, so it is active when nobody else is. As
-                    // it came first, nobody begins before it: else it would wait for as long as others come.
-                    Err(_) if nth == 0 => {
-                        if self.running.is_empty() {
-                            self.begin(tenant, None);
-                        }
-                        return;
-                    }
-                    Err(_) => {}
-                }
-            }
-            if !admitted {
-                return;
-            }
-        }
+        while self.running.len() < self.limits.concurrency && self.admit_one() {}
     }
 
-    /// The first of a tenant's line becomes active.
-    fn begin(&mut self, tenant: TenantId, permit: Option<Permit>) {
-        let Some(line) = self.lines.get_mut(&tenant) else { return };
-        let Some(mut answer) = line.pop_front() else { return };
-        if line.is_empty() {
-            self.lines.remove(&tenant);
+    /// One of those who wait becomes active, or is given up. Returns false if nobody can.
+    fn admit_one(&mut self) -> bool {
+        let oldest = self.oldest();
+        let alone = |tenant: &TenantId| self.lines.get(tenant).and_then(VecDeque::front).is_some_and(|one| one.alone);
+        if let Some(tenant) = oldest.filter(alone) {
+            // Nobody begins before it: else it would wait for as long as others come.
+            return self.running.is_empty() && self.begin(tenant, None);
         }
-        let session = match answer.session.take() {
-            Some(session) => resume(session),
-            None => self.begin_session(&answer),
+        for tenant in self.tenants_who_wait() {
+            let place = match self.places.remove(&tenant) {
+                Some(place) => Ok(place),
+                None => self.ask(tenant),
+            };
+            let permit = place.and_then(|mut place| Ok((place.wait_timeout(Duration::ZERO)?, place)));
+            match permit {
+                Ok((Some(permit), _)) => {
+                    if self.begin(tenant, Some(permit)) {
+                        return true;
+                    }
+                }
+                Ok((None, place)) => {
+                    self.places.insert(tenant, place);
+                }
+                // It needs more than there is room for beside anybody else.
+                Err(_) => {
+                    self.lines
+                        .get_mut(&tenant)
+                        .and_then(VecDeque::front_mut)
+                        .into_iter()
+                        .for_each(|one| one.alone = true);
+                    if oldest == Some(tenant) {
+                        return self.running.is_empty() && self.begin(tenant, None);
+                    }
+                }
+            }
+        }
+        false
+    }
+
+    /// Asks for room for the first of a tenant's line: for what it is expected to get, or at least for what it has.
+    fn ask(&self, tenant: TenantId) -> outcore::Result<PermitRequest> {
+        let first = self.lines.get(&tenant).and_then(VecDeque::front);
+        let [wanted, least] = first.map_or([1, 1], |first| [self.wanted(first), first.tokens.len() as u64 + 1]);
+        self.pool.admit(tenant, wanted).or_else(|_| self.pool.admit(tenant, least))
+    }
+
+    /// The first of a tenant's line becomes active, or is given up. Returns false if it has to wait for others of its
+    /// tenant, which may not have more blocks.
+    fn begin(&mut self, tenant: TenantId, permit: Option<Permit>) -> bool {
+        let Some(first) = self.lines.get(&tenant).and_then(VecDeque::front) else { return false };
+        let others = self.running.iter().any(|other| other.job.tenant == tenant);
+        if others && first.session.is_none() && self.is_at_its_most(tenant, first.tokens.len()) {
+            return false;
+        }
+        let Some(mut answer) = self.lines.get_mut(&tenant).and_then(VecDeque::pop_front) else { return false };
+        let parked = answer.session.take();
+        let mut session = match parked.map(resume) {
+            Some(Ok(session)) => Ok(session),
+            // What did not come back is computed again.
+            Some(Err(_)) | None => self.begin_session(&answer),
         };
+        while session.as_ref().is_err_and(is_full) && self.give_up_parked(tenant, answer.tokens.len()) {
+            session = self.begin_session(&answer);
+        }
         match session {
             Ok(session) => {
                 if !answer.begun {
                     answer.begun = true;
+                    let weight = self.pool.tenant_options(tenant).active_weight.max(1);
+                    self.turns.begun(tenant, self.wanted(&answer) as f64 / f64::from(weight));
                     self.metrics.begun(answer.job.prompt.len(), session.len(), answer.job.received.elapsed());
                     answer.send(Event::Begun(session.len()));
                 }
@@ -345,11 +378,39 @@ impl Scheduler {
                 self.next += 1;
                 self.running.push(answer);
             }
+            Err(error) if is_full(&error) && others => {
+                self.lines.entry(tenant).or_default().push_front(answer);
+                return false;
+            }
             Err(error) => {
                 tracing::warn!(error = error.in_full(), "an answer could not begin");
                 self.fail(answer, ApiError::of_pass(&error));
             }
         }
+        if self.lines.get(&tenant).is_some_and(VecDeque::is_empty) {
+            self.lines.remove(&tenant);
+        }
+        true
+    }
+
+    /// Whether a tenant may not have blocks for so many tokens more: then only its own can make room.
+    fn is_at_its_most(&self, tenant: TenantId, more: usize) -> bool {
+        let used = u64::from(self.pool.tenant_stats(tenant).used);
+        // One more, since a block that others share is copied before it is written to.
+        let more = more.div_ceil(self.pool.layout().block_tokens() as usize) as u64 + 1;
+        used + more > u64::from(self.pool.tenant_options(tenant).blocks_most)
+    }
+
+    /// Gives up the keys and values of a parked answer, for one of this tenant that needs blocks for so many tokens.
+    /// They are computed again. Returns false if there are none that would help.
+    fn give_up_parked(&mut self, tenant: TenantId, more: usize) -> bool {
+        let only_own = self.is_at_its_most(tenant, more);
+        let lines = self.lines.iter_mut().filter(|(of, _)| !only_own || **of == tenant);
+        let mut answers = lines.flat_map(|(_, line)| line.iter_mut().rev());
+        let Some(parked) = answers.find(|answer| answer.session.is_some()) else { return false };
+        parked.session = None;
+        self.metrics.preempted(Preempted::Recomputed);
+        true
     }
 
     fn begin_session(&self, answer: &Answer) -> outcore_llm::Result<Session> {
@@ -438,20 +499,30 @@ impl Scheduler {
             }
             return;
         };
-        // All blocks are in use. Those of parked answers can be had; what was in them is computed again.
-        let is_full = matches!(error, outcore_llm::Error::Outcore(error) if error.kind() == ErrorKind::BudgetTooSmall);
-        let parked = self.lines.values_mut().flatten().rev().find(|answer| answer.session.is_some());
-        match parked.filter(|_| is_full) {
-            Some(parked) => {
-                parked.session = None;
-                self.metrics.preempted(Preempted::Recomputed);
-            }
-            None => {
-                tracing::warn!(error = error.in_full(), "an answer was given up");
-                let answer = self.running.remove(turn.at);
-                self.fail(answer, api);
-            }
+        if is_full(error) && self.make_blocks(turn) {
+            return;
         }
+        tracing::warn!(error = error.in_full(), "an answer was given up");
+        let answer = self.running.remove(turn.at);
+        self.fail(answer, api);
+    }
+
+    /// Makes room for a turn for which there were no blocks: those of a parked answer, or of the one that became active
+    /// last. Returns false if there are none that would help.
+    fn make_blocks(&mut self, turn: &Turn) -> bool {
+        let tenant = self.running[turn.at].job.tenant;
+        if self.give_up_parked(tenant, turn.input.len()) {
+            return true;
+        }
+        let only_own = self.is_at_its_most(tenant, turn.input.len());
+        let of_use = |answer: &&Answer| !only_own || answer.job.tenant == tenant;
+        if self.running.iter().filter(of_use).count() < 2 {
+            return false;
+        }
+        let latest = self.running.iter().enumerate().filter(|(_, answer)| of_use(answer));
+        let Some(victim) = latest.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return false };
+        self.preempt(victim, Preempt::Recompute);
+        true
     }
 
     /// What each does in the next pass.
@@ -513,7 +584,9 @@ impl Scheduler {
             }
             let latest = self.running.iter().enumerate().filter(|(_, answer)| answer.permit.is_some());
             let Some(victim) = latest.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return };
-            self.preempt(victim);
+            // What comes free is for those who go on: whoever waits asks again.
+            self.places.clear();
+            self.preempt(victim, self.limits.preempt);
             if let Some(gone) = turns.iter().position(|turn| turn.at == victim) {
                 turns.remove(gone);
                 nth -= usize::from(gone < nth);
@@ -523,14 +596,14 @@ impl Scheduler {
     }
 
     /// An active answer waits again, before all others of its tenant.
-    fn preempt(&mut self, at: usize) {
+    fn preempt(&mut self, at: usize, how: Preempt) {
         let mut answer = self.running.remove(at);
         let read = answer.read();
         let bytes = self.bytes_of(read);
         // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
         let park = 2.0 * bytes as f64 / self.disk;
         let recompute = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
-        let parks = match self.limits.preempt {
+        let parks = match how {
             Preempt::Auto => park <= recompute,
             Preempt::Park => true,
             Preempt::Recompute => false,
@@ -640,6 +713,11 @@ impl Scheduler {
         }
         self.count();
     }
+}
+
+/// Whether there were no blocks: none at all, or none that the tenant may have.
+fn is_full(error: &outcore_llm::Error) -> bool {
+    matches!(error, outcore_llm::Error::Outcore(error) if error.kind() == ErrorKind::BudgetTooSmall)
 }
 
 /// Has the keys and values of a parked answer come back.

@@ -11,12 +11,12 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use outcore_llm::{Message, Sampler, Unfinished};
 use serde_json::Value;
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
 
 use super::reply::{Choice, Kind, Reply, Usage};
 use super::{App, axum_json, blocking, check_model};
-use crate::engine::{End, Event, Job, Sink, Token};
+use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
 use crate::open::Opened;
 use crate::request::{Prompt, Request, Sampling};
@@ -130,9 +130,8 @@ struct Text {
 /// An answer that is being written.
 struct Writing {
     app: Arc<App>,
-    tenant: Tenant,
     reply: Reply,
-    events: UnboundedReceiver<(usize, Event)>,
+    events: Receiver<(usize, Event)>,
     texts: Vec<Text>,
     /// Choices that have not ended.
     open: usize,
@@ -143,14 +142,9 @@ struct Writing {
     /// What is to be sent before anything else.
     ready: VecDeque<Bytes>,
     alive: Interval,
-    _leave: Leave,
-}
-
-impl Drop for Writing {
-    /// Counts what was used, however it ends.
-    fn drop(&mut self) {
-        self.tenant.spend(self.usage.prompt + self.usage.completion, Instant::now());
-    }
+    /// Tokens of each prompt.
+    prompts: Vec<usize>,
+    leave: Leave,
 }
 
 /// A piece of one choice.
@@ -166,18 +160,20 @@ impl Writing {
         let Request { prompts, echo, common } = request;
         let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
         let answers = prompts.len() * common.choices;
-        let leave = tenant.enter(answers, Instant::now())?;
+        let mut leave = tenant.enter(answers, Instant::now())?;
         let encoded = encode(&app, kind, prompts).await?;
-        let (sender, events) = unbounded_channel();
+        let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
         let mut texts: Vec<Text> = Vec::with_capacity(answers);
         let mut jobs = Vec::with_capacity(encoded.len());
         let (mut usage, mut echoed) = (Usage::default(), Vec::new());
+        let prompt_lengths: Vec<usize> = encoded.iter().map(|(prompt, _)| prompt.len()).collect();
         for (prompt, text) in encoded {
             let most = most_tokens(&app, kind, prompt.len(), common.max_tokens)?;
             // Once for all choices of a prompt, as OpenAI's API counts.
             usage.prompt += prompt.len();
+            leave.take(prompt.len() + most * common.choices, Instant::now())?;
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
                 texts.push(Text {
@@ -208,7 +204,6 @@ impl Writing {
         let reply = Reply::new(kind, app.name.clone(), common.logprobs.is_some(), echoed);
         let alive = interval_at(tokio::time::Instant::now() + ALIVE_EVERY, ALIVE_EVERY);
         Ok(Self {
-            tenant,
             reply,
             events,
             open: texts.len(),
@@ -219,7 +214,8 @@ impl Writing {
             ready: VecDeque::new(),
             alive,
             app,
-            _leave: leave,
+            prompts: prompt_lengths,
+            leave,
         })
     }
 
@@ -231,11 +227,15 @@ impl Writing {
         let (piece, token, finish) = match event {
             Event::Failed(error) => return Err(error),
             Event::Begun(cached) => {
-                self.usage.cached += if first_of_prompt { cached } else { 0 };
+                if first_of_prompt {
+                    self.usage.cached += cached;
+                    self.leave.used(self.prompts.get(index / self.choices).copied().unwrap_or(0));
+                }
                 return Ok(None);
             }
             Event::Token(new) => {
                 self.usage.completion += 1;
+                self.leave.used(1);
                 let piece = text.stops.push(&tokenizer.push(&mut text.unfinished, new.id));
                 let found = text.stops.found();
                 text.enough.store(found, Ordering::Relaxed);
@@ -260,7 +260,11 @@ impl Writing {
 
     /// What came out of the channel, as a [piece](Self::piece).
     fn received(&mut self, event: Option<(usize, Event)>) -> Result<Option<Piece>, ApiError> {
-        let (index, event) = event.ok_or_else(|| ApiError::internal("The engine has ended."))?;
+        let (index, event) = event.ok_or_else(|| {
+            let message =
+                "The answer was given up: it was not taken as fast as it was written, or the engine has ended.";
+            ApiError::unavailable(message, None)
+        })?;
         self.piece(index, event)
     }
 

@@ -24,6 +24,7 @@ use crate::open::Opened;
 use crate::request::{self, Request};
 use crate::tenants::{Tenant, Tenants};
 
+use connection::Client;
 pub use connection::serve;
 
 /// All bodies that are being read take no more memory than so many of the longest ones.
@@ -124,8 +125,8 @@ impl App {
         let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
         Self {
             encoding: Arc::new(Semaphore::new(opened.encoding.min(Semaphore::MAX_PERMITS))),
+            tenants: tenants.sharing(opened.engine.places()),
             opened,
-            tenants,
             name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
             max_tokens: args.max_tokens,
             max_body,
@@ -145,12 +146,25 @@ impl App {
         }
         Ok(tenant)
     }
+}
 
-    /// What a request gives or takes beside its body.
-    fn logged(&self, path: &'static str, tenant: &str, since: Instant, status: u16) {
-        self.opened.metrics.answered(path, status);
-        let took = since.elapsed();
-        tracing::info!(path, tenant, status, ?took, "answered");
+/// What is logged for a request that nobody waited for to the end, as some servers do.
+const LEFT: u16 = 499;
+
+/// Logs a request, and counts it, when its answer begins or its client has gone.
+struct Logged {
+    app: Arc<App>,
+    path: &'static str,
+    tenant: String,
+    since: Instant,
+    status: u16,
+}
+
+impl Drop for Logged {
+    fn drop(&mut self) {
+        let Self { path, tenant, status, .. } = self;
+        self.app.opened.metrics.answered(path, *status);
+        tracing::info!(path, tenant, status, took = ?self.since.elapsed(), "answered");
     }
 }
 
@@ -238,21 +252,25 @@ async fn create(
     parse: fn(&[u8]) -> Result<Request, ApiError>,
 ) -> Response {
     let since = Instant::now();
-    let (name, answered) = match app.tenant(http.headers()) {
-        Err(error) => (String::new(), Err(error)),
-        Ok(tenant) => {
-            let tenant = tenant.clone();
-            let name = tenant.name.clone();
-            let body = body(&app, http).await;
-            let answered = match body.and_then(|body| parse(&body.bytes)) {
-                Ok(request) => answer::answer(app.clone(), tenant, request, since).await,
-                Err(error) => Err(error),
-            };
-            (name, answered)
+    let client = http.extensions().get::<Client>().cloned();
+    let mut logged = Logged { app: app.clone(), path, tenant: String::new(), since, status: LEFT };
+    let answering = async {
+        let tenant = app.tenant(http.headers())?.clone();
+        logged.tenant.clone_from(&tenant.name);
+        let request = parse(&body(&app, http).await?.bytes)?;
+        let gone = async {
+            match client {
+                Some(client) => client.gone().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            answered = answer::answer(app.clone(), tenant, request, since) => answered,
+            () = gone => Err(ApiError::refused(LEFT, "The client has gone.")),
         }
     };
-    let response = answered.unwrap_or_else(IntoResponse::into_response);
-    app.logged(path, &name, since, response.status().as_u16());
+    let response = answering.await.unwrap_or_else(IntoResponse::into_response);
+    logged.status = response.status().as_u16();
     response
 }
 
