@@ -109,7 +109,7 @@ pub enum Prompt {
 
 impl Prompt {
     /// Bytes of memory that it takes.
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
             Self::Tokens(tokens) => size_of_val(tokens.as_slice()),
