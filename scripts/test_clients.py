@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 import urllib.error
@@ -57,7 +58,8 @@ class Serve:
         self.folder = tempfile.mkdtemp(prefix="outcore-clients-")
         self.log_path = os.path.join(self.folder, "log")
         program = os.environ.get("SERVE", os.path.join(TARGET, "debug", "serve"))
-        command = [program, "--model", MODEL, "--name", NAME, "--port", "0", *MEMORY, *options]
+        memory = [] if "--memory" in options else MEMORY
+        command = [program, "--model", MODEL, "--name", NAME, "--port", "0", *memory, *options]
         with open(self.log_path, "w") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.url = self.process.stdout.readline().strip()
@@ -96,6 +98,27 @@ class Serve:
         _, text = self.get("/metrics")
         values = [line.rsplit(" ", 1) for line in text.splitlines()]
         return next(float(value) for key, value in values if key in (name, name + "{}"))
+
+    def post(self, path, body):
+        """Returns the status, when all of the answer has come; none, if the connection ended before that."""
+        headers = {"Content-Type": "application/json"}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers)) as answer:
+                answer.read()
+                return answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                error.read()
+                return error.code
+        except OSError:
+            # Refused while the body was sent.
+            return None
+
+    def peak(self):
+        """Returns the most bytes that were resident."""
+        with open(f"/proc/{self.process.pid}/status") as status:
+            [line] = [line for line in status if line.startswith("VmHWM:")]
+        return int(line.split()[1]) << 10
 
     def signal(self):
         self.process.send_signal(signal.SIGTERM)
@@ -351,6 +374,44 @@ class Tenants(OfOneServer):
         chat(slow, QUESTION, max_tokens=4)
         refused = self.refused(limit, None, "rate_limit_exceeded", chat, slow, QUESTION, max_tokens=4)
         self.assertGreater(int(refused.response.headers["Retry-After"]), 60)
+
+
+class Memory(unittest.TestCase):
+    """Whatever clients send, the process keeps within --memory."""
+
+    LIMIT = 300_000_000
+    # Nearly the longest that it takes with so little memory.
+    BODY = 2_600_000
+    # Small values, of which parsers make large ones: in a member that is refused, in one without effect, in a prompt.
+    HOSTILE = [('{"prompt":"a","x":[', '{"":0},', '0]}'), ('{"prompt":"a","x":[', "[0],", "0]}"),
+               ('{"prompt":"a","x":[', "1,", "0]}"), ('{"prompt":"a","metadata":[', '{"":0},', '0]}'),
+               ('{"prompt":[', "1,", "1]}"), ('{"prompt":"', "a", '"}'), ('{"prompt":"', "\\u0001", '"}'),
+               ('{"prompt":"a",', '"":0,', '"n":1}'), ('{"prompt":', "[", "")]
+
+    def bodies(self, length):
+        return [(begin + part * ((length - len(begin) - len(end)) // len(part)) + end).encode()
+                for begin, part, end in self.HOSTILE]
+
+    def test_bodies_and_logprobs_keep_within_it(self):
+        with Serve("--memory", str(self.LIMIT), "--kv-space", "64MiB") as serve:
+            statuses = [serve.post("/v1/completions", body) for body in self.bodies(self.BODY)]
+            self.assertLessEqual(set(statuses), {200, 400}, statuses)
+            # Several at once, beside an answer of many tokens.
+            statuses = []
+            ask = lambda path, body: statuses.append(serve.post(path, body))
+            threads = [threading.Thread(target=ask, args=("/v1/completions", body))
+                       for body in self.bodies(self.BODY // 4) * 4]
+            options = {"n": 40, "max_tokens": 120, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+            body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], **options}).encode()
+            threads.append(threading.Thread(target=ask, args=("/v1/chat/completions", body)))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertLessEqual(set(statuses), {200, 400, 503, None}, statuses)
+            self.assertEqual(serve.post("/v1/chat/completions", body), 200)
+            self.assertLessEqual(serve.peak(), self.LIMIT)
+            self.assertTrue(said(chat(serve.client(), QUESTION, max_tokens=4)))
 
 
 class Stops(unittest.TestCase):

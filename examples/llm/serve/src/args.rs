@@ -58,7 +58,7 @@ pub struct Args {
     /// Most tokens of an answer. Default: what the context leaves.
     #[arg(long)]
     pub max_tokens: Option<usize>,
-    /// Largest body of a request.
+    /// Largest body of a request; less, where the memory for requests has no room for one of that size.
     #[arg(long, default_value = "4MiB")]
     pub max_body: Bytes,
     /// Most open connections.

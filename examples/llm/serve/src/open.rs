@@ -33,8 +33,12 @@ const CONCURRENCY: [u64; 2] = [4, 64];
 const PROMPT_TOKENS: usize = 512;
 /// The most drafted tokens of a pass.
 const DRAFTS: usize = 32;
-/// What the network takes: threads, buffers of connections, the texts of requests.
+/// What the network takes: threads, buffers of connections.
 const NETWORK: Bytes = Bytes::mib(16);
+/// Requests may hold one part in so many of the memory.
+const REQUESTS_PART: u64 = 32;
+/// The least and the most of that, in bytes.
+const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// Of each row of logits: the product by rows and by vectors.
 const LOGITS_COPIES: u64 = 2;
 
@@ -55,8 +59,8 @@ pub struct Opened {
     pub context: usize,
     /// Number of tokens there are.
     pub vocab: usize,
-    /// Bytes of prompts that may be turned into tokens at a time.
-    pub encoding: usize,
+    /// Bytes that requests may hold in memory.
+    pub room: usize,
 }
 
 /// Names the weights, so that keys and values of other ones are never taken for theirs. A file that was written anew is
@@ -147,17 +151,14 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let threads = Pool::threads_for(args.threads);
     let drafts = if args.speculate { DRAFTS } else { 0 };
     let row = config.vocab as u64 * size_of::<f32>() as u64 * LOGITS_COPIES;
+    let memory = args.memory.map_or_else(|| MemoryLimit::detect().map(|limit| limit.limit), Ok)?;
     let concurrency = match args.concurrency {
         Some(asked) => usize::from(asked),
-        None => {
-            let memory = args.memory.map_or_else(|| MemoryLimit::detect().map(|limit| limit.limit), Ok)?;
-            (memory.get() / LOGITS_PART / row.max(1)).clamp(CONCURRENCY[0], CONCURRENCY[1]) as usize
-        }
+        None => (memory.get() / LOGITS_PART / row.max(1)).clamp(CONCURRENCY[0], CONCURRENCY[1]) as usize,
     };
+    let room = Bytes::new((memory.get() / REQUESTS_PART).clamp(REQUESTS[0], REQUESTS[1]));
     let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
-    let encoding = tokenizer.longest_text(context).min(usize::try_from(args.max_body.get()).unwrap_or(usize::MAX));
-    let encoding_memory = Bytes::new(encoding as u64 * Tokenizer::ENCODING_BYTES as u64);
-    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + encoding_memory + NETWORK;
+    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + room + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
@@ -207,9 +208,11 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         block_tokens = pool.layout().block_tokens(),
         concurrency = limits.concurrency,
         pass = limits.pass,
+        requests = %room,
         "memory is divided"
     );
     let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
-    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, encoding })
+    let room = room.get() as usize;
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room })
 }

@@ -4,10 +4,22 @@
 //! has and this server does not do is refused by name, unless the value asks for nothing; what nobody knows is refused
 //! too. Beyond OpenAI's API: `top_k`, `ignore_eos`, and prompts of token ids.
 
-use serde_json::{Map, Value};
+//!
+//! Nothing of a body becomes a tree of values: members are looked up in its text, and what a [`Request`] has is copied
+//! from there once its size is known. So [`bytes_to_parse`] holds for every body.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+use serde_json::value::RawValue;
 
 use crate::error::{ApiError, shortened};
 
+/// The most messages of a request (OpenAI's limit).
+const MESSAGES_MOST: usize = 2048;
 /// The most stop sequences of a request (OpenAI's limit).
 const STOPS_MOST: usize = 4;
 /// The longest stop sequence, in bytes.
@@ -17,6 +29,27 @@ const CHOICES_MOST: u64 = 128;
 /// The most alternatives of a token that a chat completion names (OpenAI's limit), and a completion.
 const CHAT_LOGPROBS_MOST: u64 = 20;
 const LOGPROBS_MOST: u64 = 5;
+/// How deep arrays and objects may be nested.
+const DEPTH_MOST: usize = 127;
+/// What an allocator takes for a text besides its bytes.
+const ALLOCATION_BYTES: usize = 32;
+/// What a request takes besides its texts and tokens, in bytes.
+const REQUEST_BYTES: usize = 4 << 10;
+
+/// Bytes of memory for each byte of a body: itself, and twice as many for tokens of one digit.
+const PARSING_BYTES: usize = 3;
+/// The shortest messages take so much more than that, all together, and so do the parser's own variables.
+const PARSING_MORE: usize = MESSAGES_MOST * 16;
+
+/// Bytes of memory that a body of so many bytes takes until it is parsed, with what becomes of it, at most.
+pub fn bytes_to_parse(body: usize) -> usize {
+    body.saturating_mul(PARSING_BYTES).saturating_add(PARSING_MORE)
+}
+
+/// The longest body that can be parsed in so many bytes of memory.
+pub fn longest_body(memory: usize) -> usize {
+    memory.saturating_sub(PARSING_MORE) / PARSING_BYTES
+}
 
 /// What is asked for, whatever the kind of request.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,12 +108,14 @@ pub enum Prompt {
 }
 
 impl Prompt {
-    /// Bytes of its text: none if it has tokens already.
-    pub fn bytes(&self) -> usize {
+    /// Bytes of memory that it takes.
+    fn bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
-            Self::Tokens(_) => 0,
-            Self::Chat(turns) => turns.iter().map(|turn| turn.role.len() + turn.content.len()).sum(),
+            Self::Tokens(tokens) => size_of_val(tokens.as_slice()),
+            Self::Chat(turns) => {
+                turns.iter().map(|turn| size_of_val(turn) + ALLOCATION_BYTES + turn.content.len()).sum()
+            }
         }
     }
 }
@@ -96,6 +131,20 @@ pub struct Request {
     pub common: Common,
 }
 
+impl Common {
+    /// Bytes of memory that a request takes besides its prompts.
+    pub fn bytes(&self) -> usize {
+        REQUEST_BYTES + self.stop.iter().chain(&self.model).map(String::len).sum::<usize>()
+    }
+}
+
+impl Request {
+    /// Bytes of memory that it takes.
+    pub fn bytes(&self) -> usize {
+        self.common.bytes() + self.prompts.iter().map(Prompt::bytes).sum::<usize>()
+    }
+}
+
 /// Fields that change nothing that this server does.
 const WITHOUT_EFFECT: [&str; 8] = [
     "user",
@@ -108,41 +157,87 @@ const WITHOUT_EFFECT: [&str; 8] = [
     "parallel_tool_calls",
 ];
 
-/// Fields of OpenAI's API that this server does not do, with the values that ask for nothing.
-fn asks_for_nothing(name: &str, value: &Value) -> Option<bool> {
-    let empty = || value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    Some(match name {
-        "frequency_penalty" | "presence_penalty" => value.is_null() || value.as_f64() == Some(0.0),
-        "logit_bias" => value.is_null() || value.as_object().is_some_and(Map::is_empty),
-        "tools" | "functions" => empty(),
-        "tool_choice" | "function_call" => value.is_null() || value.as_str() == Some("none"),
-        "response_format" => {
-            value.is_null() || value.get("type").and_then(Value::as_str).is_some_and(|kind| kind == "text")
-        }
-        "modalities" => empty() || *value == serde_json::json!(["text"]),
-        "suffix" => value.is_null() || value.as_str() == Some(""),
-        "audio" | "prediction" | "reasoning_effort" | "verbosity" | "web_search_options" => value.is_null(),
-        _ => return None,
-    })
+/// Fields of OpenAI's API that this server does not do.
+const UNSUPPORTED: [&str; 15] = [
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "tools",
+    "functions",
+    "tool_choice",
+    "function_call",
+    "response_format",
+    "modalities",
+    "suffix",
+    "audio",
+    "prediction",
+    "reasoning_effort",
+    "verbosity",
+    "web_search_options",
+];
+
+/// All other names that something here looks up, in whichever object.
+const LOOKED_UP: [&str; 28] = [
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "include_usage",
+    "include_obfuscation",
+    "logprobs",
+    "top_logprobs",
+    "ignore_eos",
+    "messages",
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "refusal",
+    "tool_calls",
+    "annotations",
+    "prompt",
+    "echo",
+    "best_of",
+];
+
+/// Whether such a field's value asks for nothing.
+fn asks_for_nothing(name: &str, value: Raw<'_>) -> Result<bool, ApiError> {
+    Ok(value.is_null()
+        || match name {
+            "frequency_penalty" | "presence_penalty" => value.scalar().as_f64() == Some(0.0),
+            "logit_bias" => value.is_object() && value.is_empty(),
+            "tools" | "functions" => value.is_array() && value.is_empty(),
+            "tool_choice" | "function_call" => value.is_text("none")?,
+            "response_format" if value.is_object() => {
+                Fields::of(value)?.take("type").is_some_and(|kind| kind.is_text("text").unwrap_or(false))
+            }
+            "modalities" if value.is_array() => {
+                let mut others = 0;
+                value.elements(|_, kind| {
+                    others += usize::from(!kind.is_text("text")?);
+                    Ok(())
+                })?;
+                others == 0
+            }
+            "suffix" => value.is_text("")?,
+            _ => false,
+        })
 }
 
-/// The members of a request's object.
-struct Fields(Map<String, Value>);
-
-fn kind_of(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a boolean",
-        Value::Number(number) if number.is_f64() => "a decimal",
-        Value::Number(_) => "an integer",
-        Value::String(_) => "a string",
-        Value::Array(_) => "an array",
-        Value::Object(_) => "an object",
-    }
+fn unparsed(what: &str) -> ApiError {
+    ApiError::invalid(format!("We could not parse the JSON body of your request: {what}."))
 }
 
-fn wrong_type(param: &str, wanted: &str, got: &Value) -> ApiError {
-    ApiError::invalid(format!("Invalid type for '{param}': expected {wanted}, but got {} instead.", kind_of(got)))
+fn wrong_type(param: &str, wanted: &str, got: Raw<'_>) -> ApiError {
+    ApiError::invalid(format!("Invalid type for '{param}': expected {wanted}, but got {} instead.", got.kind()))
         .param(param)
         .code("invalid_type")
 }
@@ -151,41 +246,269 @@ fn wrong_value(param: &str, why: impl AsRef<str>) -> ApiError {
     ApiError::invalid(format!("Invalid value for '{param}': {}.", why.as_ref())).param(param).code("invalid_value")
 }
 
-impl Fields {
-    fn parse(body: &[u8]) -> Result<Self, ApiError> {
+/// The text of one value in a body. It is valid JSON.
+#[derive(Clone, Copy)]
+struct Raw<'a>(&'a str);
+
+impl<'a> Raw<'a> {
+    fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body).map_err(|wrong| {
             ApiError::invalid(format!("The body is not UTF-8: byte {} is wrong.", wrong.valid_up_to()))
         })?;
-        match serde_json::from_str(text) {
-            Ok(Value::Object(fields)) => Ok(Self(fields)),
-            Ok(other) => {
-                Err(ApiError::invalid(format!("The body has to be a JSON object, but it is {}.", kind_of(&other))))
-            }
-            Err(wrong) => Err(ApiError::invalid(format!(
-                "We could not parse the JSON body of your request: line {}, column {}: {}.",
-                wrong.line(),
-                wrong.column(),
-                match wrong.classify() {
-                    serde_json::error::Category::Eof => "it ends too early",
-                    _ => "it is not valid there",
-                }
-            ))),
+        if depth(text) > DEPTH_MOST {
+            return Err(unparsed(&format!("it is nested more than {DEPTH_MOST} deep")));
+        }
+        let raw: &RawValue = serde_json::from_str(text).map_err(|wrong| {
+            let why = match wrong.classify() {
+                serde_json::error::Category::Eof => "it ends too early",
+                _ => "it is not valid there",
+            };
+            unparsed(&format!("line {}, column {}: {why}", wrong.line(), wrong.column()))
+        })?;
+        Ok(Self(raw.get()))
+    }
+
+    fn kind(self) -> &'static str {
+        match self.0.as_bytes().first() {
+            Some(b'n') => "null",
+            Some(b't' | b'f') => "a boolean",
+            Some(b'"') => "a string",
+            Some(b'[') => "an array",
+            Some(b'{') => "an object",
+            _ => match self.scalar() {
+                Value::Number(number) if !number.is_f64() => "an integer",
+                Value::Number(_) => "a decimal",
+                _ => "a number beyond all limits",
+            },
         }
     }
 
-    /// The field, unless it is absent or null.
-    fn take(&mut self, name: &str) -> Option<Value> {
-        self.0.remove(name).filter(|value| !value.is_null())
+    fn is_null(self) -> bool {
+        self.0 == "null"
     }
 
-    fn bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+    fn is_number(self) -> bool {
+        self.0.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+    }
+
+    fn is_string(self) -> bool {
+        self.0.starts_with('"')
+    }
+
+    fn is_array(self) -> bool {
+        self.0.starts_with('[')
+    }
+
+    fn is_object(self) -> bool {
+        self.0.starts_with('{')
+    }
+
+    /// Whether there is nothing between two brackets.
+    fn is_empty(self) -> bool {
+        self.0.get(1..).is_some_and(|rest| rest.trim_start().len() == 1)
+    }
+
+    /// Whether it is a string, and this one.
+    fn is_text(self, text: &str) -> Result<bool, ApiError> {
+        Ok(self.is_string() && self.text()? == text)
+    }
+
+    /// A number or a boolean, and null for everything else.
+    fn scalar(self) -> Value {
+        match self.is_string() || self.is_array() || self.is_object() {
+            true => Value::Null,
+            false => serde_json::from_str(self.0).unwrap_or_default(),
+        }
+    }
+
+    /// What a string says: a part of the body, unless something is escaped.
+    fn text(self) -> Result<Cow<'a, str>, ApiError> {
+        let inner = self.0.get(1..self.0.len().saturating_sub(1)).unwrap_or_default();
+        if !inner.contains('\\') {
+            return Ok(Cow::Borrowed(inner));
+        }
+        let text = unescaped(inner).map(Cow::Owned);
+        text.ok_or_else(|| unparsed("a string has half of a pair of \\u escapes"))
+    }
+
+    /// What a string says, to be kept.
+    fn owned(self) -> Result<String, ApiError> {
+        let mut text = self.text()?.into_owned();
+        text.shrink_to_fit();
+        Ok(text)
+    }
+
+    /// Calls `visit` with the name and the value of each member of an object, or with nothing and each element of an
+    /// array.
+    fn walk(self, visit: &mut dyn FnMut(Raw<'a>, Raw<'a>) -> Result<(), ApiError>) -> Result<(), ApiError> {
+        let mut refused = None;
+        let walk = Walk { visit, refused: &mut refused };
+        let walked = serde_json::Deserializer::from_str(self.0).deserialize_any(walk);
+        refused.map_or_else(|| walked.map_err(|_| unparsed("it is not valid")), Err)
+    }
+
+    /// Calls `visit` with the number and the value of each element of an array.
+    fn elements(self, mut visit: impl FnMut(usize, Raw<'a>) -> Result<(), ApiError>) -> Result<(), ApiError> {
+        let mut nth = 0;
+        self.walk(&mut |_, value| {
+            visit(nth, value)?;
+            nth += 1;
+            Ok(())
+        })
+    }
+
+    /// How many elements an array has, and the first.
+    fn count(self) -> Result<(usize, Option<Raw<'a>>), ApiError> {
+        let (mut count, mut first) = (0, None);
+        self.elements(|_, value| {
+            count += 1;
+            first.get_or_insert(value);
+            Ok(())
+        })?;
+        Ok((count, first))
+    }
+}
+
+/// See [`Raw::walk`]. An error of `visit` ends it, and is put into `refused`.
+struct Walk<'f, 'a> {
+    visit: &'f mut dyn FnMut(Raw<'a>, Raw<'a>) -> Result<(), ApiError>,
+    refused: &'f mut Option<ApiError>,
+}
+
+impl<'a> Walk<'_, 'a> {
+    fn part<E: Error>(&mut self, name: &'a str, value: &'a RawValue) -> Result<(), E> {
+        (self.visit)(Raw(name), Raw(value.get())).map_err(|error| {
+            *self.refused = Some(error);
+            E::custom("refused")
+        })
+    }
+}
+
+impl<'a> Visitor<'a> for Walk<'_, 'a> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object or an array")
+    }
+
+    fn visit_map<A: MapAccess<'a>>(mut self, mut members: A) -> Result<(), A::Error> {
+        while let Some((name, value)) = members.next_entry::<&RawValue, &RawValue>()? {
+            self.part(name.get(), value)?;
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'a>>(mut self, mut elements: A) -> Result<(), A::Error> {
+        while let Some(value) = elements.next_element::<&RawValue>()? {
+            self.part("", value)?;
+        }
+        Ok(())
+    }
+}
+
+/// How deep a text of JSON is nested. Parsers that skip values do not count that.
+fn depth(text: &str) -> usize {
+    let (mut depth, mut most) = (0_usize, 0);
+    let (mut in_string, mut is_escaped) = (false, false);
+    for byte in text.bytes() {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            _ if in_string => {}
+            b'[' | b'{' => {
+                depth += 1;
+                most = most.max(depth);
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    most
+}
+
+/// What is between the quotes of a string, without escapes; `None` if one is half of a pair. Parsers keep a copy of
+/// their own, which grows by doubling; this takes no more than the string.
+fn unescaped(inner: &str) -> Option<String> {
+    let unit = |digits: &str| u16::from_str_radix(digits.get(..4)?, 16).ok();
+    let (mut text, mut rest) = (String::with_capacity(inner.len()), inner);
+    while let Some((plain, escape)) = rest.split_once('\\') {
+        text.push_str(plain);
+        rest = escape.get(1..)?;
+        text.push(match escape.as_bytes()[0] {
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                let second = rest.get(4..).and_then(|more| unit(more.strip_prefix("\\u")?));
+                let units = [Some(unit(rest)?), second].into_iter().flatten();
+                let c = char::decode_utf16(units).next()?.ok()?;
+                rest = rest.get(if c.len_utf16() == 2 { 10 } else { 4 }..)?;
+                c
+            }
+            itself => char::from(itself),
+        });
+    }
+    text.push_str(rest);
+    Some(text)
+}
+
+/// The members of an object. Of those with the same name the last one counts.
+struct Fields<'a> {
+    known: BTreeMap<&'static str, Raw<'a>>,
+    /// The first with a name that nobody knows, cut short.
+    unknown: Option<String>,
+}
+
+impl<'a> Fields<'a> {
+    fn of(object: Raw<'a>) -> Result<Self, ApiError> {
+        let mut fields = Self { known: BTreeMap::new(), unknown: None };
+        object.walk(&mut |name, value| {
+            let name = name.text()?;
+            let mut all = LOOKED_UP.iter().chain(&UNSUPPORTED).chain(&WITHOUT_EFFECT);
+            match all.find(|known| **known == name) {
+                Some(known) => drop(fields.known.insert(known, value)),
+                None => drop(fields.unknown.get_or_insert_with(|| shortened(&name))),
+            }
+            Ok(())
+        })?;
+        Ok(fields)
+    }
+
+    /// Those of a whole body.
+    fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
+        let raw = Raw::parse(body)?;
+        if !raw.is_object() {
+            return Err(ApiError::invalid(format!("The body has to be a JSON object, but it is {}.", raw.kind())));
+        }
+        Self::of(raw)
+    }
+
+    /// The field, unless it is absent or null.
+    fn take(&mut self, name: &str) -> Option<Raw<'a>> {
+        self.known.remove(name).filter(|value| !value.is_null())
+    }
+
+    /// The field, unless it is absent or null.
+    fn need(&mut self, name: &str, within: &str) -> Result<Raw<'a>, ApiError> {
+        self.take(name).ok_or_else(|| {
+            let param = format!("{within}{name}");
+            let message = format!("Missing required parameter: '{param}'.");
+            ApiError::invalid(message).param(param).code("missing_required_parameter")
+        })
+    }
+
+    fn bool(&mut self, name: &str, within: &str) -> Result<Option<bool>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| wrong_type(name, "a boolean", &value))
+        let wrong = || wrong_type(&format!("{within}{name}"), "a boolean", value);
+        value.scalar().as_bool().map(Some).ok_or_else(wrong)
     }
 
     fn number(&mut self, name: &str, least: f64, most: f64) -> Result<Option<f64>, ApiError> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_f64().ok_or_else(|| wrong_type(name, "a decimal", &value))?;
+        let number = value.scalar().as_f64().ok_or_else(|| wrong_type(name, "a decimal", value))?;
         if (least..=most).contains(&number) {
             return Ok(Some(number));
         }
@@ -193,9 +516,10 @@ impl Fields {
     }
 
     fn integer(&mut self, name: &str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
+        let Some(raw) = self.take(name) else { return Ok(None) };
+        let value = raw.scalar();
         if value.as_i64().is_none() && value.as_u64().is_none() {
-            return Err(wrong_type(name, "an integer", &value));
+            return Err(wrong_type(name, "an integer", raw));
         }
         let number = value.as_u64().filter(|number| (least..=most).contains(number));
         number.map(Some).ok_or_else(|| wrong_value(name, format!("it has to be between {least} and {most}")))
@@ -204,63 +528,64 @@ impl Fields {
     fn string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
         match self.take(name) {
             None => Ok(None),
-            Some(Value::String(text)) => Ok(Some(text)),
-            Some(other) => Err(wrong_type(name, "a string", &other)),
+            Some(text) if text.is_string() => text.owned().map(Some),
+            Some(other) => Err(wrong_type(name, "a string", other)),
         }
     }
 
     fn stop(&mut self) -> Result<Vec<String>, ApiError> {
-        let stops = match self.take("stop") {
-            None => return Ok(Vec::new()),
-            Some(Value::String(one)) => vec![one],
-            Some(Value::Array(all)) => all
-                .into_iter()
-                .enumerate()
-                .map(|(nth, stop)| match stop {
-                    Value::String(stop) => Ok(stop),
-                    other => Err(wrong_type(&format!("stop[{nth}]"), "a string", &other)),
-                })
-                .collect::<Result<_, _>>()?,
-            Some(other) => return Err(wrong_type("stop", "a string or an array of strings", &other)),
+        let Some(value) = self.take("stop") else { return Ok(Vec::new()) };
+        let mut stops = Vec::new();
+        let mut add = |stop: Cow<'_, str>| {
+            if stop.is_empty() || stop.len() > STOP_BYTES_MOST {
+                return Err(wrong_value("stop", format!("a sequence has 1 to {STOP_BYTES_MOST} bytes")));
+            }
+            if stops.len() == STOPS_MOST {
+                return Err(wrong_value("stop", format!("at most {STOPS_MOST} sequences are allowed")));
+            }
+            stops.push(stop.into_owned());
+            Ok(())
         };
-        if stops.len() > STOPS_MOST {
-            return Err(wrong_value("stop", format!("at most {STOPS_MOST} sequences are allowed")));
-        }
-        if stops.iter().any(|stop| stop.is_empty() || stop.len() > STOP_BYTES_MOST) {
-            return Err(wrong_value("stop", format!("a sequence has 1 to {STOP_BYTES_MOST} bytes")));
+        if value.is_string() {
+            add(value.text()?)?;
+        } else if value.is_array() {
+            value.elements(|nth, stop| match stop.is_string() {
+                true => add(stop.text()?),
+                false => Err(wrong_type(&format!("stop[{nth}]"), "a string", stop)),
+            })?;
+        } else {
+            return Err(wrong_type("stop", "a string or an array of strings", value));
         }
         Ok(stops)
     }
 
+    /// Whether a stream is asked for, and whether its last piece tells what was used.
+    fn stream(&mut self) -> Result<(bool, bool), ApiError> {
+        let stream = self.bool("stream", "")?.unwrap_or(false);
+        let Some(options) = self.take("stream_options") else { return Ok((stream, false)) };
+        if !options.is_object() {
+            return Err(wrong_type("stream_options", "an object", options));
+        }
+        if !stream {
+            let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
+            return Err(ApiError::invalid(message).param("stream_options"));
+        }
+        let (mut options, within) = (Fields::of(options)?, "stream_options.");
+        options.bool("include_obfuscation", within)?;
+        let usage = options.bool("include_usage", within)?.unwrap_or(false);
+        options.finish(within)?;
+        Ok((stream, usage))
+    }
+
     /// What both kinds of requests have.
     fn common(&mut self, logprobs: Option<usize>) -> Result<Common, ApiError> {
-        let stream = self.bool("stream")?.unwrap_or(false);
-        let stream_usage = match self.take("stream_options") {
-            None => false,
-            Some(Value::Object(options)) => {
-                if !stream {
-                    let message = "The 'stream_options' parameter is only allowed when 'stream' is enabled.";
-                    return Err(ApiError::invalid(message).param("stream_options"));
-                }
-                let mut options = Self(options);
-                let mut flag = |name: &str| match options.take(name) {
-                    None => Ok(false),
-                    Some(Value::Bool(flag)) => Ok(flag),
-                    Some(other) => Err(wrong_type(&format!("stream_options.{name}"), "a boolean", &other)),
-                };
-                let [usage, obfuscation] = ["include_usage", "include_obfuscation"].map(&mut flag);
-                obfuscation?;
-                let usage = usage?;
-                options.finish("stream_options.")?;
-                usage
-            }
-            Some(other) => return Err(wrong_type("stream_options", "an object", &other)),
-        };
+        let (stream, stream_usage) = self.stream()?;
         let seed = match self.take("seed") {
             None => None,
-            Some(value) => {
+            Some(raw) => {
+                let value = raw.scalar();
                 let signed = value.as_i64().map(|seed| seed as u64);
-                Some(signed.or(value.as_u64()).ok_or_else(|| wrong_type("seed", "an integer", &value))?)
+                Some(signed.or(value.as_u64()).ok_or_else(|| wrong_type("seed", "an integer", raw))?)
             }
         };
         let [longest, newer] = ["max_tokens", "max_completion_tokens"].map(|name| self.integer(name, 1, 1 << 31));
@@ -279,109 +604,120 @@ impl Fields {
             stream,
             stream_usage,
             logprobs,
-            ignore_end: self.bool("ignore_eos")?.unwrap_or(false),
+            ignore_end: self.bool("ignore_eos", "")?.unwrap_or(false),
         };
         Ok(common)
     }
 
     /// Refuses what is left.
     fn finish(self, within: &str) -> Result<(), ApiError> {
-        for (name, value) in &self.0 {
-            if within.is_empty() && WITHOUT_EFFECT.contains(&name.as_str()) {
+        for (name, value) in self.known {
+            let param = format!("{within}{name}");
+            if within.is_empty() && WITHOUT_EFFECT.contains(&name) {
                 continue;
             }
-            let param = format!("{within}{}", shortened(name));
-            match asks_for_nothing(name, value).filter(|_| within.is_empty()) {
-                Some(true) => {}
-                Some(false) => {
-                    let message = format!("Unsupported parameter: '{param}' is not supported with this model.");
-                    return Err(ApiError::invalid(message).param(param).code("unsupported_parameter"));
-                }
-                None => {
-                    let message = format!("Unrecognized request argument supplied: {param}");
-                    return Err(ApiError::invalid(message).param(param).code("unknown_parameter"));
-                }
+            if !within.is_empty() || !UNSUPPORTED.contains(&name) {
+                return Err(unknown(param));
+            }
+            if !asks_for_nothing(name, value)? {
+                let message = format!("Unsupported parameter: '{param}' is not supported with this model.");
+                return Err(ApiError::invalid(message).param(param).code("unsupported_parameter"));
             }
         }
-        Ok(())
+        self.unknown.map_or(Ok(()), |name| Err(unknown(format!("{within}{name}"))))
     }
+}
+
+fn unknown(param: String) -> ApiError {
+    let message = format!("Unrecognized request argument supplied: {param}");
+    ApiError::invalid(message).param(param).code("unknown_parameter")
 }
 
 /// A message's text: a string, or parts of type `text`.
-fn content(at: &str, value: Option<Value>) -> Result<String, ApiError> {
-    let param = format!("{at}.content");
-    match value {
-        None | Some(Value::Null) => {
-            let message = format!("Missing required parameter: '{param}'.");
-            Err(ApiError::invalid(message).param(param).code("missing_required_parameter"))
-        }
-        Some(Value::String(text)) => Ok(text),
-        Some(Value::Array(parts)) => {
-            let mut whole = String::new();
-            for (nth, part) in parts.iter().enumerate() {
-                let param = format!("{param}[{nth}]");
-                match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
-                    (Some("text"), Some(text)) => whole.push_str(text),
-                    (Some("text"), None) => return Err(wrong_value(&param, "a part of type 'text' has a text")),
-                    _ => return Err(wrong_value(&param, "only parts of type 'text' are supported")),
-                }
-            }
-            Ok(whole)
-        }
-        Some(other) => Err(wrong_type(&param, "a string or an array of parts", &other)),
+fn content(param: &str, value: Raw<'_>) -> Result<String, ApiError> {
+    if value.is_string() {
+        return value.owned();
     }
+    if !value.is_array() {
+        return Err(wrong_type(param, "a string or an array of parts", value));
+    }
+    // No longer than that, and not made anew as it grows.
+    let mut whole = String::with_capacity(value.0.len());
+    value.elements(|nth, part| {
+        let wrong = |why| wrong_value(&format!("{param}[{nth}]"), why);
+        if !part.is_object() {
+            return Err(wrong("only parts of type 'text' are supported"));
+        }
+        let mut part = Fields::of(part)?;
+        match part.take("type") {
+            Some(kind) if kind.is_text("text")? => {}
+            _ => return Err(wrong("only parts of type 'text' are supported")),
+        }
+        let text = part.take("text").filter(|text| text.is_string());
+        whole.push_str(&text.ok_or_else(|| wrong("a part of type 'text' has a text"))?.text()?);
+        Ok(())
+    })?;
+    whole.shrink_to_fit();
+    Ok(whole)
 }
 
-fn message(nth: usize, value: Value) -> Result<Message, ApiError> {
+fn message(nth: usize, value: Raw<'_>) -> Result<Message, ApiError> {
     let at = format!("messages[{nth}]");
-    let Value::Object(fields) = value else { return Err(wrong_type(&at, "an object", &value)) };
-    let mut fields = Fields(fields);
-    let role = match fields.take("role") {
-        Some(Value::String(role)) => role,
-        Some(other) => return Err(wrong_type(&format!("{at}.role"), "a string", &other)),
-        None => {
-            let message = format!("Missing required parameter: '{at}.role'.");
-            return Err(ApiError::invalid(message).param(format!("{at}.role")).code("missing_required_parameter"));
-        }
-    };
-    // OpenAI's newer name of the same role, which templates do not know.
-    let role = match role.as_str() {
-        "developer" => "system",
-        "system" => "system",
+    if !value.is_object() {
+        return Err(wrong_type(&at, "an object", value));
+    }
+    let (mut fields, within) = (Fields::of(value)?, format!("{at}."));
+    let role = fields.need("role", &within)?;
+    if !role.is_string() {
+        return Err(wrong_type(&format!("{at}.role"), "a string", role));
+    }
+    let role = match &*role.text()? {
+        // OpenAI's newer name of the same role, which templates do not know.
+        "developer" | "system" => "system",
         "user" => "user",
         "assistant" => "assistant",
         _ => return Err(wrong_value(&format!("{at}.role"), "supported roles are 'system', 'user' and 'assistant'")),
     };
-    let content = content(&at, fields.take("content"))?;
+    let content = content(&format!("{at}.content"), fields.need("content", &within)?)?;
     fields.take("name");
     fields.take("refusal");
     for name in ["tool_calls", "function_call", "audio", "annotations"] {
-        if fields.take(name).is_some_and(|value| value.as_array().is_none_or(|all| !all.is_empty())) {
+        if fields.take(name).is_some_and(|value| !value.is_array() || !value.is_empty()) {
             return Err(wrong_value(&format!("{at}.{name}"), "it is not supported"));
         }
     }
-    fields.finish(&format!("{at}."))?;
+    fields.finish(&within)?;
     Ok(Message { role, content })
 }
 
-/// The request in the body of `/v1/chat/completions`.
-pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
-    let mut fields = Fields::parse(body)?;
-    let messages = match fields.take("messages") {
-        Some(Value::Array(messages)) => messages,
-        Some(other) => return Err(wrong_type("messages", "an array of objects", &other)),
-        None => {
-            let message = "Missing required parameter: 'messages'.";
-            return Err(ApiError::invalid(message).param("messages").code("missing_required_parameter"));
-        }
-    };
-    if messages.is_empty() {
+fn messages(value: Raw<'_>) -> Result<Vec<Message>, ApiError> {
+    if !value.is_array() {
+        return Err(wrong_type("messages", "an array of objects", value));
+    }
+    let (count, _) = value.count()?;
+    if count == 0 {
         return Err(wrong_value("messages", "it needs at least one message"));
     }
-    let messages =
-        messages.into_iter().enumerate().map(|(nth, value)| message(nth, value)).collect::<Result<_, _>>()?;
+    if count > MESSAGES_MOST {
+        return Err(wrong_value("messages", format!("at most {MESSAGES_MOST} messages are allowed")));
+    }
+    let mut messages = Vec::with_capacity(count);
+    value.elements(|nth, value| {
+        messages.push(message(nth, value)?);
+        Ok(())
+    })?;
+    Ok(messages)
+}
+
+/// The request in the body of `/v1/chat/completions`.
+///
+/// # Errors
+/// 400, with the field that is wrong.
+pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    let messages = messages(fields.need("messages", "")?)?;
     let top = fields.integer("top_logprobs", 0, CHAT_LOGPROBS_MOST)?;
-    let logprobs = match (fields.bool("logprobs")?.unwrap_or(false), top) {
+    let logprobs = match (fields.bool("logprobs", "")?.unwrap_or(false), top) {
         (true, top) => Some(top.unwrap_or(0) as usize),
         (false, None | Some(0)) => None,
         (false, Some(_)) => return Err(wrong_value("top_logprobs", "'logprobs' has to be true for it")),
@@ -391,53 +727,73 @@ pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
     Ok(Request { prompts: vec![Prompt::Chat(messages)], echo: false, common })
 }
 
-fn token(param: &str, value: &Value) -> Result<u32, ApiError> {
-    let token = value.as_u64().and_then(|token| u32::try_from(token).ok());
-    token.ok_or_else(|| wrong_type(param, "a token id", value))
+/// The ids of an array of so many, whose nth is called `param(nth)`.
+fn tokens(value: Raw<'_>, count: usize, param: impl Fn(usize) -> String) -> Result<Prompt, ApiError> {
+    let mut tokens = Vec::with_capacity(count);
+    value.elements(|nth, token| {
+        tokens.push(token.0.parse().map_err(|_| wrong_type(&param(nth), "a token id", token))?);
+        Ok(())
+    })?;
+    Ok(Prompt::Tokens(tokens))
+}
+
+fn wrong_count() -> ApiError {
+    wrong_value("prompt", format!("a request has 1 to {CHOICES_MOST} prompts times choices"))
 }
 
 /// The prompts of a completion: a text, an array of texts, of token ids, or of arrays of token ids.
-fn prompts(value: Value) -> Result<Vec<Prompt>, ApiError> {
-    let all = match value {
-        Value::String(text) => return Ok(vec![Prompt::Text(text)]),
-        Value::Array(all) => all,
-        other => return Err(wrong_type("prompt", "a string or an array", &other)),
-    };
-    if all.first().is_some_and(Value::is_number) {
-        let tokens = all.iter().enumerate().map(|(nth, value)| token(&format!("prompt[{nth}]"), value));
-        return Ok(vec![Prompt::Tokens(tokens.collect::<Result<_, _>>()?)]);
+fn prompts(value: Raw<'_>) -> Result<Vec<Prompt>, ApiError> {
+    if value.is_string() {
+        return Ok(vec![Prompt::Text(value.owned()?)]);
     }
-    let one = |(nth, value): (usize, Value)| match value {
-        Value::String(text) => Ok(Prompt::Text(text)),
-        Value::Array(tokens) => {
-            let param = format!("prompt[{nth}]");
-            Ok(Prompt::Tokens(tokens.iter().map(|value| token(&param, value)).collect::<Result<_, _>>()?))
-        }
-        other => Err(wrong_type(&format!("prompt[{nth}]"), "a string or an array of token ids", &other)),
-    };
-    all.into_iter().enumerate().map(one).collect()
+    if !value.is_array() {
+        return Err(wrong_type("prompt", "a string or an array", value));
+    }
+    let (count, first) = value.count()?;
+    if first.is_some_and(Raw::is_number) {
+        return Ok(vec![tokens(value, count, |nth| format!("prompt[{nth}]"))?]);
+    }
+    if count > CHOICES_MOST as usize {
+        return Err(wrong_count());
+    }
+    let mut prompts = Vec::with_capacity(count);
+    value.elements(|nth, value| {
+        let param = format!("prompt[{nth}]");
+        prompts.push(if value.is_string() {
+            Prompt::Text(value.owned()?)
+        } else if value.is_array() {
+            tokens(value, value.count()?.0, |_| param.clone())?
+        } else {
+            return Err(wrong_type(&param, "a string or an array of token ids", value));
+        });
+        Ok(())
+    })?;
+    Ok(prompts)
 }
 
 /// The request in the body of `/v1/completions`.
+///
+/// # Errors
+/// 400, with the field that is wrong.
 pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
     let mut fields = Fields::parse(body)?;
-    let Some(prompt) = fields.take("prompt") else {
-        let message = "Missing required parameter: 'prompt'.";
-        return Err(ApiError::invalid(message).param("prompt").code("missing_required_parameter"));
-    };
-    let prompts = prompts(prompt)?;
+    let prompts = prompts(fields.need("prompt", "")?)?;
     let logprobs = fields.integer("logprobs", 0, LOGPROBS_MOST)?.map(|top| top as usize);
     let mut common = fields.common(logprobs)?;
     // OpenAI's default for completions.
     common.max_tokens = common.max_tokens.or(Some(16));
-    let echo = fields.bool("echo")?.unwrap_or(false);
+    let echo = fields.bool("echo", "")?.unwrap_or(false);
     let best_of = fields.integer("best_of", 1, CHOICES_MOST)?;
     if best_of.is_some_and(|best| best as usize != common.choices) {
         return Err(wrong_value("best_of", "it has to be the same as 'n'"));
     }
+    if echo && logprobs.is_some() {
+        let message = "'logprobs' is not supported with 'echo': logprobs of the prompt are not computed.";
+        return Err(ApiError::invalid(message).param("logprobs").code("unsupported_value"));
+    }
     fields.finish("")?;
     if prompts.is_empty() || prompts.len() * common.choices > CHOICES_MOST as usize {
-        return Err(wrong_value("prompt", format!("a request has 1 to {CHOICES_MOST} prompts times choices")));
+        return Err(wrong_count());
     }
     Ok(Request { prompts, echo, common })
 }
@@ -446,7 +802,7 @@ pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use serde_json::json;
+    use serde_json::{Map, json};
 
     use super::*;
 
@@ -675,6 +1031,65 @@ mod tests {
                 let error = parse(body).unwrap_err();
                 assert!(error.message.contains(said) && !error.message.contains("xyzzy"), "{error}");
             }
+        }
+    }
+
+    #[test]
+    fn escapes_are_read_as_serde_json_reads_them() {
+        let escapes =
+            ["a", "\u{fc}", "\u{1f600}", r"\n", r#"\""#, r"\\", r"\/", r"\b\f\r\t", r"\u00fc", r"\uD83d\uDe00"];
+        let halves = [r"\ud83d", r"\ude00", r"\ud83d\n", r"\ud83da", r"\ud83d\u0061", r"\ude00\ud83d"];
+        let all: Vec<&str> = escapes.into_iter().chain(halves).collect();
+        for text in all.iter().flat_map(|first| all.iter().map(move |second| format!("\"{first}{second}\""))) {
+            let read = Raw(&text).owned().ok();
+            assert_eq!(read, serde_json::from_str(&text).ok(), "{text}");
+        }
+        let error = completion(br#"{"prompt": "a\ud83d"}"#).unwrap_err();
+        assert!(error.message.contains("half of a pair"), "{error}");
+    }
+
+    #[test]
+    fn what_is_nested_too_deep_is_refused_wherever_it_is() {
+        for name in ["prompt", "metadata", "wings", "stop"] {
+            let body = |depth| {
+                let (open, close) = ("[".repeat(depth - 2), "]".repeat(depth - 2));
+                format!("{{\"prompt\":\"[{{\\\"[\",\"{name}\":[{open}{close}]}}").into_bytes()
+            };
+            let refused = completion(&body(DEPTH_MOST + 1)).unwrap_err();
+            assert!(refused.message.contains("127 deep"), "{refused}");
+            let read = completion(&body(DEPTH_MOST));
+            assert_eq!(read.is_ok(), name == "metadata", "{read:?}");
+        }
+    }
+
+    #[test]
+    fn of_two_members_with_one_name_the_last_one_counts() {
+        let body = br#"{"prompt": {}, "n": 0, "prompt": [1, 2], "n": 2, "too\u006cs": [1], "tools": []}"#;
+        let request = completion(body).unwrap();
+        assert_eq!((request.prompts, request.common.choices), (vec![Prompt::Tokens(vec![1, 2])], 2));
+        let body =
+            br#"{"messages": [{"role": 1, "role": "user", "content": [{"type": "x", "type": "text", "text": "a"}]}]}"#;
+        let messages = vec![Message { role: "user", content: "a".into() }];
+        assert_eq!(chat(body).unwrap().prompts, [Prompt::Chat(messages)]);
+    }
+
+    #[test]
+    fn lists_that_are_too_long_say_the_limit() {
+        let messages =
+            |count| json!({ "messages": vec![json!({ "role": "user", "content": "a" }); count] }).to_string();
+        assert!(chat(messages(2048).as_bytes()).is_ok());
+        let error = chat(messages(2049).as_bytes()).unwrap_err();
+        assert!(error.message.contains("2048") && error.param.as_deref() == Some("messages"), "{error}");
+        let error = completion(json!({ "prompt": vec!["a"; 129] }).to_string().as_bytes()).unwrap_err();
+        assert!(error.message.contains("128") && error.param.as_deref() == Some("prompt"), "{error}");
+    }
+
+    #[test]
+    fn regression_logprobs_of_a_prompt_are_refused() {
+        for logprobs in [0, 2] {
+            let body = json!({ "prompt": "a", "echo": true, "logprobs": logprobs }).to_string();
+            let error = completion(body.as_bytes()).unwrap_err();
+            assert_eq!((error.param.as_deref(), error.code), (Some("logprobs"), Some("unsupported_value")));
         }
     }
 }

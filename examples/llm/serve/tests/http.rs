@@ -11,10 +11,12 @@ mod support;
 
 use std::time::Duration;
 
-use outcore_serve::http::App;
+use outcore_llm::Tokenizer;
+use outcore_serve::http::{App, Room};
+use outcore_serve::request::bytes_to_parse;
 use outcore_serve::tenants::Tenants;
-use serde_json::json;
-use support::{CONTEXT, ENDLESS, MODEL, Server, VOCAB, get, post};
+use serde_json::{Value, json};
+use support::{Answer, CONTEXT, ENDLESS, MODEL, Server, VOCAB, get, post};
 
 const INVALID: &str = "invalid_request_error";
 const CHAT: &str = "/v1/chat/completions";
@@ -223,8 +225,9 @@ fn bodies_without_end_are_cut_off_and_the_answer_arrives() {
 }
 
 #[test]
-fn regression_bodies_together_take_no_more_memory_than_four_of_the_longest() {
+fn regression_bodies_together_take_no_more_memory_than_there_is_for_requests() {
     let server = Server::with(&["--max-body", "64KiB"], Tenants::single(None).unwrap(), |app| {
+        app.room = Room::new(2 * 4 * bytes_to_parse(64_000));
         app.within.body = Duration::from_secs(2);
     });
     let whole = post(TEXT, "", vec![b' '; 64_000]);
@@ -238,6 +241,156 @@ fn regression_bodies_together_take_no_more_memory_than_four_of_the_longest() {
     // The room is there again.
     assert_eq!(server.ask(&whole).status, 400);
     server.assert_lives();
+}
+
+/// As completions name a token.
+fn name(tokenizer: &Tokenizer, id: u32) -> String {
+    match std::str::from_utf8(tokenizer.bytes(id)) {
+        Ok("") => tokenizer.token(id).unwrap().to_owned(),
+        Ok(text) => text.to_owned(),
+        Err(_) => format!("bytes:{}", tokenizer.bytes(id).escape_ascii()),
+    }
+}
+
+/// The values of a stream's events, without the last, which is no JSON.
+fn events(answer: &Answer) -> Vec<Value> {
+    let text = answer.text();
+    let mut events: Vec<&str> = text.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).collect();
+    assert_eq!(events.pop(), Some("[DONE]"));
+    events.into_iter().map(|event| serde_json::from_str(event).unwrap()).collect()
+}
+
+#[test]
+fn regression_logprobs_of_completions_tell_tokens_apart_and_where_they_begin() {
+    let server = Server::start();
+    let tokenizer = &server.app.opened.tokenizer;
+    for most in [0, 3] {
+        let mut body = json!({
+            "prompt": [5, 6], "max_tokens": 60, "ignore_eos": true, "seed": 3, "logprobs": most,
+        });
+        let answer = server.post(TEXT, body.to_string()).json();
+        let logprobs = &answer["choices"][0]["logprobs"];
+        let list = |name: &str| logprobs[name].as_array().unwrap().clone();
+        let names = list("tokens");
+        assert_eq!(names.len(), 60);
+        let ids = names.iter().map(|token| (0..VOCAB as u32).find(|id| name(tokenizer, *id) == *token).unwrap());
+        let (mut stream, mut text) = (tokenizer.stream(), String::new());
+        for (nth, id) in ids.enumerate() {
+            assert_eq!(list("text_offset")[nth], text.chars().count(), "token {nth}");
+            text.push_str(&stream.push(id));
+            let top = list("top_logprobs")[nth].as_object().unwrap().clone();
+            assert_eq!(top[names[nth].as_str().unwrap()], list("token_logprobs")[nth], "token {nth}");
+            assert!(top.len() == most || top.len() == most + 1, "{top:?}");
+        }
+        text.push_str(&stream.finish());
+        assert_eq!(answer["choices"][0]["text"], text);
+        // There are tokens that are no text, and tokens that have none.
+        assert!(names.iter().any(|name| name.as_str().unwrap().starts_with("bytes:\\x")), "{names:?}");
+        assert!(names.iter().any(|name| name.as_str().unwrap().starts_with("<unused")), "{names:?}");
+
+        body["stream"] = true.into();
+        let streamed = events(&server.post(TEXT, body.to_string()));
+        for member in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+            let of_chunk = |chunk: &Value| chunk["choices"][0]["logprobs"][member].as_array().cloned();
+            let all: Vec<Value> = streamed.iter().filter_map(of_chunk).flatten().collect();
+            assert_eq!(all, list(member), "{member}");
+        }
+    }
+    let echo = r#"{"prompt": [1], "echo": true, "logprobs": 0}"#;
+    let message = server.post(TEXT, echo).assert_error(400, INVALID, Some("logprobs"), Some("unsupported_value"));
+    assert!(message.contains("prompt"), "{message}");
+}
+
+#[test]
+fn regression_chunks_before_the_last_have_no_usage_but_say_so() {
+    let server = Server::start();
+    for (path, mut body) in [
+        (TEXT, json!({ "prompt": "a", "echo": true, "max_tokens": 3 })),
+        (CHAT, json!({ "messages": [{ "role": "user", "content": "a" }], "max_tokens": 3 })),
+    ] {
+        body["stream"] = true.into();
+        let chunks = events(&server.post(path, body.to_string()));
+        assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()), "{chunks:?}");
+        body["stream_options"] = json!({ "include_usage": true });
+        let mut chunks = events(&server.post(path, body.to_string()));
+        let last = chunks.pop().unwrap();
+        assert_eq!((&last["choices"], last["usage"]["completion_tokens"].is_u64()), (&json!([]), true));
+        assert!(chunks.iter().all(|chunk| chunk["usage"].is_null() && chunk.get("usage").is_some()), "{chunks:?}");
+    }
+}
+
+#[test]
+fn a_long_answer_is_sent_in_chunks_and_says_the_same_as_a_stream() {
+    let server = Server::start();
+    let mut body = json!({
+        "messages": [{ "role": "user", "content": "a" }], "n": 3, "max_tokens": 50, "ignore_eos": true, "seed": 1,
+        "logprobs": true, "top_logprobs": 20,
+    });
+    let answer = server.post(CHAT, body.to_string());
+    assert_eq!((answer.header("transfer-encoding"), answer.header("content-length")), (Some("chunked"), None));
+    let whole = answer.json();
+    assert_eq!((&whole["object"], &whole["model"]), (&json!("chat.completion"), &json!(MODEL)));
+    assert_eq!(whole["usage"]["completion_tokens"], 150);
+    body["stream"] = true.into();
+    let chunks = events(&server.post(CHAT, body.to_string()));
+    for (index, choice) in whole["choices"].as_array().unwrap().iter().enumerate() {
+        assert_eq!((&choice["index"], &choice["finish_reason"]), (&json!(index), &json!("length")));
+        let own: Vec<&Value> =
+            chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index).collect();
+        let text: String = own.iter().filter_map(|choice| choice["delta"]["content"].as_str()).collect();
+        let message = json!({ "role": "assistant", "refusal": null, "content": text });
+        assert_eq!(choice["message"], message);
+        let of_chunk = |choice: &&Value| choice["logprobs"]["content"].as_array().cloned();
+        let tokens: Vec<Value> = own.iter().filter_map(of_chunk).flatten().collect();
+        assert_eq!(choice["logprobs"], json!({ "content": tokens, "refusal": null }));
+        assert!(tokens.len() == 50 && tokens.iter().all(|token| token["top_logprobs"].as_array().unwrap().len() == 20));
+    }
+    let short = server.post(TEXT, r#"{"prompt": [1], "max_tokens": 2}"#);
+    assert!(short.header("content-length").is_some());
+}
+
+#[test]
+fn a_prompt_is_repeated_in_pieces_for_each_choice() {
+    let server = Server::start();
+    let prompt = "\"\u{fc}\u{1f600}\n".repeat(800);
+    let mut body = json!({ "prompt": prompt, "echo": true, "n": 2, "max_tokens": 2, "ignore_eos": true, "seed": 1 });
+    let whole = server.post(TEXT, body.to_string()).json();
+    body["stream"] = true.into();
+    let chunks = events(&server.post(TEXT, body.to_string()));
+    for index in 0..2 {
+        let own = chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index);
+        let texts: Vec<&str> = own.filter_map(|choice| choice["text"].as_str()).collect();
+        assert!(texts.len() > 2 && texts.iter().all(|text| text.len() <= 4096));
+        assert_eq!(whole["choices"][index]["text"], texts.concat());
+        assert!(texts.concat().starts_with(&prompt));
+    }
+}
+
+#[test]
+fn what_would_never_fit_into_memory_is_refused_with_what_to_do() {
+    let server = Server::with(&[], Tenants::single(None).unwrap(), |app| app.room = Room::new(2 << 20));
+    let mut body = json!({
+        "messages": [{ "role": "user", "content": "a" }], "n": 10, "max_tokens": 1000, "ignore_eos": true,
+        "logprobs": true, "top_logprobs": 20,
+    });
+    let answer = server.post(CHAT, body.to_string());
+    let message = answer.assert_error(400, INVALID, Some("top_logprobs"), Some("invalid_value"));
+    assert!(["'n'", "'max_tokens'", "Stream"].iter().all(|word| message.contains(word)), "{message}");
+    body["max_tokens"] = 2.into();
+    assert_eq!(server.post(CHAT, body.to_string()).status, 200);
+    let long = |bytes| json!({ "prompt": "a".repeat(bytes), "max_tokens": 1 }).to_string();
+    let answer = server.post(TEXT, long(30_000));
+    let message = answer.assert_error(400, INVALID, Some("prompt"), Some("invalid_value"));
+    assert!(message.contains("18724 bytes") && message.contains("--memory"), "{message}");
+    server.post(TEXT, long(300_000)).assert_error(400, INVALID, Some("prompt"), Some("context_length_exceeded"));
+    let choices = json!({ "prompt": vec![1; 10_000], "n": 100, "max_tokens": 1 }).to_string();
+    let message = server.post(TEXT, choices).assert_error(400, INVALID, None, None);
+    assert!(message.contains("--memory"), "{message}");
+    // All of it is there again.
+    let half = json!({ "prompt": "a".repeat(3000), "max_tokens": 1 }).to_string();
+    assert_eq!(server.post(TEXT, half).status, 200);
+    server.assert_nothing_is_held();
+    assert_eq!(server.app.room.free(), 2 << 20);
 }
 
 #[test]
@@ -571,4 +724,27 @@ fn a_model_file_that_changes_ends_answers_and_not_the_process() {
     server.get("/ready").assert_error(503, "server_error", None, Some("service_unavailable"));
     assert_eq!(server.get("/v1/models").status, 200);
     server.assert_nothing_is_held();
+}
+
+/// A tenant may never have what is larger than its own limit, so it is not told to try again.
+#[test]
+fn regression_a_prompt_beyond_a_tenants_blocks_is_refused_for_good() {
+    let tenants = r#"{"tenants": [{"name": "a", "token": "aaaaaaaa", "blocks": 2, "concurrency": 2}]}"#;
+    let server = Server::with(&["--page-size", "16KiB"], Tenants::parse(tenants).unwrap(), |_| {});
+    let own = 2 * server.app.opened.places.pool().layout().block_tokens() as usize;
+    let ask = |prompt: usize, more: &str| {
+        let body = format!(r#"{{"prompt": {:?}, "ignore_eos": true{more}}}"#, vec![1; prompt]);
+        server.ask(post(TEXT, "Authorization: Bearer aaaaaaaa\r\n", body))
+    };
+    ask(own, "").assert_error(400, INVALID, Some("prompt"), Some("context_length_exceeded"));
+    ask(10, &format!(r#", "max_tokens": {own}"#)).assert_error(
+        400,
+        INVALID,
+        Some("prompt"),
+        Some("context_length_exceeded"),
+    );
+    ask(1, r#", "n": 3"#).assert_error(400, INVALID, Some("n"), Some("invalid_value"));
+    let answer = ask(own - 5, r#", "max_tokens": 5"#);
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.json()["usage"]["completion_tokens"], 5);
 }

@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
-use futures_util::stream;
-use outcore_llm::{Message, Sampler, Unfinished};
+use futures_util::{StreamExt, stream};
+use outcore_llm::{Message, Sampler, Tokenizer, Unfinished};
 use serde_json::Value;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
 
 use super::reply::{Choice, Kind, Reply, Usage};
-use super::{App, axum_json, blocking, check_model};
+use super::room::Hold;
+use super::{App, blocking, check_model};
 use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
 use crate::open::Opened;
@@ -25,62 +26,134 @@ use crate::text::Stops;
 
 /// How often a stream says that it lives, while there is nothing else to say.
 const ALIVE_EVERY: Duration = Duration::from_secs(10);
+/// Answers are sent in chunks of so many bytes, and a little more.
+const CHUNK_BYTES: usize = 16 << 10;
+/// What a chat template writes for a turn, besides what was said, in bytes.
+const TURN_BYTES: usize = 64;
+/// What a choice takes besides tokens and texts, in bytes.
+const CHOICE_BYTES: usize = 1 << 10;
 
-/// Answers a request.
-pub async fn answer(app: Arc<App>, tenant: Tenant, request: Request, since: Instant) -> Result<Response, ApiError> {
+/// Answers a request, for which `hold` has room.
+pub async fn answer(
+    app: Arc<App>,
+    tenant: Tenant,
+    request: Request,
+    hold: Hold,
+    since: Instant,
+) -> Result<Response, ApiError> {
     if let Some(name) = &request.common.model {
         check_model(&app, name)?;
     }
     let stream = request.common.stream;
-    let writing = Writing::begin(app, tenant, request, since).await?;
+    let writing = Writing::begin(app, tenant, request, hold, since).await?;
     if stream { writing.stream().await } else { writing.whole().await }
 }
 
-/// The prompts' tokens, and their texts.
-async fn encode(app: &Arc<App>, kind: Kind, prompts: Vec<Prompt>) -> Result<Vec<(Vec<u32>, String)>, ApiError> {
-    let bytes: usize = prompts.iter().map(Prompt::bytes).sum();
-    let room = u32::try_from(bytes.min(app.opened.encoding)).unwrap_or(u32::MAX);
-    // Kept until it is done, also when nobody waits for it any more.
-    let room = app.encoding.clone().acquire_many_owned(room).await;
-    let room = room.map_err(|_| ApiError::internal("The server takes no more prompts."))?;
+/// A prompt's tokens, and its text where that is part of the answer.
+struct Encoded {
+    tokens: Vec<u32>,
+    echoed: Arc<str>,
+}
+
+impl Encoded {
+    /// Bytes of memory for so many choices: each has the tokens, and all have one text.
+    fn bytes(&self, choices: usize) -> usize {
+        choices * size_of_val(self.tokens.as_slice()) + self.echoed.len()
+    }
+}
+
+/// Turns prompts into tokens, for which `hold` then has room beside the prompts.
+async fn encode(
+    app: &Arc<App>,
+    kind: Kind,
+    prompts: Vec<Prompt>,
+    (echo, choices): (bool, usize),
+    mut hold: Hold,
+) -> Result<(Vec<Encoded>, Hold), ApiError> {
+    // They are encoded one after the other.
+    let mut most = 0;
+    for prompt in &prompts {
+        most = most.max(encoding_bytes(app, kind, text_bytes(app, prompt, echo))?);
+    }
+    let mut room = app.room.encoding(most).await?;
     let app = app.clone();
+    // Both are kept until it is done, also when nobody waits for it any more.
     blocking(move || {
-        let _room = room;
-        prompts.into_iter().map(|prompt| encode_one(&app, kind, prompt)).collect()
+        let mut bytes = hold.bytes();
+        let encoded = prompts.into_iter().map(|prompt| {
+            let one = encode_one(&app, kind, prompt, echo, &mut room)?;
+            bytes += one.bytes(choices);
+            hold.set(bytes)?;
+            Ok(one)
+        });
+        let encoded = encoded.collect::<Result<_, ApiError>>()?;
+        Ok((encoded, hold))
     })
     .await?
 }
 
-fn encode_one(app: &App, kind: Kind, prompt: Prompt) -> Result<(Vec<u32>, String), ApiError> {
-    let failed = |param: &'static str| {
-        move |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(param).code("invalid_value")
-    };
+/// Bytes of the text that is made of a prompt, or from which it is made.
+fn text_bytes(app: &App, prompt: &Prompt, echo: bool) -> usize {
+    match prompt {
+        Prompt::Text(text) => text.len(),
+        Prompt::Tokens(tokens) if echo => tokens.iter().map(|id| app.opened.tokenizer.bytes(*id).len()).sum(),
+        Prompt::Tokens(_) => 0,
+        Prompt::Chat(turns) => turns.iter().map(|turn| turn.role.len() + turn.content.len() + TURN_BYTES).sum(),
+    }
+}
+
+/// Bytes of memory that it takes to turn a text of so many bytes into tokens.
+fn encoding_bytes(app: &App, kind: Kind, text: usize) -> Result<usize, ApiError> {
+    let (bytes, most) = (text.saturating_mul(Tokenizer::ENCODING_BYTES), app.room.encoding_most());
+    if bytes <= most {
+        return Ok(bytes);
+    }
+    if text > app.opened.tokenizer.longest_text(app.opened.context) {
+        return Err(too_long(app, kind, "more tokens than that for the prompt"));
+    }
+    let message = format!(
+        "The prompt is longer than {} bytes, the most that this server turns into tokens. Shorten it, or start the \
+         server with more --memory.",
+        most / Tokenizer::ENCODING_BYTES
+    );
+    Err(ApiError::invalid(message).param(kind.prompt()).code("invalid_value"))
+}
+
+/// `room` is for the prompt's text, and grows if a chat's template writes more than was expected.
+fn encode_one(app: &App, kind: Kind, prompt: Prompt, echo: bool, room: &mut Hold) -> Result<Encoded, ApiError> {
+    let failed =
+        |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(kind.prompt()).code("invalid_value");
     let Opened { tokenizer, template, context, vocab, .. } = &app.opened;
     let (tokens, text) = match prompt {
         Prompt::Tokens(tokens) => {
+            if tokens.len() > *context {
+                return Err(too_long(app, kind, &format!("{} tokens for the prompt", tokens.len())));
+            }
             if let Some(wrong) = tokens.iter().find(|token| **token as usize >= *vocab) {
                 let message = format!("Invalid token: {wrong}, and the model has {vocab} tokens.");
                 return Err(ApiError::invalid(message).param("prompt").code("invalid_value"));
             }
-            let text = tokenizer.decode(&tokens);
+            let text = if echo { tokenizer.decode(&tokens) } else { String::new() };
             (Some(tokens), text)
         }
-        Prompt::Text(text) => (tokenizer.encode_at_most(&text, true, *context).map_err(failed("prompt"))?, text),
+        Prompt::Text(text) => (tokenizer.encode_at_most(&text, true, *context).map_err(failed)?, text),
         Prompt::Chat(messages) => {
             let Some(template) = template else {
                 let message = "This model has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
             let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
-            let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed("messages"))?;
-            (tokenizer.encode_chat_at_most(&text, *context).map_err(failed("messages"))?, String::new())
+            let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed)?;
+            let bytes = encoding_bytes(app, kind, text.len())?;
+            room.set(bytes.max(room.bytes()))?;
+            (tokenizer.encode_chat_at_most(&text, *context).map_err(failed)?, String::new())
         }
     };
     let tokens = tokens.ok_or_else(|| too_long(app, kind, "more tokens than that for the prompt"))?;
     if tokens.is_empty() {
         return Err(ApiError::invalid("The prompt has no tokens.").param("prompt").code("invalid_value"));
     }
-    Ok((tokens, text))
+    Ok(Encoded { tokens, echoed: if echo { text.into() } else { Arc::default() } })
 }
 
 fn too_long(app: &App, kind: Kind, requested: &str) -> ApiError {
@@ -88,16 +161,26 @@ fn too_long(app: &App, kind: Kind, requested: &str) -> ApiError {
         "This model's maximum context length is {} tokens. However, you requested {requested}. Please reduce their number.",
         app.opened.context
     );
-    let param = match kind {
-        Kind::Chat => "messages",
-        Kind::Completion => "prompt",
-    };
-    ApiError::invalid(message).param(param).code("context_length_exceeded")
+    ApiError::invalid(message).param(kind.prompt()).code("context_length_exceeded")
+}
+
+/// The longest sequence of a tenant whose blocks are limited.
+fn blocks_tokens(app: &App, tenant: &Tenant) -> usize {
+    let block = app.opened.places.pool().layout().block_tokens() as usize;
+    usize::try_from(tenant.options.blocks_most).unwrap_or(usize::MAX).saturating_mul(block)
 }
 
 /// How many tokens an answer to a prompt of so many may have.
-fn most_tokens(app: &App, kind: Kind, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
-    let left = app.opened.context.saturating_sub(prompt);
+fn most_tokens(app: &App, tenant: &Tenant, kind: Kind, prompt: usize, asked: Option<usize>) -> Result<usize, ApiError> {
+    let own = blocks_tokens(app, tenant);
+    if own < app.opened.context && prompt + asked.unwrap_or(1) > own {
+        let message = format!(
+            "This token may have {own} tokens of keys and values at a time, and the prompt has {prompt}. Shorten it, or \
+             ask for fewer tokens."
+        );
+        return Err(ApiError::invalid(message).param(kind.prompt()).code("context_length_exceeded"));
+    }
+    let left = app.opened.context.min(own).saturating_sub(prompt);
     if left == 0 || asked.is_some_and(|asked| asked > left) {
         let wanted = asked.map_or_else(String::new, |asked| format!(" and {asked} for the answer"));
         return Err(too_long(app, kind, &format!("{prompt} tokens for the prompt{wanted}")));
@@ -109,6 +192,23 @@ fn most_tokens(app: &App, kind: Kind, prompt: usize, asked: Option<usize>) -> Re
         }
         (asked, most) => Ok(asked.unwrap_or(left).min(most.unwrap_or(left))),
     }
+}
+
+/// Bytes of memory that so many tokens with logprobs take until a whole answer is sent.
+fn logprobs_bytes(app: &App, kind: Kind, tokens: usize, top: usize) -> Result<usize, ApiError> {
+    let (bytes, most) = (tokens.saturating_mul(Choice::token_bytes(top)), app.room.staying_most());
+    if bytes <= most {
+        return Ok(bytes);
+    }
+    let top = match kind {
+        Kind::Chat => "top_logprobs",
+        Kind::Completion => "logprobs",
+    };
+    let message = format!(
+        "The logprobs of {tokens} tokens would take {bytes} bytes of memory, and this server has {most} for a request. \
+         Stream the answer, or ask for less by 'n', 'max_tokens' or '{top}'."
+    );
+    Err(ApiError::invalid(message).param(top).code("invalid_value"))
 }
 
 fn sampler(sampling: &Sampling, seed: u64) -> Sampler {
@@ -144,6 +244,8 @@ struct Writing {
     alive: Interval,
     /// Tokens of each prompt.
     prompts: Vec<usize>,
+    /// Room for what it takes of memory. A long whole answer has it until it is sent.
+    hold: Option<Hold>,
     leave: Leave,
 }
 
@@ -156,21 +258,32 @@ struct Piece {
 }
 
 impl Writing {
-    async fn begin(app: Arc<App>, tenant: Tenant, request: Request, since: Instant) -> Result<Self, ApiError> {
+    async fn begin(
+        app: Arc<App>,
+        tenant: Tenant,
+        request: Request,
+        hold: Hold,
+        since: Instant,
+    ) -> Result<Self, ApiError> {
         let Request { prompts, echo, common } = request;
         let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
         let answers = prompts.len() * common.choices;
         let mut leave = tenant.enter(answers, Instant::now())?;
-        let encoded = encode(&app, kind, prompts).await?;
+        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices), hold).await?;
         let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
         let mut texts: Vec<Text> = Vec::with_capacity(answers);
         let mut jobs = Vec::with_capacity(encoded.len());
         let (mut usage, mut echoed) = (Usage::default(), Vec::new());
-        let prompt_lengths: Vec<usize> = encoded.iter().map(|(prompt, _)| prompt.len()).collect();
-        for (prompt, text) in encoded {
-            let most = most_tokens(&app, kind, prompt.len(), common.max_tokens)?;
+        let prompt_lengths: Vec<usize> = encoded.iter().map(|one| one.tokens.len()).collect();
+        let stops: usize = common.stop.iter().map(String::len).sum();
+        let mut bytes = common.bytes() + answers * (CHOICE_BYTES + stops);
+        bytes += encoded.iter().map(|one| one.bytes(common.choices)).sum::<usize>();
+        let mut tokens = 0;
+        for Encoded { tokens: prompt, echoed: text } in encoded {
+            let most = most_tokens(&app, &tenant, kind, prompt.len(), common.max_tokens)?;
+            tokens += common.choices * most;
             // Once for all choices of a prompt, as OpenAI's API counts.
             usage.prompt += prompt.len();
             leave.take(prompt.len() + most * common.choices, Instant::now())?;
@@ -182,7 +295,7 @@ impl Writing {
                     enough: sink.enough.clone(),
                     finished: false,
                 });
-                echoed.push(if echo { text.clone() } else { String::new() });
+                echoed.push(text.clone());
                 Job {
                     tenant: tenant.id,
                     prompt: prompt.clone(),
@@ -200,8 +313,13 @@ impl Writing {
             first.followers = of_prompt.collect();
             jobs.push(first);
         }
+        if let Some(top) = common.logprobs.filter(|_| !common.stream) {
+            bytes += logprobs_bytes(&app, kind, tokens, top)?;
+        }
+        hold.set(bytes)?;
         jobs.into_iter().try_for_each(|job| app.opened.engine.submit(job))?;
-        let reply = Reply::new(kind, app.name.clone(), common.logprobs.is_some(), echoed);
+        let with = [common.logprobs.is_some(), common.stream_usage];
+        let reply = Reply::new(kind, app.name.clone(), app.opened.tokenizer.clone(), with, echoed);
         let alive = interval_at(tokio::time::Instant::now() + ALIVE_EVERY, ALIVE_EVERY);
         Ok(Self {
             reply,
@@ -215,6 +333,7 @@ impl Writing {
             alive,
             app,
             prompts: prompt_lengths,
+            hold: Some(hold),
             leave,
         })
     }
@@ -269,15 +388,27 @@ impl Writing {
     }
 
     async fn whole(mut self) -> Result<Response, ApiError> {
-        let mut choices = self.reply.choices();
+        let mut choices: Vec<Choice> = self.texts.iter().map(|_| Choice::default()).collect();
         while self.open > 0 {
             let event = self.events.recv().await;
             let Some(piece) = self.received(event)? else { continue };
             if let Some(choice) = choices.get_mut(piece.index) {
-                choice.add(&self.app.opened.tokenizer, piece.text, piece.token, piece.finish);
+                choice.add(&piece.text, piece.token, piece.finish);
             }
         }
-        Ok(axum_json(&self.reply.whole(choices, &self.usage)))
+        let mut chunks = chunks(self.reply.whole(choices, &self.usage));
+        let first = chunks.next().unwrap_or_default();
+        // A short answer is ready and has a length; a long one is written as it is sent.
+        let body = if first.len() < CHUNK_BYTES {
+            Body::from(first)
+        } else {
+            let hold = self.hold.take();
+            Body::from_stream(stream::iter(std::iter::once(first).chain(chunks).map(move |chunk| {
+                let _held = &hold;
+                Ok::<_, std::convert::Infallible>(chunk)
+            })))
+        };
+        Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
     }
 
     /// Waits for the first event, so that what is refused by then has a status; then streams.
@@ -286,20 +417,18 @@ impl Writing {
             first = self.events.recv() => first,
             () = tokio::time::sleep(ALIVE_EVERY) => None,
         };
-        for chunk in self.reply.opening() {
-            self.ready.push_back(event(&chunk));
-        }
         if let Some((index, first)) = first {
             let piece = self.piece(index, first)?;
             self.say(piece);
         }
+        let opening = stream::iter(self.reply.opening().map(|chunk| event(&chunk)));
         let chunks = stream::unfold(Some(self), |writing| async move {
             let mut writing = writing?;
             let (chunk, ends) = writing.chunk().await;
-            Some((Ok::<_, std::convert::Infallible>(chunk), (!ends).then_some(writing)))
+            Some((chunk, (!ends).then_some(writing)))
         });
         let headers = [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8"), (header::CACHE_CONTROL, "no-cache")];
-        Ok((headers, Body::from_stream(chunks)).into_response())
+        Ok((headers, Body::from_stream(opening.chain(chunks).map(Ok::<_, std::convert::Infallible>))).into_response())
     }
 
     /// Has a piece sent.
@@ -308,7 +437,7 @@ impl Writing {
         // One chunk a token, also where its text is not known yet: clients measure by them.
         let is_said = token.is_some() || !text.is_empty();
         let mut choice = Choice::default();
-        choice.add(&self.app.opened.tokenizer, text, token, None);
+        choice.add(&text, token, None);
         if is_said {
             let chunk = self.reply.chunk(index, &choice, None);
             self.ready.push_back(event(&chunk));
@@ -329,8 +458,10 @@ impl Writing {
     /// The next bytes of a stream, and whether they are the last.
     async fn chunk(&mut self) -> (Bytes, bool) {
         loop {
-            // All that has come goes out together.
-            while let Ok((index, next)) = self.events.try_recv() {
+            // What has come goes out together, but not more than a chunk: a client may take it slowly.
+            while self.ready.iter().map(Bytes::len).sum::<usize>() < CHUNK_BYTES
+                && let Ok((index, next)) = self.events.try_recv()
+            {
                 match self.piece(index, next) {
                     Ok(piece) => self.say(piece),
                     Err(error) => return (self.broken_off(&error), true),
@@ -356,6 +487,18 @@ impl Writing {
         self.ready.push_back(event(&error.body()));
         self.ready.drain(..).flatten().collect::<Vec<u8>>().into()
     }
+}
+
+/// JSON that comes in pieces, in chunks that are worth sending.
+fn chunks(mut pieces: impl Iterator<Item = String>) -> impl Iterator<Item = Bytes> {
+    std::iter::from_fn(move || {
+        let mut chunk = String::new();
+        while chunk.len() < CHUNK_BYTES {
+            let Some(piece) = pieces.next() else { break };
+            chunk.push_str(&piece);
+        }
+        (!chunk.is_empty()).then(|| chunk.into())
+    })
 }
 
 /// One event of a stream.

@@ -3,6 +3,7 @@
 mod answer;
 mod connection;
 mod reply;
+mod room;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,7 +17,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::args::Args;
 use crate::error::ApiError;
@@ -26,9 +26,9 @@ use crate::tenants::{Tenant, Tenants};
 
 use connection::Client;
 pub use connection::serve;
+use room::Hold;
+pub use room::Room;
 
-/// All bodies that are being read take no more memory than so many of the longest ones.
-const BODIES: usize = 4;
 /// The page in the program itself.
 const PAGE: &str = include_str!("../page.html");
 
@@ -60,10 +60,8 @@ pub struct App {
     pub max_tokens: Option<usize>,
     /// The longest body.
     pub max_body: usize,
-    /// Bytes that bodies may still take, all together.
-    pub bodies: Arc<Semaphore>,
-    /// Bytes of prompts that may still be turned into tokens.
-    pub encoding: Arc<Semaphore>,
+    /// What requests may hold in memory.
+    pub room: Room,
     /// The most open connections.
     pub connections: usize,
     /// After this an answer is given up.
@@ -121,16 +119,16 @@ pub fn router(app: Arc<App>) -> Router {
 impl App {
     /// What the command line says.
     pub fn new(args: &Args, opened: Opened, tenants: Tenants) -> Self {
+        let room = Room::new(opened.room);
         let max_body = usize::try_from(args.max_body.get()).unwrap_or(usize::MAX);
         let of_file = || args.model.file_stem().map(|name| name.to_string_lossy().into_owned());
         Self {
-            encoding: Arc::new(Semaphore::new(opened.encoding.min(Semaphore::MAX_PERMITS))),
             tenants: tenants.sharing(opened.engine.places()),
             opened,
             name: args.name.clone().or_else(of_file).unwrap_or_else(|| "model".into()),
             max_tokens: args.max_tokens,
-            max_body,
-            bodies: Arc::new(Semaphore::new(max_body.saturating_mul(BODIES).min(Semaphore::MAX_PERMITS))),
+            max_body: max_body.min(request::longest_body(room.staying_most())),
+            room,
             connections: usize::from(args.connections).max(1),
             timeout: Duration::from_secs(args.timeout),
             within: Within::default(),
@@ -188,31 +186,8 @@ fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::refused(403, message))
 }
 
-/// A body, and its part of the room for all of them.
-#[derive(Default)]
-struct Whole {
-    bytes: Vec<u8>,
-    room: Option<OwnedSemaphorePermit>,
-}
-
-impl Whole {
-    fn add(&mut self, more: &[u8], room: &Arc<Semaphore>) -> Result<(), ApiError> {
-        let taken = u32::try_from(more.len()).ok().and_then(|len| room.clone().try_acquire_many_owned(len).ok());
-        let Some(taken) = taken else {
-            let message = "The server reads as many requests as it has room for. Try again.";
-            return Err(ApiError::unavailable(message, Some(Duration::from_secs(1))));
-        };
-        match &mut self.room {
-            Some(room) => room.merge(taken),
-            none => *none = Some(taken),
-        }
-        self.bytes.extend_from_slice(more);
-        Ok(())
-    }
-}
-
-/// The body, if it is JSON and not too long, and comes in time.
-async fn body(app: &App, request: HttpRequest) -> Result<Whole, ApiError> {
+/// The body, if it is JSON and not too long, and comes in time. It holds what parsing it will take.
+async fn body(app: &App, request: HttpRequest) -> Result<(Vec<u8>, Hold), ApiError> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case("application/json") {
@@ -227,16 +202,18 @@ async fn body(app: &App, request: HttpRequest) -> Result<Whole, ApiError> {
         return Err(too_long());
     }
     let read = async {
-        let (mut body, mut whole) = (request.into_body(), Whole::default());
+        let (mut body, mut whole, mut hold) = (request.into_body(), Vec::new(), app.room.staying());
         while let Some(frame) = body.frame().await {
             let frame = frame.map_err(|_| ApiError::invalid("The body ended before it was whole."))?;
             let Ok(more) = frame.into_data() else { continue };
-            if whole.bytes.len() + more.len() > app.max_body {
+            if whole.len() + more.len() > app.max_body {
                 return Err(too_long());
             }
-            whole.add(&more, &app.bodies)?;
+            hold.set(request::bytes_to_parse(whole.len() + more.len()))?;
+            whole.extend_from_slice(&more);
         }
-        Ok(whole)
+        whole.shrink_to_fit();
+        Ok((whole, hold))
     };
     tokio::time::timeout(app.within.body, read).await.unwrap_or_else(|_| {
         let message = format!("The body did not come within {} s.", app.within.body.as_secs_f64());
@@ -257,7 +234,10 @@ async fn create(
     let answering = async {
         let tenant = app.tenant(http.headers())?.clone();
         logged.tenant.clone_from(&tenant.name);
-        let request = parse(&body(&app, http).await?.bytes)?;
+        let (body, mut hold) = body(&app, http).await?;
+        let request = parse(&body)?;
+        drop(body);
+        hold.set(request.bytes())?;
         let gone = async {
             match client {
                 Some(client) => client.gone().await,
@@ -265,7 +245,7 @@ async fn create(
             }
         };
         tokio::select! {
-            answered = answer::answer(app.clone(), tenant, request, since) => answered,
+            answered = answer::answer(app.clone(), tenant, request, hold, since) => answered,
             () = gone => Err(ApiError::refused(LEFT, "The client has gone.")),
         }
     };

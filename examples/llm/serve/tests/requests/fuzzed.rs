@@ -49,4 +49,5 @@ fn accepted(request: &Request) {
     assert!(common.stop.len() <= 4 && common.stop.iter().all(|stop| (1..=1024).contains(&stop.len())), "{request:?}");
     assert!(common.logprobs.is_none_or(|most| most <= if is_chat { 20 } else { 5 }), "{request:?}");
     assert!(common.stream || !common.stream_usage, "{request:?}");
+    assert!(!echo || common.logprobs.is_none(), "{request:?}");
 }

@@ -20,8 +20,8 @@ fn valid() -> [Value; 4] {
         ],
         "tools": [], "tool_choice": "none", "response_format": { "type": "text" }, "metadata": { "k": "v" },
     });
-    let mut text = json!({ "prompt": ["a", "b"], "echo": true, "logprobs": 2, "best_of": 2, "n": 2, "suffix": "" });
-    let mut ids = json!({ "prompt": [[1, 2], [3]], "logit_bias": {}, "ignore_eos": true });
+    let mut text = json!({ "prompt": ["a", "b"], "echo": true, "best_of": 2, "n": 2, "suffix": "" });
+    let mut ids = json!({ "prompt": [[1, 2], [3]], "logit_bias": {}, "ignore_eos": true, "logprobs": 2 });
     let common = json!({
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": -3, "stop": ["x", "y"], "max_tokens": 7, "user": "u",
         "stream": true, "stream_options": { "include_usage": true, "include_obfuscation": false },
