@@ -91,24 +91,52 @@ def run_tests(name, path, module, threads, **environment):
     return out, skipped, why
 
 
-def tests(arguments, threads, *modules):
+def tests(arguments, *modules):
     """Runs modules of tests on the real driver. They are made for a GPU, so none of them may skip."""
     reasons = []
     for module in modules:
         name = module.split("::")[0]
-        _, skipped, why = run_tests(name, binary(arguments, "device"), module, threads, OUTCORE_REAL_CUDA="1")
+        _, skipped, why = run_tests(name, binary(arguments, "device"), module, 4, OUTCORE_REAL_CUDA="1")
         reasons += [why] if why else [f"{name} skipped {len(skipped)} tests"] if skipped else []
     if reasons:
         fail("; ".join(reasons))
 
 
+# No test of the device takes longer, unless something waits for ever.
+TEST_SECONDS = 15
+
+
 def device_suite(arguments):
-    # One by one: tests that hold a stream would hold up those of others, which have the same few queues of the GPU.
-    tests(arguments, 1, "suite::cuda_real")
+    """Runs the tests one by one, each in a process of its own, so that one that hangs is named and ends the others not."""
+    path = binary(arguments, "device")
+    status, out, errors = run([path, "suite::cuda_real", "--list"])
+    names = re.findall(r"^(\S+): test$", out, re.M)
+    if status or not names:
+        fail(f"the tests cannot be listed: {errors.strip()}")
+    passed, wrong, skipped = 0, [], 0
+    for name in names:
+        command = ["timeout", "--kill-after=5", TEST_SECONDS, path, "--exact", name, "--test-threads=1", "--show-output"]
+        status, out, errors = run(command, OUTCORE_REAL_CUDA="1")
+        skips = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
+        for line in skips:
+            record("note", text=line)
+        skipped += len(skips)
+        passed += status == 0 and not skips
+        if status:
+            wrong.append(f"{name} did not end within {TEST_SECONDS} s" if status in (124, 137) else f"{name} failed")
+            print(out[-2000:], errors[-2000:], sep="\n", file=sys.stderr)
+    number("suite: tests passed", "tests", [passed])
+    number("suite: tests failed", "tests", [len(wrong)])
+    if wrong:
+        fail("; ".join(wrong))
+    if not passed:
+        fail(f"{len(names)} tests, of which {skipped} were skipped: nothing was shown")
+    if skipped:
+        fail(f"suite skipped {skipped} tests")
 
 
 def runtime_suite(arguments):
-    tests(arguments, 4, "cuda::cuda_real", "pins_on_streams::cuda_real")
+    tests(arguments, "cuda::cuda_real", "pins_on_streams::cuda_real")
 
 
 # What is computed on the GPU, compared with the CPU: binary, module, and the lines whose largest error is judged. For

@@ -142,7 +142,9 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     let device = "[ \"$OUTCORE_REAL_CUDA\" = 1 ] || exit 9\n\
          ended() { echo \"test result: ok. $1 passed; 0 failed; 0 ignored\"; }\n\
          case $1 in\n\
-         suite::cuda_real) ended 0 ;;\n\
+         suite::cuda_real) for name in one two three; do echo \"suite::cuda_real::$name: test\"; done ;;\n\
+         --exact)\n\
+           case $2 in *one) echo 'SKIPPED one: no reason' ;; *two) exit 3 ;; *three) kill -s KILL $$ ;; esac ;;\n\
          cuda::cuda_real) ended 7 ;;\n\
          pins_on_streams::cuda_real) echo 'SKIPPED one: no reason'; ended 3 ;;\n\
          *) exit 8 ;;\n\
@@ -161,7 +163,9 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     assert_eq!(output.status.code(), Some(1), "{text}");
     let part = |name: &str| &results["parts"][name];
     assert_eq!(part("device-suite")["status"], "failed", "{text}");
-    assert!(part("device-suite")["error"].as_str().unwrap().contains("nothing was shown"), "{text}");
+    let error = part("device-suite")["error"].as_str().unwrap();
+    assert!(error.contains("suite::cuda_real::two failed; suite::cuda_real::three did not end"), "{text}");
+    assert_eq!(part("device-suite")["numbers"]["suite: tests passed"]["median"], 0, "{text}");
     // A test that is for a GPU must not skip on one.
     assert_eq!(part("runtime-suite")["status"], "failed", "{text}");
     assert!(part("runtime-suite")["error"].as_str().unwrap().contains("pins_on_streams skipped 1 tests"), "{text}");

@@ -95,8 +95,8 @@ pub async fn serve(app: Arc<App>, router: Router, listener: TcpListener, stop: i
 pub struct Client(Arc<TcpStream>);
 
 impl Client {
-    /// Waits until the client has closed its half of the connection. Bytes that nobody has read yet may lie before that:
-    /// hyper looks no further than these while an answer is written.
+    /// Waits until the client has closed its half of the connection. Bytes that nobody has read yet may lie before
+    /// that: while an answer is written, hyper looks no further than these.
     pub async fn gone(&self) {
         // Nobody has asked to be told of urgent bytes, so what makes this ready is the end.
         while self.0.ready(Interest::PRIORITY).await.is_ok_and(|ready| !ready.is_read_closed()) {
