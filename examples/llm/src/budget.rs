@@ -248,10 +248,12 @@ fn divide_gpu_of(
     prompt: usize,
     free: Bytes,
 ) -> crate::error::Result<Budgets> {
-    let page_size = wishes.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
-    let page = Bytes::new(page_size.bytes());
+    // Without a wish, the runtime takes pages of up to the usual size. What holds all of those holds all smaller ones.
+    let page_size = wishes.page_size.map_or(Ok(PageSize::USUAL_ON_GPU), PageSize::new)?;
+    let least_page = wishes.page_size.unwrap_or(Bytes::new(PageSize::DEFAULT.bytes()));
     // More frames than the model has pages are of no use.
-    let pages = Bytes::new(files.iter().map(|len| page_size.pages_for(len.get())).sum::<u64>() * page.get());
+    let pages = files.iter().map(|len| page_size.pages_for(len.get())).sum::<u64>();
+    let pages = Bytes::new(pages * page_size.bytes());
     let asked = wishes.device.map(|asked| asked.min(pages));
     let room = free.saturating_sub(GPU_HEADROOM);
     let least = working(1)?;
@@ -277,10 +279,10 @@ fn divide_gpu_of(
         .into());
     }
     // If a budget was asked for and is too small, the runtime refuses it.
-    if asked.is_none() && device < page {
+    if asked.is_none() && device < least_page {
         return Err(Error::new(
             ErrorKind::BudgetTooSmall,
-            format!("the GPU has {free} free: after the {besides} besides, that leaves no page of {page}"),
+            format!("the GPU has {free} free: after the {besides} besides, that leaves no page of {least_page}"),
         )
         .remedy("give a shorter prompt or fewer tokens, or end what else uses the GPU's memory")
         .into());

@@ -317,7 +317,13 @@ impl Tokenizer {
     }
 
     /// Bytes of memory that encoding takes for each byte of a text, at most.
-    pub const ENCODING_BYTES: usize = merge::BYTES_A_BYTE + 8;
+    pub fn encoding_bytes(&self) -> usize {
+        match self.encoder {
+            // By the sizes of what it keeps of each word; not measured.
+            Encoder::Hf(_) => 256,
+            Encoder::Bpe(..) | Encoder::Spm(..) => merge::BYTES_A_BYTE + 8,
+        }
+    }
 
     /// Keeps only what is needed to decode.
     pub fn into_decoder(self) -> Decoder {

@@ -39,6 +39,8 @@ const NETWORK: Bytes = Bytes::mib(16);
 const REQUESTS_PART: u64 = 32;
 /// The least and the most of that, in bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
+/// Bytes for each token of the vocabulary that choosing one takes.
+const CHOOSING: u64 = 20;
 /// Of each row of logits: the product by rows and by vectors.
 const LOGITS_COPIES: u64 = 2;
 
@@ -158,7 +160,10 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     };
     let room = Bytes::new((memory.get() / REQUESTS_PART).clamp(REQUESTS[0], REQUESTS[1]));
     let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
-    working.fixed = working.fixed + Bytes::new((concurrency + drafts) as u64 * row) + room + NETWORK;
+    // Each thread that chooses a token has the odds of all, and perhaps their order.
+    let choosing = (threads.min(concurrency) as u64 - 1) * config.vocab as u64 * CHOOSING;
+    working.fixed =
+        working.fixed + Bytes::new(choosing) + Bytes::new((concurrency + drafts) as u64 * row) + room + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);

@@ -3,7 +3,6 @@
 //! Fields: <https://platform.openai.com/docs/api-reference/chat/create> and `.../completions/create`. What OpenAI's API
 //! has and this server does not do is refused by name, unless the value asks for nothing; what nobody knows is refused
 //! too. Beyond OpenAI's API: `top_k`, `ignore_eos`, and prompts of token ids.
-
 //!
 //! Nothing of a body becomes a tree of values: members are looked up in its text, and what a [`Request`] has is copied
 //! from there once its size is known. So [`bytes_to_parse`] holds for every body.

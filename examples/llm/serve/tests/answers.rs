@@ -176,9 +176,12 @@ fn regression_an_answer_larger_than_what_may_be_active_is_not_passed_for_ever() 
     (1..=6).for_each(others);
     engine.submit(long.job(0, &sender)).unwrap();
     let mut asked = 6;
+    let mut begun = false;
     loop {
         match events.blocking_recv().unwrap() {
             (0, Event::Ended(_)) => break,
+            (0, Event::Begun(_)) => begun = true,
+            (nth, Event::Token(_) | Event::Begun(_)) if nth > 0 => assert!(!begun, "{nth} runs beside it"),
             (_, Event::Ended(_)) => {
                 asked += 1;
                 assert!(asked < 500, "the long answer still waits");
@@ -285,6 +288,28 @@ fn regression_a_tenants_limit_costs_no_other_tenant_its_parked_answers() {
     let recomputed = recomputed.lines().find(|line| line.starts_with("outcore_preemptions_total{how=\"recomputed\"}"));
     assert!(recomputed.is_none_or(|line| line.ends_with(" 0")), "{recomputed:?}");
     is_empty(&server);
+}
+
+/// Ten that begin at once, each within the limit, come to more than the limit together.
+#[test]
+fn regression_answers_of_a_tenant_at_its_limit_take_turns() {
+    let tenants = r#"{"tenants": [
+        {"name": "a", "token": "aaaaaaaa", "blocks": 8}, {"name": "b", "token": "bbbbbbbb"}
+    ]}"#;
+    for more in [None, Some("--speculate")] {
+        let args: Vec<&str> = PAGE.into_iter().chain(more).collect();
+        let server = Server::with(&args, Tenants::parse(tenants).unwrap(), |_| {});
+        let (sender, events) = channel(EVENTS);
+        for nth in 0..12 {
+            let prompt: Vec<u32> = (0..100).map(|n| ((n * 5 + nth * 13) % VOCAB as usize) as u32).collect();
+            let mut job = Question { prompt, most: 60, seed: 0, choices: 1 }.job(nth, &sender);
+            job.tenant = TenantId::new(if nth < 10 { 1 } else { 2 });
+            server.app.opened.engine.submit(job).unwrap();
+        }
+        let answers = collect(events, 12);
+        assert!(answers.iter().all(|answer| answer.len() == 60));
+        is_empty(&server);
+    }
 }
 
 #[test]

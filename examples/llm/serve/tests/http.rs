@@ -743,6 +743,13 @@ fn regression_a_prompt_beyond_a_tenants_blocks_is_refused_for_good() {
         Some("prompt"),
         Some("context_length_exceeded"),
     );
+    let many = format!(r#"{{"prompt": {:?}, "n": 8}}"#, vec![[1]; 16]);
+    server.ask(post(TEXT, "Authorization: Bearer aaaaaaaa\r\n", many)).assert_error(
+        400,
+        INVALID,
+        Some("n"),
+        Some("invalid_value"),
+    );
     ask(1, r#", "n": 3"#).assert_error(400, INVALID, Some("n"), Some("invalid_value"));
     let answer = ask(own - 5, r#", "max_tokens": 5"#);
     assert_eq!(answer.status, 200);

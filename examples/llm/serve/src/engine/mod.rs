@@ -47,7 +47,7 @@ pub struct Job {
 
 /// Events of an answer that may wait to be taken. A client that is further behind is given up: else what waits for
 /// clients that take nothing would be without bound.
-pub const BACKLOG: usize = 512;
+pub const BACKLOG: usize = 256;
 
 /// Where the tokens of an answer go: a channel that several answers share. When its other end is gone, so are they.
 #[derive(Clone, Debug)]
@@ -84,7 +84,7 @@ pub enum Event {
     /// There is no more.
     Ended(End),
     /// It was given up.
-    Failed(ApiError),
+    Failed(Box<ApiError>),
 }
 
 /// A token of an answer.
@@ -213,7 +213,7 @@ impl Engine {
     /// Hands an answer, and its followers, to the thread.
     ///
     /// # Errors
-    /// 400 for more answers than there are places; 429 if as many wait as may; 503 if the engine stops or cannot go on.
+    /// 429 if as many wait as may; 503 if the engine stops or cannot go on.
     pub fn submit(&self, job: Job) -> Result<(), ApiError> {
         if self.shared.stopping.load(Ordering::SeqCst) {
             return Err(stopping());
@@ -222,10 +222,6 @@ impl Engine {
             return Err(ApiError::unavailable(why, None));
         }
         let count = 1 + job.followers.len();
-        if count > self.places() {
-            let message = format!("{count} answers are asked for, and this server has places for {}.", self.places());
-            return Err(ApiError::invalid(message).param("n").code("invalid_value"));
-        }
         let unfinished = self.shared.unfinished.fetch_add(count, Ordering::SeqCst);
         if unfinished + count > self.places() {
             self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);

@@ -41,7 +41,10 @@ const DISK_UNKNOWN: f64 = 1e9;
 
 /// An answer, waiting or active.
 struct Answer {
+    /// Its prompt is the beginning of `tokens`.
     job: Job,
+    /// Tokens of the prompt.
+    prompt: usize,
     /// The prompt, and what was written.
     tokens: Vec<u32>,
     /// Its keys and values: while it is active, and while it is parked.
@@ -52,7 +55,8 @@ struct Answer {
     nth: u64,
     /// It needs more than there is room for beside anybody else: it is active when nobody else is.
     alone: bool,
-    begun: bool,
+    /// The tokens that its tenant's turn was taken to be, once it has begun.
+    charged: Option<u64>,
     /// Why it has all its tokens, if it has.
     ended: Option<End>,
     /// When its last token came.
@@ -60,14 +64,25 @@ struct Answer {
 }
 
 impl Answer {
-    fn new(job: Job) -> Self {
-        let tokens = job.prompt.clone();
-        let (session, permit, drafts) = (None, None, Drafts::default());
-        Self { job, tokens, session, permit, drafts, nth: 0, alone: false, begun: false, ended: None, last: None }
+    fn new(mut job: Job) -> Self {
+        let tokens = take(&mut job.prompt);
+        Self {
+            job,
+            prompt: tokens.len(),
+            tokens,
+            session: None,
+            permit: None,
+            drafts: Drafts::default(),
+            nth: 0,
+            alone: false,
+            charged: None,
+            ended: None,
+            last: None,
+        }
     }
 
     fn written(&self) -> usize {
-        self.tokens.len() - self.job.prompt.len()
+        self.tokens.len() - self.prompt
     }
 
     /// Tokens whose keys and values are there.
@@ -120,14 +135,15 @@ struct Chosen {
 impl Given<'_> {
     /// Chooses tokens, up to the first one behind which something else was drafted, or nothing.
     fn choose(&mut self, vocab: usize, context: usize, tokenizer: &Tokenizer) {
-        let (job, turn, chosen) = (&mut self.answer.job, self.turn, &mut self.chosen);
+        let (prompt, turn, chosen) = (self.answer.prompt, self.turn, &mut self.chosen);
+        let job = &mut self.answer.job;
         for (nth, row) in self.logits.chunks_exact(vocab).enumerate() {
             let id = job.sampler.sample(row);
             chosen.tokens.push(Token { id, logprobs: job.logprobs.map(|most| logprobs(row, id, most)) });
             let whole = self.answer.tokens.len() + chosen.tokens.len();
             if !job.ignore_end && tokenizer.is_end(id) {
                 chosen.ended = Some(End::Stop);
-            } else if whole - job.prompt.len() >= job.most || whole >= context {
+            } else if whole - prompt >= job.most || whole >= context {
                 chosen.ended = Some(End::Length);
             }
             if chosen.ended.is_some() || nth >= turn.drafted || turn.draft[nth] != id {
@@ -224,6 +240,11 @@ impl Scheduler {
 
     /// An answer neither waits nor runs any more.
     fn leave(&mut self, mut answer: Answer) {
+        let tenant = answer.job.tenant;
+        if let Some(charged) = answer.charged {
+            let more = answer.tokens.len() as f64 - charged as f64;
+            self.turns.ended(tenant, more / self.weight(tenant));
+        }
         self.line_up_followers(take(&mut answer.job.followers));
         // With its blocks.
         drop(answer);
@@ -231,7 +252,7 @@ impl Scheduler {
     }
 
     fn fail(&mut self, answer: Answer, error: ApiError) {
-        answer.send(Event::Failed(error));
+        answer.send(Event::Failed(Box::new(error)));
         self.leave(answer);
     }
 
@@ -288,6 +309,10 @@ impl Scheduler {
         tenants.into_iter().map(|(.., tenant)| tenant).collect()
     }
 
+    fn weight(&self, tenant: TenantId) -> f64 {
+        self.pool.tenant_options(tenant).active_weight.max(1).into()
+    }
+
     /// The tenant whose first in line came before all others.
     fn oldest(&self) -> Option<TenantId> {
         let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((line.front()?.job.received, *tenant)));
@@ -301,6 +326,10 @@ impl Scheduler {
 
     /// One of those who wait becomes active, or is given up. Returns false if nobody can.
     fn admit_one(&mut self) -> bool {
+        // One without a permit has more than all that may be active.
+        if self.running.iter().any(|answer| answer.permit.is_none()) {
+            return false;
+        }
         let oldest = self.oldest();
         let alone = |tenant: &TenantId| self.lines.get(tenant).and_then(VecDeque::front).is_some_and(|one| one.alone);
         if let Some(tenant) = oldest.filter(alone) {
@@ -365,11 +394,11 @@ impl Scheduler {
         }
         match session {
             Ok(session) => {
-                if !answer.begun {
-                    answer.begun = true;
-                    let weight = self.pool.tenant_options(tenant).active_weight.max(1);
-                    self.turns.begun(tenant, self.wanted(&answer) as f64 / f64::from(weight));
-                    self.metrics.begun(answer.job.prompt.len(), session.len(), answer.job.received.elapsed());
+                if answer.charged.is_none() {
+                    let charged = self.wanted(&answer);
+                    answer.charged = Some(charged);
+                    self.turns.begun(tenant, charged as f64 / self.weight(tenant));
+                    self.metrics.begun(answer.prompt, session.len(), answer.job.received.elapsed());
                     answer.send(Event::Begun(session.len()));
                 }
                 answer.session = Some(session);
@@ -393,12 +422,22 @@ impl Scheduler {
         true
     }
 
-    /// Whether a tenant may not have blocks for so many tokens more: then only its own can make room.
+    /// Whether the answers of a tenant, with one of so many tokens more, come to more blocks than it may have: then only
+    /// its own can make room. Those that run count with what the next pass gives them, since a pass that fails takes
+    /// back what it had appended.
     fn is_at_its_most(&self, tenant: TenantId, more: usize) -> bool {
-        let used = u64::from(self.pool.tenant_stats(tenant).used);
+        let most = self.pool.tenant_options(tenant).blocks_most;
+        if most == u32::MAX {
+            return false;
+        }
         // One more, since a block that others share is copied before it is written to.
-        let more = more.div_ceil(self.pool.layout().block_tokens() as usize) as u64 + 1;
-        used + more > u64::from(self.pool.tenant_options(tenant).blocks_most)
+        let blocks = |tokens: usize| tokens.div_ceil(self.pool.layout().block_tokens() as usize) as u64 + 1;
+        let own = |answer: &&Answer| answer.job.tenant == tenant;
+        let running = self.running.iter().filter(own).map(|answer| blocks(answer.tokens.len() + self.limits.drafts));
+        let waiting = self.lines.get(&tenant).into_iter().flatten();
+        let parked = waiting.filter(|answer| answer.session.is_some()).map(|answer| blocks(answer.read()));
+        let added = if more > 0 { blocks(more + self.limits.drafts) } else { 0 };
+        running.chain(parked).sum::<u64>() + added > most.into()
     }
 
     /// Gives up the keys and values of a parked answer, for one of this tenant that needs blocks for so many tokens.
@@ -507,20 +546,18 @@ impl Scheduler {
         self.fail(answer, api);
     }
 
-    /// Makes room for a turn for which there were no blocks: those of a parked answer, or of the one that became active
-    /// last. Returns false if there are none that would help.
+    /// Makes room for a turn for which there were no blocks: those of a parked answer, or of the answer of its tenant
+    /// that became active last, if the tenant may not have more. Returns false if there are none that would help.
     fn make_blocks(&mut self, turn: &Turn) -> bool {
         let tenant = self.running[turn.at].job.tenant;
-        if self.give_up_parked(tenant, turn.input.len()) {
+        if self.give_up_parked(tenant, 0) {
             return true;
         }
-        let only_own = self.is_at_its_most(tenant, turn.input.len());
-        let of_use = |answer: &&Answer| !only_own || answer.job.tenant == tenant;
-        if self.running.iter().filter(of_use).count() < 2 {
+        let own = self.running.iter().enumerate().filter(|(_, answer)| answer.job.tenant == tenant);
+        if !self.is_at_its_most(tenant, 0) || own.clone().count() < 2 {
             return false;
         }
-        let latest = self.running.iter().enumerate().filter(|(_, answer)| of_use(answer));
-        let Some(victim) = latest.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return false };
+        let Some(victim) = own.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return false };
         self.preempt(victim, Preempt::Recompute);
         true
     }

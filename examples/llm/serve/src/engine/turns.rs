@@ -25,6 +25,13 @@ impl Turns {
         self.clock = self.next(tenant);
         self.ends.insert(tenant, self.clock + tokens);
     }
+
+    /// A turn has ended, which took so much more than was thought, or less.
+    pub fn ended(&mut self, tenant: TenantId, more: f64) {
+        if let Some(end) = self.ends.get_mut(&tenant) {
+            *end += more;
+        }
+    }
 }
 
 #[cfg(test)]

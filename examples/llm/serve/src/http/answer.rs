@@ -9,7 +9,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
-use outcore_llm::{Message, Sampler, Tokenizer, Unfinished};
+use outcore_llm::{Message, Sampler, Unfinished};
 use serde_json::Value;
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
@@ -24,6 +24,9 @@ use crate::request::{Prompt, Request, Sampling};
 use crate::tenants::{Leave, Tenant};
 use crate::text::Stops;
 
+/// Bytes of an event that waits to be taken, and of each alternative in it.
+const EVENT_BYTES: usize = size_of::<(usize, Event)>();
+const TOP_BYTES: usize = size_of::<(u32, f32)>();
 /// How often a stream says that it lives, while there is nothing else to say.
 const ALIVE_EVERY: Duration = Duration::from_secs(10);
 /// Answers are sent in chunks of so many bytes, and a little more.
@@ -104,7 +107,8 @@ fn text_bytes(app: &App, prompt: &Prompt, echo: bool) -> usize {
 
 /// Bytes of memory that it takes to turn a text of so many bytes into tokens.
 fn encoding_bytes(app: &App, kind: Kind, text: usize) -> Result<usize, ApiError> {
-    let (bytes, most) = (text.saturating_mul(Tokenizer::ENCODING_BYTES), app.room.encoding_most());
+    let each = app.opened.tokenizer.encoding_bytes();
+    let (bytes, most) = (text.saturating_mul(each), app.room.encoding_most());
     if bytes <= most {
         return Ok(bytes);
     }
@@ -114,7 +118,7 @@ fn encoding_bytes(app: &App, kind: Kind, text: usize) -> Result<usize, ApiError>
     let message = format!(
         "The prompt is longer than {} bytes, the most that this server turns into tokens. Shorten it, or start the \
          server with more --memory.",
-        most / Tokenizer::ENCODING_BYTES
+        most / each
     );
     Err(ApiError::invalid(message).param(kind.prompt()).code("invalid_value"))
 }
@@ -267,7 +271,11 @@ impl Writing {
     ) -> Result<Self, ApiError> {
         let Request { prompts, echo, common } = request;
         let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
-        let answers = prompts.len() * common.choices;
+        let (answers, places) = (prompts.len().saturating_mul(common.choices), app.opened.engine.places());
+        if answers > places {
+            let message = format!("{answers} answers are asked for, and this server has places for {places}.");
+            return Err(ApiError::invalid(message).param("n").code("invalid_value"));
+        }
         let mut leave = tenant.enter(answers, Instant::now())?;
         let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices), hold).await?;
         let (sender, events) = channel(BACKLOG * answers);
@@ -280,13 +288,13 @@ impl Writing {
         let stops: usize = common.stop.iter().map(String::len).sum();
         let mut bytes = common.bytes() + answers * (CHOICE_BYTES + stops);
         bytes += encoded.iter().map(|one| one.bytes(common.choices)).sum::<usize>();
-        let mut tokens = 0;
+        let (mut tokens, mut taken) = (0, 0);
         for Encoded { tokens: prompt, echoed: text } in encoded {
             let most = most_tokens(&app, &tenant, kind, prompt.len(), common.max_tokens)?;
             tokens += common.choices * most;
             // Once for all choices of a prompt, as OpenAI's API counts.
             usage.prompt += prompt.len();
-            leave.take(prompt.len() + most * common.choices, Instant::now())?;
+            taken += prompt.len() + most * common.choices;
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
                 texts.push(Text {
@@ -313,10 +321,16 @@ impl Writing {
             first.followers = of_prompt.collect();
             jobs.push(first);
         }
-        if let Some(top) = common.logprobs.filter(|_| !common.stream) {
-            bytes += logprobs_bytes(&app, kind, tokens, top)?;
+        match common.logprobs {
+            Some(top) if !common.stream => bytes += logprobs_bytes(&app, kind, tokens, top)?,
+            // What a client may be behind. Whole answers are taken as they are written.
+            top if common.stream => {
+                bytes += tokens.min(BACKLOG * answers) * (EVENT_BYTES + top.map_or(0, |top| top * TOP_BYTES));
+            }
+            _ => {}
         }
         hold.set(bytes)?;
+        leave.take(taken, Instant::now())?;
         jobs.into_iter().try_for_each(|job| app.opened.engine.submit(job))?;
         let with = [common.logprobs.is_some(), common.stream_usage];
         let reply = Reply::new(kind, app.name.clone(), app.opened.tokenizer.clone(), with, echoed);
@@ -344,7 +358,7 @@ impl Writing {
         let first_of_prompt = index.is_multiple_of(self.choices);
         let Some(text) = self.texts.get_mut(index).filter(|text| !text.finished) else { return Ok(None) };
         let (piece, token, finish) = match event {
-            Event::Failed(error) => return Err(error),
+            Event::Failed(error) => return Err(*error),
             Event::Begun(cached) => {
                 if first_of_prompt {
                     self.usage.cached += cached;

@@ -346,7 +346,7 @@ fn open_runtime(
                 None => Ok(budget::keys_values(config, context)),
                 Some(_) => {
                     // Pages of a GPU are large: a short context takes more of them than its bytes would.
-                    let page = args.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
+                    let page = args.page_size.map_or(Ok(PageSize::USUAL_ON_GPU), PageSize::new)?;
                     let layout = outcore_llm::paged_kv::layout_in(config, page, context as u64)?;
                     let each = u64::from(layout.groups()) * layout.block_room().get();
                     Ok::<_, Error>(Bytes::new(each.saturating_mul(u64::from(blocks_for(&layout, context)))))
