@@ -398,8 +398,8 @@ mod tests {
 
     #[test]
     fn regression_there_are_no_more_frames_on_a_gpu_than_the_model_has_pages() {
-        // 61 MiB are 31 pages of 2 MiB.
-        let all = Bytes::mib(62 + 36);
+        // Of the usual pages, of 16 MiB, 61 MiB are four.
+        let all = Bytes::mib(64 + 48);
         for asked in [None, Some(Bytes::gib(100)), Some(all)] {
             let budgets = divided_gpu(asked, Bytes::gib(8)).unwrap();
             assert_eq!((budgets.device, budgets.device_asked), (all, asked.filter(|asked| *asked > all)));
@@ -407,6 +407,6 @@ mod tests {
         let budgets = divided_gpu(Some(Bytes::mib(50)), Bytes::gib(8)).unwrap();
         assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(50), None));
         let error = divided_gpu(Some(Bytes::gib(100)), Bytes::mib(200)).unwrap_err().to_string();
-        assert!(error.contains("98.0 MiB") && error.contains("at most"), "{error}");
+        assert!(error.contains("112.0 MiB") && error.contains("at most"), "{error}");
     }
 }

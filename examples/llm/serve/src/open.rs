@@ -36,7 +36,7 @@ const DRAFTS: usize = 32;
 /// What the network takes: threads, buffers of connections.
 const NETWORK: Bytes = Bytes::mib(16);
 /// Requests may hold one part in so many of the memory.
-const REQUESTS_PART: u64 = 32;
+const REQUESTS_PART: u64 = 64;
 /// The least and the most of that, in bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// Bytes for each token of the vocabulary that choosing one takes.

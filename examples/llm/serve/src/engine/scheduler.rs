@@ -386,8 +386,11 @@ impl Scheduler {
         let parked = answer.session.take();
         let mut session = match parked.map(resume) {
             Some(Ok(session)) => Ok(session),
-            // What did not come back is computed again.
-            Some(Err(_)) | None => self.begin_session(&answer),
+            Some(Err(error)) => {
+                tracing::debug!(error = error.in_full(), "what was parked did not come back, and is computed again");
+                self.begin_session(&answer)
+            }
+            None => self.begin_session(&answer),
         };
         while session.as_ref().is_err_and(is_full) && self.give_up_parked(tenant, answer.tokens.len()) {
             session = self.begin_session(&answer);
@@ -422,9 +425,9 @@ impl Scheduler {
         true
     }
 
-    /// Whether the answers of a tenant, with one of so many tokens more, come to more blocks than it may have: then only
-    /// its own can make room. Those that run count with what the next pass gives them, since a pass that fails takes
-    /// back what it had appended.
+    /// Whether the answers of a tenant, with one of so many tokens more, come to more blocks than it may have: then
+    /// only its own can make room. Those that run count with what the next pass gives them, since a pass that fails
+    /// takes back what it had appended.
     fn is_at_its_most(&self, tenant: TenantId, more: usize) -> bool {
         let most = self.pool.tenant_options(tenant).blocks_most;
         if most == u32::MAX {
