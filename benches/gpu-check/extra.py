@@ -109,7 +109,7 @@ TEST_SECONDS = 15
 def device_suite(arguments):
     """Runs the tests one by one, each in a process of its own, so that one that hangs is named and ends the others not."""
     path = binary(arguments, "device")
-    status, out, errors = run([path, "suite::cuda_real", "--list"])
+    status, out, errors = run([path, "suite::cuda_real", "--list"], OUTCORE_REAL_CUDA="1")
     names = re.findall(r"^(\S+): test$", out, re.M)
     if status or not names:
         fail(f"the tests cannot be listed: {errors.strip()}")

@@ -144,7 +144,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
          case $1 in\n\
          suite::cuda_real) for name in one two three; do echo \"suite::cuda_real::$name: test\"; done ;;\n\
          --exact)\n\
-           case $2 in *one) echo 'SKIPPED one: no reason' ;; *two) exit 3 ;; *three) kill -s KILL $$ ;; esac ;;\n\
+           case $2 in *one) echo 'SKIPPED one: no reason' ;; *two) exit 3 ;; *three) exit 124 ;; esac ;;\n\
          cuda::cuda_real) ended 7 ;;\n\
          pins_on_streams::cuda_real) echo 'SKIPPED one: no reason'; ended 3 ;;\n\
          *) exit 8 ;;\n\
