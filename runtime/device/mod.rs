@@ -274,8 +274,10 @@ pub enum StreamOp {
         len: u64,
     },
     /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the
-    /// same thread. On a CUDA device it must not call the CUDA driver. The device makes no such call there either:
-    /// within a closure it queues `map`, `submit`, `release` and `discard`, and refuses what it cannot queue.
+    /// same thread. On a CUDA device it must not wait for any other work of the device, nor for a thread that does: a
+    /// test that did so never ended on an H100 (CUDA's documentation of `cuLaunchHostFunc` forbids it). Nor must it
+    /// call the CUDA driver there. The device makes no such call there either: within a closure it queues `map`,
+    /// `submit`, `release` and `discard`, and refuses what it cannot queue.
     Call(Box<dyn FnOnce() + Send>),
     /// Do nothing. It ends when everything before it on the stream has ended, also what others put there.
     Mark,
