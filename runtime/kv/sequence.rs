@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use outcore::pin::{DevicePins, DevicePinsOn, HostPins};
-use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Tensor, Walker, Write};
+use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Scope, Tensor, Walker, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
@@ -126,6 +126,11 @@ impl ReadBlocks<'_> {
             None => self.pool.runtime().pin_set(&self.tensors),
         }
     }
+    /// Pins them in a scope, for a task that holds other guards meanwhile: see [`Scope`]. The scope's walker counts, not
+    /// the sequence's.
+    pub fn pin_in<'a>(&'a self, scope: &'a Scope) -> PinRequest<'a, HostPins<'a, Read>> {
+        scope.pin_set(&self.tensors)
+    }
     /// Pins them on the device, as a unit.
     pub fn pin_device(&self) -> PinRequest<'_, DevicePins<'_, Read>> {
         match self.walker {
@@ -165,6 +170,10 @@ impl WriteBlocks<'_> {
             Some(walker) => walker.pin_set_mut(&self.tensors),
             None => self.pool.runtime().pin_set_mut(&self.tensors),
         }
+    }
+    /// Pins them in a scope, as [`ReadBlocks::pin_in`].
+    pub fn pin_in<'a>(&'a mut self, scope: &'a Scope) -> PinRequest<'a, HostPins<'a, Write>> {
+        scope.pin_set_mut(&self.tensors)
     }
     /// Pins them on the device, as a unit.
     pub fn pin_device(&mut self) -> PinRequest<'_, DevicePins<'_, Write>> {

@@ -216,7 +216,8 @@ fn divide_of(
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
-/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`.
+/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. `page_of` says which
+/// pages a device budget gets where no size was asked for.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if
@@ -227,6 +228,7 @@ pub fn divide_gpu(
     working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
+    page_of: impl Fn(Bytes) -> outcore::Result<PageSize>,
 ) -> crate::error::Result<Budgets> {
     let host = ProcessMemory::now()?.resident + OWN_GROWTH + STAGING + wishes.host;
     if let Some(cap) = wishes.memory.filter(|cap| host > *cap) {
@@ -238,7 +240,7 @@ pub fn divide_gpu(
         .into());
     }
     check_host(host, &MemoryLimit::detect()?)?;
-    divide_gpu_of(wishes, files, working, prompt, free)
+    divide_gpu_of(wishes, files, working, prompt, free, page_of)
 }
 
 fn divide_gpu_of(
@@ -247,13 +249,27 @@ fn divide_gpu_of(
     working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
+    page_of: impl Fn(Bytes) -> outcore::Result<PageSize>,
 ) -> crate::error::Result<Budgets> {
-    // Without a wish, the runtime takes pages of up to the usual size. What holds all of those holds all smaller ones.
-    let page_size = wishes.page_size.map_or(Ok(PageSize::USUAL_ON_GPU), PageSize::new)?;
-    let least_page = wishes.page_size.unwrap_or(Bytes::new(PageSize::DEFAULT.bytes()));
     // More frames than the model has pages are of no use.
-    let pages = files.iter().map(|len| page_size.pages_for(len.get())).sum::<u64>();
-    let pages = Bytes::new(pages * page_size.bytes());
+    let all =
+        |size: PageSize| Bytes::new(files.iter().map(|len| size.pages_for(len.get())).sum::<u64>() * size.bytes());
+    let pages = all(match wishes.page_size {
+        Some(asked) => PageSize::new(asked)?,
+        None => {
+            // A smaller budget has no larger pages, and smaller pages come to no more: this ends at the size that the
+            // budget for all pages of it has.
+            let mut size = PageSize::USUAL_ON_GPU;
+            loop {
+                let next = page_of(all(size))?;
+                if next >= size {
+                    break size;
+                }
+                size = next;
+            }
+        }
+    });
+    let least_page = wishes.page_size.unwrap_or(Bytes::new(PageSize::DEFAULT.bytes()));
     let asked = wishes.device.map(|asked| asked.min(pages));
     let room = free.saturating_sub(GPU_HEADROOM);
     let least = working(1)?;
@@ -374,7 +390,12 @@ mod tests {
     }
 
     fn divided_gpu(device: Option<Bytes>, free: Bytes) -> crate::error::Result<Budgets> {
-        divide_gpu_of(wishes(None, device), &[Bytes::mib(61), Bytes::mib(36)], on_gpu, WORKING.prompt, free)
+        // As a runtime chooses: 16 MiB, or less where the budget holds fewer than twelve.
+        let page_of = |budget: Bytes| {
+            let size = [16, 8, 4].map(Bytes::mib).into_iter().find(|size| budget.get() / size.get() >= 12);
+            PageSize::new(size.unwrap_or(Bytes::mib(2)))
+        };
+        divide_gpu_of(wishes(None, device), &[Bytes::mib(61), Bytes::mib(36)], on_gpu, WORKING.prompt, free, page_of)
     }
 
     #[test]
@@ -398,8 +419,8 @@ mod tests {
 
     #[test]
     fn regression_there_are_no_more_frames_on_a_gpu_than_the_model_has_pages() {
-        // Of the usual pages, of 16 MiB, 61 MiB are four.
-        let all = Bytes::mib(64 + 48);
+        // 104 MiB hold twelve pages of 8 MiB.
+        let all = Bytes::mib(64 + 40);
         for asked in [None, Some(Bytes::gib(100)), Some(all)] {
             let budgets = divided_gpu(asked, Bytes::gib(8)).unwrap();
             assert_eq!((budgets.device, budgets.device_asked), (all, asked.filter(|asked| *asked > all)));
@@ -407,6 +428,6 @@ mod tests {
         let budgets = divided_gpu(Some(Bytes::mib(50)), Bytes::gib(8)).unwrap();
         assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(50), None));
         let error = divided_gpu(Some(Bytes::gib(100)), Bytes::mib(200)).unwrap_err().to_string();
-        assert!(error.contains("112.0 MiB") && error.contains("at most"), "{error}");
+        assert!(error.contains("104.0 MiB") && error.contains("at most"), "{error}");
     }
 }

@@ -804,3 +804,25 @@ fn sequences_read_what_their_own_tokens_give() {
         random_work(seed, 150);
     }
 }
+
+/// Two tasks, each of which holds a block and asks for what the other holds the frame of.
+#[test]
+fn pins_in_scopes_do_not_wait_for_each_other_for_ever() {
+    // Two frames.
+    let runtime = runtime(2);
+    let pool = pool(&runtime, 8);
+    let [one, other] = [A, B].map(|tenant| Said::begin(&pool, tenant, &tokens(0..64)).unwrap());
+    let scopes = ["one", "other"].map(|label| runtime.scope().label(label).open().unwrap());
+    let [mine, more] = [0..32, 32..64].map(|positions| one.sequence.read(0, positions).unwrap());
+    let [theirs, theirs_more] = [0..32, 32..64].map(|positions| other.sequence.read(0, positions).unwrap());
+    let held = mine.pin_in(&scopes[0]).wait().unwrap();
+    let held_by_other = theirs.pin_in(&scopes[1]).wait().unwrap();
+    std::thread::scope(|threads| {
+        let waits = threads.spawn(|| more.pin_in(&scopes[0]).wait().map(drop));
+        let told = theirs_more.pin_in(&scopes[1]).wait().map(drop).map_err(|error| error.kind());
+        assert_eq!(told, Err(ErrorKind::WouldDeadlock));
+        drop(held_by_other);
+        waits.join().unwrap().unwrap();
+    });
+    drop(held);
+}

@@ -346,7 +346,7 @@ fn open_runtime(
                 None => Ok(budget::keys_values(config, context)),
                 Some(_) => {
                     // Pages of a GPU are large: a short context takes more of them than its bytes would.
-                    let page = args.page_size.map_or(Ok(PageSize::USUAL_ON_GPU), PageSize::new)?;
+                    let page = args.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
                     let layout = outcore_llm::paged_kv::layout_in(config, page, context as u64)?;
                     let each = u64::from(layout.groups()) * layout.block_room().get();
                     Ok::<_, Error>(Bytes::new(each.saturating_mul(u64::from(blocks_for(&layout, context)))))
@@ -354,14 +354,16 @@ fn open_runtime(
             })
             .transpose()?,
     );
-    let wishes =
-        Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
+    // Blocks of keys and values on a GPU: larger pages would have room for thousands of tokens of a layer.
+    let of_blocks = (args.paged_kv && gpu.is_some()).then_some(Bytes::new(PageSize::DEFAULT.bytes()));
+    let asked = args.page_size.or(of_blocks);
+    let wishes = Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: asked };
     let store = match args.depth {
         Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
         None => StoreOptions::new(args.io),
     };
     let builder = Runtime::builder().for_model(files.header()).lookahead(args.prefetch).store(store);
-    let builder = match args.page_size {
+    let builder = match asked {
         Some(size) => builder.page_size(PageSize::new(size)?),
         None => builder,
     };
@@ -377,7 +379,9 @@ fn open_runtime(
                 true => CudaSession::paged_memory(config, pass),
                 false => CudaSession::memory(config, context, pass),
             };
-            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
+            let builder = builder.clone().device(args.device.factory());
+            let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
+            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?, page_of)?
         }
     };
     // A GPU has pages of its own size.
