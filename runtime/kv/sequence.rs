@@ -126,8 +126,8 @@ impl ReadBlocks<'_> {
             None => self.pool.runtime().pin_set(&self.tensors),
         }
     }
-    /// Pins them in a scope, for a task that holds other guards meanwhile: see [`Scope`]. The scope's walker counts, not
-    /// the sequence's.
+    /// Pins them in a scope, for a task that holds other guards meanwhile: see [`Scope`]. The scope's walker counts,
+    /// not the sequence's.
     pub fn pin_in<'a>(&'a self, scope: &'a Scope) -> PinRequest<'a, HostPins<'a, Read>> {
         scope.pin_set(&self.tensors)
     }
