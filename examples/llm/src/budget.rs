@@ -216,8 +216,8 @@ fn divide_of(
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
-/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. `page_of` says which
-/// size pages have with a device budget, where nobody asked for one.
+/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. Where nobody asked
+/// for a page size, `page_of` says which one a device budget has.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if
