@@ -83,8 +83,12 @@ impl Watch {
             }
         });
         let report = settings.report.clone().filter(|_| timeline.is_some());
-        let seen =
-            Seen { timeline, samples: Samples::default(), written: Instant::now(), anonymous: None, of_files: 0 };
+        let mut samples = Samples::default();
+        if timeline.is_some() {
+            // However short the run is, it has a beginning and an end.
+            samples.push(Counts::of(&runtime.stats(), Duration::ZERO));
+        }
+        let seen = Seen { timeline, samples, written: Instant::now(), anonymous: None, of_files: 0 };
         let this = Arc::new(Self {
             limit,
             gauge: Gauge::open(),

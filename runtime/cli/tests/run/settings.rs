@@ -322,6 +322,25 @@ if len(sys.argv) == 2:
     }
 }
 
+/// A program may end before the thread that watches has looked once.
+#[test]
+fn regression_a_short_run_is_drawn_from_its_beginning() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 40 << 20);
+    let report = folder.path().join("run.json");
+    let (said, told) = with(&["--budget", "8MiB", "--report", report.to_str().unwrap()], MAPPED, &path);
+    assert_eq!(said, "mapped\n", "{told}");
+    let written = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let written: Vec<_> = written.filter(|path| path.display().to_string().contains("run.json")).collect();
+    let [file] = written.as_slice() else { panic!("{written:?}") };
+    let run: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    let samples = run["run"]["samples"].as_array().unwrap();
+    assert!(samples.len() > 1 && samples[0]["at"] == 0.0 && samples[0]["read_bytes"] == 0, "{run}");
+}
+
 #[test]
 fn a_report_that_cannot_be_written_is_told_and_the_program_runs() {
     if !can_run() {
