@@ -70,15 +70,20 @@ def passed_tests(output):
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
 
 
+def report_skipped(output):
+    """The lines of tests that skipped, because the machine lacks something. They do not count as tests that passed."""
+    skipped = [line.strip() for line in output.splitlines() if line.startswith("SKIPPED")]
+    for line in skipped:
+        record("note", text=line)
+    return skipped
+
+
 def run_tests(name, path, module, threads, **environment):
     """Runs the tests of a module, which the results call `name`. How many passed, what they printed, and why the part is to fail, or None."""
     # The output of tests that pass is shown too: it says what they skipped, and what they measured.
     status, out, errors = run([path, module, f"--test-threads={threads}", "--show-output"], **environment)
     passed, failed = passed_tests(out)
-    # Some tests skip where the machine lacks something. That is reported, and does not count as a test that passed.
-    skipped = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
-    for line in skipped:
-        record("note", text=line)
+    skipped = report_skipped(out + errors)
     number(f"{name}: tests passed", "tests", [passed - len(skipped)])
     number(f"{name}: tests failed", "tests", [failed])
     why = None
@@ -117,9 +122,7 @@ def device_suite(arguments):
     for name in names:
         command = ["timeout", "--kill-after=5", TEST_SECONDS, path, "--exact", name, "--test-threads=1", "--show-output"]
         status, out, errors = run(command, OUTCORE_REAL_CUDA="1")
-        skips = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
-        for line in skips:
-            record("note", text=line)
+        skips = report_skipped(out + errors)
         skipped += len(skips)
         passed += status == 0 and not skips
         if status:
