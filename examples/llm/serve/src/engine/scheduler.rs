@@ -303,8 +303,8 @@ impl Scheduler {
     /// Tenants of whom somebody waits, the one whose turn is next first: the one whose [turn](Turns) begins first, and
     /// of equals the one whose first in line came first.
     fn tenants_who_wait(&self) -> Vec<TenantId> {
-        let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((*tenant, line.front()?.job.received)));
-        let mut tenants: Vec<_> = firsts.map(|(tenant, since)| (self.turns.next(tenant), since, tenant)).collect();
+        let mut tenants: Vec<_> =
+            self.firsts().map(|(since, tenant)| (self.turns.next(tenant), since, tenant)).collect();
         tenants.sort_by(|one, other| one.0.total_cmp(&other.0).then((one.1, one.2).cmp(&(other.1, other.2))));
         tenants.into_iter().map(|(.., tenant)| tenant).collect()
     }
@@ -313,10 +313,9 @@ impl Scheduler {
         self.pool.tenant_options(tenant).active_weight.max(1).into()
     }
 
-    /// The tenant whose first in line came before all others.
-    fn oldest(&self) -> Option<TenantId> {
-        let firsts = self.lines.iter().filter_map(|(tenant, line)| Some((line.front()?.job.received, *tenant)));
-        firsts.min().map(|(_, tenant)| tenant)
+    /// When each tenant's first in line came.
+    fn firsts(&self) -> impl Iterator<Item = (Instant, TenantId)> {
+        self.lines.iter().filter_map(|(tenant, line)| Some((line.front()?.job.received, *tenant)))
     }
 
     /// Those who wait become active, while there is room.
@@ -330,7 +329,7 @@ impl Scheduler {
         if self.running.iter().any(|answer| answer.permit.is_none()) {
             return false;
         }
-        let oldest = self.oldest();
+        let oldest = self.firsts().min().map(|(_, tenant)| tenant);
         let alone = |tenant: &TenantId| self.lines.get(tenant).and_then(VecDeque::front).is_some_and(|one| one.alone);
         if let Some(tenant) = oldest.filter(alone) {
             // Nobody begins before it: else it would wait for as long as others come.
@@ -353,11 +352,9 @@ impl Scheduler {
                 }
                 // It needs more than there is room for beside anybody else.
                 Err(_) => {
-                    self.lines
-                        .get_mut(&tenant)
-                        .and_then(VecDeque::front_mut)
-                        .into_iter()
-                        .for_each(|one| one.alone = true);
+                    if let Some(first) = self.lines.get_mut(&tenant).and_then(VecDeque::front_mut) {
+                        first.alone = true;
+                    }
                     if oldest == Some(tenant) {
                         return self.running.is_empty() && self.begin(tenant, None);
                     }
@@ -392,7 +389,9 @@ impl Scheduler {
             }
             None => self.begin_session(&answer),
         };
-        while session.as_ref().is_err_and(is_full) && self.give_up_parked(tenant, answer.tokens.len()) {
+        while session.as_ref().is_err_and(is_full)
+            && self.give_up_parked(tenant, self.is_at_its_most(tenant, answer.tokens.len()))
+        {
             session = self.begin_session(&answer);
         }
         match session {
@@ -443,10 +442,9 @@ impl Scheduler {
         running.chain(parked).sum::<u64>() + added > most.into()
     }
 
-    /// Gives up the keys and values of a parked answer, for one of this tenant that needs blocks for so many tokens.
-    /// They are computed again. Returns false if there are none that would help.
-    fn give_up_parked(&mut self, tenant: TenantId, more: usize) -> bool {
-        let only_own = self.is_at_its_most(tenant, more);
+    /// Gives up the keys and values of a parked answer, of this tenant or of any. They are computed again. Returns
+    /// false if there are none.
+    fn give_up_parked(&mut self, tenant: TenantId, only_own: bool) -> bool {
         let lines = self.lines.iter_mut().filter(|(of, _)| !only_own || **of == tenant);
         let mut answers = lines.flat_map(|(_, line)| line.iter_mut().rev());
         let Some(parked) = answers.find(|answer| answer.session.is_some()) else { return false };
@@ -553,11 +551,12 @@ impl Scheduler {
     /// that became active last, if the tenant may not have more. Returns false if there are none that would help.
     fn make_blocks(&mut self, turn: &Turn) -> bool {
         let tenant = self.running[turn.at].job.tenant;
-        if self.give_up_parked(tenant, 0) {
+        let only_own = self.is_at_its_most(tenant, 0);
+        if self.give_up_parked(tenant, only_own) {
             return true;
         }
         let own = self.running.iter().enumerate().filter(|(_, answer)| answer.job.tenant == tenant);
-        if !self.is_at_its_most(tenant, 0) || own.clone().count() < 2 {
+        if !only_own || own.clone().count() < 2 {
             return false;
         }
         let Some(victim) = own.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return false };
