@@ -92,8 +92,13 @@ impl BatchedCopy {
 ///
 /// 1. Any thread may call, as long as it holds a [`Current`](Self::Current). [`GpuDevice`](crate::GpuDevice) holds none
 ///    while it runs others' code.
-/// 2. No call waits for the device, except [`finish`](Self::finish), [`finish_stream`](Self::finish_stream),
-///    [`finish_event`](Self::finish_event), and copies of host memory that is not locked.
+/// 2. Calls that put something on a stream may wait until the driver's queue has room: [`record`](Self::record),
+///    [`wait`](Self::wait), [`copy_in`](Self::copy_in), [`copy_out`](Self::copy_out),
+///    [`copy_batch`](Self::copy_batch), [`zero`](Self::zero) and [`call`](Self::call). That lasts until enough of what
+///    is queued has ended. CUDA has room for about 1000 operations. [`finish`](Self::finish),
+///    [`finish_stream`](Self::finish_stream), [`finish_event`](Self::finish_event), and copies of host memory that is
+///    not locked wait for work to end. No other call waits for the device, and while one of these waits, calls from
+///    other threads go on.
 /// 3. Operations of one stream run in the order of the calls. An event covers what was on its stream when it was
 ///    recorded.
 /// 4. A call may fail with the error of earlier work. If the GPU is lost by that, the failure is

@@ -139,6 +139,8 @@ api! {
     set_driver_version = c"fakecuda_set_driver_version": fn(i32);
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
     set_granularity = c"fakecuda_set_granularity": fn(u64);
+    set_queue_depth = c"fakecuda_set_queue_depth": fn(u64);
+    waiting_for_room = c"fakecuda_waiting_for_room": fn() -> usize;
     restart = c"fakecuda_restart": fn();
     set_bare = c"fakecuda_set_bare": fn(bool);
     set_delay = c"fakecuda_set_delay": fn(u64, u64);
@@ -345,6 +347,15 @@ impl Fake {
     /// Sets the allocation granularity, a multiple of 4096; 2 MiB at the start.
     pub fn set_granularity(&self, bytes: u64) {
         (api().set_granularity)(bytes);
+    }
+    /// How many operations a stream's queue holds; 1024 at the start. While it is full, calls that put more on the
+    /// stream wait.
+    pub fn set_queue_depth(&self, depth: u64) {
+        (api().set_queue_depth)(depth);
+    }
+    /// How many calls wait because a queue is full.
+    pub fn waiting_for_room(&self) -> usize {
+        (api().waiting_for_room)()
     }
     /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
     /// set before anything is mapped.

@@ -5,6 +5,7 @@
 mod choice;
 mod cuda;
 mod cuda_mapper;
+mod cuda_queue;
 mod cuda_reaper;
 mod cuda_rig;
 mod cuda_streams;

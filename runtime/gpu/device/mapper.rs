@@ -18,7 +18,10 @@
 //!    up.
 //! 4. While a caller maps a page itself, the thread takes nothing up and does not end: an operation on that page may be
 //!    queued meanwhile. Once it has `ended`, nothing is queued any more.
-//! 5. A thread on which the driver runs a closure does nothing itself: it queues the work, because the driver must not
+//! 5. The thread submits what waited for a page, so a full queue of that stream holds it up. The copies of the device's
+//!    own streams end by themselves, and with them that wait. A caller who lets copies to absent pages wait on a stream
+//!    of its own, and fills that stream's queue, holds up mappings until the queue has room.
+//! 6. A thread on which the driver runs a closure does nothing itself: it queues the work, because the driver must not
 //!    be called there.
 
 use std::collections::VecDeque;
@@ -110,11 +113,6 @@ impl<D: Driver> Mapper<D> {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State<D>> {
         self.state.lock()
-    }
-
-    /// The locked state, unless it is locked already.
-    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State<D>>> {
-        self.state.try_lock()
     }
 
     pub(super) fn get_mut(&mut self) -> &mut Layout<D> {

@@ -15,9 +15,12 @@
 //! # Invariants
 //!
 //! 1. A stream with items is in the inbox or watched, once; `watched` in its state says so. `watched` is set with the
-//!    stream locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
-//! 2. The thread ends when the device is closed and no stream has items: no stream gets any more then.
+//!    stream's state locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
+//! 2. The thread ends when the device is closed, no submission is [under way](Reaper::submitting), and no stream has
+//!    items: no stream gets any more then.
 //! 3. The sink is called with no lock held, and the driver [left](Driver::enter).
+//! 4. The thread takes no lock that anybody holds over a call of the driver. Such calls wait while a queue of the
+//!    driver's is full, which may last as long as the work in it, and the reports of all other streams must go on.
 //!
 //! # Failure
 //!
@@ -28,6 +31,7 @@
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -59,6 +63,10 @@ struct State<D: Driver> {
 }
 
 pub(super) struct Reaper<D: Driver> {
+    /// Submissions that may still queue items.
+    submitting: AtomicUsize,
+    /// As in the state, for submitters.
+    closing: AtomicBool,
     state: Mutex<State<D>>,
     work: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -67,7 +75,8 @@ pub(super) struct Reaper<D: Driver> {
 impl<D: Driver> Reaper<D> {
     pub(super) fn new() -> Self {
         let state = State { inbox: Vec::new(), closing: false };
-        Self { state: Mutex::new(state), work: Condvar::new(), thread: Mutex::default() }
+        let (submitting, closing) = Default::default();
+        Self { submitting, closing, state: Mutex::new(state), work: Condvar::new(), thread: Mutex::default() }
     }
 
     pub(super) fn start(core: &Arc<Core<D>>) -> Result<()> {
@@ -83,6 +92,13 @@ impl<D: Driver> Reaper<D> {
         Ok(())
     }
 
+    /// Keeps the thread from ending while the returned value lives. Whoever submits has one from before it finds its
+    /// stream open until its items are queued.
+    pub(super) fn submitting(&self) -> Submitting<'_, D> {
+        self.submitting.fetch_add(1, Ordering::SeqCst);
+        Submitting(self)
+    }
+
     /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
     pub(super) fn watch(&self, stream: Arc<Stream<D>>) {
         self.state.lock().inbox.push(stream);
@@ -94,7 +110,10 @@ impl<D: Driver> Reaper<D> {
 
     /// Lets the thread end when all work on the streams has been reported. The streams accept no more by now.
     pub(super) fn begin_close(&self) {
-        self.state.lock().closing = true;
+        let mut state = self.state.lock();
+        state.closing = true;
+        self.closing.store(true, Ordering::SeqCst);
+        drop(state);
         self.work.notify_one();
     }
 
@@ -108,6 +127,22 @@ impl<D: Driver> Reaper<D> {
                 .remedy("report this as a bug"));
         }
         Ok(())
+    }
+}
+
+/// A submission that is under way.
+#[must_use]
+pub(super) struct Submitting<'a, D: Driver>(&'a Reaper<D>);
+
+impl<D: Driver> Drop for Submitting<'_, D> {
+    fn drop(&mut self) {
+        let Self(reaper) = self;
+        // The count goes down before `closing` is read, and the thread reads them in the other order: one of the two
+        // sees what the other has written.
+        if reaper.submitting.fetch_sub(1, Ordering::SeqCst) == 1 && reaper.closing.load(Ordering::SeqCst) {
+            drop(reaper.state.lock());
+            reaper.work.notify_one();
+        }
     }
 }
 
@@ -171,7 +206,7 @@ impl<D: Driver> Worker<D> {
             None => {
                 drop(current.take());
                 while state.inbox.is_empty() {
-                    if state.closing {
+                    if state.closing && reaper.submitting.load(Ordering::SeqCst) == 0 {
                         return false;
                     }
                     reaper.work.wait(&mut state);

@@ -36,6 +36,8 @@ pub struct Driver {
     /// Copies and kernels that are running. Host functions are not counted, because the thread that loses the device
     /// may hold what they wait for.
     pub running: usize,
+    /// Calls that wait because a queue is full.
+    pub waiting_for_room: usize,
     /// No stream starts anything while set.
     pub held: bool,
     pub contexts: Contexts,
@@ -86,6 +88,7 @@ impl Driver {
             timelines: Vec::new(),
             workers: 0,
             running: 0,
+            waiting_for_room: 0,
             held: false,
             contexts: Contexts::default(),
             streams: HashMap::new(),

@@ -147,6 +147,7 @@ pub extern "C" fn cuEventSynchronize(handle: u64) -> CuResult {
 pub extern "C" fn cuStreamWaitEvent(stream: u64, handle: u64, _flags: u32) -> CuResult {
     enter("cuStreamWaitEvent", Need::Context, |driver| {
         let stream = stream::find(driver, "cuStreamWaitEvent", stream)?;
+        stream::wait_for_room(driver, stream)?;
         let point = find(driver, "cuStreamWaitEvent", handle)?.point.clone();
         let (timeline, capturing) =
             driver.streams.get(&stream).map(|s| (s.timeline, s.capture.is_some())).ok_or(ERROR_INVALID_HANDLE)?;

@@ -179,6 +179,19 @@ pub extern "C" fn fakecuda_set_granularity(bytes: u64) {
     lock().config.granularity = bytes.next_multiple_of(4096).max(4096);
 }
 
+/// Sets how many operations a stream's queue holds. While it is full, calls that put more on the stream wait.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_queue_depth(depth: u64) {
+    lock().config.queue_depth = depth.max(1);
+    notify();
+}
+
+/// How many calls wait because a queue is full.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_waiting_for_room() -> usize {
+    lock().waiting_for_room
+}
+
 /// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page
 /// tables. Only a call's bookkeeping is left, so that the program above can be measured.
 #[unsafe(no_mangle)]

@@ -101,6 +101,8 @@ pub struct Config {
     pub link: [u64; 2],
     pub attributes: BTreeMap<i32, i32>,
     pub granularity: u64,
+    /// How many operations a stream's queue holds: further ones wait in their calls.
+    pub queue_depth: u64,
     /// Copies, fills and events end when they are submitted, move nothing, and are not judged.
     pub bare: bool,
     /// What the next kernel to run reads to its end first: a pipe keeps it running until its writer closes it.
@@ -126,6 +128,7 @@ impl Config {
             ],
             attributes: BTreeMap::new(),
             granularity: 2 << 20,
+            queue_depth: variable("FAKECUDA_QUEUE_DEPTH").unwrap_or(1024).max(1),
             bare: false,
             gate: std::env::var_os("FAKECUDA_GATE").map(PathBuf::from),
         }
