@@ -20,19 +20,22 @@ pub struct Failure {
     /// A capture into a graph forbids the call, or the call asks about something captured. It says nothing about the
     /// device; the call has done nothing.
     pub captured: bool,
+    /// The process is exiting: the driver has shut down and answers no call any more. That is the end of any program
+    /// that returns from `main` with an open runtime, and no fault of the device.
+    pub exiting: bool,
 }
 
 impl Failure {
     /// The failure for not waiting for a stream that is being captured, because the wait would spoil the capture.
     pub(crate) fn captured(error: Error) -> Self {
-        Self { error, fatal: false, captured: true }
+        Self { error, fatal: false, captured: true, exiting: false }
     }
 }
 
 /// A refusal: neither is the device lost, nor is it about a capture.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { error, fatal: false, captured: false }
+        Self { error, fatal: false, captured: false, exiting: false }
     }
 }
 
@@ -102,7 +105,8 @@ impl BatchedCopy {
 /// 3. Operations of one stream run in the order of the calls. An event covers what was on its stream when it was
 ///    recorded.
 /// 4. A call may fail with the error of earlier work. If the GPU is lost by that, the failure is
-///    [fatal](Failure::fatal).
+///    [fatal](Failure::fatal). If the driver has shut down because the process exits, every call
+///    [says so](Failure::exiting).
 /// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything
 ///    that uses it has ended, and drops the driver last.
 /// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of

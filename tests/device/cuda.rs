@@ -227,6 +227,49 @@ fn a_device_lost_in_a_pass_leaves_the_process_alive() {
     fake.take_findings();
 }
 
+/// Each of these codes means that the context is gone. The error names it, says what happened, and what to do.
+#[test]
+fn regression_every_way_to_lose_a_gpu_is_a_lost_device_by_name() {
+    let Some(fake) = Fake::load_or_skip("regression_every_way_to_lose_a_gpu_is_a_lost_device_by_name") else { return };
+    let ways = [
+        (201, "CUDA_ERROR_INVALID_CONTEXT", "cudaDeviceReset"),
+        (226, "CUDA_ERROR_CONTAINED", "Xid 94"),
+        (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "cudaDeviceReset"),
+        (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "compute-sanitizer"),
+        (999, "CUDA_ERROR_UNKNOWN", "kernel log"),
+    ];
+    let file = synthetic(&[3 << 20]);
+    for (code, name, happened) in ways {
+        let runtime = builder(3, 0).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        check(&runtime, &model, &file, 0).unwrap();
+        // One call fails with it. That this is the end is known from the code, and not from later calls.
+        fake.fail_nth("cuCtxPushCurrent", 1, code);
+        let error = check(&runtime, &model, &file, 0).and_then(|()| check(&runtime, &model, &file, 0)).unwrap_err();
+        assert_explained(&error, ErrorKind::Device, &["cuda:0", "lost", name, happened], &["start the program again"]);
+        assert!(runtime.close().unwrap_err().to_string().contains(name));
+        drop(model);
+        fake.take_findings();
+    }
+}
+
+/// Another library resets the GPU under an open runtime.
+#[test]
+fn a_reset_by_others_is_a_lost_device() {
+    let Some(fake) = Fake::load_or_skip("a_reset_by_others_is_a_lost_device") else { return };
+    let file = synthetic(&[3 << 20]);
+    let runtime = builder(3, 0).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    check(&runtime, &model, &file, 0).unwrap();
+    // SAFETY: the call takes a number.
+    unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) }.result().unwrap();
+    let error = check(&runtime, &model, &file, 0).unwrap_err();
+    assert_explained(&error, ErrorKind::Device, &["cuda:0", "lost", "cudaDeviceReset"], &["start the program again"]);
+    assert!(runtime.close().is_err());
+    drop(model);
+    fake.take_findings();
+}
+
 /// The error of `close` says which bytes are lost. It reports consecutive pages as one range.
 #[test]
 fn a_lost_device_names_what_was_only_there() {

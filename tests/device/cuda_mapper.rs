@@ -14,7 +14,8 @@ use outcore_testkit::{fake_cuda as control, harness};
 
 const OUT_OF_MEMORY: u32 = 2;
 const NOT_SUPPORTED: u32 = 801;
-const UNKNOWN: u32 = 999;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 /// Waits until the `n`th call of a function has begun, which the driver holds.
 fn in_call(fake: &Fake, name: &str, n: u64) {
@@ -90,7 +91,7 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
     let maps: Vec<_> = (1..9).map(|n| (n as u32, n)).collect();
     // The first batch fails, and so does the third of its copies; the second batch goes through.
     together(&fake, &rig, (0, 0), &maps, || {
-        fake.fail_nth("cuMemcpyBatchAsync", 1, UNKNOWN);
+        fake.fail_nth("cuMemcpyBatchAsync", 1, REFUSED);
         fake.fail_nth("cuMemcpyHtoDAsync", 3, OUT_OF_MEMORY);
         (1..9).for_each(|n| rig.copy_in(n as u32, n as u8, n));
     });
@@ -169,12 +170,12 @@ fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
     type Refuse = fn(&Fake, &Rig);
     let cases: [(&str, Refuse, &[u64]); 5] = [
         ("map", |fake, _| fake.fail_nth("cuMemMap", 3, OUT_OF_MEMORY), &[2]),
-        ("access for the run", |fake, _| fake.fail_nth("cuMemSetAccess", 2, UNKNOWN), &[]),
+        ("access for the run", |fake, _| fake.fail_nth("cuMemSetAccess", 2, REFUSED), &[]),
         (
             "access for the run and a page",
             |fake, _| {
-                fake.fail_nth("cuMemSetAccess", 2, UNKNOWN);
-                fake.fail_nth("cuMemSetAccess", 4, UNKNOWN);
+                fake.fail_nth("cuMemSetAccess", 2, REFUSED);
+                fake.fail_nth("cuMemSetAccess", 4, REFUSED);
             },
             &[2],
         ),
@@ -191,8 +192,8 @@ fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
             |fake, rig| {
                 (1..5).for_each(|n| rig.map(n, 39 + u64::from(n)));
                 (40..44).for_each(|page| assert!(rig.byte_at(page).is_some()));
-                fake.fail_nth("cuMemUnmap", 1, UNKNOWN);
-                fake.fail_nth("cuMemUnmap", 5, UNKNOWN);
+                fake.fail_nth("cuMemUnmap", 1, REFUSED);
+                fake.fail_nth("cuMemUnmap", 5, REFUSED);
             },
             &[4],
         ),

@@ -15,7 +15,8 @@ use outcore::device::{Device, RawStream, StreamId, StreamKind, StreamOp, Token};
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness};
 
 const ILLEGAL_ADDRESS: u32 = 700;
-const UNKNOWN: u32 = 999;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 fn adopt(rig: &Rig, stream: &Arc<CudaStream>) -> StreamId {
     // SAFETY: the tests keep the stream until the device is closed.
@@ -160,7 +161,7 @@ fn what_the_driver_will_not_say_is_waited_for() {
     let Some(fake) = Fake::load_or_skip("what_the_driver_will_not_say_is_waited_for") else { return };
     let rig = Rig::new(4);
     rig.map(1, 1);
-    fake.fail_from("cuEventQuery", 1, UNKNOWN);
+    fake.fail_from("cuEventQuery", 1, REFUSED);
     for byte in 1..5 {
         rig.copy_in(1, byte, 1);
         rig.sink.take(1).pop().unwrap().1.unwrap();

@@ -24,6 +24,8 @@ use outcore_pager::State;
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness, models};
 
 const PAGE: u64 = 2 << 20;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 /// `copy(const void* from, void* to, u64 len)`, without the body.
 const COPY: &str = ".version 9.0\n.target sm_90\n.address_size 64\n\n.visible .entry copy(\n\t.param .u64 copy_param_0,\n\
@@ -443,7 +445,7 @@ fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
             fake.hold_stream(foreign.stream.cu_stream(), true);
             foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
             let fired = fake.fired();
-            (1..=count).for_each(|n| fake.fail_nth(call, n, 999));
+            (1..=count).for_each(|n| fake.fail_nth(call, n, REFUSED));
             end(guard, &stream).unwrap();
             assert_eq!(fake.fired() - fired, count, "{call}");
             assert_eq!(runtime.evict(&tensors[0]), 0, "{call}: the kernel has not run");
@@ -1291,7 +1293,7 @@ fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_st
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch_at(device.raw_stream(stream).unwrap(), 0, 0, 0);
         let before = fake.calls("cuCtxSynchronize");
-        fake.fail_nth("cuCtxPushCurrent", 1, 999);
+        fake.fail_nth("cuCtxPushCurrent", 1, REFUSED);
         device.submit(stream, StreamOp::Mark, Some(Token(1)));
         wait_for("the mark, or who waits for the kernel", || {
             marks.told.load(Ordering::Acquire) || fake.calls("cuCtxSynchronize") > before

@@ -4,6 +4,7 @@
 
 mod choice;
 mod cuda;
+mod cuda_exit;
 mod cuda_mapper;
 mod cuda_queue;
 mod cuda_reaper;

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use outcore::device::{DeviceAddress, FrameId};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
+use super::not_given_back;
 use crate::driver::{Driver, Failure, Outcome};
 
 /// Marks a page of a reservation without a frame.
@@ -294,11 +295,7 @@ impl<D: Driver> Layout<D> {
 
     /// Gives everything back, as far as the driver allows. No change is under way.
     pub(super) fn clear(&mut self, driver: &D, current: &D::Current<'_>) {
-        let log = |outcome: Outcome| {
-            if let Err(failure) = outcome {
-                tracing::warn!(error = %failure.error, "give memory of the GPU back");
-            }
-        };
+        let log = |outcome: Outcome| outcome.unwrap_or_else(|failure| not_given_back(&failure));
         let mut stuck = Vec::new();
         for frame in std::mem::take(&mut self.frames) {
             if let Some(at) = frame.at {
@@ -344,9 +341,7 @@ pub(super) fn create<D: Driver>(
             Ok(memory) => made.push(memory),
             Err(failure) => {
                 for memory in made {
-                    if let Err(failure) = driver.release(current, memory) {
-                        tracing::warn!(error = %failure.error, "give a frame back");
-                    }
+                    driver.release(current, memory).unwrap_or_else(|failure| not_given_back(&failure));
                 }
                 return Err(failure);
             }
@@ -422,7 +417,7 @@ pub(super) fn carry_out<D: Driver>(changes: &mut [Change<D::Memory>], page: u64,
         if let Some(at) = changes[index].at {
             match driver.unmap(current, DeviceAddress::new(at), Bytes::new(page)) {
                 Ok(()) => changes[index].at = None,
-                Err(failure) => tracing::warn!(error = %failure.error, "unmap a frame that cannot be accessed"),
+                Err(failure) => not_given_back(&failure),
             }
         }
         changes[index].refused = Some(failure);

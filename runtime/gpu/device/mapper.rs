@@ -126,7 +126,7 @@ impl<D: Driver> Mapper<D> {
     /// If there is no such frame or page; if the device is closed or lost. Errors of the driver go to the operations
     /// that use the page.
     pub(super) fn map(&self, core: &Core<D>, frame: FrameId, address: u64, here: bool) -> Result<()> {
-        core.healthy()?;
+        core.healthy().inspect_err(|_| core.keep_still())?;
         let mut state = self.state.lock();
         if state.closing {
             return Err(closed(&core.name));

@@ -10,6 +10,13 @@
 //! [fatal](Failure::fatal) failure, and by any error from waiting for the end of an operation: everything later then
 //! fails with that first error, and the process goes on.
 //!
+//! # Exit
+//!
+//! A process may exit with a live runtime. Its threads then run on while the driver [shuts down](Failure::exiting), for
+//! as long as exit handlers take. Nothing has failed, so nobody is to hear of a failure: whoever calls the device is
+//! held back for [`EXIT`], and so are reports. If the process still lives after that, an exit handler waits for this
+//! device. Then all that is outstanding ends with an error, so that nothing waits for ever.
+//!
 //! # Locking
 //!
 //! Calls of the driver may wait (rule 2 of its [contract](Driver)): a submission waits while the driver's queue is full.
@@ -32,6 +39,8 @@ use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Poll;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use outcore::device::parts::{STRICT, closed, report_apart};
 use outcore::device::{
@@ -85,6 +94,9 @@ impl<D: Driver> Streams<D> {
     }
 }
 
+/// How long the device keeps still when the driver has shut down: longer than a process takes to exit.
+const EXIT: Duration = Duration::from_secs(1);
+
 struct Core<D: Driver> {
     name: String,
     number: u32,
@@ -106,6 +118,8 @@ struct Core<D: Driver> {
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams<D>>,
     poison: OnceLock<Error>,
+    /// When the driver was found to have shut down.
+    exiting: OnceLock<Instant>,
     /// Declared, and so dropped, after everything that lives in it.
     driver: D,
     /// Dropped last: when it goes, nothing is left.
@@ -145,18 +159,39 @@ impl<D: Driver> Core<D> {
         poison.clone()
     }
 
+    /// Takes the device for lost because of a failure, or notes that the process exits.
+    fn lose(&self, failure: Failure) -> Error {
+        if !failure.exiting {
+            return self.poison(failure.error);
+        }
+        self.exiting.get_or_init(Instant::now);
+        let poison = self.poison.get_or_init(|| {
+            let message = format!("the process is exiting, and its {} driver has shut down", D::NAME);
+            let error = Error::new(ErrorKind::Closed, message).caused_by(failure.error);
+            error.remedy("close the runtime before the end of `main`, if anything waits for it then")
+        });
+        poison.clone()
+    }
+
     fn note(&self, failure: Failure) -> Error {
-        if failure.fatal { self.poison(failure.error) } else { failure.error }
+        if failure.fatal || failure.exiting { self.lose(failure) } else { failure.error }
     }
 
     fn done<T>(&self, outcome: Outcome<T>) -> Result<T> {
-        outcome.map_err(|failure| self.note(failure))
+        outcome.map_err(|failure| self.note(failure)).inspect_err(|_| self.keep_still())
+    }
+
+    /// If the process exits, gives it the time to.
+    fn keep_still(&self) {
+        if let Some(since) = self.exiting.get() {
+            thread::sleep(EXIT.saturating_sub(since.elapsed()));
+        }
     }
 
     /// # Errors
     /// The first error that cost the device; a refusal in a closure on a stream; errors of the driver.
     fn enter(&self) -> Result<D::Current<'_>> {
-        self.healthy()?;
+        self.healthy().inspect_err(|_| self.keep_still())?;
         self.not_in_closure()?;
         self.done(self.driver.enter())
     }
@@ -286,19 +321,25 @@ impl<D: Driver> Drop for Core<D> {
         }
         let current = match self.driver.enter() {
             Ok(current) => current,
-            Err(failure) => return tracing::warn!(error = %failure.error, "give the GPU's memory back"),
+            Err(failure) => return not_given_back(&failure),
         };
         for event in self.events.get_mut().drain(..) {
-            if let Err(failure) = self.driver.destroy_event(&current, event) {
-                tracing::warn!(error = %failure.error, "destroy an event of the GPU");
-            }
+            self.driver.destroy_event(&current, event).unwrap_or_else(|failure| not_given_back(&failure));
         }
         for bounce in self.bounces.get_mut().drain(..) {
-            if let Err(failure) = self.driver.free_locked(&current, bounce) {
-                tracing::warn!(error = %failure.error, "free locked host memory");
-            }
+            self.driver.free_locked(&current, bounce).unwrap_or_else(|failure| not_given_back(&failure));
         }
         self.mapper.get_mut().clear(&self.driver, &current);
+    }
+}
+
+/// Logs that something was not given back to the driver. At the exit of the process nothing has to be.
+fn not_given_back(failure: &Failure) {
+    let error = &failure.error;
+    if failure.exiting {
+        tracing::debug!(%error, "left to the end of the process");
+    } else {
+        tracing::warn!(%error, "something of the GPU's was not given back");
     }
 }
 
@@ -384,6 +425,7 @@ impl<D: Driver> GpuDevice<D> {
                 locked: RwLock::default(),
                 streams: RwLock::new(Streams { all: Vec::new(), closed: false }),
                 poison: OnceLock::new(),
+                exiting: OnceLock::new(),
                 driver,
                 sink,
             }),
@@ -674,8 +716,10 @@ impl<D: Driver> Drop for GpuDevice<D> {
             self.core.reaper.begin_close();
             return;
         }
-        if let Err(error) = self.close() {
-            tracing::error!(%error, "the {} device ended with a failure", D::NAME);
+        match self.close() {
+            Err(error) if self.core.exiting.get().is_some() => tracing::debug!(%error),
+            Err(error) => tracing::error!(%error, "the {} device ended with a failure", D::NAME),
+            Ok(()) => {}
         }
     }
 }

@@ -26,7 +26,7 @@
 //!
 //! If the driver gives an error in place of an answer, the reaper waits: for the event or, if there is none, for
 //! everything on the stream. If that fails too the device is lost, and the work on the stream ends with the first
-//! error. But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
+//! error. (While the process [exits](super) nothing is reported at first.) But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
 //! again after a nap.
 
 use std::num::NonZeroU64;
@@ -182,6 +182,7 @@ impl<D: Driver> Worker<D> {
             self.ask(&core, &mut current);
             if !self.done.is_empty() {
                 drop(current.take());
+                core.keep_still();
                 report(&core.sink, &mut self.done);
             }
         }
@@ -245,7 +246,7 @@ impl<D: Driver> Worker<D> {
                     First::Unmarked => match stream.finish(core) {
                         Ok(()) => {}
                         Err(failure) if failure.captured => break true,
-                        Err(failure) => drop(core.poison(failure.error)),
+                        Err(failure) => drop(core.lose(failure)),
                     },
                 }
                 stream.retire(core, done);
@@ -283,7 +284,7 @@ fn wait_for<D: Driver>(core: &Core<D>, stream: &Stream<D>, event: &D::Event) {
     if let Err(failure) = outcome {
         // The device may be lost, or only this call may have failed. Before memory is given back, make sure that
         // nothing uses it any more, as far as the driver still answers.
-        core.poison(failure.error);
+        core.lose(failure);
         let _ = stream.finish(core);
     }
 }

@@ -44,8 +44,8 @@ use outcore::device::{Completion, DeviceAddress, Direction, HostPointer, RawStre
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use super::Core;
 use super::frames::Range;
+use super::{Core, not_given_back};
 use crate::driver::{BatchedCopy, Driver, Failure, Locked, Outcome};
 
 /// How many copies go to the driver in one call. They are reported together, so the first waits for the last.
@@ -309,7 +309,7 @@ impl<D: Driver> Stream<D> {
     pub(super) fn destroy(self, core: &Core<D>) {
         let current = match core.driver.enter() {
             Ok(current) => current,
-            Err(failure) => return tracing::warn!(error = %failure.error, "destroy a stream of the GPU"),
+            Err(failure) => return not_given_back(&failure),
         };
         let mut outcomes = Vec::new();
         if self.owned {
@@ -319,9 +319,7 @@ impl<D: Driver> Stream<D> {
         outcomes.extend(bounce.map(|bounce| core.driver.free_locked(&current, bounce)));
         let left = items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
         outcomes.extend(left.map(|event| core.driver.destroy_event(&current, event)));
-        for failure in outcomes.into_iter().filter_map(Outcome::err) {
-            tracing::warn!(error = %failure.error, "destroy a stream of the GPU");
-        }
+        outcomes.into_iter().filter_map(Outcome::err).for_each(|failure| not_given_back(&failure));
     }
 
     /// Submits operations, in order. Returns the tokens and numbers of those that the driver has taken. A closed stream
@@ -700,7 +698,7 @@ impl<D: Driver> Stream<D> {
             Ok(false) => return Ok(Poll::Pending),
             // The reaper learns of the end in another way.
             Err(failure) if failure.captured => return Ok(Poll::Pending),
-            Err(failure) => return Err(core.note(failure)),
+            Err(failure) => return core.done(Err(failure)),
         }
         let state = self.state.lock();
         if let Some(ready) = state.reported(number)? {
@@ -832,7 +830,7 @@ impl<D: Driver> Stream<D> {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
         state.completed = state.submitted;
-        if let Err(error) = finished.map_err(|failure| core.poison(failure.error)) {
+        if let Err(error) = finished.map_err(|failure| core.lose(failure)) {
             let number = state.submitted;
             state.failure.get_or_insert((number, error));
         }

@@ -205,6 +205,19 @@ pub extern "C" fn cuDevicePrimaryCtxRelease_v2(id: i32) -> CuResult {
     })
 }
 
+/// What `cudaDeviceReset` calls: the primary context goes, whoever has retained it.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuDevicePrimaryCtxReset_v2(id: i32) -> CuResult {
+    enter("cuDevicePrimaryCtxReset_v2", Need::Init, |driver| {
+        let id = device(driver, id)?;
+        if let Some((handle, _)) = driver.contexts.primary.remove(&id) {
+            stream::destroy_all(driver, handle);
+            driver.contexts.live.remove(&handle);
+        }
+        Ok(())
+    })
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn cuDevicePrimaryCtxGetState(id: i32, flags: Out<u32>, active: Out<i32>) -> CuResult {
     enter("cuDevicePrimaryCtxGetState", Need::Init, |driver| {

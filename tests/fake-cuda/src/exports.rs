@@ -5,7 +5,7 @@ use std::sync::Once;
 use std::time::Duration;
 
 use crate::abi::*;
-use crate::driver::{Driver, lock, notify, reset, wait_at_most};
+use crate::driver::{Driver, lock, notify, reset, wait_at_most, wait_briefly};
 use crate::judge::{Space, Touch};
 use crate::module::{Declare, RunKernel, running_reach};
 use crate::work::Reach;
@@ -55,8 +55,30 @@ pub extern "C" fn fakecuda_check_leaks() -> usize {
     lines.len()
 }
 
+/// `FAKECUDA_EXIT=live`: the program is to exit with a live runtime. What is left is no leak then, and the exit takes
+/// long enough for the program's threads to learn of it.
+fn exits_live() -> bool {
+    std::env::var_os("FAKECUDA_EXIT").is_some_and(|value| value == "live")
+}
+
 extern "C" fn at_exit() {
-    if fakecuda_findings_count() + fakecuda_check_leaks() > 0 {
+    let mut driver = lock();
+    driver.exiting = true;
+    driver.lose(ERROR_DEINITIALIZED);
+    let live = exits_live();
+    if live {
+        let limit = Duration::from_millis(500);
+        let since = std::time::Instant::now();
+        while driver.unanswered < 1 && since.elapsed() < limit {
+            wait_briefly(&mut driver);
+        }
+        drop(driver);
+        // As long as the real driver's own exit handlers take.
+        std::thread::sleep(Duration::from_millis(20));
+    } else {
+        drop(driver);
+    }
+    if fakecuda_findings_count() + if live { 0 } else { fakecuda_check_leaks() } > 0 {
         let driver = lock();
         eprintln!("fake CUDA: {} finding(s) at exit", driver.judge.findings().len());
         for line in driver.judge.findings() {
