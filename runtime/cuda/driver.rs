@@ -588,10 +588,11 @@ impl Driver for CudaDriver {
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
     fn create_event(&self, _: &Self::Current<'_>) -> Outcome<Self::Event> {
-        let flags =
-            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        // Not CU_EVENT_BLOCKING_SYNC: such an event wakes a thread of the driver whenever it happens, whether anybody
+        // waits for it or not.
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the result. Blocking: waiting threads sleep instead of spinning.
+        // SAFETY: `raw` is a place for the result.
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
         Ok(EventHandle(Handle(raw)))
     }

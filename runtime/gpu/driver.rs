@@ -110,7 +110,7 @@ impl BatchedCopy {
 /// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything
 ///    that uses it has ended, and drops the driver last.
 /// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of
-///    another stream. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
+///    another stream; [`finish`](Self::finish) may. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
 pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     /// While it lives, this thread may call the driver. It stays on its thread.
     type Current<'a>
@@ -118,7 +118,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
         Self: 'a;
     /// A stream.
     type Stream: fmt::Debug + Send + Sync;
-    /// An event, without a time. Whoever waits for it sleeps.
+    /// An event, without a time. It is asked about, so its completion need not wake anybody: a driver that can make
+    /// events of both kinds makes those that wake nobody.
     type Event: fmt::Debug + Send + Sync;
     /// Physical memory of the GPU, for one frame.
     type Memory: fmt::Debug + Copy + Send + Sync;
@@ -180,7 +181,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     fn raw_stream(&self, stream: &Self::Stream) -> RawStream;
     /// Whether operations put on the stream go into a graph instead of running.
     fn is_capturing(&self, current: &Self::Current<'_>, stream: &Self::Stream) -> Outcome<bool>;
-    /// Waits for everything that this process has on the GPU.
+    /// Waits for everything that this process has on the GPU. It may spoil captures of any stream: it is called only
+    /// after another failure, and not while a stream that this crate knows is being captured.
     fn finish(&self, current: &Self::Current<'_>) -> Outcome;
     /// Waits for everything on the stream.
     fn finish_stream(&self, current: &Self::Current<'_>, stream: &Self::Stream) -> Outcome;
@@ -197,7 +199,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     fn wait(&self, current: &Self::Current<'_>, stream: &Self::Stream, event: &Self::Event) -> Outcome;
     /// Whether the event has happened. "Not yet" is no failure, and a failure is no "not yet".
     fn happened(&self, current: &Self::Current<'_>, event: &Self::Event) -> Outcome<bool>;
-    /// Waits for the event.
+    /// Waits for the event, after the driver has refused to say whether it has happened. The wait may cost processor
+    /// time.
     fn finish_event(&self, current: &Self::Current<'_>, event: &Self::Event) -> Outcome;
 
     /// Queues a copy to the device.

@@ -140,6 +140,7 @@ api! {
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
     set_granularity = c"fakecuda_set_granularity": fn(u64);
     set_queue_depth = c"fakecuda_set_queue_depth": fn(u64);
+    blocking_events = c"fakecuda_blocking_events": fn() -> u64;
     waiting_for_room = c"fakecuda_waiting_for_room": fn() -> usize;
     restart = c"fakecuda_restart": fn();
     set_bare = c"fakecuda_set_bare": fn(bool);
@@ -356,6 +357,10 @@ impl Fake {
     /// How many calls wait because a queue is full.
     pub fn waiting_for_room(&self) -> usize {
         (api().waiting_for_room)()
+    }
+    /// How many events were made with `CU_EVENT_BLOCKING_SYNC`.
+    pub fn blocking_events(&self) -> u64 {
+        (api().blocking_events)()
     }
     /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
     /// set before anything is mapped.

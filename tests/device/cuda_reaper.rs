@@ -189,3 +189,18 @@ fn nothing_is_asked_while_nothing_is_submitted() {
     assert_eq!(fake.calls("cuEventQuery"), asked);
     rig.finish(&fake);
 }
+
+/// An event that wakes a thread costs processor time whenever it happens, and nobody sleeps on the device's events.
+#[test]
+fn regression_events_wake_no_thread_of_the_driver() {
+    let Some(fake) = Fake::load_or_skip("regression_events_wake_no_thread_of_the_driver") else { return };
+    let rig = Rig::new(4);
+    for n in 0..8 {
+        rig.map(1, n);
+        rig.copy_in(1, 9, n);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+    }
+    assert!(fake.calls("cuEventCreate") > 0);
+    assert_eq!(fake.blocking_events(), 0);
+    rig.finish(&fake);
+}

@@ -47,6 +47,8 @@ pub struct Driver {
     pub contexts: Contexts,
     pub streams: HashMap<u64, Stream>,
     pub events: HashMap<u64, Event>,
+    /// How many events were made with `CU_EVENT_BLOCKING_SYNC`: each of them wakes a thread whenever it happens.
+    pub blocking_events: u64,
     pub memory: Memory,
     pub locked: Locked,
     pub modules: Modules,
@@ -99,6 +101,7 @@ impl Driver {
             contexts: Contexts::default(),
             streams: HashMap::new(),
             events: HashMap::new(),
+            blocking_events: 0,
             memory: Memory::default(),
             locked: Locked::default(),
             modules: Modules::default(),

@@ -31,6 +31,7 @@ pub enum Point {
     Captured(CapturedPoint),
 }
 
+const BLOCKING_SYNC: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 
 fn find<'a>(driver: &'a mut Guard, name: &str, handle: u64) -> Outcome<&'a mut Event> {
@@ -66,6 +67,7 @@ pub extern "C" fn cuEventCreate(out: Out<u64>, flags: u32) -> CuResult {
         let context = driver.contexts.required()?;
         let handle = driver.new_handle();
         let timed = flags & DISABLE_TIMING == 0;
+        driver.blocking_events += u64::from(flags & BLOCKING_SYNC != 0);
         driver.events.insert(handle, Event { context, timed, point: Point::Nothing, serial: handle });
         out.set(handle)
     })

@@ -214,6 +214,12 @@ pub extern "C" fn fakecuda_waiting_for_room() -> usize {
     lock().waiting_for_room
 }
 
+/// How many events were made so that they wake a thread whenever they happen.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_blocking_events() -> u64 {
+    lock().blocking_events
+}
+
 /// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page
 /// tables. Only a call's bookkeeping is left, so that the program above can be measured.
 #[unsafe(no_mangle)]
