@@ -611,6 +611,55 @@ fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
     });
 }
 
+/// A wait for the whole context spoils a capture of any of its streams. The end of a mark whose event was captured is
+/// found in another way, and only when the capture has ended.
+#[test]
+fn regression_a_capture_between_a_mark_and_its_event_stays_valid() {
+    let name = "regression_a_capture_between_a_mark_and_its_event_stays_valid";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, || {
+        let fake = Fake::load();
+        for forgotten in [false, true] {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(2, 2).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let result = allocate(PAGE as usize);
+            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let address = guard.device_bytes(0).unwrap().address;
+            let before = fake.calls("cuEventRecord");
+            fake.hold_calls("cuEventRecord", true);
+            std::thread::scope(|scope| {
+                let ends = scope.spawn(|| guard.unpin_after(&stream).unwrap());
+                wait_for("the call", || fake.calls("cuEventRecord") > before);
+                foreign.begin_capture();
+                fake.hold_calls("cuEventRecord", false);
+                ends.join().unwrap();
+            });
+            // The reaper asks again and again whether the capture has ended.
+            let asked = fake.calls("cuStreamIsCapturing");
+            wait_for("the reaper", || fake.calls("cuStreamIsCapturing") > asked + 3);
+            foreign.launch(stream.raw().unwrap(), address, result, PAGE);
+            let graph = foreign.end_capture().expect("a graph with the kernel");
+            if forgotten {
+                drop(stream);
+            } else {
+                wait_for("the end of the pin", || tensors[0].pins() == 0);
+                drop(stream);
+            }
+            graph.launch().unwrap();
+            foreign.stream.synchronize().unwrap();
+            assert!(foreign.read(result, PAGE) == bytes_of(0));
+            free(result).unwrap();
+            drop((graph, tensors));
+            runtime.close().unwrap();
+        }
+        fake.finish();
+    });
+}
+
 fn pin_copy(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
     runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap().copy_in(0, 0, bytes).unwrap();
 }

@@ -626,7 +626,7 @@ impl<D: Driver> Device for GpuDevice<D> {
 
     fn forget_stream(&self, stream: StreamId) {
         if let Ok(stream) = self.stream(stream.get()) {
-            stream.begin_close();
+            stream.forget(&self.core);
         }
     }
 

@@ -24,10 +24,11 @@
 //!
 //! # Failure
 //!
-//! If the driver gives an error in place of an answer, the reaper waits: for the event or, if there is none, for
-//! everything on the stream. If that fails too the device is lost, and the work on the stream ends with the first
-//! error. (While the process [exits](super) nothing is reported at first.) But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
-//! again after a nap.
+//! If the driver gives an error in place of an answer, the reaper waits for the event. If there is none, it records
+//! another one; where that is not possible it waits for everything on the stream. If the wait fails too the device is
+//! lost, and the work on the stream ends with the first error. (While the process [exits](super) nothing is reported at
+//! first.) But if something fails because a graph is being captured, which says nothing about the device, the reaper
+//! tries again after a nap, and waits for nothing meanwhile: that would spoil the capture.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -243,10 +244,14 @@ impl<D: Driver> Worker<D> {
                             wait_for(core, stream, &event);
                         }
                     },
-                    First::Unmarked => match stream.finish(core) {
-                        Ok(()) => {}
+                    First::Unmarked => match stream.mark_again(core) {
+                        Ok(true) => continue,
                         Err(failure) if failure.captured => break true,
-                        Err(failure) => drop(core.lose(failure)),
+                        Ok(false) | Err(_) => match stream.finish(core) {
+                            Ok(()) => {}
+                            Err(failure) if failure.captured => break true,
+                            Err(failure) => drop(core.lose(failure)),
+                        },
                     },
                 }
                 stream.retire(core, done);

@@ -224,7 +224,7 @@ pub(super) enum First<D: Driver> {
     /// The driver has nothing of the item, so nothing has to happen.
     Unqueued,
     Event(Arc<D::Event>),
-    /// No event is behind the item: everything on the stream has to end.
+    /// No event is behind the item: [another](Stream::mark_again) has to be, or everything on the stream has to end.
     Unmarked,
 }
 
@@ -238,6 +238,9 @@ pub(super) struct Stream<D: Driver> {
     pace: AtomicU32,
     /// Whether others have the handle, so that the stream may be captured.
     shared: AtomicBool,
+    /// Whether the owner of an adopted stream may have destroyed it. Held over calls of the driver by the reaper alone,
+    /// when it uses the handle.
+    forgotten: Mutex<bool>,
     submission: Mutex<Submission>,
     state: Mutex<State<D>>,
 }
@@ -302,7 +305,16 @@ impl<D: Driver> Stream<D> {
             closing: false,
         };
         let (state, submission) = (Mutex::new(state), Mutex::new(Submission { bounce }));
-        Arc::new(Self { raw, owned, deferred, pace, shared: AtomicBool::new(!owned), submission, state })
+        Arc::new(Self {
+            raw,
+            owned,
+            deferred,
+            pace,
+            shared: AtomicBool::new(!owned),
+            forgotten: Mutex::default(),
+            submission,
+            state,
+        })
     }
 
     /// Destroys what the driver made for the stream. Nothing on it is in flight.
@@ -717,6 +729,77 @@ impl<D: Driver> Stream<D> {
         Ok(Poll::Ready(()))
     }
 
+    /// Forgets an adopted stream, whose handle is not used any more after this. Later submissions are given back.
+    pub(super) fn forget(&self, core: &Core<D>) {
+        self.begin_close();
+        // An event that was captured would leave the last item without one, and the handle for another is still there.
+        let last = self.state.lock().items.back().map(|item| item.event.clone());
+        if let Some(event) = last
+            && !IN_HOST_FUNCTION.get()
+            && let Ok(current) = core.driver.enter()
+        {
+            if let Some(event) = event {
+                let asked = core.driver.happened(&current, &event);
+                if asked.is_err_and(|failure| failure.captured) {
+                    self.unmark(core, event);
+                } else {
+                    core.give_back(event);
+                }
+            }
+            if let Err(failure) = self.mark_unmarked(core, &current) {
+                tracing::debug!(error = %failure.error, "a stream was forgotten whose end cannot be asked for");
+            }
+        }
+        *self.forgotten.lock() = true;
+    }
+
+    /// Puts an event behind items that have none, and no event behind them. `false` if nobody else has the handle, so
+    /// that the stream itself can be waited for, or if the handle may be gone.
+    ///
+    /// # Errors
+    /// Errors of the driver; that the stream is being captured.
+    pub(super) fn mark_again(&self, core: &Core<D>) -> Outcome<bool> {
+        let forgotten = self.forgotten.lock();
+        if *forgotten || !self.shared.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let current = core.driver.enter()?;
+        self.mark_unmarked(core, &current).map(|()| true)
+    }
+
+    fn mark_unmarked(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome {
+        // Before the event is recorded: it does not cover items that come later.
+        let is_unmarked = |item: &Item<D>| item.queued && item.event.is_none();
+        let unmarked = self.state.lock().items.iter().rev().find(|item| is_unmarked(item)).map(|item| item.number);
+        let Some(number) = unmarked else { return Ok(()) };
+        if core.driver.is_capturing(current, &self.raw)? {
+            return Err(Failure::captured(captured()));
+        }
+        let unused = core.events.lock().pop();
+        let event = unused.map_or_else(|| core.driver.create_event(current), Ok)?;
+        let recorded = core.driver.record(current, &event, &self.raw);
+        let event = Arc::new(event);
+        let mut state = self.state.lock();
+        let mut items = state.items.iter_mut();
+        if recorded.is_ok()
+            && let Some(item) = items.find(|item| item.number == number && is_unmarked(item))
+        {
+            item.event = Some(Arc::clone(&event));
+        }
+        drop(state);
+        core.give_back(event);
+        recorded
+    }
+
+    /// Whether the stream is being captured, as far as its handle may still be used.
+    fn is_captured(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome<bool> {
+        let forgotten = self.forgotten.lock();
+        if *forgotten || !self.shared.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        core.driver.is_capturing(current, &self.raw)
+    }
+
     /// Lets the queue run dry; later submissions are given back.
     pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
@@ -754,8 +837,8 @@ impl<D: Driver> Stream<D> {
         let first = match state.items.front() {
             None => First::Nothing,
             Some(item) if !item.queued => First::Unqueued,
-            Some(Item { event: Some(event), .. }) => First::Event(Arc::clone(event)),
-            Some(_) => First::Unmarked,
+            // An item without an event ends no later than with the next event.
+            Some(_) => state.items.iter().find_map(|item| item.event.clone()).map_or(First::Unmarked, First::Event),
         };
         state.watched = !matches!(first, First::Nothing);
         first
@@ -805,24 +888,31 @@ impl<D: Driver> Stream<D> {
         }
     }
 
-    /// Waits for everything on the stream.
+    /// Waits for everything on the stream. For an adopted stream, whose handle may be gone, that is everything on the
+    /// GPU: so this is for failures only, and refused while a stream that the device knows is being captured, because a
+    /// capture of any stream of the context is spoiled by such a wait.
     ///
     /// # Errors
     /// Errors of the driver. The device is lost then, unless the error is that a capture forbids the call for now.
     pub(super) fn finish(&self, core: &Core<D>) -> Outcome {
         let finish = || {
             let current = core.driver.enter()?;
-            if !self.owned {
-                // The stream may be gone by now, but its work may still run: wait for all that is on the GPU.
-                return core.driver.finish(&current);
+            if self.owned {
+                if self.is_captured(core, &current)? {
+                    return Err(Failure::captured(captured()));
+                }
+                return core.driver.finish_stream(&current, &self.raw);
             }
-            if self.shared.load(Ordering::Acquire) && core.driver.is_capturing(&current, &self.raw)? {
-                return Err(Failure::captured(captured()));
+            let streams = core.streams.read().all.clone();
+            for stream in &streams {
+                if stream.is_captured(core, &current)? {
+                    return Err(Failure::captured(captured()));
+                }
             }
-            core.driver.finish_stream(&current, &self.raw)
+            core.driver.finish(&current)
         };
         // Tried twice: a lost device gives its error again.
-        finish().or_else(|failure| finish().map_err(|_| failure))
+        finish().or_else(|failure| if failure.captured { Err(failure) } else { finish().map_err(|_| failure) })
     }
 
     /// Ends the stream, when everything with a token was reported. Waits for the rest, unless the stream is adopted.

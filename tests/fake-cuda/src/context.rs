@@ -348,6 +348,16 @@ pub fn clamp_priority(priority: i32) -> i32 {
 pub extern "C" fn cuCtxSynchronize() -> CuResult {
     enter("cuCtxSynchronize", Need::Context, |driver| {
         let context = driver.contexts.required()?;
+        // Whatever the thread's mode is: a wait for all streams is a wait for those that are captured.
+        let captured = driver.streams.iter().filter(|(_, s)| s.context == context && s.capture.is_some());
+        let captured: Vec<u64> = captured.map(|(&handle, _)| handle).collect();
+        if !captured.is_empty() {
+            captured.into_iter().for_each(|stream| crate::graph::invalidate(driver, stream));
+            driver
+                .judge
+                .find("capture", "cuCtxSynchronize was called while a stream was captured, and spoiled the capture");
+            return Err(ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        }
         // By timeline, not by stream: a stream may have been destroyed with work on it.
         let timelines = driver.timelines.iter().enumerate().filter(|(_, timeline)| timeline.context == context);
         let timelines: Vec<_> = timelines.map(|(id, _)| id).collect();
