@@ -135,6 +135,7 @@ api! {
     hold_stream = c"fakecuda_hold_stream": fn(usize, bool) -> bool;
     run_dry = c"fakecuda_run_dry": fn() -> bool;
     set_devices = c"fakecuda_set_devices": fn(usize);
+    set_instance = c"fakecuda_set_instance": fn(u8);
     set_device_bytes = c"fakecuda_set_device_bytes": fn(u64);
     set_driver_version = c"fakecuda_set_driver_version": fn(i32);
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
@@ -334,6 +335,10 @@ impl Fake {
 
     pub fn set_devices(&self, count: usize) {
         (api().set_devices)(count);
+    }
+    /// The process sees one instance of a partitioned GPU, by its number on that GPU.
+    pub fn set_instance(&self, number: u8) {
+        (api().set_instance)(number);
     }
     pub fn set_device_bytes(&self, bytes: u64) {
         (api().set_device_bytes)(bytes);

@@ -363,6 +363,44 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
     fake.finish();
 }
 
+/// Of a partitioned GPU a process sees one instance. It is opened by the UUID that `nvidia-smi -L` shows; another one
+/// is not there, and the error says how to get it.
+#[test]
+fn an_instance_of_a_partitioned_gpu_is_opened_by_its_uuid() {
+    let Some(fake) = Fake::load_or_skip("an_instance_of_a_partitioned_gpu_is_opened_by_its_uuid") else { return };
+    let whole = cuda_devices().unwrap().remove(0);
+    let mut seen = Vec::new();
+    for instance in [3, 4] {
+        fake.set_instance(instance);
+        let found = cuda_devices().unwrap();
+        assert_eq!((found.len(), &found[0].pci), (1, &whole.pci));
+        assert!(found[0].name.contains("MIG"), "{:?}", found[0]);
+        seen.push(found[0].uuid.replacen("GPU", "MIG", 1));
+    }
+    let (other, mine) = (&seen[0], &seen[1]);
+    assert!(other != mine && *mine != whole.uuid.replacen("GPU", "MIG", 1));
+    for name in [mine.clone(), mine.to_uppercase(), "0".to_owned()] {
+        let runtime = builder(2, 0).device(gpu(&format!("cuda:{name}"))).open().unwrap();
+        let tensor = runtime.alloc(DType::U8, &[3, PAGE]).unwrap();
+        write_and_check(&runtime, &tensor, 0).unwrap();
+        drop(tensor);
+        runtime.close().unwrap();
+    }
+    for name in [other, &whole.uuid.replacen("GPU", "MIG", 1)] {
+        let remedy = ["CUDA_VISIBLE_DEVICES", name.as_str()];
+        assert_refused(builder(2, 0).device(gpu(&format!("cuda:{name}"))), ErrorKind::NotFound, &[name], &remedy);
+    }
+    // The GPU as a whole cannot be named either: its number and address mean the instance.
+    let remedy = ["CUDA_VISIBLE_DEVICES"];
+    assert_refused(
+        builder(2, 0).device(gpu(&format!("cuda:{}", whole.uuid))),
+        ErrorKind::NotFound,
+        &[&whole.uuid],
+        &remedy,
+    );
+    fake.finish();
+}
+
 #[test]
 fn guards_that_would_give_slices_are_refused() {
     let Some(fake) = Fake::load_or_skip("guards_that_would_give_slices_are_refused") else { return };

@@ -123,14 +123,24 @@ pub extern "C" fn cuDeviceGet(out: Out<i32>, ordinal: i32) -> CuResult {
 pub extern "C" fn cuDeviceGetName(name: Out<c_char>, len: i32, id: i32) -> CuResult {
     enter("cuDeviceGetName", Need::Init, |driver| {
         let id = device(driver, id)?;
-        name.set_text(&format!("Emulated CUDA device {id}"), usize::try_from(len).map_err(|_| ERROR_INVALID_VALUE)?)
+        let part = if driver.config.instance.is_some() { " MIG 1g.10gb" } else { "" };
+        name.set_text(
+            &format!("Emulated CUDA device {id}{part}"),
+            usize::try_from(len).map_err(|_| ERROR_INVALID_VALUE)?,
+        )
     })
 }
 
+/// The bytes of the UUID of a device. The second version of the call gives an instance's own on a partitioned GPU, the
+/// first that of the whole GPU.
 fn uuid(name: &'static str, out: &Out<[u8; 16]>, id: i32) -> CuResult {
     enter(name, Need::Init, |driver| {
         let mut uuid = UUID;
         uuid[15] = device(driver, id)? as u8;
+        if let Some(instance) = driver.config.instance.filter(|_| name == "cuDeviceGetUuid_v2") {
+            uuid[13] = b'M';
+            uuid[14] = instance;
+        }
         out.set(uuid)
     })
 }

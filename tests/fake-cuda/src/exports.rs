@@ -180,6 +180,15 @@ pub extern "C" fn fakecuda_set_devices(count: usize) {
     lock().config.devices = count;
 }
 
+/// The GPU is partitioned (MIG), and the process sees one instance of it, as number 0. Real drivers choose it by
+/// `CUDA_VISIBLE_DEVICES` and show a process no other.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_instance(number: u8) {
+    let mut driver = lock();
+    driver.config.devices = 1;
+    driver.config.instance = Some(number);
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_device_bytes(bytes: u64) {
     lock().config.device_bytes = bytes;
