@@ -389,3 +389,31 @@ fn a_lone_page_is_mapped_by_whoever_waits_for_it() {
     assert_eq!(rig.byte_at(61), Some(3));
     rig.finish(&fake);
 }
+
+/// The copy of a large page takes longer than its mapping. So it starts behind that, and not behind those of the pages
+/// after it, and its end is reported when it has ended, and not with that of later ones.
+#[test]
+fn large_copies_go_one_by_one_each_behind_its_own_mapping() {
+    let Some(fake) = Fake::load_or_skip("large_copies_go_one_by_one_each_behind_its_own_mapping") else { return };
+    let rig = Rig::with_pages(5, 4 << 20);
+    let hosts: Vec<_> = (0..5).map(|n| rig.host(n, Some(n as u8 + 1))).collect();
+    fake.hold_calls("cuMemMap", true);
+    let before = fake.calls("cuMemMap");
+    for (n, host) in hosts.iter().enumerate() {
+        rig.map(n as u32, n as u64);
+        if n == 0 {
+            harness::until("the first mapping", || fake.calls("cuMemMap") > before);
+        }
+        let op = StreamOp::CopyIn { host: *host, device: rig.page(n as u64), len: rig.len };
+        rig.device.submit(rig.fill, op, Some(Token(n as u64)));
+    }
+    fake.hold_calls("cuMemcpyHtoDAsync", true);
+    let copies = fake.calls("cuMemcpyHtoDAsync");
+    fake.hold_calls("cuMemMap", false);
+    harness::until("the first copy", || fake.calls("cuMemcpyHtoDAsync") > copies);
+    assert_eq!(fake.calls("cuMemMap") - before, 1, "the first copy waits for no other mapping");
+    fake.hold_calls("cuMemcpyHtoDAsync", false);
+    rig.sink.take(5).into_iter().for_each(|(_, result)| result.unwrap());
+    assert_eq!((fake.calls("cuMemcpyHtoDAsync") - copies, fake.calls("cuMemcpyBatchAsync")), (5, 0));
+    rig.finish(&fake);
+}

@@ -204,3 +204,26 @@ fn regression_events_wake_no_thread_of_the_driver() {
     assert_eq!(fake.blocking_events(), 0);
     rig.finish(&fake);
 }
+
+/// A copy is asked about when its bytes are expected to have crossed the link, and not every few microseconds.
+#[test]
+fn regression_long_copies_are_asked_about_a_few_times() {
+    const COPIES: u64 = 64;
+    let Some(fake) = Fake::load_or_skip("regression_long_copies_are_asked_about_a_few_times") else { return };
+    let rig = Rig::with_pages(2, 4 << 20);
+    // 3.5 ms for a page.
+    fake.set_link(1_200_000_000, 0);
+    rig.map(1, 0);
+    let host = rig.host(1, Some(7));
+    let copy = || {
+        rig.device.submit(rig.fill, StreamOp::CopyIn { host, device: rig.page(0), len: rig.len }, Some(Token(0)));
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+    };
+    // The pace is learned.
+    (0..8).for_each(|_| copy());
+    let asked = fake.calls("cuEventQuery");
+    (0..COPIES).for_each(|_| copy());
+    let asked = fake.calls("cuEventQuery") - asked;
+    assert!(asked <= 10 * COPIES, "{asked} questions about {COPIES} copies");
+    rig.finish(&fake);
+}

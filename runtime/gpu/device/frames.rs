@@ -79,6 +79,11 @@ impl<D: Driver> Layout<D> {
         Self { page: page.bytes(), frames, reservations, held, refused }
     }
 
+    /// Bytes of a page.
+    pub(super) const fn page(&self) -> u64 {
+        self.page
+    }
+
     pub(super) fn frame_count(&self) -> u32 {
         self.frames.len() as u32
     }

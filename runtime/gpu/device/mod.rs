@@ -31,6 +31,7 @@
 
 mod frames;
 mod mapper;
+mod pace;
 mod reaper;
 mod stream;
 

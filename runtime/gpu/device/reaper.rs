@@ -7,10 +7,11 @@
 //! call the functions behind work once the device is lost. So one thread polls the first event of every busy stream:
 //! without a pause for a moment, then after naps.
 //!
-//! A nap is as long as the last work on the stream took, so each of several consecutive copies is polled about once.
-//! After that a nap is a fraction of the time that the work has taken so far. So its end is seen late by no more than
-//! that fraction, and long kernels cost little. Work that ends within one nap is reported together. While nothing is
-//! submitted the thread is parked.
+//! A nap is as long as the work is [foreseen](super::pace) to take: a copy by its bytes, anything else as long as the
+//! last. So each of several consecutive copies is polled about once. After that a nap is a fraction of the time that the
+//! work has taken so far. So its end is seen late by no more than that fraction, and long kernels cost little. Each
+//! stream has naps of its own: short work on one stream does not make the thread poll the copies on another. Work that
+//! ends within one nap is reported together. While nothing is submitted the thread is parked.
 //!
 //! # Invariants
 //!
@@ -49,9 +50,8 @@ use crate::driver::{Driver, Outcome};
 const RESTLESS: Duration = Duration::from_micros(3);
 /// The shortest nap: half of the time to copy a page of 2 MiB. On a virtual machine it may take twice as long.
 const NAP_MIN: Duration = Duration::from_micros(20);
-/// The longest time that is foreseen from the last work, because the next may be short: a few copies of a page of 2
-/// MiB.
-const FORESEEN_MAX: Duration = Duration::from_micros(100);
+/// A stream that is due so soon is polled with another: cheaper than another nap.
+const SOON: Duration = Duration::from_micros(5);
 /// Work that takes longer than foreseen is polled after naps of this fraction (one eighth) of the time it has taken,
 const NAP_PARTS: u32 = 8;
 /// but no longer than this: so a kernel of 10 ms is seen to end at most this late.
@@ -152,16 +152,33 @@ struct Watched<D: Driver> {
     stream: Arc<Stream<D>>,
     /// When its first item became the first.
     since: Instant,
+    /// Whether that item was found not to have ended.
+    seen_running: bool,
+    /// When to poll it next.
+    due: Instant,
+}
+
+/// What is left when a stream has been polled.
+enum Left {
+    Nothing,
+    /// Perhaps something that has ended.
+    More,
+    /// Work that copies so many bytes.
+    Running(u64),
 }
 
 impl<D: Driver> Watched<D> {
-    /// How long to wait before polling it; `None` to poll at once.
-    fn nap(&self) -> Option<Duration> {
-        let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
+    fn new(stream: Arc<Stream<D>>, now: Instant) -> Self {
+        Self { stream, since: now, seen_running: false, due: now }
+    }
+
+    /// How long to wait before polling it again, while work of so many bytes runs.
+    fn nap(&self, now: Instant, bytes: u64) -> Duration {
+        let (taken, foreseen) = (now - self.since, self.stream.pace.foresee(bytes));
         if taken < RESTLESS && foreseen < NAP_MIN {
-            return None;
+            return Duration::ZERO;
         }
-        Some(foreseen.saturating_sub(taken).max(taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
+        foreseen.saturating_sub(taken).max((taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
     }
 }
 
@@ -196,15 +213,15 @@ impl<D: Driver> Worker<D> {
     /// Waits until there may be something to learn; `false` when there never will be. Leaves the driver if that may
     /// take long.
     fn rest(&mut self, current: &mut Option<D::Current<'_>>) -> bool {
-        // `None` if one of them is to be polled at once.
-        let nap = self.watched.iter().map(Watched::nap).min();
+        let now = Instant::now();
+        let nap = self.watched.iter().map(|watched| watched.due.saturating_duration_since(now)).min();
         let reaper = &self.core.reaper;
         let mut state = reaper.state.lock();
         match nap {
             _ if !state.inbox.is_empty() => {}
-            Some(None) => std::hint::spin_loop(),
+            Some(Duration::ZERO) => std::hint::spin_loop(),
             // Streams that are watched already do not end the nap.
-            Some(Some(nap)) => drop(reaper.work.wait_for(&mut state, nap)),
+            Some(nap) => drop(reaper.work.wait_for(&mut state, nap)),
             None => {
                 drop(current.take());
                 while state.inbox.is_empty() {
@@ -215,41 +232,48 @@ impl<D: Driver> Worker<D> {
                 }
             }
         }
-        let since = Instant::now();
-        self.watched.extend(state.inbox.drain(..).map(|stream| Watched { stream, since }));
+        let now = Instant::now();
+        self.watched.extend(state.inbox.drain(..).map(|stream| Watched::new(stream, now)));
         true
     }
 
-    /// Takes out the items that have ended, of every stream.
+    /// Takes out the items that have ended, of every stream that is due.
     fn ask<'a>(&mut self, core: &'a Core<D>, current: &mut Option<D::Current<'a>>) {
         let Self { watched, done, .. } = self;
+        let now = Instant::now();
         watched.retain_mut(|watched| {
-            let stream = &watched.stream;
-            let mut ended = 0;
-            let more = loop {
+            if watched.due.saturating_duration_since(now) > SOON {
+                return true;
+            }
+            let stream = Arc::clone(&watched.stream);
+            let (mut ended, mut ended_bytes) = (0, 0);
+            let left = loop {
                 match stream.first() {
-                    First::Nothing => break false,
-                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break true,
+                    First::Nothing => break Left::Nothing,
+                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break Left::More,
                     First::Unqueued => {}
-                    First::Event(event) => match happened(core, current, &event) {
-                        Ok(true) => {}
-                        Ok(false) => break true,
-                        Err(failure) if failure.captured => {
-                            tracing::debug!(error = %failure.error);
-                            stream.unmark(core, event);
-                            continue;
+                    First::Event(event, bytes) => {
+                        match happened(core, current, &event) {
+                            Ok(true) => {}
+                            Ok(false) => break Left::Running(bytes),
+                            Err(failure) if failure.captured => {
+                                tracing::debug!(error = %failure.error);
+                                stream.unmark(core, event);
+                                continue;
+                            }
+                            Err(failure) => {
+                                tracing::debug!(error = %failure.error);
+                                wait_for(core, &stream, &event);
+                            }
                         }
-                        Err(failure) => {
-                            tracing::debug!(error = %failure.error);
-                            wait_for(core, stream, &event);
-                        }
-                    },
+                        ended_bytes += bytes;
+                    }
                     First::Unmarked => match stream.mark_again(core) {
                         Ok(true) => continue,
-                        Err(failure) if failure.captured => break true,
+                        Err(failure) if failure.captured => break Left::Running(0),
                         Ok(false) | Err(_) => match stream.finish(core) {
                             Ok(()) => {}
-                            Err(failure) if failure.captured => break true,
+                            Err(failure) if failure.captured => break Left::Running(0),
                             Err(failure) => drop(core.lose(failure)),
                         },
                     },
@@ -257,11 +281,17 @@ impl<D: Driver> Worker<D> {
                 stream.retire(core, done);
                 ended += 1;
             };
+            let now = Instant::now();
             if ended > 0 {
-                stream.set_pace((watched.since.elapsed() / ended).min(FORESEEN_MAX));
-                watched.since = Instant::now();
+                stream.pace.learn(now - watched.since, ended, ended_bytes, watched.seen_running);
+                (watched.since, watched.seen_running) = (now, false);
             }
-            more
+            watched.due = now;
+            if let Left::Running(bytes) = left {
+                watched.seen_running = true;
+                watched.due += watched.nap(now, bytes);
+            }
+            !matches!(left, Left::Nothing)
         });
     }
 }
