@@ -4,7 +4,9 @@
 
 mod choice;
 mod cuda;
+mod cuda_exit;
 mod cuda_mapper;
+mod cuda_queue;
 mod cuda_reaper;
 mod cuda_rig;
 mod cuda_streams;
