@@ -350,6 +350,7 @@ impl Runtime {
             sink,
             fate,
             io_timeout: config.io_timeout,
+            chunk: config.chunk,
         })?;
         Ok(Self {
             shared: Arc::new(Shared {
