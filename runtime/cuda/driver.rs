@@ -515,8 +515,10 @@ impl Driver for CudaDriver {
     // Host memory.
 
     fn lock(&self, _: &Self::Current<'_>, base: HostPointer, len: Bytes) -> Outcome {
+        // Without this flag the memory is locked for this context alone, and another GPU's copies are staged.
+        let portable = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the maker of the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
-        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), size(len), 0) };
+        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), size(len), portable) };
         named("lock host memory for the GPU", outcome.result())
     }
     fn unlock(&self, _: &Self::Current<'_>, base: HostPointer) -> Outcome {

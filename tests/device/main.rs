@@ -12,5 +12,6 @@ mod cuda_rig;
 mod cuda_streams;
 mod emulator;
 mod emulator_judge;
+mod host_tier;
 mod pins_on_streams;
 mod suite;
