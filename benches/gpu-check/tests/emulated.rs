@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use outcore_testkit::fake_cuda as control;
+use outcore_testkit::{fake_cuda as control, soak_kernels};
 
 use control::{Fake, Reach};
 use outcore::{Bytes, PageSize};
@@ -39,6 +39,7 @@ fn driver() -> Fake {
             out[0] = out[0].wrapping_add(sum);
         },
     );
+    soak_kernels::register(&fake);
     fake
 }
 
@@ -106,6 +107,7 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &["first page after opening"],
             &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
         ),
+        Part::Soak => (&["no wrong sum"], &[("round", U::Seconds)]),
         Part::Overlap => (
             &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
             &[
