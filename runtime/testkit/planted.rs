@@ -22,21 +22,21 @@ pub enum Defect {
     FillNotWaitedFor,
     /// Now and then the frame of a page is also mapped at the neighbour's address, in place of the neighbour's own.
     NeighboursFrame,
-    /// A copy to the device counts as ended when it was submitted, so the host memory that it reads is used again.
-    /// What is put on the program's streams from then on still waits for the copy.
+    /// A copy to the device counts as ended when it was submitted, so the host memory that it reads is used again. What
+    /// is put on other streams from then on still waits for the copy.
     StagingReused,
 }
 
-/// Opens the first GPU with a defect.
+/// Opens the first GPU with a defect, or with none to compare with.
 #[derive(Clone, Debug)]
 pub struct Planted {
-    defect: Defect,
+    defect: Option<Defect>,
     /// How often it has shown.
     fired: Arc<AtomicU64>,
 }
 
 impl Planted {
-    pub fn new(defect: Defect) -> Self {
+    pub fn new(defect: Option<Defect>) -> Self {
         Self { defect, fired: Arc::default() }
     }
     /// How often the defect has shown so far.
@@ -66,7 +66,7 @@ impl DeviceFactory for Planted {
             defect: self.defect,
             fired: self.fired.clone(),
             page: settings.page_size.bytes(),
-            shared: Mutex::default(),
+            others: Mutex::default(),
             frames: Mutex::default(),
             maps: AtomicU64::new(0),
         };
@@ -83,11 +83,11 @@ const NEIGHBOURS: u64 = 8;
 #[derive(Debug)]
 struct PlantedDriver {
     driver: CudaDriver,
-    defect: Defect,
+    defect: Option<Defect>,
     fired: Arc<AtomicU64>,
     page: u64,
-    /// Streams on which the program puts work.
-    shared: Mutex<Vec<Weak<PlantedStream>>>,
+    /// Streams other than those of fills.
+    others: Mutex<Vec<Weak<PlantedStream>>>,
     frames: Mutex<Frames>,
     maps: AtomicU64,
 }
@@ -104,6 +104,7 @@ struct PlantedStream {
     stream: <CudaDriver as Driver>::Stream,
     /// Whether it has the priority of fills.
     fills: bool,
+    /// Whether the program puts work on it.
     shared: AtomicBool,
 }
 
@@ -117,8 +118,8 @@ struct PlantedEvent {
 impl PlantedDriver {
     fn stream(&self, stream: <CudaDriver as Driver>::Stream, fills: bool, shared: bool) -> Arc<PlantedStream> {
         let stream = Arc::new(PlantedStream { stream, fills, shared: AtomicBool::new(shared) });
-        if shared {
-            self.shared.lock().push(Arc::downgrade(&stream));
+        if !fills {
+            self.others.lock().push(Arc::downgrade(&stream));
         }
         stream
     }
@@ -129,7 +130,7 @@ impl PlantedDriver {
 
     /// The frame to be mapped in place of `memory`.
     fn frame_for(&self, at: DeviceAddress, memory: Memory) -> Memory {
-        if self.defect != Defect::NeighboursFrame {
+        if self.defect != Some(Defect::NeighboursFrame) {
             return memory;
         }
         let frames = self.frames.lock();
@@ -220,9 +221,7 @@ impl Driver for PlantedDriver {
     }
     fn raw_stream(&self, stream: &Arc<PlantedStream>) -> RawStream {
         // Only streams of the program's have their handles given away.
-        if !stream.shared.swap(true, Ordering::Relaxed) {
-            self.shared.lock().push(Arc::downgrade(stream));
-        }
+        stream.shared.store(true, Ordering::Relaxed);
         self.driver.raw_stream(&stream.stream)
     }
     fn is_capturing(&self, current: &Current<'_>, stream: &Arc<PlantedStream>) -> Outcome<bool> {
@@ -250,15 +249,15 @@ impl Driver for PlantedDriver {
     fn record(&self, current: &Current<'_>, event: &PlantedEvent, stream: &Arc<PlantedStream>) -> Outcome {
         self.driver.record(current, &event.event, &stream.stream)?;
         let early = match self.defect {
-            Defect::PinEndsEarly => stream.shared.load(Ordering::Relaxed),
-            Defect::StagingReused => stream.fills,
+            Some(Defect::PinEndsEarly) => stream.shared.load(Ordering::Relaxed),
+            Some(Defect::StagingReused) => stream.fills,
             _ => false,
         };
         event.early.store(early, Ordering::Relaxed);
         Ok(())
     }
     fn wait(&self, current: &Current<'_>, stream: &Arc<PlantedStream>, event: &PlantedEvent) -> Outcome {
-        if self.defect == Defect::FillNotWaitedFor && stream.shared.load(Ordering::Relaxed) {
+        if self.defect == Some(Defect::FillNotWaitedFor) && stream.shared.load(Ordering::Relaxed) {
             self.fire();
             return Ok(());
         }
@@ -268,9 +267,9 @@ impl Driver for PlantedDriver {
         if !event.early.load(Ordering::Relaxed) {
             return self.driver.happened(current, &event.event);
         }
-        if self.defect == Defect::StagingReused {
-            // Only the host memory is free too early: kernels find the bytes.
-            let streams: Vec<_> = self.shared.lock().iter().filter_map(Weak::upgrade).collect();
+        if self.defect == Some(Defect::StagingReused) {
+            // Only the host memory is free too early: whatever reads the page finds the bytes.
+            let streams: Vec<_> = self.others.lock().iter().filter_map(Weak::upgrade).collect();
             for stream in &streams {
                 self.driver.wait(current, &stream.stream, &event.event)?;
             }

@@ -32,15 +32,26 @@ struct Scale {
 }
 
 /// Small pages, since kernels run on the host. Their delays come from the driver.
-const EMULATED: Scale = Scale { page: 64 << 10, many: 1, blocks: 1, steps: 1, uses: 800 };
+const EMULATED: Scale = Scale { page: 64 << 10, many: 1, blocks: 1, steps: 1, uses: 600 };
 /// A kernel of the most steps takes some milliseconds.
-const REAL: Scale = Scale { page: 2 << 20, many: 4, blocks: 64, steps: 400_000, uses: 4000 };
+const REAL: Scale = Scale { page: 2 << 20, many: 4, blocks: 64, steps: 400_000, uses: 2000 };
 
-/// The emulated driver, with kernels that begin late.
+const OUT_OF_MEMORY: u32 = 2;
+
+/// The emulated driver, where work begins late by chance. Its settings follow from the seed.
 fn emulated(test: &str, seed: u64) -> Option<Fake> {
     let fake = Fake::load_or_skip(test)?;
     fake.set_granularity(EMULATED.page);
-    fake.set_delay(400, seed);
+    let mut rng = Rng::new(!seed);
+    fake.set_delay(*rng.pick(&[0, 100, 400, 1000]), seed);
+    if rng.one_in(3) {
+        // Without batches of copies.
+        fake.set_driver_version(12_040);
+    }
+    if rng.one_in(4) {
+        // Host memory cannot be locked, so copies go through the buffers of their streams.
+        fake.fail_from("cuMemHostRegister", 1, OUT_OF_MEMORY);
+    }
     soak_kernels::register(&fake);
     Some(fake)
 }
@@ -108,8 +119,9 @@ fn soaks(test: &'static str, on: Scale, mut more: impl FnMut(usize) -> Option<Un
         watched(test, move || {
             let tally = soak(on, CudaDeviceSelector::default(), seed, until, None).unwrap();
             println!("seed {seed}: {tally}");
+            progress();
             assert!(tally.wrong == 0, "{tally}: {:#?}", tally.described);
-            assert!(tally.uses > 0 && tally.stamps > 0 && tally.evictions > 0, "{tally}");
+            assert!(tally.stamps > 0 && tally.evictions > 0 && tally.written > Bytes::ZERO, "{tally}");
         });
         fake.inspect(Fake::finish);
         if replayed().is_some() {
@@ -158,7 +170,7 @@ mod cuda_real {
 
     #[test]
     fn sums_are_right_while_pages_come_and_go_on_a_gpu() {
-        let rounds = |round| (round < 3).then_some(Until::Uses(REAL.uses));
+        let rounds = |round| (round < 1).then_some(Until::Uses(REAL.uses));
         on_a_gpu("sums_are_right_while_pages_come_and_go_on_a_gpu", rounds);
     }
 
@@ -184,12 +196,12 @@ mod planted {
             let Some(fake) = emulated(test, seed) else { return };
             let found = Arc::clone(&found);
             watched(test, move || {
-                let outcome = match what {
-                    Some(defect) => soak(EMULATED, Planted::new(defect), seed, Until::Wrong, None),
-                    None => soak(EMULATED, CudaDeviceSelector::default(), seed, Until::Wrong, Some(8)),
-                };
+                let device = Planted::new(what);
+                let stale_tables = what.is_none().then_some(8);
+                let outcome = soak(EMULATED, device.clone(), seed, Until::Wrong, stale_tables);
                 match outcome {
                     Ok(tally) => {
+                        assert_eq!(device.fired() > 0, what.is_some());
                         println!("seed {seed}: {tally}, the first: {:?}", tally.described.first());
                         found.store(tally.wrong > 0, Ordering::Relaxed);
                     }
@@ -200,6 +212,19 @@ mod planted {
             println!("the judge found {} things", fake.take_findings().len());
         }
         println!("{test}: found after {:?}", start.elapsed());
+    }
+
+    /// What is around the driver is no defect.
+    #[test]
+    fn without_a_defect_no_sum_is_wrong() {
+        let (test, seed) = ("without_a_defect_no_sum_is_wrong", first_seed());
+        let _case = Case::of(test, seed);
+        let Some(fake) = emulated(test, seed) else { return };
+        watched(test, move || {
+            let tally = soak(EMULATED, Planted::new(None), seed, Until::Uses(EMULATED.uses), None).unwrap();
+            assert!(tally.wrong == 0, "{tally}: {:#?}", tally.described);
+        });
+        fake.finish();
     }
 
     macro_rules! are_found {

@@ -198,3 +198,15 @@ impl Drop for Room {
         let _ = unsafe { result::free_host(self.host.cast()) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_kernels_are_those_of_the_source() {
+        let source = include_bytes!("kernels.cu");
+        let fnv = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01B3);
+        let hash = source.iter().fold(0xCBF2_9CE4_8422_2325, fnv);
+        let line = format!("// Source: {hash:016x}\n");
+        assert!(super::KERNELS.contains(&line), "run scripts/soak_kernels.sh: kernels.ptx is not of {}", line.trim());
+    }
+}

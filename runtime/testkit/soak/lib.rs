@@ -1,13 +1,13 @@
 //! A soak of a runtime on a CUDA device, in which bytes are checked while copies, kernels and evictions overlap.
 //!
 //! Threads pin tensors at random, put kernels on streams, and end the pins right behind the launches. Some kernels
-//! write stamps. Each use is summed by a kernel, in the order of its stream, into a word of its own in device memory, while
-//! the page may already be leaving. The sums are read back later, and compared with what the tensor's bytes must have
-//! been at that use: a model follows every stamp. Meanwhile the budget goes up and down, memory is trimmed, and tensors
-//! are evicted. There is one right sum for each use.
+//! write stamps. Each use is summed by a kernel, in the order of its stream, into a word of its own in device memory,
+//! while the page may already be leaving. The sums are read back later, and compared with what the tensor's bytes must
+//! have been at that use: a model follows every stamp. Meanwhile the budget goes up and down, memory is trimmed, and
+//! tensors are evicted. There is one right sum for each use.
 //!
 //! The verdict needs nothing but the sums, so it is the same on a real driver, which judges nothing, and on the
-//! emulated one of `tests/fake-cuda`. There the kernels are functions of the host: see `outcore_testkit::soak_kernels`.
+//! emulated one of `tests/fake-cuda`. There the kernels are functions of the host (`outcore_testkit::soak_kernels`).
 
 mod gpu;
 mod model;
@@ -119,12 +119,16 @@ pub struct Tally {
     pub uses: u64,
     /// Of these, sums of blocks by a table.
     pub tables: u64,
-    /// Stamps that kernels wrote.
+    /// Of these, sums of bytes that the host read through a pin.
+    pub host: u64,
+    /// Stamps that kernels wrote, and halves of tensors that the host wrote through a pin.
     pub stamps: u64,
     /// Changes of the budget.
     pub budgets: u64,
     /// Pages that were evicted.
     pub evictions: u64,
+    /// Bytes that were written to the scratch file.
+    pub written: Bytes,
     /// How many sums were wrong.
     pub wrong: u64,
     /// The first of these, in words.
@@ -133,17 +137,17 @@ pub struct Tally {
 
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { uses, tables, stamps, budgets, evictions, wrong, .. } = self;
-        write!(f, "{uses} sums, {tables} of them by tables, {stamps} stamps, {budgets} budgets, ")?;
-        write!(f, "{evictions} evictions, {wrong} wrong sums")
+        let Self { uses, tables, host, stamps, budgets, evictions, written, wrong, .. } = self;
+        write!(f, "{uses} sums, {tables} of them by tables and {host} by the host, {stamps} stamps, ")?;
+        write!(f, "{budgets} budgets, {evictions} evictions, {written} written to disk, {wrong} wrong sums")
     }
 }
 
 /// The tables of block addresses in device memory, by their address, as far as copies to them have been submitted.
 static TABLES: Mutex<BTreeMap<u64, Vec<u64>>> = Mutex::new(BTreeMap::new());
 
-/// The first `count` addresses of the table at a device address, as kernels that are launched next will find it. For the
-/// emulated driver, which wants to know beforehand what a kernel will read.
+/// The first `count` addresses of the table at a device address, as kernels that are launched next will find it. For
+/// the emulated driver, which wants to know beforehand what a kernel will read.
 pub fn uploaded(table: u64, count: u64) -> Vec<u64> {
     TABLES.lock().get(&table).map(|all| all.iter().copied().take(count as usize).collect()).unwrap_or_default()
 }
@@ -186,7 +190,8 @@ pub fn run(runtime: &Runtime, source: &Path, plan: &Plan) -> Result<Tally> {
     });
     let outcome = outcome.and_then(|()| soak.look_at_everything());
     let mut tally = std::mem::take(&mut *soak.tally.lock());
-    tally.evictions = runtime.stats().pager.evictions;
+    let stats = runtime.stats();
+    (tally.evictions, tally.written) = (stats.pager.evictions, stats.traffic.disk_written);
     if tally.wrong > 0 { Ok(tally) } else { outcome.map(|()| tally) }
 }
 
@@ -442,8 +447,16 @@ impl Worker<'_> {
         let units = self.draw(count, |_| true);
         let tensors = self.tensors(&units);
         let guard = self.soak.runtime.pin_device(&tensors).wait()?;
-        for unit in units {
+        for (at, unit) in units.into_iter().enumerate() {
             self.sum(unit, lane, "pinned")?;
+            if self.one_in(8) {
+                let unit = &self.soak.units[unit];
+                let mut bytes = vec![FILLED; unit.words as usize * 8];
+                guard.copy_out(at, 0, &mut bytes)?;
+                let what = format!("{} as the host reads it, thread {}", unit.name, self.number);
+                self.soak.tally.lock().host += 1;
+                self.soak.compare(model::sum_of_bytes(0, &bytes), &Use { expected: unit.sum().0, what });
+            }
         }
         self.end(guard, lane)
     }
@@ -463,9 +476,18 @@ impl Worker<'_> {
         let (count, lane) = (1 + self.below(2), self.draw_lane());
         let units = self.draw(count, |unit| unit.tensor.is_writable());
         let tensors = self.tensors(&units);
-        let guard = self.soak.runtime.pin_device_mut(&tensors).wait()?;
-        for n in units {
+        let mut guard = self.soak.runtime.pin_device_mut(&tensors).wait()?;
+        for (at, n) in units.into_iter().enumerate() {
             let unit = &self.soak.units[n];
+            if self.one_in(8) {
+                // Before kernels are put on the stream: the copy of a guard is not ordered behind these.
+                let (first, words) = unit.half(1);
+                let (seed, mut bytes) = (self.random.next_u64(), Vec::new());
+                (0..words).for_each(|at| bytes.extend(weight(seed.wrapping_add(at)).to_le_bytes()));
+                guard.copy_in(at, first * 8, &bytes)?;
+                unit.replace(1, model::sum_of_bytes(first, &bytes));
+                self.soak.tally.lock().stamps += 1;
+            }
             let halves =
                 *[[true, false], [false, true], [true, true]].get(self.below(3) as usize).unwrap_or(&[true; 2]);
             for half in (0..2).filter(|half| halves[*half]) {
@@ -539,7 +561,7 @@ impl Worker<'_> {
     fn meddle(&mut self) -> Result {
         let runtime = self.soak.runtime;
         let page = runtime.stats().page_size.bytes();
-        match self.below(4) {
+        match self.below(5) {
             0 => {
                 let Some(_alone) = self.soak.resizing.try_lock() else { return Ok(()) };
                 let (least, most) = self.soak.plan.frames;
@@ -551,10 +573,15 @@ impl Worker<'_> {
                 let pages = 1 + self.below(8);
                 runtime.trim(Bytes::new(pages * page));
             }
+            2 => {
+                // An order that may be wrong or right: fills ahead follow it.
+                let order = self.draw(8, |_| true);
+                runtime.plan(&self.tensors(&order), false);
+            }
             kind => {
                 for unit in self.draw(3, |_| true) {
                     let tensor = &self.soak.units[unit].tensor;
-                    if kind == 2 {
+                    if kind == 3 {
                         runtime.evict(tensor);
                     } else {
                         runtime.prefetch(tensor);

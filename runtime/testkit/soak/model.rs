@@ -125,6 +125,16 @@ impl Unit {
         }
     }
 
+    /// Notes that the `half`th half has words with this sum, for a caller who has the tensor pinned for writing.
+    pub fn replace(&self, half: usize, sum: u64) {
+        if let Bytes::Stamped(parts) = &self.bytes
+            && let Some(part) = parts.lock().get_mut(half)
+        {
+            part.sum = sum;
+            part.stamps += 1;
+        }
+    }
+
     /// Notes a stamp of the `half`th half, for a caller who has the tensor pinned for writing.
     pub fn apply(&self, half: usize, stamp: Stamp) {
         if let Bytes::Stamped(parts) = &self.bytes

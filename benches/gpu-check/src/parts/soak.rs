@@ -1,5 +1,5 @@
-//! Whether bytes are right while copies, kernels and evictions overlap: the soak of the package outcore-soak. Each round
-//! has other settings and other random numbers.
+//! Whether bytes are right while copies, kernels and evictions overlap: the soak of the package outcore-soak. Each
+//! round has other settings and other random numbers.
 
 use std::time::{Duration, Instant};
 
