@@ -263,6 +263,26 @@ fn wrong_bytes_on_the_gpu_are_found() {
 }
 
 #[test]
+fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
+    let (fake, folder) = (driver(), folder());
+    // This kernel writes nothing.
+    fake.register_kernel(
+        "soak_stamp",
+        |launch| vec![Reach::write(launch.parameter(0) + launch.parameter(1) * 8, launch.parameter(2) * 8)],
+        |_| (),
+    );
+    let (found, outcome) = records(Part::Soak, &settings(&folder));
+    outcome.unwrap();
+    let missed =
+        |record: &Record| matches!(record, Record::Verdict { name, pass: false, .. } if name == "no wrong sum");
+    assert!(found.iter().any(missed), "{found:#?}");
+    // The table says which use of what it was.
+    let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
+    assert!(found.iter().any(said), "{found:#?}");
+    fake.expect_clean();
+}
+
+#[test]
 fn without_a_gpu_it_is_the_machine() {
     let (fake, folder) = (driver(), folder());
     fake.set_devices(0);
