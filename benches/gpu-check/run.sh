@@ -57,7 +57,7 @@ done
 # Parts, and the most seconds that each may take. Those that are quick and say most come first.
 parts=(
     machine:30 copies:60 mapping:60 events:30 device-suite:100 runtime-suite:90 kernels:90 lock:60 disk:100 pin:20
-    first-page:40 overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
+    first-page:40 soak:90 overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
 )
 names=("${parts[@]%%:*}")
 if [ -n "$only" ]; then

@@ -13,5 +13,6 @@ mod cuda_streams;
 mod emulator;
 mod emulator_judge;
 mod host_tier;
+mod overlap_soak;
 mod pins_on_streams;
 mod suite;

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use outcore_testkit::fake_cuda as control;
+use outcore_testkit::{fake_cuda as control, soak_kernels};
 
 use control::{Fake, Reach};
 use outcore::{Bytes, PageSize};
@@ -39,6 +39,7 @@ fn driver() -> Fake {
             out[0] = out[0].wrapping_add(sum);
         },
     );
+    soak_kernels::register(&fake);
     fake
 }
 
@@ -106,6 +107,7 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &["first page after opening"],
             &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
         ),
+        Part::Soak => (&["no wrong sum"], &[("round", U::Seconds)]),
         Part::Overlap => (
             &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
             &[
@@ -257,6 +259,26 @@ fn wrong_bytes_on_the_gpu_are_found() {
     );
     let failure = records(Part::Oversized, &settings(&folder)).1.unwrap_err();
     assert!(matches!(failure, Failure::Wrong(_)), "{failure}");
+    fake.expect_clean();
+}
+
+#[test]
+fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
+    let (fake, folder) = (driver(), folder());
+    // This kernel writes nothing.
+    fake.register_kernel(
+        "soak_stamp",
+        |launch| vec![Reach::write(launch.parameter(0) + launch.parameter(1) * 8, launch.parameter(2) * 8)],
+        |_| (),
+    );
+    let (found, outcome) = records(Part::Soak, &settings(&folder));
+    outcome.unwrap();
+    let missed =
+        |record: &Record| matches!(record, Record::Verdict { name, pass: false, .. } if name == "no wrong sum");
+    assert!(found.iter().any(missed), "{found:#?}");
+    // The table says which use of what it was.
+    let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
+    assert!(found.iter().any(said), "{found:#?}");
     fake.expect_clean();
 }
 

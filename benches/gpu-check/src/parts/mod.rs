@@ -11,6 +11,7 @@ mod overlap;
 mod oversized;
 mod pass;
 mod pin;
+mod soak;
 mod sweep;
 
 use std::fmt;
@@ -41,6 +42,8 @@ pub enum Part {
     FirstPage,
     /// How much of the transfers hides behind matrix products.
     Overlap,
+    /// Right bytes while copies, kernels and evictions overlap.
+    Soak,
     /// Passes over a model in host memory, several times larger than the device budget.
     Oversized,
     /// Passes over a model of which most comes from the disk.
@@ -51,7 +54,7 @@ pub enum Part {
 
 impl Part {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Machine,
         Self::Copies,
         Self::Mapping,
@@ -60,6 +63,7 @@ impl Part {
         Self::Pin,
         Self::Disk,
         Self::FirstPage,
+        Self::Soak,
         Self::Overlap,
         Self::Oversized,
         Self::ThreeTier,
@@ -77,6 +81,7 @@ impl Part {
             Self::Pin => "pin",
             Self::Disk => "disk",
             Self::FirstPage => "first-page",
+            Self::Soak => "soak",
             Self::Overlap => "overlap",
             Self::Oversized => "oversized",
             Self::ThreeTier => "three-tier",
@@ -112,6 +117,7 @@ pub(crate) fn run(part: Part, settings: &Settings, report: &mut Report<'_>) -> R
         Part::Pin => pin::run(settings, report),
         Part::Disk => disk::run(settings, report),
         Part::FirstPage => first_page::run(settings, report),
+        Part::Soak => soak::run(settings, report),
         Part::Overlap => overlap::run(settings, report),
         Part::Oversized => oversized::in_host_memory(settings, report),
         Part::ThreeTier => oversized::from_disk(settings, report),
