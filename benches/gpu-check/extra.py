@@ -381,6 +381,12 @@ class Generate:
     def repeats_itself(self):
         return "--repeat" in self.usage
 
+    def hash_of(self, what, *options):
+        """A hash of every logit of a run of its own: to have one, all logits are copied to the host."""
+        asked = ["--logits-hash"] if "--logits-hash" in self.usage else []
+        found = self.once(what, *options, *asked)["logits_xxh3"]
+        return found or fail(f"{what}: generate printed no hash of its logits")
+
     def left(self, what):
         """Whether there is time for something; if not, says so."""
         if time.monotonic() < self.until:
@@ -471,14 +477,14 @@ def of_model(arguments, program, model):
             if pages and not program.left(what):
                 continue
             # Pages of 2 MiB are no verdict's.
-            counts = (repeats, warm) if not pages or program.repeats_itself() else (1 if tiny else 2, 0)
+            counts = (repeats, warm) if not pages else (1, 0 if tiny else 1)
             seen = clocks()
             long, runs = program.repeated(what, *counts, path, tokens, 8, device, host, *more)
             seen += clocks()
             number(f"{what}: clock, before and after", "MHz", seen)
             number(f"{what}: tokens a second", "tok/s", [one["decode_tok_s"] for one in runs])
             number(f"{what}: pass", "s", [one["pass_s_median"] for one in runs])
-            hashes[what] = long["logits_xxh3"]
+            hashes[what] = program.hash_of(what, path, 8 if tiny else 32, 8, device, host, *more)
             if pages:
                 continue
             seconds = passes[where] = statistics.median(one["pass_s_median"] for one in runs)
@@ -536,9 +542,10 @@ def generate(arguments):
         hashes = []
         for where, (device, host) in (("all resident", resident), ("a quarter on the GPU", quarter)):
             # Room for keys and values beside the weights.
-            found = program.once(f"--paged-kv, {where}", path, 8 if tiny else 32, 512, device + (256 << 20), host, "--paged-kv")
+            options = (path, 8 if tiny else 32, 512, device + (256 << 20), host, "--paged-kv")
+            found = program.once(f"--paged-kv, {where}", *options)
             number(f"{LARGE[0]}, --paged-kv, {where}: tokens a second", "tok/s", [found["decode_tok_s"]])
-            hashes.append(found["logits_xxh3"])
+            hashes.append(program.hash_of(f"--paged-kv, {where}", *options))
         verdict("--paged-kv: same logits", float(hashes[0] == hashes[1]), "ratio", {"at_least": 1}, "1 if every logit of both runs has the same bits")
 
 

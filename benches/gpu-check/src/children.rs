@@ -181,11 +181,11 @@ fn leaked_exit(settings: &Settings, report: &mut Report<'_>) -> Result {
 /// with a runtime of the same host tier.
 fn fork(settings: &Settings, report: &mut Report<'_>) -> Result {
     let gpu = Gpu::open(settings.device)?;
-    let wanted = settings.pick(16_u64 << 30, 8 << 30, 16 << 20);
+    let wanted = settings.pick(8_u64 << 30, 4 << 30, 16 << 20);
     // A child may be given a copy.
     let bytes = wanted.min(settings.memory.get() / 10 * 4) / (64 << 20).min(wanted) * (64 << 20).min(wanted);
     report.chosen("locked memory", Bytes::new(bytes));
-    let rounds = settings.pick(3, 3, 1);
+    let rounds = settings.pick(2, 2, 1);
     let forks = |report: &mut Report<'_>, name: &str| -> Result {
         let seconds = (0..rounds).map(|_| fork_and_wait()).collect::<Result<Vec<_>>>()?;
         report.number(name, Unit::Seconds, &seconds, None);

@@ -89,7 +89,7 @@ impl ModelFile {
     /// # Errors
     /// [`Failure::Impossible`] if the disk has no room for two tensors.
     pub(crate) fn ensure(settings: &Settings, report: &mut Report<'_>) -> Result<Self> {
-        Self::ensure_of(settings, report, settings.pick(24 << 30, 4 << 30, 64 << 20))
+        Self::ensure_of(settings, report, settings.pick(12 << 30, 4 << 30, 64 << 20))
     }
 
     /// The same, of another size if it has to be made.

@@ -212,7 +212,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     says(&bundle, "device", device);
     says(&bundle, "make_model", ": >\"$1\"");
     // The hashes depend on the budget, so they differ between the runs.
-    says(&bundle, "generate", &generating("'$budget'", ""));
+    says(&bundle, "generate", &generating("BUDGET", "", ""));
     let output = bundle.run(&["--only", "device-suite,runtime-suite,generate"], &[]);
     let (text, results) = (said(&output), bundle.results());
     assert_eq!(output.status.code(), Some(1), "{text}");
@@ -237,19 +237,25 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     assert!(notes.contains("judged on an H100 only") && notes.contains("no --repeat"), "{notes}");
 }
 
-/// A `generate` that prints what a run of it prints; `hash` is a shell word, `more` further fields.
-fn generating(hash: &str, more: &str) -> String {
+/// A `generate` that prints what a run of it prints. `hash` is a shell word, `more` further fields, `options` what it
+/// has beside those that it always had: with `--logits-hash` there is no hash without it.
+fn generating(hash: &str, more: &str, options: &str) -> String {
+    let times = r#"{"ttft_s":0.5,"decode_tok_s":1400.0,"pass_s_median":0.001}"#;
     let report = format!(
-        r#"{{"decode_tok_s":1400.0,"pass_s_median":0.001,"ttft_s":0.5,"stall_s":0.25,"peak_device_bytes":1,"device_budget_bytes":1000,
-        "pass_bytes":9000,"page_bytes":1000,"tokens":['$ids'],"link_bytes":'$((tokens * 10000))',"link_busy_s":'0.$(printf %04d $((tokens * 10)))',
-        "logits_xxh3":"{hash}"{more}}}"#
-    )
-    .replace("\n        ", "");
+        "{{\"decode_tok_s\":1400.0,\"pass_s_median\":0.001,\"ttft_s\":0.5,\"stall_s\":0.25,\"peak_device_bytes\":1,\
+         \"device_budget_bytes\":1000,\"pass_bytes\":9000,\"page_bytes\":1000,\"tokens\":['$ids'],\
+         \"link_bytes\":'$((tokens * 10000))',\"link_busy_s\":'0.$(printf %04d $((tokens * 10)))',\
+         \"logits_xxh3\":'$hash',\"repeats\":['$repeats']{more}}}"
+    );
     format!(
-        "[ \"$1\" = --help ] && echo '--device cuda' && exit\n\
+        "[ \"$1\" = --help ] && echo '--device cuda {options}' && exit\n\
+         hash='\"{hash}\"' repeat=1\ncase '{options}' in *hash*) hash=null ;; esac\n\
          while [ $# -gt 0 ]; do\n\
-           case $1 in --device-budget) budget=$2 ;; --tokens) tokens=$2 ;; esac\nshift\ndone\n\
-         ids=$(seq -s, \"$tokens\")\necho '{report}'"
+           case $1 in --device-budget) budget=$2 ;; --tokens) tokens=$2 ;; --repeat) repeat=$2 ;; \
+           --logits-hash) hash='\"{hash}\"' ;; esac\nshift\ndone\n\
+         ids=$(seq -s, \"$tokens\")\n\
+         repeats=$(seq -s, \"$repeat\" | sed 's/[0-9][0-9]*/{times}/g')\n\
+         hash=$(echo \"$hash\" | sed \"s/BUDGET/$budget/\")\necho '{report}'"
     )
 }
 
@@ -314,7 +320,7 @@ fn the_whole_check_is_rehearsed() {
     says(&bundle, "forward", &format!("{}{}{ended}", error("1e-3"), error("3e-2")));
     says(&bundle, "make_model", ": >\"$1\"");
     let work = r#","launches":154,"graph_launches":1,"host_seconds":0.0001,"gpu":{"synchronisations":1,"bandwidth_share":0.5}"#;
-    says(&bundle, "generate", &generating("one", work));
+    says(&bundle, "generate", &generating("one", work, "--repeat N, --logits-hash"));
     let rows =
         r#"[{"n_prompt":512,"n_gen":0,"samples_ts":[900.5]},{"n_prompt":0,"n_gen":128,"samples_ts":[700.0,800.0]}]"#;
     says(&bundle, "llama-bench", &format!("[ \"$1\" = -m ] || exit 9\necho 'ggml_cuda_init: found 1'\necho '{rows}'"));
@@ -371,6 +377,11 @@ fn the_whole_check_is_rehearsed() {
         generate["notes"].to_string().contains("absent from generate's object: graph_nodes, device_bytes"),
         "{generate}"
     );
+    assert_eq!(
+        generate["numbers"]["1.2 GB Q8_0, a prompt of 512 tokens: tokens a second"]["median"], 1024.0,
+        "{generate}"
+    );
+    assert_eq!(generate["verdicts"]["--paged-kv: same logits"]["pass"], true, "{generate}");
     for verdict in ["bytes over the link", "link busy"] {
         let name = format!("1.2 GB Q8_0, a quarter on the GPU: {verdict}");
         assert_eq!(generate["verdicts"][&name]["pass"], true, "{generate}");

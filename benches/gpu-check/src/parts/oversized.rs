@@ -31,12 +31,12 @@ struct Plan {
     settles: bool,
 }
 
-/// 48 GB of tensors in host memory, through a sixth of that on the device.
+/// 24 GB of tensors in host memory, through a sixth of that on the device.
 pub(super) fn in_host_memory(settings: &Settings, report: &mut Report<'_>) -> Result {
     let gpu = Gpu::open(settings.device)?;
     let file = ModelFile::ensure(settings, report)?;
     let tensor = file.shape.bytes();
-    let wanted = settings.pick(48_000_000_000_u64, 12_000_000_000, 64 << 20);
+    let wanted = settings.pick(24_000_000_000_u64, 12_000_000_000, 64 << 20);
     let tensors = wanted.min(settings.memory.get() * 7 / 10) / tensor;
     if wanted / tensor > tensors {
         report.note(format!("{} was wanted; {} of host memory may be used", Bytes::new(wanted), settings.memory));
