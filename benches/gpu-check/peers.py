@@ -18,6 +18,7 @@ TENSOR = ROWS * COLS * 2
 # Buffers through which PyTorch streams, of its budget; the rest of the budget keeps tensors for good.
 BUFFERS = 3
 TOKENS = 128
+DEVICE = "cuda"
 
 
 def median(values):
@@ -70,26 +71,27 @@ class Dense:
         self.size, self.capacity = self.dim // self.heads, capacity
 
         def matrix(rows, columns):
-            return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
+            return torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) / columns**0.5
 
         def layer():
             kv = self.groups * self.size
             return {
                 "qkv": matrix(self.dim + 2 * kv, self.dim), "out": matrix(self.dim, self.dim),
                 "up": matrix(2 * ffn, self.dim), "down": matrix(self.dim, ffn),
-                "keys": torch.zeros(1, self.groups, capacity, self.size, device="cuda", dtype=torch.bfloat16),
-                "values": torch.zeros(1, self.groups, capacity, self.size, device="cuda", dtype=torch.bfloat16),
+                "keys": torch.zeros(1, self.groups, capacity, self.size, device=DEVICE, dtype=torch.bfloat16),
+                "values": torch.zeros(1, self.groups, capacity, self.size, device=DEVICE, dtype=torch.bfloat16),
             }
 
         self.weights = [layer() for _ in range(self.layers)]
         self.embedding = matrix(vocab, self.dim)
         self.head = self.embedding if "--tied" in model[1] else matrix(vocab, self.dim)
-        self.scale = torch.ones(self.dim, device="cuda", dtype=torch.bfloat16)
-        self.places = torch.arange(capacity, device="cuda")
-        angles = torch.outer(self.places.float(), 10000.0 ** (-torch.arange(0, self.size, 2, device="cuda") / self.size))
+        self.scale = torch.ones(self.dim, device=DEVICE, dtype=torch.bfloat16)
+        self.places = torch.arange(capacity, device=DEVICE)
+        turns = 10000.0 ** (-torch.arange(0, self.size, 2, device=DEVICE) / self.size)
+        angles = torch.outer(self.places.float(), turns)
         self.cos, self.sin = (f(angles).to(torch.bfloat16) for f in (torch.cos, torch.sin))
-        self.token = torch.zeros(1, device="cuda", dtype=torch.long)
-        self.position = torch.zeros(1, device="cuda", dtype=torch.long)
+        self.token = torch.zeros(1, device=DEVICE, dtype=torch.long)
+        self.position = torch.zeros(1, device=DEVICE, dtype=torch.long)
 
     def rotate(self, x, positions):
         first, second = x.chunk(2, -1)
@@ -153,7 +155,7 @@ class Dense:
 
     def prompt(self, count, rounds):
         """Tokens a second of a prompt as one graph."""
-        ids = self.torch.arange(count, device="cuda") % 999
+        ids = self.torch.arange(count, device=DEVICE) % 999
         graph = self.graph(lambda: self.forward(ids, self.places[:count], None))
         return [count / seconds for seconds in timed(self.torch, graph.replay, rounds)]
 
@@ -239,17 +241,17 @@ def torch_stream(arguments):
     count = tensors_of(wanted)
     slots = max(int((budget or count * TENSOR / 6) // TENSOR), BUFFERS + 1)
     host = torch.empty(count, ROWS, COLS, dtype=torch.bfloat16)
+    host.copy_(torch.randn(ROWS, COLS, dtype=torch.float32))
     # Not by pin_memory, which rounds up to a power of two.
-    host.view(torch.int16).fill_(0x3F80)
     status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel() * 2, 0)
     if int(status):
         fail(f"the memory cannot be locked: {status}")
     kept = slots - BUFFERS
-    stays = [host[at].to("cuda") for at in range(kept)]
-    buffers = [torch.empty(ROWS, COLS, dtype=torch.bfloat16, device="cuda") for _ in range(BUFFERS)]
+    stays = [host[at].to(DEVICE) for at in range(kept)]
+    buffers = [torch.empty(ROWS, COLS, dtype=torch.bfloat16, device=DEVICE) for _ in range(BUFFERS)]
     copies, linear = torch.cuda.Stream(), torch.nn.functional.linear
     filled, used = ([torch.cuda.Event() for _ in range(BUFFERS)] for _ in range(2))
-    x = torch.randn(ROWS_OF_X, COLS, device="cuda", dtype=torch.float32).to(torch.bfloat16)
+    x = torch.randn(ROWS_OF_X, COLS, device=DEVICE, dtype=torch.float32).to(torch.bfloat16)
 
     def fetch(at):
         slot = at % BUFFERS
