@@ -7,7 +7,7 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo capi test bench gpu-check peers soak fuzz lint fmt clean
+.PHONY: help demo capi test bench gpu-check gpu-peers peers soak fuzz lint fmt clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +28,13 @@ bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
 
-gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, for a machine with a GPU; compiles the kernels first
+gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, and its peers into bundle-peers, for a machine with a GPU; compiles the kernels first
 	@scripts/need.sh cargo cc python3 binutils
 	@scripts/gpu_check_bundle.sh
+
+gpu-peers: ## Build llama.cpp's llama-bench for an H100, for the second run of the GPU check (an hour; needs no GPU)
+	@scripts/need.sh cargo cc c++ python3 pip
+	@scripts/fetch_gpu_peers.sh
 
 peers: ## Build llama.cpp and its server and fetch libCacheSim into .venv, for `make bench` to compare with (ten minutes)
 	@scripts/need.sh cc c++ python3 pip

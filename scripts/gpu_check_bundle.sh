@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Packs everything that the GPU check needs into one folder: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
+# Packs everything that the GPU check needs: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
 #
-# The folder (target/gpu-check/bundle) can be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36
-# or newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes; the tests of the
-# device, the runtime and the GPU's kernels; generate and make_model; the kernels, compiled here; the newest results for
-# comparison.
+# There are two folders, one for each run of the check: target/gpu-check/bundle, and beside it bundle-peers. Each can be
+# copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or newer; it needs no network and no
+# compiler there: `./run.sh [--quick]`. What is packed: probes, generate, make_model and the kernels, compiled here, in
+# both; the tests of the device, the runtime and the GPU's kernels in the first; llama-bench in the second, if
+# scripts/fetch_gpu_peers.sh has built it; the newest results for comparison, and a hash of what each part is made of.
 #
 # The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC;
 # KERNELS_DIR names a folder that has them compiled. Without them the folder is not made, unless
 # GPU_CHECK_WITHOUT_KERNELS=1 says that the other machine has NVRTC.
 #
-# It fails if there are no kernels, if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one
+# It fails if there are no kernels, if a folder is larger than 45 MiB, if a program needs a newer glibc, or if one
 # holds a path of this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +25,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-limit_bytes=$((48 << 20))
+limit_bytes=$((45 << 20))
 newest_glibc=2.36
 
 # First, before anything that takes long; and in the folder of ordinary builds, where `make test` leaves the same.
@@ -51,9 +52,10 @@ out=${out:-$target/bundle}
 cargo_home=$(realpath -m "${CARGO_HOME:-$HOME/.cargo}")
 export CARGO_TARGET_DIR=$target/build
 export RUSTFLAGS="--remap-path-prefix=$PWD=outcore --remap-path-prefix=$cargo_home=cargo ${RUSTFLAGS:-}"
-rm -rf "$out"
-mkdir -p "$out/bin" "$out/kernels" "$out/previous"
-out=$(cd "$out" && pwd)
+peers=$out-peers
+rm -rf "$out" "$peers"
+mkdir -p "$out/bin" "$out/kernels" "$out/previous" "$peers"
+out=$(cd "$out" && pwd) peers=$(cd "$peers" && pwd)
 
 cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda,outcore-llm/cuda \
     --bin gpu-probe --bin generate --bin make_model
@@ -85,37 +87,51 @@ pack_tests outcore '' device=device
 pack_tests outcore-llm cuda lib=kernels cuda=forward
 strip "$out"/bin/*
 
-cp benches/gpu-check/run.sh benches/gpu-check/report.py benches/gpu-check/extra.py "$out/"
+cp benches/gpu-check/{run.sh,report.py,extra.py,peers.py,limits.py} "$out/"
+python3 benches/gpu-check/sources.py >"$out/SOURCES"
 if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" = 1 ]; then
     echo "gpu_check_bundle: WITHOUT kernels: the parts kernels and generate will need NVRTC"
 else
     cp "$kernels/kernels.fatbin" "$out/kernels/"
 fi
-newest=$(find docs/results -name 'gpu-*.json' | sort | tail -n 1)
-[ -z "$newest" ] || cp "$newest" "$out/previous/"
+find docs/results -name 'gpu-*.json' -exec cp {} "$out/previous/" \;
 changed=$([ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || echo ", changed")
 echo "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)$changed, profile $profile" >"$out/BUILD"
 
+# The second run: what is compared, and the peers.
+cp -r "$out/." "$peers/"
+rm "$peers"/bin/{device,kernels,forward}
+echo 1 >"$out/PART"
+echo 2 >"$peers/PART"
+llama=${target%/gpu-check}/gpu-peers/bin/llama-bench
+if [ -x "$llama" ]; then
+    cp "$llama" "$peers/bin/"
+else
+    echo "gpu_check_bundle: WITHOUT llama.cpp (make gpu-peers): the second run will have PyTorch and managed memory alone"
+fi
+
 failed=0
-for binary in "$out"/bin/*; do
-    needed=$(objdump -T "$binary" | grep -oE 'GLIBC_[0-9.]+' | sed 's/GLIBC_//' | sort -uV | tail -n 1)
-    if [ "$(printf '%s\n%s\n' "$needed" "$newest_glibc" | sort -V | tail -n 1)" != "$newest_glibc" ]; then
-        echo "gpu_check_bundle: $(basename "$binary") needs glibc $needed, newer than $newest_glibc" >&2
-        failed=1
-    fi
-    for place in "$PWD" "$cargo_home" "$HOME/"; do
-        if grep -qaF -- "$place" "$binary"; then
-            echo "gpu_check_bundle: $(basename "$binary") holds the path $place" >&2
+for folder in "$out" "$peers"; do
+    for binary in "$folder"/bin/*; do
+        needed=$(objdump -T "$binary" | grep -oE 'GLIBC_[0-9.]+' | sed 's/GLIBC_//' | sort -uV | tail -n 1)
+        if [ "$(printf '%s\n%s\n' "$needed" "$newest_glibc" | sort -V | tail -n 1)" != "$newest_glibc" ]; then
+            echo "gpu_check_bundle: $(basename "$binary") needs glibc $needed, newer than $newest_glibc" >&2
             failed=1
         fi
+        for place in "$PWD" "$cargo_home" "$HOME/"; do
+            if grep -qaF -- "$place" "$binary"; then
+                echo "gpu_check_bundle: $(basename "$binary") holds the path $place" >&2
+                failed=1
+            fi
+        done
     done
+    bytes=$(du -sb "$folder" | cut -f 1)
+    if [ "$bytes" -gt "$limit_bytes" ]; then
+        echo "gpu_check_bundle: $folder has $bytes bytes, more than $limit_bytes:" >&2
+        du -b "$folder"/* "$folder"/bin/* >&2
+        failed=1
+    fi
+    printf 'gpu_check_bundle: %s, %s MiB\n' "${folder#"$PWD"/}" "$((bytes >> 20))"
 done
-bytes=$(du -sb "$out" | cut -f 1)
-if [ "$bytes" -gt "$limit_bytes" ]; then
-    echo "gpu_check_bundle: $bytes bytes, more than $limit_bytes:" >&2
-    du -b "$out"/* "$out"/bin/* >&2
-    failed=1
-fi
 [ "$failed" -eq 0 ] || exit 1
-printf 'gpu_check_bundle: %s, %s MiB\n' "${out#"$PWD"/}" "$((bytes >> 20))"
-echo "copy it to a machine with a GPU, and there: ./run.sh [--quick]"
+echo "copy them to a machine with a GPU, and there, in each: ./run.sh [--quick]"

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""The parts of the GPU check that are no probes: test binaries, compute-sanitizer, `generate`, a peer.
+"""The parts of the GPU check that are no probes: test binaries, children, NVIDIA's tools, `generate`, the peers.
 
-Called by run.sh as `extra.py PART --bundle DIR --scale SCALE --dir DIR --results FILE`. Prints records as gpu-probe
-does, one JSON object a line. Ends with 1 if the part failed, and with 3 if the machine or the bundle has not what it
-needs.
+Called by run.sh as `extra.py PART --bundle DIR --scale SCALE --dir DIR --results FILE --seconds N`. Prints records as
+gpu-probe does, one JSON object a line. Ends with 1 if the part failed, and with 3 if the machine or the bundle has not
+what it needs.
 """
 
 import argparse
+import csv
 import json
 import math
 import os
@@ -15,8 +16,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import limits
 
 NOT_POSSIBLE = 3
 
@@ -26,14 +30,17 @@ def record(kind, **fields):
 
 
 def number(name, unit, rounds, ceiling=None):
+    if not rounds:
+        return
     fields = {"median": statistics.median(rounds), "least": min(rounds), "most": max(rounds), "rounds": len(rounds)}
     record("number", name=name, unit=unit, **fields, **({"ceiling": ceiling} if ceiling else {}))
 
 
-def verdict(name, value, unit, goal, formula):
+def verdict(name, value, unit, goal, formula, not_judged=None):
     (sense, bound), = goal.items()
     met = value >= bound if sense == "at_least" else value <= bound
-    record("verdict", name=name, value=value, unit=unit, goal=goal, formula=formula, **{"pass": met})
+    why = {"not_judged": not_judged} if not_judged else {}
+    record("verdict", name=name, value=value, unit=unit, goal=goal, formula=formula, **{"pass": met}, **why)
 
 
 def not_possible(why):
@@ -47,11 +54,22 @@ def fail(why):
 
 
 def run(command, **environment):
-    """What a command printed, both streams, and its status. It shares our process group, so that it is stopped with us."""
+    """What a command printed, both streams, and its status."""
     command = [str(part) for part in command]
     merged = {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=merged)
     return done.returncode, done.stdout, done.stderr
+
+
+def run_within(seconds, command, **environment):
+    """The same, under a limit. If it took longer, the fourth thing says where it hung."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        status, hung = limits.run(command, seconds, out, errors, {**os.environ, **environment})
+        texts = []
+        for stream in (out, errors):
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+    return status, *texts, hung
 
 
 def binary(arguments, name):
@@ -108,7 +126,7 @@ def tests(arguments, *modules):
 
 
 # No test of the device takes longer, unless something waits for ever.
-TEST_SECONDS = 15
+TEST_SECONDS = {"full": 12, "quick": 12, "tiny": 3}
 
 
 def device_suite(arguments):
@@ -118,16 +136,19 @@ def device_suite(arguments):
     names = re.findall(r"^(\S+): test$", out, re.M)
     if status or not names:
         fail(f"the tests cannot be listed: {errors.strip()}")
-    passed, wrong, skipped = 0, [], 0
+    passed, wrong, skipped, seconds = 0, [], 0, TEST_SECONDS[arguments.scale]
     for name in names:
-        command = ["timeout", "--kill-after=5", TEST_SECONDS, path, "--exact", name, "--test-threads=1", "--show-output"]
-        status, out, errors = run(command, OUTCORE_REAL_CUDA="1")
+        command = [path, "--exact", name, "--test-threads=1", "--show-output"]
+        status, out, errors, hung = run_within(seconds, command, OUTCORE_REAL_CUDA="1")
         skips = report_skipped(out + errors)
         skipped += len(skips)
         passed += status == 0 and not skips
+        if hung is not None:
+            wrong.append(f"{name} did not end within {seconds} s ({hung})")
+        elif status:
+            wrong.append(f"{name} failed")
         if status:
-            wrong.append(f"{name} did not end within {TEST_SECONDS} s" if status in (124, 137) else f"{name} failed")
-            print(out[-2000:], errors[-2000:], sep="\n", file=sys.stderr)
+            print(out[-2000:], errors[-20000:], sep="\n", file=sys.stderr)
     number("suite: tests passed", "tests", [passed])
     number("suite: tests failed", "tests", [len(wrong)])
     if wrong:
@@ -195,179 +216,438 @@ def kernels(arguments):
         fail("; ".join(reasons))
 
 
-def sanitizer(arguments):
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if not tool:
-        not_possible("compute-sanitizer is not installed")
-    options = [tool, "--tool", "memcheck", "--error-exitcode", "99"]
-    runs = [
-        ("device suite", [binary(arguments, "device"), "suite::cuda_real", "--test-threads=1"]),
-        ("overlap, small", [binary(arguments, "gpu-probe"), "run", "overlap", "--scale", "tiny", "--dir", arguments.dir + "/sanitizer"]),
-    ]
-    os.makedirs(arguments.dir + "/sanitizer", exist_ok=True)
-    for name, command in runs:
-        status, out, errors = run([*options, *command], OUTCORE_REAL_CUDA="1")
-        text = out + errors
-        if "Device not supported" in text or "Unable to" in text and "ERROR SUMMARY" not in text:
-            not_possible("compute-sanitizer cannot be used here: " + text.strip().splitlines()[0])
-        found = re.search(r"ERROR SUMMARY: (\d+) error", text)
-        if not found:
-            print(text[-4000:], file=sys.stderr)
-            fail(f"compute-sanitizer did not end on {name}: status {status}")
-        number(f"errors found in: {name}", "errors", [int(found.group(1))])
-        if int(found.group(1)) or status:
-            print(text[-6000:], file=sys.stderr)
-            fail(f"{name} under compute-sanitizer: {found.group(0)}, status {status}")
+def tool(name):
+    """One of NVIDIA's tools."""
+    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    if not path:
+        not_possible(f"{name} is not installed")
+    return path
+
+
+def probe_options(arguments):
+    memory = ["--memory", arguments.memory] if arguments.memory else []
+    return ["--scale", arguments.scale, "--dir", arguments.dir, *memory]
+
+
+def soak_sanitized(arguments):
+    """A piece of the soak, with every access of its kernels checked."""
+    sanitizer, probe = tool("compute-sanitizer"), binary(arguments, "gpu-probe")
+    if "soak" not in run([probe, "parts"])[1].split():
+        not_possible("this gpu-probe has no part soak")
+    folder = Path(arguments.dir) / "sanitizer"
+    folder.mkdir(exist_ok=True)
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", probe, "run", "soak", "--scale", "tiny", "--dir", folder]
+    status, out, errors = run(command)
+    text = out + errors
+    if "Device not supported" in text or "Unable to" in text and "ERROR SUMMARY" not in text:
+        not_possible("compute-sanitizer cannot be used here: " + text.strip().splitlines()[0])
+    found = re.search(r"ERROR SUMMARY: (\d+) error", text)
+    if not found:
+        print(text[-4000:], file=sys.stderr)
+        fail(f"compute-sanitizer did not end: status {status}")
+    verdict("errors found", int(found.group(1)), "errors", {"at_most": 0}, "compute-sanitizer's own count")
+    if status:
+        print(text[-6000:], file=sys.stderr)
+        fail(f"the soak under compute-sanitizer: {found.group(0)}, status {status}")
+
+
+# ---- children ----
+
+# What a process prints right before it leaves `main` with a live runtime.
+LEAVING = "leaving main"
+CHILD_SECONDS = 30
+
+
+def passed_on(scenario, out):
+    """Passes a child's records on under its name."""
+    for line in out.splitlines():
+        if line.startswith("{"):
+            found = json.loads(line)
+            if "name" in found:
+                found["name"] = f"{scenario}: {found['name']}"
+            print(json.dumps(found), flush=True)
+
+
+def leaves_main(command):
+    """Starts a child that leaves `main` while a pass runs. Its status, its errors, and how long it took to go."""
+    child = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             errors="replace", stdin=subprocess.DEVNULL)
+    left = None
+    for line in child.stdout:
+        if line.strip() == LEAVING:
+            left = time.perf_counter()
+            break
+    try:
+        _, errors = child.communicate(timeout=CHILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        text, words = limits.where(child.pid)
+        limits.end(child.pid, child)
+        print(text, file=sys.stderr)
+        fail(f"leaked-exit: a child that left main did not end: {words}")
+    if left is None:
+        print(errors, file=sys.stderr)
+        fail(f"leaked-exit: a child ended with {child.returncode} before it left main: {errors.strip()}")
+    # The emulated driver prints what is not given back, which here is everything.
+    said = [line for line in errors.splitlines() if line.strip() and not line.startswith("fake CUDA: ")]
+    return child.returncode, said, time.perf_counter() - left
+
+
+def children(arguments):
+    probe = binary(arguments, "gpu-probe")
+    tiny, wrong = arguments.scale == "tiny", []
+    for scenario in run([probe, "children"])[1].split():
+        command = [probe, "child", scenario, *probe_options(arguments)]
+        if scenario != "leaked-exit":
+            status, out, errors, hung = run_within(CHILD_SECONDS, command)
+            passed_on(scenario, out)
+            if status:
+                print(errors[-20000:], file=sys.stderr)
+                said = errors.strip().splitlines()
+                wrong.append(f"{scenario}: {hung or (said[-1] if said else f'status {status}')}")
+            continue
+        ended = [leaves_main(command) for _ in range(2 if tiny else 5 if arguments.scale == "quick" else 20)]
+        number(f"{scenario}: from leaving main to the end", "s", [seconds for _, _, seconds in ended])
+        verdict(f"{scenario}: the slowest", max(seconds for _, _, seconds in ended), "s", {"at_most": 1},
+                "from leaving main, while a pass runs and nothing is closed, to the end of the process")
+        clean = sum(status == 0 and not said for status, said, _ in ended)
+        verdict(f"{scenario}: clean", clean / len(ended), "ratio", {"at_least": 1},
+                "children that ended with status 0 and printed no error / all")
+        for status, said, _ in ended:
+            if status or said:
+                record("note", text=f"{scenario}: status {status}: {' / '.join(said[:3])}")
+    if wrong:
+        fail("; ".join(wrong))
 
 
 # ---- models ----
 
+# Room for prompts of 8,000 tokens and answers to them.
+CONTEXT = ["--context", 16384]
 # SmolLM2-135M's layers, width, heads and so on. Its own file is larger than a bundle may be.
 SMOLLM2 = ["--layers", 30, "--dim", 576, "--heads", 9, "--kv-heads", 3, "--ffn", 1536, "--vocab", 49152, "--tied", "--dtype", "Q4_1"]
+# Name, options of make_model, file, and the tokens a second that an H100 has to reach with all of it resident.
+SMALL = ("SmolLM2-135M's shape, Q4_1", [*SMOLLM2, *CONTEXT], "small.gguf", 2000)
+LARGE = ("1.2 GB Q8_0", CONTEXT, "large.gguf", 1350)
+# What an H100 has to reach with the large model through a quarter of it.
+STREAMED_GOAL = 53
+JUDGED_CARD = "H100"
+# Repeats that count, those before them that do not, tokens of each.
+REPEATS, WARM, TOKENS = 5, 2, 128
+PROMPTS = (512, 2048)
+LONG_CONTEXT = 8000
+# Per token, if `generate` prints them: where the time goes.
+WORK = {
+    "launches": "count", "graph_launches": "count", "graph_nodes": "count", "synchronisations": "count",
+    "host_seconds": "s", "device_bytes": "bytes", "bandwidth_share": "ratio",
+}
 
 
-def models(arguments):
-    """Name and file of each model; those that are missing are made."""
-    make = binary(arguments, "make_model")
-    real = os.environ.get("OUTCORE_MODEL")
-    wanted = [("1.2 GB Q8_0, synthetic", [], "large.gguf")]
-    if real:
-        yield Path(real).name, Path(real)
-    else:
-        record("note", text="SmolLM2's own file is larger than a bundle may be: a synthetic model of its shape stands in (OUTCORE_MODEL names a file)")
-        wanted.insert(0, ("SmolLM2-135M's shape, Q4_1, synthetic", SMOLLM2, "small.gguf"))
-    for name, options, file in wanted[:1] if arguments.scale == "tiny" else wanted:
-        path = Path(arguments.dir) / file
-        status, _, errors = run([make, path, *options])
+def card(arguments):
+    """The name of the GPU, as the run's results have it."""
+    results = Path(arguments.results)
+    return (json.loads(results.read_text()).get("gpu") or "") if results.exists() else ""
+
+
+def made(arguments, model):
+    """The file of a model, made if it is not there. It stays for the parts behind this one."""
+    _, options, file, _ = model
+    path = Path(arguments.dir) / file
+    if not path.exists():
+        status, _, errors = run([binary(arguments, "make_model"), path, *options])
         if status:
             fail(f"make_model: {errors.strip()}")
-        yield name, path
+    return path
+
+
+def field(found, name):
+    """A field of generate's object, at its top or one object deep; None where it is absent."""
+    places = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return next((place[name] for place in places if isinstance(place.get(name), (int, float))), None)
+
+
+class Generate:
+    """`generate` on the GPU, with what this bundle has."""
+
+    def __init__(self, arguments):
+        self.program = binary(arguments, "generate")
+        _, self.usage, _ = run([self.program, "--help"])
+        if "cuda" not in self.usage:
+            not_possible("the generate of this bundle has no CUDA device")
+        self.kernels = compiled_kernels(arguments)
+        if not self.kernels:
+            record("note", text="no compiled kernels are in this bundle: generate has to compile its own")
+        self.until = time.monotonic() + arguments.seconds - 3
+
+    def repeats_itself(self):
+        return "--repeat" in self.usage
+
+    def hash_of(self, what, *options):
+        """A hash of every logit of a run of its own: to have one, all logits are copied to the host."""
+        asked = ["--logits-hash"] if "--logits-hash" in self.usage else []
+        found = self.once(what, *options, *asked)["logits_xxh3"]
+        return found or fail(f"{what}: generate printed no hash of its logits")
+
+    def left(self, what):
+        """Whether there is time for something; if not, says so."""
+        if time.monotonic() < self.until:
+            return True
+        record("note", text=f"no time was left for: {what}")
+        return False
+
+    def command(self, path, tokens, prompt, device, host, *more):
+        ids = ",".join(str(1 + at * 7 % 999) for at in range(prompt))
+        command = [self.program, "--model", path, "--prompt-tokens", ids, "--tokens", tokens, "--device", "cuda", "--json",
+                   "--device-budget", device, "--host-budget", host, *more]
+        return command + (["--kernels", self.kernels] if self.kernels and "--kernels" in self.usage else [])
+
+    def once(self, what, *options):
+        status, out, errors = run(self.command(*options))
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        if status or not lines:
+            print(errors[-4000:], file=sys.stderr)
+            fail(f"generate on {what}: status {status}")
+        found = json.loads(lines[-1])
+        if found["peak_device_bytes"] > found["device_budget_bytes"]:
+            fail(f"{what}: more in frames than the budget")
+        return found
+
+    def repeated(self, what, repeats, warm, path, tokens, prompt, device, host, *more):
+        """Several runs of one kind: the last one's object, and of each that counts the time to the first token, tokens
+        a second and the pass. In one process if generate can; else the first token also waits for the disk, and says
+        nothing of the prompt."""
+        if self.repeats_itself():
+            found = self.once(what, path, tokens, prompt, device, host, *more, "--repeat", repeats + warm)
+            return found, found["repeats"][warm:]
+        for _ in range(warm):
+            self.once(what, path, min(tokens, 16), prompt, device, host, *more)
+        runs = [self.once(what, path, tokens, prompt, device, host, *more) for _ in range(repeats)]
+        return runs[-1], runs
+
+
+def budgets(path):
+    """Device and host budgets with which all of a model is resident, and with which a quarter is."""
+    size = path.stat().st_size
+    # At least what the largest tensors take together with the pages that are filled ahead.
+    quarter = max(size // 4, 64 << 20)
+    return (size + (256 << 20), 0), (quarter, size + (64 << 20))
+
+
+def report_work(name, found, seconds):
+    """Where the time of a token goes, as far as generate says."""
+    absent = []
+    for what, unit in WORK.items():
+        value = field(found, what)
+        if value is None:
+            absent.append(what)
+        else:
+            number(f"{name}: {what} a token", unit, [value])
+    if absent:
+        record("note", text=f"{name}: absent from generate's object: {', '.join(absent)}")
+    number(f"{name}: waiting for weights, of all passes", "s", [found["stall_s"]])
+    host = field(found, "host_seconds")
+    if host is not None:
+        number(f"{name}: GPU and waiting, of a token", "s", [max(seconds - host, 0.0)])
+
+
+def streamed(name, runs, short, long):
+    """What a pass over a model moves that is larger than the budget: two runs of different length differ by passes of
+    one token only."""
+    tokens = len(long["tokens"]) - len(short["tokens"])
+    moved = (long["link_bytes"] - short["link_bytes"]) / max(tokens, 1)
+    busy = (long["link_busy_s"] - short["link_busy_s"]) / max(tokens, 1)
+    seconds = statistics.median(one["pass_s_median"] for one in runs)
+    number(f"{name}: bytes over the link, of a token", "bytes", [moved])
+    least = long["pass_bytes"] - long["device_budget_bytes"] + 3 * long["page_bytes"]
+    verdict(f"{name}: bytes over the link", moved / least, "ratio", {"at_most": 1},
+            "bytes of a token / (weights of a pass - budget + 3 pages)")
+    verdict(f"{name}: link busy", busy / seconds, "ratio", {"at_least": 0.97}, "time in which the link moves weights / pass")
+
+
+def of_model(arguments, program, model):
+    """A model resident and through a quarter, with the usual pages and with those of 2 MiB."""
+    name, _, _, goal = model
+    tiny = arguments.scale == "tiny"
+    path, tokens = made(arguments, model), 8 if tiny else TOKENS
+    repeats, warm = (1, 0) if tiny else (REPEATS, WARM)
+    judged = JUDGED_CARD in card(arguments)
+    hashes, passes = {}, {}
+    for where, (device, host) in zip(("all resident", "a quarter on the GPU"), budgets(path)):
+        for pages, more in (("", []), (", pages of 2 MiB", ["--page-size", "2MiB"])):
+            what = f"{name}, {where}{pages}"
+            if pages and not program.left(what):
+                continue
+            # Pages of 2 MiB are no verdict's.
+            counts = (repeats, warm) if not pages else (1, 0 if tiny else 1)
+            seen = clocks()
+            long, runs = program.repeated(what, *counts, path, tokens, 8, device, host, *more)
+            seen += clocks()
+            number(f"{what}: clock, before and after", "MHz", seen)
+            number(f"{what}: tokens a second", "tok/s", [one["decode_tok_s"] for one in runs])
+            number(f"{what}: pass", "s", [one["pass_s_median"] for one in runs])
+            hashes[what] = program.hash_of(what, path, 8 if tiny else 32, 8, device, host, *more)
+            if pages:
+                continue
+            seconds = passes[where] = statistics.median(one["pass_s_median"] for one in runs)
+            report_work(what, long, seconds)
+            rate, wanted = statistics.median(one["decode_tok_s"] for one in runs), goal if where == "all resident" else STREAMED_GOAL
+            if judged and (where == "all resident" or model is LARGE):
+                verdict(f"{what}: tokens a second", rate, "tok/s", {"at_least": wanted}, f"median of {len(runs)} runs", moved(seen))
+            if where != "all resident" and model is LARGE:
+                short = program.once(what, path, 2 if tiny else 16, 8, device, host)
+                one = program.once(what, path, tokens, 8, device, host) if program.repeats_itself() else long
+                streamed(what, runs, short, one)
+    if not judged:
+        record("note", text=f"tokens a second are judged on an {JUDGED_CARD} only")
+    one, other = passes.values()
+    number(f"{name}: pass, a quarter on the GPU / all resident", "ratio", [other / one])
+    same = float(len(set(hashes.values())) == 1)
+    verdict(f"{name}: same logits", same, "ratio", {"at_least": 1}, f"1 if every logit of {len(hashes)} kinds of runs has the same bits")
+
+
+def prompt_rate(program, what, path, prompt, repeats, warm):
+    """Tokens of a prompt a second, with all weights resident before; None if generate cannot repeat itself."""
+    if not program.repeats_itself():
+        return None
+    resident, _ = budgets(path)
+    _, runs = program.repeated(what, repeats, warm, path, 1, prompt, *resident)
+    return [prompt / one["ttft_s"] for one in runs]
 
 
 def generate(arguments):
-    program = binary(arguments, "generate")
-    _, usage, _ = run([program, "--help"])
-    if "cuda" not in usage:
-        not_possible("the generate of this bundle has no CUDA device")
-    file = compiled_kernels(arguments)
-    tokens = "8" if arguments.scale == "tiny" else "32"
-    common = ["--prompt-tokens", "1,2,3,4,5,6,7,8", "--tokens", tokens, "--device", "cuda", "--json"]
-    if file and "--kernels" in usage:
-        common += ["--kernels", file]
+    program, tiny = Generate(arguments), arguments.scale == "tiny"
+    real = os.environ.get("OUTCORE_MODEL")
+    small = SMALL
+    if real:
+        small = (Path(real).name, [], real, SMALL[3])
     else:
-        record("note", text="no compiled kernels are in this bundle: generate has to compile its own")
-    for name, path in models(arguments):
-        size = path.stat().st_size
-        # At least what the largest tensors take together with the pages that are filled ahead.
-        part = max(size // 4, 64 << 20)
-        settings = [
-            ("all resident", size + (256 << 20), 0),
-            (f"{part >> 20} MiB on the GPU, the rest in host memory", part, size + (64 << 20)),
-        ]
-        hashes, passes = [], []
-        for where, device, host in settings:
-            status, out, errors = run([program, "--model", path, *common, "--device-budget", device, "--host-budget", host])
-            lines = [line for line in out.splitlines() if line.startswith("{")]
-            if status or not lines:
-                print(errors[-4000:], file=sys.stderr)
-                fail(f"generate on {name}, {where}: status {status}")
-            found = json.loads(lines[-1])
-            number(f"{name}, {where}: tokens a second", "tok/s", [found["decode_tok_s"]])
-            number(f"{name}, {where}: pass", "s", [found["pass_s_median"]])
-            hashes.append(found["logits_xxh3"])
-            passes.append(found["pass_s_median"])
-            if found["peak_device_bytes"] > found["device_budget_bytes"]:
-                fail(f"{name}, {where}: more in frames than the budget")
-        number(f"{name}: pass, with part on the GPU / all resident", "ratio", [passes[1] / passes[0]])
-        same = float(hashes[0] == hashes[1])
-        verdict(f"{name}: same logits", same, "ratio", {"at_least": 1}, "1 if every logit of both runs has the same bits")
-        if path.parent == Path(arguments.dir):
-            path.unlink()
+        record("note", text="SmolLM2's own file is larger than a bundle may be: a synthetic model of its shape stands in (OUTCORE_MODEL names a file)")
+    of_model(arguments, program, LARGE)
+    if program.left(small[0]):
+        of_model(arguments, program, small)
+    path = made(arguments, LARGE)
+    resident, quarter = budgets(path)
+    repeats, warm = (1, 0) if tiny else (REPEATS, WARM)
+    if not program.repeats_itself():
+        record("note", text="prompts: this generate has no --repeat, so the time of a prompt is that of reading weights, too")
+    for prompt in PROMPTS:
+        what = f"{LARGE[0]}, a prompt of {prompt} tokens"
+        rates = prompt_rate(program, what, path, prompt, repeats, warm) if program.left(what) else None
+        if rates:
+            number(f"{what}: tokens a second", "tok/s", rates)
+    what = f"{LARGE[0]}, a context of {LONG_CONTEXT}"
+    if program.left(what):
+        found = program.once(what, path, 8 if tiny else 32, LONG_CONTEXT, *resident)
+        number(f"{what}: tokens a second", "tok/s", [found["decode_tok_s"]])
+    if program.left("--paged-kv"):
+        hashes = []
+        for where, (device, host) in (("all resident", resident), ("a quarter on the GPU", quarter)):
+            # Room for keys and values beside the weights.
+            options = (path, 8 if tiny else 32, 512, device + (256 << 20), host, "--paged-kv")
+            found = program.once(f"--paged-kv, {where}", *options)
+            number(f"{LARGE[0]}, --paged-kv, {where}: tokens a second", "tok/s", [found["decode_tok_s"]])
+            hashes.append(program.hash_of(f"--paged-kv, {where}", *options))
+        verdict("--paged-kv: same logits", float(hashes[0] == hashes[1]), "ratio", {"at_least": 1}, "1 if every logit of both runs has the same bits")
 
 
-# ---- a peer ----
-
-ROWS, COLS, TOKENS = 4096, 8192, 16
+# ---- clocks ----
 
 
-def ours(results):
-    """Bytes of the oversized model and seconds of its pass, if that part ran here."""
-    numbers = json.loads(Path(results).read_text())["parts"].get("oversized", {}).get("numbers", {})
-    if "pass" in numbers and "bytes of the model" in numbers:
-        return numbers["bytes of the model"]["median"], numbers["pass"]["median"]
-    return None, None
+def clocks():
+    """What nvidia-smi reports of the clock of the multiprocessors, in a list; empty where it says nothing."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    _, out, _ = run(["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", "0"])
+    found = re.match(r"\s*(\d+(?:\.\d+)?)\s*$", out.splitlines()[0] if out.strip() else "")
+    return [float(found.group(1))] if found else []
 
 
-def accelerate(arguments):
-    if arguments.scale == "tiny":
-        not_possible("a peer has nothing to say about sizes of a test")
-    try:
-        import accelerate as peer
-        import torch
-    except ImportError as missing:
-        not_possible(f"PyTorch and accelerate are not both installed: {missing}")
-    if not torch.cuda.is_available():
-        not_possible("PyTorch sees no GPU")
-    wanted, our_pass = ours(arguments.results)
-    if wanted is None:
-        record("note", text="the oversized part did not run: 8 GB are taken, and there is no ratio")
-    count = int((wanted or 8e9) // (ROWS * COLS * 2))
-    available = next(int(line.split()[1]) << 10 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
-    if count * ROWS * COLS * 2 > 0.8 * available:
-        not_possible(f"a model of {count} tensors does not fit {available / 2**30:.0f} GiB of free memory")
+# As in clocks.rs.
+STEADY = 0.02
 
-    class Dense(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            with torch.device("meta"):
-                linear = [torch.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16) for _ in range(count)]
-            self.layers = torch.nn.ModuleList(linear)
 
-        def forward(self, x):
-            for layer in self.layers:
-                y = layer(x)
-            return y
+def moved(seen):
+    """Why numbers between two readings are not judged."""
+    if len(seen) < 2 or not seen[0] or abs(seen[-1] / seen[0] - 1) <= STEADY:
+        return None
+    return f"the clock moved from {seen[0]:.0f} to {seen[-1]:.0f} MHz, by more than {STEADY:.0%}"
 
-    model = Dense()
-    values = torch.randn(ROWS, COLS, dtype=torch.float32).to(torch.bfloat16)
-    for layer in model.layers:
-        layer.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
-    model = peer.cpu_offload(model, execution_device=torch.device("cuda:0"))
-    x = torch.randn(TOKENS, COLS, device="cuda:0", dtype=torch.float32).to(torch.bfloat16)
-    seconds = []
-    with torch.no_grad():
-        for at in range(3):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            model(x)
-            torch.cuda.synchronize()
-            if at:
-                seconds.append(time.perf_counter() - begin)
-    record("chosen", name="peer", value=f"accelerate {peer.__version__} cpu_offload, PyTorch {torch.__version__}, weights in ordinary host memory")
-    number("pass", "s", seconds)
-    number("weights used", "GB/s", [count * ROWS * COLS * 2 / s / 1e9 for s in seconds])
-    if our_pass:
-        number("accelerate's pass / ours, of the same weights", "ratio", [s / our_pass for s in seconds])
+
+# ---- NVIDIA's profiler ----
+
+# What a kernel is, what its name holds, and the tokens of the prompt in which it runs.
+KERNELS = [
+    ("decode, a product", "matvec|products", 8),
+    ("prompt, a product", "matmul|tile_|gemm", 512),
+    ("attention", "attention", 512),
+]
+METRICS = {
+    "gpu__time_duration.sum": "time",
+    "dram__bytes_read.sum": "bytes read",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "share of the memory's rate, in %",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "share of the arithmetic rate, in %",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active, in %",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "warps that wait for memory, per issue",
+}
+
+
+def profiled(text):
+    """The kernel and its metrics, by name, of ncu's table with commas."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(lines)) if lines else []
+    found = {row["Metric Name"]: f"{row['Metric Value']} {row['Metric Unit']}".strip() for row in rows if "Metric Name" in row}
+    return (rows[0].get("Kernel Name") if rows else None), found
+
+
+def ncu(arguments):
+    profiler, program, wrong = tool("ncu"), Generate(arguments), []
+    path = made(arguments, LARGE)
+    resident, _ = budgets(path)
+    for what, names, prompt in KERNELS:
+        # Not the first ones, which run with cold caches.
+        command = [profiler, "--clock-control", "none", "--csv", "--kernel-name", f"regex:{names}", "--launch-skip", 20,
+                   "--launch-count", 1, "--metrics", ",".join(METRICS), *program.command(path, 4, prompt, *resident)]
+        status, out, errors = run(command)
+        kernel, metrics = profiled(out)
+        if not metrics:
+            print(out[-2000:], errors[-2000:], sep="\n", file=sys.stderr)
+            wrong.append(f"{what}: ncu measured nothing (status {status})")
+            continue
+        record("chosen", name=what, value=kernel)
+        for metric, name in METRICS.items():
+            record("chosen", name=f"{what}: {name}", value=metrics.get(metric, "absent"))
+    if wrong:
+        fail("; ".join(wrong))
 
 
 PARTS = {
     "device-suite": device_suite,
     "runtime-suite": runtime_suite,
     "kernels": kernels,
-    "sanitizer": sanitizer,
+    "soak-sanitized": soak_sanitized,
+    "children": children,
     "generate": generate,
-    "accelerate": accelerate,
+    "ncu": ncu,
 }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part")
     for name in ["bundle", "scale", "dir", "results"]:
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--seconds", type=int, required=True)
+    parser.add_argument("--memory")
     arguments = parser.parse_args()
-    PARTS[arguments.part](arguments)
+    if arguments.part in PARTS:
+        return PARTS[arguments.part](arguments)
+    # PyTorch is not loaded for anything else.
+    import peers
+
+    part = peers.PARTS.get(arguments.part) or not_possible(f"neither this bundle's gpu-probe nor extra.py has a part {arguments.part}")
+    return part(arguments)
 
 
 if __name__ == "__main__":
+    # Under this name peers.py finds it, and does not load it twice.
+    sys.modules["extra"] = sys.modules["__main__"]
     main()

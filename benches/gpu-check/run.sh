@@ -1,39 +1,45 @@
 #!/usr/bin/env bash
 # Runs the parts of the GPU check in this folder, each in a process and under a limit of its own.
 #
-#   run.sh [--quick] [--out DIR] [--only PART,...] [--dir DIR] [--previous FILE] [--memory SIZE]
+#   run.sh [--part 1|2] [--quick] [--out DIR] [--only PART,...] [--dir DIR] [--previous FILE] [--memory SIZE]
 #          [--seconds N] [--limit N]
 #
-#   --quick       smaller inputs, fewer rounds
-#   --out         where gpu-check.json, .txt and .log go (gpu-check-out); the JSON is written after each part
-#   --only        these parts; without a name that exists the parts are listed
+#   --part        1: what the device, the runtime and generate do (430 s); 2: the peers (200 s). What was packed
+#   --quick       smaller inputs, fewer rounds; always so in the second
+#   --out         where gpu-check-PART.json, .txt and .log go (gpu-check-out); the JSON is written after each part
+#   --only        these parts, in the order of the run; without a name that exists the parts are listed
 #   --dir         where large files are made and removed again (the system's folder for temporary files)
 #   --previous    results to compare with (the newest that was packed)
 #   --memory      host memory that may be used (what is free)
-#   --seconds     all together (520): what does not fit is skipped, and said so
-#   --limit       any one part (a limit for each, 20 to 200)
+#   --seconds     all together: what does not fit is skipped, and said so
+#   --limit       any one part (a limit for each, 10 to 100)
 #   --tiny        megabytes, for the emulated driver: the numbers mean nothing
+#
+# A part that passed on a card before, with the sources that it has here, runs behind the others. A part that takes too
+# long is ended; before that, a backtrace of its threads goes to the log.
 #
 # Ends with 0 if everything ran and every verdict was met, 1 if not, 2 without a GPU, 64 if it was called wrongly.
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 probe=$here/bin/gpu-probe
-scale=full out=gpu-check-out only='' dir=${TMPDIR:-/tmp} previous='' seconds=520 most=520
+scale=full out=gpu-check-out only='' dir=${TMPDIR:-/tmp} previous='' seconds='' most=520
 memory=()
+run=$(cat "$here/PART" 2>/dev/null || echo 1)
 
 usage() {
     echo "run.sh: $1" >&2
-    sed -n 's/^# \{0,1\}//; 4,15p' "${BASH_SOURCE[0]}" >&2
+    sed -n 's/^# \{0,1\}//; 4,16p' "${BASH_SOURCE[0]}" >&2
     exit 64
 }
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) scale=quick ;;
         --tiny) scale=tiny ;;
-        --out | --only | --dir | --previous | --memory | --seconds | --limit)
+        --part | --out | --only | --dir | --previous | --memory | --seconds | --limit)
             [ $# -ge 2 ] || usage "$1 needs a value"
             case $1 in
+                --part) run=$2 ;;
                 --out) out=$2 ;;
                 --only) only=$2 ;;
                 --dir) dir=$2 ;;
@@ -48,22 +54,39 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+
+# Parts, and the most seconds that each may take. What is quick and says most comes first.
+case $run in
+    1)
+        total=430
+        parts=(
+            machine:15 queue:30 device-suite:60 runtime-suite:40 soak:70 children:60 kernels:60 generate:100 overlap:60
+            oversized:60 three-tier:50 budget:40 ncu:40 soak-sanitized:40 mapping-variants:20 copies:20 events:10
+            first-page:20 pin:10 mapping:30 lock:20 disk:20 sweep:40
+        )
+        ;;
+    2)
+        total=200
+        # Time is short, and the peers need as much of it: the smaller inputs are enough for ratios.
+        [ "$scale" = tiny ] || scale=quick
+        parts=(
+            machine:10 torch-decode:60 llama:80 managed:40 oversized:40 torch-stream:40 accelerate:60
+        )
+        ;;
+    *) usage "there is no part $run: --part takes 1 or 2" ;;
+esac
+[ -n "$seconds" ] || seconds=$total
 for count in "$seconds" "$most"; do
     case $count in
         '' | *[!0-9]*) usage "$count is no number of seconds" ;;
     esac
 done
-
-# Parts, and the most seconds that each may take. Those that are quick and say most come first.
-parts=(
-    machine:30 copies:60 mapping:60 events:30 device-suite:100 runtime-suite:90 kernels:90 lock:60 disk:100 pin:20
-    first-page:40 soak:90 overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
-)
 names=("${parts[@]%%:*}")
 if [ -n "$only" ]; then
     IFS=, read -r -a wanted <<<"$only"
     for name in "${wanted[@]}"; do
-        [[ " ${names[*]} " == *" $name "* ]] || { echo "run.sh: there is no part '$name'; there are: ${names[*]}" >&2; exit 64; }
+        [[ " ${names[*]} " == *" $name "* ]] ||
+            { echo "run.sh: there is no part '$name' in run $run; there are: ${names[*]}" >&2; exit 64; }
     done
 fi
 
@@ -81,7 +104,8 @@ out=$(cd "$out" && pwd)
 work=$(mktemp -d "$dir/outcore-gpu-check.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' INT TERM
-results=$out/gpu-check.json log=$out/gpu-check.log
+base=$out/gpu-check-$run
+results=$base.json log=$base.log
 : >"$log"
 report=("$here/report.py")
 if [ -z "$previous" ]; then
@@ -93,17 +117,10 @@ export PYTHONDONTWRITEBYTECODE
 libraries=$(python3 "${report[@]}" libraries)
 [ -z "$libraries" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries"
 
-python3 "${report[@]}" start "$results" --scale "$scale" --bundle "$here" || exit 1
-echo "GPU: $gpu; results go to $out"
-
-command_of() {
-    case $1 in
-        device-suite | runtime-suite | kernels | generate | accelerate | sanitizer)
-            command=(python3 "$here/extra.py" "$1" --bundle "$here" --scale "$scale" --dir "$work" --results "$results")
-            ;;
-        *) command=("$probe" run "$1" --scale "$scale" --dir "$work" "${memory[@]}") ;;
-    esac
-}
+python3 "${report[@]}" start "$results" --scale "$scale" --bundle "$here" --gpu "$gpu" || exit 1
+echo "GPU: $gpu; results go to $base.json"
+read -r -a parts <<<"$(python3 "${report[@]}" order --bundle "$here" --scale "$scale" "${parts[@]}")"
+of_probe=" $("$probe" parts | tr '\n' ' ')"
 
 for part in "${parts[@]}"; do
     name=${part%%:*} limit=${part##*:}
@@ -117,22 +134,24 @@ for part in "${parts[@]}"; do
     fi
     [ "$limit" -le "$most" ] || limit=$most
     [ "$limit" -le "$left" ] || limit=$left
-    command_of "$name"
-    begin=$(date +%s.%N)
-    timeout --kill-after=5 "$limit" "${command[@]}" >"$work/part.out" 2>"$work/part.err" </dev/null
-    status=$?
-    end=$(date +%s.%N)
-    { printf '== %s: status %s\n' "$name" "$status"; cat "$work/part.out" "$work/part.err"; } >>"$log"
-    python3 "${report[@]}" add "$results" "$name" --status "$status" --limit "$limit" --begin "$begin" --end "$end" \
-        --records "$work/part.out" --errors "$work/part.err"
+    if [[ $of_probe == *" $name "* ]]; then
+        command=("$probe" run "$name" --scale "$scale" --dir "$work" "${memory[@]}")
+    else
+        command=(python3 "$here/extra.py" "$name" --bundle "$here" --scale "$scale" --dir "$work" --results "$results"
+            --seconds "$limit" "${memory[@]}")
+    fi
+    # Runs the command under the limit, with a backtrace of what is left of it when the limit is over.
+    python3 "${report[@]}" run "$results" "$name" --limit "$limit" --records "$work/part.out" \
+        --errors "$work/part.err" -- "${command[@]}"
+    { printf '== %s\n' "$name"; cat "$work/part.out" "$work/part.err"; } >>"$log"
     # A part that was stopped leaves an unfinished file.
     rm -f "$work"/*.partial
 done
 
 status=0
-python3 "${report[@]}" table "$results" | tee "$out/gpu-check.txt"
+python3 "${report[@]}" table "$results" | tee "$base.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
 if [ -n "$previous" ]; then
-    python3 "${report[@]}" compare "$results" "$previous" | tee -a "$out/gpu-check.txt"
+    python3 "${report[@]}" compare "$results" "$previous" | tee -a "$base.txt"
 fi
 exit "$status"

@@ -11,6 +11,8 @@
 use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use cudarc::cublas::{CudaBlas, sys as blas};
 use cudarc::driver::sys::{self, CUevent_flags, CUresult};
@@ -94,6 +96,7 @@ impl Gpu {
         Ok(Kernels {
             spin: function("outcore_spin")?,
             sum: function("outcore_sum")?,
+            trap: function("outcore_trap")?,
             _module: module,
             processors: processors.max(1) as u32,
         })
@@ -244,6 +247,27 @@ impl Stream {
         })
     }
 
+    /// Copies `len` bytes from one device address to another.
+    pub(crate) fn copy_within(&self, from: u64, to: u64, len: u64) -> Result {
+        self.gpu.enter()?;
+        // SAFETY: concerns addresses that the driver checks.
+        check("copy on the GPU", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len as usize, self.stream.cu_stream()) })
+    }
+
+    /// Puts a closure on the stream that raises a counter by one.
+    pub(crate) fn call(&self, counter: &'static AtomicU64) -> Result {
+        unsafe extern "C" fn raise(counter: *mut c_void) {
+            // SAFETY: `call` passed a counter that lives for ever, and it is only read through a shared reference.
+            unsafe { &*counter.cast_const().cast::<AtomicU64>() }.fetch_add(1, Ordering::Relaxed);
+        }
+        self.gpu.enter()?;
+        let counter = std::ptr::from_ref(counter).cast_mut().cast();
+        // SAFETY: the function takes a counter that lives for ever, calls no driver and waits for nothing.
+        check("put a closure on a stream", unsafe {
+            sys::cuLaunchHostFunc(self.stream.cu_stream(), Some(raise), counter)
+        })
+    }
+
     /// Fills `len` bytes at a device address with zeros.
     pub(crate) fn zero(&self, device: u64, len: u64) -> Result {
         self.gpu.enter()?;
@@ -284,6 +308,12 @@ pub(crate) struct HostMemory {
     owner: Owner,
     gpu: Gpu,
 }
+
+// SAFETY: the address belongs to this value alone. Shared references only name it to the driver, which takes calls of
+// any thread; the bytes are reached through `&mut self`, after the context was waited for (invariant 1).
+unsafe impl Send for HostMemory {}
+// SAFETY: as above.
+unsafe impl Sync for HostMemory {}
 
 #[derive(Debug)]
 enum Owner {
@@ -360,6 +390,16 @@ impl HostMemory {
             }
         }
         outcome
+    }
+
+    /// Takes the memory out of what `fork` gives to a child.
+    pub(crate) fn keep_from_children(&self) -> Result {
+        // SAFETY: advice about memory that is ours; it changes no byte of this process.
+        let refused = unsafe { libc::madvise(self.start.cast(), self.len as usize, libc::MADV_DONTFORK) };
+        if refused == 0 {
+            return Ok(());
+        }
+        Err(Failure::io("keep memory from children", std::io::Error::last_os_error()))
     }
 
     /// Undoes all locking.
@@ -491,12 +531,22 @@ impl Range {
         Ok(Self { base, len, mapped: Vec::new(), access, gpu: gpu.clone() })
     }
 
+    /// The device address at an offset.
+    pub(crate) fn address(&self, offset: u64) -> u64 {
+        self.base + offset
+    }
+
     pub(crate) fn map(&mut self, offset: u64, memory: &Physical) -> Result {
+        self.map_part(offset, memory, 0, memory.len)
+    }
+
+    /// Maps a part of a handle. The documentation of `cuMemMap` demands that it begin at 0.
+    pub(crate) fn map_part(&mut self, offset: u64, memory: &Physical, from: u64, len: u64) -> Result {
         // SAFETY: concerns device addresses only; a wrong range or handle is refused.
         check("map memory of the GPU", unsafe {
-            sys::cuMemMap(self.base + offset, memory.len as usize, 0, memory.handle, 0)
+            sys::cuMemMap(self.base + offset, len as usize, from as usize, memory.handle, 0)
         })?;
-        self.mapped.push((offset, memory.len));
+        self.mapped.push((offset, len));
         Ok(())
     }
 
@@ -530,6 +580,113 @@ impl Drop for Range {
     }
 }
 
+/// Memory that the driver moves between the host and the GPU: managed memory, which this process never touches itself.
+#[derive(Debug)]
+pub(crate) struct Managed {
+    pub(crate) address: u64,
+    len: u64,
+    gpu: Gpu,
+}
+
+/// Where managed memory is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Host,
+    Device,
+}
+
+impl Managed {
+    /// # Errors
+    /// [`Failure::Impossible`] if the driver cannot move it ahead of use (`cuMemPrefetchAsync_v2` came with 12.2).
+    pub(crate) fn new(gpu: &Gpu, len: u64) -> Result<Self> {
+        gpu.enter()?;
+        if !driver_has(c"cuMemPrefetchAsync_v2") || !driver_has(c"cuMemAdvise_v2") {
+            return Err(Failure::Impossible("the driver has no cuMemPrefetchAsync_v2, which CUDA 12.2 brought".into()));
+        }
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+        if gpu.attribute(attribute)? == 0 {
+            return Err(Failure::Impossible("this GPU does not move managed memory by pages".into()));
+        }
+        let mut address = 0;
+        let global = sys::CUmemAttach_flags_enum::CU_MEM_ATTACH_GLOBAL as u32;
+        // SAFETY: asks for new memory; freed in `drop`.
+        check("allocate managed memory", unsafe { sys::cuMemAllocManaged(&raw mut address, len as usize, global) })?;
+        Ok(Self { address, len, gpu: gpu.clone() })
+    }
+
+    fn location(&self, side: Side) -> sys::CUmemLocation {
+        match side {
+            Side::Host => sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 },
+            Side::Device => self.gpu.location(),
+        }
+    }
+
+    /// Where the memory lies when nothing else was asked for, with the GPU's page tables kept in step, so that a kernel
+    /// never faults on what was moved ahead.
+    pub(crate) fn advise(&self, home: Side) -> Result {
+        use sys::CUmem_advise_enum as Advice;
+        let of = [
+            (Advice::CU_MEM_ADVISE_SET_PREFERRED_LOCATION, self.location(home)),
+            (Advice::CU_MEM_ADVISE_SET_ACCESSED_BY, self.location(Side::Device)),
+        ];
+        self.gpu.enter()?;
+        of.into_iter().try_for_each(|(advice, location)| {
+            // SAFETY: concerns this allocation only.
+            let code = unsafe { sys::cuMemAdvise_v2(self.address, self.len as usize, advice, location) };
+            check("advise the driver on managed memory", code)
+        })
+    }
+
+    /// Moves a range to a side, in the stream's order.
+    pub(crate) fn prefetch(&self, stream: &Stream, offset: u64, len: u64, to: Side) -> Result {
+        self.gpu.enter()?;
+        // SAFETY: concerns managed memory, whose range the driver checks.
+        check("move managed memory", unsafe {
+            sys::cuMemPrefetchAsync_v2(
+                self.address + offset,
+                len as usize,
+                self.location(to),
+                0,
+                stream.stream.cu_stream(),
+            )
+        })
+    }
+}
+
+impl Drop for Managed {
+    fn drop(&mut self) {
+        let ended = self.gpu.synchronize().and_then(|()| {
+            // SAFETY: from `cuMemAllocManaged`, freed once, after everything has ended (invariant 2).
+            named("free managed memory", unsafe { result::free_sync(self.address) })
+        });
+        if let Err(failure) = ended {
+            eprintln!("gpu-probe: {failure}");
+        }
+    }
+}
+
+/// Seconds from `fork` until a child that leaves at once was waited for.
+pub(crate) fn fork_and_wait() -> Result<f64> {
+    let start = Instant::now();
+    // SAFETY: the child calls `_exit` and nothing else, which a child of a process with threads may.
+    let child = unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::_exit(0);
+        }
+        child
+    };
+    let failed = |what: &str| Failure::io(what, std::io::Error::last_os_error());
+    if child < 0 {
+        return Err(failed("fork"));
+    }
+    // SAFETY: the child is ours, and nobody else waits for it; its status is not asked for.
+    if unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) } != child {
+        return Err(failed("wait for a child"));
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
 /// Threads of a block of our kernels.
 const THREADS: u32 = 256;
 
@@ -538,6 +695,7 @@ const THREADS: u32 = 256;
 pub(crate) struct Kernels {
     spin: CudaFunction,
     sum: CudaFunction,
+    trap: CudaFunction,
     _module: Arc<CudaModule>,
     processors: u32,
 }
@@ -558,6 +716,23 @@ impl Kernels {
         launch.arg(&iterations).arg(&out.address);
         // SAFETY: the arguments are those of the kernel; it touches device memory only, which the driver checks.
         named("launch a kernel", unsafe { launch.launch(self.config(self.processors)) }.map(drop))
+    }
+
+    /// Writes a word at a device address that nothing may be mapped at: one thread of [`spin`](Self::spin).
+    pub(crate) fn stray(&self, stream: &Stream, address: u64) -> Result {
+        let mut launch = stream.stream.launch_builder(&self.spin);
+        launch.arg(&0_u64).arg(&address);
+        let one = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: as for `spin`: a stray address is an error of the driver's, which ends the use of the GPU.
+        named("launch a kernel", unsafe { launch.launch(one) }.map(drop))
+    }
+
+    /// A kernel that ends by a trap.
+    pub(crate) fn trap(&self, stream: &Stream) -> Result {
+        let mut launch = stream.stream.launch_builder(&self.trap);
+        let one = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: the kernel has no arguments and touches nothing.
+        named("launch a kernel", unsafe { launch.launch(one) }.map(drop))
     }
 
     /// Adds the words of `len` bytes at a device address to the word at `out`, with `rounds` steps of work for each.

@@ -7,6 +7,9 @@
 
 #![cfg(feature = "cuda")]
 
+mod children;
+mod cli;
+mod clocks;
 mod compute;
 mod cuda;
 mod model;
@@ -18,6 +21,8 @@ use std::path::PathBuf;
 
 use outcore::{Bytes, PageSize};
 
+pub use children::{LEAVING, Scenario};
+pub use cli::command_line;
 pub use parts::Part;
 pub use report::{Goal, Record, Report, Spread, Unit};
 

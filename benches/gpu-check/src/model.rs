@@ -89,6 +89,14 @@ impl ModelFile {
     /// # Errors
     /// [`Failure::Impossible`] if the disk has no room for two tensors.
     pub(crate) fn ensure(settings: &Settings, report: &mut Report<'_>) -> Result<Self> {
+        Self::ensure_of(settings, report, settings.pick(12 << 30, 4 << 30, 64 << 20))
+    }
+
+    /// The same, of another size if it has to be made.
+    ///
+    /// # Errors
+    /// As for [`ensure`](Self::ensure).
+    pub(crate) fn ensure_of(settings: &Settings, report: &mut Report<'_>, wanted: u64) -> Result<Self> {
         let shape = settings.pick(
             Shape { rows: 4096, cols: 8192 },
             Shape { rows: 4096, cols: 8192 },
@@ -96,7 +104,6 @@ impl ModelFile {
         );
         let path = settings.dir.join("outcore-gpu-check.safetensors");
         if !path.exists() {
-            let wanted = settings.pick(24 << 30, 4 << 30, 64 << 20);
             let (free, margin) = (free_disk(&settings.dir)?, settings.pick(MARGIN, MARGIN, 0));
             let tensors = wanted.min(free.saturating_sub(margin)) / shape.bytes();
             if tensors < 2 {

@@ -26,6 +26,12 @@ pub enum Unit {
     /// A part of a whole, or a ratio of two numbers of one unit.
     #[serde(rename = "ratio")]
     Ratio,
+    /// Things.
+    #[serde(rename = "count")]
+    Count,
+    /// Millions of clock cycles a second.
+    #[serde(rename = "MHz")]
+    Megahertz,
 }
 
 /// Median, least and most of several rounds.
@@ -104,6 +110,9 @@ pub enum Record {
         pass: bool,
         /// How it was computed.
         formula: String,
+        /// Why it counts neither way, if something that it presumes was not so.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        not_judged: Option<String>,
     },
     /// A size that followed from the machine.
     Chosen {
@@ -145,8 +154,21 @@ impl<'a> Report<'a> {
     }
 
     pub(crate) fn verdict(&mut self, name: &str, value: f64, unit: Unit, goal: Goal, formula: impl Into<String>) {
-        let pass = goal.is_met_by(value);
-        (self.sink)(&Record::Verdict { name: name.into(), value, unit, goal, pass, formula: formula.into() });
+        self.verdict_unless(None, name, value, unit, goal, formula);
+    }
+
+    /// A verdict that counts neither way if there is a reason.
+    pub(crate) fn verdict_unless(
+        &mut self,
+        not_judged: Option<String>,
+        name: &str,
+        value: f64,
+        unit: Unit,
+        goal: Goal,
+        formula: impl Into<String>,
+    ) {
+        let (name, formula, pass) = (name.into(), formula.into(), goal.is_met_by(value));
+        (self.sink)(&Record::Verdict { name, value, unit, goal, pass, formula, not_judged });
     }
 
     pub(crate) fn chosen(&mut self, name: &str, value: impl fmt::Display) {

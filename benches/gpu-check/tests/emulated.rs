@@ -3,45 +3,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use outcore_testkit::{fake_cuda as control, soak_kernels};
+mod rig;
 
-use control::{Fake, Reach};
 use outcore::{Bytes, PageSize};
 use outcore_gpu_check::{Failure, Part, Record, Report, Scale, Settings, Unit, run};
+use outcore_testkit::fake_cuda::Reach;
+use outcore_testkit::harness::until;
+use rig::driver;
 use tempfile::TempDir;
 
 const OUT_OF_MEMORY: u32 = 2;
 const ILLEGAL_ADDRESS: u32 = 700;
-
-/// The driver, with what kernels.ptx does done by the host.
-fn driver() -> Fake {
-    let fake = Fake::load();
-    fake.register_kernel(
-        "outcore_spin",
-        |launch| vec![Reach::write(launch.parameter(1), u64::from(launch.grid[0] * launch.block[0]) * 8)],
-        |launch| {
-            let threads = (launch.grid[0] * launch.block[0]) as usize;
-            let steps = launch.parameter(0);
-            let last =
-                (0..steps).fold(1_u64, |x, _| std::hint::black_box(x).wrapping_mul(6_364_136_223_846_793_005) + 1);
-            launch.write::<u64>(launch.parameter(1), threads).fill(last);
-        },
-    );
-    fake.register_kernel(
-        "outcore_sum",
-        |launch| vec![Reach::read(launch.parameter(0), launch.parameter(1) * 8), Reach::write(launch.parameter(3), 16)],
-        |launch| {
-            let words = launch.read::<u64>(launch.parameter(0), launch.parameter(1) as usize);
-            let mut sum = words.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word));
-            // The steps take time and leave the sum alone.
-            sum ^= (0..launch.parameter(2)).fold(0, |x: u64, _| std::hint::black_box(x));
-            let out = launch.write::<u64>(launch.parameter(3), 2);
-            out[0] = out[0].wrapping_add(sum);
-        },
-    );
-    soak_kernels::register(&fake);
-    fake
-}
 
 fn settings(folder: &TempDir) -> Settings {
     Settings {
@@ -108,10 +80,12 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
         ),
         Part::Soak => (&["no wrong sum"], &[("round", U::Seconds)]),
+        // Other ratios are measured, and not judged.
         Part::Overlap => (
             &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
             &[
-                ("compute:transfer 1: pass", U::Seconds),
+                ("compute:transfer 0.8: pass", U::Seconds),
+                ("compute:transfer 1: computing, in the pass", U::Seconds),
                 ("compute:transfer 1: eta, pinned for the stream", U::Ratio),
                 ("host to device, one copy", U::GigabytesPerSecond),
             ],
@@ -126,6 +100,31 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
                 ("bytes over the link / least possible", U::Ratio),
             ],
         ),
+        Part::Queue => (
+            &[],
+            &[
+                ("launches, while none waits: longest query of an event of another stream", U::Microseconds),
+                ("closures, while none waits: longest map, set access and unmap", U::Microseconds),
+            ],
+        ),
+        Part::Variants => (
+            &[],
+            &[
+                ("handles of 2.0 MiB: map, 99.9 %", U::Microseconds),
+                ("handles of 4.0 MiB, mapped elsewhere for good: unmap, longest", U::Microseconds),
+                ("map, set access and unmap a page of 2.0 MiB, two threads", U::Microseconds),
+            ],
+        ),
+        Part::Budget => (
+            &[
+                "memory of the GPU over a budget of nine tenths, pages of 16.0 MiB",
+                "memory of the GPU over a budget of nine tenths, pages of 2.0 MiB",
+            ],
+            &[("open, pages of 16.0 MiB", U::Seconds), ("close, pages of 2.0 MiB", U::Seconds)],
+        ),
+        Part::Managed => {
+            (&["managed memory takes longer by"], &[("pass", U::Seconds), ("pass, managed memory", U::Seconds)])
+        }
         Part::Sweep => (
             &[],
             &[
@@ -139,9 +138,18 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
 
 /// Numbers that can be zero; or negative, on a driver without a meaningful clock.
 fn may_be_small(name: &str) -> bool {
-    ["cores", "eta", "of which the thread", "part of the host tier", "rounds in which", "overlap"]
-        .iter()
-        .any(|part| name.contains(part))
+    [
+        "cores",
+        "eta",
+        "of which the thread",
+        "part of the host tier",
+        "rounds in which",
+        "overlap",
+        "beside",
+        "given back",
+    ]
+    .iter()
+    .any(|part| name.contains(part))
 }
 
 fn check_records(part: Part, found: &[Record]) {
@@ -223,6 +231,10 @@ fn a_refused_call_ends_a_part_with_its_name_and_the_next_part_runs() {
         (Part::Copies, "cuMemcpyHtoDAsync", 40, OUT_OF_MEMORY, "copy to the GPU"),
         (Part::Mapping, "cuMemSetAccess", 3, OUT_OF_MEMORY, "allow access"),
         (Part::Lock, "cuMemHostRegister", 2, OUT_OF_MEMORY, "lock host memory"),
+        (Part::Managed, "cuMemPrefetchAsync_v2", 30, OUT_OF_MEMORY, "move managed memory"),
+        (Part::Variants, "cuMemUnmap", 30, OUT_OF_MEMORY, "unmap memory"),
+        (Part::Queue, "cuLaunchHostFunc", 20, OUT_OF_MEMORY, "put a closure"),
+        (Part::Budget, "cuMemCreate", 20, OUT_OF_MEMORY, "take memory of the GPU"),
         (Part::Overlap, "cuLaunchKernel", 20, OUT_OF_MEMORY, "launch a kernel"),
         (Part::Oversized, "cuMemCreate", 3, OUT_OF_MEMORY, "take memory of the GPU"),
         (Part::ThreeTier, "work", 60, ILLEGAL_ADDRESS, "ILLEGAL_ADDRESS"),
@@ -279,6 +291,51 @@ fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
     // The table says which use of what it was.
     let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
     assert!(found.iter().any(said), "{found:#?}");
+    fake.expect_clean();
+}
+
+#[test]
+fn wrong_bytes_in_managed_memory_are_found() {
+    let (fake, folder) = (driver(), folder());
+    fake.register_kernel(
+        "outcore_sum",
+        |launch| vec![Reach::read(launch.parameter(0), launch.parameter(1) * 8), Reach::write(launch.parameter(3), 16)],
+        |launch| launch.write::<u64>(launch.parameter(3), 2)[0] += 1,
+    );
+    let failure = records(Part::Managed, &settings(&folder)).1.unwrap_err();
+    assert!(failure.to_string().contains("tensor 0 in managed memory"), "{failure}");
+    fake.expect_clean();
+    fake.fail_nth("cuMemAllocManaged", 1, OUT_OF_MEMORY);
+    let failure = records(Part::Managed, &settings(&folder)).1.unwrap_err();
+    assert!(failure.to_string().contains("allocate managed memory"), "{failure}");
+    fake.expect_clean();
+}
+
+/// A call that waits for room in the queue is counted, and other calls are timed while it waits.
+#[test]
+fn a_call_that_waits_for_the_queue_is_found() {
+    let (fake, folder) = (driver(), folder());
+    fake.hold_calls("cuLaunchHostFunc", true);
+    let folder = settings(&folder);
+    let part = std::thread::spawn(move || records(Part::Queue, &folder));
+    let calls = |name| fake.calls(name);
+    until("a closure is put on a stream", || calls("cuLaunchHostFunc") > 0);
+    // Mapping goes on meanwhile, for longer than a call may take that does not wait.
+    let (mapped, begin) = (calls("cuMemMap"), std::time::Instant::now());
+    until("mapping goes on", || calls("cuMemMap") > mapped + 50 && begin.elapsed().as_millis() > 60);
+    fake.hold_calls("cuLaunchHostFunc", false);
+    let (found, outcome) = part.join().unwrap();
+    outcome.unwrap();
+    let number = |name: &str| {
+        found.iter().find_map(|record| match record {
+            Record::Number { name: n, spread, .. } if n == name => Some(spread.median),
+            _ => None,
+        })
+    };
+    assert_eq!(number("closures until a call waits"), Some(1.0), "{found:#?}");
+    let query = "closures, while one waits: longest query of an event of another stream";
+    assert!(number(query).is_some_and(|longest| longest > 0.0), "{found:#?}");
+    assert_eq!(number("launches until a call waits"), None, "{found:#?}");
     fake.expect_clean();
 }
 

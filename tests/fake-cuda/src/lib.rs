@@ -15,6 +15,7 @@ mod graph;
 mod inject;
 mod judge;
 mod locked;
+mod managed;
 mod memory;
 mod module;
 mod stream;

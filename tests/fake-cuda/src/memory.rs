@@ -440,7 +440,7 @@ fn device_of_current(driver: &Driver) -> Outcome<i32> {
     driver.contexts.device_of(driver.contexts.required()?).ok_or(ERROR_INVALID_CONTEXT)
 }
 
-fn allocate(driver: &mut Guard, bytes: usize) -> Outcome<(u64, u64)> {
+pub fn allocate(driver: &mut Guard, bytes: usize) -> Outcome<(u64, u64)> {
     if bytes == 0 {
         return Err(ERROR_INVALID_VALUE);
     }

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use crate::cuda::{DeviceMemory, Event, EventKind, Gpu};
+use crate::processor::Processor;
 use crate::report::{Report, Unit};
 use crate::{Failure, Settings};
 
@@ -38,6 +39,26 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
                     event.synchronize()
                 })
             })?;
+        }
+    }
+    // Nobody waits for these events. A driver may all the same wake a thread of its own for each that was made for
+    // sleepers.
+    for (kind, how) in
+        [(EventKind::Plain, "made for a waiter that spins"), (EventKind::Blocking, "for one that sleeps")]
+    {
+        let (events, before) = ((0..count).map(|_| gpu.event(kind)).collect::<Result<Vec<_>>>()?, Processor::now());
+        for event in &events {
+            stream.zero(memory.address, 4096)?;
+            stream.record(event)?;
+        }
+        // The work has ended when the last has happened, which is asked and not waited for.
+        while !events.last().map_or(Ok(true), Event::happened)? {
+            std::thread::yield_now();
+        }
+        let spent = Processor::now().since(&before);
+        for (thread, seconds) in spent.threads().filter(|(_, seconds)| *seconds > 0.0) {
+            let name = format!("an event {how}: of which the thread {thread}");
+            report.number(name, Unit::Microseconds, &[seconds * 1e6 / count as f64], None);
         }
     }
     let names = [

@@ -1,18 +1,22 @@
 //! The parts, in the order in which they run: what is quick and says most comes first.
 
+mod budget;
 mod copies;
 mod disk;
 mod events;
 mod first_page;
 mod lock;
 mod machine;
+mod managed;
 mod mapping;
 mod overlap;
 mod oversized;
-mod pass;
+pub(crate) mod pass;
 mod pin;
+mod queue;
 mod soak;
 mod sweep;
+mod variants;
 
 use std::fmt;
 use std::str::FromStr;
@@ -32,6 +36,10 @@ pub enum Part {
     Mapping,
     /// Locking host memory: registered against allocated.
     Lock,
+    /// Other ways of mapping: aliases, parts of handles, two threads.
+    Variants,
+    /// What a stream's queue takes until a call waits for the GPU.
+    Queue,
     /// What events cost.
     Events,
     /// Pinning a tensor that is resident.
@@ -50,14 +58,20 @@ pub enum Part {
     ThreeTier,
     /// Passes by page size and by lookahead.
     Sweep,
+    /// A budget of nine tenths of the GPU's memory: opening, closing, memory beside it.
+    Budget,
+    /// Passes over CUDA's managed memory, moved ahead of use, beside the runtime's.
+    Managed,
 }
 
 impl Part {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 17] = [
         Self::Machine,
+        Self::Queue,
         Self::Copies,
         Self::Mapping,
+        Self::Variants,
         Self::Events,
         Self::Lock,
         Self::Pin,
@@ -68,6 +82,8 @@ impl Part {
         Self::Oversized,
         Self::ThreeTier,
         Self::Sweep,
+        Self::Budget,
+        Self::Managed,
     ];
 
     /// What it is called on the command line and in results.
@@ -86,6 +102,10 @@ impl Part {
             Self::Oversized => "oversized",
             Self::ThreeTier => "three-tier",
             Self::Sweep => "sweep",
+            Self::Variants => "mapping-variants",
+            Self::Queue => "queue",
+            Self::Budget => "budget",
+            Self::Managed => "managed",
         }
     }
 }
@@ -122,5 +142,9 @@ pub(crate) fn run(part: Part, settings: &Settings, report: &mut Report<'_>) -> R
         Part::Oversized => oversized::in_host_memory(settings, report),
         Part::ThreeTier => oversized::from_disk(settings, report),
         Part::Sweep => sweep::run(settings, report),
+        Part::Variants => variants::run(settings, report),
+        Part::Queue => queue::run(settings, report),
+        Part::Budget => budget::run(settings, report),
+        Part::Managed => managed::run(settings, report),
     }
 }

@@ -31,12 +31,12 @@ struct Plan {
     settles: bool,
 }
 
-/// 48 GB of tensors in host memory, through a sixth of that on the device.
+/// 24 GB of tensors in host memory, through a sixth of that on the device.
 pub(super) fn in_host_memory(settings: &Settings, report: &mut Report<'_>) -> Result {
     let gpu = Gpu::open(settings.device)?;
     let file = ModelFile::ensure(settings, report)?;
     let tensor = file.shape.bytes();
-    let wanted = settings.pick(48_000_000_000_u64, 12_000_000_000, 64 << 20);
+    let wanted = settings.pick(24_000_000_000_u64, 12_000_000_000, 64 << 20);
     let tensors = wanted.min(settings.memory.get() * 7 / 10) / tensor;
     if wanted / tensor > tensors {
         report.note(format!("{} was wanted; {} of host memory may be used", Bytes::new(wanted), settings.memory));
@@ -75,7 +75,7 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     let total = plan.tensors * file.shape.bytes();
     report.chosen("model", format!("{} in {} tensors of {rows} x {cols}", Bytes::new(total), plan.tensors));
     report.number("bytes of the model", Unit::Bytes, &[total as f64], None);
-    report.chosen("device budget", plan.device);
+    report.number("device budget", Unit::Bytes, &[plan.device.get() as f64], None);
     report.chosen("host tier", plan.host);
     let sums = expected_sums(file);
     let link = Link::new(gpu, settings.pick(1 << 30, 1 << 30, 8 << 20))?;
@@ -144,7 +144,13 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
         "pass / max(computing alone, (model - device budget) / rate of one copy, (model - device budget - host tier) / \
          rate of the disk); median of rounds"
     };
-    report.verdict("pass over the roofline", share, Unit::Ratio, Goal::AtMost(1.05), formula);
+    report.verdict(
+        "pass over the roofline",
+        share,
+        Unit::Ratio,
+        Goal::AtMost(if plan.settles { 1.05 } else { 1.03 }),
+        formula,
+    );
     report.number("memory of the GPU that the runtime took", Unit::Bytes, &[used], None);
     let formula = "(free before the runtime was opened - free after the last pass) / device budget";
     let over = used / plan.device.get() as f64;

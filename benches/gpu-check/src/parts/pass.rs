@@ -16,14 +16,14 @@ use crate::{Failure, Settings};
 type Result<T = ()> = std::result::Result<T, Failure>;
 
 /// A runtime on the settings' GPU, with the settings' pages.
-pub(super) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
+pub(crate) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
     let device: CudaDeviceSelector = settings.device.to_string().parse()?;
     Ok(Runtime::builder().device(device).page_size(settings.page).policy(PolicyKind::Plan).scratch_dir(&settings.dir))
 }
 
 /// Who waits for a tensor's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pinned {
+pub(crate) enum Pinned {
     /// The thread that launches: `pin_device`.
     ByThread,
     /// The stream: `pin_device_on`.
@@ -32,81 +32,89 @@ pub(super) enum Pinned {
 
 /// The result of a pass.
 #[derive(Clone, Debug)]
-pub(super) struct Passed {
-    pub(super) seconds: f64,
+pub(crate) struct Passed {
+    pub(crate) seconds: f64,
+    /// Seconds on the GPU of the work with each tensor, added up: from an event before it to one behind it. Computing
+    /// as it was in this pass, at this pass's clock.
+    pub(crate) computing: f64,
     /// Bytes that crossed the link to the device.
-    pub(super) moved: u64,
+    pub(crate) moved: u64,
     /// Bytes that were read from the disk.
-    pub(super) read: u64,
+    pub(crate) read: u64,
     /// What it cost the processor.
-    pub(super) processor: Processor,
+    pub(crate) processor: Processor,
 }
 
 /// Runs passes. The thread that pins is ahead of the GPU by at most [`IN_FLIGHT`] tensors: if all frames were pinned,
 /// no page could be filled ahead.
-pub(super) struct Passes<'a> {
+pub(crate) struct Passes<'a> {
     runtime: &'a Runtime,
     tensors: &'a [Tensor],
     compute: &'a Compute,
-    gpu: &'a Gpu,
     stream: Adopted<'a>,
-    /// Events that nothing waits for.
-    idle: Vec<Event>,
+    /// Events before and behind the work with each tensor, from pass to pass.
+    events: Vec<(Event, Event)>,
 }
 
 const IN_FLIGHT: usize = 3;
 
 impl<'a> Passes<'a> {
-    pub(super) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
+    pub(crate) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
         runtime.plan(tensors, true);
         let stream = compute.stream.adopted_by(runtime)?;
-        Ok(Self { runtime, tensors, compute, gpu, stream, idle: Vec::new() })
+        let pair = |_| Ok((gpu.event(EventKind::Timed)?, gpu.event(EventKind::Blocking)?));
+        let events = tensors.iter().map(pair).collect::<Result<Vec<_>>>()?;
+        Ok(Self { runtime, tensors, compute, stream, events })
     }
 
-    pub(super) fn run(&mut self, amount: Amount) -> Result<Passed> {
+    pub(crate) fn run(&mut self, amount: Amount) -> Result<Passed> {
         self.run_pinned(amount, Pinned::ByThread)
     }
 
-    pub(super) fn run_pinned(&mut self, amount: Amount, pinned: Pinned) -> Result<Passed> {
+    pub(crate) fn run_pinned(&mut self, amount: Amount, pinned: Pinned) -> Result<Passed> {
         let before = self.runtime.traffic();
         let processor = Processor::now();
-        let mut busy: VecDeque<Event> = VecDeque::new();
+        let mut busy: VecDeque<&Event> = VecDeque::new();
         let start = Instant::now();
-        let outcome = self.tensors.iter().try_for_each(|tensor| {
+        let outcome = self.tensors.iter().zip(&self.events).try_for_each(|(tensor, (before, behind))| {
             if busy.len() >= IN_FLIGHT
                 && let Some(event) = busy.pop_front()
             {
                 event.synchronize()?;
-                self.idle.push(event);
             }
+            let work = || {
+                self.compute.stream.record(before)?;
+                let submitted = self.compute.work(tensor.address(), amount);
+                // Also behind work that was refused in part: the pin ends behind what is on the stream.
+                self.compute.stream.record(behind).and(submitted)
+            };
             let one = std::slice::from_ref(tensor);
             let submitted = match pinned {
                 Pinned::ByThread => {
                     let guard = self.runtime.pin_device(one).wait()?;
-                    let submitted = self.compute.work(tensor.address(), amount);
+                    let submitted = work();
                     self.stream.unpin(guard)?;
                     submitted
                 }
                 Pinned::ForStream => {
                     let pin = self.stream.pin(self.runtime, one)?;
-                    let submitted = self.compute.work(tensor.address(), amount);
+                    let submitted = work();
                     pin.unpin().map_err(|refused| refused.error)?;
                     submitted
                 }
             };
-            let event = self.idle.pop().map_or_else(|| self.gpu.event(EventKind::Blocking), Ok)?;
-            self.compute.stream.record(&event)?;
-            busy.push_back(event);
+            busy.push_back(behind);
             submitted
         });
         let ended = self.compute.stream.synchronize();
         let seconds = start.elapsed().as_secs_f64();
-        self.idle.extend(busy);
         outcome.and(ended)?;
+        let computing = self.events.iter().map(|(before, behind)| before.seconds_to(behind)).sum::<Result<f64>>()?;
         let processor = Processor::now().since(&processor);
         let after = self.runtime.traffic();
         Ok(Passed {
             seconds,
+            computing,
             moved: after.link_in.saturating_sub(before.link_in).get(),
             read: after.disk_read.saturating_sub(before.disk_read).get(),
             processor,
@@ -114,7 +122,7 @@ impl<'a> Passes<'a> {
     }
 
     /// Passes without work until nothing comes from the disk any more, at most `most`.
-    pub(super) fn settle(&mut self, most: usize) -> Result<Passed> {
+    pub(crate) fn settle(&mut self, most: usize) -> Result<Passed> {
         let mut last = self.run(Amount(0))?;
         for _ in 1..most {
             if last.read == 0 {
@@ -127,7 +135,7 @@ impl<'a> Passes<'a> {
 }
 
 /// Reports what passes cost the processor for each page that came over the link, in all and by thread.
-pub(super) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, passes: &[Passed]) {
+pub(crate) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, passes: &[Passed]) {
     let mut threads: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     let mut all = Vec::new();
     for passed in passes.iter().filter(|passed| passed.moved >= page) {
@@ -145,7 +153,7 @@ pub(super) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, pas
 }
 
 /// Compares every tensor, as the GPU sees it, with what was written to the file.
-pub(super) fn verify(runtime: &Runtime, tensors: &[Tensor], compute: &mut Compute, sums: &[u64]) -> Result {
+pub(crate) fn verify(runtime: &Runtime, tensors: &[Tensor], compute: &mut Compute, sums: &[u64]) -> Result {
     for (n, tensor) in tensors.iter().enumerate() {
         let guard = runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
         let sum = compute.sum(tensor.address());
