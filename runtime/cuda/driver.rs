@@ -576,6 +576,11 @@ impl Driver for CudaDriver {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream is not destroyed while it is borrowed; `status` is a place for the result.
         let outcome = unsafe { sys::cuStreamIsCapturing(stream.0.0, &raw mut status) };
+        // The legacy default stream, while a stream is captured that it would wait for: work on it is refused, and
+        // spoils that capture.
+        if outcome == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            return Ok(true);
+        }
         named("ask whether a CUDA stream is captured", outcome.result())?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }

@@ -110,7 +110,8 @@ impl BatchedCopy {
 /// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything
 ///    that uses it has ended, and drops the driver last.
 /// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of
-///    another stream; [`finish`](Self::finish) may. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
+///    another stream; [`finish`](Self::finish) may. A driver without graphs answers `false` to
+///    [`is_capturing`](Self::is_capturing).
 pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     /// While it lives, this thread may call the driver. It stays on its thread.
     type Current<'a>

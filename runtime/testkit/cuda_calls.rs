@@ -38,6 +38,12 @@ pub fn in_context<T>(context: &Arc<CudaContext>, work: impl FnOnce() -> T) -> T 
     result
 }
 
+/// Resets the first GPU, as `cudaDeviceReset` does.
+pub fn reset_device() -> Result {
+    // SAFETY: the call takes a number. Whoever uses the context afterwards gets an error.
+    check(unsafe { sys::cuDevicePrimaryCtxReset_v2(0) })
+}
+
 pub fn record(event: &CudaEvent, stream: &CudaStream) -> Result {
     // SAFETY: both live for the call.
     check(unsafe { sys::cuEventRecord(event.cu_event(), stream.cu_stream()) })

@@ -261,8 +261,7 @@ fn a_reset_by_others_is_a_lost_device() {
     let runtime = builder(3, 0).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     check(&runtime, &model, &file, 0).unwrap();
-    // SAFETY: the call takes a number.
-    unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) }.result().unwrap();
+    outcore_testkit::cuda_calls::reset_device().unwrap();
     let error = check(&runtime, &model, &file, 0).unwrap_err();
     assert_explained(&error, ErrorKind::Device, &["cuda:0", "lost", "cudaDeviceReset"], &["start the program again"]);
     assert!(runtime.close().is_err());

@@ -407,13 +407,16 @@ fn large_copies_go_one_by_one_each_behind_its_own_mapping() {
         let op = StreamOp::CopyIn { host: *host, device: rig.page(n as u64), len: rig.len };
         rig.device.submit(rig.fill, op, Some(Token(n as u64)));
     }
-    fake.hold_calls("cuMemcpyHtoDAsync", true);
-    let copies = fake.calls("cuMemcpyHtoDAsync");
+    let calls = ["cuMemcpyHtoDAsync", "cuMemcpyBatchAsync"];
+    let copies = || calls.map(|name| fake.calls(name));
+    let before_copies = copies();
+    calls.iter().for_each(|name| fake.hold_calls(name, true));
     fake.hold_calls("cuMemMap", false);
-    harness::until("the first copy", || fake.calls("cuMemcpyHtoDAsync") > copies);
-    assert_eq!(fake.calls("cuMemMap") - before, 1, "the first copy waits for no other mapping");
-    fake.hold_calls("cuMemcpyHtoDAsync", false);
+    harness::until("the first copy", || copies() != before_copies);
+    let mapped = fake.calls("cuMemMap") - before;
+    calls.iter().for_each(|name| fake.hold_calls(name, false));
+    assert_eq!(mapped, 1, "the first copy waits for no other mapping");
     rig.sink.take(5).into_iter().for_each(|(_, result)| result.unwrap());
-    assert_eq!((fake.calls("cuMemcpyHtoDAsync") - copies, fake.calls("cuMemcpyBatchAsync")), (5, 0));
+    assert_eq!(copies(), [before_copies[0] + 5, before_copies[1]]);
     rig.finish(&fake);
 }

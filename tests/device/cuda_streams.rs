@@ -611,6 +611,58 @@ fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
     });
 }
 
+/// The legacy default stream waits for streams that are not made non-blocking. While one of them is captured, anything
+/// on the default stream would spoil that capture, and is refused.
+#[test]
+fn regression_the_default_stream_is_left_alone_while_a_stream_it_waits_for_is_captured() {
+    let name = "regression_the_default_stream_is_left_alone_while_a_stream_it_waits_for_is_captured";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, || {
+        let fake = Fake::load();
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 2).open().unwrap();
+        let tensors = pages(&runtime, 2);
+        // SAFETY: the default stream is always there.
+        let default = unsafe { runtime.adopt_stream(RawStream::new(std::ptr::null_mut())) }.unwrap();
+        let result = allocate(PAGE as usize);
+        let mut blocking = std::ptr::null_mut();
+        foreign.context.bind_to_thread().unwrap();
+        // SAFETY: a place for the result; the stream is destroyed below.
+        unsafe { sys::cuStreamCreate(&raw mut blocking, 0) }.result().unwrap();
+        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream was made above.
+        unsafe { cudarc::driver::result::stream::begin_capture(blocking, mode) }.unwrap();
+        let refused = guard.unpin_after(&default).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument);
+        assert!(default.synchronize().is_err());
+        let address = refused.guard.device_bytes(0).unwrap().address;
+        foreign.launch(RawStream::new(blocking.cast()), address, result, PAGE);
+        // SAFETY: as above; the graph is destroyed, and the stream after it.
+        unsafe {
+            let graph = cudarc::driver::result::stream::end_capture(blocking).unwrap();
+            cudarc::driver::result::graph::destroy(graph).unwrap();
+            cudarc::driver::result::stream::destroy(blocking).unwrap();
+        }
+        // Then it serves like any other, also for copies.
+        refused.guard.unpin_after(&default).unwrap();
+        let guard = runtime.pin_device_on(&tensors[1..], &default).wait().unwrap();
+        foreign.launch(RawStream::new(std::ptr::null_mut()), guard.device_bytes(0).unwrap().address, result, PAGE);
+        drop(guard);
+        let again = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        drop(again);
+        default.synchronize().unwrap();
+        assert!(foreign.read(result, PAGE).len() as u64 == PAGE);
+        free(result).unwrap();
+        drop((default, tensors));
+        runtime.close().unwrap();
+        drop(foreign);
+        fake.finish();
+    });
+}
+
 /// A wait for the whole context spoils a capture of any of its streams. The end of a mark whose event was captured is
 /// found in another way, and only when the capture has ended.
 #[test]
@@ -1341,11 +1393,11 @@ fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_st
         let stream = unsafe { device.adopt_stream(RawStream::new(foreign.stream.cu_stream().cast())) }.unwrap();
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch_at(device.raw_stream(stream).unwrap(), 0, 0, 0);
-        let before = fake.calls("cuCtxSynchronize");
+        let before = fake.calls("cuEventRecord");
         fake.fail_nth("cuCtxPushCurrent", 1, REFUSED);
         device.submit(stream, StreamOp::Mark, Some(Token(1)));
-        wait_for("the mark, or who waits for the kernel", || {
-            marks.told.load(Ordering::Acquire) || fake.calls("cuCtxSynchronize") > before
+        wait_for("the mark, or another event behind the kernel", || {
+            marks.told.load(Ordering::Acquire) || fake.calls("cuEventRecord") > before
         });
         fake.hold_stream(foreign.stream.cu_stream(), false);
         wait_for("the mark", || marks.told.load(Ordering::Acquire));

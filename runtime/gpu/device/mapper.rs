@@ -316,8 +316,8 @@ fn note_refusal(outcome: Result<()>) {
     }
 }
 
-/// Hands operations to their streams, in order. Consecutive small copies on one stream go together. Tells the sink which
-/// operations were taken up.
+/// Hands operations to their streams, in order. Consecutive small copies on one stream go together. Tells the sink
+/// which operations were taken up.
 fn hand_on<D: Driver>(core: &Arc<Core<D>>, ops: Vec<Deferred<D>>) {
     let mut ops = ops.into_iter().peekable();
     while let Some(Deferred { id, stream, op, token }) = ops.next() {

@@ -19,15 +19,17 @@
 //!
 //! # Locking
 //!
-//! Calls of the driver may wait (rule 2 of its [contract](Driver)): a submission waits while the driver's queue is full.
-//! So two locks are held over such calls, and each holds up only those who want the same:
+//! Calls of the driver may wait (rule 2 of its [contract](Driver)): a submission waits while the driver's queue is
+//! full. So these locks are held over such calls, and each holds up only those who want the same:
 //!
 //! - a stream's `submission`, which keeps submissions to that stream in order;
-//! - `growing`, which lets one caller at a time make frames.
+//! - `growing`, which lets one caller at a time make frames;
+//! - a stream's `forgotten`, which the reaper holds while it uses the handle of an adopted stream after a failure, and
+//!   which whoever forgets that stream takes for a moment.
 //!
-//! All others are held for moments, and never over a call of the driver: a stream's `state`, the list of streams, the
-//! mapper's, the reaper's, the event pool's. A thread takes them in this order, after one of the two above: the state of
-//! one stream, then one of the rest. The reaper takes only these. So does whoever asks for a result.
+//! All others are held for moments, and never over a call of the driver. A thread takes them in this order, after the
+//! ones above: the list of streams; the state of one stream; one of the mapper's, the reaper's, the event pool's. The
+//! reaper takes only these. So does whoever asks for a result.
 
 mod frames;
 mod mapper;

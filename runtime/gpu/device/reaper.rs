@@ -8,8 +8,8 @@
 //! without a pause for a moment, then after naps.
 //!
 //! A nap is as long as the work is [foreseen](super::pace) to take: a copy by its bytes, anything else as long as the
-//! last. So each of several consecutive copies is polled about once. After that a nap is a fraction of the time that the
-//! work has taken so far. So its end is seen late by no more than that fraction, and long kernels cost little. Each
+//! last. So each of several consecutive copies is polled about once. After that a nap is a fraction of the time that
+//! the work has taken so far. So its end is seen late by no more than that fraction, and long kernels cost little. Each
 //! stream has naps of its own: short work on one stream does not make the thread poll the copies on another. Work that
 //! ends within one nap is reported together. While nothing is submitted the thread is parked.
 //!

@@ -247,6 +247,9 @@ pub extern "C" fn cuStreamEndCapture(stream: u64, out: Out<u64>) -> CuResult {
 pub extern "C" fn cuStreamIsCapturing(stream: u64, out: Out<u32>) -> CuResult {
     enter("cuStreamIsCapturing", Need::Context, |driver| {
         let handle = stream::find(driver, "cuStreamIsCapturing", stream)?;
+        if !stream::captured_implicitly(driver, handle).is_empty() {
+            return Err(ERROR_STREAM_CAPTURE_IMPLICIT);
+        }
         let invalid =
             capture_of(driver, handle).map(|(id, _)| driver.graphs.captures.get(&id).is_none_or(|c| c.invalid));
         out.set(match invalid {

@@ -170,9 +170,27 @@ pub fn wait_for_room(driver: &mut Guard, handle: u64) -> Outcome {
     Ok(())
 }
 
+/// The captured streams for which the legacy default stream would wait.
+pub fn captured_implicitly(driver: &Driver, handle: u64) -> Vec<u64> {
+    let Some(stream) = driver.streams.get(&handle).filter(|stream| stream.default && stream.flags == 0) else {
+        return Vec::new();
+    };
+    let others =
+        driver.streams.iter().filter(|(_, s)| s.context == stream.context && s.blocking && s.capture.is_some());
+    others.map(|(&handle, _)| handle).collect()
+}
+
 /// Puts work on a stream, or into the graph that the stream captures. `Err` where the driver would refuse it.
 pub fn submit(driver: &mut Guard, handle: u64, work: Work) -> Outcome {
     wait_for_room(driver, handle)?;
+    let captured = captured_implicitly(driver, handle);
+    if !captured.is_empty() {
+        captured.into_iter().for_each(|stream| crate::graph::invalidate(driver, stream));
+        let what =
+            "on the legacy default stream, while a stream was captured that it waits for; the capture is spoiled";
+        driver.judge.find("capture", &format!("{} was put {what}", work.what));
+        return Err(ERROR_STREAM_CAPTURE_IMPLICIT);
+    }
     if driver.streams.get(&handle).is_some_and(|stream| stream.capture.is_some()) {
         return crate::graph::capture(driver, handle, work);
     }
