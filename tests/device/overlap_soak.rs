@@ -6,6 +6,7 @@
 //! but it does not count here: what it found is taken and forgotten, and a test ends only when a sum is wrong. A GPU
 //! has no judge.
 
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,8 +16,8 @@ use harness::{Rng, progress, watched};
 use outcore::device::DeviceFactory;
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_cuda::CudaDeviceSelector;
-use outcore_soak::{FRAMES_MIN, Failure, Plan, Tally, Until, run};
-use outcore_testkit::fake_cuda::{Fake, real_is_wanted};
+use outcore_soak::{FRAMES_MIN, Failure, Plan, Tally, Until, run, stamped, sum_of, weight};
+use outcore_testkit::fake_cuda::{Fake, real_is_wanted, skipped};
 use outcore_testkit::planted::{Defect, Planted};
 use outcore_testkit::{harness, models, soak_kernels};
 
@@ -139,6 +140,29 @@ fn soak_seconds() -> Duration {
 fn rounds_for(time: Duration, uses: u64) -> impl FnMut(usize) -> Option<Until> {
     let end = Instant::now() + time;
     move |_| (Instant::now() < end).then_some(Until::Uses(uses))
+}
+
+/// What the kernels compute on a GPU is what their stand-ins and the model compute: their source, compiled for the CPU.
+#[test]
+fn the_source_of_the_kernels_computes_what_the_model_does() {
+    let test = "the_source_of_the_kernels_computes_what_the_model_does";
+    let folder = tempfile::tempdir_in(models::folder()).unwrap();
+    let (program, here) = (folder.path().join("kernels"), models::repository());
+    let kernels = format!("-DKERNELS=\"{}\"", here.join("runtime/testkit/soak/kernels.cu").display());
+    let source = here.join("tests/device/soak_kernels.cpp");
+    let built =
+        Command::new("c++").args(["-std=c++17", "-O1"]).arg(kernels).arg("-o").arg(&program).arg(source).output();
+    let built = match built {
+        Ok(built) => built,
+        Err(error) => return skipped(test, "c++", &error.to_string()),
+    };
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    let said = String::from_utf8(Command::new(&program).output().unwrap().stdout).unwrap();
+    let mut one: Vec<u64> = (0..1000).map(|at| at * at + 7).collect();
+    (300..800).for_each(|at| one[at as usize] = stamped(one[at as usize], at, 0x123_4567, 99));
+    let [one, other] = [sum_of(0, one), sum_of(0, (0..1000).map(|at| at ^ 0x55))];
+    let by_table = other.wrapping_mul(weight(0)).wrapping_add(one.wrapping_mul(weight(1)));
+    assert_eq!(said.trim(), format!("{:x} {by_table:x}", one.wrapping_add(5)));
 }
 
 mod emulated {
