@@ -381,8 +381,9 @@ fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
 }
 
 impl CudaDriver {
-    /// Retains the primary context of GPU `ordinal`.
-    pub(crate) fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
+    /// Retains the primary context of the GPU. For devices with another driver around this one.
+    #[doc(hidden)]
+    pub fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
         let ordinal = gpu.ordinal;
         let open = |error| failed(format!("open GPU {ordinal}"), error);
         let device = result::device::get(ordinal as i32).map_err(open)?;

@@ -12,4 +12,6 @@ pub mod harness;
 pub mod headers;
 pub mod hooked;
 pub mod models;
+pub mod planted;
 pub mod sim;
+pub mod soak_kernels;

@@ -10,5 +10,6 @@ mod cuda_rig;
 mod cuda_streams;
 mod emulator;
 mod emulator_judge;
+mod overlap_soak;
 mod pins_on_streams;
 mod suite;

@@ -134,6 +134,13 @@ impl ModelFile {
         Ok(file)
     }
 
+    /// A model of its own for a part, which removes it.
+    pub(crate) fn small(path: PathBuf, shape: Shape, tensors: u64) -> Result<Self> {
+        let file = Self { path, shape, tensors };
+        file.write().inspect_err(|_| drop(std::fs::remove_file(&file.path)))?;
+        Ok(file)
+    }
+
     fn header(&self) -> String {
         let Shape { rows, cols } = self.shape;
         let len = self.shape.bytes();

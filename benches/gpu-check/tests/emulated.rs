@@ -79,6 +79,7 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &["first page after opening"],
             &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
         ),
+        Part::Soak => (&["no wrong sum"], &[("round", U::Seconds)]),
         // Other ratios are measured, and not judged.
         Part::Overlap => (
             &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
@@ -315,6 +316,26 @@ fn a_call_that_waits_for_the_queue_is_found() {
     let query = "closures, while one waits: longest query of an event of another stream";
     assert!(number(query).is_some_and(|longest| longest > 0.0), "{found:#?}");
     assert_eq!(number("launches until a call waits"), None, "{found:#?}");
+    fake.expect_clean();
+}
+
+#[test]
+fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
+    let (fake, folder) = (driver(), folder());
+    // This kernel writes nothing.
+    fake.register_kernel(
+        "soak_stamp",
+        |launch| vec![Reach::write(launch.parameter(0) + launch.parameter(1) * 8, launch.parameter(2) * 8)],
+        |_| (),
+    );
+    let (found, outcome) = records(Part::Soak, &settings(&folder));
+    outcome.unwrap();
+    let missed =
+        |record: &Record| matches!(record, Record::Verdict { name, pass: false, .. } if name == "no wrong sum");
+    assert!(found.iter().any(missed), "{found:#?}");
+    // The table says which use of what it was.
+    let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
+    assert!(found.iter().any(said), "{found:#?}");
     fake.expect_clean();
 }
 

@@ -14,6 +14,7 @@ mod oversized;
 pub(crate) mod pass;
 mod pin;
 mod queue;
+mod soak;
 mod sweep;
 mod variants;
 
@@ -49,6 +50,8 @@ pub enum Part {
     FirstPage,
     /// How much of the transfers hides behind matrix products.
     Overlap,
+    /// Right bytes while copies, kernels and evictions overlap.
+    Soak,
     /// Passes over a model in host memory, several times larger than the device budget.
     Oversized,
     /// Passes over a model of which most comes from the disk.
@@ -63,7 +66,7 @@ pub enum Part {
 
 impl Part {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Machine,
         Self::Queue,
         Self::Copies,
@@ -74,6 +77,7 @@ impl Part {
         Self::Pin,
         Self::Disk,
         Self::FirstPage,
+        Self::Soak,
         Self::Overlap,
         Self::Oversized,
         Self::ThreeTier,
@@ -93,6 +97,7 @@ impl Part {
             Self::Pin => "pin",
             Self::Disk => "disk",
             Self::FirstPage => "first-page",
+            Self::Soak => "soak",
             Self::Overlap => "overlap",
             Self::Oversized => "oversized",
             Self::ThreeTier => "three-tier",
@@ -132,6 +137,7 @@ pub(crate) fn run(part: Part, settings: &Settings, report: &mut Report<'_>) -> R
         Part::Pin => pin::run(settings, report),
         Part::Disk => disk::run(settings, report),
         Part::FirstPage => first_page::run(settings, report),
+        Part::Soak => soak::run(settings, report),
         Part::Overlap => overlap::run(settings, report),
         Part::Oversized => oversized::in_host_memory(settings, report),
         Part::ThreeTier => oversized::from_disk(settings, report),

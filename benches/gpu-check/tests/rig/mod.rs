@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use outcore_testkit::fake_cuda::{Fake, Reach};
+use outcore_testkit::soak_kernels;
 
 /// A device address that a kernel was given, and how far behind it nothing is mapped.
 static GIVEN: AtomicU64 = AtomicU64::new(0);
@@ -39,5 +40,6 @@ pub fn driver() -> Fake {
     );
     // A trap ends the use of the GPU, as a stray access does.
     fake.register_kernel("outcore_trap", |_| vec![Reach::write(GIVEN.load(Ordering::Relaxed) + FAR, 8)], |_| ());
+    soak_kernels::register(&fake);
     fake
 }
