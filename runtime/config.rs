@@ -18,7 +18,7 @@ use crate::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::settings::{Settings, Wanted};
-use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
+use crate::store::{CHUNK, DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 use crate::verify::Verify;
 
 /// How many buffers the staging ring has. `asked` is the memory that was asked for, if any.
@@ -215,6 +215,7 @@ pub struct RuntimeBuilder {
     pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
     pub(crate) io_timeout: Option<Duration>,
+    pub(crate) chunk: Bytes,
 }
 
 impl fmt::Debug for RuntimeBuilder {
@@ -256,7 +257,15 @@ impl RuntimeBuilder {
             keep_uses: false,
             warm: false,
             io_timeout: Some(IO_TIMEOUT),
+            chunk: CHUNK,
         }
+    }
+
+    /// Sets the bytes of a chunk of a page that passes through staging. For tests with small pages.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn chunk(mut self, bytes: Bytes) -> Self {
+        self.chunk = bytes;
+        self
     }
 
     /// Sets where the device tier is. The default is this process's own memory ([`Host`](crate::device::Host)). The

@@ -49,7 +49,8 @@ use crate::transfer::{Engine, FromFile, InScratch, LearnedHashes, Parts, Segment
 ///   nothing and report nothing: counters of pages and bytes are zero, and a snapshot has no pages.
 ///   [`health`](Self::health) says why.
 /// - Inherited guards can be read on devices of this process's memory. They are a copy: what the child writes stays in
-///   the child. Other inherited tensor memory must not be touched: as always, access needs a guard.
+///   the child. Other inherited tensor memory must not be touched: as always, access needs a guard. Host memory that a
+///   GPU has locked for its copies is not in a child at all.
 /// - Dropping handles, guards and requests has no effect. The threads, the ring and the scratch file are the parent's.
 ///   The child's copy of the memory goes when the child ends or calls `exec`.
 ///
@@ -293,10 +294,14 @@ impl Runtime {
         let sink = Arc::new(Sink::default());
         let settings = DeviceSettings { page_size, frames, link: config.link, warm: config.warm };
         let device = config.device.open(settings, sink.clone())?;
+        let direct_io = device.direct_io();
+        let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
         let frames = match known {
             Some(frames) => frames,
             None => {
-                let budget = config.device_budget.of(device.free_memory()?);
+                let host = u64::from(host_frames) + u64::from(staging);
+                let tables = config.device.tables_of_host_memory(Bytes::new(host * page_bytes));
+                let budget = config.device_budget.of(device.free_memory()?.saturating_sub(tables));
                 // Of no more than there was the page size was chosen.
                 let budget = wanted.budget.map_or(budget, |chosen_for| budget.min(chosen_for));
                 let frames = config.device_frames(budget, page_size)?;
@@ -304,8 +309,6 @@ impl Runtime {
                 frames
             }
         };
-        let direct_io = device.direct_io();
-        let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
         let slab_config = HostSlabConfig { page_size, frames: host_frames, staging, lock: host_frames + staging > 0 };
         let slab = HostSlab::new(slab_config, device.clone())?;
         let settings = wanted.settings(chosen, Some(frames));
@@ -347,6 +350,7 @@ impl Runtime {
             sink,
             fate,
             io_timeout: config.io_timeout,
+            chunk: config.chunk,
         })?;
         Ok(Self {
             shared: Arc::new(Shared {

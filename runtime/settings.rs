@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 
 use crate::ids::{Bytes, PageSize};
 use crate::lookahead::{AHEAD, Lookahead};
-use crate::store::DiskProfile;
+use crate::store::{CHUNK, DiskProfile};
 
 /// A setting, and why it is so.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -277,8 +277,10 @@ impl Wanted {
         let depth = match self.depth {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
-                let needed = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                let half = u64::from(automatic / 2).max(DEPTH_LEAST);
+                // A page for a device with memory of its own is read in chunks.
+                let read = if self.linked { page.bytes().min(CHUNK.get()) } else { page.bytes() };
+                let needed = self.in_flight().get().div_ceil(read).clamp(DEPTH_LEAST, DEPTH_MOST);
+                let half = (u64::from(automatic) * (page.bytes() / read) / 2).max(DEPTH_LEAST);
                 let (most, bound) =
                     if self.is_far() { (needed, "") } else { (half, "at most half of what is ahead, ") };
                 let reason = format!("{needs}, {bound}from {DEPTH_LEAST} to {DEPTH_MOST} reads");
@@ -500,6 +502,22 @@ mod tests {
         }
         let far = DiskProfile::new(Bytes::new(u64::MAX), Bytes::new(u64::MAX)).latency(Duration::MAX);
         assert_eq!(wanted(Bytes::gib(1), Some(far)).in_flight(), IN_FLIGHT_MOST);
+    }
+
+    /// Pages of a GPU are read in chunks: of smaller reads, as many more are in flight.
+    #[test]
+    fn regression_reads_in_chunks_keep_as_many_bytes_in_flight() {
+        for disk in [None, Some(DISK), Some(DiskProfile::new(Bytes::new(7_000_000_000), Bytes::mib(32)))] {
+            for page in [2, 4, 16, 64].map(|mib| PageSize::new(Bytes::mib(mib)).unwrap()) {
+                let frames = 400;
+                let budget = Bytes::new(u64::from(frames) * page.bytes());
+                let wanted = Wanted { page_size: Some(page), linked: true, ..wanted(budget, disk) };
+                let settings = wanted.settings(wanted.page_size(), Some(frames));
+                let in_flight = u64::from(settings.depth.value) * CHUNK.get();
+                let needed = wanted.in_flight().min(IN_FLIGHT_MOST).get();
+                assert!(in_flight >= needed && in_flight < needed + DEPTH_LEAST * CHUNK.get(), "{settings:?}");
+            }
+        }
     }
 
     #[test]

@@ -17,8 +17,8 @@ RUNTIME = ["Cargo.lock", "runtime/*.rs"] + [
     f"runtime/{folder}/**/*.rs"
     for folder in ("cuda", "device", "format", "gpu", "kv", "pager", "pin", "store", "transfer")]
 MODEL = [*RUNTIME, "examples/llm/src/**/*"]
-SOAK = ["runtime/testkit/soak/*"]
 EXTRA = [f"{HERE}/extra.py", f"{HERE}/limits.py"]
+SOAK = ["runtime/testkit/soak/*"]
 PEERS = [f"{HERE}/peers.py", f"{HERE}/limits.py"]
 
 
@@ -47,8 +47,8 @@ PARTS = {
     "sweep": with_runtime("sweep", "copies"),
     "budget": with_runtime("budget"),
     "managed": with_runtime("managed"),
-    "soak": with_runtime("soak") + SOAK,
-    "soak-sanitized": with_runtime("soak") + SOAK + EXTRA,
+    "soak": with_runtime("soak*") + SOAK,
+    "soak-sanitized": with_runtime("soak*") + SOAK + EXTRA,
     "children": with_runtime() + [f"{HERE}/src/children.rs"] + EXTRA,
     "device-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,
     "runtime-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,

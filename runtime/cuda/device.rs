@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use outcore::device::parts::has_a_link;
 use outcore::device::{Completions, Device, DeviceFactory, DeviceSettings};
-use outcore::{Error, ErrorKind, PageSize, Result};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use outcore_gpu::{GpuConfig, GpuDevice};
 
 use crate::driver::{CudaDriver, cuda_device};
@@ -61,6 +61,11 @@ impl DeviceFactory for CudaDeviceSelector {
 
     fn usual_page(&self) -> PageSize {
         PageSize::USUAL_ON_GPU
+    }
+
+    /// Eight bytes for each 4 KiB: a 512th, as measured on an H100.
+    fn tables_of_host_memory(&self, host: Bytes) -> Bytes {
+        Bytes::new(host.get().div_ceil(512))
     }
 
     fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {

@@ -47,6 +47,21 @@ fn failed(what: impl Into<String>, error: DriverError) -> Error {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
     let message = format!("{}: {:?} ({text})", what.into(), error.0);
     let remedy = match error.0 {
+        CUresult::CUDA_ERROR_INVALID_CONTEXT | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED => {
+            "the context that all code of this process shares was destroyed: other code has reset the GPU \
+             (cudaDeviceReset), which it must not while a runtime is open"
+        }
+        CUresult::CUDA_ERROR_CONTAINED => {
+            "the GPU has contained an error of its hardware, or of an access over NVLink, to this process (Xid 94 in \
+             the kernel log)"
+        }
+        CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK => {
+            "a kernel of this process ended without freeing its tensor memory: look for it with compute-sanitizer"
+        }
+        CUresult::CUDA_ERROR_UNKNOWN => {
+            "the driver knows no better name for what happened, and does not recover from it: look for its own account \
+             in the kernel log (Xid)"
+        }
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => "choose a smaller device budget, or end what else uses the GPU's memory",
         CUresult::CUDA_ERROR_NO_DEVICE => "check that the GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)",
         CUresult::CUDA_ERROR_STUB_LIBRARY => "a stub libcuda.so comes before the driver's own: check LD_LIBRARY_PATH",
@@ -69,8 +84,10 @@ fn is_fatal(error: DriverError) -> bool {
     use CUresult as R;
     matches!(
         error.0,
-        R::CUDA_ERROR_DEINITIALIZED
+        // Calls are made with the device's own context current: if that is none, it was destroyed by others.
+        R::CUDA_ERROR_INVALID_CONTEXT
             | R::CUDA_ERROR_ECC_UNCORRECTABLE
+            | R::CUDA_ERROR_CONTAINED
             | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
             | R::CUDA_ERROR_ILLEGAL_ADDRESS
             | R::CUDA_ERROR_LAUNCH_TIMEOUT
@@ -82,6 +99,8 @@ fn is_fatal(error: DriverError) -> bool {
             | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | R::CUDA_ERROR_INVALID_PC
             | R::CUDA_ERROR_LAUNCH_FAILED
+            | R::CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | R::CUDA_ERROR_UNKNOWN
             | R::CUDA_ERROR_DEVICE_UNAVAILABLE
             | R::CUDA_ERROR_MPS_CLIENT_TERMINATED
             | R::CUDA_ERROR_EXTERNAL_DEVICE
@@ -373,7 +392,8 @@ type Call<T = ()> = std::result::Result<T, DriverError>;
 
 /// The failure of a call of the driver, by its code.
 fn failure(what: impl Into<String>, error: DriverError) -> Failure {
-    Failure { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
+    let exiting = error.0 == CUresult::CUDA_ERROR_DEINITIALIZED;
+    Failure { fatal: is_fatal(error), captured: is_of_capture(error), exiting, error: failed(what, error) }
 }
 
 fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
@@ -496,8 +516,10 @@ impl Driver for CudaDriver {
     // Host memory.
 
     fn lock(&self, _: &Self::Current<'_>, base: HostPointer, len: Bytes) -> Outcome {
+        // Without this flag the memory is locked for this context alone, and another GPU's copies are staged.
+        let portable = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the maker of the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
-        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), size(len), 0) };
+        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), size(len), portable) };
         named("lock host memory for the GPU", outcome.result())
     }
     fn unlock(&self, _: &Self::Current<'_>, base: HostPointer) -> Outcome {
@@ -569,10 +591,11 @@ impl Driver for CudaDriver {
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
     fn create_event(&self, _: &Self::Current<'_>) -> Outcome<Self::Event> {
-        let flags =
-            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        // Not CU_EVENT_BLOCKING_SYNC: such an event wakes a thread of the driver whenever it happens, whether anybody
+        // waits for it or not.
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the result. Blocking: waiting threads sleep instead of spinning.
+        // SAFETY: `raw` is a place for the result.
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
         Ok(EventHandle(Handle(raw)))
     }
@@ -706,9 +729,16 @@ mod tests {
     #[test]
     fn what_takes_the_context_with_it_is_fatal_and_captures_are_not() {
         use CUresult as R;
-        for code in
-            [R::CUDA_ERROR_DEVICE_UNAVAILABLE, R::CUDA_ERROR_MPS_CLIENT_TERMINATED, R::CUDA_ERROR_EXTERNAL_DEVICE]
-        {
+        for code in [
+            R::CUDA_ERROR_DEVICE_UNAVAILABLE,
+            R::CUDA_ERROR_MPS_CLIENT_TERMINATED,
+            R::CUDA_ERROR_EXTERNAL_DEVICE,
+            R::CUDA_ERROR_CONTAINED,
+            R::CUDA_ERROR_TENSOR_MEMORY_LEAK,
+            R::CUDA_ERROR_UNKNOWN,
+            R::CUDA_ERROR_INVALID_CONTEXT,
+            R::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+        ] {
             assert!(is_fatal(DriverError(code)) && !is_of_capture(DriverError(code)), "{code:?}");
         }
         for code in [R::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, R::CUDA_ERROR_CAPTURED_EVENT] {

@@ -55,6 +55,12 @@ pub trait DeviceFactory: Send + Sync + fmt::Debug {
     fn tables_of_a_frame(&self, _page_size: PageSize) -> Bytes {
         Bytes::ZERO
     }
+
+    /// The device's own memory that goes to its page tables when it [locks](Device::lock_host) this much host memory.
+    /// It is beside the device budget: a budget that is a share of free memory leaves room for it.
+    fn tables_of_host_memory(&self, _host: Bytes) -> Bytes {
+        Bytes::ZERO
+    }
 }
 
 impl<F: DeviceFactory + ?Sized> DeviceFactory for Arc<F> {
@@ -76,6 +82,9 @@ impl<F: DeviceFactory + ?Sized> DeviceFactory for Arc<F> {
     }
     fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
         (**self).tables_of_a_frame(page_size)
+    }
+    fn tables_of_host_memory(&self, host: Bytes) -> Bytes {
+        (**self).tables_of_host_memory(host)
     }
 }
 

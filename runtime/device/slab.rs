@@ -8,6 +8,9 @@
 //! 4. Before a slice is locked its memory is touched: by the locker while nobody has been given it ([`Firsts`]), or by
 //!    the caller that was given a frame in it. Callers get addresses only through [`HostSlab::pointer`] and
 //!    [`HostSlab::staging`], which claim the memory.
+//! 5. Memory that a device of its own memory has locked, or is about to lock, is absent in children by `fork`. The
+//!    kernel would copy all of it at once for a child, because a device may write there (Linux 5.9). A child has no use
+//!    for it: every call of a runtime refuses to work in a child, before it could touch the slab.
 
 use std::io;
 use std::ptr::NonNull;
@@ -200,6 +203,21 @@ impl Slab {
         }
     }
 
+    /// Keeps the memory that is not yet locked out of children, or lets children have it again.
+    fn keep_out_of_children(&self, progress: &Progress, out: bool) {
+        if self.device.host_addressable() {
+            return;
+        }
+        for (region, done) in [(&self.staging, progress.staging), (&self.frames, progress.frames)] {
+            let (address, len) = (region.base() + done, region.len() - done);
+            if len > 0
+                && let Err(cause) = sys::keep_out_of_children(address, len, out)
+            {
+                tracing::warn!(%cause, "a fork of this process copies the host tier, which takes as long and as much memory");
+            }
+        }
+    }
+
     fn unlock(&self) {
         for (address, len) in self.slices.lock().drain(..) {
             if let Err(error) = self.device.unlock_host(range(address, len)) {
@@ -211,6 +229,7 @@ impl Slab {
     fn lock_in_slices(&self) {
         // Faults have priority.
         sys::stand_back();
+        self.keep_out_of_children(&self.progress.lock(), true);
         loop {
             let mut progress = self.progress.lock();
             let when_touched = progress.when_touched;
@@ -225,6 +244,7 @@ impl Slab {
                 }
                 Err(cause) => {
                     progress.refused = true;
+                    self.keep_out_of_children(&progress, false);
                     let locked_bytes = self.locked.load(Ordering::Relaxed);
                     if !self.device.host_addressable() {
                         tracing::warn!(

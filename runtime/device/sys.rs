@@ -388,6 +388,14 @@ pub(super) unsafe fn empty(address: u64, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Keeps a committed range `out` of children that the process forks from now on, or lets them have it again. Where it
+/// is kept out, nothing is mapped in a child.
+pub(super) fn keep_out_of_children(address: u64, len: u64, out: bool) -> io::Result<()> {
+    let advice = if out { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
+    // SAFETY: advice that changes no content in this process; a range that is not mapped is refused.
+    check(unsafe { libc::madvise(pointer(address), size(len)?, advice) })
+}
+
 /// Locks the memory that a committed range has, and gets from now on; brings nothing in.
 pub(super) fn lock_when_touched(address: u64, len: u64) -> io::Result<()> {
     // SAFETY: locking changes no content, and an unmapped range is refused.

@@ -20,19 +20,22 @@ pub struct Failure {
     /// A capture into a graph forbids the call, or the call asks about something captured. It says nothing about the
     /// device; the call has done nothing.
     pub captured: bool,
+    /// The process is exiting: the driver has shut down and answers no call any more. That is the end of any program
+    /// that returns from `main` with an open runtime, and no fault of the device.
+    pub exiting: bool,
 }
 
 impl Failure {
     /// The failure for not waiting for a stream that is being captured, because the wait would spoil the capture.
     pub(crate) fn captured(error: Error) -> Self {
-        Self { error, fatal: false, captured: true }
+        Self { error, fatal: false, captured: true, exiting: false }
     }
 }
 
 /// A refusal: neither is the device lost, nor is it about a capture.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { error, fatal: false, captured: false }
+        Self { error, fatal: false, captured: false, exiting: false }
     }
 }
 
@@ -92,16 +95,22 @@ impl BatchedCopy {
 ///
 /// 1. Any thread may call, as long as it holds a [`Current`](Self::Current). [`GpuDevice`](crate::GpuDevice) holds none
 ///    while it runs others' code.
-/// 2. No call waits for the device, except [`finish`](Self::finish), [`finish_stream`](Self::finish_stream),
-///    [`finish_event`](Self::finish_event), and copies of host memory that is not locked.
+/// 2. Calls that put something on a stream may wait until the driver's queue has room: [`record`](Self::record),
+///    [`wait`](Self::wait), [`copy_in`](Self::copy_in), [`copy_out`](Self::copy_out),
+///    [`copy_batch`](Self::copy_batch), [`zero`](Self::zero) and [`call`](Self::call). That lasts until enough of what
+///    is queued has ended. CUDA has room for about 1000 operations. [`finish`](Self::finish),
+///    [`finish_stream`](Self::finish_stream), [`finish_event`](Self::finish_event), and copies of host memory that is
+///    not locked wait for work to end. No other call waits for the device, and while one of these waits, calls from
+///    other threads go on.
 /// 3. Operations of one stream run in the order of the calls. An event covers what was on its stream when it was
 ///    recorded.
 /// 4. A call may fail with the error of earlier work. If the GPU is lost by that, the failure is
-///    [fatal](Failure::fatal).
+///    [fatal](Failure::fatal). If the driver has shut down because the process exits, every call
+///    [says so](Failure::exiting).
 /// 5. Handles are consumed by what destroys them. [`GpuDevice`](crate::GpuDevice) destroys each once, after everything
 ///    that uses it has ended, and drops the driver last.
 /// 6. Where streams can be captured into graphs, calls that this crate makes neither fail nor spoil a capture of
-///    another stream. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
+///    another stream; [`finish`](Self::finish) may. A driver without graphs answers `false` to [`is_capturing`](Self::is_capturing).
 pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     /// While it lives, this thread may call the driver. It stays on its thread.
     type Current<'a>
@@ -109,7 +118,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
         Self: 'a;
     /// A stream.
     type Stream: fmt::Debug + Send + Sync;
-    /// An event, without a time. Whoever waits for it sleeps.
+    /// An event, without a time. It is asked about, so its completion need not wake anybody: a driver that can make
+    /// events of both kinds makes those that wake nobody.
     type Event: fmt::Debug + Send + Sync;
     /// Physical memory of the GPU, for one frame.
     type Memory: fmt::Debug + Copy + Send + Sync;
@@ -171,7 +181,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     fn raw_stream(&self, stream: &Self::Stream) -> RawStream;
     /// Whether operations put on the stream go into a graph instead of running.
     fn is_capturing(&self, current: &Self::Current<'_>, stream: &Self::Stream) -> Outcome<bool>;
-    /// Waits for everything that this process has on the GPU.
+    /// Waits for everything that this process has on the GPU. It may spoil captures of any stream: it is called only
+    /// after another failure, and not while a stream that this crate knows is being captured.
     fn finish(&self, current: &Self::Current<'_>) -> Outcome;
     /// Waits for everything on the stream.
     fn finish_stream(&self, current: &Self::Current<'_>, stream: &Self::Stream) -> Outcome;
@@ -188,7 +199,8 @@ pub trait Driver: fmt::Debug + Send + Sync + Sized + 'static {
     fn wait(&self, current: &Self::Current<'_>, stream: &Self::Stream, event: &Self::Event) -> Outcome;
     /// Whether the event has happened. "Not yet" is no failure, and a failure is no "not yet".
     fn happened(&self, current: &Self::Current<'_>, event: &Self::Event) -> Outcome<bool>;
-    /// Waits for the event.
+    /// Waits for the event, after the driver has refused to say whether it has happened. The wait may cost processor
+    /// time.
     fn finish_event(&self, current: &Self::Current<'_>, event: &Self::Event) -> Outcome;
 
     /// Queues a copy to the device.

@@ -41,6 +41,7 @@ use serde::Serialize;
 
 use crate::device::{Completion, Completions};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
 use crate::pager::Priority;
 
 pub(crate) use self::caught_source::CaughtSource;
@@ -65,6 +66,12 @@ pub use crate::ids::FileId;
 /// Offsets, lengths and buffers of operations are multiples of this many bytes, whatever the kernel's page size is:
 /// enough for O_DIRECT on every common file system and device. A file that needs more is not read with O_DIRECT.
 pub const IO_ALIGNMENT: u64 = 4096;
+
+/// A page that passes through staging moves in chunks of this size: its operations of the store and of the link have
+/// this many bytes. One read of this size keeps a disk as busy as larger ones do (`benches/store_latency.rs`). A link
+/// reaches 0.94 of its rate with such copies (`docs/results/2026-11-26-h100.md`), which is more than a disk delivers.
+/// Smaller chunks would cost more operations. A page of this size or less moves as one.
+pub(crate) const CHUNK: Bytes = Bytes::mib(2);
 
 /// An operation fails after this many EINTR and EAGAIN answers without progress. A loop without an end would look like
 /// a hang.

@@ -91,8 +91,12 @@ impl Drop for Locked {
 
 /// Registers memory of the test's own.
 pub fn register(memory: &[u8]) -> Result {
+    register_as(memory, 0)
+}
+
+pub fn register_as(memory: &[u8], flags: u32) -> Result {
     // SAFETY: locks pages; changes no byte.
-    check(unsafe { sys::cuMemHostRegister_v2(memory.as_ptr().cast_mut().cast(), memory.len(), 0) })
+    check(unsafe { sys::cuMemHostRegister_v2(memory.as_ptr().cast_mut().cast(), memory.len(), flags) })
 }
 
 pub fn unregister(memory: &[u8]) -> Result {

@@ -135,10 +135,14 @@ api! {
     hold_stream = c"fakecuda_hold_stream": fn(usize, bool) -> bool;
     run_dry = c"fakecuda_run_dry": fn() -> bool;
     set_devices = c"fakecuda_set_devices": fn(usize);
+    set_instance = c"fakecuda_set_instance": fn(u8);
     set_device_bytes = c"fakecuda_set_device_bytes": fn(u64);
     set_driver_version = c"fakecuda_set_driver_version": fn(i32);
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
     set_granularity = c"fakecuda_set_granularity": fn(u64);
+    set_queue_depth = c"fakecuda_set_queue_depth": fn(u64);
+    blocking_events = c"fakecuda_blocking_events": fn() -> u64;
+    waiting_for_room = c"fakecuda_waiting_for_room": fn() -> usize;
     restart = c"fakecuda_restart": fn();
     set_bare = c"fakecuda_set_bare": fn(bool);
     set_delay = c"fakecuda_set_delay": fn(u64, u64);
@@ -332,6 +336,10 @@ impl Fake {
     pub fn set_devices(&self, count: usize) {
         (api().set_devices)(count);
     }
+    /// The process sees one instance of a partitioned GPU, by its number on that GPU.
+    pub fn set_instance(&self, number: u8) {
+        (api().set_instance)(number);
+    }
     pub fn set_device_bytes(&self, bytes: u64) {
         (api().set_device_bytes)(bytes);
     }
@@ -345,6 +353,19 @@ impl Fake {
     /// Sets the allocation granularity, a multiple of 4096; 2 MiB at the start.
     pub fn set_granularity(&self, bytes: u64) {
         (api().set_granularity)(bytes);
+    }
+    /// How many operations a stream's queue holds; 1024 at the start. While it is full, calls that put more on the
+    /// stream wait.
+    pub fn set_queue_depth(&self, depth: u64) {
+        (api().set_queue_depth)(depth);
+    }
+    /// How many calls wait because a queue is full.
+    pub fn waiting_for_room(&self) -> usize {
+        (api().waiting_for_room)()
+    }
+    /// How many events were made with `CU_EVENT_BLOCKING_SYNC`.
+    pub fn blocking_events(&self) -> u64 {
+        (api().blocking_events)()
     }
     /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
     /// set before anything is mapped.

@@ -113,6 +113,9 @@ impl DeviceFactory for Hooked {
     fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
         self.factory.tables_of_a_frame(page_size)
     }
+    fn tables_of_host_memory(&self, host: Bytes) -> Bytes {
+        self.factory.tables_of_host_memory(host)
+    }
 }
 
 /// Reports refused operations as failed, in the order of their streams. [`HookedDevice`] submits a mark in place of

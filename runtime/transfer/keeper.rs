@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::chunks::move_of;
 use super::waiting::Waiting;
 use super::{Engine, Inside, Marked, Stage, log};
 use crate::device::Token;
@@ -133,9 +134,9 @@ impl Engine {
         if late.is_empty() {
             return Ok(());
         }
-        let tokens: Vec<Token> = late.iter().map(|planned| Token(planned.id.get())).collect();
-        let tokens: HashSet<Token> = self.store.late(&tokens, limit).into_iter().collect();
-        late.retain(|planned| tokens.contains(&Token(planned.id.get())));
+        let tokens: Vec<Token> = late.iter().flat_map(|planned| self.tokens_of(planned.id)).collect();
+        let ids: HashSet<MoveId> = self.store.late(&tokens, limit).into_iter().map(move_of).collect();
+        late.retain(|planned| ids.contains(&planned.id));
         late.sort_unstable_by_key(|planned| planned.id);
         let waiting: Vec<RequestId> = self.hold(|latched| {
             latched.tickets.iter().filter(|(_, ticket)| old(ticket.since())).map(|(id, _)| *id).collect()

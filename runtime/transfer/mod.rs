@@ -9,10 +9,12 @@
 //!
 //! # Invariants
 //!
-//! 1. A move has at most one operation in flight; the move's id is the operation's token. Tokens from [`CALLER_TOKENS`]
-//!    on belong to operations of callers: copies that callers wait for, and ends of work that pins wait for.
+//! 1. A move has at most one operation in flight; the move's id is the operation's token. A large page that passes
+//!    through staging is an exception: it moves in [chunks], each with at most one operation in flight and a token of
+//!    its own. Tokens from [`CALLER_TOKENS`] on belong to operations of callers: copies that callers wait for, and ends
+//!    of work that pins wait for.
 //! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move. It is
-//!    returned to the pager only when the operation has been reported complete.
+//!    returned to the pager only when all operations of the move have been reported complete.
 //! 3. All fills are copied on one stream. So a stream that waits for several copies before it uses lent pages waits
 //!    only for the last one: a [`FillPoint`] stands for that event.
 //! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
@@ -20,6 +22,7 @@
 //! 5. All work that changes the engine, or has the device do something for it, is [contained](Engine::contain): if it
 //!    panics, the engine is [given up](latch), and nobody waits for it any more.
 
+mod chunks;
 mod keeper;
 mod latch;
 mod recording;
@@ -57,6 +60,7 @@ use crate::pager::{
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 use crate::verify::Verify;
 
+use chunks::{Chunks, is_chunk, move_of};
 use keeper::Keeper;
 use latch::{Held, Latch, News};
 use recording::RuntimeName;
@@ -461,6 +465,8 @@ pub(crate) struct Parts {
     /// Whether a policy of the caller's has panicked.
     pub(crate) fate: Option<Fate>,
     pub(crate) io_timeout: Option<Duration>,
+    /// The bytes of a chunk of a page that moves in chunks.
+    pub(crate) chunk: Bytes,
 }
 
 /// See the [module documentation](self).
@@ -487,6 +493,9 @@ pub(crate) struct Engine {
     fills: StreamId,
     write_backs: StreamId,
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
+    /// How far the moves in chunks are. Each is in `in_flight`, too.
+    chunks: Mutex<HashMap<MoveId, Chunks>>,
+    chunk: Bytes,
     wipes: Wipes,
     callers: Mutex<Callers>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
@@ -590,7 +599,8 @@ impl fmt::Debug for Engine {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { process, pager, device, process_memory, store, slab, observer, sink, fate, io_timeout } = parts;
+        let Parts { process, pager, device, process_memory, store, slab, observer, sink, fate, io_timeout, chunk } =
+            parts;
         let engine = Arc::new(Self {
             gate: pager.gate(),
             process,
@@ -612,6 +622,8 @@ impl Engine {
             store,
             slab,
             in_flight: Mutex::new(HashMap::new()),
+            chunks: Mutex::default(),
+            chunk,
             wipes: Wipes::default(),
             callers: Mutex::default(),
             segments: RwLock::new(Vec::new()),
@@ -929,7 +941,7 @@ impl Engine {
                 });
                 // A store without an operation of this move need not be woken.
                 if stage.is_none_or(|stage| matches!(stage, Stage::Reading | Stage::Writing)) {
-                    self.store.raise(Token(id.get()), priority);
+                    self.tokens_of(id).into_iter().for_each(|token| self.store.raise(token, priority));
                 }
             }
             for io in released {
@@ -1140,6 +1152,9 @@ impl Engine {
         if let Place::Device(frame) = planned.from {
             self.device.publish(frame, address)?;
         }
+        if self.start_in_chunks(planned, &io)? {
+            return Ok(None);
+        }
         let address = self.bytes_at(planned, address)?;
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
@@ -1274,9 +1289,9 @@ impl Engine {
         self.device.submit(self.fills, op, token).map(|end| FillPoint::new(end.0))
     }
 
-    fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
+    /// The read or write of a whole page.
+    fn operation(&self, planned: Move, kind: IoKind, io: &SegmentIo, buffer: HostPointer) -> Result<IoOp> {
         let page = planned.page.index;
-        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let below = match (kind, io.source.slots()) {
             (IoKind::Write, Some(slots)) => Below::Slot(slots),
             _ => io.source.read_from(page),
@@ -1287,7 +1302,7 @@ impl Engine {
                 (*file, scratch.offset_of(slot(slots, page)?), self.page_bytes)
             }
         };
-        let op = IoOp {
+        Ok(IoOp {
             token: Token(planned.id.get()),
             kind,
             file,
@@ -1296,7 +1311,12 @@ impl Engine {
             len: valid.next_multiple_of(IO_ALIGNMENT) as u32,
             valid: valid as u32,
             priority: planned.priority,
-        };
+        })
+    }
+
+    fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
+        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
+        let op = self.operation(planned, kind, io, buffer)?;
         if kind == IoKind::Write {
             if let Some(op) = self.wipes.keep(planned.id, planned.page, op, || self.enter(planned, stage)) {
                 self.write(planned.page, op);
@@ -1304,6 +1324,11 @@ impl Engine {
             return Ok(());
         }
         self.enter(planned, stage);
+        self.submit_read(op);
+        Ok(())
+    }
+
+    fn submit_read(&self, op: IoOp) {
         if OWN.try_with(|own| matches!(*own.borrow(), Own::Wanted)) == Ok(true) {
             if let Some(read) = self.store.begin(op) {
                 replace_own(Own::Begun(read));
@@ -1311,7 +1336,6 @@ impl Engine {
         } else {
             self.store.submit(op);
         }
-        Ok(())
     }
 
     /// Has the store write to a page's slot.
@@ -1328,8 +1352,11 @@ impl Engine {
     /// Tells the pager that the device has taken up an operation that waited for its page.
     fn taken_up(&self, token: Token, end: EventId) {
         if token.0 < CALLER_TOKENS {
+            let point = if is_chunk(token) { self.chunk_taken(token, end) } else { Some(FillPoint::new(end.0)) };
             // The pager ignores this for a write back, which also waits for mappings that change around it.
-            self.with(|pager, fx| pager.taken(MoveId::new(token.0), FillPoint::new(end.0), fx));
+            if let Some(point) = point {
+                self.with(|pager, fx| pager.taken(move_of(token), point, fx));
+            }
         }
     }
 
@@ -1338,8 +1365,11 @@ impl Engine {
         if self.page_bytes < LONG_HASH || token.0 >= CALLER_TOKENS {
             return false;
         }
-        let Some(entry) = self.in_flight.lock().get(&MoveId::new(token.0)).copied() else { return false };
+        let Some(entry) = self.in_flight.lock().get(&move_of(token)).copied() else { return false };
         let page = entry.planned.page;
+        if !self.may_hash(token, entry.stage == Stage::Reading) {
+            return false;
+        }
         self.segment_io(page.segment).is_ok_and(|io| match (entry.stage, io.source.read_from(page.index)) {
             (Stage::Reading, Below::File(from)) => {
                 from.learned.as_ref().is_some_and(|learned| learned.asks(page.index))
@@ -1368,6 +1398,10 @@ impl Engine {
         let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
+            if is_chunk(token) {
+                self.chunk_ended(token, result, &mut taken, &mut ended);
+                continue;
+            }
             let id = MoveId::new(token.0);
             let Some(entry) = self.in_flight.lock().remove(&id) else { continue };
             if let Some(resource) = entry.stage.resource() {
@@ -1561,12 +1595,7 @@ impl Engine {
             Stage::Reading => {
                 let buffer = self.io_buffer(planned, address)?;
                 self.check(&io, planned.page, buffer)?;
-                if let (Source::CopyOnWrite { .. }, Below::File(_)) =
-                    (&io.source, io.source.read_from(planned.page.index))
-                {
-                    // What is written behind the end of the file stays, so it has to begin as zeros.
-                    buffer.zero(self.valid(&io, planned.page), self.page_bytes);
-                }
+                self.zero_the_rest(&io, planned.page, buffer);
                 if planned.staging.is_none() {
                     return Ok(Next::Nothing);
                 }
@@ -1580,19 +1609,32 @@ impl Engine {
                 self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                 Ok(Next::Write)
             }
-            Stage::Writing => {
-                if let Some(InScratch { slots, .. }) = io.source.slots() {
-                    // The page is WritingBack, or its host copy is busy: its bytes are still the ones that were
-                    // written.
-                    let buffer = self.io_buffer(planned, address)?;
-                    slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
-                }
-                if let Source::CopyOnWrite { written, .. } = &io.source {
-                    written.add(planned.page.index);
-                }
-                Ok(Next::Nothing)
-            }
+            Stage::Writing => self.written(entry).map(|()| Next::Nothing),
             _ => Ok(Next::Nothing),
+        }
+    }
+
+    /// A page has been written to its slot.
+    fn written(&self, entry: &InFlight) -> Result<()> {
+        let planned = entry.planned;
+        let io = self.segment_io(planned.page.segment)?;
+        let address = self.bytes_at(planned, self.address(&io, planned.page))?;
+        if let Some(InScratch { slots, .. }) = io.source.slots() {
+            // The page is WritingBack, or its host copy is busy: its bytes are still the ones that were written.
+            let buffer = self.io_buffer(planned, address)?;
+            slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+        }
+        if let Source::CopyOnWrite { written, .. } = &io.source {
+            written.add(planned.page.index);
+        }
+        Ok(())
+    }
+
+    /// After a read: makes zeros of what a page has behind the end of its file, if it may be written. What is written
+    /// there stays, so it has to begin as zeros.
+    fn zero_the_rest(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) {
+        if let (Source::CopyOnWrite { .. }, Below::File(_)) = (&io.source, io.source.read_from(page.index)) {
+            buffer.zero(self.valid(io, page), self.page_bytes);
         }
     }
 

@@ -13,13 +13,17 @@
 //!    bytes that are not the newest must not come behind the wipe: it is submitted, and its end is waited for.
 //! 3. Slots are wiped, without any lock.
 //! 4. Pages are let go, and kept writes are submitted.
+//!
+//! The writes of a move in [chunks](super::chunks) go together: once one of them was submitted, the write is under way,
+//! and none of the others is kept.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::chunks::{is_chunk, move_of};
 use super::{Engine, InScratch, SegmentIo, Source, Stage, may_wait, slot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, PageId};
@@ -44,7 +48,9 @@ pub(super) struct Wipes {
 struct State {
     /// How many times each page is held.
     held: HashMap<PageId, u32>,
-    kept: HashMap<MoveId, (PageId, IoOp)>,
+    kept: HashMap<MoveId, (PageId, Vec<IoOp>)>,
+    /// Moves in chunks that have submitted some of their writes.
+    begun: HashSet<MoveId>,
     /// How many writes to held pages' slots were kept or have ended.
     news: u64,
 }
@@ -54,10 +60,11 @@ impl Wipes {
     pub(super) fn keep(&self, id: MoveId, page: PageId, op: IoOp, enter: impl FnOnce()) -> Option<IoOp> {
         let mut state = self.state.lock();
         enter();
-        if !state.held.contains_key(&page) {
+        if state.begun.contains(&id) || !state.held.contains_key(&page) {
+            state.begin(id, std::slice::from_ref(&op));
             return Some(op);
         }
-        state.kept.insert(id, (page, op));
+        state.kept.entry(id).or_insert_with(|| (page, Vec::new())).1.push(op);
         self.tell(&mut state);
         None
     }
@@ -89,9 +96,17 @@ impl Wipes {
         pages.iter().for_each(|page| *state.held.entry(*page).or_default() += 1);
     }
 
-    /// A write that was kept. Its page stays held.
-    fn take(&self, id: MoveId) -> Option<IoOp> {
-        self.state.lock().kept.remove(&id).map(|(_, op)| op)
+    /// The writes of a move that were kept. Their page stays held.
+    fn take(&self, id: MoveId) -> Vec<IoOp> {
+        let mut state = self.state.lock();
+        let ops = state.kept.remove(&id).map(|(_, ops)| ops).unwrap_or_default();
+        state.begin(id, &ops);
+        ops
+    }
+
+    /// A write back in chunks has ended.
+    pub(super) fn all_written(&self, id: MoveId) {
+        self.state.lock().begun.remove(&id);
     }
 
     /// Lets a page go. Returns writes to its slot that were kept.
@@ -105,7 +120,20 @@ impl Wipes {
             state.held.remove(&page);
         }
         self.any.store(!state.held.is_empty(), Ordering::SeqCst);
-        state.kept.extract_if(|_, (kept, _)| *kept == page).map(|(_, (_, op))| op).collect()
+        let let_go: Vec<_> = state.kept.extract_if(|_, (kept, _)| *kept == page).collect();
+        for (id, (_, ops)) in &let_go {
+            state.begin(*id, ops);
+        }
+        let_go.into_iter().flat_map(|(_, (_, ops))| ops).collect()
+    }
+}
+
+impl State {
+    /// These writes of a move are about to be submitted.
+    fn begin(&mut self, id: MoveId, ops: &[IoOp]) {
+        if ops.iter().any(|op| is_chunk(op.token)) {
+            self.begun.insert(id);
+        }
     }
 }
 
@@ -252,7 +280,7 @@ impl Engine {
     /// Submits writes to a page's slot that were kept.
     fn submit_kept(&self, page: PageId, kept: impl IntoIterator<Item = IoOp>) {
         for mut op in kept {
-            if let Some(entry) = self.in_flight.lock().get(&MoveId::new(op.token.0)) {
+            if let Some(entry) = self.in_flight.lock().get(&move_of(op.token)) {
                 // It may have become more urgent.
                 op.priority = entry.planned.priority;
             }

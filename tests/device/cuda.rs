@@ -227,6 +227,49 @@ fn a_device_lost_in_a_pass_leaves_the_process_alive() {
     fake.take_findings();
 }
 
+/// Each of these codes means that the context is gone. The error names it, says what happened, and what to do.
+#[test]
+fn regression_every_way_to_lose_a_gpu_is_a_lost_device_by_name() {
+    let Some(fake) = Fake::load_or_skip("regression_every_way_to_lose_a_gpu_is_a_lost_device_by_name") else { return };
+    let ways = [
+        (201, "CUDA_ERROR_INVALID_CONTEXT", "cudaDeviceReset"),
+        (226, "CUDA_ERROR_CONTAINED", "Xid 94"),
+        (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "cudaDeviceReset"),
+        (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "compute-sanitizer"),
+        (999, "CUDA_ERROR_UNKNOWN", "kernel log"),
+    ];
+    let file = synthetic(&[3 << 20]);
+    for (code, name, happened) in ways {
+        let runtime = builder(3, 0).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        check(&runtime, &model, &file, 0).unwrap();
+        // One call fails with it. That this is the end is known from the code, and not from later calls.
+        fake.fail_nth("cuCtxPushCurrent", 1, code);
+        let error = check(&runtime, &model, &file, 0).and_then(|()| check(&runtime, &model, &file, 0)).unwrap_err();
+        assert_explained(&error, ErrorKind::Device, &["cuda:0", "lost", name, happened], &["start the program again"]);
+        assert!(runtime.close().unwrap_err().to_string().contains(name));
+        drop(model);
+        fake.take_findings();
+    }
+}
+
+/// Another library resets the GPU under an open runtime.
+#[test]
+fn a_reset_by_others_is_a_lost_device() {
+    let Some(fake) = Fake::load_or_skip("a_reset_by_others_is_a_lost_device") else { return };
+    let file = synthetic(&[3 << 20]);
+    let runtime = builder(3, 0).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    check(&runtime, &model, &file, 0).unwrap();
+    // SAFETY: the call takes a number.
+    unsafe { cudarc::driver::sys::cuDevicePrimaryCtxReset_v2(0) }.result().unwrap();
+    let error = check(&runtime, &model, &file, 0).unwrap_err();
+    assert_explained(&error, ErrorKind::Device, &["cuda:0", "lost", "cudaDeviceReset"], &["start the program again"]);
+    assert!(runtime.close().is_err());
+    drop(model);
+    fake.take_findings();
+}
+
 /// The error of `close` says which bytes are lost. It reports consecutive pages as one range.
 #[test]
 fn a_lost_device_names_what_was_only_there() {
@@ -317,6 +360,44 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
         assert_eq!(on_second, if name == "cuda" { 0 } else { 2 * PAGE }, "{name}");
         runtime.close().unwrap();
     }
+    fake.finish();
+}
+
+/// Of a partitioned GPU a process sees one instance. It is opened by the UUID that `nvidia-smi -L` shows; another one
+/// is not there, and the error says how to get it.
+#[test]
+fn an_instance_of_a_partitioned_gpu_is_opened_by_its_uuid() {
+    let Some(fake) = Fake::load_or_skip("an_instance_of_a_partitioned_gpu_is_opened_by_its_uuid") else { return };
+    let whole = cuda_devices().unwrap().remove(0);
+    let mut seen = Vec::new();
+    for instance in [3, 4] {
+        fake.set_instance(instance);
+        let found = cuda_devices().unwrap();
+        assert_eq!((found.len(), &found[0].pci), (1, &whole.pci));
+        assert!(found[0].name.contains("MIG"), "{:?}", found[0]);
+        seen.push(found[0].uuid.replacen("GPU", "MIG", 1));
+    }
+    let (other, mine) = (&seen[0], &seen[1]);
+    assert!(other != mine && *mine != whole.uuid.replacen("GPU", "MIG", 1));
+    for name in [mine.clone(), mine.to_uppercase(), "0".to_owned()] {
+        let runtime = builder(2, 0).device(gpu(&format!("cuda:{name}"))).open().unwrap();
+        let tensor = runtime.alloc(DType::U8, &[3, PAGE]).unwrap();
+        write_and_check(&runtime, &tensor, 0).unwrap();
+        drop(tensor);
+        runtime.close().unwrap();
+    }
+    for name in [other, &whole.uuid.replacen("GPU", "MIG", 1)] {
+        let remedy = ["CUDA_VISIBLE_DEVICES", name.as_str()];
+        assert_refused(builder(2, 0).device(gpu(&format!("cuda:{name}"))), ErrorKind::NotFound, &[name], &remedy);
+    }
+    // The GPU as a whole cannot be named either: its number and address mean the instance.
+    let remedy = ["CUDA_VISIBLE_DEVICES"];
+    assert_refused(
+        builder(2, 0).device(gpu(&format!("cuda:{}", whole.uuid))),
+        ErrorKind::NotFound,
+        &[&whole.uuid],
+        &remedy,
+    );
     fake.finish();
 }
 

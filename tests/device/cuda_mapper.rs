@@ -14,7 +14,8 @@ use outcore_testkit::{fake_cuda as control, harness};
 
 const OUT_OF_MEMORY: u32 = 2;
 const NOT_SUPPORTED: u32 = 801;
-const UNKNOWN: u32 = 999;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 /// Waits until the `n`th call of a function has begun, which the driver holds.
 fn in_call(fake: &Fake, name: &str, n: u64) {
@@ -90,7 +91,7 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
     let maps: Vec<_> = (1..9).map(|n| (n as u32, n)).collect();
     // The first batch fails, and so does the third of its copies; the second batch goes through.
     together(&fake, &rig, (0, 0), &maps, || {
-        fake.fail_nth("cuMemcpyBatchAsync", 1, UNKNOWN);
+        fake.fail_nth("cuMemcpyBatchAsync", 1, REFUSED);
         fake.fail_nth("cuMemcpyHtoDAsync", 3, OUT_OF_MEMORY);
         (1..9).for_each(|n| rig.copy_in(n as u32, n as u8, n));
     });
@@ -169,12 +170,12 @@ fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
     type Refuse = fn(&Fake, &Rig);
     let cases: [(&str, Refuse, &[u64]); 5] = [
         ("map", |fake, _| fake.fail_nth("cuMemMap", 3, OUT_OF_MEMORY), &[2]),
-        ("access for the run", |fake, _| fake.fail_nth("cuMemSetAccess", 2, UNKNOWN), &[]),
+        ("access for the run", |fake, _| fake.fail_nth("cuMemSetAccess", 2, REFUSED), &[]),
         (
             "access for the run and a page",
             |fake, _| {
-                fake.fail_nth("cuMemSetAccess", 2, UNKNOWN);
-                fake.fail_nth("cuMemSetAccess", 4, UNKNOWN);
+                fake.fail_nth("cuMemSetAccess", 2, REFUSED);
+                fake.fail_nth("cuMemSetAccess", 4, REFUSED);
             },
             &[2],
         ),
@@ -191,8 +192,8 @@ fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
             |fake, rig| {
                 (1..5).for_each(|n| rig.map(n, 39 + u64::from(n)));
                 (40..44).for_each(|page| assert!(rig.byte_at(page).is_some()));
-                fake.fail_nth("cuMemUnmap", 1, UNKNOWN);
-                fake.fail_nth("cuMemUnmap", 5, UNKNOWN);
+                fake.fail_nth("cuMemUnmap", 1, REFUSED);
+                fake.fail_nth("cuMemUnmap", 5, REFUSED);
             },
             &[4],
         ),
@@ -386,5 +387,33 @@ fn a_lone_page_is_mapped_by_whoever_waits_for_it() {
     });
     rig.sink.take(1).pop().unwrap().1.unwrap();
     assert_eq!(rig.byte_at(61), Some(3));
+    rig.finish(&fake);
+}
+
+/// The copy of a large page takes longer than its mapping. So it starts behind that, and not behind those of the pages
+/// after it, and its end is reported when it has ended, and not with that of later ones.
+#[test]
+fn large_copies_go_one_by_one_each_behind_its_own_mapping() {
+    let Some(fake) = Fake::load_or_skip("large_copies_go_one_by_one_each_behind_its_own_mapping") else { return };
+    let rig = Rig::with_pages(5, 4 << 20);
+    let hosts: Vec<_> = (0..5).map(|n| rig.host(n, Some(n as u8 + 1))).collect();
+    fake.hold_calls("cuMemMap", true);
+    let before = fake.calls("cuMemMap");
+    for (n, host) in hosts.iter().enumerate() {
+        rig.map(n as u32, n as u64);
+        if n == 0 {
+            harness::until("the first mapping", || fake.calls("cuMemMap") > before);
+        }
+        let op = StreamOp::CopyIn { host: *host, device: rig.page(n as u64), len: rig.len };
+        rig.device.submit(rig.fill, op, Some(Token(n as u64)));
+    }
+    fake.hold_calls("cuMemcpyHtoDAsync", true);
+    let copies = fake.calls("cuMemcpyHtoDAsync");
+    fake.hold_calls("cuMemMap", false);
+    harness::until("the first copy", || fake.calls("cuMemcpyHtoDAsync") > copies);
+    assert_eq!(fake.calls("cuMemMap") - before, 1, "the first copy waits for no other mapping");
+    fake.hold_calls("cuMemcpyHtoDAsync", false);
+    rig.sink.take(5).into_iter().for_each(|(_, result)| result.unwrap());
+    assert_eq!((fake.calls("cuMemcpyHtoDAsync") - copies, fake.calls("cuMemcpyBatchAsync")), (5, 0));
     rig.finish(&fake);
 }

@@ -15,7 +15,8 @@ use outcore::device::{Device, RawStream, StreamId, StreamKind, StreamOp, Token};
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness};
 
 const ILLEGAL_ADDRESS: u32 = 700;
-const UNKNOWN: u32 = 999;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 fn adopt(rig: &Rig, stream: &Arc<CudaStream>) -> StreamId {
     // SAFETY: the tests keep the stream until the device is closed.
@@ -160,7 +161,7 @@ fn what_the_driver_will_not_say_is_waited_for() {
     let Some(fake) = Fake::load_or_skip("what_the_driver_will_not_say_is_waited_for") else { return };
     let rig = Rig::new(4);
     rig.map(1, 1);
-    fake.fail_from("cuEventQuery", 1, UNKNOWN);
+    fake.fail_from("cuEventQuery", 1, REFUSED);
     for byte in 1..5 {
         rig.copy_in(1, byte, 1);
         rig.sink.take(1).pop().unwrap().1.unwrap();
@@ -186,5 +187,43 @@ fn nothing_is_asked_while_nothing_is_submitted() {
         std::thread::yield_now();
     }
     assert_eq!(fake.calls("cuEventQuery"), asked);
+    rig.finish(&fake);
+}
+
+/// An event that wakes a thread costs processor time whenever it happens, and nobody sleeps on the device's events.
+#[test]
+fn regression_events_wake_no_thread_of_the_driver() {
+    let Some(fake) = Fake::load_or_skip("regression_events_wake_no_thread_of_the_driver") else { return };
+    let rig = Rig::new(4);
+    for n in 0..8 {
+        rig.map(1, n);
+        rig.copy_in(1, 9, n);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+    }
+    assert!(fake.calls("cuEventCreate") > 0);
+    assert_eq!(fake.blocking_events(), 0);
+    rig.finish(&fake);
+}
+
+/// A copy is asked about when its bytes are expected to have crossed the link, and not every few microseconds.
+#[test]
+fn regression_long_copies_are_asked_about_a_few_times() {
+    const COPIES: u64 = 64;
+    let Some(fake) = Fake::load_or_skip("regression_long_copies_are_asked_about_a_few_times") else { return };
+    let rig = Rig::with_pages(2, 4 << 20);
+    // 3.5 ms for a page.
+    fake.set_link(1_200_000_000, 0);
+    rig.map(1, 0);
+    let host = rig.host(1, Some(7));
+    let copy = || {
+        rig.device.submit(rig.fill, StreamOp::CopyIn { host, device: rig.page(0), len: rig.len }, Some(Token(0)));
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+    };
+    // The pace is learned.
+    (0..8).for_each(|_| copy());
+    let asked = fake.calls("cuEventQuery");
+    (0..COPIES).for_each(|_| copy());
+    let asked = fake.calls("cuEventQuery") - asked;
+    assert!(asked <= 10 * COPIES, "{asked} questions about {COPIES} copies");
     rig.finish(&fake);
 }

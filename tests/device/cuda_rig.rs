@@ -64,13 +64,20 @@ pub struct Rig {
     pub base: DeviceAddress,
     pub fill: StreamId,
     pub back: StreamId,
+    /// Bytes of a page.
+    pub len: u64,
 }
 
 impl Rig {
     /// `frames` device frames, a segment of 64 pages, 20 locked host frames.
     pub fn new(frames: u32) -> Self {
+        Self::with_pages(frames, PAGE)
+    }
+
+    /// As [`new`](Self::new), with pages of `len` bytes.
+    pub fn with_pages(frames: u32, len: u64) -> Self {
         let sink = Arc::new(Sink::default());
-        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let page_size = PageSize::new(Bytes::new(len)).unwrap();
         let config = CudaDeviceConfig { device: Default::default(), page_size, frames };
         let device = Arc::new(config.open(sink.clone()).unwrap());
         let config = HostSlabConfig { page_size, frames: 20, staging: 0, lock: true };
@@ -79,11 +86,11 @@ impl Rig {
         let base = device.reserve(64).unwrap();
         let (fill, back) =
             (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::WriteBack).unwrap());
-        Self { device, slab, sink, base, fill, back }
+        Self { device, slab, sink, base, fill, back, len }
     }
 
     pub fn page(&self, n: u64) -> DeviceAddress {
-        self.base.offset(n * PAGE)
+        self.base.offset(n * self.len)
     }
 
     pub fn map(&self, frame: u32, page: u64) {
@@ -94,14 +101,14 @@ impl Rig {
         let host = self.slab.pointer(HostFrameId::new(n)).unwrap();
         if let Some(byte) = byte {
             // SAFETY: the slab's memory, which no operation uses yet.
-            unsafe { host.as_ptr().write_bytes(byte, PAGE as usize) };
+            unsafe { host.as_ptr().write_bytes(byte, self.len as usize) };
         }
         host
     }
 
     /// Copies a page of `byte` up from host frame `n`.
     pub fn copy_in(&self, n: u32, byte: u8, page: u64) {
-        let op = StreamOp::CopyIn { host: self.host(n, Some(byte)), device: self.page(page), len: PAGE };
+        let op = StreamOp::CopyIn { host: self.host(n, Some(byte)), device: self.page(page), len: self.len };
         self.device.submit(self.fill, op, Some(Token(page)));
     }
 
@@ -110,7 +117,7 @@ impl Rig {
         let host = self.host(19, Some(0xEE));
         self.device.submit(
             self.back,
-            StreamOp::CopyOut { device: self.page(page), host, len: PAGE },
+            StreamOp::CopyOut { device: self.page(page), host, len: self.len },
             Some(Token(page)),
         );
         self.sink.take(1).pop().unwrap().1.unwrap();
@@ -121,7 +128,7 @@ impl Rig {
     /// The bytes of a host frame that no operation uses.
     pub fn bytes(&self, host: HostPointer) -> Vec<u8> {
         // SAFETY: the slab's memory; what was to write it has been reported.
-        unsafe { std::slice::from_raw_parts(host.as_ptr(), PAGE as usize) }.to_vec()
+        unsafe { std::slice::from_raw_parts(host.as_ptr(), self.len as usize) }.to_vec()
     }
 
     pub fn finish(self, fake: &Fake) {

@@ -24,6 +24,8 @@ use outcore_pager::State;
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness, models};
 
 const PAGE: u64 = 2 << 20;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 /// `copy(const void* from, void* to, u64 len)`, without the body.
 const COPY: &str = ".version 9.0\n.target sm_90\n.address_size 64\n\n.visible .entry copy(\n\t.param .u64 copy_param_0,\n\
@@ -443,7 +445,7 @@ fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
             fake.hold_stream(foreign.stream.cu_stream(), true);
             foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
             let fired = fake.fired();
-            (1..=count).for_each(|n| fake.fail_nth(call, n, 999));
+            (1..=count).for_each(|n| fake.fail_nth(call, n, REFUSED));
             end(guard, &stream).unwrap();
             assert_eq!(fake.fired() - fired, count, "{call}");
             assert_eq!(runtime.evict(&tensors[0]), 0, "{call}: the kernel has not run");
@@ -604,6 +606,55 @@ fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
             runtime.close().unwrap();
             drop(foreign);
             fake.expect_clean();
+        }
+        fake.finish();
+    });
+}
+
+/// A wait for the whole context spoils a capture of any of its streams. The end of a mark whose event was captured is
+/// found in another way, and only when the capture has ended.
+#[test]
+fn regression_a_capture_between_a_mark_and_its_event_stays_valid() {
+    let name = "regression_a_capture_between_a_mark_and_its_event_stays_valid";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, || {
+        let fake = Fake::load();
+        for forgotten in [false, true] {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(2, 2).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let result = allocate(PAGE as usize);
+            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let address = guard.device_bytes(0).unwrap().address;
+            let before = fake.calls("cuEventRecord");
+            fake.hold_calls("cuEventRecord", true);
+            std::thread::scope(|scope| {
+                let ends = scope.spawn(|| guard.unpin_after(&stream).unwrap());
+                wait_for("the call", || fake.calls("cuEventRecord") > before);
+                foreign.begin_capture();
+                fake.hold_calls("cuEventRecord", false);
+                ends.join().unwrap();
+            });
+            // The reaper asks again and again whether the capture has ended.
+            let asked = fake.calls("cuStreamIsCapturing");
+            wait_for("the reaper", || fake.calls("cuStreamIsCapturing") > asked + 3);
+            foreign.launch(stream.raw().unwrap(), address, result, PAGE);
+            let graph = foreign.end_capture().expect("a graph with the kernel");
+            if forgotten {
+                drop(stream);
+            } else {
+                wait_for("the end of the pin", || tensors[0].pins() == 0);
+                drop(stream);
+            }
+            graph.launch().unwrap();
+            foreign.stream.synchronize().unwrap();
+            assert!(foreign.read(result, PAGE) == bytes_of(0));
+            free(result).unwrap();
+            drop((graph, tensors));
+            runtime.close().unwrap();
         }
         fake.finish();
     });
@@ -1291,7 +1342,7 @@ fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_st
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch_at(device.raw_stream(stream).unwrap(), 0, 0, 0);
         let before = fake.calls("cuCtxSynchronize");
-        fake.fail_nth("cuCtxPushCurrent", 1, 999);
+        fake.fail_nth("cuCtxPushCurrent", 1, REFUSED);
         device.submit(stream, StreamOp::Mark, Some(Token(1)));
         wait_for("the mark, or who waits for the kernel", || {
             marks.told.load(Ordering::Acquire) || fake.calls("cuCtxSynchronize") > before

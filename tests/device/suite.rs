@@ -351,7 +351,8 @@ fn streams_keep_order_within_and_by_events_only_across(make: Make) {
     };
     let (open, hold) = gate();
     device.submit(streams[0], hold, None);
-    for n in 0..100 {
+    // Few, because a driver's queue may be short, and a submission waits while it is full.
+    for n in 0..4 {
         device.submit(streams[0], note(n), None);
     }
     let event = device.record(streams[0]).unwrap();
@@ -372,12 +373,17 @@ fn streams_keep_order_within_and_by_events_only_across(make: Make) {
     assert!(gate.is_none() || log.lock().unwrap().is_empty());
     device.submit(streams[2], note(3_000), Some(Token(3)));
     drop(gate);
+    // Many, once nothing holds the stream.
+    for n in 4..100 {
+        device.submit(streams[0], note(n), None);
+    }
     rig.sink.take(1).unwrap();
     rig.sink.take(3).unwrap();
     device.close().unwrap();
     let log = log.lock().unwrap();
     let place = |n: u64| log.iter().position(|&m| m == n).unwrap();
-    assert!((0..99).all(|n| place(n) < place(n + 1)) && place(99) < place(1_000) && place(99) < place(2_000));
+    assert!((0..99).all(|n| place(n) < place(n + 1)) && place(3) < place(1_000) && place(3) < place(2_000));
+    assert!(place(1_000) < place(4));
     assert_eq!(log.len(), 103);
 }
 

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod host_tier;
+
 use std::fs;
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1191,9 +1191,10 @@ fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devi
 fn what_is_wiped_among_write_backs_is_nobodys_newest_bytes(devices: Devices) {
     const ROWS: u64 = 24;
     watched("wiping among write backs", move || {
-        for (device, host) in [(4, 0), (12, 0), (6, 6)] {
+        // Pages in chunks, and whole ones.
+        for (device, host, chunk) in [(4, 0, 4096), (12, 0, PAGE), (6, 6, PAGE)] {
             let setting = Setting { host, ..setting(devices[0], device) };
-            let runtime = setting.builder(None).open().unwrap();
+            let runtime = setting.builder(None).chunk(Bytes::new(chunk)).open().unwrap();
             let table = runtime.alloc(DType::U8, &[ROWS, PAGE]).unwrap();
             let end = AtomicBool::new(false);
             thread::scope(|scope| {

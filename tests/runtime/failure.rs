@@ -43,6 +43,22 @@ const ROWS: u64 = 10;
 /// One and a half pages: rows straddle pages.
 const ROW: u64 = 24 << 10;
 
+/// Whether pages move in chunks: in half of the settings that have staging, with and without host tier, on all
+/// backends.
+fn in_chunks(setting: &Setting) -> bool {
+    match setting.on {
+        On::SimLink => true,
+        On::Cuda => (setting.host > 0) == (setting.io == IoBackend::IoUring),
+        On::Host | On::Link | On::Sim => false,
+    }
+}
+
+/// Every how many operations one fails. With four chunks a page there are up to four times as many; the step is odd, so
+/// that chunks of all places in their pages fail.
+fn step(setting: &Setting, whole: u64) -> u64 {
+    if in_chunks(setting) { 4 * whole - 1 } else { whole }
+}
+
 /// The one failure of a run.
 #[derive(Clone)]
 enum Failing {
@@ -52,10 +68,11 @@ enum Failing {
 
 impl Failing {
     fn builder(&self, setting: &Setting) -> RuntimeBuilder {
-        match self {
+        let builder = match self {
             Self::Io(faults, _) => setting.builder(Some(faults)),
             Self::Device(hook) => setting.hooked(hook.clone()),
-        }
+        };
+        if in_chunks(setting) { builder.chunk(Bytes::kib(4)) } else { builder }
     }
 
     /// Whether the failure has happened, and is one that requests see as an error.
@@ -229,7 +246,7 @@ impl Work {
 
 fn fail_each(setting: Setting, fault: Fault, nth: u64) {
     let file = models::synthetic(&LENGTHS);
-    for n in harness::replay::each(nth, "fail_each") {
+    for n in harness::replay::each(step(&setting, nth), "fail_each") {
         let faults = Faults::new();
         let mut work = Work::open(&setting, &file, Failing::Io(faults.clone(), fault));
         faults.nth(n, fault);
@@ -284,7 +301,8 @@ const DEVICE_CALLS: [DeviceCall; 12] = [
 
 fn refuse_each(setting: Setting, file: &models::Synthetic, kind: DeviceCall) -> u64 {
     let mut most = 0;
-    for n in harness::replay::each(2, "refuse_each") {
+    let every = if kind == DeviceCall::Submit { step(&setting, 2) } else { 2 };
+    for n in harness::replay::each(every, "refuse_each") {
         let hook = Refusing::nth(kind, n);
         let mut work = Work::open(&setting, file, Failing::Device(hook.clone()));
         work.run();
@@ -935,6 +953,7 @@ fn bytes_that_the_disk_changed_are_never_handed_out(devices: Devices) {
         .page_size(outcore::PageSize::new(Bytes::new(page)).unwrap())
         .scratch_dir(folder.path())
         .policy(PolicyKind::Lru)
+        .chunk(Bytes::kib(16))
         .open()
         .unwrap();
     let table = runtime.alloc(DType::U8, &[32, page]).unwrap();

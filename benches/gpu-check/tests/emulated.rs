@@ -275,6 +275,26 @@ fn wrong_bytes_on_the_gpu_are_found() {
 }
 
 #[test]
+fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
+    let (fake, folder) = (driver(), folder());
+    // This kernel writes nothing.
+    fake.register_kernel(
+        "soak_stamp",
+        |launch| vec![Reach::write(launch.parameter(0) + launch.parameter(1) * 8, launch.parameter(2) * 8)],
+        |_| (),
+    );
+    let (found, outcome) = records(Part::Soak, &settings(&folder));
+    outcome.unwrap();
+    let missed =
+        |record: &Record| matches!(record, Record::Verdict { name, pass: false, .. } if name == "no wrong sum");
+    assert!(found.iter().any(missed), "{found:#?}");
+    // The table says which use of what it was.
+    let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
+    assert!(found.iter().any(said), "{found:#?}");
+    fake.expect_clean();
+}
+
+#[test]
 fn wrong_bytes_in_managed_memory_are_found() {
     let (fake, folder) = (driver(), folder());
     fake.register_kernel(
@@ -316,26 +336,6 @@ fn a_call_that_waits_for_the_queue_is_found() {
     let query = "closures, while one waits: longest query of an event of another stream";
     assert!(number(query).is_some_and(|longest| longest > 0.0), "{found:#?}");
     assert_eq!(number("launches until a call waits"), None, "{found:#?}");
-    fake.expect_clean();
-}
-
-#[test]
-fn a_stamp_that_is_not_written_misses_the_verdict_of_the_soak() {
-    let (fake, folder) = (driver(), folder());
-    // This kernel writes nothing.
-    fake.register_kernel(
-        "soak_stamp",
-        |launch| vec![Reach::write(launch.parameter(0) + launch.parameter(1) * 8, launch.parameter(2) * 8)],
-        |_| (),
-    );
-    let (found, outcome) = records(Part::Soak, &settings(&folder));
-    outcome.unwrap();
-    let missed =
-        |record: &Record| matches!(record, Record::Verdict { name, pass: false, .. } if name == "no wrong sum");
-    assert!(found.iter().any(missed), "{found:#?}");
-    // The table says which use of what it was.
-    let said = |record: &Record| matches!(record, Record::Note { text } if text.contains("the sum is"));
-    assert!(found.iter().any(said), "{found:#?}");
     fake.expect_clean();
 }
 

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use outcore::device::{DeviceAddress, FrameId};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
+use super::not_given_back;
 use crate::driver::{Driver, Failure, Outcome};
 
 /// Marks a page of a reservation without a frame.
@@ -78,6 +79,11 @@ impl<D: Driver> Layout<D> {
         Self { page: page.bytes(), frames, reservations, held, refused }
     }
 
+    /// Bytes of a page.
+    pub(super) const fn page(&self) -> u64 {
+        self.page
+    }
+
     pub(super) fn frame_count(&self) -> u32 {
         self.frames.len() as u32
     }
@@ -127,17 +133,9 @@ impl<D: Driver> Layout<D> {
         if pending { Range::Pending } else { Range::Mapped }
     }
 
-    pub(super) fn reserve(&mut self, driver: &D, current: &D::Current<'_>, pages: u32) -> Outcome<u64> {
-        let len = Bytes::new(u64::from(pages) * self.page);
-        let reserved = driver.reserve(current, len, Bytes::new(self.page))?;
-        let base = reserved.get();
-        if !base.is_multiple_of(self.page) {
-            driver.free_addresses(current, reserved, len)?;
-            let message = format!("the driver gives no addresses aligned to pages of {}", Bytes::new(self.page));
-            return Err(Error::new(ErrorKind::Unsupported, message).remedy("choose smaller pages").into());
-        }
+    /// Notes a new reservation.
+    pub(super) fn add_reservation(&mut self, base: u64, pages: u32) {
         self.reservations.insert(base, vec![NO_FRAME; pages as usize]);
-        Ok(base)
     }
 
     /// Stops wanting frames behind a whole reservation; returns the frames that have to leave.
@@ -160,34 +158,22 @@ impl<D: Driver> Layout<D> {
         Ok(self.held.range(base..base + u64::from(pages) * self.page).map(|(_, frame)| *frame).chain(behind).collect())
     }
 
-    /// Gives back a reservation without frames.
-    pub(super) fn release(&mut self, driver: &D, current: &D::Current<'_>, base: u64, pages: u32) -> Outcome {
-        let len = u64::from(pages) * self.page;
-        driver.free_addresses(current, DeviceAddress::new(base), Bytes::new(len))?;
-        self.reservations.remove(&base);
-        self.refused.retain(|page, _| !(base..base + len).contains(page));
-        Ok(())
+    /// Takes out a reservation without frames, which is to be given back.
+    pub(super) fn take_reservation(&mut self, base: u64) -> Vec<u32> {
+        let occupants = self.reservations.remove(&base).unwrap_or_default();
+        let end = base + occupants.len() as u64 * self.page;
+        self.refused.retain(|page, _| !(base..end).contains(page));
+        occupants
     }
 
-    /// Makes frames `0..count` exist. On an error there are as many frames as before.
-    pub(super) fn grow(&mut self, driver: &D, current: &D::Current<'_>, count: u32) -> Outcome {
-        let before = self.frames.len();
-        while self.frames.len() < count as usize {
-            match driver.create(current, Bytes::new(self.page)) {
-                Ok(memory) => self.frames.push(Frame::new(memory)),
-                Err(failure) => {
-                    for frame in self.frames.drain(before..) {
-                        if let Some(memory) = frame.memory
-                            && let Err(failure) = driver.release(current, memory)
-                        {
-                            tracing::warn!(error = %failure.error, "give a frame back");
-                        }
-                    }
-                    return Err(failure);
-                }
-            }
-        }
-        Ok(())
+    /// Puts back a reservation that could not be given back.
+    pub(super) fn put_reservation(&mut self, base: u64, occupants: Vec<u32>) {
+        self.reservations.insert(base, occupants);
+    }
+
+    /// Notes new frames.
+    pub(super) fn add_frames(&mut self, memory: Vec<D::Memory>) {
+        self.frames.extend(memory.into_iter().map(Frame::new));
     }
 
     /// Stops wanting a frame behind any address.
@@ -296,23 +282,25 @@ impl<D: Driver> Layout<D> {
         outcome
     }
 
-    /// Gives back the memory of a frame that is behind no address.
-    pub(super) fn discard(&mut self, driver: &D, current: &D::Current<'_>, frame: FrameId) -> Outcome {
-        let state = self.frame(frame)?;
-        if let Some(memory) = state.memory {
-            driver.release(current, memory)?;
-            state.memory = None;
+    /// Takes out the memory of a frame that is behind no address.
+    pub(super) fn take_memory(&mut self, frame: FrameId) -> Option<D::Memory> {
+        self.frames.get_mut(frame.index())?.memory.take()
+    }
+
+    /// Puts back memory that could not be given back; `false` if the frame has other memory, or is about to.
+    pub(super) fn put_memory(&mut self, frame: FrameId, memory: D::Memory) -> bool {
+        match self.frames.get_mut(frame.index()) {
+            Some(frame) if frame.memory.is_none() && !frame.busy => {
+                frame.memory = Some(memory);
+                true
+            }
+            _ => false,
         }
-        Ok(())
     }
 
     /// Gives everything back, as far as the driver allows. No change is under way.
     pub(super) fn clear(&mut self, driver: &D, current: &D::Current<'_>) {
-        let log = |outcome: Outcome| {
-            if let Err(failure) = outcome {
-                tracing::warn!(error = %failure.error, "give memory of the GPU back");
-            }
-        };
+        let log = |outcome: Outcome| outcome.unwrap_or_else(|failure| not_given_back(&failure));
         let mut stuck = Vec::new();
         for frame in std::mem::take(&mut self.frames) {
             if let Some(at) = frame.at {
@@ -331,6 +319,40 @@ impl<D: Driver> Layout<D> {
             }
         }
     }
+}
+
+/// Reserves addresses for pages.
+pub(super) fn reserve<D: Driver>(driver: &D, current: &D::Current<'_>, pages: u32, page: u64) -> Outcome<u64> {
+    let len = Bytes::new(u64::from(pages) * page);
+    let reserved = driver.reserve(current, len, Bytes::new(page))?;
+    if !reserved.get().is_multiple_of(page) {
+        driver.free_addresses(current, reserved, len)?;
+        let message = format!("the driver gives no addresses aligned to pages of {}", Bytes::new(page));
+        return Err(Error::new(ErrorKind::Unsupported, message).remedy("choose smaller pages").into());
+    }
+    Ok(reserved.get())
+}
+
+/// Takes memory for `count` frames, or none on an error.
+pub(super) fn create<D: Driver>(
+    driver: &D,
+    current: &D::Current<'_>,
+    count: u32,
+    page: Bytes,
+) -> Outcome<Vec<D::Memory>> {
+    let mut made = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        match driver.create(current, page) {
+            Ok(memory) => made.push(memory),
+            Err(failure) => {
+                for memory in made {
+                    driver.release(current, memory).unwrap_or_else(|failure| not_given_back(&failure));
+                }
+                return Err(failure);
+            }
+        }
+    }
+    Ok(made)
 }
 
 /// Splits changes, by index, into runs of consecutive addresses within one reservation.
@@ -400,7 +422,7 @@ pub(super) fn carry_out<D: Driver>(changes: &mut [Change<D::Memory>], page: u64,
         if let Some(at) = changes[index].at {
             match driver.unmap(current, DeviceAddress::new(at), Bytes::new(page)) {
                 Ok(()) => changes[index].at = None,
-                Err(failure) => tracing::warn!(error = %failure.error, "unmap a frame that cannot be accessed"),
+                Err(failure) => not_given_back(&failure),
             }
         }
         changes[index].refused = Some(failure);

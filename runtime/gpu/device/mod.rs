@@ -10,14 +10,28 @@
 //! [fatal](Failure::fatal) failure, and by any error from waiting for the end of an operation: everything later then
 //! fails with that first error, and the process goes on.
 //!
+//! # Exit
+//!
+//! A process may exit with a live runtime. Its threads then run on while the driver [shuts down](Failure::exiting), for
+//! as long as exit handlers take. Nothing has failed, so nobody is to hear of a failure: whoever calls the device is
+//! held back for [`EXIT`], and so are reports. If the process still lives after that, an exit handler waits for this
+//! device. Then all that is outstanding ends with an error, so that nothing waits for ever.
+//!
 //! # Locking
 //!
-//! A stream's lock comes first, then the mapper's, the reaper's or the event pool's; never two streams' locks at once.
-//! Driver calls whose order matters are made under these locks. None of them waits for the device, except copies of
-//! unlocked memory if the driver could not provide even a small buffer. Mappings change without a lock held.
+//! Calls of the driver may wait (rule 2 of its [contract](Driver)): a submission waits while the driver's queue is full.
+//! So two locks are held over such calls, and each holds up only those who want the same:
+//!
+//! - a stream's `submission`, which keeps submissions to that stream in order;
+//! - `growing`, which lets one caller at a time make frames.
+//!
+//! All others are held for moments, and never over a call of the driver: a stream's `state`, the list of streams, the
+//! mapper's, the reaper's, the event pool's. A thread takes them in this order, after one of the two above: the state of
+//! one stream, then one of the rest. The reaper takes only these. So does whoever asks for a result.
 
 mod frames;
 mod mapper;
+mod pace;
 mod reaper;
 mod stream;
 
@@ -26,6 +40,8 @@ use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Poll;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use outcore::device::parts::{STRICT, closed, report_apart};
 use outcore::device::{
@@ -63,6 +79,25 @@ struct Streams<D: Driver> {
     closed: bool,
 }
 
+impl<D: Driver> Streams<D> {
+    /// The number of a new stream: that of a forgotten stream that has ended, or the next.
+    fn place(&self, device: &str) -> Result<usize> {
+        if self.closed {
+            return Err(closed(device));
+        }
+        let spent = self.all.iter().position(|stream| stream.is_spent());
+        let place = spent.unwrap_or(self.all.len());
+        if place >= EventId::STREAMS_MAX {
+            let message = format!("{device} has its limit of {} streams", EventId::STREAMS_MAX);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
+        }
+        Ok(place)
+    }
+}
+
+/// How long the device keeps still when the driver has shut down: longer than a process takes to exit.
+const EXIT: Duration = Duration::from_secs(1);
+
 struct Core<D: Driver> {
     name: String,
     number: u32,
@@ -71,6 +106,8 @@ struct Core<D: Driver> {
     /// The lowest and the highest priority of a stream.
     priorities: (i32, i32),
     mapper: Mapper<D>,
+    /// Held by whoever makes frames.
+    growing: Mutex<()>,
     reaper: Reaper<D>,
     /// Whether several copies may go to the driver in one call.
     batches: AtomicBool,
@@ -82,6 +119,8 @@ struct Core<D: Driver> {
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams<D>>,
     poison: OnceLock<Error>,
+    /// When the driver was found to have shut down.
+    exiting: OnceLock<Instant>,
     /// Declared, and so dropped, after everything that lives in it.
     driver: D,
     /// Dropped last: when it goes, nothing is left.
@@ -121,18 +160,39 @@ impl<D: Driver> Core<D> {
         poison.clone()
     }
 
+    /// Takes the device for lost because of a failure, or notes that the process exits.
+    fn lose(&self, failure: Failure) -> Error {
+        if !failure.exiting {
+            return self.poison(failure.error);
+        }
+        self.exiting.get_or_init(Instant::now);
+        let poison = self.poison.get_or_init(|| {
+            let message = format!("the process is exiting, and its {} driver has shut down", D::NAME);
+            let error = Error::new(ErrorKind::Closed, message).caused_by(failure.error);
+            error.remedy("close the runtime before the end of `main`, if anything waits for it then")
+        });
+        poison.clone()
+    }
+
     fn note(&self, failure: Failure) -> Error {
-        if failure.fatal { self.poison(failure.error) } else { failure.error }
+        if failure.fatal || failure.exiting { self.lose(failure) } else { failure.error }
     }
 
     fn done<T>(&self, outcome: Outcome<T>) -> Result<T> {
-        outcome.map_err(|failure| self.note(failure))
+        outcome.map_err(|failure| self.note(failure)).inspect_err(|_| self.keep_still())
+    }
+
+    /// If the process exits, gives it the time to.
+    fn keep_still(&self) {
+        if let Some(since) = self.exiting.get() {
+            thread::sleep(EXIT.saturating_sub(since.elapsed()));
+        }
     }
 
     /// # Errors
     /// The first error that cost the device; a refusal in a closure on a stream; errors of the driver.
     fn enter(&self) -> Result<D::Current<'_>> {
-        self.healthy()?;
+        self.healthy().inspect_err(|_| self.keep_still())?;
         self.not_in_closure()?;
         self.done(self.driver.enter())
     }
@@ -148,45 +208,54 @@ impl<D: Driver> Core<D> {
         ))
     }
 
-    /// Takes frames from where they are, at once, and then changes the layout.
+    /// Takes frames from where they are, at once, and then takes out of the layout what is to be given back.
     fn vacate_and<T>(
         &self,
         vacate: impl FnOnce(&mut Layout<D>) -> Result<Vec<FrameId>>,
-        change: impl FnOnce(&mut Layout<D>, &D, &D::Current<'_>) -> Outcome<T>,
+        take: impl FnOnce(&mut Layout<D>) -> T,
     ) -> Result<T> {
         self.not_in_closure()?;
         let mut state = self.mapper.lock();
         let frames = vacate(&mut state.layout)?;
         let (mut state, vacated) = self.mapper.settle(self, state, &frames);
         vacated?;
-        let current = self.enter()?;
-        self.done(change(&mut state.layout, &self.driver, &current))
+        Ok(take(&mut state.layout))
     }
 
     /// Gives a reservation back.
     fn release(&self, base: u64, pages: u32) -> Result<()> {
-        self.vacate_and(
-            |layout| layout.vacate_range(base, pages),
-            |layout, driver, current| layout.release(driver, current, base, pages),
-        )
+        // Out of the layout first: once the driver has the addresses, it may give them to another reservation.
+        let taken =
+            self.vacate_and(|layout| layout.vacate_range(base, pages), |layout| layout.take_reservation(base))?;
+        let len = Bytes::new(u64::from(pages) * self.page_size.bytes());
+        let free = |current| self.done(self.driver.free_addresses(&current, DeviceAddress::new(base), len));
+        self.enter().and_then(free).inspect_err(|_| self.mapper.lock().layout.put_reservation(base, taken))
     }
 
     /// Gives the memory of a frame back, unless the frame is wanted behind an address by then.
     fn discard_unwanted(&self, frame: FrameId) -> Result<()> {
-        self.vacate_and(
+        let memory = self.vacate_and(
             |layout| Ok(if layout.is_wanted(frame) { Vec::new() } else { vec![frame] }),
-            |layout, driver, current| {
-                if layout.is_wanted(frame) { Ok(()) } else { layout.discard(driver, current, frame) }
-            },
-        )
+            |layout| if layout.is_wanted(frame) { None } else { layout.take_memory(frame) },
+        )?;
+        self.release_memory(frame, memory)
     }
 
     /// Gives the memory of a frame back.
     fn discard(&self, frame: FrameId) -> Result<()> {
-        self.vacate_and(
-            |layout| layout.vacate(frame).map(|()| vec![frame]),
-            |layout, driver, current| layout.discard(driver, current, frame),
-        )
+        let memory =
+            self.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |layout| layout.take_memory(frame))?;
+        self.release_memory(frame, memory)
+    }
+
+    fn release_memory(&self, frame: FrameId, memory: Option<D::Memory>) -> Result<()> {
+        let Some(memory) = memory else { return Ok(()) };
+        let release = |current| self.done(self.driver.release(&current, memory));
+        self.enter().and_then(release).inspect_err(|error| {
+            if !self.mapper.lock().layout.put_memory(frame, memory) {
+                tracing::warn!(%error, "memory of a frame that has new memory by now stays with the driver");
+            }
+        })
     }
 
     /// A bounce buffer for a stream: an unused one, or a new one.
@@ -220,13 +289,19 @@ impl<D: Driver> Core<D> {
         self.events.lock().push(event);
     }
 
-    /// Bytes of frames that other devices of this process have on the same GPU. A device that is making frames right
-    /// now is left out: nobody may wait for it while holding a layout.
+    /// Gives up an owner's part of an event. The last one's makes it free for reuse.
+    fn give_back(&self, event: Arc<D::Event>) {
+        if let Some(event) = Arc::into_inner(event) {
+            self.return_event(event);
+        }
+    }
+
+    /// Bytes of frames that other devices of this process have on the same GPU.
     fn other_frames(&self) -> Bytes {
         let others: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
         let own = std::ptr::from_ref(self).cast::<()>();
         let others = others.iter().filter(|other| Arc::as_ptr(other).cast() != own && other.gpu() == self.name);
-        Bytes::new(others.filter_map(|other| other.held()).sum())
+        Bytes::new(others.map(|other| other.held()).sum())
     }
 
     /// Whether a range of host memory lies in one piece that was locked.
@@ -247,19 +322,25 @@ impl<D: Driver> Drop for Core<D> {
         }
         let current = match self.driver.enter() {
             Ok(current) => current,
-            Err(failure) => return tracing::warn!(error = %failure.error, "give the GPU's memory back"),
+            Err(failure) => return not_given_back(&failure),
         };
         for event in self.events.get_mut().drain(..) {
-            if let Err(failure) = self.driver.destroy_event(&current, event) {
-                tracing::warn!(error = %failure.error, "destroy an event of the GPU");
-            }
+            self.driver.destroy_event(&current, event).unwrap_or_else(|failure| not_given_back(&failure));
         }
         for bounce in self.bounces.get_mut().drain(..) {
-            if let Err(failure) = self.driver.free_locked(&current, bounce) {
-                tracing::warn!(error = %failure.error, "free locked host memory");
-            }
+            self.driver.free_locked(&current, bounce).unwrap_or_else(|failure| not_given_back(&failure));
         }
         self.mapper.get_mut().clear(&self.driver, &current);
+    }
+}
+
+/// Logs that something was not given back to the driver. At the exit of the process nothing has to be.
+fn not_given_back(failure: &Failure) {
+    let error = &failure.error;
+    if failure.exiting {
+        tracing::debug!(%error, "left to the end of the process");
+    } else {
+        tracing::warn!(%error, "something of the GPU's was not given back");
     }
 }
 
@@ -284,16 +365,16 @@ static OPEN: Mutex<Vec<Weak<dyn Frames>>> = Mutex::new(Vec::new());
 trait Frames: Send + Sync {
     /// The GPU's name.
     fn gpu(&self) -> &str;
-    /// Bytes that frames have, unless they are changing.
-    fn held(&self) -> Option<u64>;
+    /// Bytes that frames have.
+    fn held(&self) -> u64;
 }
 
 impl<D: Driver> Frames for Core<D> {
     fn gpu(&self) -> &str {
         &self.name
     }
-    fn held(&self) -> Option<u64> {
-        self.mapper.try_lock().map(|mapper| mapper.layout.held())
+    fn held(&self) -> u64 {
+        self.mapper.lock().layout.held()
     }
 }
 
@@ -337,6 +418,7 @@ impl<D: Driver> GpuDevice<D> {
                 page_size,
                 priorities,
                 mapper: Mapper::new(Layout::new(page_size)),
+                growing: Mutex::default(),
                 reaper: Reaper::new(),
                 batches: AtomicBool::new(driver.has_batches()),
                 events: Mutex::default(),
@@ -344,6 +426,7 @@ impl<D: Driver> GpuDevice<D> {
                 locked: RwLock::default(),
                 streams: RwLock::new(Streams { all: Vec::new(), closed: false }),
                 poison: OnceLock::new(),
+                exiting: OnceLock::new(),
                 driver,
                 sink,
             }),
@@ -371,20 +454,24 @@ impl<D: Driver> GpuDevice<D> {
     /// Adds the stream that `make` makes. It gets the number of a forgotten stream that has ended, or a new number.
     fn add_stream(&self, make: impl FnOnce() -> Result<Arc<Stream<D>>>) -> Result<StreamId> {
         let core = &self.core;
-        let mut streams = core.streams.write();
-        if streams.closed {
-            return Err(closed(&core.name));
-        }
-        let spent = streams.all.iter().position(|stream| stream.is_spent());
-        let index = spent.unwrap_or(streams.all.len());
-        if index >= EventId::STREAMS_MAX {
-            let message = format!("{} has its limit of {} streams", core.name, EventId::STREAMS_MAX);
-            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
-        }
+        // Without the lock, because the driver makes it.
+        core.streams.read().place(&core.name)?;
         let stream = make()?;
-        match spent {
-            Some(index) => {
-                let spent = std::mem::replace(&mut streams.all[index], stream);
+        let mut streams = core.streams.write();
+        let place = match streams.place(&core.name) {
+            Ok(place) => place,
+            Err(error) => {
+                drop(streams);
+                if let Some(stream) = Arc::into_inner(stream) {
+                    stream.destroy(core);
+                }
+                return Err(error);
+            }
+        };
+        match streams.all.get_mut(place) {
+            Some(forgotten) => {
+                let spent = std::mem::replace(forgotten, stream);
+                drop(streams);
                 core.bounces.lock().extend(spent.take_bounce());
                 if let Err(error) = spent.failure() {
                     tracing::debug!(%error, "a stream that was forgotten had failed");
@@ -392,15 +479,7 @@ impl<D: Driver> GpuDevice<D> {
             }
             None => streams.all.push(stream),
         }
-        Ok(StreamId::new(index as u32))
-    }
-
-    /// Changes the layout by calls of the driver.
-    fn change<T>(&self, change: impl FnOnce(&mut Layout<D>, &D, &D::Current<'_>) -> Outcome<T>) -> Result<T> {
-        let core = &self.core;
-        let mut state = core.mapper.lock();
-        let current = core.enter()?;
-        core.done(change(&mut state.layout, &core.driver, &current))
+        Ok(StreamId::new(place as u32))
     }
 }
 
@@ -434,7 +513,11 @@ impl<D: Driver> Device for GpuDevice<D> {
             return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages")
                 .remedy("reserve at least one page"));
         }
-        self.change(|layout, driver, current| layout.reserve(driver, current, pages)).map(DeviceAddress::new)
+        let core = &self.core;
+        let current = core.enter()?;
+        let base = core.done(frames::reserve(&core.driver, &current, pages, core.page_size.bytes()))?;
+        core.mapper.lock().layout.add_reservation(base, pages);
+        Ok(DeviceAddress::new(base))
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
@@ -457,28 +540,30 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn grow_frames(&self, count: u32) -> Result<()> {
-        let page = self.core.page_size.bytes();
-        self.change(|layout, driver, current| {
-            let new = u64::from(count.saturating_sub(layout.frame_count())) * page;
-            if new == 0 {
-                return Ok(());
-            }
-            let (free, total) = driver.memory(current)?;
-            let refused = || {
-                let others = self.core.other_frames();
-                let held = Bytes::new(layout.held());
-                no_room::<D>(&self.core.name, Bytes::new(new), held, free, total, others)
-            };
-            if new > free.get() {
-                return Err(refused().into());
-            }
-            // Free memory may be in pieces, or gone by now.
-            let refused = refused();
-            layout.grow(driver, current, count).map_err(|failure| match failure.error.kind() {
-                ErrorKind::OutOfMemory => refused.caused_by(failure.error).into(),
-                _ => failure,
-            })
-        })
+        let core = &self.core;
+        let _growing = core.growing.lock();
+        let more = count.saturating_sub(self.frame_count());
+        if more == 0 {
+            return Ok(());
+        }
+        let current = core.enter()?;
+        let (free, total) = core.done(core.driver.memory(&current))?;
+        let page = Bytes::new(core.page_size.bytes());
+        let new = Bytes::new(u64::from(more) * page.get());
+        let refused = || {
+            let held = Bytes::new(core.mapper.lock().layout.held());
+            no_room::<D>(&core.name, new, held, free, total, core.other_frames())
+        };
+        if new > free {
+            return Err(refused());
+        }
+        // Free memory may be in pieces, or gone by now.
+        let made = frames::create(&core.driver, &current, more, page).map_err(|failure| match core.note(failure) {
+            error if error.kind() == ErrorKind::OutOfMemory => refused().caused_by(error),
+            error => error,
+        })?;
+        core.mapper.lock().layout.add_frames(made);
+        Ok(())
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
@@ -494,7 +579,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         if !STRICT || IN_HOST_FUNCTION.get() {
             return Ok(());
         }
-        self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
+        self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_| ())
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
@@ -542,7 +627,7 @@ impl<D: Driver> Device for GpuDevice<D> {
 
     fn forget_stream(&self, stream: StreamId) {
         if let Ok(stream) = self.stream(stream.get()) {
-            stream.begin_close();
+            stream.forget(&self.core);
         }
     }
 
@@ -632,8 +717,10 @@ impl<D: Driver> Drop for GpuDevice<D> {
             self.core.reaper.begin_close();
             return;
         }
-        if let Err(error) = self.close() {
-            tracing::error!(%error, "the {} device ended with a failure", D::NAME);
+        match self.close() {
+            Err(error) if self.core.exiting.get().is_some() => tracing::debug!(%error),
+            Err(error) => tracing::error!(%error, "the {} device ended with a failure", D::NAME),
+            Ok(()) => {}
         }
     }
 }

@@ -7,27 +7,33 @@
 //! call the functions behind work once the device is lost. So one thread polls the first event of every busy stream:
 //! without a pause for a moment, then after naps.
 //!
-//! A nap is as long as the last work on the stream took, so each of several consecutive copies is polled about once.
-//! After that a nap is a fraction of the time that the work has taken so far. So its end is seen late by no more than
-//! that fraction, and long kernels cost little. Work that ends within one nap is reported together. While nothing is
-//! submitted the thread is parked.
+//! A nap is as long as the work is [foreseen](super::pace) to take: a copy by its bytes, anything else as long as the
+//! last. So each of several consecutive copies is polled about once. After that a nap is a fraction of the time that the
+//! work has taken so far. So its end is seen late by no more than that fraction, and long kernels cost little. Each
+//! stream has naps of its own: short work on one stream does not make the thread poll the copies on another. Work that
+//! ends within one nap is reported together. While nothing is submitted the thread is parked.
 //!
 //! # Invariants
 //!
 //! 1. A stream with items is in the inbox or watched, once; `watched` in its state says so. `watched` is set with the
-//!    stream locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
-//! 2. The thread ends when the device is closed and no stream has items: no stream gets any more then.
+//!    stream's state locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
+//! 2. The thread ends when the device is closed, no submission is [under way](Reaper::submitting), and no stream has
+//!    items: no stream gets any more then.
 //! 3. The sink is called with no lock held, and the driver [left](Driver::enter).
+//! 4. The thread takes no lock that anybody holds over a call of the driver. Such calls wait while a queue of the
+//!    driver's is full, which may last as long as the work in it, and the reports of all other streams must go on.
 //!
 //! # Failure
 //!
-//! If the driver gives an error in place of an answer, the reaper waits: for the event or, if there is none, for
-//! everything on the stream. If that fails too the device is lost, and the work on the stream ends with the first
-//! error. But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
-//! again after a nap.
+//! If the driver gives an error in place of an answer, the reaper waits for the event. If there is none, it records
+//! another one; where that is not possible it waits for everything on the stream. If the wait fails too the device is
+//! lost, and the work on the stream ends with the first error. (While the process [exits](super) nothing is reported at
+//! first.) But if something fails because a graph is being captured, which says nothing about the device, the reaper
+//! tries again after a nap, and waits for nothing meanwhile: that would spoil the capture.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -44,9 +50,8 @@ use crate::driver::{Driver, Outcome};
 const RESTLESS: Duration = Duration::from_micros(3);
 /// The shortest nap: half of the time to copy a page of 2 MiB. On a virtual machine it may take twice as long.
 const NAP_MIN: Duration = Duration::from_micros(20);
-/// The longest time that is foreseen from the last work, because the next may be short: a few copies of a page of 2
-/// MiB.
-const FORESEEN_MAX: Duration = Duration::from_micros(100);
+/// A stream that is due so soon is polled with another: cheaper than another nap.
+const SOON: Duration = Duration::from_micros(5);
 /// Work that takes longer than foreseen is polled after naps of this fraction (one eighth) of the time it has taken,
 const NAP_PARTS: u32 = 8;
 /// but no longer than this: so a kernel of 10 ms is seen to end at most this late.
@@ -59,6 +64,10 @@ struct State<D: Driver> {
 }
 
 pub(super) struct Reaper<D: Driver> {
+    /// Submissions that may still queue items.
+    submitting: AtomicUsize,
+    /// As in the state, for submitters.
+    closing: AtomicBool,
     state: Mutex<State<D>>,
     work: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -67,7 +76,8 @@ pub(super) struct Reaper<D: Driver> {
 impl<D: Driver> Reaper<D> {
     pub(super) fn new() -> Self {
         let state = State { inbox: Vec::new(), closing: false };
-        Self { state: Mutex::new(state), work: Condvar::new(), thread: Mutex::default() }
+        let (submitting, closing) = Default::default();
+        Self { submitting, closing, state: Mutex::new(state), work: Condvar::new(), thread: Mutex::default() }
     }
 
     pub(super) fn start(core: &Arc<Core<D>>) -> Result<()> {
@@ -83,6 +93,13 @@ impl<D: Driver> Reaper<D> {
         Ok(())
     }
 
+    /// Keeps the thread from ending while the returned value lives. Whoever submits has one from before it finds its
+    /// stream open until its items are queued.
+    pub(super) fn submitting(&self) -> Submitting<'_, D> {
+        self.submitting.fetch_add(1, Ordering::SeqCst);
+        Submitting(self)
+    }
+
     /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
     pub(super) fn watch(&self, stream: Arc<Stream<D>>) {
         self.state.lock().inbox.push(stream);
@@ -94,7 +111,10 @@ impl<D: Driver> Reaper<D> {
 
     /// Lets the thread end when all work on the streams has been reported. The streams accept no more by now.
     pub(super) fn begin_close(&self) {
-        self.state.lock().closing = true;
+        let mut state = self.state.lock();
+        state.closing = true;
+        self.closing.store(true, Ordering::SeqCst);
+        drop(state);
         self.work.notify_one();
     }
 
@@ -111,21 +131,54 @@ impl<D: Driver> Reaper<D> {
     }
 }
 
+/// A submission that is under way.
+#[must_use]
+pub(super) struct Submitting<'a, D: Driver>(&'a Reaper<D>);
+
+impl<D: Driver> Drop for Submitting<'_, D> {
+    fn drop(&mut self) {
+        let Self(reaper) = self;
+        // The count goes down before `closing` is read, and the thread reads them in the other order: one of the two
+        // sees what the other has written.
+        if reaper.submitting.fetch_sub(1, Ordering::SeqCst) == 1 && reaper.closing.load(Ordering::SeqCst) {
+            drop(reaper.state.lock());
+            reaper.work.notify_one();
+        }
+    }
+}
+
 /// A stream with items.
 struct Watched<D: Driver> {
     stream: Arc<Stream<D>>,
     /// When its first item became the first.
     since: Instant,
+    /// Whether that item was found not to have ended.
+    seen_running: bool,
+    /// When to poll it next.
+    due: Instant,
+}
+
+/// What is left when a stream has been polled.
+enum Left {
+    Nothing,
+    /// Perhaps something that has ended.
+    More,
+    /// Work that copies so many bytes.
+    Running(u64),
 }
 
 impl<D: Driver> Watched<D> {
-    /// How long to wait before polling it; `None` to poll at once.
-    fn nap(&self) -> Option<Duration> {
-        let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
+    fn new(stream: Arc<Stream<D>>, now: Instant) -> Self {
+        Self { stream, since: now, seen_running: false, due: now }
+    }
+
+    /// How long to wait before polling it again, while work of so many bytes runs.
+    fn nap(&self, now: Instant, bytes: u64) -> Duration {
+        let (taken, foreseen) = (now - self.since, self.stream.pace.foresee(bytes));
         if taken < RESTLESS && foreseen < NAP_MIN {
-            return None;
+            return Duration::ZERO;
         }
-        Some(foreseen.saturating_sub(taken).max(taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
+        foreseen.saturating_sub(taken).max((taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
     }
 }
 
@@ -147,6 +200,7 @@ impl<D: Driver> Worker<D> {
             self.ask(&core, &mut current);
             if !self.done.is_empty() {
                 drop(current.take());
+                core.keep_still();
                 report(&core.sink, &mut self.done);
             }
         }
@@ -159,68 +213,85 @@ impl<D: Driver> Worker<D> {
     /// Waits until there may be something to learn; `false` when there never will be. Leaves the driver if that may
     /// take long.
     fn rest(&mut self, current: &mut Option<D::Current<'_>>) -> bool {
-        // `None` if one of them is to be polled at once.
-        let nap = self.watched.iter().map(Watched::nap).min();
+        let now = Instant::now();
+        let nap = self.watched.iter().map(|watched| watched.due.saturating_duration_since(now)).min();
         let reaper = &self.core.reaper;
         let mut state = reaper.state.lock();
         match nap {
             _ if !state.inbox.is_empty() => {}
-            Some(None) => std::hint::spin_loop(),
+            Some(Duration::ZERO) => std::hint::spin_loop(),
             // Streams that are watched already do not end the nap.
-            Some(Some(nap)) => drop(reaper.work.wait_for(&mut state, nap)),
+            Some(nap) => drop(reaper.work.wait_for(&mut state, nap)),
             None => {
                 drop(current.take());
                 while state.inbox.is_empty() {
-                    if state.closing {
+                    if state.closing && reaper.submitting.load(Ordering::SeqCst) == 0 {
                         return false;
                     }
                     reaper.work.wait(&mut state);
                 }
             }
         }
-        let since = Instant::now();
-        self.watched.extend(state.inbox.drain(..).map(|stream| Watched { stream, since }));
+        let now = Instant::now();
+        self.watched.extend(state.inbox.drain(..).map(|stream| Watched::new(stream, now)));
         true
     }
 
-    /// Takes out the items that have ended, of every stream.
+    /// Takes out the items that have ended, of every stream that is due.
     fn ask<'a>(&mut self, core: &'a Core<D>, current: &mut Option<D::Current<'a>>) {
         let Self { watched, done, .. } = self;
+        let now = Instant::now();
         watched.retain_mut(|watched| {
-            let stream = &watched.stream;
-            let mut ended = 0;
-            let more = loop {
+            if watched.due.saturating_duration_since(now) > SOON {
+                return true;
+            }
+            let stream = Arc::clone(&watched.stream);
+            let (mut ended, mut ended_bytes) = (0, 0);
+            let left = loop {
                 match stream.first() {
-                    First::Nothing => break false,
-                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break true,
+                    First::Nothing => break Left::Nothing,
+                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break Left::More,
                     First::Unqueued => {}
-                    First::Event(event) => match happened(core, current, &event) {
-                        Ok(true) => {}
-                        Ok(false) => break true,
-                        Err(failure) if failure.captured => {
-                            tracing::debug!(error = %failure.error);
-                            stream.unmark(core, event);
-                            continue;
+                    First::Event(event, bytes) => {
+                        match happened(core, current, &event) {
+                            Ok(true) => {}
+                            Ok(false) => break Left::Running(bytes),
+                            Err(failure) if failure.captured => {
+                                tracing::debug!(error = %failure.error);
+                                stream.unmark(core, event);
+                                continue;
+                            }
+                            Err(failure) => {
+                                tracing::debug!(error = %failure.error);
+                                wait_for(core, &stream, &event);
+                            }
                         }
-                        Err(failure) => {
-                            tracing::debug!(error = %failure.error);
-                            wait_for(core, stream, &event);
-                        }
-                    },
-                    First::Unmarked => match stream.finish(core) {
-                        Ok(()) => {}
-                        Err(failure) if failure.captured => break true,
-                        Err(failure) => drop(core.poison(failure.error)),
+                        ended_bytes += bytes;
+                    }
+                    First::Unmarked => match stream.mark_again(core) {
+                        Ok(true) => continue,
+                        Err(failure) if failure.captured => break Left::Running(0),
+                        Ok(false) | Err(_) => match stream.finish(core) {
+                            Ok(()) => {}
+                            Err(failure) if failure.captured => break Left::Running(0),
+                            Err(failure) => drop(core.lose(failure)),
+                        },
                     },
                 }
                 stream.retire(core, done);
                 ended += 1;
             };
+            let now = Instant::now();
             if ended > 0 {
-                stream.set_pace((watched.since.elapsed() / ended).min(FORESEEN_MAX));
-                watched.since = Instant::now();
+                stream.pace.learn(now - watched.since, ended, ended_bytes, watched.seen_running);
+                (watched.since, watched.seen_running) = (now, false);
             }
-            more
+            watched.due = now;
+            if let Left::Running(bytes) = left {
+                watched.seen_running = true;
+                watched.due += watched.nap(now, bytes);
+            }
+            !matches!(left, Left::Nothing)
         });
     }
 }
@@ -248,7 +319,7 @@ fn wait_for<D: Driver>(core: &Core<D>, stream: &Stream<D>, event: &D::Event) {
     if let Err(failure) = outcome {
         // The device may be lost, or only this call may have failed. Before memory is given back, make sure that
         // nothing uses it any more, as far as the driver still answers.
-        core.poison(failure.error);
+        core.lose(failure);
         let _ = stream.finish(core);
     }
 }

@@ -2,43 +2,59 @@
 //!
 //! # Invariants
 //!
-//! 1. Submissions of one stream are numbered under its lock and handed to the driver in that order, so an event is a
-//!    stream and a number. The driver's event for it exists until everything up to the number has ended.
-//! 2. An item leaves the queue, and its memory is given back, only after the driver has said that it ended, or that the
-//!    event and the whole stream failed. Closures that have not run by then never will: [`Job::end`] takes them, and
-//!    waits for one that is running.
-//! 3. Events are recorded, destroyed and reused under the lock, or by the reaper, which alone takes items out.
+//! 1. Submissions of one stream are numbered under its `submission` lock and handed to the driver in that order, so an
+//!    event is a stream and a number. The driver's event for it exists until everything up to the number has ended.
+//! 2. An item enters the queue after the driver has its work and the event behind it. It leaves the queue, and its
+//!    memory is given back, only after the driver has said that it ended, or that the event and the whole stream
+//!    failed. Closures that have not run by then never will: [`Job::end`] takes them, and waits for one that is
+//!    running.
+//! 3. The reaper alone takes items out. An event is reused when its last owner gives it back
+//!    ([`Core::give_back`]): its items, and whoever asks the driver about it or lets a stream wait for it.
+//! 4. A submission is counted ([`Reaper::submitting`](super::reaper::Reaper::submitting)) from before it finds the
+//!    stream open until its items are queued. So the reaper does not end before it has seen them.
+//!
+//! # Locking
+//!
+//! `submission` is held over calls of the driver, which wait while the driver's queue is full; only submitters take it.
+//! `state` is held for moments, and never over a call of the driver. The reaper, and whoever asks for results, take
+//! only that one. So a full queue holds up those who submit to this stream, and nobody else.
 //!
 //! # Captures
 //!
 //! A stream whose handle others have may be captured into a graph at any moment, by any thread. Operations that are put
-//! on it then do not run, perhaps never, and would run with each launch of the graph. So under the stream's lock the
-//! driver is asked first, and operations that would be captured are refused.
+//! on it then do not run, perhaps never, and would run with each launch of the graph. So under the `submission` lock
+//! the driver is asked first, and operations that would be captured are refused.
 //!
 //! A capture may still begin between the question and the operation. Then the driver calls the host functions with
 //! numbers of jobs that are gone, which is harmless. The driver will not say when such an event happens, so the event
-//! is given up, and the item ends when everything that runs on the stream has ended. The graph would still borrow the
-//! memory of captured copies, so callers must not begin a capture while copies are being submitted.
+//! is given up. The item then ends with a later event of its stream; if there is none, another one is recorded when the
+//! capture has ended. The graph would still borrow the memory of captured copies, so callers must not begin a capture
+//! while copies are being submitted.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::Duration;
 
 use outcore::device::parts::{closed, run_call, unknown_event};
 use outcore::device::{Completion, DeviceAddress, Direction, HostPointer, RawStream, StreamOp, Token};
 use outcore::{Bytes, Error, ErrorKind, Result};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
-use super::Core;
 use super::frames::Range;
+use super::pace::Pace;
+use super::{Core, not_given_back};
 use crate::driver::{BatchedCopy, Driver, Failure, Locked, Outcome};
 
-/// How many copies go to the driver in one call. They are reported together, so the first waits for the last.
+/// How many copies go to the driver in one call, if they are [small](BATCHED_BELOW). They are reported together, so the
+/// first waits for the last.
 pub(super) const COPIES_AT_ONCE: usize = 4;
+
+/// Copies of this size, in bytes, and larger ones go to the driver one by one. Together they copy 2 % more a second at
+/// 4 MiB and 0.6 % at 16 MiB on an H100, and the first of them would be reported later by three times its own length.
+pub(super) const BATCHED_BELOW: u64 = 4 << 20;
 
 /// Size of the buffer through which copies of unlocked memory go: large enough that its host functions cost little
 /// beside the copies.
@@ -143,10 +159,31 @@ struct Item<D: Driver> {
     token: Option<Token>,
     /// Whether the driver got any part of it.
     queued: bool,
+    /// How many bytes it copies.
+    bytes: u64,
     /// Shared by the copies of a batch, and with the reaper while it asks.
     event: Option<Arc<D::Event>>,
     jobs: Vec<Arc<Job>>,
     result: Result<()>,
+}
+
+impl<D: Driver> Item<D> {
+    fn new(number: u64, token: Option<Token>) -> Self {
+        Self { number, token, queued: false, bytes: 0, event: None, jobs: Vec::new(), result: Ok(()) }
+    }
+
+    /// Whether the operation can no longer be refused. Without an event others could wait only for its end.
+    fn is_taken_up(&self) -> bool {
+        self.queued && self.event.is_some() && self.result.is_ok()
+    }
+}
+
+/// What submitters alone use.
+struct Submission {
+    /// The buffer for copies of unlocked memory, used in the stream's order. Without it the driver carries them out,
+    /// which may block the submitter and, with it, later submitters to this stream. An adopted stream gets it with the
+    /// first such copy.
+    bounce: Option<Locked>,
 }
 
 struct State<D: Driver> {
@@ -158,15 +195,41 @@ struct State<D: Driver> {
     marked: u64,
     /// The first failure that was not reported by token, and its number.
     failure: Option<(u64, Error)>,
-    /// Whether others have the handle, so that the stream may be captured.
-    shared: bool,
-    /// The buffer for copies of unlocked memory, used in the stream's order. Without it the driver carries them out,
-    /// which may block the submitter and, with it, everyone who wants this lock. An adopted stream gets it with the
-    /// first such copy.
-    bounce: Option<Locked>,
     /// Whether the reaper knows that there are items.
     watched: bool,
     closing: bool,
+}
+
+impl<D: Driver> State<D> {
+    /// The number of the last operation, if no event has to be recorded behind it.
+    fn recorded(&self) -> Option<u64> {
+        let needs_event = self.completed < self.submitted && self.marked < self.submitted && !self.closing;
+        (!needs_event).then_some(self.submitted)
+    }
+
+    /// The first event behind an operation that has not ended.
+    fn event_behind(&self, number: u64) -> Option<Arc<D::Event>> {
+        self.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.clone())
+    }
+
+    /// The first event, and how many bytes are copied until then.
+    fn next_event(&self) -> Option<(Arc<D::Event>, u64)> {
+        let event = self.items.iter().find_map(|item| item.event.as_ref())?;
+        let is_behind = |item: &Item<D>| item.event.as_ref().is_some_and(|other| !Arc::ptr_eq(other, event));
+        let bytes = self.items.iter().take_while(|item| !is_behind(item)).map(|item| item.bytes).sum();
+        Some((Arc::clone(event), bytes))
+    }
+
+    /// Whether everything up to `number` has ended, if that can be said without the driver.
+    fn reported(&self, number: u64) -> Result<Option<Poll<()>>> {
+        if number > self.submitted {
+            return Err(unknown_event());
+        }
+        if let Some((_, error)) = self.failure.as_ref().filter(|(at, _)| *at <= number) {
+            return Err(error.clone());
+        }
+        Ok((self.completed >= number).then_some(Poll::Ready(())))
+    }
 }
 
 /// What has to happen before the first item counts as ended.
@@ -175,8 +238,9 @@ pub(super) enum First<D: Driver> {
     Nothing,
     /// The driver has nothing of the item, so nothing has to happen.
     Unqueued,
-    Event(Arc<D::Event>),
-    /// No event is behind the item: everything on the stream has to end.
+    /// This event; so many bytes are copied until then.
+    Event(Arc<D::Event>, u64),
+    /// No event is behind the item: [another](Stream::mark_again) has to be, or everything on the stream has to end.
     Unmarked,
 }
 
@@ -186,8 +250,14 @@ pub(super) struct Stream<D: Driver> {
     owned: bool,
     /// Operations that the mapper has yet to hand on. Changes under the mapper's lock.
     pub(super) deferred: AtomicU32,
-    /// How long the last work took, in nanoseconds. Written by the reaper.
-    pace: AtomicU32,
+    /// How long its work takes. Written by the reaper.
+    pub(super) pace: Pace,
+    /// Whether others have the handle, so that the stream may be captured.
+    shared: AtomicBool,
+    /// Whether the owner of an adopted stream may have destroyed it. Held over calls of the driver by the reaper alone,
+    /// when it uses the handle.
+    forgotten: Mutex<bool>,
+    submission: Mutex<Submission>,
     state: Mutex<State<D>>,
 }
 
@@ -199,6 +269,14 @@ fn captured() -> Error {
 /// Whether an error is [`captured`]. Errors of the driver, when it is asked about captures, are never of this kind.
 fn is_refusal(error: &Error) -> bool {
     error.kind() == ErrorKind::InvalidArgument
+}
+
+/// How many bytes an operation copies between host and device.
+pub(super) const fn copied(op: &StreamOp) -> u64 {
+    match op {
+        StreamOp::CopyIn { len, .. } | StreamOp::CopyOut { len, .. } => *len,
+        StreamOp::Zero { .. } | StreamOp::Call(_) | StreamOp::Mark => 0,
+    }
 }
 
 /// Whether one copy writes memory that the other reads or writes.
@@ -247,32 +325,37 @@ impl<D: Driver> Stream<D> {
             completed: 0,
             marked: 0,
             failure: None,
-            shared: !owned,
-            bounce,
             watched: false,
             closing: false,
         };
-        let state = Mutex::new(state);
-        Arc::new(Self { raw, owned, deferred, pace, state })
+        let (state, submission) = (Mutex::new(state), Mutex::new(Submission { bounce }));
+        Arc::new(Self {
+            raw,
+            owned,
+            deferred,
+            pace,
+            shared: AtomicBool::new(!owned),
+            forgotten: Mutex::default(),
+            submission,
+            state,
+        })
     }
 
     /// Destroys what the driver made for the stream. Nothing on it is in flight.
     pub(super) fn destroy(self, core: &Core<D>) {
         let current = match core.driver.enter() {
             Ok(current) => current,
-            Err(failure) => return tracing::warn!(error = %failure.error, "destroy a stream of the GPU"),
+            Err(failure) => return not_given_back(&failure),
         };
         let mut outcomes = Vec::new();
         if self.owned {
             outcomes.push(core.driver.destroy_stream(&current, self.raw));
         }
-        let State { bounce, items, .. } = self.state.into_inner();
+        let (Submission { bounce }, State { items, .. }) = (self.submission.into_inner(), self.state.into_inner());
         outcomes.extend(bounce.map(|bounce| core.driver.free_locked(&current, bounce)));
         let left = items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
         outcomes.extend(left.map(|event| core.driver.destroy_event(&current, event)));
-        for failure in outcomes.into_iter().filter_map(Outcome::err) {
-            tracing::warn!(error = %failure.error, "destroy a stream of the GPU");
-        }
+        outcomes.into_iter().filter_map(Outcome::err).for_each(|failure| not_given_back(&failure));
     }
 
     /// Submits operations, in order. Returns the tokens and numbers of those that the driver has taken. A closed stream
@@ -282,37 +365,46 @@ impl<D: Driver> Stream<D> {
         core: &Core<D>,
         ops: Vec<(StreamOp, Option<Token>)>,
     ) -> std::result::Result<Vec<(Token, u64)>, Vec<Option<Token>>> {
-        let mut state = self.state.lock();
-        if state.closing {
+        let mut submission = self.submission.lock();
+        let _counted = core.reaper.submitting();
+        if self.state.lock().closing {
             return Err(ops.into_iter().map(|(_, token)| token).collect());
         }
-        let before = state.submitted;
         let current = core.enter();
         let captured = match &current {
-            Ok(current) => self.not_captured(core, current, &state),
+            Ok(current) => self.not_captured(core, current),
             Err(_) => Ok(()),
         };
-        let batched = match (&current, &captured) {
-            (Ok(current), Ok(())) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
-            _ => false,
-        };
-        if !batched {
-            for (op, token) in ops {
-                self.submit_one(core, (&current, &captured), &mut state, op, token);
-            }
+        if let (Ok(current), Ok(())) = (&current, &captured)
+            && ops.len() > 1
+            && let Some(taken_up) = self.submit_batch(core, current, &ops)
+        {
+            return Ok(taken_up);
         }
-        // An operation without an event has not been taken up: others could wait only for its end.
-        let good = |item: &&Item<D>| item.queued && item.event.is_some() && item.result.is_ok();
-        let new = state.items.iter().rev().take_while(|item| item.number > before).filter(good);
-        let mut taken_up: Vec<_> = new.filter_map(|item| Some((item.token?, item.number))).collect();
-        taken_up.reverse();
-        drop(current);
-        self.tell(core, state);
+        let mut taken_up = Vec::with_capacity(ops.len());
+        for (op, token) in ops {
+            taken_up.extend(self.submit_one(core, (&current, &captured), &mut submission, op, token));
+        }
         Ok(taken_up)
     }
 
-    /// Tells the reaper of items, if it does not know of any.
-    fn tell(self: &Arc<Self>, core: &Core<D>, mut state: MutexGuard<'_, State<D>>) {
+    /// Queues items behind which the driver has what they need, and lets the reaper watch the stream.
+    fn push(self: &Arc<Self>, core: &Core<D>, submitted: u64, items: impl IntoIterator<Item = Item<D>>) {
+        let mut state = self.state.lock();
+        state.submitted = submitted;
+        for item in items {
+            if item.token.is_none() && item.jobs.is_empty() && item.event.is_none() {
+                // Nobody waits for this item alone. Its failure is reported by events recorded behind it.
+                if let Err(error) = item.result {
+                    state.failure.get_or_insert((item.number, error));
+                }
+                continue;
+            }
+            if item.event.is_some() {
+                state.marked = item.number;
+            }
+            state.items.push_back(item);
+        }
         if state.watched || state.items.is_empty() {
             return;
         }
@@ -325,28 +417,27 @@ impl<D: Driver> Stream<D> {
     /// Hands copies to the driver in one call, if it supports that and no copy touches another's memory. The copies are
     /// reported one by one, when all have ended.
     fn submit_batch(
-        &self,
+        self: &Arc<Self>,
         core: &Core<D>,
         current: &D::Current<'_>,
-        state: &mut State<D>,
         ops: &[(StreamOp, Option<Token>)],
-    ) -> bool {
+    ) -> Option<Vec<(Token, u64)>> {
         if !core.batches.load(Ordering::Relaxed) {
-            return false;
+            return None;
         }
         let mut copies: Vec<BatchedCopy> = Vec::with_capacity(ops.len());
         for (op, _) in ops {
             let (StreamOp::CopyIn { host, device, len } | StreamOp::CopyOut { host, device, len }) = op else {
-                return false;
+                return None;
             };
             let (host, device, len) = (*host, *device, *len);
             if len == 0 || !core.is_locked(host, len) || core.check_mapped(device, len).is_err() {
-                return false;
+                return None;
             }
             let direction = if matches!(op, StreamOp::CopyIn { .. }) { Direction::In } else { Direction::Out };
             let copy = BatchedCopy { direction, host, device, len: Bytes::new(len) };
             if copies.iter().any(|other| overlap(copy, *other)) {
-                return false;
+                return None;
             }
             copies.push(copy);
         }
@@ -357,35 +448,39 @@ impl<D: Driver> Stream<D> {
             }
             // Submitted one by one, each copy gets its own result. Copying twice writes the same bytes.
             tracing::debug!(error = %core.note(failure));
-            return false;
+            return None;
         }
         let event = self.mark(core, current).ok().map(Arc::new);
-        for (_, token) in ops {
-            state.submitted += 1;
-            let (number, event) = (state.submitted, event.clone());
-            if token.is_some() {
-                if event.is_some() {
-                    state.marked = number;
-                }
-                let (jobs, result) = (Vec::new(), Ok(()));
-                state.items.push_back(Item { number, token: *token, queued: true, event, jobs, result });
+        let before = self.state.lock().submitted;
+        let (mut items, mut taken_up) = (Vec::with_capacity(ops.len()), Vec::with_capacity(ops.len()));
+        for (number, (op, token)) in (before + 1..).zip(ops) {
+            let Some(token) = *token else { continue };
+            let bytes = copied(op);
+            items.push(Item { queued: true, bytes, event: event.clone(), ..Item::new(number, Some(token)) });
+            if event.is_some() {
+                taken_up.push((token, number));
             }
         }
-        true
+        self.push(core, before + ops.len() as u64, items);
+        if let Some(event) = event {
+            core.give_back(event);
+        }
+        Some(taken_up)
     }
 
+    /// Returns the token and the number, if the driver has taken it.
     fn submit_one(
-        &self,
+        self: &Arc<Self>,
         core: &Core<D>,
         (current, captured): (&Result<D::Current<'_>>, &Result<()>),
-        state: &mut State<D>,
+        submission: &mut Submission,
         op: StreamOp,
         token: Option<Token>,
-    ) {
+    ) -> Option<(Token, u64)> {
         let is_mark = matches!(op, StreamOp::Mark);
-        state.submitted += 1;
-        let mut item =
-            Item { number: state.submitted, token, queued: false, event: None, jobs: Vec::new(), result: Ok(()) };
+        // Only submitters change it.
+        let number = self.state.lock().submitted + 1;
+        let mut item = Item { bytes: copied(&op), ..Item::new(number, token) };
         match (current, captured) {
             // A mark stands for others' work on the stream, so a refusal here must not fail it: it fails only if the
             // device does. Without an event the reaper waits for the whole stream.
@@ -394,24 +489,16 @@ impl<D: Driver> Stream<D> {
             // A mark is refused only if the stream is known to be captured.
             (Ok(_), Err(error)) if !is_mark || is_refusal(error) => item.result = Err(error.clone()),
             (Ok(current), _) => {
-                let bounce = self.bounce(core, current, state, &op);
+                let bounce = self.bounce(core, current, submission, &op);
                 item.result = self.queue(core, current, op, bounce, &mut item);
                 if item.queued && (token.is_some() || !item.jobs.is_empty()) {
                     item.event = self.mark(core, current).ok().map(Arc::new);
                 }
             }
         }
-        if token.is_none() && item.jobs.is_empty() {
-            // Nobody waits for this item alone. Its failure is reported by events recorded behind it.
-            if let (Err(error), None) = (item.result, &state.failure) {
-                state.failure = Some((item.number, error));
-            }
-            return;
-        }
-        if item.event.is_some() {
-            state.marked = item.number;
-        }
-        state.items.push_back(item);
+        let taken_up = item.token.filter(|_| item.is_taken_up()).map(|token| (token, number));
+        self.push(core, number, [item]);
+        taken_up
     }
 
     /// The buffer for an operation's bytes, if they need one and there is one.
@@ -419,23 +506,23 @@ impl<D: Driver> Stream<D> {
         &self,
         core: &Core<D>,
         current: &D::Current<'_>,
-        state: &mut State<D>,
+        submission: &mut Submission,
         op: &StreamOp,
     ) -> Option<HostPointer> {
         let (StreamOp::CopyIn { host, len, .. } | StreamOp::CopyOut { host, len, .. }) = op else { return None };
         if core.is_locked(*host, *len) {
             return None;
         }
-        if state.bounce.is_none() && !self.owned {
+        if submission.bounce.is_none() && !self.owned {
             let taken = core.take_bounce(current);
-            state.bounce = taken.inspect_err(|error| tracing::warn!(%error, "{LEFT_TO_THE_DRIVER}")).ok();
+            submission.bounce = taken.inspect_err(|error| tracing::warn!(%error, "{LEFT_TO_THE_DRIVER}")).ok();
         }
-        state.bounce.as_ref().map(Locked::base)
+        submission.bounce.as_ref().map(Locked::base)
     }
 
     /// Takes the buffer of a stream that [is spent](Self::is_spent).
     pub(super) fn take_bounce(&self) -> Option<Locked> {
-        self.state.lock().bounce.take()
+        self.submission.lock().bounce.take()
     }
 
     /// Hands an operation to the driver.
@@ -539,14 +626,13 @@ impl<D: Driver> Stream<D> {
 
     /// The handle, for use by others.
     pub(super) fn raw(&self, core: &Core<D>) -> RawStream {
-        self.state.lock().shared = true;
+        self.shared.store(true, Ordering::Release);
         core.driver.raw_stream(&self.raw)
     }
 
     /// Refuses a mark if an event would not cover the work that runs.
     pub(super) fn can_mark(&self, core: &Core<D>) -> Result<()> {
-        let state = self.state.lock();
-        if state.closing {
+        if self.state.lock().closing {
             return Err(closed(&core.name));
         }
         if IN_HOST_FUNCTION.get() {
@@ -554,15 +640,15 @@ impl<D: Driver> Stream<D> {
             return core.healthy();
         }
         let current = core.enter()?;
-        self.not_captured(core, &current, &state)
+        self.not_captured(core, &current)
     }
 
     /// Checks that operations put on the stream run.
     ///
     /// # Errors
     /// [A refusal](is_refusal) while the stream is being captured; the driver's error if it does not answer.
-    fn not_captured(&self, core: &Core<D>, current: &D::Current<'_>, state: &State<D>) -> Result<()> {
-        if state.shared && core.done(core.driver.is_capturing(current, &self.raw))? {
+    fn not_captured(&self, core: &Core<D>, current: &D::Current<'_>) -> Result<()> {
+        if self.shared.load(Ordering::Acquire) && core.done(core.driver.is_capturing(current, &self.raw))? {
             return Err(captured());
         }
         Ok(())
@@ -582,17 +668,22 @@ impl<D: Driver> Stream<D> {
 
     /// The number of the last operation, with an event behind it unless everything has ended.
     pub(super) fn record(self: &Arc<Self>, core: &Core<D>) -> Result<u64> {
-        let mut state = self.state.lock();
-        let number = state.submitted;
-        if state.completed < number && state.marked < number && !state.closing {
-            let current = core.enter()?;
-            self.not_captured(core, &current, &state)?;
-            let event = Some(Arc::new(self.mark(core, &current)?));
-            state.items.push_back(Item { number, token: None, queued: true, event, jobs: Vec::new(), result: Ok(()) });
-            state.marked = number;
-            drop(current);
-            self.tell(core, state);
+        if let Some(number) = self.state.lock().recorded() {
+            return Ok(number);
         }
+        let _submission = self.submission.lock();
+        let _counted = core.reaper.submitting();
+        let number = {
+            let state = self.state.lock();
+            if let Some(number) = state.recorded() {
+                return Ok(number);
+            }
+            state.submitted
+        };
+        let current = core.enter()?;
+        self.not_captured(core, &current)?;
+        let event = Some(Arc::new(self.mark(core, &current)?));
+        self.push(core, number, [Item { queued: true, event, ..Item::new(number, None) }]);
         Ok(number)
     }
 
@@ -601,10 +692,11 @@ impl<D: Driver> Stream<D> {
         if std::ptr::eq(self, other) {
             return Ok(());
         }
+        let _submission = self.submission.lock();
         if self.state.lock().closing {
             return Err(closed(&core.name));
         }
-        {
+        let event = {
             let theirs = other.state.lock();
             if number > theirs.submitted {
                 return Err(unknown_event());
@@ -612,15 +704,15 @@ impl<D: Driver> Stream<D> {
             if theirs.completed >= number {
                 return Ok(());
             }
-            let current = core.enter()?;
-            // The lock keeps the event from being reused before the driver has noted the wait.
-            let event = theirs.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.as_ref());
-            let event = event.ok_or_else(|| {
+            // With an owner here, the event is not used again before the driver has noted the wait.
+            theirs.event_behind(number).ok_or_else(|| {
                 Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
                     .remedy("record another one, or wait for the first stream itself")
-            })?;
-            core.done(core.driver.wait(&current, &self.raw, event))?;
-        }
+            })?
+        };
+        let waits = core.enter().and_then(|current| core.done(core.driver.wait(&current, &self.raw, &event)));
+        core.give_back(event);
+        waits?;
         // An event recorded behind the wait needs a number of its own.
         self.state.lock().submitted += 1;
         Ok(())
@@ -628,25 +720,26 @@ impl<D: Driver> Stream<D> {
 
     /// Whether everything up to `number` has ended; an error if fewer were submitted, or if something failed.
     pub(super) fn poll(&self, core: &Core<D>, number: u64) -> Result<Poll<()>> {
-        let state = self.state.lock();
-        if number > state.submitted {
-            return Err(unknown_event());
-        }
-        if let Some((_, error)) = state.failure.as_ref().filter(|(at, _)| *at <= number) {
-            return Err(error.clone());
-        }
-        if state.completed >= number {
-            return Ok(Poll::Ready(()));
-        }
-        let current = core.enter()?;
-        let after = state.items.iter().filter(|item| item.number >= number);
-        let Some(event) = after.filter_map(|item| item.event.as_ref()).next() else { return Ok(Poll::Pending) };
-        match core.driver.happened(&current, event) {
+        let event = {
+            let state = self.state.lock();
+            if let Some(ready) = state.reported(number)? {
+                return Ok(ready);
+            }
+            let Some(event) = state.event_behind(number) else { return Ok(Poll::Pending) };
+            event
+        };
+        let asked = core.enter().map(|current| core.driver.happened(&current, &event));
+        core.give_back(event);
+        match asked? {
             Ok(true) => {}
             Ok(false) => return Ok(Poll::Pending),
             // The reaper learns of the end in another way.
             Err(failure) if failure.captured => return Ok(Poll::Pending),
-            Err(failure) => return Err(core.note(failure)),
+            Err(failure) => return core.done(Err(failure)),
+        }
+        let state = self.state.lock();
+        if let Some(ready) = state.reported(number)? {
+            return Ok(ready);
         }
         // The reaper has yet to notice, and closures may have failed.
         for item in state.items.iter().take_while(|item| item.number <= number).filter(|item| item.token.is_none()) {
@@ -661,6 +754,77 @@ impl<D: Driver> Stream<D> {
         Ok(Poll::Ready(()))
     }
 
+    /// Forgets an adopted stream, whose handle is not used any more after this. Later submissions are given back.
+    pub(super) fn forget(&self, core: &Core<D>) {
+        self.begin_close();
+        // An event that was captured would leave the last item without one, and the handle for another is still there.
+        let last = self.state.lock().items.back().map(|item| item.event.clone());
+        if let Some(event) = last
+            && !IN_HOST_FUNCTION.get()
+            && let Ok(current) = core.driver.enter()
+        {
+            if let Some(event) = event {
+                let asked = core.driver.happened(&current, &event);
+                if asked.is_err_and(|failure| failure.captured) {
+                    self.unmark(core, event);
+                } else {
+                    core.give_back(event);
+                }
+            }
+            if let Err(failure) = self.mark_unmarked(core, &current) {
+                tracing::debug!(error = %failure.error, "a stream was forgotten whose end cannot be asked for");
+            }
+        }
+        *self.forgotten.lock() = true;
+    }
+
+    /// Puts an event behind items that have none, and no event behind them. `false` if nobody else has the handle, so
+    /// that the stream itself can be waited for, or if the handle may be gone.
+    ///
+    /// # Errors
+    /// Errors of the driver; that the stream is being captured.
+    pub(super) fn mark_again(&self, core: &Core<D>) -> Outcome<bool> {
+        let forgotten = self.forgotten.lock();
+        if *forgotten || !self.shared.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let current = core.driver.enter()?;
+        self.mark_unmarked(core, &current).map(|()| true)
+    }
+
+    fn mark_unmarked(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome {
+        // Before the event is recorded: it does not cover items that come later.
+        let is_unmarked = |item: &Item<D>| item.queued && item.event.is_none();
+        let unmarked = self.state.lock().items.iter().rev().find(|item| is_unmarked(item)).map(|item| item.number);
+        let Some(number) = unmarked else { return Ok(()) };
+        if core.driver.is_capturing(current, &self.raw)? {
+            return Err(Failure::captured(captured()));
+        }
+        let unused = core.events.lock().pop();
+        let event = unused.map_or_else(|| core.driver.create_event(current), Ok)?;
+        let recorded = core.driver.record(current, &event, &self.raw);
+        let event = Arc::new(event);
+        let mut state = self.state.lock();
+        let mut items = state.items.iter_mut();
+        if recorded.is_ok()
+            && let Some(item) = items.find(|item| item.number == number && is_unmarked(item))
+        {
+            item.event = Some(Arc::clone(&event));
+        }
+        drop(state);
+        core.give_back(event);
+        recorded
+    }
+
+    /// Whether the stream is being captured, as far as its handle may still be used.
+    fn is_captured(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome<bool> {
+        let forgotten = self.forgotten.lock();
+        if *forgotten || !self.shared.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        core.driver.is_capturing(current, &self.raw)
+    }
+
     /// Lets the queue run dry; later submissions are given back.
     pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
@@ -668,6 +832,8 @@ impl<D: Driver> Stream<D> {
 
     /// Whether the stream is adopted, was forgotten, and everything on it has ended.
     pub(super) fn is_spent(&self) -> bool {
+        // Whoever found the stream open before it was forgotten still has this lock.
+        let Some(_submission) = self.submission.try_lock() else { return false };
         let state = self.state.lock();
         !self.owned && state.closing && state.items.is_empty()
     }
@@ -680,24 +846,14 @@ impl<D: Driver> Stream<D> {
         }
     }
 
-    /// How long the last work took, as an estimate for the next. Zero at first.
-    pub(super) fn pace(&self) -> Duration {
-        Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
-    }
-
-    /// Sets the pace, which must be less than four seconds.
-    pub(super) fn set_pace(&self, pace: Duration) {
-        self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
-    }
-
     /// What the reaper waits for next.
     pub(super) fn first(&self) -> First<D> {
         let mut state = self.state.lock();
         let first = match state.items.front() {
             None => First::Nothing,
             Some(item) if !item.queued => First::Unqueued,
-            Some(Item { event: Some(event), .. }) => First::Event(Arc::clone(event)),
-            Some(_) => First::Unmarked,
+            // An item without an event ends no later than with the next event.
+            Some(_) => state.next_event().map_or(First::Unmarked, |(event, bytes)| First::Event(event, bytes)),
         };
         state.watched = !matches!(first, First::Nothing);
         first
@@ -711,9 +867,8 @@ impl<D: Driver> Stream<D> {
                 item.event = None;
             }
         }
-        if let Some(event) = Arc::into_inner(event) {
-            core.return_event(event);
-        }
+        drop(state);
+        core.give_back(event);
     }
 
     /// Takes out the first item, which has ended or never will, and later items with the same event.
@@ -738,32 +893,41 @@ impl<D: Driver> Stream<D> {
                 }
                 (None, Ok(())) => {}
             }
-            // The last item of a batch gives the event back.
-            let Some(event) = event.map(Arc::into_inner) else { return };
-            if let Some(event) = event {
-                return core.return_event(event);
+            let Some(event) = event else { return };
+            let is_shared = |next: &Item<D>| next.event.as_ref().is_some_and(|other| Arc::ptr_eq(other, &event));
+            let more = state.items.front().is_some_and(is_shared);
+            core.give_back(event);
+            if !more {
+                return;
             }
         }
     }
 
-    /// Waits for everything on the stream.
+    /// Waits for everything on the stream. For an adopted stream, whose handle may be gone, that is everything on the
+    /// GPU: so this is for failures only, and refused while a stream that the device knows is being captured, because a
+    /// capture of any stream of the context is spoiled by such a wait.
     ///
     /// # Errors
     /// Errors of the driver. The device is lost then, unless the error is that a capture forbids the call for now.
     pub(super) fn finish(&self, core: &Core<D>) -> Outcome {
         let finish = || {
             let current = core.driver.enter()?;
-            if !self.owned {
-                // The stream may be gone by now, but its work may still run: wait for all that is on the GPU.
-                return core.driver.finish(&current);
+            if self.owned {
+                if self.is_captured(core, &current)? {
+                    return Err(Failure::captured(captured()));
+                }
+                return core.driver.finish_stream(&current, &self.raw);
             }
-            if self.state.lock().shared && core.driver.is_capturing(&current, &self.raw)? {
-                return Err(Failure::captured(captured()));
+            let streams = core.streams.read().all.clone();
+            for stream in &streams {
+                if stream.is_captured(core, &current)? {
+                    return Err(Failure::captured(captured()));
+                }
             }
-            core.driver.finish_stream(&current, &self.raw)
+            core.driver.finish(&current)
         };
         // Tried twice: a lost device gives its error again.
-        finish().or_else(|failure| finish().map_err(|_| failure))
+        finish().or_else(|failure| if failure.captured { Err(failure) } else { finish().map_err(|_| failure) })
     }
 
     /// Ends the stream, when everything with a token was reported. Waits for the rest, unless the stream is adopted.
@@ -771,7 +935,7 @@ impl<D: Driver> Stream<D> {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
         state.completed = state.submitted;
-        if let Err(error) = finished.map_err(|failure| core.poison(failure.error)) {
+        if let Err(error) = finished.map_err(|failure| core.lose(failure)) {
             let number = state.submitted;
             state.failure.get_or_insert((number, error));
         }

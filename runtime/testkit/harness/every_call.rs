@@ -8,7 +8,8 @@ use super::{replay, watched};
 use crate::fake_cuda::Fake;
 
 const OUT_OF_MEMORY: u32 = 2;
-const UNKNOWN: u32 = 999;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
 
 fn assert_clear(error: &Error, what: &str) {
     assert_ne!(error.kind(), ErrorKind::Internal, "{what}: {error}");
@@ -40,7 +41,7 @@ pub fn fail_every_call_with<T>(
     for n in replay::a_third("fail_every_call") {
         runs += 1;
         // Callers handle these two errors differently. Which call gets which does not matter.
-        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
+        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { REFUSED };
         let (program, (tell, told)) = (Arc::clone(&program), mpsc::channel());
         watched(&format!("failing call {n} with {code}"), move || {
             let fake = Fake::load();

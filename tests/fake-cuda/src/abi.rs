@@ -51,6 +51,7 @@ codes! {
     ERROR_ECC_UNCORRECTABLE = 214, "uncorrectable ECC error encountered";
     ERROR_INVALID_PTX = 218, "a PTX JIT compilation failed";
     ERROR_UNSUPPORTED_PTX_VERSION = 222, "the provided PTX was compiled with an unsupported toolchain.";
+    ERROR_CONTAINED = 226, "Invalid access of peer GPU memory over nvlink or a hardware error";
     ERROR_FILE_NOT_FOUND = 301, "file not found";
     ERROR_OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
     ERROR_INVALID_HANDLE = 400, "invalid resource handle";
@@ -63,6 +64,7 @@ codes! {
     ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712, "part or all of the requested memory range is already mapped";
     ERROR_HOST_MEMORY_NOT_REGISTERED = 713, "pointer does not correspond to a registered memory region";
     ERROR_LAUNCH_FAILED = 719, "unspecified launch failure";
+    ERROR_TENSOR_MEMORY_LEAK = 721, "tensor memory not completely freed";
     ERROR_NOT_PERMITTED = 800, "operation not permitted";
     ERROR_NOT_SUPPORTED = 801, "operation not supported";
     ERROR_SYSTEM_NOT_READY = 802, "system not yet initialized";

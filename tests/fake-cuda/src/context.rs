@@ -123,14 +123,24 @@ pub extern "C" fn cuDeviceGet(out: Out<i32>, ordinal: i32) -> CuResult {
 pub extern "C" fn cuDeviceGetName(name: Out<c_char>, len: i32, id: i32) -> CuResult {
     enter("cuDeviceGetName", Need::Init, |driver| {
         let id = device(driver, id)?;
-        name.set_text(&format!("Emulated CUDA device {id}"), usize::try_from(len).map_err(|_| ERROR_INVALID_VALUE)?)
+        let part = if driver.config.instance.is_some() { " MIG 1g.10gb" } else { "" };
+        name.set_text(
+            &format!("Emulated CUDA device {id}{part}"),
+            usize::try_from(len).map_err(|_| ERROR_INVALID_VALUE)?,
+        )
     })
 }
 
+/// The bytes of the UUID of a device. The second version of the call gives an instance's own on a partitioned GPU, the
+/// first that of the whole GPU.
 fn uuid(name: &'static str, out: &Out<[u8; 16]>, id: i32) -> CuResult {
     enter(name, Need::Init, |driver| {
         let mut uuid = UUID;
         uuid[15] = device(driver, id)? as u8;
+        if let Some(instance) = driver.config.instance.filter(|_| name == "cuDeviceGetUuid_v2") {
+            uuid[13] = b'M';
+            uuid[14] = instance;
+        }
         out.set(uuid)
     })
 }
@@ -198,6 +208,19 @@ pub extern "C" fn cuDevicePrimaryCtxRelease_v2(id: i32) -> CuResult {
         *count -= 1;
         if *count == 0 {
             let handle = *handle;
+            stream::destroy_all(driver, handle);
+            driver.contexts.live.remove(&handle);
+        }
+        Ok(())
+    })
+}
+
+/// What `cudaDeviceReset` calls: the primary context goes, whoever has retained it.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuDevicePrimaryCtxReset_v2(id: i32) -> CuResult {
+    enter("cuDevicePrimaryCtxReset_v2", Need::Init, |driver| {
+        let id = device(driver, id)?;
+        if let Some((handle, _)) = driver.contexts.primary.remove(&id) {
             stream::destroy_all(driver, handle);
             driver.contexts.live.remove(&handle);
         }
@@ -335,6 +358,16 @@ pub fn clamp_priority(priority: i32) -> i32 {
 pub extern "C" fn cuCtxSynchronize() -> CuResult {
     enter("cuCtxSynchronize", Need::Context, |driver| {
         let context = driver.contexts.required()?;
+        // Whatever the thread's mode is: a wait for all streams is a wait for those that are captured.
+        let captured = driver.streams.iter().filter(|(_, s)| s.context == context && s.capture.is_some());
+        let captured: Vec<u64> = captured.map(|(&handle, _)| handle).collect();
+        if !captured.is_empty() {
+            captured.into_iter().for_each(|stream| crate::graph::invalidate(driver, stream));
+            driver
+                .judge
+                .find("capture", "cuCtxSynchronize was called while a stream was captured, and spoiled the capture");
+            return Err(ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        }
         // By timeline, not by stream: a stream may have been destroyed with work on it.
         let timelines = driver.timelines.iter().enumerate().filter(|(_, timeline)| timeline.context == context);
         let timelines: Vec<_> = timelines.map(|(id, _)| id).collect();

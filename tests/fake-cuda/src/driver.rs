@@ -28,6 +28,10 @@ pub struct Driver {
     pub initialised: bool,
     /// Set once the device is lost, or a kernel has faulted: what every later call returns.
     pub lost: Option<CuResult>,
+    /// The process runs its exit handlers: no call is answered any more.
+    pub exiting: bool,
+    /// Calls that were not answered for that reason.
+    pub unanswered: u64,
     /// What the host knows to have happened.
     pub known: Clock,
     host_operations: u64,
@@ -36,11 +40,15 @@ pub struct Driver {
     /// Copies and kernels that are running. Host functions are not counted, because the thread that loses the device
     /// may hold what they wait for.
     pub running: usize,
+    /// Calls that wait because a queue is full.
+    pub waiting_for_room: usize,
     /// No stream starts anything while set.
     pub held: bool,
     pub contexts: Contexts,
     pub streams: HashMap<u64, Stream>,
     pub events: HashMap<u64, Event>,
+    /// How many events were made with `CU_EVENT_BLOCKING_SYNC`: each of them wakes a thread whenever it happens.
+    pub blocking_events: u64,
     pub memory: Memory,
     pub locked: Locked,
     pub modules: Modules,
@@ -81,15 +89,19 @@ impl Driver {
             link: Link::default(),
             initialised: false,
             lost: None,
+            exiting: false,
+            unanswered: 0,
             known: Clock::default(),
             host_operations: 0,
             timelines: Vec::new(),
             workers: 0,
             running: 0,
+            waiting_for_room: 0,
             held: false,
             contexts: Contexts::default(),
             streams: HashMap::new(),
             events: HashMap::new(),
+            blocking_events: 0,
             memory: Memory::default(),
             locked: Locked::default(),
             modules: Modules::default(),
@@ -167,6 +179,11 @@ pub fn wait(driver: &mut Guard) {
     SHARED.changed.wait(driver);
 }
 
+/// Waits for any change, for a moment.
+pub fn wait_briefly(driver: &mut Guard) {
+    SHARED.changed.wait_for(driver, Duration::from_millis(10));
+}
+
 /// Waits until `done`, the device is lost, or `limit` has passed. False only if `limit` has passed and it is not
 /// `done`.
 pub fn wait_at_most(driver: &mut Guard, limit: Duration, mut done: impl FnMut(&Driver) -> bool) -> bool {
@@ -215,6 +232,11 @@ pub enum Need {
 /// Every driver call: counted, perhaps made to fail, checked for what all calls need.
 pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Outcome) -> CuResult {
     let mut driver = lock();
+    if driver.exiting {
+        driver.unanswered += 1;
+        notify();
+        return ERROR_DEINITIALIZED;
+    }
     if HOST_FUNCTION.with_borrow(Option::is_some) && need != Need::Nothing {
         driver.judge.find("misuse", &format!("{name} was called from a host function; they may not call the driver"));
         return ERROR_NOT_PERMITTED;
@@ -226,7 +248,7 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
         }
         return code;
     }
-    while driver.injection.is_held(name) {
+    while driver.injection.is_held(name) && !driver.exiting {
         wait(&mut driver);
     }
     if need != Need::Nothing {

@@ -31,6 +31,7 @@ pub enum Point {
     Captured(CapturedPoint),
 }
 
+const BLOCKING_SYNC: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 
 fn find<'a>(driver: &'a mut Guard, name: &str, handle: u64) -> Outcome<&'a mut Event> {
@@ -66,6 +67,7 @@ pub extern "C" fn cuEventCreate(out: Out<u64>, flags: u32) -> CuResult {
         let context = driver.contexts.required()?;
         let handle = driver.new_handle();
         let timed = flags & DISABLE_TIMING == 0;
+        driver.blocking_events += u64::from(flags & BLOCKING_SYNC != 0);
         driver.events.insert(handle, Event { context, timed, point: Point::Nothing, serial: handle });
         out.set(handle)
     })
@@ -147,6 +149,7 @@ pub extern "C" fn cuEventSynchronize(handle: u64) -> CuResult {
 pub extern "C" fn cuStreamWaitEvent(stream: u64, handle: u64, _flags: u32) -> CuResult {
     enter("cuStreamWaitEvent", Need::Context, |driver| {
         let stream = stream::find(driver, "cuStreamWaitEvent", stream)?;
+        stream::wait_for_room(driver, stream)?;
         let point = find(driver, "cuStreamWaitEvent", handle)?.point.clone();
         let (timeline, capturing) =
             driver.streams.get(&stream).map(|s| (s.timeline, s.capture.is_some())).ok_or(ERROR_INVALID_HANDLE)?;

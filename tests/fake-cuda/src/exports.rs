@@ -5,7 +5,7 @@ use std::sync::Once;
 use std::time::Duration;
 
 use crate::abi::*;
-use crate::driver::{Driver, lock, notify, reset, wait_at_most};
+use crate::driver::{Driver, lock, notify, reset, wait_at_most, wait_briefly};
 use crate::judge::{Space, Touch};
 use crate::module::{Declare, RunKernel, running_reach};
 use crate::work::Reach;
@@ -55,8 +55,30 @@ pub extern "C" fn fakecuda_check_leaks() -> usize {
     lines.len()
 }
 
+/// `FAKECUDA_EXIT=live`: the program is to exit with a live runtime. What is left is no leak then, and the exit takes
+/// long enough for the program's threads to learn of it.
+fn exits_live() -> bool {
+    std::env::var_os("FAKECUDA_EXIT").is_some_and(|value| value == "live")
+}
+
 extern "C" fn at_exit() {
-    if fakecuda_findings_count() + fakecuda_check_leaks() > 0 {
+    let mut driver = lock();
+    driver.exiting = true;
+    driver.lose(ERROR_DEINITIALIZED);
+    let live = exits_live();
+    if live {
+        let limit = Duration::from_millis(500);
+        let since = std::time::Instant::now();
+        while driver.unanswered < 1 && since.elapsed() < limit {
+            wait_briefly(&mut driver);
+        }
+        drop(driver);
+        // As long as the real driver's own exit handlers take.
+        std::thread::sleep(Duration::from_millis(20));
+    } else {
+        drop(driver);
+    }
+    if fakecuda_findings_count() + if live { 0 } else { fakecuda_check_leaks() } > 0 {
         let driver = lock();
         eprintln!("fake CUDA: {} finding(s) at exit", driver.judge.findings().len());
         for line in driver.judge.findings() {
@@ -158,6 +180,15 @@ pub extern "C" fn fakecuda_set_devices(count: usize) {
     lock().config.devices = count;
 }
 
+/// The GPU is partitioned (MIG), and the process sees one instance of it, as number 0. Real drivers choose it by
+/// `CUDA_VISIBLE_DEVICES` and show a process no other.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_instance(number: u8) {
+    let mut driver = lock();
+    driver.config.devices = 1;
+    driver.config.instance = Some(number);
+}
+
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_device_bytes(bytes: u64) {
     lock().config.device_bytes = bytes;
@@ -177,6 +208,25 @@ pub extern "C" fn fakecuda_set_attribute(which: i32, value: i32) {
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_granularity(bytes: u64) {
     lock().config.granularity = bytes.next_multiple_of(4096).max(4096);
+}
+
+/// Sets how many operations a stream's queue holds. While it is full, calls that put more on the stream wait.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_queue_depth(depth: u64) {
+    lock().config.queue_depth = depth.max(1);
+    notify();
+}
+
+/// How many calls wait because a queue is full.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_waiting_for_room() -> usize {
+    lock().waiting_for_room
+}
+
+/// How many events were made so that they wake a thread whenever they happen.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_blocking_events() -> u64 {
+    lock().blocking_events
 }
 
 /// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page

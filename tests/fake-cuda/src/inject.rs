@@ -93,6 +93,8 @@ pub const WORK: &str = "work";
 pub struct Config {
     pub devices: usize,
     pub device_bytes: u64,
+    /// The instance of a partitioned GPU that the process sees in place of the GPU.
+    pub instance: Option<u8>,
     pub driver_version: i32,
     /// Longest random delay of an operation, and the generator's state.
     pub delay: Duration,
@@ -101,6 +103,8 @@ pub struct Config {
     pub link: [u64; 2],
     pub attributes: BTreeMap<i32, i32>,
     pub granularity: u64,
+    /// How many operations a stream's queue holds: further ones wait in their calls.
+    pub queue_depth: u64,
     /// Copies, fills and events end when they are submitted, move nothing, and are not judged.
     pub bare: bool,
     /// What the next kernel to run reads to its end first: a pipe keeps it running until its writer closes it.
@@ -117,6 +121,7 @@ impl Config {
         Self {
             devices: if no_device { 0 } else { variable("FAKECUDA_DEVICES").unwrap_or(1) as usize },
             device_bytes: variable("FAKECUDA_MEM_MB").unwrap_or(4096) << 20,
+            instance: None,
             driver_version: variable("FAKECUDA_DRIVER_VERSION").unwrap_or(13000) as i32,
             delay: Duration::from_micros(variable("FAKECUDA_DELAY_US").unwrap_or(0)),
             seed: variable("FAKECUDA_SEED").unwrap_or(1),
@@ -126,6 +131,7 @@ impl Config {
             ],
             attributes: BTreeMap::new(),
             granularity: 2 << 20,
+            queue_depth: variable("FAKECUDA_QUEUE_DEPTH").unwrap_or(1024).max(1),
             bare: false,
             gate: std::env::var_os("FAKECUDA_GATE").map(PathBuf::from),
         }

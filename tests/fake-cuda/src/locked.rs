@@ -18,6 +18,23 @@ pub struct Block {
     /// Allocated by the driver, or the program's own memory.
     allocated: bool,
     flags: u32,
+    /// The context that it was made in.
+    context: u64,
+    /// The device that has page tables for it, and their bytes.
+    tables: (i32, u64),
+}
+
+/// `CU_MEMHOSTREGISTER_PORTABLE`: locked for all contexts.
+const PORTABLE: u32 = 1;
+/// A GPU's page tables have eight bytes for each 4 KiB of registered memory (measured on an H100).
+const TABLES_SHARE: u64 = 512;
+
+impl Block {
+    /// Whether copies in this context see it as locked. Memory that the driver allocated is locked for all contexts,
+    /// because addresses are unified; registered memory is not.
+    fn is_locked_in(&self, context: Option<u64>) -> bool {
+        self.allocated || self.flags & PORTABLE != 0 || context == Some(self.context)
+    }
 }
 
 impl Locked {
@@ -29,11 +46,13 @@ impl Locked {
     fn overlaps(&self, start: u64, len: u64) -> bool {
         self.blocks.range(..start + len).next_back().is_some_and(|(&s, block)| s + block.len > start)
     }
-    /// Whether a range of host memory is locked as a whole, in part, or not at all.
-    pub fn covers(&self, start: u64, len: u64) -> HostSide {
-        let inside = self.blocks.range(..=start).next_back().is_some_and(|(&s, block)| start + len <= s + block.len);
-        if inside || len == 0 {
+    /// Whether a range of host memory is locked for a context: as a whole, in part, or not at all.
+    pub fn covers(&self, start: u64, len: u64, context: Option<u64>) -> HostSide {
+        let block = self.blocks.range(..=start).next_back().filter(|(s, block)| start + len <= *s + block.len);
+        if len == 0 || block.is_some_and(|(_, block)| block.is_locked_in(context)) {
             HostSide::Locked
+        } else if block.is_some() {
+            HostSide::Pageable
         } else if self.overlaps(start, len) {
             HostSide::Mixed
         } else {
@@ -81,6 +100,7 @@ fn allocate(driver: &mut Driver, bytes: usize, flags: u32) -> Outcome<u64> {
     if bytes == 0 {
         return Err(ERROR_INVALID_VALUE);
     }
+    let context = driver.contexts.required()?;
     let len = bytes.next_multiple_of(4096);
     let flags_of_map = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
@@ -90,7 +110,8 @@ fn allocate(driver: &mut Driver, bytes: usize, flags: u32) -> Outcome<u64> {
         return Err(ERROR_OUT_OF_MEMORY);
     }
     driver.judge.forget(Space::Host, start as u64, (start as usize + len) as u64);
-    driver.locked.blocks.insert(start as u64, Block { len: bytes as u64, allocated: true, flags });
+    let block = Block { len: bytes as u64, allocated: true, flags, context, tables: (0, 0) };
+    driver.locked.blocks.insert(start as u64, block);
     Ok(start as u64)
 }
 
@@ -139,8 +160,13 @@ pub extern "C" fn cuMemHostRegister_v2(start: u64, bytes: usize, flags: u32) -> 
         if driver.locked.overlaps(start, bytes as u64) {
             return Err(ERROR_HOST_MEMORY_ALREADY_REGISTERED);
         }
-        driver.judge.forget(Space::Host, start, start + bytes as u64);
-        driver.locked.blocks.insert(start, Block { len: bytes as u64, allocated: false, flags });
+        let context = driver.contexts.required()?;
+        let device = driver.contexts.device_of(context).ok_or(ERROR_INVALID_CONTEXT)?;
+        let (len, capacity) = (bytes as u64, driver.config.device_bytes);
+        let tables = (device, len.div_ceil(TABLES_SHARE));
+        driver.memory.take_tables(tables, capacity)?;
+        driver.judge.forget(Space::Host, start, start + len);
+        driver.locked.blocks.insert(start, Block { len, allocated: false, flags, context, tables });
         Ok(())
     })
 }
@@ -148,12 +174,14 @@ pub extern "C" fn cuMemHostRegister_v2(start: u64, bytes: usize, flags: u32) -> 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostUnregister(start: u64) -> CuResult {
     enter("cuMemHostUnregister", Need::Context, |driver| {
-        let Some(len) = driver.locked.blocks.get(&start).filter(|block| !block.allocated).map(|block| block.len) else {
+        let block = driver.locked.blocks.get(&start).filter(|block| !block.allocated);
+        let Some((len, tables)) = block.map(|block| (block.len, block.tables)) else {
             driver.judge.find("address", "cuMemHostUnregister was given memory that is not registered, or no longer");
             return Err(ERROR_HOST_MEMORY_NOT_REGISTERED);
         };
         in_flight(driver, "cuMemHostUnregister", start, len);
         driver.locked.blocks.remove(&start);
+        driver.memory.give_tables_back(tables);
         driver.judge.forget(Space::Host, start, start + len);
         Ok(())
     })

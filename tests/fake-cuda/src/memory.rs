@@ -24,6 +24,8 @@ const SPAN: u64 = 4 << 40;
 pub struct Memory {
     ground: Option<Ground>,
     physical: HashMap<u64, Physical>,
+    /// Bytes of each device's page tables for registered host memory.
+    tables: HashMap<i32, u64>,
     /// Free room in the window, by offset.
     free: BTreeMap<u64, u64>,
     end: u64,
@@ -161,6 +163,24 @@ impl Memory {
     pub fn owns(&self, physical: u64) -> bool {
         self.physical.get(&physical).is_some_and(|physical| physical.owned)
     }
+    /// Takes memory of a device for page tables of its own; `capacity` is what the device has.
+    pub fn take_tables(&mut self, (device, bytes): (i32, u64), capacity: u64) -> Outcome {
+        if self.taken_bytes(device) + bytes > capacity {
+            return Err(ERROR_OUT_OF_MEMORY);
+        }
+        *self.tables.entry(device).or_default() += bytes;
+        Ok(())
+    }
+    pub fn give_tables_back(&mut self, (device, bytes): (i32, u64)) {
+        if let Some(taken) = self.tables.get_mut(&device) {
+            *taken -= bytes;
+        }
+    }
+    /// What is not free: physical room, and page tables.
+    fn taken_bytes(&self, device: i32) -> u64 {
+        self.used_bytes(device) + self.tables.get(&device).copied().unwrap_or(0)
+    }
+    /// The physical room there is.
     pub fn used_bytes(&self, device: i32) -> u64 {
         self.physical.values().filter(|physical| physical.device == device).map(|physical| physical.size).sum()
     }
@@ -168,7 +188,7 @@ impl Memory {
     /// Physical room of `size` bytes; `capacity` is what the device has.
     pub fn create_physical(&mut self, device: i32, size: u64, capacity: u64) -> Outcome<u64> {
         self.ground()?;
-        if self.used_bytes(device).checked_add(size).is_none_or(|total| total > capacity) {
+        if self.taken_bytes(device).checked_add(size).is_none_or(|total| total > capacity) {
             return Err(ERROR_OUT_OF_MEMORY);
         }
         let room = round_up(size, 4096);
@@ -513,7 +533,7 @@ pub extern "C" fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) -> CuResu
     enter("cuMemGetInfo_v2", Need::Context, |driver| {
         let device = device_of_current(driver)?;
         let capacity = driver.config.device_bytes;
-        free.set(capacity.saturating_sub(driver.memory.used_bytes(device)) as usize)?;
+        free.set(capacity.saturating_sub(driver.memory.taken_bytes(device)) as usize)?;
         total.set(capacity as usize)
     })
 }

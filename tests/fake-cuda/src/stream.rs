@@ -20,6 +20,8 @@ pub struct Timeline {
     pub context: u64,
     pub submitted: u64,
     pub completed: u64,
+    /// Tasks that have not ended, without those of a graph's nodes: what counts against the depth of a queue.
+    pending: u64,
     queue: VecDeque<Task>,
     /// The clock of the last operation submitted.
     pub tail: Clock,
@@ -48,6 +50,7 @@ impl Timeline {
             context,
             submitted: 0,
             completed: 0,
+            pending: 0,
             queue: VecDeque::new(),
             tail: Clock::default(),
             held: false,
@@ -59,6 +62,7 @@ impl Timeline {
     pub fn abandon(&mut self) {
         self.queue.clear();
         self.completed = self.submitted;
+        self.pending = 0;
     }
 }
 
@@ -150,8 +154,25 @@ fn implicit(driver: &Driver, handle: u64) -> Vec<TimelineId> {
         .collect()
 }
 
+/// Waits until the queue of a stream has room, as CUDA's calls do. Other calls go on meanwhile.
+pub fn wait_for_room(driver: &mut Guard, handle: u64) -> Outcome {
+    let is_full = |driver: &Driver| {
+        let queue = driver.streams.get(&handle).filter(|stream| stream.capture.is_none());
+        queue.is_some_and(|stream| driver.timelines[stream.timeline].pending >= driver.config.queue_depth)
+    };
+    if is_full(driver) {
+        driver.waiting_for_room += 1;
+        notify();
+        let waited = wait_until(driver, |driver| !is_full(driver));
+        driver.waiting_for_room -= 1;
+        waited?;
+    }
+    Ok(())
+}
+
 /// Puts work on a stream, or into the graph that the stream captures. `Err` where the driver would refuse it.
 pub fn submit(driver: &mut Guard, handle: u64, work: Work) -> Outcome {
+    wait_for_room(driver, handle)?;
     if driver.streams.get(&handle).is_some_and(|stream| stream.capture.is_some()) {
         return crate::graph::capture(driver, handle, work);
     }
@@ -223,6 +244,7 @@ fn enqueue(driver: &mut Guard, id: TimelineId, what: What, branch: Option<(Timel
     let timeline = &mut driver.timelines[id];
     timeline.has_worker = true;
     timeline.submitted += 1;
+    timeline.pending += u64::from(branch.is_none());
     let number = timeline.submitted;
     timeline.queue.push_back(Task { number, what, branch });
     notify();
@@ -271,8 +293,10 @@ fn worker(id: TimelineId) {
         if let Err(code) = result {
             driver.lose(code);
         }
-        let completed = &mut driver.timelines[id].completed;
-        *completed = task.number.max(*completed);
+        let timeline = &mut driver.timelines[id];
+        timeline.completed = task.number.max(timeline.completed);
+        // What was abandoned meanwhile counts no more.
+        timeline.pending = timeline.pending.saturating_sub(u64::from(task.branch.is_none()));
         if let Some((branch, number)) = task.branch {
             let completed = &mut driver.timelines[branch].completed;
             *completed = number.max(*completed);

@@ -265,12 +265,13 @@ pub enum HostSide {
 
 /// How host memory stands, with a finding where an asynchronous call should not have been given it.
 pub fn host_side(driver: &mut Guard, name: &str, address: u64, len: u64) -> Outcome<HostSide> {
-    let side = driver.locked.covers(address, len);
+    let side = driver.locked.covers(address, len, driver.contexts.current());
     match side {
         HostSide::Locked => {}
         HostSide::Pageable => {
-            let text =
-                format!("{name} was given {len} bytes of host memory that is not page-locked; it copies synchronously");
+            let text = format!(
+                "{name} was given {len} bytes of host memory that is not page-locked for this context; it copies synchronously"
+            );
             driver.judge.find("pageable", &text);
         }
         HostSide::Mixed => {

@@ -26,6 +26,8 @@ use outcore_testkit::models::{self, Synthetic};
 pub struct Plan {
     pub setting: Setting,
     pub verify: bool,
+    /// Pages that pass through staging move in chunks.
+    pub in_chunks: bool,
     pub threads: u64,
     /// One call in this many fails; 0 for none.
     pub fail_one_in: u64,
@@ -45,7 +47,8 @@ impl Plan {
             on: *rng.pick(devices),
         };
         let (verify, threads, close_early) = (rng.one_in(3), 2 + rng.below(4), rng.one_in(3));
-        Self { setting, verify, threads, fail_one_in, close_early }
+        let in_chunks = rng.one_in(2);
+        Self { setting, verify, in_chunks, threads, fail_one_in, close_early }
     }
 }
 
@@ -308,7 +311,8 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let file = models::synthetic(&lengths);
     let faults = Faults::new();
     let verify = if plan.verify { Verify::Always } else { Verify::Off };
-    let runtime = plan.setting.builder(Some(&faults)).verify(verify).open().unwrap();
+    let chunk = if plan.in_chunks { Bytes::kib(4) } else { plan.setting.page };
+    let runtime = plan.setting.builder(Some(&faults)).verify(verify).chunk(chunk).open().unwrap();
     let row_bytes = page / 4 + rng.below(page);
     let tables = (0..3).map(|_| RwLock::new(Arc::new(Table::new(&runtime, row_bytes).unwrap()))).collect();
     let model = RwLock::new(Arc::new(runtime.open_model(&file.path).unwrap()));
