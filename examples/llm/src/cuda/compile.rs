@@ -11,8 +11,16 @@ use twox_hash::XxHash3_64;
 
 use crate::error::Result;
 
-/// The kernels' source.
-const SOURCE: &str = include_str!("kernels.cu");
+/// The kernels' source: the files that `kernels.cu` includes, in that order.
+const SOURCE: &str = concat!(
+    include_str!("kernels/numbers.cu"),
+    include_str!("kernels/weights.cu"),
+    include_str!("kernels/products.cu"),
+    include_str!("kernels/layers.cu"),
+    include_str!("kernels/attention.cu"),
+    include_str!("kernels/choosing.cu"),
+    include_str!("kernels/old.cu"),
+);
 
 /// Compiled kernels.
 pub(super) struct Code {
