@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits};
@@ -422,6 +423,8 @@ pub(super) struct Kernels {
     attention_merge: CudaFunction,
     choose: CudaFunction,
     stream: Arc<CudaStream>,
+    /// Launches so far.
+    launched: AtomicU64,
 }
 
 /// Blocks of [`THREADS`] for `n` lanes.
@@ -530,6 +533,7 @@ impl Kernels {
             split_f16: function("split_f16")?,
             unscale: function("unscale")?,
             stream: stream.clone(),
+            launched: AtomicU64::new(0),
         })
     }
 
@@ -572,7 +576,18 @@ impl Kernels {
         // pinned until the stream has passed.
         let launched = unsafe { launch.launch(config) };
         launched.map_err(|error| failed(format!("start the kernel {what}"), error))?;
+        self.launched.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// How many kernels were launched so far.
+    pub fn launched(&self) -> u64 {
+        self.launched.load(Ordering::Relaxed)
+    }
+
+    /// Of the last launches, so many were captured.
+    pub fn not_launched(&self, count: u64) {
+        self.launched.fetch_sub(count, Ordering::Relaxed);
     }
 
     fn of(&self, dtype: WeightType) -> Result<&OfType> {

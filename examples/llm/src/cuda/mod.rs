@@ -10,9 +10,14 @@ mod compile;
 mod failed;
 mod gemm;
 mod gpu;
+mod graphs;
+mod inputs;
 mod kernels;
 mod paged;
+mod pass;
+mod places;
 mod session;
+mod step;
 
 pub use gpu::Gpu;
 pub use outcore_cuda::CudaDeviceSelector;
