@@ -141,6 +141,10 @@ impl Drop for CudaSession {
         if let Err(error) = self.model.stream.synchronize() {
             tracing::debug!(%error, "a session ends on a GPU that fails");
         }
+        // The graphs end in this context.
+        if let Err(error) = self.model.gpu.context.bind_to_thread() {
+            tracing::debug!(?error, "a session ends on a GPU that fails");
+        }
     }
 }
 
@@ -420,7 +424,7 @@ impl CudaSession {
         });
         match (&mut self.keys, &done) {
             (Keys::Plain(_), _) => {}
-            (Keys::Paged(paged), Ok(())) => paged.keys.commit(end)?,
+            (Keys::Paged(paged), Ok(())) => paged.commit(self.len, end)?,
             (Keys::Paged(paged), Err(_)) => paged.truncate(self.len)?,
         }
         done?;
@@ -473,7 +477,7 @@ impl CudaSession {
         self.in_flight = true;
         self.inputs.set(tokens, span);
         if let Keys::Paged(paged) = &mut self.keys
-            && let Some((first, addresses)) = paged.changed(span)?
+            && let Some((first, addresses)) = paged.changed((span.past + span.m) as usize)?
         {
             copy_in(&self.model.gpu, addresses, self.at.table + 8 * first as u64)?;
         }
