@@ -5,6 +5,7 @@
 //! are in blocks of a pool (`paged.rs`), or with everything else (what a pass computes, logits) in one allocation of
 //! plain device memory that the session makes when it begins.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -577,13 +578,15 @@ impl CudaSession {
         let schedule = &model.schedule;
         let mut first = 0;
         while first < tokens.len() {
-            let (mut count, mut parts) = (0, Vec::new());
+            let (mut count, mut parts, mut used) = (0, Vec::new(), HashSet::new());
             for token in &tokens[first..] {
-                parts.extend(model.weights.parts(&[model.arch.embedding_step(*token)])?);
-                if count > 0 && schedule.pages(&parts) > schedule.most {
-                    parts.pop();
+                let part = model.weights.parts(&[model.arch.embedding_step(*token)])?;
+                let fresh: Vec<u64> = schedule.pages_of(&part).filter(|page| !used.contains(page)).collect();
+                if count > 0 && (used.len() + fresh.len()) as u64 > schedule.most {
                     break;
                 }
+                used.extend(fresh);
+                parts.extend(part);
                 count += 1;
             }
             let pin = self.pin(model, &parts)?;

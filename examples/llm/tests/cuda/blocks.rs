@@ -313,10 +313,14 @@ mod on_a_gpu {
                 let mut session = begin(model, &pool, &prompt, 8);
                 assert_eq!(session.len(), TOKENS as usize);
                 let mut found = vec![session.forward(&prompt[TOKENS as usize..]).unwrap().to_vec()];
+                let before = session.counts();
                 for token in &said {
                     found.push(session.forward(&[*token]).unwrap().to_vec());
                 }
-                assert_eq!(session.counts().graph_launches > 0, graphs, "{frames} frames: {:?}", session.counts());
+                let counts = session.counts() - before;
+                // All but the embedding is in graphs, or there is a launch for each wave.
+                let launches = counts.launches / counts.passes;
+                assert!(if graphs { launches == 1 } else { launches > 50 }, "{frames} frames: {counts:?}");
                 found
             });
             for (found, want) in found.iter().zip(&want) {
