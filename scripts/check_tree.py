@@ -39,6 +39,7 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLAS",
     "examples/llm/tests/cuda/": "loads the kernels that were compiled for the CPU",
     "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
+    "tests/fake-cublaslt/": "emulates a C library: pointers from C, and functions found by name",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
     "tests/device/cuda_rig.rs": "reads and writes the host slab's memory",
     "tests/device/pins_on_streams.rs": "launches kernels on streams of its own, and has them adopted",
