@@ -251,7 +251,7 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas() {
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublaslt() {
         let Some(driver) = driver("prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas") else {
             return;
         };
@@ -260,30 +260,30 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas() {
-        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas";
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt() {
+        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt";
         let Some(driver) = driver(name) else { return };
-        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublas();
+        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt();
         if has {
             prompts_of_sixteen_bit_weights(&driver, true);
         } else {
-            skipped(name, "cublas", "there is no cuBLAS that works with this driver");
+            skipped(name, "cublaslt", "there is no cuBLASLt that works with this driver");
         }
         driver.finish();
     }
 
     /// A prompt of several tokens: products with many vectors, by cuBLAS or by the kernels.
-    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublas: bool) {
+    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublaslt: bool) {
         let folder = tempfile::tempdir().unwrap();
         for dtype in [WeightType::F16, WeightType::BF16] {
             let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
             let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-            let gpu = if cublas { gpu } else { gpu.without_cublas() };
-            assert_eq!(gpu.has_cublas(), cublas);
+            let gpu = if cublaslt { gpu } else { gpu.without_cublaslt() };
+            assert_eq!(gpu.has_cublaslt(), cublaslt);
             let (want, _) = expected(&files);
             let mut session = session_on(driver, gpu, &files, 4, PROMPT.len()).unwrap();
             let what =
-                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublas { "cuBLAS" } else { "own kernels" });
+                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublaslt { "cuBLASLt" } else { "own kernels" });
             assert_near(&what, session.forward(&PROMPT).unwrap(), &want[0], 1e-3);
         }
     }

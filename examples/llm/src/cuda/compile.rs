@@ -12,7 +12,7 @@ use twox_hash::XxHash3_64;
 use crate::error::Result;
 
 /// The kernels' source.
-const SOURCE: &str = include_str!("kernels.cu");
+const SOURCE: &str = concat!(include_str!("kernels.cu"), include_str!("kernels/prefill.cu"));
 
 /// Compiled kernels.
 pub(super) struct Code {

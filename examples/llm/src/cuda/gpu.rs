@@ -1,4 +1,4 @@
-//! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLAS where it is installed.
+//! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLASLt where it is installed.
 
 use std::ops::Deref;
 use std::path::Path;
@@ -26,7 +26,7 @@ pub struct Gpu {
 
 impl std::fmt::Debug for Gpu {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gpu").field("info", &self.info).field("cublas", &self.gemm.is_some()).finish_non_exhaustive()
+        f.debug_struct("Gpu").field("info", &self.info).field("cublaslt", &self.gemm.is_some()).finish_non_exhaustive()
     }
 }
 
@@ -53,14 +53,14 @@ impl Gpu {
         Ok(Self { info, kernels, gemm, stream, context })
     }
 
-    /// Whether cuBLAS multiplies dense 16-bit matrices with several vectors; else this program's kernels do.
-    pub fn has_cublas(&self) -> bool {
+    /// Whether cuBLASLt multiplies matrices with the many vectors of a prompt; else this program's kernels do.
+    pub fn has_cublaslt(&self) -> bool {
         self.gemm.is_some()
     }
 
-    /// The same GPU, on which this program's kernels compute all products.
+    /// The same GPU, on which this program's kernels compute all products: the same bits however prompts are cut.
     #[must_use]
-    pub fn without_cublas(mut self) -> Self {
+    pub fn without_cublaslt(mut self) -> Self {
         self.gemm = None;
         self
     }

@@ -32,7 +32,7 @@ typedef unsigned long long u64;
 
 // The host launches only kernels whose source has the host's own interface number. Raise both numbers with every change
 // of what the host has to know: names, parameters, which block and lane does what.
-#define INTERFACE kernels_interface_2
+#define INTERFACE kernels_interface_3
 
 #define DEVICE static __device__ __forceinline__
 #define INFINITE __int_as_float(0x7f800000)
@@ -892,63 +892,6 @@ extern "C" __global__ void __launch_bounds__(THREADS_ALL) sample(const float *lo
     *token = chosen;
 }
 
-// ---- for cuBLAS, whose products of 16-bit numbers are exact and summed in f32 ----
-
-// x as the sum of two bf16, which together have 16 bits of it.
-extern "C" __global__ void __launch_bounds__(THREADS) split_bf16(const float *x, u16 *high, u16 *low, u64 n) {
-    u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (i < n) {
-        u16 upper = bfloat_of_float(x[i]);
-        high[i] = upper;
-        low[i] = bfloat_of_float(x[i] - float_of_bfloat(upper));
-    }
-}
-
-// Vectors of k as the sums of two f16 times a power of two each, a block a vector, so that nothing overflows.
-extern "C" __global__ void __launch_bounds__(THREADS) split_f16(const float *x, u16 *high, u16 *low, float *scales,
-    u32 k) {
-    __shared__ float peaks[WARPS];
-    const float *from = x + (u64)blockIdx.x * k;
-    float peak = 0.0f;
-    for (u32 i = threadIdx.x; i < k; i += THREADS) {
-        peak = fmaxf(peak, fabsf(from[i]));
-    }
-#pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-        peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, distance));
-    }
-    if (threadIdx.x % LANES == 0) {
-        peaks[threadIdx.x / LANES] = peak;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-        peak = fmaxf(peak, peaks[i]);
-    }
-    // The exponent of the largest number, so that this number comes to lie in [1, 2). A vector of zeros, or of
-    // subnormal numbers, stays as it is.
-    u32 exponent = __float_as_uint(peak) >> 23;
-    float scale = exponent == 0 || exponent >= 254 ? 1.0f : __uint_as_float(exponent << 23);
-    float inverse = 1.0f / scale;
-    for (u32 i = threadIdx.x; i < k; i += THREADS) {
-        float value = from[i] * inverse;
-        u16 upper = half_of_float(value);
-        high[(u64)blockIdx.x * k + i] = upper;
-        low[(u64)blockIdx.x * k + i] = half_of_float(value - float_of_half(upper));
-    }
-    if (threadIdx.x == 0) {
-        scales[blockIdx.x] = scale;
-    }
-}
-
-// Undoes the scaling for m vectors (y) of n products. In `out`, the vectors are `stride` apart; the products are added
-// to what is there if `accumulate` is not 0.
-extern "C" __global__ void __launch_bounds__(THREADS) unscale(const float *products, const float *scales, float *out,
-    u32 n, u32 stride, u32 accumulate) {
-    u32 i = blockIdx.x * THREADS + threadIdx.x;
-    if (i < n) {
-        float value = products[(u64)blockIdx.y * n + i] * scales[blockIdx.y];
-        float *to = out + (u64)blockIdx.y * stride + i;
-        *to = accumulate != 0 ? *to + value : value;
-    }
-}
+#ifndef __CUDACC_RTC__
+#include "kernels/prefill.cu"
+#endif

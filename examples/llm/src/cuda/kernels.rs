@@ -9,13 +9,14 @@ use outcore::{Error, ErrorKind};
 
 use super::compile::Code;
 use super::failed::failed;
+use super::prompt::PromptKernels;
 use crate::config::RopePairs;
 use crate::dtype::WeightType;
 use crate::error::Result;
 use crate::sampler::Draw;
 
 /// As in `kernels.cu`.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
 const ROWS: u32 = 4;
@@ -24,7 +25,7 @@ const VECTORS: u32 = 8;
 pub(super) const BLOCKS: usize = 64;
 
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-const INTERFACE: &str = "kernels_interface_2";
+const INTERFACE: &str = "kernels_interface_3";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
@@ -76,7 +77,7 @@ pub(super) struct Table {
     pub first: u32,
 }
 
-enum Arg<'a> {
+pub(super) enum Arg<'a> {
     Address(u64),
     Word(u32),
     Long(u64),
@@ -110,14 +111,12 @@ pub(super) struct Kernels {
     add: CudaFunction,
     argmax: CudaFunction,
     sample: CudaFunction,
-    split_bf16: CudaFunction,
-    split_f16: CudaFunction,
-    unscale: CudaFunction,
+    pub(super) prompt: PromptKernels,
     stream: Arc<CudaStream>,
 }
 
 /// Blocks of [`THREADS`] for `n` lanes.
-fn blocks(n: u64) -> u32 {
+pub(super) fn blocks(n: u64) -> u32 {
     n.div_ceil(u64::from(THREADS)) as u32
 }
 
@@ -188,14 +187,12 @@ impl Kernels {
             add: function("add")?,
             argmax: function("argmax")?,
             sample: function("sample")?,
-            split_bf16: function("split_bf16")?,
-            split_f16: function("split_f16")?,
-            unscale: function("unscale")?,
+            prompt: PromptKernels::load(function)?,
             stream: stream.clone(),
         })
     }
 
-    fn launch(
+    pub(super) fn launch(
         &self,
         what: &str,
         function: &CudaFunction,
@@ -376,30 +373,5 @@ impl Kernels {
                 self.launch("sample", &self.sample, (1, 1), THREADS_ALL, &args)
             }
         }
-    }
-
-    /// `n` numbers as sums of two bf16 each.
-    pub fn split_bf16(&self, x: u64, high: u64, low: u64, n: u64) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Long(n)];
-        self.launch("split_bf16", &self.split_bf16, (blocks(n), 1), THREADS, &args)
-    }
-
-    /// `m` vectors of `k` as sums of two f16 each, times the vector's scale.
-    pub fn split_f16(&self, x: u64, high: u64, low: u64, scales: u64, m: u32, k: u32) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Address(scales), Word(k)];
-        self.launch("split_f16", &self.split_f16, (m, 1), THREADS, &args)
-    }
-
-    /// Puts the scales back: `out[j * stride + i] = products[j * n + i] * scales[j]`, or added to that.
-    pub fn unscale(&self, products: u64, scales: u64, p: &Product) -> Result<()> {
-        let args = [
-            Address(products),
-            Address(scales),
-            Address(p.out),
-            Word(p.rows),
-            Word(p.stride),
-            Word(p.accumulate.into()),
-        ];
-        self.launch("unscale", &self.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
     }
 }

@@ -16,6 +16,7 @@ use super::failed::failed;
 use super::gpu::{Adopted, Gpu};
 use super::kernels::{Attention, Cache, HEAD_MAX, Product};
 use super::paged::{Operands, Paged};
+use super::prompt::{Input, Room};
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::Config;
 use crate::dtype::WeightType;
@@ -105,11 +106,7 @@ struct Places {
     values: u64,
     /// Where they are in blocks, what attention keeps between waves: `[pass][head][largest score, sum of shares]`.
     state: u64,
-    /// 16-bit halves of a matrix's input, their scales, and products before these are put back; see [`Input`].
-    high: u64,
-    low: u64,
-    scales: u64,
-    products: u64,
+    prompt: Room,
     total: u64,
 }
 
@@ -128,7 +125,6 @@ impl Places {
         };
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
-        let split = if pass > 1 { pass } else { 0 };
         let (plain, waves) = capacity.map_or((0, pass), |capacity| (capacity, 0));
         let places = Self {
             x: take(&[pass, c.dim], FLOAT),
@@ -146,10 +142,7 @@ impl Places {
             keys: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
             values: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
             state: take(&[waves, c.heads, 2], FLOAT),
-            high: take(&[split, widest], FLOAT / 2),
-            low: take(&[split, widest], FLOAT / 2),
-            scales: take(&[split], FLOAT),
-            products: take(&[split, widest], FLOAT),
+            prompt: Room::new(c, pass, take),
             total: 0,
         };
         let capacity = capacity.unwrap_or(c.context);
@@ -162,7 +155,7 @@ impl Places {
     /// The places as addresses, for memory that begins at `base`.
     fn at(self, base: u64) -> Self {
         let Self { x, normed, q, k, v, mixed, gate, up, vector, frequencies, .. } = self;
-        let Self { logits, token, keys, values, state, high, low, scales, products, total, .. } = self;
+        let Self { logits, token, keys, values, state, prompt, total, .. } = self;
         Self {
             x: base + x,
             normed: base + normed,
@@ -179,10 +172,7 @@ impl Places {
             keys: base + keys,
             values: base + values,
             state: base + state,
-            high: base + high,
-            low: base + low,
-            scales: base + scales,
-            products: base + products,
+            prompt: prompt.at(base),
             total,
         }
     }
@@ -193,21 +183,6 @@ impl Places {
 struct Pinned {
     address: u64,
     _pin: StreamPin,
-}
-
-/// `m` vectors that enter matrices. For cuBLAS they are split into pairs of 16-bit numbers, once however many matrices
-/// use them.
-struct Input {
-    x: u64,
-    m: u32,
-    k: u32,
-    split: Option<WeightType>,
-}
-
-impl Input {
-    fn new(x: u64, m: u32, k: usize) -> Self {
-        Self { x, m, k: k as u32, split: None }
-    }
 }
 
 /// Where a session's keys and values are.
@@ -282,8 +257,8 @@ impl CudaSession {
 
     /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
     /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
-    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
-    /// multiplies.
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless
+    /// cuBLASLt multiplies.
     ///
     /// # Errors
     /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
@@ -536,27 +511,8 @@ impl CudaSession {
     }
 
     fn product(&self, p: &Product, input: &mut Input) -> Result<()> {
-        let (gpu, at) = (&self.model.gpu, &self.at);
-        let gemm = gpu.gemm.as_ref().filter(|_| p.m > 1 && p.weights.is_multiple_of(2));
-        let Some(gemm) = gemm.filter(|_| matches!(p.dtype, WeightType::F16 | WeightType::BF16)) else {
-            return gpu.kernels.multiply(p);
-        };
-        let split = input.split == Some(p.dtype);
-        input.split = Some(p.dtype);
-        if p.dtype == WeightType::BF16 {
-            if !split {
-                gpu.kernels.split_bf16(p.x, at.high, at.low, u64::from(p.m) * u64::from(p.k))?;
-            }
-            gemm.multiply(&Product { x: at.high, ..*p })?;
-            return gemm.multiply(&Product { x: at.low, accumulate: true, ..*p });
-        }
-        if !split {
-            gpu.kernels.split_f16(p.x, at.high, at.low, at.scales, p.m, p.k)?;
-        }
-        let scaled = Product { out: at.products, stride: p.rows, ..*p };
-        gemm.multiply(&Product { x: at.high, accumulate: false, ..scaled })?;
-        gemm.multiply(&Product { x: at.low, accumulate: true, ..scaled })?;
-        gpu.kernels.unscale(at.products, at.scales, p)
+        let gpu = &self.model.gpu;
+        gpu.kernels.multiply_prompt(gpu.gemm.as_ref(), &self.at.prompt, p, input)
     }
 
     /// `out = x W^T + b`.

@@ -16,8 +16,9 @@ use twox_hash::XxHash3_64;
 
 /// The files that the library is made of, by their places in the package. Their texts are in the test, which may run
 /// where no sources are, and must not hold a path of the machine that built it.
-const SOURCES: [(&str, &str); 3] = [
+const SOURCES: [(&str, &str); 4] = [
     ("src/cuda/kernels.cu", include_str!("../../src/cuda/kernels.cu")),
+    ("src/cuda/kernels/prefill.cu", include_str!("../../src/cuda/kernels/prefill.cu")),
     ("tests/cuda/emulation.h", include_str!("emulation.h")),
     ("tests/cuda/emulation.cpp", include_str!("emulation.cpp")),
 ];
