@@ -10,7 +10,9 @@
 //! into tiles, may change bits of a result here. It does not where the program's own kernels compute all products
 //! ([`Gpu::without_cublaslt`](super::Gpu::without_cublaslt)).
 
-use cudarc::driver::CudaFunction;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaFunction, CudaStream};
 use outcore::{Bytes, Error, ErrorKind};
 
 use super::gemm::{Call, Gemm, Half, Rows, Side, WORKSPACE_ALIGNMENT, Workspace};
@@ -96,54 +98,55 @@ impl Input {
     }
 }
 
-/// The kernels of this module.
-pub(super) struct PromptKernels {
+/// The kernels of this module, and the library.
+pub(super) struct Prompts {
     /// In the order of [`WeightType::ALL`].
     tile: Vec<CudaFunction>,
     halves_f16: CudaFunction,
     halves_bf16: CudaFunction,
     unscale: CudaFunction,
+    gemm: Gemm,
 }
 
-impl PromptKernels {
-    /// `function` finds a kernel by its name.
-    pub fn load(function: impl Fn(&str) -> outcore::Result<CudaFunction>) -> Result<Self> {
-        let tile = WeightType::ALL.iter().map(|dtype| function(&format!("tile_{}", dtype.to_string().to_lowercase())));
-        Ok(Self {
-            tile: tile.collect::<outcore::Result<_>>()?,
-            halves_f16: function("halves_f16")?,
-            halves_bf16: function("halves_bf16")?,
-            unscale: function("unscale")?,
-        })
+impl Prompts {
+    /// `None` where there is no cuBLASLt that works: then the kernels of a few vectors serve many too.
+    pub fn open(kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Option<Self>> {
+        let Some(gemm) = Gemm::open(stream) else { return Ok(None) };
+        let tile = |dtype: &WeightType| kernels.function(&format!("tile_{}", dtype.to_string().to_lowercase()));
+        Ok(Some(Self {
+            tile: WeightType::ALL.iter().map(tile).collect::<Result<_>>()?,
+            halves_f16: kernels.function("halves_f16")?,
+            halves_bf16: kernels.function("halves_bf16")?,
+            unscale: kernels.function("unscale")?,
+            gemm,
+        }))
     }
-}
 
-impl Kernels {
     /// `rows` rows of `k` weights as f16, `ld` apart.
-    pub fn tile(&self, dtype: WeightType, weights: u64, out: u64, k: u32, rows: u32, ld: u32) -> Result<()> {
+    fn tile(&self, on: &Kernels, dtype: WeightType, weights: u64, out: u64, k: u32, rows: u32, ld: u32) -> Result<()> {
         let index = WeightType::ALL.iter().position(|one| *one == dtype);
-        let Some(kernel) = index.and_then(|index| self.prompt.tile.get(index)) else {
+        let Some(kernel) = index.and_then(|index| self.tile.get(index)) else {
             return Err(Error::new(ErrorKind::Internal, format!("there is no kernel for tiles of {dtype}")).into());
         };
         let lanes = u64::from(rows) * u64::from(ld / 8);
         let args = [Address(weights), Address(out), Word(k), Word(rows), Word(ld)];
-        self.launch("tile", kernel, (blocks(lanes), 1), THREADS, &args)
+        on.launch("tile", kernel, (blocks(lanes), 1), THREADS, &args)
     }
 
     /// `m` vectors of `k` as f16 times a power of two each, `ld` apart.
-    pub fn halves_f16(&self, x: u64, out: u64, scales: u64, m: u32, k: u32, ld: u32) -> Result<()> {
+    fn halves_f16(&self, on: &Kernels, x: u64, out: u64, scales: u64, m: u32, k: u32, ld: u32) -> Result<()> {
         let args = [Address(x), Address(out), Address(scales), Word(k), Word(ld)];
-        self.launch("halves_f16", &self.prompt.halves_f16, (m, 1), THREADS, &args)
+        on.launch("halves_f16", &self.halves_f16, (m, 1), THREADS, &args)
     }
 
     /// `m` vectors of `k` as bf16, `ld` apart.
-    pub fn halves_bf16(&self, x: u64, out: u64, m: u32, k: u32, ld: u32) -> Result<()> {
+    fn halves_bf16(&self, on: &Kernels, x: u64, out: u64, m: u32, k: u32, ld: u32) -> Result<()> {
         let args = [Address(x), Address(out), Word(k), Word(ld)];
-        self.launch("halves_bf16", &self.prompt.halves_bf16, (m, 1), THREADS, &args)
+        on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
     }
 
     /// Puts the powers of two back: `out[j * stride + i] = products[j * pitch + i] * scales[j]`, or added to that.
-    pub fn unscale(&self, products: u64, pitch: u32, scales: u64, p: &Product) -> Result<()> {
+    fn unscale(&self, on: &Kernels, products: u64, pitch: u32, scales: u64, p: &Product) -> Result<()> {
         let args = [
             Address(products),
             Address(scales),
@@ -153,13 +156,11 @@ impl Kernels {
             Word(p.stride),
             Word(p.accumulate.into()),
         ];
-        self.launch("unscale", &self.prompt.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
+        on.launch("unscale", &self.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
     }
 
-    /// A matrix times the vectors of `input`, which are `p`'s: by the library where it is there and the vectors are
-    /// many, else by the kernels.
-    pub fn multiply_prompt(&self, gemm: Option<&Gemm>, room: &Room, p: &Product, input: &mut Input) -> Result<()> {
-        let Some(gemm) = gemm.filter(|_| p.m as usize > FEW) else { return self.multiply(p) };
+    /// A matrix times the vectors of `input`, which are `p`'s.
+    pub fn multiply(&self, on: &Kernels, room: &Room, p: &Product, input: &mut Input) -> Result<()> {
         let aligned = p.weights.is_multiple_of(LOAD) && u64::from(p.k).is_multiple_of(LOAD_NUMBERS);
         let in_place = match p.dtype {
             WeightType::F16 if aligned => Some(Half::F16),
@@ -167,7 +168,7 @@ impl Kernels {
             _ => None,
         };
         if let Some(half) = in_place {
-            return self.multiply_halves(gemm, room, p, input, (half, p.weights, p.k));
+            return self.multiply_halves(on, room, p, input, (half, p.weights, p.k));
         }
         let ld = p.k.next_multiple_of(LOAD_NUMBERS as u32);
         let rows = (room.tile_bytes / (2 * u64::from(ld))).clamp(1, u64::from(p.rows)) as u32;
@@ -179,16 +180,16 @@ impl Kernels {
                 out: p.out + 4 * u64::from(first),
                 ..*p
             };
-            self.tile(part.dtype, part.weights, room.tile, part.k, part.rows, ld)?;
-            self.multiply_halves(gemm, room, &part, input, (Half::F16, room.tile, ld))?;
+            self.tile(on, part.dtype, part.weights, room.tile, part.k, part.rows, ld)?;
+            self.multiply_halves(on, room, &part, input, (Half::F16, room.tile, ld))?;
         }
         Ok(())
     }
 
-    /// As `multiply_prompt`, with the weights also as 16-bit numbers at an address, in rows that are `ld` apart.
+    /// As `multiply`, with the weights also as 16-bit numbers at an address, in rows that are `ld` apart.
     fn multiply_halves(
         &self,
-        gemm: &Gemm,
+        on: &Kernels,
         room: &Room,
         p: &Product,
         input: &mut Input,
@@ -197,8 +198,8 @@ impl Kernels {
         let ld = p.k.next_multiple_of(LOAD_NUMBERS as u32);
         if input.halves != Some(half) {
             match half {
-                Half::F16 => self.halves_f16(input.x, room.halves, room.scales, p.m, p.k, ld)?,
-                Half::BF16 => self.halves_bf16(input.x, room.halves, p.m, p.k, ld)?,
+                Half::F16 => self.halves_f16(on, input.x, room.halves, room.scales, p.m, p.k, ld)?,
+                Half::BF16 => self.halves_bf16(on, input.x, room.halves, p.m, p.k, ld)?,
             }
             input.halves = Some(half);
         }
@@ -218,10 +219,10 @@ impl Kernels {
             factor: 1.0,
             accumulate: direct && p.accumulate,
         };
-        if !gemm.multiply(&call, room.workspace)? {
-            return self.multiply(p);
+        if !self.gemm.multiply(&call, room.workspace)? {
+            return on.multiply(p);
         }
-        if direct { Ok(()) } else { self.unscale(room.products, pitch, room.scales, p) }
+        if direct { Ok(()) } else { self.unscale(on, room.products, pitch, room.scales, p) }
     }
 }
 

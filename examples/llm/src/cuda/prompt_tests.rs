@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use super::super::gpu::Gpu;
-use super::super::tests::{Memory, emulated, get, is_plain, numbers, on_gpu, put, room, rows_of};
+use super::super::tests::{Memory, emulated, get, is_plain, numbers, put, room, rows_of};
 use super::*;
 use emulated::{driver, skipped};
 
@@ -24,6 +24,10 @@ fn near(what: &str, got: &[f32], want: &[f64], tolerance: f64) -> f64 {
     println!("relative error {apart:.3e}, {tolerance:.0e} allowed: {what}");
     assert!(off <= tolerance * all, "{what}: off by {off} of {all}");
     apart
+}
+
+fn prompts(gpu: &Gpu) -> &Prompts {
+    gpu.prompts.as_ref().unwrap()
 }
 
 /// Room whose tiles have `tile_bytes`.
@@ -49,7 +53,7 @@ fn room_for(gpu: &Gpu, pass: usize, widest: usize, tile_bytes: u64) -> (Room, Me
 
 #[test]
 fn weights_become_tiles_of_f16_wherever_they_lie() {
-    on_gpu("weights_become_tiles_of_f16_wherever_they_lie", |gpu| {
+    with_library("weights_become_tiles_of_f16_wherever_they_lie", |gpu, _| {
         for dtype in WeightType::ALL {
             let widths: &[usize] = if is_plain(dtype) { &[1, 7, 8, 77, 256] } else { &[256, 768] };
             let shifts: &[usize] = if is_plain(dtype) { &[0, 1, 2, 8] } else { &[0, 2, 8] };
@@ -60,7 +64,7 @@ fn weights_become_tiles_of_f16_wherever_they_lie() {
                 shifted.extend(&bytes);
                 let (weights, out) = (put(gpu, &shifted), put(gpu, &vec![0x7777u16; (rows + 1) * ld]));
                 let from = weights.address + shift as u64;
-                gpu.kernels.tile(dtype, from, out.address, k as u32, rows as u32, ld as u32).unwrap();
+                prompts(gpu).tile(&gpu.kernels, dtype, from, out.address, k as u32, rows as u32, ld as u32).unwrap();
                 let got = get(gpu, &out);
                 for (row, values) in got.chunks(ld).zip(values.chunks(k)) {
                     let want: Vec<u16> = values.iter().map(|x| half::f16::from_f32(*x).to_bits()).collect();
@@ -74,7 +78,7 @@ fn weights_become_tiles_of_f16_wherever_they_lie() {
         }
         // What no f16 can be.
         let (weights, out) = (put(gpu, &[1e9f32, -1e9, 65504.0, f32::NAN, 1e-9, 0.5, 0.0, 1.0]), room::<u16>(gpu, 8));
-        gpu.kernels.tile(WeightType::F32, weights.address, out.address, 8, 1, 8).unwrap();
+        prompts(gpu).tile(&gpu.kernels, WeightType::F32, weights.address, out.address, 8, 1, 8).unwrap();
         let got: Vec<f32> = get(gpu, &out).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
         assert_eq!(got[..3], [65504.0, -65504.0, 65504.0]);
         assert!(got[3].is_nan());
@@ -85,7 +89,7 @@ fn weights_become_tiles_of_f16_wherever_they_lie() {
 /// Numbers that f16 cannot hold, and such that it holds badly: every vector has a scale of its own.
 #[test]
 fn vectors_of_any_size_become_sixteen_bit_numbers() {
-    on_gpu("vectors_of_any_size_become_sixteen_bit_numbers", |gpu| {
+    with_library("vectors_of_any_size_become_sixteen_bit_numbers", |gpu, _| {
         let (m, k, ld) = (6, 300, 304);
         let mut x = numbers(m * k, 14);
         for (row, scale) in [(1, 1e6), (2, 1e-9), (3, 0.0), (4, 1e30)] {
@@ -95,7 +99,9 @@ fn vectors_of_any_size_become_sixteen_bit_numbers() {
         x[5 * k] = 3e7;
         let input = put(gpu, &x);
         let (halves, scales) = (room::<u16>(gpu, m * ld), room::<f32>(gpu, m));
-        gpu.kernels.halves_f16(input.address, halves.address, scales.address, m as u32, k as u32, ld as u32).unwrap();
+        prompts(gpu)
+            .halves_f16(&gpu.kernels, input.address, halves.address, scales.address, m as u32, k as u32, ld as u32)
+            .unwrap();
         let numbers: Vec<f32> = get(gpu, &halves).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
         // The kernel puts the scales back, and adds to what is there.
         let (products, out) = (put(gpu, &numbers), put(gpu, &vec![0f32; m * k]));
@@ -111,12 +117,12 @@ fn vectors_of_any_size_become_sixteen_bit_numbers() {
             stride: n,
             accumulate: true,
         };
-        gpu.kernels.unscale(products.address, ld as u32, scales.address, &product).unwrap();
+        prompts(gpu).unscale(&gpu.kernels, products.address, ld as u32, scales.address, &product).unwrap();
         for (got, x) in get(gpu, &out).iter().zip(&x) {
             assert!((got - x).abs() <= x.abs() / 2048.0, "{got}, not {x}");
         }
         assert!(numbers.chunks(ld).all(|row| row[k..].iter().all(|x| *x == 0.0)));
-        gpu.kernels.halves_bf16(input.address, halves.address, m as u32, n, ld as u32).unwrap();
+        prompts(gpu).halves_bf16(&gpu.kernels, input.address, halves.address, m as u32, n, ld as u32).unwrap();
         for (row, x) in get(gpu, &halves).chunks(ld).zip(x.chunks(k)) {
             let want: Vec<u16> = x.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
             assert_eq!(row[..k], want);
@@ -161,7 +167,7 @@ impl Case {
             accumulate,
         };
         let mut input = Input::new(vectors.address, m as u32, k);
-        gpu.kernels.multiply_prompt(gpu.gemm.as_ref(), &room, &product, &mut input).unwrap();
+        prompts(gpu).multiply(&gpu.kernels, &room, &product, &mut input).unwrap();
         let got = get(gpu, &out);
         let mut want: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
         for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
@@ -187,7 +193,7 @@ fn with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
         },
     };
     let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-    if gpu.gemm.is_none() {
+    if gpu.prompts.is_none() {
         return skipped(test, "cublaslt", "there is no cuBLASLt that works with this GPU");
     }
     body(&gpu, library);

@@ -16,7 +16,7 @@ use super::failed::failed;
 use super::gpu::{Adopted, Gpu};
 use super::kernels::{Attention, Cache, HEAD_MAX, Product};
 use super::paged::{Operands, Paged};
-use super::prompt::{Input, Room};
+use super::prompt::{FEW, Input, Room};
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::Config;
 use crate::dtype::WeightType;
@@ -512,7 +512,10 @@ impl CudaSession {
 
     fn product(&self, p: &Product, input: &mut Input) -> Result<()> {
         let gpu = &self.model.gpu;
-        gpu.kernels.multiply_prompt(gpu.gemm.as_ref(), &self.at.prompt, p, input)
+        match gpu.prompts.as_ref().filter(|_| p.m as usize > FEW) {
+            Some(prompts) => prompts.multiply(&gpu.kernels, &self.at.prompt, p, input),
+            None => gpu.kernels.multiply(p),
+        }
     }
 
     /// `out = x W^T + b`.

@@ -36,23 +36,18 @@ impl CublasLt {
             // SAFETY: the library is the one of this workspace; it stays loaded.
             let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             assert!(!library.is_null(), "cannot load {path:?}");
+            let (refuse, count) = (symbol(library, c"fakecublaslt_refuse"), symbol(library, c"fakecublaslt_count"));
             // SAFETY: the types are the signatures of the functions of these names in its sources.
             unsafe {
                 Self {
-                    refuse: std::mem::transmute::<*mut c_void, extern "C" fn(u32)>(symbol(
-                        library,
-                        c"fakecublaslt_refuse",
-                    )),
-                    count: std::mem::transmute::<*mut c_void, extern "C" fn(u32) -> u64>(symbol(
-                        library,
-                        c"fakecublaslt_count",
-                    )),
+                    refuse: std::mem::transmute::<*mut c_void, extern "C" fn(u32)>(refuse),
+                    count: std::mem::transmute::<*mut c_void, extern "C" fn(u32) -> u64>(count),
                 }
             }
         }))
     }
 
-    /// From now on no handle can be made (1), heuristics find nothing (2), products fail (3), or nothing is refused (0).
+    /// From now on no handle can be made (1), heuristics find nothing (2), products fail (3), or all goes well (0).
     pub fn refuse(&self, what: u32) {
         (self.refuse)(what);
     }

@@ -36,25 +36,13 @@ template <class Format> DEVICE void tile_rows(const u8 *weights, u16 *out, u32 k
     store_eight(out + row * ld + 8 * (u64)group, halves);
 }
 
-#define TILE_KERNEL(name, Format)                                                                                      \
+#define TILE(name, Format, number)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) tile_##name(const u8 *weights, u16 *out, u32 k, u32 rows,    \
         u32 ld) {                                                                                                      \
         tile_rows<Format>(weights, out, k, rows, ld);                                                                  \
     }
 
-TILE_KERNEL(f32, F32)
-TILE_KERNEL(f16, F16)
-TILE_KERNEL(bf16, BF16)
-TILE_KERNEL(q4_0, Q4_0)
-TILE_KERNEL(q4_1, Q4_1)
-TILE_KERNEL(q5_0, Q5_0)
-TILE_KERNEL(q5_1, Q5_1)
-TILE_KERNEL(q8_0, Q8_0)
-TILE_KERNEL(q2_k, Q2_K)
-TILE_KERNEL(q3_k, Q3_K)
-TILE_KERNEL(q4_k, Q45_K<false>)
-TILE_KERNEL(q5_k, Q45_K<true>)
-TILE_KERNEL(q6_k, Q6_K)
+EACH_FORMAT(TILE)
 
 // The largest of a block's values, for every lane.
 DEVICE float block_max(float value) {
