@@ -72,14 +72,14 @@ impl Gpu {
         Err(device.refused().into())
     }
 
-    /// Whether cuBLAS multiplies.
-    pub fn has_cublas(&self) -> bool {
+    /// Whether cuBLASLt multiplies prompts.
+    pub fn has_cublaslt(&self) -> bool {
         match self.0 {}
     }
 
-    /// The same GPU without cuBLAS.
+    /// The same GPU without cuBLASLt.
     #[must_use]
-    pub fn without_cublas(self) -> Self {
+    pub fn without_cublaslt(self) -> Self {
         self
     }
 

@@ -256,7 +256,7 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas() {
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublaslt() {
         let Some(driver) = driver("prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas") else {
             return;
         };
@@ -265,30 +265,30 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas() {
-        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas";
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt() {
+        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt";
         let Some(driver) = driver(name) else { return };
-        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublas();
+        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt();
         if has {
             prompts_of_sixteen_bit_weights(&driver, true);
         } else {
-            skipped(name, "cublas", "there is no cuBLAS that works with this driver");
+            skipped(name, "cublaslt", "there is no cuBLASLt that works with this driver");
         }
         driver.finish();
     }
 
     /// A prompt of several tokens: products with many vectors, by cuBLAS or by the kernels.
-    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublas: bool) {
+    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublaslt: bool) {
         let folder = tempfile::tempdir().unwrap();
         for dtype in [WeightType::F16, WeightType::BF16] {
             let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
             let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-            let gpu = if cublas { gpu } else { gpu.without_cublas() };
-            assert_eq!(gpu.has_cublas(), cublas);
+            let gpu = if cublaslt { gpu } else { gpu.without_cublaslt() };
+            assert_eq!(gpu.has_cublaslt(), cublaslt);
             let (want, _) = expected(&files);
             let mut session = session_on(driver, gpu, &files, 4, PROMPT.len()).unwrap();
             let what =
-                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublas { "cuBLAS" } else { "own kernels" });
+                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublaslt { "cuBLASLt" } else { "own kernels" });
             assert_near(&what, session.forward(&PROMPT).unwrap(), &want[0], 1e-3);
         }
     }
@@ -594,16 +594,21 @@ fn nvrtc(test: &str) -> Option<PathBuf> {
     None
 }
 
+/// The PTX in the program is of the sources that the emulated driver runs: names and parameters agree.
 #[test]
-fn without_nvrtc_kernels_have_to_be_named() {
+fn without_nvrtc_the_program_has_kernels_of_its_own() {
     if cudarc_finds_nvrtc() {
         eprintln!("SKIPPED: there is an NVRTC on this machine's library path");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let args = ["--model", "m.gguf", "--prompt-tokens", "1", "--device", "cuda"];
+    let model = folder.path().join("m.gguf");
+    spec(Arch::Llama, WeightType::Q4_K).write_gguf(&model).unwrap();
+    let args =
+        ["--model", model.to_str().unwrap(), "--prompt-tokens", "1,2,3", "--tokens", "2", "--device", "cuda", "--json"];
     let Some(mut command) = generate(folder.path(), &args) else { return };
-    refused(&command.output().unwrap(), &["libnvrtc.so", "LD_LIBRARY_PATH", "fetch_nvcc.sh", "--kernels FILE"]);
+    assert_eq!(json_of(&command.output().unwrap())["tokens"].as_array().map(Vec::len), Some(2));
+    assert!(!folder.path().join("outcore").exists(), "nothing was compiled, and yet there is a cache");
 }
 
 fn cudarc_finds_nvrtc() -> bool {

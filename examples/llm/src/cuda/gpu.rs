@@ -1,4 +1,4 @@
-//! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLAS where it is installed.
+//! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLASLt where it is installed.
 
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
@@ -15,15 +15,19 @@ use outcore_cuda::{CudaDeviceInfo, CudaDeviceSelector, cuda_device};
 
 use super::compile;
 use super::failed::failed;
-use super::gemm::Gemm;
 use super::kernels::Kernels;
+use super::prompt::Prompts;
 use crate::error::Result;
+
+/// The oldest generation whose instructions the kernels use: they copy to shared memory without waiting.
+const CAPABILITY_MIN: (u32, u32) = (8, 0);
 
 /// A GPU that is ready to compute. [`CudaModel`](super::CudaModel)s run on it.
 pub struct Gpu {
     info: CudaDeviceInfo,
     pub(super) kernels: Kernels,
-    pub(super) gemm: Option<Gemm>,
+    /// Where cuBLASLt multiplies prompts.
+    pub(super) prompts: Option<Prompts>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) context: Arc<CudaContext>,
     /// How often a thread waited for the stream.
@@ -32,21 +36,35 @@ pub struct Gpu {
 
 impl std::fmt::Debug for Gpu {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gpu").field("info", &self.info).field("cublas", &self.gemm.is_some()).finish_non_exhaustive()
+        f.debug_struct("Gpu")
+            .field("info", &self.info)
+            .field("cublaslt", &self.prompts.is_some())
+            .finish_non_exhaustive()
     }
 }
 
 impl Gpu {
     /// Opens the GPU that `device` means and loads the kernels: from `kernels`, a PTX, cubin or fatbin file of
-    /// `scripts/check_kernels.sh`, or compiled by NVRTC, whose results are kept in the user's cache folder.
+    /// `scripts/check_kernels.sh`; or compiled by NVRTC, whose results are kept in the user's cache folder; or, without
+    /// it, from PTX that is part of the program.
     ///
     /// # Errors
-    /// `Unsupported` if there is no CUDA driver, or neither `kernels` nor NVRTC; `NotFound` if there is no such GPU or
-    /// file; `Device` for what the driver refuses. Each with a remedy.
+    /// `Unsupported` if there is no CUDA driver, if the GPU or the driver is too old, or if the kernels do not suit the
+    /// GPU; `NotFound` if there is no such GPU or file; `Device` for what the driver refuses. Each with a remedy.
     pub fn open(device: &CudaDeviceSelector, kernels: Option<&Path>) -> Result<Self> {
         // This looks for libcuda; cudarc panics where there is none.
         let info = cuda_device(device)?;
         let name = format!("cuda:{}", info.ordinal);
+        if info.capability < CAPABILITY_MIN {
+            let ((major, minor), (least, minor_least)) = (info.capability, CAPABILITY_MIN);
+            let message = format!(
+                "{name} ({}) has compute capability {major}.{minor}, and the kernels need {least}.{minor_least}",
+                info.name
+            );
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .remedy("use a GPU of the generation Ampere (2020) or newer, or --device host")
+                .into());
+        }
         let context =
             CudaContext::new(info.ordinal as usize).map_err(|e| failed(format!("open a context on {name}"), e))?;
         // SAFETY: the events would order streams that share a buffer. There is one stream here, and weights are ordered
@@ -55,19 +73,19 @@ impl Gpu {
         let stream = context.new_stream().map_err(|e| failed(format!("make a stream on {name}"), e))?;
         let code = compile::kernels(&info, kernels)?;
         let kernels = Kernels::load(&context, &stream, &code)?;
-        let gemm = Gemm::open(&stream);
-        Ok(Self { info, kernels, gemm, stream, context, waits: AtomicU64::new(0) })
+        let prompts = Prompts::open(&kernels, &stream)?;
+        Ok(Self { info, kernels, prompts, stream, context, waits: AtomicU64::new(0) })
     }
 
-    /// Whether cuBLAS multiplies dense 16-bit matrices with several vectors; else this program's kernels do.
-    pub fn has_cublas(&self) -> bool {
-        self.gemm.is_some()
+    /// Whether cuBLASLt multiplies matrices with the many vectors of a prompt; else this program's kernels do.
+    pub fn has_cublaslt(&self) -> bool {
+        self.prompts.is_some()
     }
 
-    /// The same GPU, on which this program's kernels compute all products.
+    /// The same GPU, on which this program's kernels compute all products: the same bits however prompts are cut.
     #[must_use]
-    pub fn without_cublas(mut self) -> Self {
-        self.gemm = None;
+    pub fn without_cublaslt(mut self) -> Self {
+        self.prompts = None;
         self
     }
 

@@ -7,3 +7,4 @@
 #include "kernels/attention.cu"
 #include "kernels/choosing.cu"
 #include "kernels/old.cu"
+#include "kernels/prefill.cu"

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUresult;
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
+};
 use cudarc::nvrtc::Ptx;
 use outcore::{Error, ErrorKind};
 
@@ -17,7 +19,7 @@ use crate::error::Result;
 use crate::sampler::Draw;
 
 /// As in `kernels.cu`.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
 const ROWS: u32 = 4;
@@ -31,7 +33,7 @@ const QUERIES: u32 = 8;
 pub(super) const BLOCKS: usize = 64;
 
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-const INTERFACE: &str = "kernels_interface_3";
+const INTERFACE: &str = "kernels_interface_4";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
@@ -246,7 +248,7 @@ unsafe impl ValidAsZeroBits for DeviceDraw {}
 /// `struct Matrix` of `kernels/products.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct RawMatrix {
+pub(super) struct RawMatrix {
     weights: u64,
     bias: u64,
     out: u64,
@@ -259,7 +261,7 @@ struct RawMatrix {
 /// `struct Products` of `kernels/products.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawProducts {
+pub(super) struct RawProducts {
     matrices: [RawMatrix; 3],
     x: u64,
     rows: u64,
@@ -275,7 +277,7 @@ struct RawProducts {
 /// `struct Cached` of `kernels/layers.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawCached {
+pub(super) struct RawCached {
     table: u64,
     sequence_of: u64,
     positions: u64,
@@ -292,7 +294,7 @@ struct RawCached {
 /// `struct Turn` of `kernels/layers.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawTurn {
+pub(super) struct RawTurn {
     q: u64,
     k: u64,
     v: u64,
@@ -310,7 +312,7 @@ struct RawTurn {
 /// `struct Attention` of `kernels/attention.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawAttention {
+pub(super) struct RawAttention {
     q: u64,
     out: u64,
     kept: u64,
@@ -332,7 +334,7 @@ unsafe impl DeviceRepr for RawTurn {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RawAttention {}
 
-enum Arg<'a> {
+pub(super) enum Arg<'a> {
     Address(u64),
     Word(u32),
     Long(u64),
@@ -412,9 +414,6 @@ pub(super) struct Kernels {
     add: CudaFunction,
     argmax: CudaFunction,
     sample: CudaFunction,
-    split_bf16: CudaFunction,
-    split_f16: CudaFunction,
-    unscale: CudaFunction,
     products: [CudaFunction; 2],
     turn: [CudaFunction; 2],
     embed: CudaFunction,
@@ -422,13 +421,16 @@ pub(super) struct Kernels {
     attention_prompt: OfElements,
     attention_merge: CudaFunction,
     choose: CudaFunction,
+    module: Arc<CudaModule>,
+    /// Where they come from, for errors.
+    origin: String,
     stream: Arc<CudaStream>,
     /// Launches so far.
     launched: AtomicU64,
 }
 
 /// Blocks of [`THREADS`] for `n` lanes.
-fn blocks(n: u64) -> u32 {
+pub(super) fn blocks(n: u64) -> u32 {
     n.div_ceil(u64::from(THREADS)) as u32
 }
 
@@ -463,7 +465,24 @@ impl Attention {
     }
 }
 
+/// The kernel `name` of a module that comes from `origin`.
+fn find(module: &Arc<CudaModule>, origin: &str, name: &str) -> outcore::Result<CudaFunction> {
+    module.load_function(name).map_err(|error| match error.0 {
+        CUresult::CUDA_ERROR_NOT_FOUND => {
+            Error::new(ErrorKind::Unsupported, format!("there is no kernel {name} in {origin}")).remedy(
+                "the file was made from other sources than this program: make it again with scripts/check_kernels.sh",
+            )
+        }
+        _ => failed(format!("find the kernel {name} in {origin}"), error),
+    })
+}
+
 impl Kernels {
+    /// The kernel `name`, for modules that have kernels of their own.
+    pub fn function(&self, name: &str) -> Result<CudaFunction> {
+        Ok(find(&self.module, &self.origin, name)?)
+    }
+
     pub fn load(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, code: &Code) -> Result<Self> {
         let origin = &code.origin;
         // PTX is text; the driver reads it to its first zero byte.
@@ -480,19 +499,11 @@ impl Kernels {
             | CUresult::CUDA_ERROR_INVALID_PTX
             | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                 Error::new(ErrorKind::Unsupported, format!("the kernels from {origin} do not suit this GPU: {:?}", error.0))
-                    .remedy("make the file again with scripts/check_kernels.sh, or leave --kernels out where NVRTC is installed")
+                    .remedy("compile them for it (scripts/check_kernels.sh) and name them by --kernels FILE, or leave --kernels out where libnvrtc.so is on LD_LIBRARY_PATH")
             }
             _ => failed(format!("load the kernels from {origin}"), error),
         })?;
-        let function = |name: &str| {
-            module.load_function(name).map_err(|error| match error.0 {
-                CUresult::CUDA_ERROR_NOT_FOUND => {
-                    Error::new(ErrorKind::Unsupported, format!("there is no kernel {name} in {origin}"))
-                        .remedy("the file was made from other sources than this program: make it again with scripts/check_kernels.sh")
-                }
-                _ => failed(format!("find the kernel {name} in {origin}"), error),
-            })
-        };
+        let function = |name: &str| find(&module, origin, name);
         function(INTERFACE)?;
         let mut weights = Vec::with_capacity(WeightType::ALL.len());
         for dtype in WeightType::ALL {
@@ -529,15 +540,14 @@ impl Kernels {
             add: function("add")?,
             argmax: function("argmax")?,
             sample: function("sample")?,
-            split_bf16: function("split_bf16")?,
-            split_f16: function("split_f16")?,
-            unscale: function("unscale")?,
+            module: module.clone(),
+            origin: origin.clone(),
             stream: stream.clone(),
             launched: AtomicU64::new(0),
         })
     }
 
-    fn launch(
+    pub(super) fn launch(
         &self,
         what: &str,
         function: &CudaFunction,
@@ -874,30 +884,5 @@ impl Kernels {
                 self.launch("sample", &self.sample, (1, 1), THREADS_ALL, &args)
             }
         }
-    }
-
-    /// `n` numbers as sums of two bf16 each.
-    pub fn split_bf16(&self, x: u64, high: u64, low: u64, n: u64) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Long(n)];
-        self.launch("split_bf16", &self.split_bf16, (blocks(n), 1), THREADS, &args)
-    }
-
-    /// `m` vectors of `k` as sums of two f16 each, times the vector's scale.
-    pub fn split_f16(&self, x: u64, high: u64, low: u64, scales: u64, m: u32, k: u32) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Address(scales), Word(k)];
-        self.launch("split_f16", &self.split_f16, (m, 1), THREADS, &args)
-    }
-
-    /// Puts the scales back: `out[j * stride + i] = products[j * n + i] * scales[j]`, or added to that.
-    pub fn unscale(&self, products: u64, scales: u64, p: &Product) -> Result<()> {
-        let args = [
-            Address(products),
-            Address(scales),
-            Address(p.out),
-            Word(p.rows),
-            Word(p.stride),
-            Word(p.accumulate.into()),
-        ];
-        self.launch("unscale", &self.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
     }
 }

@@ -1,8 +1,7 @@
 //! What a pass launches: the formulas of the CPU, a few of them in each launch.
 //!
 //! With few vectors a work is one launch of products, and its norm, biases and what follows are part of that. With many
-//! vectors products may be a library's ([`CudaSession::product`]); then a norm, a bias and what follows are launches of
-//! their own.
+//! vectors products may be a library's (`prompt.rs`); then a norm, a bias and what follows are launches of their own.
 //!
 //! Nothing here but [`Paged`](super::paged::Paged) calls the runtime: what is launched can be captured into a graph.
 
@@ -11,26 +10,16 @@ use std::time::Duration;
 
 use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Product, Queries, Turn, Vectors};
 use super::places::FLOAT;
+use super::prompt::{FEW, Input};
 use super::session::{CudaSession, Keys};
 use super::step::{Piece, Segment, Work};
 use crate::dtype::WeightType;
 use crate::error::Result;
 use crate::weights::WeightInfo;
 
-/// Up to as many vectors are few.
-const FEW: u32 = 8;
 /// Blocks of threads that attention of one token is divided into at least, where it has as many parts: two for each
 /// processor of a large GPU.
 const ATTENTION_BLOCKS: u32 = 264;
-
-/// `m` vectors that enter matrices. For cuBLAS they are split into pairs of 16-bit numbers, once however many matrices
-/// use them.
-pub(super) struct Input {
-    x: u64,
-    m: u32,
-    k: u32,
-    split: Option<WeightType>,
-}
 
 /// The tokens of a pass: how many, and at which position the first one is.
 #[derive(Clone, Copy, Debug)]
@@ -186,49 +175,44 @@ impl CudaSession {
 
     /// Every product of a pass: by the kernels in one launch, or by a library for many vectors.
     fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
-        let gpu = &self.model.gpu;
-        let library = gpu.gemm.is_some() && v.m > FEW;
-        let suits = |w: &Matrix| matches!(w.dtype, WeightType::F16 | WeightType::BF16) && w.weights.is_multiple_of(2);
-        if !library || !matrices.iter().all(suits) {
+        let (gpu, at) = (&self.model.gpu, &self.at);
+        let Some(prompts) = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW) else {
             return gpu.kernels.products(matrices, v, after);
-        }
+        };
         let x = match v.norm {
             Some(norm) => {
                 let weights = self.plain(norm.weights, norm.dtype, v.k)?;
-                gpu.kernels.rms_norm(v.x, weights, self.at.normed, v.m, v.k, norm.epsilon)?;
-                self.at.normed
+                gpu.kernels.rms_norm(v.x, weights, at.normed, v.m, v.k, norm.epsilon)?;
+                at.normed
             }
             None => v.x,
         };
-        let mut input = Input { x, m: v.m, k: v.k, split: None };
+        let mut input = Input::new(x, v.m, v.k as usize);
         for w in matrices {
-            let (out, accumulate) = match after {
-                After::Gate if w.out == self.at.gate => (self.at.gate, false),
-                After::Gate => (self.at.up, false),
-                _ => (w.out, after == After::Add),
-            };
-            let product = Product {
-                dtype: w.dtype,
-                weights: w.weights,
-                k: v.k,
-                rows: w.rows,
-                x,
-                m: v.m,
-                out,
-                stride: w.stride,
-                accumulate,
-            };
-            self.product(&product, &mut input)?;
+            let accumulate = after == After::Add;
+            let Matrix { dtype, weights, rows, out, stride, .. } = *w;
+            let product = Product { dtype, weights, k: v.k, rows, x, m: v.m, out, stride, accumulate };
+            prompts.multiply(&gpu.kernels, &at.prompt, &product, &mut input)?;
             if let Some((bias, dtype)) = w.bias {
-                let bias = self.plain(bias, dtype, w.rows)?;
-                gpu.kernels.add(out, bias, u64::from(v.m) * u64::from(w.rows), w.rows)?;
+                self.add_bias(bias, dtype, w, v.m)?;
             }
         }
         if after == After::Gate {
             let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
-            gpu.kernels.silu_multiply(self.at.gate, self.at.up, n)?;
+            gpu.kernels.silu_multiply(at.gate, at.up, n)?;
         }
         Ok(())
+    }
+
+    /// Adds a bias to the products with a matrix's rows.
+    fn add_bias(&self, bias: u64, dtype: WeightType, w: &Matrix, m: u32) -> Result<()> {
+        let (kernels, rows) = (&self.model.gpu.kernels, w.rows);
+        let bias = self.plain(bias, dtype, rows)?;
+        if rows == w.stride {
+            return kernels.add(w.out, bias, u64::from(m) * u64::from(rows), rows);
+        }
+        let out = |j: u32| w.out + u64::from(j) * u64::from(w.stride) * FLOAT;
+        (0..m).try_for_each(|j| kernels.add(out(j), bias, rows.into(), rows))
     }
 
     /// Numbers of a plain type as F32, until the next call.
@@ -236,27 +220,6 @@ impl CudaSession {
         let to = self.at.slot(super::places::SLOTS);
         self.model.gpu.kernels.decode(dtype, address, to, n)?;
         Ok(to)
-    }
-
-    fn product(&self, p: &Product, input: &mut Input) -> Result<()> {
-        let (gpu, at) = (&self.model.gpu, &self.at);
-        let Some(gemm) = gpu.gemm.as_ref() else { return gpu.kernels.multiply(p) };
-        let split = input.split == Some(p.dtype);
-        input.split = Some(p.dtype);
-        if p.dtype == WeightType::BF16 {
-            if !split {
-                gpu.kernels.split_bf16(p.x, at.high, at.low, u64::from(input.m) * u64::from(input.k))?;
-            }
-            gemm.multiply(&Product { x: at.high, ..*p })?;
-            return gemm.multiply(&Product { x: at.low, accumulate: true, ..*p });
-        }
-        if !split {
-            gpu.kernels.split_f16(input.x, at.high, at.low, at.scales, p.m, p.k)?;
-        }
-        let scaled = Product { out: at.products, stride: p.rows, ..*p };
-        gemm.multiply(&Product { x: at.high, accumulate: false, ..scaled })?;
-        gemm.multiply(&Product { x: at.low, accumulate: true, ..scaled })?;
-        gpu.kernels.unscale(at.products, at.scales, p)
     }
 
     /// Where a layer's keys and values are.

@@ -3,6 +3,7 @@
 use super::inputs::Inputs;
 use super::kernels::PART;
 use super::paged::Paged;
+use super::prompt::Room;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::model::KvType;
@@ -43,11 +44,8 @@ pub(super) struct Places {
     /// What attention keeps: of one token `[head][parts][2 + head_dim]`, of several `[pass][head][2]`.
     pub kept: u64,
     pub parts: u32,
-    /// 16-bit halves of a matrix's input, their scales, and products before these are put back; see [`Input`].
-    pub high: u64,
-    pub low: u64,
-    pub scales: u64,
-    pub products: u64,
+    /// What the products of prompts need.
+    pub prompt: Room,
     pub total: u64,
 }
 
@@ -66,7 +64,6 @@ impl Places {
         };
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
-        let split = if pass > 1 { pass } else { 0 };
         let plain = capacity.unwrap_or(0);
         let stride = if capacity.is_some() { 1 } else { Paged::blocks_most(c).max(1) };
         let parts = capacity.unwrap_or(c.context).div_ceil(PART as usize).max(1);
@@ -92,10 +89,7 @@ impl Places {
             keys: take(&[2, c.layers, c.kv_heads, plain, c.head_dim], kv.bytes()),
             kept: take(&[c.heads, kept], FLOAT),
             parts: parts as u32,
-            high: take(&[split, widest], FLOAT / 2),
-            low: take(&[split, widest], FLOAT / 2),
-            scales: take(&[split], FLOAT),
-            products: take(&[split, widest], FLOAT),
+            prompt: Room::new(c, pass, take),
             total: 0,
         };
         let capacity = capacity.unwrap_or(c.context);
@@ -125,10 +119,7 @@ impl Places {
             table: base + self.table,
             keys: base + self.keys,
             kept: base + self.kept,
-            high: base + self.high,
-            low: base + self.low,
-            scales: base + self.scales,
-            products: base + self.products,
+            prompt: self.prompt.at(base),
             ..self
         }
     }

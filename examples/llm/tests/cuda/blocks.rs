@@ -279,7 +279,8 @@ mod on_a_gpu {
         let Some(driver) = driver("a_context_of_8192_tokens_goes_through_few_frames") else { return };
         let folder = tempfile::tempdir().unwrap();
         let (page, each) = (page_size(&driver), each(&driver));
-        let small = Spec { layers: 1, heads: 4, kv_heads: 4, ffn_dim: 256, vocab: 300, ..spec(Arch::Llama, WeightType::F32) };
+        let small =
+            Spec { layers: 1, heads: 4, kv_heads: 4, ffn_dim: 256, vocab: 300, ..spec(Arch::Llama, WeightType::F32) };
         let files = gguf(folder.path(), &Spec { context: 1 << 14, ..small });
         let prompt: Vec<u32> = (0..TOKENS + 5).map(|n| (n * n * 7 + n) % 300).collect();
         let (blocks, kept) = (TOKENS / each as u32 + 4, folder.path().join("kv"));

@@ -550,25 +550,33 @@ static void reach_sample(Reach &r, const float *logits, u32 *token, u32 n, float
     r.writes(token, 1);
 }
 
-static void reach_split_bf16(Reach &r, const float *x, u16 *high, u16 *low, u64 n) {
-    r.reads(x, n);
-    r.writes(high, n);
-    r.writes(low, n);
-}
+// Rows of `ld` numbers, all of which are written.
+#define TILE_OF_FORMAT(name, Format, number)                                                                           \
+    static void reach_tile_##name(Reach &r, const u8 *weights, u16 *out, u32 k, u32 rows, u32 ld) {                    \
+        r.reads(weights, rows * row_bytes(#name, k));                                                                  \
+        r.writes(out, (u64)rows * ld);                                                                                 \
+    }
 
-static void reach_split_f16(Reach &r, const float *x, u16 *high, u16 *low, float *scales, u32 k) {
+EACH_FORMAT(TILE_OF_FORMAT)
+
+static void reach_halves_f16(Reach &r, const float *x, u16 *out, float *scales, u32 k, u32 ld) {
     r.reads(x, (u64)blocks * k);
-    r.writes(high, (u64)blocks * k);
-    r.writes(low, (u64)blocks * k);
+    r.writes(out, (u64)blocks * ld);
     r.writes(scales, blocks);
 }
 
-static void reach_unscale(Reach &r, const float *products, const float *scales, float *out, u32 n, u32 stride, u32) {
-    r.reads(products, (u64)rows_of_blocks * n);
-    r.reads(scales, rows_of_blocks);
+static void reach_halves_bf16(Reach &r, const float *x, u16 *out, u32 k, u32 ld) {
+    r.reads(x, (u64)blocks * k);
+    r.writes(out, (u64)blocks * ld);
+}
+
+static void reach_unscale(Reach &r, const float *products, const float *scales, float *out, u32 n, u32 pitch,
+    u32 stride, u32) {
     for (unsigned j = 0; j < rows_of_blocks; j++) {
+        r.reads(products + (u64)j * pitch, n);
         r.writes(out + (u64)j * stride, n);
     }
+    r.reads(scales, rows_of_blocks);
 }
 
 // ---- the table ----
@@ -725,7 +733,7 @@ struct Row {
     ENTRY(kernel##_##type##_64, reach_##kernel) ENTRY(kernel##_##type##_128, reach_##kernel)                           \
     ENTRY(kernel##_##type##_256, reach_##kernel)
 #define ATTENTION_ROWS(kernel) ATTENTION_TYPE(kernel, f16) ATTENTION_TYPE(kernel, f32)
-#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name)
+#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name) ONE(tile_##name)
 
 static const Row TABLE[] = {
     ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
@@ -736,8 +744,8 @@ static const Row TABLE[] = {
     ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
     ENTRY(attention_256, reach_attention) ONE(append_to_blocks)
     ENTRY(attention_to_blocks_64, reach_attention_to_blocks) ENTRY(attention_to_blocks_128, reach_attention_to_blocks)
-    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
-    ONE(split_f16) ONE(unscale)
+    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(halves_f16)
+    ONE(halves_bf16) ONE(unscale)
 };
 
 }  // namespace emulation

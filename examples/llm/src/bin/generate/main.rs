@@ -240,7 +240,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let gpu = match &args.device {
         Device::Cuda(selector) => {
             let gpu = Gpu::open(selector, args.kernels.as_deref())?;
-            Some(Arc::new(if args.deterministic { gpu.without_cublas() } else { gpu }))
+            Some(Arc::new(if args.deterministic { gpu.without_cublaslt() } else { gpu }))
         }
         _ => None,
     };
