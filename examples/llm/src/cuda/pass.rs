@@ -8,7 +8,9 @@
 use std::ops::Range;
 use std::time::Duration;
 
+use super::inputs::Span;
 use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Product, Queries, Turn, Vectors};
+use super::paged::{Blocks, Launches};
 use super::places::FLOAT;
 use super::prompt::{FEW, Input};
 use super::session::{CudaSession, Keys};
@@ -20,22 +22,6 @@ use crate::weights::WeightInfo;
 /// Blocks of threads that attention of one token is divided into at least, where it has as many parts: two for each
 /// processor of a large GPU.
 const ATTENTION_BLOCKS: u32 = 264;
-
-/// The tokens of a pass: how many, and at which position the first one is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Span {
-    pub m: u32,
-    pub past: u32,
-}
-
-/// Which blocks of keys and values are pinned while a segment is launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Blocks {
-    /// All that the pass uses; also where keys and values are in no blocks.
-    Pinned,
-    /// None: attention pins them wave by wave.
-    InWaves,
-}
 
 /// Rows of a matrix of a work.
 type Rows = (usize, Range<u64>);
@@ -242,8 +228,26 @@ impl CudaSession {
         }
     }
 
-    /// Turns the pass's vectors from `first` on, `to.m` of them, and stores their keys and values.
-    pub(super) fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()> {
+    fn attend(&self, layer: usize, staged: bool, span: Span, blocks: Blocks) -> Result<Duration> {
+        let to = self.cached(layer, span);
+        if let (Keys::Paged(paged), Blocks::InWaves) = (&self.keys, blocks) {
+            return paged.attend(self, layer, staged, span, &to);
+        }
+        self.turn(layer, staged, 0, &to)?;
+        // With one token, the parts that there are room for: kernels find out how many there are.
+        let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
+        self.attend_to(&to, 0..parts)?;
+        self.merge(&to)?;
+        Ok(Duration::ZERO)
+    }
+}
+
+impl Launches for CudaSession {
+    fn check_cancelled(&self) -> Result<()> {
+        self.model.weights.check_cancelled()
+    }
+
+    fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()> {
         let (model, c, at) = (&*self.model, self.model.config(), &self.at);
         let work = Work::Attend(layer);
         let skipped = |width: usize| u64::from(first) * (width * c.head_dim) as u64 * FLOAT;
@@ -261,8 +265,7 @@ impl CudaSession {
         model.gpu.kernels.turn(&turn, &Cached { positions: to.positions + 4 * u64::from(first), ..*to })
     }
 
-    /// Attention to the parts `parts`, of which the last launch of a layer has the last one.
-    pub(super) fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
+    fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
         let (kernels, at, c) = (&self.model.gpu.kernels, &self.at, self.model.config());
         let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
         if to.m > 1 {
@@ -272,24 +275,10 @@ impl CudaSession {
         kernels.attend_parts(&queries, to, parts, side_by_side)
     }
 
-    /// Puts the parts of one token together.
-    pub(super) fn merge(&self, to: &Cached) -> Result<()> {
+    fn merge(&self, to: &Cached) -> Result<()> {
         let (at, c) = (&self.at, self.model.config());
         let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
         if to.m > 1 { Ok(()) } else { self.model.gpu.kernels.merge(&queries, to) }
-    }
-
-    fn attend(&self, layer: usize, staged: bool, span: Span, blocks: Blocks) -> Result<Duration> {
-        let to = self.cached(layer, span);
-        if let (Keys::Paged(paged), Blocks::InWaves) = (&self.keys, blocks) {
-            return paged.attend(self, layer as u32, staged, span, &to);
-        }
-        self.turn(layer, staged, 0, &to)?;
-        // With one token, the parts that there are room for: kernels find out how many there are.
-        let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
-        self.attend_to(&to, 0..parts)?;
-        self.merge(&to)?;
-        Ok(Duration::ZERO)
     }
 }
 

@@ -16,19 +16,19 @@ use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use outcore::{Bytes, ErrorKind, StreamPin};
 
 use super::failed::failed;
-use super::gpu::{Adopted, Gpu, Locked, thread_time};
+use super::gpu::{Adopted, Gpu, Locked, copy_in, copy_out, thread_time};
 use super::graphs::{Graph, Graphs};
-use super::inputs::Inputs;
+use super::inputs::{Inputs, Span};
 use super::kernels::{Choice, DeviceDraw, Element, HEAD_MAX};
-use super::paged::Paged;
-use super::pass::{Blocks, Span};
+use super::paged::{Blocks, Paged};
 use super::places::Places;
 use super::step::{Piece, Schedule, Segment, Work};
 use crate::architecture::Architecture;
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::model::{KvType, PassCounts, PassTime};
+use crate::model::{PassCounts, PassTime};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
@@ -710,20 +710,4 @@ fn start(graph: &Graph, counts: &mut PassCounts) -> Result<()> {
 fn clamped(config: &Config, capacity: usize, pass: usize) -> (usize, usize) {
     let capacity = capacity.min(config.context);
     (capacity, pass.clamp(1, PASS_MAX).min(capacity.max(1)))
-}
-
-/// Queues the copy of the elements at `from` to locked memory, as many as fit that.
-fn copy_out<T: DeviceRepr>(from: u64, to: &Locked<T>) -> Result<()> {
-    // SAFETY: `from` is a place in the session's memory with room for as many; the session does not look at its locked
-    // memory before it has waited for the stream, and nobody else has it.
-    let copied = unsafe { to.fill_from(from) };
-    Ok(copied.map_err(|e| failed("copy a result from the GPU", e))?)
-}
-
-/// Queues the copy of elements in locked memory to `to`.
-pub(super) fn copy_in<T: DeviceRepr>(gpu: &Gpu, from: &[T], to: u64) -> Result<()> {
-    // SAFETY: `to` is a place in the session's memory with room for as many; `from` is locked memory of the session,
-    // which is not written to before the stream has been waited for.
-    let copied = unsafe { cudarc::driver::result::memcpy_htod_async(to, from, gpu.stream.cu_stream()) };
-    Ok(copied.map_err(|e| failed("copy to the GPU", e))?)
 }
