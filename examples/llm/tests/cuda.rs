@@ -1,7 +1,7 @@
 //! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's,
 //! `generate` gives the same words, and what is not possible is refused with a remedy. The kernels run from their own
 //! source, compiled for the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one. The tests
-//! in `on_a_gpu`, here and in `blocks`, then run there; the others are about the emulated driver.
+//! in `on_a_gpu`, here, in `blocks` and in `graphs`, then run there; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,6 +9,10 @@
 mod blocks;
 #[path = "cuda/emulated.rs"]
 mod emulated;
+#[path = "cuda/graphs.rs"]
+mod graphs;
+#[path = "cuda/host_time.rs"]
+mod host_time;
 
 use std::io::{BufRead, BufReader, Read};
 use std::ops::{Deref, DerefMut};
@@ -96,7 +100,8 @@ fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: 
     let model = opened.runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&opened.runtime, &model, files)?);
     drop(model);
-    opened.session = Some(CudaSession::new(Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?), 32, pass)?);
+    let model = Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?);
+    opened.session = Some(CudaSession::new(model, 32, pass, KvType::F32)?);
     Ok(opened)
 }
 
@@ -231,7 +236,7 @@ mod on_a_gpu {
             let model = runtime.open_parsed(files.header().clone()).unwrap();
             let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
             let cuda = CudaModel::load(&files, Arc::new(weights), gpu).unwrap();
-            let mut session = CudaSession::new(Arc::new(cuda), 32, 8).unwrap();
+            let mut session = CudaSession::new(Arc::new(cuda), 32, 8, KvType::F32).unwrap();
             assert!(!flag.load(Ordering::SeqCst), "the flag is raised before the pass");
             assert!(matches!(session.forward(&PROMPT), Err(Error::Cancelled)), "{maps} pages into the pass");
             assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
@@ -416,7 +421,8 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     let model = folder.path().join("m.gguf");
     Spec { context: 256, layers: 1, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
     let prompt = long_prompt(120);
-    let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", &prompt, "--tokens", "2", "--json"];
+    let args =
+        ["--model", model.to_str().unwrap(), "--prompt-tokens", &prompt, "--tokens", "2", "--json", "--logits-hash"];
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let run = |memory: &str, more: &[&str]| {
         let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;
@@ -444,7 +450,7 @@ fn generate_keeps_keys_and_values_in_pages_of_a_gpu() {
     let model = folder.path().join("m.gguf");
     Spec { kv_heads: 4, vocab: 2000, ..spec(Arch::Llama, WeightType::F32) }.write_gguf(&model).unwrap();
     let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", "5,9,2,77,1999,4", "--tokens", "6", "--json"];
-    let args = [&args[..], &["--paged-kv"]].concat();
+    let args = [&args[..], &["--paged-kv", "--logits-hash"]].concat();
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let run = |more: &[&str]| {
         let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;

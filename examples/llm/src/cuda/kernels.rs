@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{
@@ -424,6 +425,8 @@ pub(super) struct Kernels {
     /// Where they come from, for errors.
     origin: String,
     stream: Arc<CudaStream>,
+    /// Launches so far.
+    launched: AtomicU64,
 }
 
 /// Blocks of [`THREADS`] for `n` lanes.
@@ -540,6 +543,7 @@ impl Kernels {
             module: module.clone(),
             origin: origin.clone(),
             stream: stream.clone(),
+            launched: AtomicU64::new(0),
         })
     }
 
@@ -582,7 +586,18 @@ impl Kernels {
         // pinned until the stream has passed.
         let launched = unsafe { launch.launch(config) };
         launched.map_err(|error| failed(format!("start the kernel {what}"), error))?;
+        self.launched.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// How many kernels were launched so far.
+    pub fn launched(&self) -> u64 {
+        self.launched.load(Ordering::Relaxed)
+    }
+
+    /// Of the last launches, so many were captured.
+    pub fn not_launched(&self, count: u64) {
+        self.launched.fetch_sub(count, Ordering::Relaxed);
     }
 
     fn of(&self, dtype: WeightType) -> Result<&OfType> {

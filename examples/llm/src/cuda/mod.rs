@@ -10,10 +10,15 @@ mod compile;
 mod failed;
 mod gemm;
 mod gpu;
+mod graphs;
+mod inputs;
 mod kernels;
 mod paged;
+mod pass;
+mod places;
 mod prompt;
 mod session;
+mod step;
 
 pub use gpu::Gpu;
 pub use outcore_cuda::CudaDeviceSelector;

@@ -138,7 +138,7 @@ mod on_a_gpu {
         let files = files(folder.path(), Arch::Llama);
         let (prompt, each) = (prompt(&driver, 5), each(&driver));
         let mut first = None;
-        for (pass, frames) in [(prompt.len(), AMPLE), (each - 3, AMPLE), (prompt.len(), FEW), (2 * each + 1, 8)] {
+        for (pass, frames) in [(prompt.len(), AMPLE), (each - 3, AMPLE), (prompt.len(), FEW), (2 * each + 1, 14)] {
             let found = on_gpu(&driver, &files, frames, |model, pool| {
                 let (mut session, logits) = read(model, pool, &prompt, pass);
                 let (said, last) = words(&mut session, logits.clone(), 3);
@@ -257,8 +257,8 @@ mod on_a_gpu {
                 CudaSession::paged(model.clone(), keys, 8).map(drop).unwrap_err().in_full()
             };
             let tokens = each(&driver) as u32;
-            let halves = refusal(pool.runtime(), KvShape::new(3, 4, 64, DType::F16).unwrap(), 2 * tokens);
-            assert!(halves.contains("F16") && halves.contains("3 layers of 4 heads of 64 F32"), "{halves}");
+            let halves = refusal(pool.runtime(), KvShape::new(3, 4, 64, DType::BF16).unwrap(), 2 * tokens);
+            assert!(halves.contains("BF16") && halves.contains("3 layers of 4 heads of 64 F32 or F16"), "{halves}");
             let deeper = refusal(pool.runtime(), KvShape::new(4, 4, 64, DType::F32).unwrap(), tokens);
             assert!(deeper.contains("4 layers") && deeper.contains("paged_kv::layout"), "{deeper}");
             // Blocks in this machine's memory.
