@@ -114,13 +114,17 @@ impl Paged {
         config.context.div_ceil(8)
     }
 
-    /// The entries of the table that have changed since the last call: their numbers and addresses. The caller copies
-    /// them to the GPU, and has waited for earlier copies.
-    pub fn changed(&mut self, span: Span) -> Result<Option<(usize, &[u64])>> {
-        let (past, end, each) = (u64::from(span.past), u64::from(span.past + span.m), self.each());
-        // A block that is complete may have been replaced by one with the same tokens.
-        let same = past % each != 0 && (end - 1) / each == past / each;
-        if same && !self.outdated {
+    /// All layers of the tokens below `end` are there, of which there were `len` before.
+    pub fn commit(&mut self, len: usize, end: usize) -> Result<()> {
+        // A block that is complete now may be replaced by one that has the same tokens.
+        self.outdated |= len as u64 / self.each() != end as u64 / self.each();
+        self.keys.commit(end)
+    }
+
+    /// The entries of the table that have changed since the last call, for a pass up to position `end`: the number of
+    /// the first one, and addresses. The caller copies them to the GPU, and has waited for earlier copies.
+    pub fn changed(&mut self, end: usize) -> Result<Option<(usize, &[u64])>> {
+        if !self.outdated && (end as u64).div_ceil(self.each()) <= self.known as u64 {
             return Ok(None);
         }
         let addresses = self.keys.sequence().addresses(0)?;

@@ -1,8 +1,7 @@
 //! What a pass launches: the formulas of the CPU, a few of them in each launch.
 //!
 //! With few vectors a work is one launch of products, and its norm, biases and what follows are part of that. With many
-//! vectors products may be a library's (`prompt.rs`); then a norm, a bias and what follows are launches of
-//! their own.
+//! vectors products may be a library's (`prompt.rs`); then a norm, a bias and what follows are launches of their own.
 //!
 //! Nothing here but [`Paged`](super::paged::Paged) calls the runtime: what is launched can be captured into a graph.
 
@@ -182,27 +181,23 @@ impl CudaSession {
         let x = match v.norm {
             Some(norm) => {
                 let weights = self.plain(norm.weights, norm.dtype, v.k)?;
-                gpu.kernels.rms_norm(v.x, weights, self.at.normed, v.m, v.k, norm.epsilon)?;
-                self.at.normed
+                gpu.kernels.rms_norm(v.x, weights, at.normed, v.m, v.k, norm.epsilon)?;
+                at.normed
             }
             None => v.x,
         };
         let mut input = Input::new(x, v.m, v.k);
         for w in matrices {
-            let (out, after) = match after {
-                After::Gate if w.out == self.at.gate => (self.at.gate, After::Store),
-                After::Gate => (self.at.up, After::Store),
-                _ => (w.out, after),
-            };
+            let after = if after == After::Gate { After::Store } else { after };
             let bias = match w.bias {
                 Some((bias, dtype)) => Some((self.plain(bias, dtype, w.rows)?, WeightType::F32)),
                 None => None,
             };
-            prompts.multiply(&gpu.kernels, &self.at.prompt, &Matrix { out, bias, ..*w }, &mut input, after)?;
+            prompts.multiply(&gpu.kernels, &self.at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
         }
         if after == After::Gate {
             let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
-            gpu.kernels.silu_multiply(self.at.gate, self.at.up, n)?;
+            gpu.kernels.silu_multiply(at.gate, at.up, n)?;
         }
         Ok(())
     }

@@ -44,7 +44,7 @@ pub(super) struct Places {
     /// What attention keeps: of one token `[head][parts][2 + head_dim]`, of several `[pass][head][2]`.
     pub kept: u64,
     pub parts: u32,
-    /// What a library's products of a prompt take.
+    /// What the products of prompts need.
     pub prompt: Room,
     pub total: u64,
 }

@@ -5,6 +5,7 @@
 //! are in blocks of a pool (`paged.rs`), or with everything else (what a pass computes, logits) in one allocation of
 //! plain device memory that the session makes when it begins.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -140,6 +141,10 @@ impl Drop for CudaSession {
         // device that cannot be waited for is lost, and says so wherever it is asked again.
         if let Err(error) = self.model.stream.synchronize() {
             tracing::debug!(%error, "a session ends on a GPU that fails");
+        }
+        // The graphs end in this context.
+        if let Err(error) = self.model.gpu.context.bind_to_thread() {
+            tracing::debug!(?error, "a session ends on a GPU that fails");
         }
     }
 }
@@ -420,7 +425,7 @@ impl CudaSession {
         });
         match (&mut self.keys, &done) {
             (Keys::Plain(_), _) => {}
-            (Keys::Paged(paged), Ok(())) => paged.keys.commit(end)?,
+            (Keys::Paged(paged), Ok(())) => paged.commit(self.len, end)?,
             (Keys::Paged(paged), Err(_)) => paged.truncate(self.len)?,
         }
         done?;
@@ -473,7 +478,7 @@ impl CudaSession {
         self.in_flight = true;
         self.inputs.set(tokens, span);
         if let Keys::Paged(paged) = &mut self.keys
-            && let Some((first, addresses)) = paged.changed(span)?
+            && let Some((first, addresses)) = paged.changed((span.past + span.m) as usize)?
         {
             copy_in(&self.model.gpu, addresses, self.at.table + 8 * first as u64)?;
         }
@@ -573,13 +578,15 @@ impl CudaSession {
         let schedule = &model.schedule;
         let mut first = 0;
         while first < tokens.len() {
-            let (mut count, mut parts) = (0, Vec::new());
+            let (mut count, mut parts, mut used) = (0, Vec::new(), HashSet::new());
             for token in &tokens[first..] {
-                parts.extend(model.weights.parts(&[model.arch.embedding_step(*token)])?);
-                if count > 0 && schedule.pages(&parts) > schedule.most {
-                    parts.pop();
+                let part = model.weights.parts(&[model.arch.embedding_step(*token)])?;
+                let fresh: Vec<u64> = schedule.pages_of(&part).filter(|page| !used.contains(page)).collect();
+                if count > 0 && (used.len() + fresh.len()) as u64 > schedule.most {
                     break;
                 }
+                used.extend(fresh);
+                parts.extend(part);
                 count += 1;
             }
             let pin = self.pin(model, &parts)?;

@@ -157,7 +157,7 @@ impl Schedule {
             page,
         };
         schedule.find(arch, weights)?;
-        schedule.all_pages = schedule.pages(&schedule.all);
+        schedule.all_pages = schedule.pages_of(&schedule.all).collect::<BTreeSet<u64>>().len() as u64;
         let most = schedule.most;
         let mut used = BTreeSet::new();
         for work in Work::all(arch.layers.len()) {
@@ -241,8 +241,8 @@ impl Schedule {
         self.addresses.get(id.0 as usize).copied().unwrap_or(0)
     }
 
-    /// Frames that these parts take together.
-    pub fn pages(&self, parts: &[Tensor]) -> u64 {
-        pages_of(parts, self.page).collect::<BTreeSet<u64>>().len() as u64
+    /// The pages that parts lie in; one that several lie in comes for each.
+    pub fn pages_of(&self, parts: &[Tensor]) -> impl Iterator<Item = u64> {
+        pages_of(parts, self.page)
     }
 }

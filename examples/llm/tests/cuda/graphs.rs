@@ -274,6 +274,6 @@ fn a_budget_can_shrink_below_a_model_that_a_session_has_pinned() {
     assert!(logits(&mut session) == want);
     session.park().unwrap();
     runtime.set_device_budget(Bytes::new(2 * PAGE)).unwrap();
-    drop(session);
+    drop((session, runtime));
     driver.finish();
 }

@@ -83,7 +83,7 @@ fn a_budget_larger_than_what_is_free_is_refused() {
         let model = runtime.open_parsed(files.header().clone()).unwrap();
         let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
         let model = Arc::new(CudaModel::load(&files, weights, Arc::new(gpu(&driver))).unwrap());
-        let session = CudaSession::new(model, 1 << 22, 64);
+        let session = CudaSession::new(model, 1 << 22, 64, KvType::F32);
         refused(
             "a session",
             session,
