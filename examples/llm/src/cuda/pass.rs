@@ -175,7 +175,7 @@ impl CudaSession {
 
     /// Every product of a pass: by the kernels in one launch, or by a library for many vectors.
     fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
-        let gpu = &self.model.gpu;
+        let (gpu, at) = (&self.model.gpu, &self.at);
         let prompts = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW && v.rows.is_none());
         let Some(prompts) = prompts else { return gpu.kernels.products(matrices, v, after) };
         let x = match v.norm {
@@ -193,7 +193,7 @@ impl CudaSession {
                 Some((bias, dtype)) => Some((self.plain(bias, dtype, w.rows)?, WeightType::F32)),
                 None => None,
             };
-            prompts.multiply(&gpu.kernels, &self.at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
+            prompts.multiply(&gpu.kernels, &at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
         }
         if after == After::Gate {
             let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
