@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::inputs::Span;
-use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Product, Queries, Turn, Vectors};
+use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Queries, Turn, Vectors};
 use super::paged::{Blocks, Launches};
 use super::places::FLOAT;
 use super::prompt::{FEW, Input};
@@ -162,9 +162,8 @@ impl CudaSession {
     /// Every product of a pass: by the kernels in one launch, or by a library for many vectors.
     fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
         let (gpu, at) = (&self.model.gpu, &self.at);
-        let Some(prompts) = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW) else {
-            return gpu.kernels.products(matrices, v, after);
-        };
+        let prompts = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW && v.rows.is_none());
+        let Some(prompts) = prompts else { return gpu.kernels.products(matrices, v, after) };
         let x = match v.norm {
             Some(norm) => {
                 let weights = self.plain(norm.weights, norm.dtype, v.k)?;
@@ -173,32 +172,20 @@ impl CudaSession {
             }
             None => v.x,
         };
-        let mut input = Input::new(x, v.m, v.k as usize);
+        let mut input = Input::new(x, v.m, v.k);
         for w in matrices {
-            let accumulate = after == After::Add;
-            let Matrix { dtype, weights, rows, out, stride, .. } = *w;
-            let product = Product { dtype, weights, k: v.k, rows, x, m: v.m, out, stride, accumulate };
-            prompts.multiply(&gpu.kernels, &at.prompt, &product, &mut input)?;
-            if let Some((bias, dtype)) = w.bias {
-                self.add_bias(bias, dtype, w, v.m)?;
-            }
+            let after = if after == After::Gate { After::Store } else { after };
+            let bias = match w.bias {
+                Some((bias, dtype)) => Some((self.plain(bias, dtype, w.rows)?, WeightType::F32)),
+                None => None,
+            };
+            prompts.multiply(&gpu.kernels, &at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
         }
         if after == After::Gate {
             let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
             gpu.kernels.silu_multiply(at.gate, at.up, n)?;
         }
         Ok(())
-    }
-
-    /// Adds a bias to the products with a matrix's rows.
-    fn add_bias(&self, bias: u64, dtype: WeightType, w: &Matrix, m: u32) -> Result<()> {
-        let (kernels, rows) = (&self.model.gpu.kernels, w.rows);
-        let bias = self.plain(bias, dtype, rows)?;
-        if rows == w.stride {
-            return kernels.add(w.out, bias, u64::from(m) * u64::from(rows), rows);
-        }
-        let out = |j: u32| w.out + u64::from(j) * u64::from(w.stride) * FLOAT;
-        (0..m).try_for_each(|j| kernels.add(out(j), bias, rows.into(), rows))
     }
 
     /// Numbers of a plain type as F32, until the next call.

@@ -185,8 +185,8 @@ impl CudaSession {
 
     /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
     /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
-    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless
-    /// cuBLASLt multiplies.
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
+    /// multiplies.
     ///
     /// # Errors
     /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
