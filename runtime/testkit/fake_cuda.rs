@@ -367,8 +367,8 @@ impl Fake {
     pub fn blocking_events(&self) -> u64 {
         (api().blocking_events)()
     }
-    /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
-    /// set before anything is mapped.
+    /// Calls do only their bookkeeping: no byte moves, no kernel runs, nothing is judged, and work ends when it is
+    /// submitted. Must be set before anything is mapped.
     pub fn set_bare(&self, bare: bool) {
         (api().set_bare)(bare);
     }

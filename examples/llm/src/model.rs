@@ -13,11 +13,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::f16;
+use outcore::Bytes;
 use parking_lot::Mutex;
 
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::{Config, RopePairs};
-use crate::dtype::WeightType;
+use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
@@ -29,16 +30,6 @@ use crate::weights::{Step, TensorId, WeightInfo, Weights};
 const SORTED: usize = 8;
 /// The attention of so many tokens of a session is one thread's work, where there are other sessions for the others.
 const PART_FEW: usize = 8;
-
-/// How the cache of keys and values stores its elements.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KvType {
-    /// Four bytes an element.
-    #[default]
-    F32,
-    /// Two bytes an element.
-    F16,
-}
 
 /// How a model computes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -527,6 +518,62 @@ pub struct PassTime {
     pub waited: Duration,
 }
 
+/// What the host did for the passes of a session on a GPU, and what the GPU read for them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PassCounts {
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Kernels that were launched one by one.
+    pub launches: u64,
+    /// Graphs that were launched.
+    pub graph_launches: u64,
+    /// Kernels and copies in these graphs.
+    pub graph_nodes: u64,
+    /// How often the thread waited for the GPU.
+    pub synchronisations: u64,
+    /// Sets of weights that were pinned.
+    pub pins: u64,
+    /// Processor time of the thread.
+    pub host: Duration,
+    /// Bytes of weights, keys and values that the passes read: counted, not measured.
+    pub read: Bytes,
+}
+
+impl std::ops::Add for PassCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            passes: self.passes + other.passes,
+            launches: self.launches + other.launches,
+            graph_launches: self.graph_launches + other.graph_launches,
+            graph_nodes: self.graph_nodes + other.graph_nodes,
+            synchronisations: self.synchronisations + other.synchronisations,
+            pins: self.pins + other.pins,
+            host: self.host + other.host,
+            read: self.read + other.read,
+        }
+    }
+}
+
+impl std::ops::Sub for PassCounts {
+    type Output = Self;
+
+    /// What was added since `earlier`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            passes: self.passes - earlier.passes,
+            launches: self.launches - earlier.launches,
+            graph_launches: self.graph_launches - earlier.graph_launches,
+            graph_nodes: self.graph_nodes - earlier.graph_nodes,
+            synchronisations: self.synchronisations - earlier.synchronisations,
+            pins: self.pins - earlier.pins,
+            host: self.host.saturating_sub(earlier.host),
+            read: self.read.saturating_sub(earlier.read),
+        }
+    }
+}
+
 /// Where a session's keys and values are.
 enum Keys {
     /// Of each layer, in memory of their own.
@@ -565,7 +612,7 @@ impl Session {
     pub fn paged(model: Arc<Model>, keys: PagedKeys) -> Result<Self> {
         let capacity = model.config().context;
         let len = keys.sequence().len() as usize;
-        keys.check(model.config())?;
+        keys.check(model.config(), &[KvType::F32])?;
         Ok(Self { model, keys: Keys::Paged(keys), capacity, len, last: PassTime::default() })
     }
 

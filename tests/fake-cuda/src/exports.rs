@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::abi::*;
 use crate::driver::{Driver, lock, notify, reset, wait_at_most, wait_briefly};
 use crate::judge::{Space, Touch};
-use crate::module::{Declare, RunKernel, running_reach};
+use crate::module::{Declare, RunKernel, running_launch, running_reach};
 use crate::work::Reach;
 use crate::{event, graph, stream};
 
@@ -229,8 +229,9 @@ pub extern "C" fn fakecuda_blocking_events() -> u64 {
     lock().blocking_events
 }
 
-/// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page
-/// tables. Only a call's bookkeeping is left, so that the program above can be measured.
+/// Copies, fills, kernels and events end when they are submitted, do nothing, and are not judged; nor does a launch of
+/// a graph do anything. Mapping changes no page tables. Only the bookkeeping of calls is left, so that the program
+/// above can be measured.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_bare(bare: bool) {
     let mut driver = lock();
@@ -300,4 +301,20 @@ pub extern "C" fn fakecuda_pointer(address: u64, len: u64, write: bool) -> usize
         return 0;
     }
     driver.memory.shadow_of(address).unwrap_or(address) as usize
+}
+
+/// Called by a `run` function, for device memory at an address that the kernel has read from device memory, and could
+/// not declare: the host address. Null, and a finding, if the kernel may not touch it.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_touch(address: u64, len: u64, write: bool) -> usize {
+    let mut driver = lock();
+    let reach = Reach { address, len, write };
+    let touched = running_launch(|late| (late.op.what.clone(), driver.touch_late(late, reach)));
+    let text = match touched {
+        Some((_, Ok(place))) => return place as usize,
+        Some((what, Err(why))) => format!("{what}, at an address that it has read: {why}"),
+        None => format!("{len} bytes at {address:#x} were touched outside of a kernel"),
+    };
+    driver.judge.find("address", &text);
+    0
 }

@@ -165,10 +165,25 @@ impl Judge {
 
     /// Records what `op`, whose clock is `clock`, touches, and reports what conflicts with it.
     pub fn touch(&mut self, op: &Op, clock: &Clock, touches: &[Touch]) {
+        self.touch_where(op, clock, touches, |_| true);
+    }
+
+    /// As [`touch`](Self::touch), for what an operation tells only while it runs. Operations that were submitted behind
+    /// it are no earlier ones: `submitted` says how far each timeline was.
+    pub fn touch_late(&mut self, op: &Op, clock: &Clock, submitted: &[u64], touches: &[Touch]) {
+        self.touch_where(op, clock, touches, |other| {
+            submitted.get(other.timeline).is_some_and(|&number| other.number <= number)
+        });
+    }
+
+    fn touch_where(&mut self, op: &Op, clock: &Clock, touches: &[Touch], is_earlier: impl Fn(&Op) -> bool) {
         for touch in touches.iter().filter(|touch| touch.len > 0) {
             let end = touch.start + touch.len;
             let history = self.histories.entry(touch.space).or_default();
             for (earlier, wrote) in history.touch(touch.start, end, touch.write, op, clock) {
+                if !is_earlier(&earlier) {
+                    continue;
+                }
                 let place = match touch.space {
                     Space::Device(id) => format!("device memory {id}, bytes {}..{end}", touch.start),
                     Space::Host => format!("host memory {:#x}, {} bytes", touch.start, touch.len),

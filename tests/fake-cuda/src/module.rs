@@ -8,7 +8,9 @@ use std::fs::File;
 use std::sync::Arc;
 
 use crate::abi::*;
+use crate::clock::Clock;
 use crate::driver::{Guard, Need, enter, lock};
+use crate::judge::Op;
 use crate::stream;
 use crate::work::{Action, Reach, Work};
 
@@ -64,6 +66,22 @@ pub struct Launch {
 thread_local! {
     /// What the kernel that this thread runs has declared.
     static RUNNING: RefCell<Vec<Reach>> = const { RefCell::new(Vec::new()) };
+    /// The launch that this thread runs.
+    static LATE: RefCell<Option<Late>> = const { RefCell::new(None) };
+}
+
+/// A launch as the judge knows it, for what its kernel finds out only while it runs.
+pub struct Late {
+    pub op: Op,
+    pub clock: Clock,
+    /// What had been submitted to each timeline when the launch was. Operations behind that are ordered, if at all,
+    /// behind the launch.
+    pub submitted: Vec<u64>,
+}
+
+/// Gives `look` the launch that this thread runs; `None` outside of kernels.
+pub fn running_launch<T>(look: impl FnOnce(&Late) -> T) -> Option<T> {
+    LATE.with_borrow(|late| late.as_ref().map(look))
 }
 
 /// Looks at what the running kernel has declared.
@@ -90,14 +108,16 @@ impl Launch {
         self.with_raw(|raw| (self.kernel.declare)(raw, (&raw mut reach).cast(), self.kernel.argument));
         self.reach = reach;
     }
-    pub fn run(&self) -> Outcome {
+    pub fn run(&self, late: Late) -> Outcome {
         let gate = lock().config.gate.take();
         // A pipe that cannot be opened holds nothing up.
         if let Some(mut pipe) = gate.and_then(|path| File::open(path).ok()) {
             let _ = std::io::copy(&mut pipe, &mut std::io::sink());
         }
         RUNNING.set(self.reach.clone());
+        LATE.set(Some(late));
         self.with_raw(|raw| (self.kernel.run)(raw, self.kernel.argument));
+        LATE.set(None);
         Ok(())
     }
 }

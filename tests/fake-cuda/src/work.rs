@@ -11,7 +11,7 @@ use crate::clock::Clock;
 use crate::driver::{Driver, Guard, HOST_FUNCTION, InHostFunction, lock, notify};
 use crate::judge::{Op, Space, Touch};
 use crate::memory::Piece;
-use crate::module::Launch;
+use crate::module::{Late, Launch};
 use crate::stream::Run;
 
 /// A range of addresses that work reads or writes.
@@ -73,7 +73,7 @@ impl Work {
     }
     /// Whether only memory and time would show that it did not run.
     pub fn is_quiet(&self) -> bool {
-        matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. })
+        matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. } | Action::Launch(_))
     }
     pub fn mark(what: &str) -> Self {
         Self::new(what, Vec::new(), Action::Mark)
@@ -93,6 +93,17 @@ impl Driver {
         } else {
             Ok(Place::Host(address as usize))
         }
+    }
+
+    /// What a kernel touches at an address that it has found while it runs: checked against the mappings of this
+    /// moment. Where it is in the window, or in words why it may not be touched.
+    pub fn touch_late(&mut self, late: &Late, reach: Reach) -> Result<u64, String> {
+        let (touches, mappings) = self.touches(&[reach])?;
+        for mapping in mappings {
+            self.memory.used(mapping, late.op.timeline, late.op.number);
+        }
+        self.judge.touch_late(&late.op, &late.clock, &late.submitted, &touches);
+        Ok(self.memory.shadow_of(reach.address).unwrap_or(reach.address))
     }
 
     /// The ranges of `reach` as the judge counts them, and the mappings they lie in.
@@ -184,7 +195,9 @@ impl Driver {
             }
             Action::Launch(launch) => {
                 let launch = Arc::clone(launch);
-                Box::new(move || launch.run())
+                let submitted = self.timelines.iter().map(|timeline| timeline.submitted).collect();
+                let late = Late { op: op.clone(), clock: clock.clone(), submitted };
+                Box::new(move || launch.run(late))
             }
             &Action::HostFunction { function, argument } => {
                 let inside = InHostFunction { op: op.clone(), clock: clock.clone() };

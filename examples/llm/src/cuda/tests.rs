@@ -3,10 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "../../tests/cuda/emulated.rs"]
-mod emulated;
+pub(super) mod emulated;
 
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
-use emulated::{Driver, driver, skipped};
+use emulated::{Driver, driver};
 
 use super::gpu::Gpu;
 use super::kernels::{Attention, BLOCKS, Cache, Product, Table};
@@ -16,7 +16,7 @@ use crate::kernels::{dequantise, encode};
 use crate::sampler::{Draw, Sampler, argmax};
 
 /// Runs a test on a GPU with kernels.
-fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
+pub(super) fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
     let Some(driver) = driver(test) else { return };
     let Driver { device, kernels, .. } = &driver;
     body(&Gpu::open(device, kernels.as_deref()).unwrap());
@@ -24,12 +24,12 @@ fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
 }
 
 /// Device memory with these values.
-struct Memory<T> {
-    slice: CudaSlice<T>,
-    address: u64,
+pub(super) struct Memory<T> {
+    pub slice: CudaSlice<T>,
+    pub address: u64,
 }
 
-fn put<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, values: &[T]) -> Memory<T> {
+pub(super) fn put<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, values: &[T]) -> Memory<T> {
     // SAFETY: filled by the next line.
     let mut locked = unsafe { gpu.context.alloc_pinned_with_flags::<T>(values.len(), 0) }.unwrap();
     locked.as_mut_slice().unwrap().copy_from_slice(values);
@@ -39,13 +39,13 @@ fn put<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, values: &[T]) -> Memor
     Memory { slice, address }
 }
 
-fn room<T: DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, len: usize) -> Memory<T> {
+pub(super) fn room<T: DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, len: usize) -> Memory<T> {
     let slice = gpu.stream.alloc_zeros::<T>(len).unwrap();
     let address = slice.device_ptr(&gpu.stream).0;
     Memory { slice, address }
 }
 
-fn get<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, memory: &Memory<T>) -> Vec<T> {
+pub(super) fn get<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, memory: &Memory<T>) -> Vec<T> {
     // SAFETY: filled by the copy, which is waited for.
     let mut locked = unsafe { gpu.context.alloc_pinned_with_flags::<T>(memory.slice.len(), 0) }.unwrap();
     gpu.stream.memcpy_dtoh(&memory.slice, &mut locked).unwrap();
@@ -53,7 +53,7 @@ fn get<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, memory: &Memory<T>) ->
     locked.as_slice().unwrap().to_vec()
 }
 
-fn numbers(len: usize, seed: u32) -> Vec<f32> {
+pub(super) fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -74,7 +74,7 @@ fn near(what: &str, got: &[f32], want: &[f32]) {
 }
 
 /// Rows of a type, as bytes and as numbers.
-fn rows_of(dtype: WeightType, rows: usize, k: usize, seed: u32) -> (Vec<u8>, Vec<f32>) {
+pub(super) fn rows_of(dtype: WeightType, rows: usize, k: usize, seed: u32) -> (Vec<u8>, Vec<f32>) {
     let mut bytes = Vec::new();
     encode(dtype, &numbers(rows * k, seed), &mut bytes);
     let mut values = vec![0f32; rows * k];
@@ -82,7 +82,7 @@ fn rows_of(dtype: WeightType, rows: usize, k: usize, seed: u32) -> (Vec<u8>, Vec
     (bytes, values)
 }
 
-fn is_plain(dtype: WeightType) -> bool {
+pub(super) fn is_plain(dtype: WeightType) -> bool {
     matches!(dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16)
 }
 
@@ -149,52 +149,6 @@ fn every_weight_type_is_multiplied_with_one_vector_and_with_many() {
                     let expected: Vec<f32> =
                         start.iter().zip(&together[j * stride..]).map(|(start, sum)| start + sum).collect();
                     assert_eq!(get(gpu, &one), expected, "{dtype}, {k}, vector {j}");
-                }
-            }
-        }
-    });
-}
-
-/// cuBLAS's products, compared with sums in f64.
-#[test]
-fn cublas_multiplies_sixteen_bit_matrices_with_many_vectors() {
-    const NAME: &str = "cublas_multiplies_sixteen_bit_matrices_with_many_vectors";
-    on_gpu(NAME, |gpu| {
-        let Some(gemm) = &gpu.gemm else {
-            return skipped(NAME, "cublas", "there is no cuBLAS that works with this driver");
-        };
-        for dtype in [WeightType::F16, WeightType::BF16] {
-            for (k, rows, m) in [(77, 13, 11), (512, 21, 2), (1024, 64, 33)] {
-                let (bytes, weights) = rows_of(dtype, rows, k, 3);
-                // Vectors that the weights' type holds exactly.
-                let (x_bytes, x) = rows_of(dtype, m, k, 4);
-                let stride = rows + 3;
-                let start = numbers(m * stride, 5);
-                let want = |j: usize, r: usize, from: f32| -> f32 {
-                    let pairs = weights[r * k..(r + 1) * k].iter().zip(&x[j * k..(j + 1) * k]);
-                    (f64::from(from) + pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>()) as f32
-                };
-                let (w, vectors) = (put(gpu, &bytes), put(gpu, &x_bytes));
-                for accumulate in [false, true] {
-                    let out = put(gpu, &start);
-                    let product = Product {
-                        dtype,
-                        weights: w.address,
-                        k: k as u32,
-                        rows: rows as u32,
-                        x: vectors.address,
-                        m: m as u32,
-                        out: out.address,
-                        stride: stride as u32,
-                        accumulate,
-                    };
-                    gemm.multiply(&product).unwrap();
-                    let mut expected = start.clone();
-                    for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
-                        let from = if accumulate { start[j * stride + r] } else { 0.0 };
-                        expected[j * stride + r] = want(j, r, from);
-                    }
-                    near(&format!("cuBLAS, {dtype}, {rows} x {k} by {m}"), &get(gpu, &out), &expected);
                 }
             }
         }
@@ -432,46 +386,5 @@ fn tokens_are_drawn_as_the_host_draws_them() {
             assert!((end as usize) < n);
         }
         assert!(Sampler::new(1.0, 0).top_k(3).draw().is_none());
-    });
-}
-
-#[test]
-fn splitting_keeps_what_one_sixteen_bit_number_loses() {
-    on_gpu("splitting_keeps_what_one_sixteen_bit_number_loses", |gpu| {
-        let (m, k) = (4, 300);
-        let mut x = numbers(m * k, 14);
-        // Numbers above what f16 holds, numbers below it, and zeros.
-        x[k..2 * k].iter_mut().for_each(|x| *x *= 1e6);
-        x[2 * k..3 * k].iter_mut().for_each(|x| *x *= 1e-9);
-        x[3 * k..].fill(0.0);
-        let n = (m * k) as u64;
-        let input = put(gpu, &x);
-        let (high, low, scales) = (room::<u16>(gpu, m * k), room::<u16>(gpu, m * k), room::<f32>(gpu, m));
-        gpu.kernels.split_bf16(input.address, high.address, low.address, n).unwrap();
-        let wide = |bits: &u16| half::bf16::from_bits(*bits).to_f32();
-        let sums: Vec<f32> = get(gpu, &high).iter().zip(&get(gpu, &low)).map(|(h, l)| wide(h) + wide(l)).collect();
-        for (sums, x) in sums.chunks(k).zip(x.chunks(k)) {
-            near("bf16", sums, x);
-        }
-        gpu.kernels.split_f16(input.address, high.address, low.address, scales.address, m as u32, k as u32).unwrap();
-        let wide = |bits: &u16| half::f16::from_bits(*bits).to_f32();
-        let sums: Vec<f32> = get(gpu, &high).iter().zip(&get(gpu, &low)).map(|(h, l)| wide(h) + wide(l)).collect();
-        // The kernel puts the scales back, and adds to what is there.
-        let (products, out) = (put(gpu, &sums), put(gpu, &vec![0f32; m * k]));
-        let product = Product {
-            dtype: WeightType::F16,
-            weights: 0,
-            k: k as u32,
-            rows: k as u32,
-            x: 0,
-            m: m as u32,
-            out: out.address,
-            stride: k as u32,
-            accumulate: true,
-        };
-        gpu.kernels.unscale(products.address, scales.address, &product).unwrap();
-        for (sums, x) in get(gpu, &out).chunks(k).zip(x.chunks(k)) {
-            near("f16", sums, x);
-        }
     });
 }

@@ -16,8 +16,16 @@ use twox_hash::XxHash3_64;
 
 /// The files that the library is made of, by their places in the package. Their texts are in the test, which may run
 /// where no sources are, and must not hold a path of the machine that built it.
-const SOURCES: [(&str, &str); 3] = [
+const SOURCES: [(&str, &str); 11] = [
     ("src/cuda/kernels.cu", include_str!("../../src/cuda/kernels.cu")),
+    ("src/cuda/kernels/numbers.cu", include_str!("../../src/cuda/kernels/numbers.cu")),
+    ("src/cuda/kernels/weights.cu", include_str!("../../src/cuda/kernels/weights.cu")),
+    ("src/cuda/kernels/products.cu", include_str!("../../src/cuda/kernels/products.cu")),
+    ("src/cuda/kernels/layers.cu", include_str!("../../src/cuda/kernels/layers.cu")),
+    ("src/cuda/kernels/attention.cu", include_str!("../../src/cuda/kernels/attention.cu")),
+    ("src/cuda/kernels/choosing.cu", include_str!("../../src/cuda/kernels/choosing.cu")),
+    ("src/cuda/kernels/old.cu", include_str!("../../src/cuda/kernels/old.cu")),
+    ("src/cuda/kernels/prefill.cu", include_str!("../../src/cuda/kernels/prefill.cu")),
     ("tests/cuda/emulation.h", include_str!("emulation.h")),
     ("tests/cuda/emulation.cpp", include_str!("emulation.cpp")),
 ];

@@ -5,6 +5,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -49,10 +50,13 @@ struct Fiber {
     bool started, ended;
     unsigned index, exchanges;
     Fiber *next;
+    // Copies that are on their way, and how many belong to each commit: the last one's are not committed yet.
+    std::vector<std::pair<void *, const void *>> copies;
+    std::vector<size_t> commits;
 };
 
 Lane *lane;
-Dim block;
+Dim block, grid;
 
 static std::vector<Fiber *> fibers;
 static std::vector<Warp> warps;
@@ -137,11 +141,43 @@ uint64_t exchange(unsigned mask, uint64_t mine, int distance) {
     return warp.slots[turn][other];
 }
 
+void copy_later(void *to, const void *from) {
+    if ((uintptr_t)to % 16 != 0 || (uintptr_t)from % 16 != 0) {
+        fail("a copy of 16 bytes that are not aligned");
+    }
+    lane->fiber->copies.push_back({to, from});
+}
+
+void commit() {
+    Fiber *self = lane->fiber;
+    size_t before = 0;
+    for (size_t count : self->commits) {
+        before += count;
+    }
+    self->commits.push_back(self->copies.size() - before);
+}
+
+void wait(unsigned pending) {
+    Fiber *self = lane->fiber;
+    while (self->commits.size() > pending) {
+        size_t count = self->commits.front();
+        for (size_t i = 0; i < count; i++) {
+            memcpy(self->copies[i].first, self->copies[i].second, 16);
+        }
+        self->copies.erase(self->copies.begin(), self->copies.begin() + (ptrdiff_t)count);
+        self->commits.erase(self->commits.begin());
+    }
+}
+
 // Every fiber's whole life: a lane of one block after another.
 static void run_lane() {
     for (;;) {
         kernel(arguments);
         Fiber *self = lane->fiber;
+        if (!self->copies.empty()) {
+            fail("a lane ends while its copies are on their way");
+        }
+        self->commits.clear();
         Warp &warp = warps[self->index / WARP];
         self->ended = true;
         leave(everyone);
@@ -190,20 +226,53 @@ static void run_block(unsigned threads) {
     }
 }
 
-static void run_grid(Dim grid, Dim threads, void (*what)(void *), void *with) {
+// ---- addresses that a kernel reads from memory ----
+
+// Ranges that the driver has allowed the running launch, by their starts, and where they are on the host.
+struct Reached {
+    uint64_t bytes;
+    bool write;
+    uintptr_t at;
+};
+static std::map<uint64_t, Reached> reached;
+// What a kernel that follows a wrong address reads and writes instead, so that the launch ends with the driver's finding
+// alone.
+static std::vector<char> nowhere;
+
+static uintptr_t (*touch)(uint64_t, uint64_t, bool);
+
+uintptr_t follow(uint64_t address, uint64_t bytes, bool write) {
+    auto known = reached.find(address);
+    if (known != reached.end() && known->second.bytes >= bytes && (known->second.write || !write)) {
+        return known->second.at;
+    }
+    uintptr_t at = touch(address, bytes, write);
+    if (at == 0) {
+        nowhere.resize(nowhere.size() < bytes ? bytes : nowhere.size());
+        return (uintptr_t)nowhere.data();
+    }
+    reached[address] = {bytes, write, at};
+    return at;
+}
+
+static void run_grid(Dim size, Dim threads, void (*what)(void *), void *with) {
     static std::mutex one;
     std::lock_guard<std::mutex> only(one);
-    if (threads.y != 1 || threads.z != 1 || grid.z != 1) {
-        fail("only blocks of one dimension and grids of two are emulated");
+    if (threads.y != 1 || threads.z != 1) {
+        fail("only blocks of one dimension are emulated");
     }
+    grid = size;
+    reached.clear();
     while (fibers.size() < threads.x) {
         fibers.push_back(new_fiber((unsigned)fibers.size()));
     }
     kernel = what;
     arguments = with;
-    for (block.y = 0; block.y < grid.y; block.y++) {
-        for (block.x = 0; block.x < grid.x; block.x++) {
-            run_block(threads.x);
+    for (block.z = 0; block.z < grid.z; block.z++) {
+        for (block.y = 0; block.y < grid.y; block.y++) {
+            for (block.x = 0; block.x < grid.x; block.x++) {
+                run_block(threads.x);
+            }
         }
     }
 }
@@ -337,6 +406,73 @@ static void reach_rms_norm(Reach &r, const float *x, const float *weight, float 
     r.writes(out, (u64)blocks * n);
 }
 
+static void reach_products(Reach &r, Products p) {
+    for (u32 i = 0; i < (p.after == AFTER_GATE ? 2 : 3); i++) {
+        const Matrix &matrix = p.matrices[i];
+        r.reads(matrix.weights, matrix.rows * bytes_of_row(matrix.dtype, p.k));
+        r.reads(matrix.bias, matrix.bias == nullptr ? 0 : bytes_of_row(matrix.bias_dtype, matrix.rows));
+        // Vector by vector, because what lies between belongs to other rows.
+        for (u32 j = 0; j < p.m && (i == 0 || p.after != AFTER_GATE); j++) {
+            r.writes(matrix.out + (u64)j * matrix.stride, matrix.rows);
+        }
+    }
+    r.reads(p.norm, p.norm == nullptr ? 0 : bytes_of_row(p.norm_dtype, p.k));
+    r.reads(p.rows, p.rows == nullptr ? 0 : p.m);
+    r.reads(p.x, (u64)(p.rows == nullptr ? p.m : p.vectors) * p.k);
+}
+
+static void reach_cached(Reach &r, const Cached &c) {
+    r.reads(c.table, (u64)c.sequences * c.stride);
+    r.reads(c.sequence_of, c.sequence_of == nullptr ? 0 : c.m);
+    r.reads(c.positions, c.m);
+}
+
+static void reach_turn(Reach &r, Turn a, Cached c) {
+    reach_cached(r, c);
+    r.writes(a.q, (u64)c.m * a.heads * c.head_size);
+    r.reads(a.k, (u64)c.m * c.heads * c.head_size);
+    r.reads(a.v, (u64)c.m * c.heads * c.head_size);
+    r.reads(a.q_norm, a.q_norm == nullptr ? 0 : bytes_of_row(a.q_norm_dtype, c.head_size));
+    r.reads(a.k_norm, a.k_norm == nullptr ? 0 : bytes_of_row(a.k_norm_dtype, c.head_size));
+    r.reads(a.frequencies, a.pairs);
+}
+
+// The rows of weights are followed.
+static void reach_embed(Reach &r, u64, const u32 *tokens, float *out, u32, u32, u32 k, u32 m) {
+    r.reads(tokens, m);
+    r.writes(out, (u64)m * k);
+}
+
+static void reach_attention_parts(Reach &r, Attention a, Cached c) {
+    reach_cached(r, c);
+    r.reads(a.q, (u64)c.m * a.heads * c.head_size);
+    r.writes(a.kept, (u64)c.m * a.heads * a.parts * (c.head_size + 2));
+    r.reads(a.out, 0);
+}
+
+static void reach_attention_merge(Reach &r, Attention a, Cached c) {
+    reach_cached(r, c);
+    r.reads(a.q, 0);
+    r.reads(a.kept, (u64)c.m * a.heads * a.parts * (c.head_size + 2));
+    r.writes(a.out, (u64)c.m * a.heads * c.head_size);
+}
+
+static void reach_attention_prompt(Reach &r, Attention a, Cached c) {
+    reach_cached(r, c);
+    r.reads(a.q, (u64)c.m * a.heads * c.head_size);
+    r.writes(a.kept, (u64)c.m * a.heads * 2);
+    r.writes(a.out, (u64)c.m * a.heads * c.head_size);
+}
+
+static void reach_choose(Reach &r, const float *logits, const Draw *draws, u32 *tokens, u32 *positions, u32 *said, u32 n,
+    u32 ring) {
+    r.reads(logits, (u64)blocks * n);
+    r.reads(draws, blocks);
+    r.writes(tokens, blocks);
+    r.writes(positions, blocks);
+    r.writes(said, (u64)blocks * ring);
+}
+
 static void reach_rope(Reach &r, float *x, const float *frequencies, u32 m, u32 heads, u32 head_size, u32 pairs, u32,
     u32) {
     r.writes(x, (u64)m * heads * head_size);
@@ -414,25 +550,34 @@ static void reach_sample(Reach &r, const float *logits, u32 *token, u32 n, float
     r.writes(token, 1);
 }
 
-static void reach_split_bf16(Reach &r, const float *x, u16 *high, u16 *low, u64 n) {
-    r.reads(x, n);
-    r.writes(high, n);
-    r.writes(low, n);
-}
+// Rows of `ld` numbers, all of which are written.
+#define TILE_OF_FORMAT(name, Format, number)                                                                           \
+    static void reach_tile_##name(Reach &r, const u8 *weights, u16 *out, u32 k, u32 rows, u32 ld) {                    \
+        r.reads(weights, rows * row_bytes(#name, k));                                                                  \
+        r.writes(out, (u64)rows * ld);                                                                                 \
+    }
 
-static void reach_split_f16(Reach &r, const float *x, u16 *high, u16 *low, float *scales, u32 k) {
+EACH_FORMAT(TILE_OF_FORMAT)
+
+static void reach_halves_f16(Reach &r, const float *x, u16 *out, float *scales, u32 k, u32 ld) {
     r.reads(x, (u64)blocks * k);
-    r.writes(high, (u64)blocks * k);
-    r.writes(low, (u64)blocks * k);
+    r.writes(out, (u64)blocks * ld);
     r.writes(scales, blocks);
 }
 
-static void reach_unscale(Reach &r, const float *products, const float *scales, float *out, u32 n, u32 stride, u32) {
-    r.reads(products, (u64)rows_of_blocks * n);
-    r.reads(scales, rows_of_blocks);
+static void reach_halves_bf16(Reach &r, const float *x, u16 *out, u32 k, u32 ld) {
+    r.reads(x, (u64)blocks * k);
+    r.writes(out, (u64)blocks * ld);
+}
+
+static void reach_unscale(Reach &r, const float *products, const float *scales, const float *bias, float *out, u32 n,
+    u32 pitch, u32 stride, u32) {
     for (unsigned j = 0; j < rows_of_blocks; j++) {
+        r.reads(products + (u64)j * pitch, n);
         r.writes(out + (u64)j * stride, n);
     }
+    r.reads(scales, scales != nullptr ? rows_of_blocks : 0);
+    r.reads(bias, bias != nullptr ? n : 0);
 }
 
 // ---- the table ----
@@ -475,6 +620,40 @@ template <class T> static T *translated(const Reach &reach, T *pointer) {
 }
 template <class T> static T translated(const Reach &, T value) {
     return value;
+}
+static Products translated(const Reach &reach, Products p) {
+    for (Matrix &matrix : p.matrices) {
+        if (matrix.rows != 0) {
+            matrix.weights = translated(reach, matrix.weights);
+            matrix.bias = translated(reach, matrix.bias);
+            matrix.out = p.after == AFTER_GATE && &matrix != p.matrices ? nullptr : translated(reach, matrix.out);
+        }
+    }
+    p.norm = translated(reach, p.norm);
+    p.rows = translated(reach, p.rows);
+    p.x = translated(reach, p.x);
+    return p;
+}
+static Cached translated(const Reach &reach, Cached c) {
+    c.table = translated(reach, c.table);
+    c.sequence_of = translated(reach, c.sequence_of);
+    c.positions = translated(reach, c.positions);
+    return c;
+}
+static Turn translated(const Reach &reach, Turn a) {
+    a.q = translated(reach, a.q);
+    a.k = translated(reach, a.k);
+    a.v = translated(reach, a.v);
+    a.q_norm = translated(reach, a.q_norm);
+    a.k_norm = translated(reach, a.k_norm);
+    a.frequencies = translated(reach, a.frequencies);
+    return a;
+}
+static Attention translated(const Reach &reach, Attention a) {
+    a.q = translated(reach, a.q);
+    a.kept = translated(reach, a.kept);
+    a.out = translated(reach, a.out);
+    return a;
 }
 // A block of a table need not begin a range: rows in its middle may be all that is touched. What is contiguous on the
 // device is contiguous here too.
@@ -551,16 +730,23 @@ struct Row {
 #define ENTRY(kernel, reach) \
     {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
 #define ONE(kernel) ENTRY(kernel, reach_##kernel)
-#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name)
+#define ATTENTION_TYPE(kernel, type)                                                                                   \
+    ENTRY(kernel##_##type##_64, reach_##kernel) ENTRY(kernel##_##type##_128, reach_##kernel)                           \
+    ENTRY(kernel##_##type##_256, reach_##kernel)
+#define ATTENTION_ROWS(kernel) ATTENTION_TYPE(kernel, f16) ATTENTION_TYPE(kernel, f32)
+#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name) ONE(tile_##name)
 
 static const Row TABLE[] = {
     ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
     ALL_OF(q3_k) ALL_OF(q4_k) ALL_OF(q5_k) ALL_OF(q6_k)
+    ENTRY(products_1, reach_products) ENTRY(products_8, reach_products)
+    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed)
+    ATTENTION_ROWS(attention_parts) ATTENTION_ROWS(attention_prompt) ONE(attention_merge) ONE(choose)
     ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
     ENTRY(attention_256, reach_attention) ONE(append_to_blocks)
     ENTRY(attention_to_blocks_64, reach_attention_to_blocks) ENTRY(attention_to_blocks_128, reach_attention_to_blocks)
-    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
-    ONE(split_f16) ONE(unscale)
+    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(halves_f16)
+    ONE(halves_bf16) ONE(unscale)
 };
 
 }  // namespace emulation
@@ -574,7 +760,8 @@ EXPORT bool emulated_kernels_register() {
     Register add_kernel = (Register)dlsym(RTLD_DEFAULT, "fakecuda_register_kernel");
     declare_range = (decltype(declare_range))dlsym(RTLD_DEFAULT, "fakecuda_declare");
     pointer_to = (decltype(pointer_to))dlsym(RTLD_DEFAULT, "fakecuda_pointer");
-    if (add_kernel == nullptr || declare_range == nullptr || pointer_to == nullptr) {
+    touch = (decltype(touch))dlsym(RTLD_DEFAULT, "fakecuda_touch");
+    if (add_kernel == nullptr || declare_range == nullptr || pointer_to == nullptr || touch == nullptr) {
         return false;
     }
     for (const Row &row : TABLE) {

@@ -23,6 +23,7 @@
 #define __syncthreads() emulation::barrier()
 #define threadIdx (emulation::lane->thread)
 #define blockIdx (emulation::block)
+#define gridDim (emulation::grid)
 
 struct alignas(16) float4 {
     float x, y, z, w;
@@ -39,11 +40,17 @@ struct Dim {
 
 struct Lane;
 extern Lane *lane;
-extern Dim block;
+extern Dim block, grid;
 
 void barrier();
 // Leaves `mine` for the other lanes of the warp and returns what lane `index ^ distance` has left.
 uint64_t exchange(unsigned mask, uint64_t mine, int distance);
+// Notes a copy of 16 bytes; it is made when the lane waits for the commit that it belongs to.
+void copy_later(void *to, const void *from);
+void commit();
+void wait(unsigned pending);
+// Where device memory is on the host, whose address a kernel read from memory.
+uintptr_t follow(uint64_t address, uint64_t bytes, bool write);
 
 // The part of a lane that kernels see.
 struct Visible {
@@ -69,9 +76,22 @@ template <class To, class From> inline To bits(From from) {
 inline float __int_as_float(int value) { return emulation::bits<float>(value); }
 inline float __uint_as_float(unsigned value) { return emulation::bits<float>(value); }
 inline unsigned __float_as_uint(float value) { return emulation::bits<unsigned>(value); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float float_of_half(unsigned short bits) { return emulation::float_of_half(bits); }
 inline unsigned short half_of_float(float value) { return emulation::half_of_float(value); }
+inline void copy_async(void *shared, const void *global) { emulation::copy_later(shared, global); }
+inline void copies_commit() { emulation::commit(); }
+template <int PENDING> inline void copies_wait() { emulation::wait(PENDING); }
+template <class T> inline const T *followed(uint64_t address, unsigned count) {
+    return (const T *)emulation::follow(address, (uint64_t)count * sizeof(T), false);
+}
+template <class T> inline T *followed_to_write(uint64_t address, unsigned count) {
+    return (T *)emulation::follow(address, (uint64_t)count * sizeof(T), true);
+}
 inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
     return emulation::bits<float>((unsigned)emulation::exchange(mask, emulation::bits<unsigned>(value), distance));
 }
