@@ -1,7 +1,8 @@
 //! What the CUDA driver says of the GPUs there are.
 
-use outcore::Result;
-use outcore_cuda::{CudaDeviceInfo, cuda_devices};
+use outcore::device::DeviceFactory;
+use outcore::{Bytes, Result};
+use outcore_cuda::{CudaDeviceInfo, CudaDeviceSelector, cuda_devices};
 
 use super::output::size;
 
@@ -13,17 +14,20 @@ pub struct Gpus {
     pub driver: Option<String>,
     /// Whether one of them can be a device.
     pub usable: bool,
+    /// What page tables take of a GPU's memory for a host tier of all memory that is free.
+    pub tables: Bytes,
 }
 
-/// Asks the driver.
+/// Asks the driver. `free` is the host's free memory.
 ///
 /// # Errors
 /// As [`cuda_devices`].
-pub fn gpus() -> Result<Gpus> {
+pub fn gpus(free: Bytes) -> Result<Gpus> {
     let devices = cuda_devices()?;
     let driver = devices.first().map(|gpu| format!("CUDA {}.{}", gpu.driver.0, gpu.driver.1));
     let usable = devices.iter().any(|gpu| gpu.virtual_memory);
-    Ok(Gpus { found: devices.iter().map(gpu).collect(), driver, usable })
+    let tables = CudaDeviceSelector::default().tables_of_host_memory(free);
+    Ok(Gpus { found: devices.iter().map(gpu).collect(), driver, usable, tables })
 }
 
 fn gpu(gpu: &CudaDeviceInfo) -> String {

@@ -127,6 +127,9 @@ struct Gpus {
     usable: bool,
     /// The reason why no GPU is usable.
     why_not: Option<String>,
+    /// What a GPU's page tables take of its memory, beside the device budget, for a host tier of all memory that is
+    /// free; `None` if no GPU is usable.
+    page_tables_for_free_memory_bytes: Option<u64>,
 }
 
 /// How long a trial file is written, how long it is read, and its largest size. Two directories then take at most two
@@ -199,7 +202,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
         io,
         mapped_files: mapped_files(),
         directories,
-        gpus: gpus(),
+        gpus: gpus(free),
         advice: Vec::new(),
     };
     diagnosis.advice = advice(&diagnosis, &machine);
@@ -310,11 +313,12 @@ fn huge_page_mode(file: &str) -> Option<String> {
 }
 
 /// Returns what the CUDA driver says or, without a driver, what the kernel knows.
-fn gpus() -> Gpus {
-    let error = match cuda::gpus() {
-        Ok(cuda::Gpus { found, driver, usable }) => {
+fn gpus(free: Bytes) -> Gpus {
+    let error = match cuda::gpus(free) {
+        Ok(cuda::Gpus { found, driver, usable, tables }) => {
             let why_not = (!usable).then(|| "no GPU has virtual memory management".to_owned());
-            return Gpus { found, driver, usable, why_not };
+            let page_tables_for_free_memory_bytes = usable.then(|| tables.get());
+            return Gpus { found, driver, usable, why_not, page_tables_for_free_memory_bytes };
         }
         Err(error) => error,
     };
@@ -334,7 +338,8 @@ fn gpus() -> Gpus {
     found.sort();
     let version = fs::read_to_string("/proc/driver/nvidia/version").ok();
     let driver = version.and_then(|text| text.lines().next().map(str::to_owned));
-    Gpus { found, driver, usable: false, why_not: Some(error.to_string()) }
+    let why_not = Some(error.to_string());
+    Gpus { found, driver, usable: false, why_not, page_tables_for_free_memory_bytes: None }
 }
 
 fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
@@ -481,6 +486,12 @@ impl Report for Diagnosis {
         }
         for line in self.gpus.driver.iter().map(|driver| format!("driver: {driver}")).chain(self.gpus.why_not.clone()) {
             facts.pair("", line);
+        }
+        if let Some(tables) = self.gpus.page_tables_for_free_memory_bytes {
+            let free = size(memory.headroom_bytes);
+            let text =
+                format!("page tables: a host tier of {free} takes {} of the GPU, beside the budget", size(tables));
+            facts.pair("", text);
         }
         let mut out = facts.text();
         out.push_str(if self.advice.is_empty() { "\nNothing to improve was found.\n" } else { "\nTo do better:\n" });

@@ -218,8 +218,9 @@ fn divide_of(
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
-/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. Where nobody asked
-/// for a page size, `page_of` says which one a device budget has.
+/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. `tables_of` says
+/// what the GPU's page tables take of its memory for host memory that it locks. Where nobody asked for a page size,
+/// `page_of` says which one a device budget has.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if
@@ -230,6 +231,7 @@ pub fn divide_gpu(
     working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
+    tables_of: impl Fn(Bytes) -> Bytes,
     page_of: impl Fn(Bytes) -> outcore::Result<PageSize>,
 ) -> crate::error::Result<Budgets> {
     let host = ProcessMemory::now()?.resident + OWN_GROWTH + STAGING + wishes.host;
@@ -242,7 +244,7 @@ pub fn divide_gpu(
         .into());
     }
     check_host(host, &MemoryLimit::detect()?)?;
-    divide_gpu_of(wishes, files, working, prompt, free, page_of)
+    divide_gpu_of(wishes, files, working, prompt, free, tables_of, page_of)
 }
 
 fn divide_gpu_of(
@@ -251,6 +253,7 @@ fn divide_gpu_of(
     working: impl Fn(usize) -> crate::error::Result<Bytes>,
     prompt: usize,
     free: Bytes,
+    tables_of: impl Fn(Bytes) -> Bytes,
     page_of: impl Fn(Bytes) -> outcore::Result<PageSize>,
 ) -> crate::error::Result<Budgets> {
     // More frames than the model has pages are of no use.
@@ -273,7 +276,9 @@ fn divide_gpu_of(
     });
     let least_page = wishes.page_size.unwrap_or(Bytes::new(PageSize::DEFAULT.bytes()));
     let asked = wishes.device.map(|asked| asked.min(pages));
-    let room = free.saturating_sub(GPU_HEADROOM);
+    let host = wishes.host.min(pages);
+    let beside_pages = GPU_HEADROOM + tables_of(host + STAGING);
+    let room = free.saturating_sub(beside_pages);
     let least = working(1)?;
     let for_activations = match asked {
         Some(device) => room.saturating_sub(device),
@@ -281,7 +286,7 @@ fn divide_gpu_of(
     };
     let pass = longest_pass(prompt, for_activations, &working)?;
     let taken = working(pass)?;
-    let besides = taken + GPU_HEADROOM;
+    let besides = taken + beside_pages;
     let left = free.saturating_sub(besides);
     let device = asked.unwrap_or_else(|| left.min(pages));
     if device > left {
@@ -306,7 +311,7 @@ fn divide_gpu_of(
         .into());
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
-    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), pass, working: taken })
+    Ok(Budgets { device, device_asked, host, pass, working: taken })
 }
 
 /// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of
@@ -391,13 +396,49 @@ mod tests {
         Ok(WORKING.bytes(pass))
     }
 
+    /// Eight bytes for each 4 KiB.
+    fn tables_of(host: Bytes) -> Bytes {
+        Bytes::new(host.get().div_ceil(512))
+    }
+
     fn divided_gpu(device: Option<Bytes>, free: Bytes) -> crate::error::Result<Budgets> {
+        divided_gpu_beside(Bytes::ZERO, device, free, Bytes::mib(97))
+    }
+
+    /// With a host tier, for a model of two files.
+    fn divided_gpu_beside(
+        host: Bytes,
+        device: Option<Bytes>,
+        free: Bytes,
+        model: Bytes,
+    ) -> crate::error::Result<Budgets> {
         // As a runtime chooses: 16 MiB, or less where the budget holds fewer than twelve.
         let page_of = |budget: Bytes| {
             let size = [16, 8, 4].map(Bytes::mib).into_iter().find(|size| budget.get() / size.get() >= 12);
             PageSize::new(size.unwrap_or(Bytes::mib(2)))
         };
-        divide_gpu_of(wishes(None, device), &[Bytes::mib(61), Bytes::mib(36)], on_gpu, WORKING.prompt, free, page_of)
+        let files = [Bytes::mib(61), model.saturating_sub(Bytes::mib(61))];
+        let wishes = Wishes { host, ..wishes(None, device) };
+        divide_gpu_of(wishes, &files, on_gpu, WORKING.prompt, free, tables_of, page_of)
+    }
+
+    /// The GPU's page tables for the host tier were left out: its memory then did not hold the whole of the tier's.
+    #[test]
+    fn regression_page_tables_for_the_host_tier_are_beside_the_pages_of_a_gpu() {
+        let (free, host, model) = (Bytes::mib(2000), Bytes::gib(64), Bytes::gib(100));
+        let tables = tables_of(host + STAGING);
+        assert!(tables > Bytes::mib(128));
+        let budgets = divided_gpu_beside(host, None, free, model).unwrap();
+        let all = budgets.device + budgets.working + GPU_HEADROOM + tables;
+        assert!(budgets.host == host && all <= free, "{budgets:?}");
+        // A budget that was asked for has to leave room for them.
+        let most = free.saturating_sub(WORKING.bytes(PASS_MIN) + GPU_HEADROOM + Bytes::mib(4));
+        let error = divided_gpu_beside(host, Some(most), free, model).unwrap_err().to_string();
+        assert!(error.contains("exceed") && error.contains("2.0 GiB"), "{error}");
+        divided_gpu_beside(Bytes::ZERO, Some(most), free, model).unwrap();
+        // No more of the tier is locked than the model has pages.
+        let small = divided_gpu_beside(host, None, free, Bytes::mib(97)).unwrap();
+        assert!(small.host < Bytes::mib(128), "{small:?}");
     }
 
     #[test]
@@ -406,7 +447,8 @@ mod tests {
         for free in 140..600 {
             let free = Bytes::mib(free);
             let budgets = divided_gpu(None, free).unwrap();
-            assert!(budgets.device + WORKING.bytes(budgets.pass) + GPU_HEADROOM <= free, "{free}: {budgets:?}");
+            let all = budgets.device + WORKING.bytes(budgets.pass) + GPU_HEADROOM + tables_of(STAGING);
+            assert!(all <= free, "{free}: {budgets:?}");
             assert!(budgets.pass >= PASS_MIN && budgets.pass <= WORKING.prompt, "{free}: {budgets:?}");
             passes.insert(budgets.pass);
         }

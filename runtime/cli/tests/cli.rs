@@ -1905,7 +1905,9 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     } else {
         assert!(disk["in_memory"] == true || disk["direct"] == false, "{disk}");
     }
-    assert!(found["gpus"]["usable"].as_bool().unwrap() != found["gpus"]["why_not"].is_string(), "{}", found["gpus"]);
+    let gpus = &found["gpus"];
+    assert!(gpus["usable"].as_bool().unwrap() != gpus["why_not"].is_string(), "{gpus}");
+    assert_eq!(gpus["usable"], gpus["page_tables_for_free_memory_bytes"].is_u64(), "{gpus}");
 
     // Either way it says so.
     let mapped = &found["mapped_files"];
@@ -1922,6 +1924,28 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     let file = dir.path().join("file");
     fs::write(&file, "x").unwrap();
     refused(&["doctor", "--dir", string(&file)], 1, &["not a directory"]);
+}
+
+/// A host tier takes memory of the GPU, too: a 512th of its size.
+#[cfg(feature = "cuda")]
+#[test]
+fn doctor_says_what_a_host_tier_takes_of_a_gpu() {
+    const TEST: &str = "doctor_says_what_a_host_tier_takes_of_a_gpu";
+    let driver = std::env::current_exe().unwrap().with_file_name("liboutcore_fake_cuda.so");
+    if !driver.exists() {
+        return outcore_testkit::fake_cuda::skipped(TEST, "emulated", "the emulated CUDA driver was not built");
+    }
+    let with_gpu = |arguments: &[&str]| {
+        let output = program().args(arguments).env("LD_PRELOAD", &driver).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let dir = scratch();
+    let found: Value = serde_json::from_str(&with_gpu(&["doctor", "--json", "--dir", string(dir.path())])).unwrap();
+    let free = found["memory"]["headroom_bytes"].as_u64().unwrap();
+    assert_eq!(found["gpus"]["page_tables_for_free_memory_bytes"], free.div_ceil(512), "{}", found["gpus"]);
+    let table = with_gpu(&["doctor", "--dir", string(dir.path())]);
+    assert!(table.contains("page tables: a host tier of") && table.contains("beside the budget"), "{table}");
 }
 
 /// `make test` builds the program once without the feature, for this test.

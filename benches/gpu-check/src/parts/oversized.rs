@@ -4,8 +4,10 @@
 //! this size could keep on the device, at the rate of one large copy; the bytes that neither tier could keep, at the
 //! rate of the disk. All are measured by the same run.
 
+use outcore::device::DeviceFactory;
 use outcore::store::{QueueDepth, probe_file};
 use outcore::{Bytes, IoBackend};
+use outcore_cuda::CudaDeviceSelector;
 
 use crate::Failure;
 use crate::Settings;
@@ -152,8 +154,12 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
         formula,
     );
     report.number("memory of the GPU that the runtime took", Unit::Bytes, &[used], None);
-    let formula = "(free before the runtime was opened - free after the last pass) / device budget";
-    let over = used / plan.device.get() as f64;
+    let formula = "(free before the runtime was opened - free after the last pass) / (device budget + the GPU's page \
+                   tables for the host tier and the staging buffers)";
+    let locked = plan.host + runtime.stats().memory.staging;
+    let tables = CudaDeviceSelector::default().tables_of_host_memory(locked);
+    report.number("page tables of the GPU for host memory", Unit::Bytes, &[tables.get() as f64], None);
+    let over = used / (plan.device + tables).get() as f64;
     report.verdict("memory of the GPU over the budget", over, Unit::Ratio, Goal::AtMost(1.01), formula);
     let stats = runtime.stats();
     if stats.traffic.peak_device > plan.device {

@@ -424,7 +424,8 @@ fn open_runtime(
             };
             let builder = builder.clone().device(args.device.factory());
             let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
-            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?, page_of)?
+            let tables_of = |host| args.device.factory().tables_of_host_memory(host);
+            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?, tables_of, page_of)?
         }
     };
     // A GPU has pages of its own size.
