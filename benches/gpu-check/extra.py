@@ -577,7 +577,7 @@ def moved(seen):
 # What a kernel is, what its name holds, and the tokens of the prompt in which it runs.
 KERNELS = [
     ("decode, a product", "matvec|products", 8),
-    ("prompt, a product", "matmul|tile_|gemm", 512),
+    ("prompt, a product", "matmul|products|gemm|nvjet|cutlass|xmma", 512),
     ("attention", "attention", 512),
 ]
 METRICS = {
@@ -602,10 +602,12 @@ def ncu(arguments):
     profiler, program, wrong = tool("ncu"), Generate(arguments), []
     path = made(arguments, LARGE)
     resident, _ = budgets(path)
+    # Kernels one by one, which the profiler counts as they are launched.
+    graphs = ["--no-graphs"] if "--no-graphs" in program.usage else []
     for what, names, prompt in KERNELS:
         # Not the first ones, which run with cold caches.
         command = [profiler, "--clock-control", "none", "--csv", "--kernel-name", f"regex:{names}", "--launch-skip", 20,
-                   "--launch-count", 1, "--metrics", ",".join(METRICS), *program.command(path, 4, prompt, *resident)]
+                   "--launch-count", 1, "--metrics", ",".join(METRICS), *program.command(path, 4, prompt, *resident, *graphs)]
         status, out, errors = run(command)
         kernel, metrics = profiled(out)
         if not metrics:

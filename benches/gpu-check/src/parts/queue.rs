@@ -133,6 +133,18 @@ fn of_kind(report: &mut Report<'_>, gpu: &Gpu, bench: &Bench, kind: Kind, most: 
     // Nanoseconds after that at which the present call began; all ones between calls.
     let (call_began, over) = (AtomicU64::new(u64::MAX), AtomicBool::new(false));
     let mut seen = [Longest::default(); 2];
+    let mut ask = |seen: &mut Longest| -> Result {
+        seen.calls += 1;
+        longest(&mut seen.query_other, || elsewhere.happened().map(drop))?;
+        longest(&mut seen.query_own, || behind.happened().map(drop))?;
+        longest(&mut seen.map, || {
+            range.map(0, &frame)?;
+            range.allow(0, granularity)?;
+            range.unmap(0, granularity)
+        })
+    };
+    // Once before: the other thread may be done before this one looks.
+    ask(&mut seen[0])?;
     let (submitted, watched) = std::thread::scope(|scope| {
         let submitter = scope.spawn(|| {
             let submit = || {
@@ -159,15 +171,7 @@ fn of_kind(report: &mut Report<'_>, gpu: &Gpu, bench: &Bench, kind: Kind, most: 
                 let began = call_began.load(Ordering::Relaxed);
                 let now = begun.elapsed().as_nanos() as u64;
                 let blocked = now.saturating_sub(began) > BLOCKED.as_nanos() as u64;
-                let seen = &mut seen[usize::from(blocked)];
-                seen.calls += 1;
-                longest(&mut seen.query_other, || elsewhere.happened().map(drop))?;
-                longest(&mut seen.query_own, || behind.happened().map(drop))?;
-                longest(&mut seen.map, || {
-                    range.map(0, &frame)?;
-                    range.allow(0, granularity)?;
-                    range.unmap(0, granularity)
-                })?;
+                ask(&mut seen[usize::from(blocked)])?;
                 // Paces the questions; nothing depends on how long it is.
                 std::thread::sleep(WATCH);
             }
