@@ -30,7 +30,7 @@ const QUERIES: u32 = 8;
 pub(super) const BLOCKS: usize = 64;
 
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-const INTERFACE: &str = "kernels_interface_3";
+pub(super) const INTERFACE: &str = "kernels_interface_3";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;

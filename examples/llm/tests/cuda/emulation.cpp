@@ -5,6 +5,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -693,6 +694,7 @@ template <class... A> struct Kind<void (*)(A...)> : Calls<A...> {};
 
 template <auto KERNEL, auto REACH> struct Entry {
     typedef Kind<decltype(KERNEL)> Of;
+    static inline std::atomic<bool> ran{false};
     static void declare(const Launch *launch, void *sink, size_t) {
         auto with = Of::parameters(launch);
         for (const Range &range : Of::template reach<REACH>(with).ranges) {
@@ -700,6 +702,7 @@ template <auto KERNEL, auto REACH> struct Entry {
         }
     }
     static void run(const Launch *launch, size_t) {
+        ran = true;
         auto with = Of::parameters(launch);
         Reach reach = Of::template reach<REACH>(with);
         auto here = std::apply([&](auto... all) { return std::make_tuple(translated(reach, all)...); }, with);
@@ -715,11 +718,13 @@ struct Row {
     Declare declare;
     Run run;
     std::string (*sizes)();
+    std::atomic<bool> *ran;
 };
 
 #define NAME(kernel) #kernel
-#define ENTRY(kernel, reach) \
-    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
+#define ENTRY(kernel, reach)                                                                                           \
+    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes,  \
+        &Entry<&kernel, &reach>::ran},
 #define ONE(kernel) ENTRY(kernel, reach_##kernel)
 #define ATTENTION_TYPE(kernel, type)                                                                                   \
     ENTRY(kernel##_##type##_64, reach_##kernel) ENTRY(kernel##_##type##_128, reach_##kernel)                           \
@@ -770,6 +775,18 @@ EXPORT const char *emulated_kernels_ptx() {
         }
         return all;
     }();
+    return text.c_str();
+}
+
+// The kernels that have run, a line each.
+EXPORT const char *emulated_kernels_that_ran() {
+    static std::string text;
+    text.clear();
+    for (const emulation::Row &row : emulation::TABLE) {
+        if (*row.ran) {
+            text += std::string(row.name) + "\n";
+        }
+    }
     return text.c_str();
 }
 
