@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the kernels of examples/llm for the GPUs named below, down to machine code, and fails on any warning and on
-# any register that is spilled. Leaves target/kernels/kernels.fatbin, which `generate --device cuda --kernels` takes,
-# and kernels.ptx. Needs the compilers of fetch_nvcc.sh, or NVCC, and a host compiler; no GPU.
+# any register that is spilled, and if the PTX that is part of the program is not that of the sources. Leaves
+# target/kernels/kernels.fatbin, which `generate --device cuda --kernels` takes. Needs the compilers of fetch_nvcc.sh,
+# or NVCC, and a host compiler; no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,10 +22,10 @@ log=$out/ptxas.log
     -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
     -gencode arch=compute_100,code=sm_100 -gencode arch=compute_100,code=compute_100 \
     "$source" >"$log" 2>&1 || { cat "$log" >&2; fail "the kernels do not compile without warnings"; }
-"$nvcc" -std=c++17 -ptx -arch=compute_80 -o "$out/kernels.ptx.tmp" "$source"
+# The PTX in the program: it comes out again, if the compiler is the one that made it.
+python3 scripts/kernels_ptx.py --compare
 
-count=$(grep -c '__global__ void' "$source" || true)
-[ "$count" -gt 0 ] || fail "$source has no kernels"
+grep -q '__global__ void' "${source%.cu}"/*.cu || fail "$source has no kernels"
 # What ptxas says of every kernel: none may spill.
 python3 - "$log" <<'PY'
 import re, sys
@@ -50,5 +51,4 @@ for gpu, all in sorted(per_gpu.items()):
     print(f"{gpu}: {len(all)} kernels, no spills; most registers {registers} ({name})")
 PY
 mv "$out/kernels.fatbin.tmp" "$out/kernels.fatbin"
-mv "$out/kernels.ptx.tmp" "$out/kernels.ptx"
 echo "$out/kernels.fatbin is there"

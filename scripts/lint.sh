@@ -7,6 +7,8 @@ say() { printf '\n== %s\n' "$1"; }
 
 say "structure"
 python3 scripts/check_tree.py
+say "the kernels' PTX is of their sources"
+python3 scripts/kernels_ptx.py
 say "shell scripts parse"
 for script in scripts/*.sh benches/gpu-check/run.sh .ci/run; do
     bash -n "$script"

@@ -258,6 +258,12 @@ impl Architecture {
         Ok(frequencies)
     }
 
+    /// The embedding of a token.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU asks"))]
+    pub fn embedding_step(&self, token: u32) -> Step {
+        (self.embedding.id, u64::from(token)..u64::from(token) + 1)
+    }
+
     /// The rows that a pass over `tokens` uses, in order. Of the embeddings these are the tokens' rows, ascending.
     /// `tile_rows` says how many rows of a tensor are a step.
     pub fn pass_order(&self, tokens: &[u32], tile_rows: impl Fn(TensorId) -> u64) -> Vec<Step> {

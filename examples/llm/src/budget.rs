@@ -5,6 +5,7 @@ use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
 use crate::config::Config;
 use crate::kernels;
+use crate::model::KvType;
 
 /// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
@@ -43,11 +44,11 @@ pub struct Budgets {
     pub working: Bytes,
 }
 
-/// Keys and values of a sequence of `context` tokens, as all sessions here keep them.
-pub fn keys_values(config: &Config, context: usize) -> Bytes {
+/// Keys and values of a sequence of `context` tokens, in elements of `kv`.
+pub fn keys_values(config: &Config, context: usize, kv: KvType) -> Bytes {
     let [kv_heads, head_dim, layers, context] =
         [config.kv_heads, config.head_dim, config.layers, context].map(|size| size as u128);
-    let bytes = 2 * layers * kv_heads * head_dim * context * size_of::<f32>() as u128;
+    let bytes = 2 * layers * kv_heads * head_dim * context * u128::from(kv.bytes());
     Bytes::new(u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
@@ -77,8 +78,9 @@ pub struct Working {
 
 impl Working {
     /// For a prompt of `prompt` tokens in a sequence of `context`, computed by `threads` threads. Keys and values of
-    /// `plain` tokens of it are in no page.
-    pub fn of(config: &Config, context: usize, plain: usize, prompt: usize, threads: usize) -> Self {
+    /// `plain` tokens of it are in no page, in
+    /// elements of `kv`.
+    pub fn of(config: &Config, context: usize, plain: usize, kv: KvType, prompt: usize, threads: usize) -> Self {
         // Wide enough for the product of any sizes that a configuration may have.
         let [dim, ffn, heads, kv_heads, head_dim, vocab, positions, threads] = [
             config.dim,
@@ -93,21 +95,21 @@ impl Working {
         .map(|size| size as u128);
         const FLOAT: u128 = size_of::<f32>() as u128;
         let bytes = |n: u128| Bytes::new(u64::try_from(n).unwrap_or(u64::MAX));
-        let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        let (q, k) = (heads * head_dim, kv_heads * head_dim);
         // The logits, their bytes for the hash, and the sampler's odds of 16 bytes each.
         let logits = 6 * vocab;
         let scores = threads * positions;
         // The copy of a vector that enters a matrix, laid out for the kernels.
         let copy = |elements: u128| elements * kernels::PREPARED_BYTES as u128 / FLOAT;
         // A product of several vectors exists twice for a while, by rows and by vectors.
-        let attention = 2 * (q + kv) + copy(q) + 2 * dim;
+        let attention = 2 * (q + k) + copy(q) + 2 * dim;
         let feed_forward = 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
         // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
-        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, plain).get()));
+        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, plain, kv).get()));
         Self { fixed, token, prompt }
     }
 

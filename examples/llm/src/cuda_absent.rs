@@ -12,7 +12,7 @@ use outcore::{Bytes, Error, ErrorKind};
 use crate::config::Config;
 use crate::error::Result;
 use crate::files::ModelFiles;
-use crate::model::PassTime;
+use crate::model::{KvType, PassCounts, PassTime};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
@@ -72,15 +72,20 @@ impl Gpu {
         Err(device.refused().into())
     }
 
-    /// Whether cuBLAS multiplies.
-    pub fn has_cublas(&self) -> bool {
+    /// Whether cuBLASLt multiplies prompts.
+    pub fn has_cublaslt(&self) -> bool {
         match self.0 {}
     }
 
-    /// The same GPU without cuBLAS.
+    /// The same GPU without cuBLASLt.
     #[must_use]
-    pub fn without_cublas(self) -> Self {
+    pub fn without_cublaslt(self) -> Self {
         self
+    }
+
+    /// Bytes a second that the GPU's memory can give.
+    pub fn bandwidth(&self) -> Option<u64> {
+        match self.0 {}
     }
 
     /// Memory of the GPU that nobody has taken.
@@ -120,7 +125,7 @@ impl CudaSession {
     ///
     /// # Errors
     /// `Unsupported`: this build cannot compute on a GPU.
-    pub fn memory(_config: &Config, _capacity: usize, _pass: usize) -> Result<Bytes> {
+    pub fn memory(_config: &Config, _capacity: usize, _pass: usize, _kv: KvType) -> Result<Bytes> {
         Gpu::open(&CudaDeviceSelector::default(), None).map(|gpu| match gpu.0 {})
     }
 
@@ -129,7 +134,7 @@ impl CudaSession {
     /// # Errors
     /// `Unsupported`: this build cannot compute on a GPU.
     pub fn paged_memory(config: &Config, pass: usize) -> Result<Bytes> {
-        Self::memory(config, 0, pass)
+        Self::memory(config, 0, pass, KvType::F32)
     }
 
     /// A sequence in blocks of a pool.
@@ -144,12 +149,38 @@ impl CudaSession {
     ///
     /// # Errors
     /// None in this build.
-    pub fn new(model: Arc<CudaModel>, _capacity: usize, _pass: usize) -> Result<Self> {
+    pub fn new(model: Arc<CudaModel>, _capacity: usize, _pass: usize, _kv: KvType) -> Result<Self> {
         match model.0 {}
     }
 
     /// What the last pass took.
     pub fn last_pass(&self) -> PassTime {
+        match self.0 {}
+    }
+
+    /// Whether passes of one token are launched as graphs.
+    pub fn use_graphs(&mut self, _whether: bool) {
+        match self.0 {}
+    }
+
+    /// What the host did for the passes so far.
+    pub fn counts(&self) -> PassCounts {
+        match self.0 {}
+    }
+
+    /// Reads tokens.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn read(&mut self, _tokens: &[u32]) -> Result<()> {
+        match self.0 {}
+    }
+
+    /// Reads tokens, and chooses the one that follows.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn next(&mut self, _tokens: &[u32], _sampler: &mut Sampler) -> Result<u32> {
         match self.0 {}
     }
 

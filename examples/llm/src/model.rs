@@ -9,10 +9,12 @@
 
 use std::mem::take;
 use std::ops::Range;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::f16;
+use outcore::Bytes;
 use parking_lot::Mutex;
 
 use crate::architecture::{Architecture, Linear, Op, tiles};
@@ -38,6 +40,28 @@ pub enum KvType {
     F32,
     /// Two bytes an element.
     F16,
+}
+
+impl KvType {
+    /// Bytes of an element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+}
+
+impl FromStr for KvType {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            _ => Err(Error::Invalid(format!("keys and values cannot be stored as {text:?}: choose f32 or f16"))),
+        }
+    }
 }
 
 /// How a model computes.
@@ -527,6 +551,62 @@ pub struct PassTime {
     pub waited: Duration,
 }
 
+/// What the host did for the passes of a session on a GPU, and what the GPU read for them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PassCounts {
+    /// Passes over the weights.
+    pub passes: u64,
+    /// Kernels that were launched one by one.
+    pub launches: u64,
+    /// Graphs that were launched.
+    pub graph_launches: u64,
+    /// Kernels and copies in these graphs.
+    pub graph_nodes: u64,
+    /// How often the thread waited for the GPU.
+    pub synchronisations: u64,
+    /// Sets of weights that were pinned.
+    pub pins: u64,
+    /// Processor time of the thread.
+    pub host: Duration,
+    /// Bytes of weights, keys and values that the passes read: counted, not measured.
+    pub read: Bytes,
+}
+
+impl std::ops::Add for PassCounts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            passes: self.passes + other.passes,
+            launches: self.launches + other.launches,
+            graph_launches: self.graph_launches + other.graph_launches,
+            graph_nodes: self.graph_nodes + other.graph_nodes,
+            synchronisations: self.synchronisations + other.synchronisations,
+            pins: self.pins + other.pins,
+            host: self.host + other.host,
+            read: self.read + other.read,
+        }
+    }
+}
+
+impl std::ops::Sub for PassCounts {
+    type Output = Self;
+
+    /// What was added since `earlier`.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            passes: self.passes - earlier.passes,
+            launches: self.launches - earlier.launches,
+            graph_launches: self.graph_launches - earlier.graph_launches,
+            graph_nodes: self.graph_nodes - earlier.graph_nodes,
+            synchronisations: self.synchronisations - earlier.synchronisations,
+            pins: self.pins - earlier.pins,
+            host: self.host.saturating_sub(earlier.host),
+            read: self.read.saturating_sub(earlier.read),
+        }
+    }
+}
+
 /// Where a session's keys and values are.
 enum Keys {
     /// Of each layer, in memory of their own.
@@ -565,7 +645,7 @@ impl Session {
     pub fn paged(model: Arc<Model>, keys: PagedKeys) -> Result<Self> {
         let capacity = model.config().context;
         let len = keys.sequence().len() as usize;
-        keys.check(model.config())?;
+        keys.check(model.config(), &[KvType::F32])?;
         Ok(Self { model, keys: Keys::Paged(keys), capacity, len, last: PassTime::default() })
     }
 

@@ -35,6 +35,17 @@ struct Declared {
     all_asked: bool,
 }
 
+/// Frames of the device tier.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU is divided by them"))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Frames {
+    pub count: u64,
+    /// Bytes of each.
+    pub page: u64,
+    /// Whether somebody waits for pages.
+    pub wanted: bool,
+}
+
 #[derive(Debug)]
 struct Tiled {
     whole: Tensor,
@@ -135,6 +146,36 @@ impl PagedWeights {
         let pin = self.runtime.pin_device_on(std::slice::from_ref(&*part), stream).wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(pin)
+    }
+
+    /// The tensors' parts that these steps are.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU pins several as a unit"))]
+    pub(crate) fn parts(&self, steps: &[Step]) -> Result<Vec<Tensor>> {
+        steps.iter().map(|(id, rows)| self.part(*id, rows).map(Cow::into_owned)).collect()
+    }
+
+    /// As [`pin_device_on`](Self::pin_device_on), for several [parts](Self::parts) as a unit.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU pins several as a unit"))]
+    pub(crate) fn pin_parts_on(&self, parts: &[Tensor], stream: &ComputeStream) -> Result<StreamPin> {
+        self.check_cancelled()?;
+        let since = Instant::now();
+        let pin = self.runtime.pin_device_on(parts, stream).wait()?;
+        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(pin)
+    }
+
+    /// The frames that there are now.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU is divided by them"))]
+    pub(crate) fn frames(&self) -> Frames {
+        let stats = self.runtime.stats();
+        let page = stats.page_size.bytes();
+        Frames { count: stats.device.1.get() / page, page, wanted: stats.waiting > 0 }
+    }
+
+    /// Whether everything fits the device budget that there was when the weights were opened.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a session on a GPU pins everything then"))]
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole
     }
 
     /// The runtime.

@@ -9,6 +9,7 @@ use crate::block_attention::HeadGroup;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernels::Level;
+use crate::model::KvType;
 use crate::pool::Pool;
 
 /// So many tokens of a block are never too many.
@@ -33,12 +34,17 @@ fn tokens_most(context: u64) -> u64 {
 /// 32 bits, in groups of one layer. A pass uses one layer after the other, so a context that does not fit is read once.
 /// If a page has room for more tokens of a layer than such sequences could use, a block has several layers.
 pub fn layout(config: &Config, runtime: &Runtime, context: u64) -> Result<KvLayout> {
-    layout_in(config, runtime.stats().page_size, context)
+    layout_of(config, runtime, context, KvType::F32)
 }
 
-/// The [`layout`] on a runtime with pages of this size.
-pub fn layout_in(config: &Config, page: PageSize, context: u64) -> Result<KvLayout> {
-    let shape = shape(config)?;
+/// The [`layout`], in elements of `kv`. Only a GPU computes with those of 16 bits.
+pub fn layout_of(config: &Config, runtime: &Runtime, context: u64, kv: KvType) -> Result<KvLayout> {
+    layout_in(config, runtime.stats().page_size, context, kv)
+}
+
+/// The [`layout_of`] on a runtime with pages of this size.
+pub fn layout_in(config: &Config, page: PageSize, context: u64, kv: KvType) -> Result<KvLayout> {
+    let shape = shape(config, kv)?;
     let tokens = page.bytes() / (2 * shape.row_bytes().get());
     let one_layer = |most| {
         let tokens = u32::try_from(tokens).ok().filter(|tokens| (8..=most).contains(&u64::from(*tokens)))?;
@@ -54,15 +60,22 @@ pub fn layout_in(config: &Config, page: PageSize, context: u64) -> Result<KvLayo
 /// The largest page size, up to `most`, with which [`layout`] has groups of one layer; no less than `least`. `most` for
 /// a model whose keys and values have no layout.
 pub fn page_size(config: &Config, context: u64, [least, most]: [PageSize; 2]) -> PageSize {
-    let Ok(shape) = shape(config) else { return most };
+    let Ok(shape) = shape(config, KvType::F32) else { return most };
     let room = 2 * shape.row_bytes().get() * (tokens_most(context) + 1) - 1;
     // What is too small for a page is below the least.
     PageSize::new(Bytes::new(1 << room.max(1).ilog2())).map_or(least, |size| size.min(most).max(least))
 }
 
-fn shape(config: &Config) -> Result<KvShape> {
+fn shape(config: &Config, kv: KvType) -> Result<KvShape> {
     let number = |n: usize| u32::try_from(n).map_err(|_| Error::Invalid(format!("{n} is too large for a model")));
-    Ok(KvShape::new(number(config.layers)?, number(config.kv_heads)?, number(config.head_dim)?, DType::F32)?)
+    Ok(KvShape::new(number(config.layers)?, number(config.kv_heads)?, number(config.head_dim)?, element(kv))?)
+}
+
+fn element(kv: KvType) -> DType {
+    match kv {
+        KvType::F32 => DType::F32,
+        KvType::F16 => DType::F16,
+    }
 }
 
 /// Keys and values of one sequence, in blocks of a pool.
@@ -111,15 +124,25 @@ impl PagedKeys {
         self.wave
     }
 
-    /// Refuses a pool whose layout is not [that](layout) of the model's keys and values.
-    pub(crate) fn check(&self, config: &Config) -> Result<()> {
+    /// How the pool stores elements. Refuses one whose layout is not [that](layout) of the model's keys and values, in
+    /// elements of one of `kinds`.
+    pub(crate) fn check(&self, config: &Config, kinds: &[KvType]) -> Result<KvType> {
         let shape = self.pool().layout().shape();
         let [layers, heads, head_dim] = [shape.layers(), shape.heads(), shape.head_dim()].map(|n| n as usize);
-        if (layers, heads, head_dim) == (config.layers, config.kv_heads, config.head_dim) && shape.dtype() == DType::F32
+        let kind = kinds.iter().find(|kind| element(**kind) == shape.dtype());
+        if let Some(kind) = kind
+            && (layers, heads, head_dim) == (config.layers, config.kv_heads, config.head_dim)
         {
-            return Ok(());
+            return Ok(*kind);
         }
-        let wanted = format!("{} layers of {} heads of {} F32", config.layers, config.kv_heads, config.head_dim);
+        let kinds: Vec<String> = kinds.iter().map(|kind| element(*kind).to_string()).collect();
+        let wanted = format!(
+            "{} layers of {} heads of {} {}",
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            kinds.join(" or ")
+        );
         Err(Error::Invalid(format!(
             "the pool is for {layers} layers of {heads} heads of {head_dim} {}, and the model has {wanted}: make its \
              layout with paged_kv::layout",

@@ -1,7 +1,7 @@
 //! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's,
 //! `generate` gives the same words, and what is not possible is refused with a remedy. The kernels run from their own
 //! source, compiled for the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one. The tests
-//! in `on_a_gpu`, here and in `blocks`, then run there; the others are about the emulated driver.
+//! in `on_a_gpu`, here, in `blocks` and in `graphs`, then run there; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,6 +9,10 @@
 mod blocks;
 #[path = "cuda/emulated.rs"]
 mod emulated;
+#[path = "cuda/graphs.rs"]
+mod graphs;
+#[path = "cuda/host_time.rs"]
+mod host_time;
 
 use std::io::{BufRead, BufReader, Read};
 use std::ops::{Deref, DerefMut};
@@ -96,7 +100,8 @@ fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: 
     let model = opened.runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&opened.runtime, &model, files)?);
     drop(model);
-    opened.session = Some(CudaSession::new(Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?), 32, pass)?);
+    let model = Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?);
+    opened.session = Some(CudaSession::new(model, 32, pass, KvType::F32)?);
     Ok(opened)
 }
 
@@ -231,7 +236,7 @@ mod on_a_gpu {
             let model = runtime.open_parsed(files.header().clone()).unwrap();
             let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
             let cuda = CudaModel::load(&files, Arc::new(weights), gpu).unwrap();
-            let mut session = CudaSession::new(Arc::new(cuda), 32, 8).unwrap();
+            let mut session = CudaSession::new(Arc::new(cuda), 32, 8, KvType::F32).unwrap();
             assert!(!flag.load(Ordering::SeqCst), "the flag is raised before the pass");
             assert!(matches!(session.forward(&PROMPT), Err(Error::Cancelled)), "{maps} pages into the pass");
             assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
@@ -251,7 +256,7 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas() {
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublaslt() {
         let Some(driver) = driver("prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas") else {
             return;
         };
@@ -260,30 +265,30 @@ mod on_a_gpu {
     }
 
     #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas() {
-        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas";
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt() {
+        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt";
         let Some(driver) = driver(name) else { return };
-        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublas();
+        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt();
         if has {
             prompts_of_sixteen_bit_weights(&driver, true);
         } else {
-            skipped(name, "cublas", "there is no cuBLAS that works with this driver");
+            skipped(name, "cublaslt", "there is no cuBLASLt that works with this driver");
         }
         driver.finish();
     }
 
     /// A prompt of several tokens: products with many vectors, by cuBLAS or by the kernels.
-    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublas: bool) {
+    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublaslt: bool) {
         let folder = tempfile::tempdir().unwrap();
         for dtype in [WeightType::F16, WeightType::BF16] {
             let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
             let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-            let gpu = if cublas { gpu } else { gpu.without_cublas() };
-            assert_eq!(gpu.has_cublas(), cublas);
+            let gpu = if cublaslt { gpu } else { gpu.without_cublaslt() };
+            assert_eq!(gpu.has_cublaslt(), cublaslt);
             let (want, _) = expected(&files);
             let mut session = session_on(driver, gpu, &files, 4, PROMPT.len()).unwrap();
             let what =
-                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublas { "cuBLAS" } else { "own kernels" });
+                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublaslt { "cuBLASLt" } else { "own kernels" });
             assert_near(&what, session.forward(&PROMPT).unwrap(), &want[0], 1e-3);
         }
     }
@@ -416,7 +421,8 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     let model = folder.path().join("m.gguf");
     Spec { context: 256, layers: 1, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
     let prompt = long_prompt(120);
-    let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", &prompt, "--tokens", "2", "--json"];
+    let args =
+        ["--model", model.to_str().unwrap(), "--prompt-tokens", &prompt, "--tokens", "2", "--json", "--logits-hash"];
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let run = |memory: &str, more: &[&str]| {
         let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;
@@ -429,8 +435,8 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     // The driver and cuBLAS leave room for two pages of this, if the prompt is read in parts.
     let cut = run("101", &[]).unwrap();
     assert_eq!(cut["device_budget_bytes"].as_u64().map(|bytes| bytes / PAGE), Some(2), "{cut}");
-    let uses = |run: &Value| run["ratio_uses"].as_u64().unwrap();
-    assert!(uses(&cut) > uses(&whole), "the prompt was read in one pass: {cut}");
+    let activations = |run: &Value| run["memory"]["activations_bytes"].as_u64().unwrap();
+    assert!(activations(&cut) < activations(&whole), "the prompt was read in one pass: {cut}");
     for field in ["tokens", "logits_xxh3"] {
         assert!(!whole[field].is_null() && cut[field] == whole[field], "{field}: {cut}");
     }
@@ -444,7 +450,7 @@ fn generate_keeps_keys_and_values_in_pages_of_a_gpu() {
     let model = folder.path().join("m.gguf");
     Spec { kv_heads: 4, vocab: 2000, ..spec(Arch::Llama, WeightType::F32) }.write_gguf(&model).unwrap();
     let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", "5,9,2,77,1999,4", "--tokens", "6", "--json"];
-    let args = [&args[..], &["--paged-kv"]].concat();
+    let args = [&args[..], &["--paged-kv", "--logits-hash"]].concat();
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let run = |more: &[&str]| {
         let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;
@@ -588,16 +594,21 @@ fn nvrtc(test: &str) -> Option<PathBuf> {
     None
 }
 
+/// The PTX in the program is of the sources that the emulated driver runs: names and parameters agree.
 #[test]
-fn without_nvrtc_kernels_have_to_be_named() {
+fn without_nvrtc_the_program_has_kernels_of_its_own() {
     if cudarc_finds_nvrtc() {
         eprintln!("SKIPPED: there is an NVRTC on this machine's library path");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let args = ["--model", "m.gguf", "--prompt-tokens", "1", "--device", "cuda"];
+    let model = folder.path().join("m.gguf");
+    spec(Arch::Llama, WeightType::Q4_K).write_gguf(&model).unwrap();
+    let args =
+        ["--model", model.to_str().unwrap(), "--prompt-tokens", "1,2,3", "--tokens", "2", "--device", "cuda", "--json"];
     let Some(mut command) = generate(folder.path(), &args) else { return };
-    refused(&command.output().unwrap(), &["libnvrtc.so", "LD_LIBRARY_PATH", "fetch_nvcc.sh", "--kernels FILE"]);
+    assert_eq!(json_of(&command.output().unwrap())["tokens"].as_array().map(Vec::len), Some(2));
+    assert!(!folder.path().join("outcore").exists(), "nothing was compiled, and yet there is a cache");
 }
 
 fn cudarc_finds_nvrtc() -> bool {

@@ -312,6 +312,9 @@ pub extern "C" fn cuGraphLaunch(executable: u64, stream: u64) -> CuResult {
             stream::wait_for(driver, timeline, other, number, &clock);
         }
         stream::submit(driver, handle, Work::mark("cuGraphLaunch"))?;
+        if driver.config.bare {
+            return Ok(());
+        }
         let base = driver.timelines[timeline].tail.clone();
         let mut clocks: Vec<Clock> = Vec::with_capacity(graph.len());
         for node in graph.iter() {
@@ -336,6 +339,18 @@ pub extern "C" fn cuGraphLaunch(executable: u64, stream: u64) -> CuResult {
             executable.last = Some((timeline, submitted, tail));
         }
         Ok(())
+    })
+}
+
+/// Only counts them: nodes have no handles here.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuGraphGetNodes(graph: u64, nodes: usize, count: Out<usize>) -> CuResult {
+    enter("cuGraphGetNodes", Need::Context, |driver| {
+        let graph = driver.graphs.graphs.get(&graph).ok_or(ERROR_INVALID_VALUE)?;
+        if nodes != 0 {
+            return Err(ERROR_NOT_SUPPORTED);
+        }
+        count.set(graph.len())
     })
 }
 

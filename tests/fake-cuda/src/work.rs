@@ -73,7 +73,7 @@ impl Work {
     }
     /// Whether only memory and time would show that it did not run.
     pub fn is_quiet(&self) -> bool {
-        matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. })
+        matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. } | Action::Launch(_))
     }
     pub fn mark(what: &str) -> Self {
         Self::new(what, Vec::new(), Action::Mark)

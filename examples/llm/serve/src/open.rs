@@ -12,7 +12,7 @@ use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvLayout, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
 use outcore_llm::{
-    ChatTemplate, Config, Error, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
+    ChatTemplate, Config, Error, KvType, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
 };
 
 use crate::args::Args;
@@ -159,7 +159,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         None => (memory.get() / LOGITS_PART / row.max(1)).clamp(CONCURRENCY[0], CONCURRENCY[1]) as usize,
     };
     let room = Bytes::new((memory.get() / REQUESTS_PART).clamp(REQUESTS[0], REQUESTS[1]));
-    let mut working = Working::of(&config, context, 0, PROMPT_TOKENS + concurrency + drafts, threads);
+    let mut working = Working::of(&config, context, 0, KvType::F32, PROMPT_TOKENS + concurrency + drafts, threads);
     // Each thread that chooses a token has the odds of all, and perhaps their order.
     let choosing = (threads.min(concurrency) as u64 - 1) * config.vocab as u64 * CHOOSING;
     working.fixed =

@@ -1,5 +1,5 @@
 //! The kernels as code that the driver can load: a file that was compiled before, or the source through NVRTC, with a
-//! cache of what NVRTC made.
+//! cache of what NVRTC made, or the PTX that is part of the program.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ const SOURCE: &str = concat!(
     include_str!("kernels/layers.cu"),
     include_str!("kernels/attention.cu"),
     include_str!("kernels/choosing.cu"),
-    include_str!("kernels/old.cu"),
+    include_str!("kernels/prefill.cu"),
 );
 
 /// Compiled kernels.
@@ -30,7 +30,11 @@ pub(super) struct Code {
     pub origin: String,
 }
 
-/// The kernels for a GPU, from `file` or by NVRTC.
+/// The kernels as PTX for the oldest GPUs that are supported, where there is no NVRTC. `scripts/kernels_ptx.py` makes
+/// the file, and lint compares it with the sources.
+const PTX: &str = include_str!("kernels.ptx");
+
+/// The kernels for a GPU: from `file`, or by NVRTC, or, where it is absent or does not know the GPU, from the program.
 pub(super) fn kernels(gpu: &CudaDeviceInfo, file: Option<&Path>) -> Result<Code> {
     if let Some(file) = file {
         let image = std::fs::read(file).map_err(|cause| {
@@ -40,14 +44,17 @@ pub(super) fn kernels(gpu: &CudaDeviceInfo, file: Option<&Path>) -> Result<Code>
         return Ok(Code { image, origin: file.display().to_string() });
     }
     // SAFETY: opens libnvrtc and closes it again; its initialisers are trusted as the driver's are.
-    if !unsafe { nvrtc::sys::is_culib_present() } {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "the kernels cannot be compiled: there is no NVRTC here (libnvrtc.so)",
-        )
-        .remedy("put the folder of libnvrtc.so on LD_LIBRARY_PATH (scripts/fetch_nvcc.sh gets one), or name kernels compiled before by --kernels FILE")
-        .into());
+    if unsafe { nvrtc::sys::is_culib_present() } {
+        match of_nvrtc(gpu) {
+            Ok(code) => return Ok(code),
+            Err(error) => tracing::warn!(%error, "the kernels are taken from this program's own PTX"),
+        }
     }
+    Ok(Code { image: PTX.into(), origin: "this program's own PTX".into() })
+}
+
+/// The kernels by NVRTC, which is there, or what it made before.
+fn of_nvrtc(gpu: &CudaDeviceInfo) -> Result<Code> {
     let architecture = format!("compute_{}{}", gpu.capability.0, gpu.capability.1);
     let (major, minor) = version()?;
     let origin = format!("NVRTC {major}.{minor} for {architecture}");

@@ -1,75 +1,296 @@
-//! Products of dense 16-bit matrices with many vectors by cuBLAS, where it is installed. Without it the kernels do it.
+//! Products of 16-bit matrices with many vectors by cuBLASLt, where it is installed. Without it the kernels do it.
 
+use std::collections::HashMap;
+use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::cublas::sys::{cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t, cudaDataType};
-use cudarc::cublas::{CudaBlas, result, sys};
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys::{self, cublasComputeType_t, cublasStatus_t, cudaDataType};
 use cudarc::driver::CudaStream;
 use outcore::{Error, ErrorKind};
+use parking_lot::Mutex;
 
-use super::kernels::Product;
-use crate::dtype::WeightType;
 use crate::error::Result;
 
-/// A cuBLAS handle on the stream that everything runs on.
-pub(super) struct Gemm(CudaBlas);
+/// The widest loads of the library's kernels, in bytes: more alignment than this is of no use.
+const WIDEST: u64 = 16;
+/// What the address of a workspace is a multiple of, in bytes.
+pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
+
+/// A type of 16-bit numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Half {
+    F16,
+    BF16,
+}
+
+/// Rows of 16-bit numbers, once or in batches. Distances are in numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Rows {
+    pub address: u64,
+    /// From one row to the next.
+    pub ld: u32,
+    /// From one batch to the next.
+    pub stride: u64,
+}
+
+/// How the first matrix of a product lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Side {
+    /// `rows` rows of `k`: weights, keys.
+    Rows,
+    /// `k` rows of `rows`: values.
+    Columns,
+}
+
+/// `out[b][j][r] = factor * sum over i of a[b][r][i] * x[b][j][i]`, or added to what is there. Sums are in f32.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Call {
+    pub half: Half,
+    pub side: Side,
+    pub a: Rows,
+    /// `m` rows of `k`.
+    pub x: Rows,
+    /// `m` rows of `rows` f32.
+    pub out: Rows,
+    pub rows: u32,
+    pub k: u32,
+    pub m: u32,
+    pub batches: u32,
+    pub factor: f32,
+    pub accumulate: bool,
+}
+
+/// Memory that the library's kernels use while they run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Workspace {
+    pub address: u64,
+    pub bytes: u64,
+}
+
+/// All that the choice of an algorithm depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Shape {
+    half: Half,
+    side: Side,
+    /// Rows, k, m, batches.
+    extents: [u32; 4],
+    ld: [u32; 3],
+    strides: [u64; 3],
+    alignments: [u32; 3],
+    workspace: u64,
+}
+
+impl Shape {
+    fn of(call: &Call, workspace: u64) -> Self {
+        let all = [call.a, call.x, call.out];
+        Self {
+            half: call.half,
+            side: call.side,
+            extents: [call.rows, call.k, call.m, call.batches],
+            ld: all.map(|rows| rows.ld),
+            strides: all.map(|rows| rows.stride),
+            alignments: all.map(|rows| alignment(rows.address)),
+            workspace,
+        }
+    }
+}
+
+/// The largest power of two that divides the address, as far as it matters.
+fn alignment(address: u64) -> u32 {
+    1 << (address | WIDEST).trailing_zeros()
+}
+
+/// One of the library's objects, which is given back.
+struct Object<T: Copy> {
+    handle: T,
+    destroy: unsafe fn(T) -> std::result::Result<(), CublasError>,
+}
+
+impl<T: Copy> Drop for Object<T> {
+    fn drop(&mut self) {
+        // SAFETY: the object was made by the library and is given back once.
+        if let Err(error) = unsafe { (self.destroy)(self.handle) } {
+            tracing::debug!(?error, "cuBLASLt keeps an object");
+        }
+    }
+}
+
+/// What the library chose for a shape.
+struct Plan {
+    desc: Object<sys::cublasLtMatmulDesc_t>,
+    a: Object<sys::cublasLtMatrixLayout_t>,
+    x: Object<sys::cublasLtMatrixLayout_t>,
+    out: Object<sys::cublasLtMatrixLayout_t>,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+/// A cuBLASLt handle, and what it chose for the shapes it met.
+pub(super) struct Gemm {
+    /// `None` for shapes that the library has nothing for. Dropped before the handle.
+    plans: Mutex<HashMap<Shape, Option<Plan>>>,
+    handle: Object<sys::cublasLtHandle_t>,
+    stream: Arc<CudaStream>,
+}
+
+// SAFETY: NVIDIA allows calls with one handle from several threads, and descriptors that nobody changes may be read by
+// all. A plan is not changed once it is made, and is only reached under the lock.
+unsafe impl Send for Gemm {}
+// SAFETY: as above.
+unsafe impl Sync for Gemm {}
 
 impl Gemm {
-    /// `None` where there is no cuBLAS, or none that works.
+    /// `None` where there is no cuBLASLt, or none that works.
     pub fn open(stream: &Arc<CudaStream>) -> Option<Self> {
-        // SAFETY: opens libcublas and closes it again; its initialisers are trusted as the driver's are.
+        // SAFETY: opens libcublasLt and closes it again; its initialisers are trusted as the driver's are.
         if !unsafe { sys::is_culib_present() } {
+            tracing::info!(
+                "there is no cuBLASLt here (libcublasLt.so): own kernels multiply prompts, which takes longer"
+            );
             return None;
         }
-        match CudaBlas::new(stream.clone()) {
-            Ok(blas) => Some(Self(blas)),
+        match result::create_handle() {
+            Ok(handle) => {
+                let handle = Object { handle, destroy: result::destroy_handle };
+                Some(Self { plans: Mutex::default(), handle, stream: stream.clone() })
+            }
             Err(error) => {
-                tracing::warn!(?error, "cuBLAS cannot be used: own kernels multiply instead");
+                tracing::warn!(?error, "cuBLASLt cannot be used: own kernels multiply prompts, which takes longer");
                 None
             }
         }
     }
 
-    /// `out[j * stride + r] = sum of x[j * k + i] * w[r * k + i]` with `x` of the weights' 16-bit type; added to what
-    /// is in `out` where the product accumulates. Sums are in f32.
-    pub fn multiply(&self, p: &Product) -> Result<()> {
-        let kind = match p.dtype {
-            WeightType::F16 => cudaDataType::CUDA_R_16F,
-            _ => cudaDataType::CUDA_R_16BF,
-        };
-        let (one, beta) = (1f32, if p.accumulate { 1f32 } else { 0f32 });
-        // cuBLAS counts columns first: our rows of weights are columns of a k x rows matrix, which it transposes.
-        // SAFETY: the handle is alive; the three matrices are device memory of the sizes given (the session allocated
-        // `x` and `out`, the weights are pinned until the stream has passed); the constants are host memory that is
-        // read before the call returns.
-        let outcome = unsafe {
-            result::gemm_ex(
-                *self.0.handle(),
-                cublasOperation_t::CUBLAS_OP_T,
-                cublasOperation_t::CUBLAS_OP_N,
-                p.rows as i32,
-                p.m as i32,
-                p.k as i32,
-                (&raw const one).cast(),
-                p.weights as *const _,
-                kind,
-                p.k as i32,
-                p.x as *const _,
-                kind,
-                p.k as i32,
+    /// Queues a product; `false`, and nothing is queued, if the library has no kernel for it.
+    pub fn multiply(&self, call: &Call, workspace: Workspace) -> Result<bool> {
+        let shape = Shape::of(call, workspace.bytes);
+        let mut plans = self.plans.lock();
+        if !plans.contains_key(&shape) {
+            let plan = self.plan(&shape);
+            if let Err(error) = &plan {
+                tracing::warn!(?call, ?error, "cuBLASLt has no kernel for a product: own kernels multiply");
+            }
+            plans.insert(shape, plan.ok());
+        }
+        let Some(Some(plan)) = plans.get(&shape) else { return Ok(false) };
+        let beta = if call.accumulate { 1f32 } else { 0f32 };
+        // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given (the
+        // session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the
+        // algorithm was promised; the workspace is the session's; the constants are host memory that is read before
+        // the call returns.
+        let queued = unsafe {
+            result::matmul(
+                self.handle.handle,
+                plan.desc.handle,
+                (&raw const call.factor).cast(),
                 (&raw const beta).cast(),
-                p.out as *mut _,
-                cudaDataType::CUDA_R_32F,
-                p.stride as i32,
-                cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                call.a.address as *const c_void,
+                plan.a.handle,
+                call.x.address as *const c_void,
+                plan.x.handle,
+                call.out.address as *const c_void,
+                plan.out.handle,
+                call.out.address as *mut c_void,
+                plan.out.handle,
+                &raw const plan.algorithm,
+                workspace.address as *mut c_void,
+                workspace.bytes as usize,
+                self.stream.cu_stream().cast(),
             )
         };
-        outcome.map_err(|error| {
-            let message = format!("cuBLAS cannot multiply {} x {} by {} vectors: {:?}", p.rows, p.k, p.m, error.0);
-            Error::new(ErrorKind::Device, message)
-                .remedy("take libcublas off LD_LIBRARY_PATH: then this program's kernels multiply")
-                .into()
-        })
+        match queued {
+            Ok(()) => Ok(true),
+            // What the library knows only now: it is older than the GPU.
+            Err(
+                error @ CublasError(
+                    cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED | cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH,
+                ),
+            ) => {
+                tracing::warn!(?call, ?error, "cuBLASLt does not multiply on this GPU: own kernels do");
+                plans.insert(shape, None);
+                Ok(false)
+            }
+            Err(error) => Err(refused(call, error)),
+        }
     }
+
+    fn plan(&self, shape: &Shape) -> std::result::Result<Plan, CublasError> {
+        let half = match shape.half {
+            Half::F16 => cudaDataType::CUDA_R_16F,
+            Half::BF16 => cudaDataType::CUDA_R_16BF,
+        };
+        let [rows, k, m, batches] = shape.extents;
+        let single = cudaDataType::CUDA_R_32F;
+        // cuBLASLt counts columns first: our rows are its columns. What is in rows of k it transposes.
+        let desc = Object {
+            handle: result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, single)?,
+            destroy: result::destroy_matmul_desc,
+        };
+        let transposed = i32::from(shape.side == Side::Rows);
+        // SAFETY: the descriptor is alive; the value is an i32, as the attribute wants.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                desc.handle,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of::<i32>(),
+            )?;
+        }
+        let layout = |which: usize, kind, rows: u32, cols: u32| {
+            let handle = result::create_matrix_layout(kind, rows.into(), cols.into(), shape.ld[which].into())?;
+            let layout = Object { handle, destroy: result::destroy_matrix_layout };
+            let (count, stride) = (batches as i32, shape.strides[which] as i64);
+            // SAFETY: the layout is alive; the values are an i32 and an i64, as the attributes want.
+            unsafe {
+                use sys::cublasLtMatrixLayoutAttribute_t::{
+                    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                };
+                let (count_at, stride_at) = ((&raw const count).cast(), (&raw const stride).cast());
+                let set = result::set_matrix_layout_attribute;
+                set(handle, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, count_at, size_of::<i32>())?;
+                set(handle, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride_at, size_of::<i64>())?;
+            }
+            Ok::<_, CublasError>(layout)
+        };
+        let (a_rows, a_cols) = match shape.side {
+            Side::Rows => (k, rows),
+            Side::Columns => (rows, k),
+        };
+        let (a, x, out) = (layout(0, half, a_rows, a_cols)?, layout(1, half, k, m)?, layout(2, single, rows, m)?);
+        let preference = Object { handle: result::create_matmul_pref()?, destroy: result::destroy_matmul_pref };
+        let [of_a, of_x, of_out] = shape.alignments;
+        // SAFETY: everything is alive; the values are a usize and numbers of 32 bits, as the attributes want.
+        let found = unsafe {
+            use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+            let set = result::set_matmul_pref_attribute;
+            let bytes = shape.workspace as usize;
+            let most = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            set(preference.handle, most, (&raw const bytes).cast(), size_of::<usize>())?;
+            for (which, alignment) in [
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_a),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_x),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_out),
+                (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_out),
+            ] {
+                set(preference.handle, which, (&raw const alignment).cast(), size_of::<u32>())?;
+            }
+            result::get_matmul_algo_heuristic(
+                self.handle.handle,
+                desc.handle,
+                a.handle,
+                x.handle,
+                out.handle,
+                out.handle,
+                preference.handle,
+            )?
+        };
+        Ok(Plan { desc, a, x, out, algorithm: found.algo })
+    }
+}
+
+fn refused(call: &Call, error: CublasError) -> crate::error::Error {
+    let message = format!("cuBLASLt cannot multiply {} x {} by {} vectors: {:?}", call.rows, call.k, call.m, error.0);
+    Error::new(ErrorKind::Device, message)
+        .remedy("take libcublasLt off LD_LIBRARY_PATH: then this program's kernels multiply")
+        .into()
 }

@@ -2,9 +2,12 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::CUresult;
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, ValidAsZeroBits,
+};
 use cudarc::nvrtc::Ptx;
 use outcore::{Error, ErrorKind};
 
@@ -16,21 +19,16 @@ use crate::error::Result;
 use crate::sampler::Draw;
 
 /// As in `kernels.cu`.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
-const ROWS: u32 = 4;
-const VECTORS: u32 = 8;
 const FEW: u32 = 128;
 const ROWS_OF_ONE: u32 = 4;
 const ROWS_OF_SEVERAL: u32 = 2;
 const SEVERAL: u32 = 8;
 const QUERIES: u32 = 8;
-/// Blocks of keys and values that one launch is given at most; as in `kernels.cu`.
-pub(super) const BLOCKS: usize = 64;
-
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-pub(super) const INTERFACE: &str = "kernels_interface_3";
+pub(super) const INTERFACE: &str = "kernels_interface_5";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
@@ -49,37 +47,6 @@ pub(super) struct Product {
     pub out: u64,
     pub stride: u32,
     pub accumulate: bool,
-}
-
-/// The heads of a pass, and its positions.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Attention {
-    pub heads: u32,
-    pub kv_heads: u32,
-    pub head_dim: u32,
-    /// Positions before the pass, and of the pass.
-    pub past: u32,
-    pub m: u32,
-}
-
-/// The keys and values of a layer, in memory of their own: `[kv_head][capacity][head_dim]`.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Cache {
-    pub keys: u64,
-    pub values: u64,
-    pub capacity: u32,
-}
-
-/// The rows of a layer in blocks that follow one another.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Table {
-    /// Where the layer's keys begin in each block. Its values lie behind them. Beyond the blocks there are zeros.
-    pub rows: [u64; BLOCKS],
-    /// Blocks that there are, and the tokens of each.
-    pub count: u32,
-    pub block_tokens: u32,
-    /// The position of the first block's first token.
-    pub first: u32,
 }
 
 /// A range of a matrix's rows: `out[j * stride + r] = dot(row r, vector j)`.
@@ -245,7 +212,7 @@ unsafe impl ValidAsZeroBits for DeviceDraw {}
 /// `struct Matrix` of `kernels/products.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct RawMatrix {
+pub(super) struct RawMatrix {
     weights: u64,
     bias: u64,
     out: u64,
@@ -258,7 +225,7 @@ struct RawMatrix {
 /// `struct Products` of `kernels/products.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawProducts {
+pub(super) struct RawProducts {
     matrices: [RawMatrix; 3],
     x: u64,
     rows: u64,
@@ -274,7 +241,7 @@ struct RawProducts {
 /// `struct Cached` of `kernels/layers.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawCached {
+pub(super) struct RawCached {
     table: u64,
     sequence_of: u64,
     positions: u64,
@@ -291,7 +258,7 @@ struct RawCached {
 /// `struct Turn` of `kernels/layers.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawTurn {
+pub(super) struct RawTurn {
     q: u64,
     k: u64,
     v: u64,
@@ -309,7 +276,7 @@ struct RawTurn {
 /// `struct Attention` of `kernels/attention.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct RawAttention {
+pub(super) struct RawAttention {
     q: u64,
     out: u64,
     kept: u64,
@@ -331,20 +298,18 @@ unsafe impl DeviceRepr for RawTurn {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RawAttention {}
 
-enum Arg<'a> {
+pub(super) enum Arg<'a> {
     Address(u64),
     Word(u32),
     Long(u64),
     Float(f32),
-    Double(f64),
-    Rows(&'a [u64; BLOCKS]),
     Products(&'a RawProducts),
     Cached(&'a RawCached),
     Turn(&'a RawTurn),
     Attention(&'a RawAttention),
 }
 
-use Arg::{Address, Double, Float, Long, Rows, Word};
+use Arg::{Address, Float, Long, Word};
 
 impl Cached {
     fn raw(&self) -> RawCached {
@@ -388,32 +353,11 @@ fn number(dtype: WeightType) -> u32 {
     WeightType::ALL.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
 }
 
-/// What there is for one weight type.
-struct OfType {
-    /// One vector.
-    vector: CudaFunction,
-    /// Several.
-    matrix: CudaFunction,
-    decode: CudaFunction,
-}
-
 pub(super) struct Kernels {
-    /// In the order of [`WeightType::ALL`].
-    weights: Vec<OfType>,
+    decode: CudaFunction,
     rms_norm: CudaFunction,
-    rope: CudaFunction,
-    append: CudaFunction,
-    /// For heads of at most 64, 128 and 256 elements.
-    attention: [CudaFunction; 3],
-    append_to_blocks: CudaFunction,
-    attention_to_blocks: [CudaFunction; 3],
     silu_multiply: CudaFunction,
     add: CudaFunction,
-    argmax: CudaFunction,
-    sample: CudaFunction,
-    split_bf16: CudaFunction,
-    split_f16: CudaFunction,
-    unscale: CudaFunction,
     products: [CudaFunction; 2],
     turn: [CudaFunction; 2],
     embed: CudaFunction,
@@ -421,11 +365,16 @@ pub(super) struct Kernels {
     attention_prompt: OfElements,
     attention_merge: CudaFunction,
     choose: CudaFunction,
+    module: Arc<CudaModule>,
+    /// Where they come from, for errors.
+    origin: String,
     stream: Arc<CudaStream>,
+    /// Launches so far.
+    launched: AtomicU64,
 }
 
 /// Blocks of [`THREADS`] for `n` lanes.
-fn blocks(n: u64) -> u32 {
+pub(super) fn blocks(n: u64) -> u32 {
     n.div_ceil(u64::from(THREADS)) as u32
 }
 
@@ -445,22 +394,24 @@ impl Queries {
     }
 }
 
-impl Attention {
-    /// The kernel for heads of this size, of those for at most 64, 128 and 256 elements.
-    fn of_size<'a>(&self, [small, middle, large]: &'a [CudaFunction; 3]) -> &'a CudaFunction {
-        match self.head_dim {
-            0..=64 => small,
-            65..=128 => middle,
-            _ => large,
+/// The kernel `name` of a module that comes from `origin`.
+fn find(module: &Arc<CudaModule>, origin: &str, name: &str) -> outcore::Result<CudaFunction> {
+    module.load_function(name).map_err(|error| match error.0 {
+        CUresult::CUDA_ERROR_NOT_FOUND => {
+            Error::new(ErrorKind::Unsupported, format!("there is no kernel {name} in {origin}")).remedy(
+                "the file was made from other sources than this program: make it again with scripts/check_kernels.sh",
+            )
         }
-    }
-
-    fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
-    }
+        _ => failed(format!("find the kernel {name} in {origin}"), error),
+    })
 }
 
 impl Kernels {
+    /// The kernel `name`, for modules that have kernels of their own.
+    pub fn function(&self, name: &str) -> Result<CudaFunction> {
+        Ok(find(&self.module, &self.origin, name)?)
+    }
+
     pub fn load(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, code: &Code) -> Result<Self> {
         let origin = &code.origin;
         // PTX is text; the driver reads it to its first zero byte.
@@ -477,25 +428,12 @@ impl Kernels {
             | CUresult::CUDA_ERROR_INVALID_PTX
             | CUresult::CUDA_ERROR_INVALID_IMAGE => {
                 Error::new(ErrorKind::Unsupported, format!("the kernels from {origin} do not suit this GPU: {:?}", error.0))
-                    .remedy("make the file again with scripts/check_kernels.sh, or leave --kernels out where NVRTC is installed")
+                    .remedy("compile them for it (scripts/check_kernels.sh) and name them by --kernels FILE, or leave --kernels out where libnvrtc.so is on LD_LIBRARY_PATH")
             }
             _ => failed(format!("load the kernels from {origin}"), error),
         })?;
-        let function = |name: &str| {
-            module.load_function(name).map_err(|error| match error.0 {
-                CUresult::CUDA_ERROR_NOT_FOUND => {
-                    Error::new(ErrorKind::Unsupported, format!("there is no kernel {name} in {origin}"))
-                        .remedy("the file was made from other sources than this program: make it again with scripts/check_kernels.sh")
-                }
-                _ => failed(format!("find the kernel {name} in {origin}"), error),
-            })
-        };
+        let function = |name: &str| find(&module, origin, name);
         function(INTERFACE)?;
-        let mut weights = Vec::with_capacity(WeightType::ALL.len());
-        for dtype in WeightType::ALL {
-            let of = |what: &str| function(&format!("{what}_{}", dtype.to_string().to_ascii_lowercase()));
-            weights.push(OfType { vector: of("matvec")?, matrix: of("matmul")?, decode: of("decode")? });
-        }
         let of_elements = |name: &str| -> Result<OfElements> {
             let sizes = |element: &str| -> Result<[CudaFunction; 3]> {
                 let of = |size: u32| function(&format!("{name}_{element}_{size}"));
@@ -504,7 +442,7 @@ impl Kernels {
             Ok(OfElements { f16: sizes("f16")?, f32: sizes("f32")? })
         };
         Ok(Self {
-            weights,
+            decode: function("decode")?,
             products: [function("products_1")?, function("products_8")?],
             turn: [function("turn_f16")?, function("turn_f32")?],
             embed: function("embed")?,
@@ -513,27 +451,16 @@ impl Kernels {
             attention_merge: function("attention_merge")?,
             choose: function("choose")?,
             rms_norm: function("rms_norm")?,
-            rope: function("rope")?,
-            append: function("append")?,
-            attention: [function("attention_64")?, function("attention_128")?, function("attention_256")?],
-            append_to_blocks: function("append_to_blocks")?,
-            attention_to_blocks: [
-                function("attention_to_blocks_64")?,
-                function("attention_to_blocks_128")?,
-                function("attention_to_blocks_256")?,
-            ],
             silu_multiply: function("silu_multiply")?,
             add: function("add")?,
-            argmax: function("argmax")?,
-            sample: function("sample")?,
-            split_bf16: function("split_bf16")?,
-            split_f16: function("split_f16")?,
-            unscale: function("unscale")?,
+            module: module.clone(),
+            origin: origin.clone(),
             stream: stream.clone(),
+            launched: AtomicU64::new(0),
         })
     }
 
-    fn launch(
+    pub(super) fn launch(
         &self,
         what: &str,
         function: &CudaFunction,
@@ -558,8 +485,6 @@ impl Kernels {
                 Address(value) | Long(value) => launch.arg(value),
                 Word(value) => launch.arg(value),
                 Float(value) => launch.arg(value),
-                Double(value) => launch.arg(value),
-                Rows(value) => launch.arg(*value),
                 Arg::Products(value) => launch.arg(*value),
                 Arg::Cached(value) => launch.arg(*value),
                 Arg::Turn(value) => launch.arg(*value),
@@ -572,14 +497,18 @@ impl Kernels {
         // pinned until the stream has passed.
         let launched = unsafe { launch.launch(config) };
         launched.map_err(|error| failed(format!("start the kernel {what}"), error))?;
+        self.launched.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    fn of(&self, dtype: WeightType) -> Result<&OfType> {
-        let index = WeightType::ALL.iter().position(|one| *one == dtype);
-        index
-            .and_then(|index| self.weights.get(index))
-            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("there are no kernels for {dtype}")).into())
+    /// How many kernels were launched so far.
+    pub fn launched(&self) -> u64 {
+        self.launched.load(Ordering::Relaxed)
+    }
+
+    /// Of the last launches, so many were captured.
+    pub fn not_launched(&self, count: u64) {
+        self.launched.fetch_sub(count, Ordering::Relaxed);
     }
 
     /// Up to three matrices, of types of their own, times vectors, in one launch. A result's bits depend on its row and
@@ -714,127 +643,23 @@ impl Kernels {
 
     /// A matrix times vectors.
     pub fn multiply(&self, p: &Product) -> Result<()> {
-        let of = self.of(p.dtype)?;
-        let args = [
-            Address(p.weights),
-            Address(p.x),
-            Address(p.out),
-            Word(p.k),
-            Word(p.rows),
-            Word(p.m),
-            Word(p.stride),
-            Word(p.accumulate.into()),
-        ];
-        match p.m {
-            1 => self.launch("matvec", &of.vector, (p.rows.div_ceil(WARPS * ROWS), 1), THREADS, &args),
-            m => {
-                let grid = (p.rows.div_ceil(WARPS), m.div_ceil(VECTORS));
-                self.launch("matmul", &of.matrix, grid, THREADS, &args)
-            }
-        }
+        let Product { dtype, weights, rows, out, stride, .. } = *p;
+        let vectors = Vectors { x: p.x, k: p.k, m: p.m, rows: None, norm: None };
+        let after = if p.accumulate { After::Add } else { After::Store };
+        self.products(&[Matrix { dtype, weights, rows, bias: None, out, stride }], &vectors, after)
     }
 
     /// The `k` weights of a row as numbers.
     pub fn decode(&self, dtype: WeightType, row: u64, out: u64, k: u32) -> Result<()> {
         let grid = (blocks(u64::from(k).div_ceil(8)), 1);
-        self.launch("decode", &self.of(dtype)?.decode, grid, THREADS, &[Address(row), Address(out), Word(k)])
+        let args = [Address(row), Address(out), Word(number(dtype)), Word(k)];
+        self.launch("decode", &self.decode, grid, THREADS, &args)
     }
 
     /// `x / rms(x) * weight` for `vectors` vectors of `n`; `out` may be `x`.
     pub fn rms_norm(&self, x: u64, weight: u64, out: u64, vectors: u32, n: u32, epsilon: f32) -> Result<()> {
         let args = [Address(x), Address(weight), Address(out), Word(n), Float(epsilon)];
         self.launch("rms_norm", &self.rms_norm, (vectors, 1), THREADS, &args)
-    }
-
-    /// Turns `heads` heads at `x` for the positions of the pass.
-    pub fn rope(&self, x: u64, heads: u32, a: &Attention, frequencies: u64, pairs: u32, kind: RopePairs) -> Result<()> {
-        let lanes = u64::from(a.m) * u64::from(heads) * u64::from(pairs);
-        let halves = u32::from(kind == RopePairs::Halves);
-        let args = [
-            Address(x),
-            Address(frequencies),
-            Word(a.m),
-            Word(heads),
-            Word(a.head_dim),
-            Word(pairs),
-            Word(a.past),
-            Word(halves),
-        ];
-        self.launch("rope", &self.rope, (blocks(lanes), 1), THREADS, &args)
-    }
-
-    /// Stores the pass's keys and values.
-    pub fn append(&self, k: u64, v: u64, cache: &Cache, a: &Attention) -> Result<()> {
-        let lanes = u64::from(a.m) * u64::from(a.kv_heads) * u64::from(a.head_dim);
-        let args = [
-            Address(k),
-            Address(v),
-            Address(cache.keys),
-            Address(cache.values),
-            Word(a.m),
-            Word(a.kv_heads),
-            Word(a.head_dim),
-            Word(cache.capacity),
-            Word(a.past),
-        ];
-        self.launch("append", &self.append, (blocks(lanes), 1), THREADS, &args)
-    }
-
-    /// Attention of the pass's queries to all positions up to their own.
-    pub fn attend(&self, q: u64, out: u64, cache: &Cache, a: &Attention) -> Result<()> {
-        let args = [
-            Address(q),
-            Address(cache.keys),
-            Address(cache.values),
-            Address(out),
-            Word(a.m),
-            Word(a.heads),
-            Word(a.kv_heads),
-            Word(a.head_dim),
-            Word(cache.capacity),
-            Word(a.past),
-            Float(a.scale()),
-        ];
-        self.launch("attention", a.of_size(&self.attention), (a.heads, a.m), THREADS, &args)
-    }
-
-    /// Stores `count` keys and values of the pass into blocks, behind the first `filled` positions of the first block.
-    pub fn append_to_blocks(
-        &self,
-        (k, v): (u64, u64),
-        count: u32,
-        to: &Table,
-        filled: u32,
-        a: &Attention,
-    ) -> Result<()> {
-        let row = a.kv_heads * a.head_dim;
-        let args =
-            [Address(k), Address(v), Rows(&to.rows), Word(count), Word(row), Word(to.block_tokens), Word(filled)];
-        let grid = (blocks(u64::from(count) * u64::from(row)), 1);
-        self.launch("append_to_blocks", &self.append_to_blocks, grid, THREADS, &args)
-    }
-
-    /// Attention of the pass's queries to the positions of some blocks. Blocks are given in order, the first one at
-    /// position 0; `out` has the result of a query that all blocks up to its own position have been given to. Until
-    /// then `state`, of two numbers for each head of each query, and `out` are what the next call goes on from.
-    pub fn attend_to_blocks(&self, q: u64, out: u64, state: u64, to: &Table, a: &Attention) -> Result<()> {
-        let args = [
-            Address(q),
-            Rows(&to.rows),
-            Address(out),
-            Address(state),
-            Word(a.m),
-            Word(a.heads),
-            Word(a.kv_heads),
-            Word(a.head_dim),
-            Word(to.block_tokens),
-            Word(to.count),
-            Word(to.first),
-            Word(a.past),
-            Float(a.scale()),
-        ];
-        let kernel = a.of_size(&self.attention_to_blocks);
-        self.launch("attention_to_blocks", kernel, (a.heads, a.m), THREADS, &args)
     }
 
     /// `gate = silu(gate) * up`.
@@ -847,42 +672,5 @@ impl Kernels {
     pub fn add(&self, x: u64, y: u64, n: u64, period: u32) -> Result<()> {
         let args = [Address(x), Address(y), Long(n), Word(period)];
         self.launch("add", &self.add, (blocks(n), 1), THREADS, &args)
-    }
-
-    /// Chooses a token from `n` logits.
-    pub fn choose(&self, logits: u64, token: u64, n: u32, draw: Draw) -> Result<()> {
-        let mut args = vec![Address(logits), Address(token), Word(n)];
-        match draw {
-            Draw::Best => self.launch("argmax", &self.argmax, (1, 1), THREADS_ALL, &args),
-            Draw::Chance { temperature, uniform } => {
-                args.extend([Float(temperature), Double(uniform)]);
-                self.launch("sample", &self.sample, (1, 1), THREADS_ALL, &args)
-            }
-        }
-    }
-
-    /// `n` numbers as sums of two bf16 each.
-    pub fn split_bf16(&self, x: u64, high: u64, low: u64, n: u64) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Long(n)];
-        self.launch("split_bf16", &self.split_bf16, (blocks(n), 1), THREADS, &args)
-    }
-
-    /// `m` vectors of `k` as sums of two f16 each, times the vector's scale.
-    pub fn split_f16(&self, x: u64, high: u64, low: u64, scales: u64, m: u32, k: u32) -> Result<()> {
-        let args = [Address(x), Address(high), Address(low), Address(scales), Word(k)];
-        self.launch("split_f16", &self.split_f16, (m, 1), THREADS, &args)
-    }
-
-    /// Puts the scales back: `out[j * stride + i] = products[j * n + i] * scales[j]`, or added to that.
-    pub fn unscale(&self, products: u64, scales: u64, p: &Product) -> Result<()> {
-        let args = [
-            Address(products),
-            Address(scales),
-            Address(p.out),
-            Word(p.rows),
-            Word(p.stride),
-            Word(p.accumulate.into()),
-        ];
-        self.launch("unscale", &self.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
     }
 }

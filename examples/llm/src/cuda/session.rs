@@ -5,43 +5,50 @@
 //! are in blocks of a pool (`paged.rs`), or with everything else (what a pass computes, logits) in one allocation of
 //! plain device memory that the session makes when it begins.
 
-use std::ops::Range;
+use std::collections::HashSet;
+use std::future::Future;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
-use outcore::{Bytes, StreamPin};
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
+use outcore::{Bytes, ErrorKind, StreamPin};
 
 use super::failed::failed;
-use super::gpu::{Adopted, Gpu};
-use super::kernels::{Attention, Cache, HEAD_MAX, Product};
-use super::paged::{Operands, Paged};
-use crate::architecture::{Architecture, Linear, Op, tiles};
+use super::gpu::{Adopted, Gpu, Locked, thread_time};
+use super::graphs::{Graph, Graphs};
+use super::inputs::Inputs;
+use super::kernels::{Choice, DeviceDraw, Element, HEAD_MAX};
+use super::paged::Paged;
+use super::pass::{Blocks, Span};
+use super::places::Places;
+use super::step::{Piece, Schedule, Segment, Work};
+use crate::architecture::Architecture;
 use crate::config::Config;
-use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::model::PassTime;
+use crate::model::{KvType, PassCounts, PassTime};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
-use crate::weights::{WeightInfo, Weights};
+use crate::weights::{Step, Weights};
 
 /// Most tokens that are computed together. The kernels count them in a dimension of the grid that ends at 65535.
 const PASS_MAX: usize = 1 << 14;
-const FLOAT: u64 = size_of::<f32>() as u64;
-/// Alignment of everything in the session's memory, in bytes: a transaction of the GPU's memory.
-const ALIGNMENT: u128 = 256;
+/// While all weights are pinned, one pass in so many looks whether they may stay so.
+const LOOK_EVERY: u64 = 8;
 
 /// A model whose passes a GPU computes. Shared by any number of sessions.
 #[derive(Debug)]
 pub struct CudaModel {
-    arch: Architecture,
-    weights: Arc<PagedWeights>,
+    pub(super) arch: Architecture,
+    pub(super) weights: Arc<PagedWeights>,
+    pub(super) schedule: Schedule,
     /// The GPU's stream as the weights' runtime knows it.
     stream: Adopted,
-    gpu: Arc<Gpu>,
-    frequencies: Vec<f32>,
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) frequencies: Vec<f32>,
 }
 
 impl CudaModel {
@@ -49,8 +56,8 @@ impl CudaModel {
     /// factors of Llama 3 GGUF files.
     ///
     /// # Errors
-    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements; `InvalidArgument` if
-    /// the pages are not on `gpu`.
+    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements, and for weights that
+    /// begin where the kernels cannot read them; `InvalidArgument` if the pages are not on `gpu`.
     pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
         let arch = Architecture::new(files)?;
         let head = arch.config.head_dim;
@@ -69,7 +76,8 @@ impl CudaModel {
             Ok(values)
         })?;
         let stream = Adopted::new(&gpu, weights.runtime())?;
-        Ok(Self { arch, weights, stream, gpu, frequencies })
+        let schedule = Schedule::new(&arch, &weights)?;
+        Ok(Self { arch, weights, schedule, stream, gpu, frequencies })
     }
 
     /// Sizes and constants.
@@ -83,155 +91,42 @@ impl CudaModel {
     }
 }
 
-/// Where things lie in a session's memory, in bytes from its start. `[..]` are the shapes, in elements.
-#[derive(Clone, Copy, Debug)]
-struct Places {
-    /// The residual stream: `[pass x dim]`.
-    x: u64,
-    normed: u64,
-    q: u64,
-    k: u64,
-    v: u64,
-    mixed: u64,
-    gate: u64,
-    up: u64,
-    /// A norm's or a bias's numbers.
-    vector: u64,
-    frequencies: u64,
-    logits: u64,
-    token: u64,
-    /// `[layer][kv_head][capacity][head_dim]`; nothing where keys and values are in blocks.
-    keys: u64,
-    values: u64,
-    /// Where they are in blocks, what attention keeps between waves: `[pass][head][largest score, sum of shares]`.
-    state: u64,
-    /// 16-bit halves of a matrix's input, their scales, and products before these are put back; see [`Input`].
-    high: u64,
-    low: u64,
-    scales: u64,
-    products: u64,
-    total: u64,
-}
-
-impl Places {
-    /// For keys and values of `capacity` tokens; for none where they are in blocks.
-    fn new(c: &Config, capacity: Option<usize>, pass: usize) -> Result<Self> {
-        let (mut end, mut too_large) = (0u128, false);
-        let mut take = |extents: &[usize], bytes: u64| {
-            let size = extents.iter().try_fold(u128::from(bytes), |n, extent| n.checked_mul(*extent as u128));
-            let start = end;
-            match size.and_then(|size| end.checked_add(size.next_multiple_of(ALIGNMENT))) {
-                Some(next) if next <= i64::MAX as u128 => end = next,
-                _ => too_large = true,
-            }
-            start as u64
-        };
-        let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
-        let split = if pass > 1 { pass } else { 0 };
-        let (plain, waves) = capacity.map_or((0, pass), |capacity| (capacity, 0));
-        let places = Self {
-            x: take(&[pass, c.dim], FLOAT),
-            normed: take(&[pass, c.dim], FLOAT),
-            q: take(&[pass, q_dim], FLOAT),
-            k: take(&[pass, kv_dim], FLOAT),
-            v: take(&[pass, kv_dim], FLOAT),
-            mixed: take(&[pass, q_dim], FLOAT),
-            gate: take(&[pass, c.ffn_dim], FLOAT),
-            up: take(&[pass, c.ffn_dim], FLOAT),
-            vector: take(&[widest], FLOAT),
-            frequencies: take(&[c.rope_frequencies.len()], FLOAT),
-            logits: take(&[c.vocab], FLOAT),
-            token: take(&[1], FLOAT),
-            keys: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
-            values: take(&[c.layers, c.kv_heads, plain, c.head_dim], FLOAT),
-            state: take(&[waves, c.heads, 2], FLOAT),
-            high: take(&[split, widest], FLOAT / 2),
-            low: take(&[split, widest], FLOAT / 2),
-            scales: take(&[split], FLOAT),
-            products: take(&[split, widest], FLOAT),
-            total: 0,
-        };
-        let capacity = capacity.unwrap_or(c.context);
-        if too_large || u32::try_from(capacity).is_err() {
-            return Err(Error::Invalid(format!("a context of {capacity} is too large")));
-        }
-        Ok(Self { total: end as u64, ..places })
-    }
-
-    /// The places as addresses, for memory that begins at `base`.
-    fn at(self, base: u64) -> Self {
-        let Self { x, normed, q, k, v, mixed, gate, up, vector, frequencies, .. } = self;
-        let Self { logits, token, keys, values, state, high, low, scales, products, total, .. } = self;
-        Self {
-            x: base + x,
-            normed: base + normed,
-            q: base + q,
-            k: base + k,
-            v: base + v,
-            mixed: base + mixed,
-            gate: base + gate,
-            up: base + up,
-            vector: base + vector,
-            frequencies: base + frequencies,
-            logits: base + logits,
-            token: base + token,
-            keys: base + keys,
-            values: base + values,
-            state: base + state,
-            high: base + high,
-            low: base + low,
-            scales: base + scales,
-            products: base + products,
-            total,
-        }
-    }
-}
-
-/// Rows on the GPU, for kernels on the model's stream. When this is dropped, the rows stay pinned until what was
-/// launched so far has ended. Nobody waits for that.
-struct Pinned {
-    address: u64,
-    _pin: StreamPin,
-}
-
-/// `m` vectors that enter matrices. For cuBLAS they are split into pairs of 16-bit numbers, once however many matrices
-/// use them.
-struct Input {
-    x: u64,
-    m: u32,
-    k: u32,
-    split: Option<WeightType>,
-}
-
-impl Input {
-    fn new(x: u64, m: u32, k: usize) -> Self {
-        Self { x, m, k: k as u32, split: None }
-    }
-}
-
 /// Where a session's keys and values are.
-enum Keys {
-    /// In the session's memory, with room for `capacity` tokens.
-    Plain,
+pub(super) enum Keys {
+    /// In the session's memory, as one block of `capacity` tokens.
+    Plain(Element),
     /// In blocks of a pool.
     Paged(Paged),
 }
 
 /// One sequence of tokens being read or written, on a GPU.
+///
+/// If the device budget holds all weights of the model, the session pins them once, as soon as they are there, and not
+/// in every pass. They stay pinned until the session is [parked](Self::park) or dropped, or until a pass finds that the
+/// budget became too small, or that somebody waits for frames. Without that, weights are pinned layer by layer.
 pub struct CudaSession {
-    keys: Keys,
-    model: Arc<CudaModel>,
+    pub(super) keys: Keys,
+    pub(super) model: Arc<CudaModel>,
     /// Addresses within `memory`.
-    at: Places,
+    pub(super) at: Places,
     memory: CudaSlice<u8>,
-    /// The last pass's logits, and the token chosen from them.
-    logits: PinnedHostSlice<f32>,
-    token: PinnedHostSlice<u32>,
-    capacity: usize,
+    /// All weights, while they are pinned for the session.
+    resident: Option<StreamPin>,
+    /// The last pass's logits, if they have been copied, and the token chosen from them.
+    logits: Locked<f32>,
+    has_logits: bool,
+    draw: Locked<DeviceDraw>,
+    token: Locked<u32>,
+    pub(super) inputs: Inputs,
+    /// Whether copies from locked memory may be on their way.
+    in_flight: bool,
+    graphs: Graphs,
+    uses_graphs: bool,
+    pub(super) capacity: usize,
     pass: usize,
     len: usize,
     last: PassTime,
+    counts: PassCounts,
 }
 
 impl std::fmt::Debug for CudaSession {
@@ -247,6 +142,10 @@ impl Drop for CudaSession {
         if let Err(error) = self.model.stream.synchronize() {
             tracing::debug!(%error, "a session ends on a GPU that fails");
         }
+        // The graphs end in this context.
+        if let Err(error) = self.model.gpu.context.bind_to_thread() {
+            tracing::debug!(?error, "a session ends on a GPU that fails");
+        }
     }
 }
 
@@ -255,9 +154,9 @@ impl CudaSession {
     ///
     /// # Errors
     /// `Invalid` if that has no size.
-    pub fn memory(config: &Config, capacity: usize, pass: usize) -> Result<Bytes> {
+    pub fn memory(config: &Config, capacity: usize, pass: usize, kv: KvType) -> Result<Bytes> {
         let (capacity, pass) = clamped(config, capacity, pass);
-        Ok(Bytes::new(Places::new(config, Some(capacity), pass)?.total))
+        Ok(Bytes::new(Places::new(config, Some(capacity), pass, kv)?.total))
     }
 
     /// Device memory that a session takes beside the blocks of its pool, of which `pass` tokens are computed together
@@ -267,23 +166,27 @@ impl CudaSession {
     /// `Invalid` if that has no size.
     pub fn paged_memory(config: &Config, pass: usize) -> Result<Bytes> {
         let (_, pass) = clamped(config, config.context, pass);
-        Ok(Bytes::new(Places::new(config, None, pass)?.total))
+        Ok(Bytes::new(Places::new(config, None, pass, KvType::F32)?.total))
     }
 
-    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less). A prompt of
-    /// more than `pass` tokens takes several passes over the weights.
+    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less), with keys and
+    /// values in elements of `kv`. A prompt of more than `pass` tokens takes several passes over the weights.
     ///
     /// # Errors
     /// `OutOfMemory` if the GPU has less than [`memory`](Self::memory) left; what the driver refuses.
-    pub fn new(model: Arc<CudaModel>, capacity: usize, pass: usize) -> Result<Self> {
+    pub fn new(model: Arc<CudaModel>, capacity: usize, pass: usize, kv: KvType) -> Result<Self> {
         let (capacity, pass) = clamped(model.config(), capacity, pass);
-        Self::begin(model, Keys::Plain, capacity, pass)
+        let element = match kv {
+            KvType::F32 => Element::F32,
+            KvType::F16 => Element::F16,
+        };
+        Self::begin(model, Keys::Plain(element), capacity, pass)
     }
 
     /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
     /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
-    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
-    /// multiplies.
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless
+    /// cuBLASLt multiplies.
     ///
     /// # Errors
     /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
@@ -297,50 +200,62 @@ impl CudaSession {
 
     fn begin(model: Arc<CudaModel>, keys: Keys, capacity: usize, pass: usize) -> Result<Self> {
         let c = model.config();
-        let places = Places::new(c, matches!(keys, Keys::Plain).then_some(capacity), pass)?;
+        let (plain, kv) = match &keys {
+            Keys::Plain(Element::F16) => (Some(capacity), KvType::F16),
+            Keys::Plain(Element::F32) => (Some(capacity), KvType::F32),
+            Keys::Paged(_) => (None, KvType::F32),
+        };
+        let places = Places::new(c, plain, pass, kv)?;
         let (gpu, what) = (&model.gpu, format!("take {} of GPU memory for one sequence", Bytes::new(places.total)));
         let memory = gpu.stream.alloc_zeros::<u8>(places.total as usize).map_err(|e| failed(what, e))?;
         let base = memory.device_ptr(&gpu.stream).0;
-        let locked = |e| failed("take locked host memory for logits", e);
-        // SAFETY: the memory is written before it is read: by the lines below, and by the copies of each pass.
-        let mut logits = unsafe { gpu.context.alloc_pinned_with_flags::<f32>(c.vocab.max(model.frequencies.len()), 0) }
-            .map_err(locked)?;
-        // SAFETY: as above.
-        let mut token = unsafe { gpu.context.alloc_pinned_with_flags::<u32>(1, 0) }.map_err(locked)?;
-        logits.as_mut_slice().map_err(locked)?.fill(0.0);
-        token.as_mut_slice().map_err(locked)?.fill(0);
+        let logits = Locked::new(gpu, c.vocab)?;
+        let (draw, token) = (Locked::new(gpu, 1)?, Locked::new(gpu, 1)?);
+        let inputs = Inputs::new(Locked::new(gpu, Inputs::words(pass))?, base + places.inputs);
         let len = match &keys {
-            Keys::Plain => 0,
+            Keys::Plain(_) => 0,
             Keys::Paged(paged) => paged.keys.sequence().len() as usize,
         };
         let mut session = Self {
             keys,
             at: places.at(base),
             memory,
+            resident: None,
             logits,
+            has_logits: false,
+            draw,
             token,
+            inputs,
+            in_flight: false,
+            graphs: Graphs::default(),
+            uses_graphs: true,
             capacity,
             pass,
             len,
             last: PassTime::default(),
+            counts: PassCounts::default(),
             model: model.clone(),
         };
-        session.send_frequencies(places.frequencies as usize)?;
+        session.send_constants()?;
         Ok(session)
     }
 
-    fn send_frequencies(&mut self, place: usize) -> Result<()> {
+    /// Sends what stays as it is for the session's life.
+    fn send_constants(&mut self) -> Result<()> {
         let (gpu, values) = (&self.model.gpu, &self.model.frequencies);
-        let sending = |e| failed("copy the rotary frequencies to the GPU", e);
-        self.logits.as_mut_slice().map_err(sending)?[..values.len()].copy_from_slice(values);
-        let mut to = self.memory.slice_mut(place..place + size_of_val(&values[..]));
-        // SAFETY: the bytes are the session's, aligned for f32, and any bytes are numbers.
-        let Some(mut to) = (unsafe { to.transmute_mut::<f32>(values.len()) }) else { return Ok(()) };
-        let from = self.logits.as_slice().map_err(sending)?;
-        // Waits, so that the locked memory may be used for logits.
-        let copied = gpu.stream.memcpy_htod(&from[..values.len()], &mut to);
-        copied.map_err(sending)?;
+        let mut numbers = Locked::new(gpu, values.len())?;
+        numbers[..values.len()].copy_from_slice(values);
+        copy_in(gpu, &numbers[..values.len()], self.at.frequencies)?;
+        let mut table = Locked::new(gpu, 1)?;
+        table[0] = self.at.keys;
+        copy_in(gpu, &table[..], self.at.table)?;
+        // So that the locked memory may go.
         gpu.finish()
+    }
+
+    /// Where the session's memory begins.
+    fn at_start(&self) -> u64 {
+        self.memory.device_ptr(&self.model.gpu.stream).0
     }
 
     /// Another session with the same tokens and logits, which shares their keys and values. `None` if they are in no
@@ -350,17 +265,17 @@ impl CudaSession {
     /// As for [`paged`](Self::paged).
     pub fn fork(&mut self) -> Result<Option<Self>> {
         let Keys::Paged(paged) = &mut self.keys else { return Ok(None) };
-        let keys = Keys::Paged(paged.fork(&self.model.gpu)?);
+        let keys = Keys::Paged(paged.fork(&self.model.gpu, self.model.config())?);
         let mut fork = Self::begin(self.model.clone(), keys, self.capacity, self.pass)?;
         let (gpu, copying) = (&self.model.gpu, |e| failed("copy logits to a fork", e));
         let bytes = self.model.config().vocab * size_of::<f32>();
         let range = |session: &Self| {
-            let start = (session.at.logits - session.memory.device_ptr(&gpu.stream).0) as usize;
+            let start = (session.at.logits - session.at_start()) as usize;
             start..start + bytes
         };
         let (from, to) = (range(self), range(&fork));
         gpu.stream.memcpy_dtod(&self.memory.slice(from), &mut fork.memory.slice_mut(to)).map_err(copying)?;
-        fork.fetch_logits()?;
+        fork.uses_graphs = self.uses_graphs;
         Ok(Some(fork))
     }
 
@@ -371,23 +286,25 @@ impl CudaSession {
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let len = self.len.min(len);
         if let Keys::Paged(paged) = &mut self.keys {
-            paged.keys.truncate(len)?;
+            paged.truncate(len)?;
         }
         self.len = len;
         Ok(())
     }
 
     /// Tells that the session is not needed for some time: its blocks leave the GPU, and come back with the next pass.
-    /// See [`Sequence::park`](outcore_kv::Sequence::park). Does nothing if its keys and values are in no pool.
+    /// See [`Sequence::park`](outcore_kv::Sequence::park). Keys and values that are in no pool stay where they are.
+    /// Weights that are pinned for the session are unpinned.
     ///
     /// # Errors
     /// As for that; what the GPU ended with.
     pub fn park(&mut self) -> Result<()> {
+        self.resident = None;
         // So that no block is still pinned for a kernel.
         self.model.stream.synchronize()?;
         match &mut self.keys {
-            Keys::Plain => Ok(()),
-            Keys::Paged(paged) => paged.keys.park(),
+            Keys::Plain(_) => Ok(()),
+            Keys::Paged(paged) => paged.park(),
         }
     }
 
@@ -416,43 +333,59 @@ impl CudaSession {
         self.last
     }
 
+    /// Whether passes of one token are launched as graphs, which they are at first. It changes no bit of the results.
+    pub fn use_graphs(&mut self, whether: bool) {
+        self.uses_graphs = whether;
+    }
+
+    /// What the host did for the passes so far, and what the GPU read for them.
+    pub fn counts(&self) -> PassCounts {
+        self.counts
+    }
+
     /// Reads `tokens`; returns the logits after the last one (`vocab` numbers). Waits for the GPU once, at the end.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn forward(&mut self, tokens: &[u32]) -> Result<&[f32]> {
+        self.counted(|session| {
+            session.passes(tokens)?;
+            session.fetch_logits()
+        })?;
+        self.logits()
+    }
+
+    /// Reads `tokens`, and returns when all of it has been launched.
     ///
     /// # Errors
     /// `Invalid` for tokens that the session has no room for or the model does not know; what making weights resident
     /// ends with, and what the driver refuses. After an error the session is as it was before the call, unless the GPU
     /// is lost.
-    pub fn forward(&mut self, tokens: &[u32]) -> Result<&[f32]> {
-        let started = Instant::now();
-        let model = Arc::clone(&self.model);
-        model.arch.check_pass(tokens, self.len, self.capacity)?;
-        let end = self.len + tokens.len();
-        if let Keys::Paged(paged) = &mut self.keys {
-            paged.keys.append(tokens)?;
-        }
-        let done = self.passes(&model, tokens);
-        match (&mut self.keys, &done) {
-            (Keys::Plain, _) => {}
-            (Keys::Paged(paged), Ok(_)) => paged.keys.commit(end)?,
-            (Keys::Paged(paged), Err(_)) => paged.keys.truncate(self.len)?,
-        }
-        let waited = done?;
-        self.len = end;
-        self.last = PassTime { total: started.elapsed(), waited };
-        let logits = self.logits.as_slice().map_err(|e| failed("wait for logits", e))?;
-        Ok(&logits[..model.config().vocab])
+    pub fn read(&mut self, tokens: &[u32]) -> Result<()> {
+        self.counted(|session| session.passes(tokens))
     }
 
-    /// Reads `tokens` in passes, and fetches the logits. Returns how long this thread waited for pages.
-    fn passes(&mut self, model: &CudaModel, tokens: &[u32]) -> Result<Duration> {
-        let weights = model.weights.waited();
-        let (mut past, mut blocks) = (self.len, Duration::ZERO);
-        for part in tokens.chunks(self.pass) {
-            blocks += self.pass(part, past)?;
-            past += part.len();
+    /// Reads `tokens`, and chooses the token that follows: [`read`](Self::read) and [`sample`](Self::sample). Waits for
+    /// the GPU once, and copies no logits, unless `sampler` draws from the best few only.
+    ///
+    /// # Errors
+    /// As for these.
+    pub fn next(&mut self, tokens: &[u32], sampler: &mut Sampler) -> Result<u32> {
+        self.counted(|session| {
+            session.passes(tokens)?;
+            session.choose(sampler)
+        })
+    }
+
+    /// The logits after the last pass. Copies them from the GPU if that was not done yet, and waits for it then.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn logits(&mut self) -> Result<&[f32]> {
+        if !self.has_logits {
+            self.counted(Self::fetch_logits)?;
         }
-        self.fetch_logits()?;
-        Ok(blocks + model.weights.waited().saturating_sub(weights))
+        Ok(&self.logits[..self.model.config().vocab])
     }
 
     /// Chooses the token that follows the last pass, on the GPU unless `sampler` draws from the best few only.
@@ -460,187 +393,317 @@ impl CudaSession {
     /// # Errors
     /// What the driver refuses.
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
-        let vocab = self.model.config().vocab;
-        let choosing = |e| failed("choose a token", e);
-        let Some(draw) = sampler.draw() else {
-            return Ok(sampler.sample(&self.logits.as_slice().map_err(choosing)?[..vocab]));
-        };
-        let gpu = &self.model.gpu;
-        gpu.kernels.choose(self.at.logits, self.at.token, vocab as u32, draw)?;
-        copy_out(gpu, self.at.token, &mut self.token, 1)?;
-        gpu.finish()?;
-        Ok(self.token.as_slice().map_err(choosing)?[0])
+        self.counted(|session| session.choose(sampler))
     }
 
-    fn fetch_logits(&mut self) -> Result<()> {
-        let gpu = &self.model.gpu;
-        copy_out(gpu, self.at.logits, &mut self.logits, self.model.config().vocab)?;
-        gpu.finish()
+    /// Does `what`, and adds what it took to the counts.
+    fn counted<T>(&mut self, what: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let gpu = self.model.gpu.clone();
+        let (launches, waits, host) = (gpu.kernels.launched(), gpu.waits(), thread_time());
+        let done = what(self);
+        let counts = &mut self.counts;
+        counts.launches += gpu.kernels.launched() - launches;
+        counts.synchronisations += gpu.waits() - waits;
+        counts.host += thread_time().saturating_sub(host);
+        done
     }
 
-    /// Rows of a weight, on the GPU.
-    fn pin(&self, info: &WeightInfo, rows: Range<u64>) -> Result<Pinned> {
-        let pin = self.model.weights.pin_device_on(info.id, rows, &self.model.stream)?;
-        let pinned = Pinned { address: pin.address(0).unwrap_or(0), _pin: pin };
-        let plain = matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16);
-        if !plain && !pinned.address.is_multiple_of(2) {
-            return Err(Error::Unsupported(format!(
-                "tensor {:?} begins at an odd byte of its file, where the GPU's kernels cannot read {}: use --device host",
-                info.name, info.dtype
-            )));
+    /// Reads `tokens` in passes.
+    fn passes(&mut self, tokens: &[u32]) -> Result<()> {
+        let started = Instant::now();
+        let model = Arc::clone(&self.model);
+        model.arch.check_pass(tokens, self.len, self.capacity)?;
+        let end = self.len + tokens.len();
+        if let Keys::Paged(paged) = &mut self.keys {
+            paged.keys.append(tokens)?;
         }
-        Ok(pinned)
-    }
-
-    /// A vector's numbers, until the next call.
-    fn vector(&self, info: &WeightInfo) -> Result<u64> {
-        let pin = self.pin(info, 0..1)?;
-        self.model.gpu.kernels.decode(info.dtype, pin.address, self.at.vector, info.cols as u32)?;
-        Ok(self.at.vector)
-    }
-
-    /// The embeddings of `tokens` to `x`.
-    fn embed(&self, tokens: &[u32]) -> Result<()> {
-        let (embedding, dim) = (&self.model.arch.embedding, self.model.config().dim as u64);
-        let mut by_token: Vec<(u32, u64)> = tokens.iter().copied().zip(0..).collect();
-        by_token.sort_unstable();
-        for same in by_token.chunk_by(|a, b| a.0 == b.0) {
-            let token = u64::from(same[0].0);
-            let row = self.pin(embedding, token..token + 1)?;
-            for (_, place) in same {
-                let to = self.at.x + place * dim * FLOAT;
-                self.model.gpu.kernels.decode(embedding.dtype, row.address, to, dim as u32)?;
-            }
+        let (weights, mut past, mut blocks) = (model.weights.waited(), self.len, Duration::ZERO);
+        let done: Result<()> = tokens.chunks(self.pass).try_for_each(|part| {
+            blocks += self.pass(&model, part, past)?;
+            past += part.len();
+            Ok(())
+        });
+        match (&mut self.keys, &done) {
+            (Keys::Plain(_), _) => {}
+            (Keys::Paged(paged), Ok(())) => paged.commit(self.len, end)?,
+            (Keys::Paged(paged), Err(_)) => paged.truncate(self.len)?,
         }
+        done?;
+        (self.len, self.has_logits) = (end, false);
+        let waited = blocks + model.weights.waited().saturating_sub(weights);
+        self.last = PassTime { total: started.elapsed(), waited };
         Ok(())
-    }
-
-    /// `out = x W^T`, or added to it.
-    fn multiply(&self, w: &WeightInfo, input: &mut Input, out: u64, accumulate: bool) -> Result<()> {
-        for rows in tiles(w, self.model.weights.tile_rows(w.id)) {
-            let pin = self.pin(w, rows.clone())?;
-            let product = Product {
-                dtype: w.dtype,
-                weights: pin.address,
-                k: input.k,
-                rows: (rows.end - rows.start) as u32,
-                x: input.x,
-                m: input.m,
-                out: out + rows.start * FLOAT,
-                stride: w.rows as u32,
-                accumulate,
-            };
-            self.product(&product, input)?;
-        }
-        Ok(())
-    }
-
-    fn product(&self, p: &Product, input: &mut Input) -> Result<()> {
-        let (gpu, at) = (&self.model.gpu, &self.at);
-        let gemm = gpu.gemm.as_ref().filter(|_| p.m > 1 && p.weights.is_multiple_of(2));
-        let Some(gemm) = gemm.filter(|_| matches!(p.dtype, WeightType::F16 | WeightType::BF16)) else {
-            return gpu.kernels.multiply(p);
-        };
-        let split = input.split == Some(p.dtype);
-        input.split = Some(p.dtype);
-        if p.dtype == WeightType::BF16 {
-            if !split {
-                gpu.kernels.split_bf16(p.x, at.high, at.low, u64::from(p.m) * u64::from(p.k))?;
-            }
-            gemm.multiply(&Product { x: at.high, ..*p })?;
-            return gemm.multiply(&Product { x: at.low, accumulate: true, ..*p });
-        }
-        if !split {
-            gpu.kernels.split_f16(p.x, at.high, at.low, at.scales, p.m, p.k)?;
-        }
-        let scaled = Product { out: at.products, stride: p.rows, ..*p };
-        gemm.multiply(&Product { x: at.high, accumulate: false, ..scaled })?;
-        gemm.multiply(&Product { x: at.low, accumulate: true, ..scaled })?;
-        gpu.kernels.unscale(at.products, at.scales, p)
-    }
-
-    /// `out = x W^T + b`.
-    fn linear(&self, linear: &Linear, input: &mut Input, out: u64) -> Result<()> {
-        self.multiply(&linear.weight, input, out, false)?;
-        self.bias(linear, input.m, out)
-    }
-
-    /// `out = out + x W^T + b`.
-    fn linear_onto(&self, linear: &Linear, input: &mut Input, out: u64) -> Result<()> {
-        self.multiply(&linear.weight, input, out, true)?;
-        self.bias(linear, input.m, out)
-    }
-
-    fn bias(&self, linear: &Linear, m: u32, out: u64) -> Result<()> {
-        let Some(bias) = &linear.bias else { return Ok(()) };
-        let bias_at = self.vector(bias)?;
-        self.model.gpu.kernels.add(out, bias_at, u64::from(m) * bias.cols, bias.cols as u32)
-    }
-
-    fn norm(&self, x: u64, weight: &WeightInfo, out: u64, vectors: u32) -> Result<()> {
-        let weight_at = self.vector(weight)?;
-        let epsilon = self.model.config().norm_eps;
-        self.model.gpu.kernels.rms_norm(x, weight_at, out, vectors, weight.cols as u32, epsilon)
     }
 
     /// Launches the pass of `tokens`, which are at position `past` and after it. Returns how long this thread waited
     /// for blocks of keys and values.
-    fn pass(&self, tokens: &[u32], past: usize) -> Result<Duration> {
+    fn pass(&mut self, model: &CudaModel, tokens: &[u32], past: usize) -> Result<Duration> {
+        let span = Span { m: tokens.len() as u32, past: past as u32 };
+        self.keep_all()?;
+        let c = model.config();
+        let positions = 2 * (c.layers * c.kv_heads * c.head_dim * (past + tokens.len())) as u64;
+        self.counts.passes += 1;
+        let read = model.schedule.bytes + positions * self.keys.element_bytes();
+        self.counts.read = self.counts.read + Bytes::new(read);
+        self.send(tokens, span)?;
+        let resident = self.resident.is_some();
+        if resident && matches!(self.keys, Keys::Plain(_)) {
+            return self.resident_pass(model, span);
+        }
         let mut waited = Duration::ZERO;
-        let (model, at) = (&*self.model, &self.at);
-        let (c, kernels) = (model.config(), &model.gpu.kernels);
-        let (m, pairs) = (tokens.len() as u32, model.frequencies.len() as u32);
-        model.weights.will_use(&model.arch.pass_order(tokens, |id| model.weights.tile_rows(id)));
-        let (heads, kv_heads) = (c.heads as u32, c.kv_heads as u32);
-        let mut input = Input::new(at.normed, m, c.dim);
-        for op in model.arch.ops() {
-            match op {
-                Op::Embed(_) => self.embed(tokens)?,
-                Op::Norm(weight) => {
-                    self.norm(at.x, weight, at.normed, m)?;
-                    input = Input::new(at.normed, m, c.dim);
-                }
-                Op::Query(linear) => self.linear(linear, &mut input, at.q)?,
-                Op::Key(linear) => self.linear(linear, &mut input, at.k)?,
-                Op::Value(linear) => self.linear(linear, &mut input, at.v)?,
-                Op::NormQueries(weight) => self.norm(at.q, weight, at.q, m * heads)?,
-                Op::NormKeys(weight) => self.norm(at.k, weight, at.k, m * kv_heads)?,
-                Op::Attend(layer) => {
-                    let attention = Attention { heads, kv_heads, head_dim: c.head_dim as u32, past: past as u32, m };
-                    kernels.rope(at.q, heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
-                    kernels.rope(at.k, kv_heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
-                    match &self.keys {
-                        Keys::Plain => {
-                            let start = (layer * c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
-                            let (keys, values) = (at.keys + start, at.values + start);
-                            let cache = Cache { keys, values, capacity: self.capacity as u32 };
-                            kernels.append(at.k, at.v, &cache, &attention)?;
-                            kernels.attend(at.q, at.mixed, &cache, &attention)?;
-                        }
-                        Keys::Paged(paged) => {
-                            let operands = Operands { q: at.q, k: at.k, v: at.v, out: at.mixed, state: at.state };
-                            waited += paged.attend((kernels, &model.weights), layer as u32, &operands, &attention)?;
-                        }
-                    }
-                    input = Input::new(at.mixed, m, c.heads * c.head_dim);
-                }
-                Op::AttentionOutput(linear) => self.linear_onto(linear, &mut input, at.x)?,
-                Op::Gate(linear) => self.linear(linear, &mut input, at.gate)?,
-                Op::Up(linear) => self.linear(linear, &mut input, at.up)?,
-                Op::Down(linear) => {
-                    kernels.silu_multiply(at.gate, at.up, u64::from(m) * c.ffn_dim as u64)?;
-                    self.linear_onto(linear, &mut Input::new(at.gate, m, c.ffn_dim), at.x)?;
-                }
-                Op::LastNorm(weight) => {
-                    let last = at.x + u64::from(m - 1) * c.dim as u64 * FLOAT;
-                    self.norm(last, weight, at.normed, 1)?;
-                    input = Input::new(at.normed, 1, c.dim);
-                }
-                Op::Logits(output) => self.multiply(output, &mut input, at.logits, false)?,
-            }
+        if resident {
+            model.weights.check_cancelled()?;
+            self.embed(0..span.m, span.m)?;
+        } else {
+            let mut order: Vec<Step> = tokens.iter().map(|token| model.arch.embedding_step(*token)).collect();
+            order.sort_unstable_by_key(|step| step.1.start);
+            order.dedup();
+            order.extend_from_slice(&model.schedule.cycle);
+            model.weights.will_use(&order);
+            self.pin_and_embed(model, tokens)?;
+        }
+        for (nth, segment) in model.schedule.segments.iter().enumerate() {
+            let pin = if resident { None } else { self.pin(model, &segment.parts)? };
+            waited += self.segment(model, nth, segment, span)?;
+            drop(pin);
         }
         Ok(waited)
     }
+
+    /// Sends a pass's tokens and positions, and the addresses of blocks that have changed.
+    fn send(&mut self, tokens: &[u32], span: Span) -> Result<()> {
+        if self.in_flight {
+            self.finish()?;
+        }
+        self.in_flight = true;
+        self.inputs.set(tokens, span);
+        if let Keys::Paged(paged) = &mut self.keys
+            && let Some((first, addresses)) = paged.changed((span.past + span.m) as usize)?
+        {
+            copy_in(&self.model.gpu, addresses, self.at.table + 8 * first as u64)?;
+        }
+        // Otherwise they are the first node of the graph.
+        if !self.is_one_graph(span) {
+            self.inputs.send(&self.model.gpu, span.m)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a pass is one graph.
+    fn is_one_graph(&self, span: Span) -> bool {
+        self.resident.is_some() && self.uses_graphs && span.m == 1 && matches!(self.keys, Keys::Plain(_))
+    }
+
+    /// A pass with all weights pinned, and keys and values in the session's memory.
+    fn resident_pass(&mut self, model: &CudaModel, span: Span) -> Result<Duration> {
+        model.weights.check_cancelled()?;
+        let launch = |session: &Self| {
+            session.embed(0..span.m, span.m)?;
+            let each = |segment| session.launch(segment, span, Blocks::Pinned).map(drop);
+            model.schedule.segments.iter().try_for_each(each)
+        };
+        if !self.is_one_graph(span) {
+            launch(self)?;
+            return Ok(Duration::ZERO);
+        }
+        if self.graphs.pass.is_none() {
+            let captured = Graph::capture(&model.gpu, || {
+                self.inputs.send(&model.gpu, span.m)?;
+                launch(self)
+            })?;
+            self.graphs.pass = Some(captured);
+        }
+        if let Some(graph) = &self.graphs.pass {
+            start(graph, &mut self.counts)?;
+        }
+        Ok(Duration::ZERO)
+    }
+
+    /// Launches a segment, whose weights are pinned: as a graph if it is for one token and the blocks that it needs can
+    /// be pinned before.
+    fn segment(&mut self, model: &CudaModel, nth: usize, segment: &Segment, span: Span) -> Result<Duration> {
+        let attends = segment.pieces.iter().find_map(|piece| match piece {
+            Piece::Whole(Work::Attend(layer)) | Piece::Rest(Work::Attend(layer)) => Some(*layer as u32),
+            _ => None,
+        });
+        let as_graph = self.uses_graphs && span.m == 1;
+        let (mut pinned, mut waited) = (None, Duration::ZERO);
+        if let (Keys::Paged(paged), Some(layer)) = (&self.keys, attends) {
+            let pages = if self.resident.is_some() { model.schedule.all_pages } else { segment.pages };
+            if !as_graph || !paged.fits(span, pages, model.schedule.frames) {
+                return self.launch(segment, span, Blocks::InWaves);
+            }
+            let (blocks, time) = paged.pin(layer, span)?;
+            (pinned, waited) = (Some(blocks), time);
+        }
+        let done = if as_graph { self.segment_graph(model, nth, segment, span) } else { self.launched(segment, span) };
+        // Also where that failed: a part may have been launched.
+        if let (Keys::Paged(paged), Some(pinned)) = (&self.keys, &mut pinned) {
+            paged.end(pinned)?;
+        }
+        done?;
+        Ok(waited)
+    }
+
+    fn launched(&self, segment: &Segment, span: Span) -> Result<()> {
+        self.launch(segment, span, Blocks::Pinned).map(drop)
+    }
+
+    fn segment_graph(&mut self, model: &CudaModel, nth: usize, segment: &Segment, span: Span) -> Result<()> {
+        if self.graphs.segments.is_empty() {
+            self.graphs.segments.resize_with(model.schedule.segments.len(), || None);
+        }
+        if self.graphs.segments.get(nth).is_some_and(Option::is_none) {
+            let captured = Graph::capture(&model.gpu, || self.launched(segment, span))?;
+            self.graphs.segments[nth] = Some(captured);
+        }
+        match self.graphs.segments.get(nth) {
+            Some(Some(graph)) => start(graph, &mut self.counts),
+            _ => self.launched(segment, span),
+        }
+    }
+
+    /// Pins parts of weights for the stream, if there are any. When the pin is dropped, the parts stay pinned until
+    /// what was launched so far has ended. Nobody waits for that.
+    fn pin(&mut self, model: &CudaModel, parts: &[outcore::Tensor]) -> Result<Option<StreamPin>> {
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        self.counts.pins += 1;
+        model.weights.pin_parts_on(parts, &model.stream).map(Some)
+    }
+
+    /// The embeddings of `tokens` to `x`, as many at a time as a segment's frames hold.
+    fn pin_and_embed(&mut self, model: &CudaModel, tokens: &[u32]) -> Result<()> {
+        let schedule = &model.schedule;
+        let mut first = 0;
+        while first < tokens.len() {
+            let (mut count, mut parts, mut used) = (0, Vec::new(), HashSet::new());
+            for token in &tokens[first..] {
+                let part = model.weights.parts(&[model.arch.embedding_step(*token)])?;
+                let fresh: Vec<u64> = schedule.pages_of(&part).filter(|page| !used.contains(page)).collect();
+                if count > 0 && (used.len() + fresh.len()) as u64 > schedule.most {
+                    break;
+                }
+                used.extend(fresh);
+                parts.extend(part);
+                count += 1;
+            }
+            let pin = self.pin(model, &parts)?;
+            self.embed(first as u32..(first + count) as u32, tokens.len() as u32)?;
+            drop(pin);
+            first += count;
+        }
+        Ok(())
+    }
+
+    /// Pins all weights for the session if they fit and are there; ends these pins where they are in the way.
+    fn keep_all(&mut self) -> Result<()> {
+        let model = self.model.clone();
+        let looks = self.resident.is_none() || self.counts.passes.is_multiple_of(LOOK_EVERY);
+        if !model.weights.is_whole() || !looks {
+            return Ok(());
+        }
+        let blocks = match &self.keys {
+            Keys::Plain(_) => 0,
+            Keys::Paged(paged) => paged.pages,
+        };
+        let frames = model.weights.frames();
+        if frames.wanted || frames.count < model.schedule.all_pages + blocks {
+            self.resident = None;
+            return Ok(());
+        }
+        if self.resident.is_some() {
+            return Ok(());
+        }
+        let runtime = model.weights.runtime();
+        let mut request = pin!(runtime.pin_device_on(&model.schedule.all, &model.stream));
+        self.resident = match request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Ok(pin)) => {
+                self.counts.pins += 1;
+                Some(pin)
+            }
+            // Not all of it is there: this pass takes what it needs, and the rest is on its way.
+            Poll::Pending => None,
+            Poll::Ready(Err(error)) if error.kind() == ErrorKind::BudgetTooSmall => None,
+            Poll::Ready(Err(error)) => return Err(error.into()),
+        };
+        Ok(())
+    }
+
+    fn choose(&mut self, sampler: &mut Sampler) -> Result<u32> {
+        let since = Instant::now();
+        let Some(draw) = sampler.draw() else {
+            if !self.has_logits {
+                self.fetch_logits()?;
+            }
+            return Ok(sampler.sample(&self.logits[..self.model.config().vocab]));
+        };
+        // The copies of the choice before have ended: it was waited for.
+        self.draw[0] = draw.into();
+        let model = self.model.clone();
+        if self.uses_graphs {
+            if self.graphs.choice.is_none() {
+                self.graphs.choice = Some(Graph::capture(&model.gpu, || self.launch_choice())?);
+            }
+            if let Some(graph) = &self.graphs.choice {
+                start(graph, &mut self.counts)?;
+            }
+        } else {
+            self.launch_choice()?;
+        }
+        self.finish()?;
+        self.last.total += since.elapsed();
+        Ok(self.token[0])
+    }
+
+    fn launch_choice(&self) -> Result<()> {
+        let (gpu, at) = (&self.model.gpu, &self.at);
+        copy_in(gpu, &self.draw[..], at.draw)?;
+        gpu.kernels.choose_next(&Choice {
+            logits: at.logits,
+            n: self.model.config().vocab as u32,
+            m: 1,
+            draws: at.draw,
+            tokens: self.inputs.tokens(1),
+            positions: self.inputs.positions(1),
+            said: at.token,
+            ring: 1,
+        })?;
+        copy_out(at.token, &self.token)
+    }
+
+    fn fetch_logits(&mut self) -> Result<()> {
+        let since = Instant::now();
+        copy_out(self.at.logits, &self.logits)?;
+        self.finish()?;
+        self.has_logits = true;
+        self.last.total += since.elapsed();
+        Ok(())
+    }
+
+    /// Waits for everything that was launched.
+    fn finish(&mut self) -> Result<()> {
+        self.model.gpu.finish()?;
+        self.in_flight = false;
+        Ok(())
+    }
+}
+
+impl Keys {
+    fn element_bytes(&self) -> u64 {
+        match self {
+            Self::Plain(element) => element.bytes(),
+            Self::Paged(paged) => paged.element.bytes(),
+        }
+    }
+}
+
+fn start(graph: &Graph, counts: &mut PassCounts) -> Result<()> {
+    graph.launch()?;
+    counts.graph_launches += 1;
+    counts.graph_nodes += graph.nodes;
+    Ok(())
 }
 
 /// What a session can have: at most the model's context, and a pass that the kernels can count.
@@ -649,15 +712,18 @@ fn clamped(config: &Config, capacity: usize, pass: usize) -> (usize, usize) {
     (capacity, pass.clamp(1, PASS_MAX).min(capacity.max(1)))
 }
 
-/// Queues the copy of `count` elements at `from` to locked memory.
-fn copy_out<T>(gpu: &Gpu, from: u64, to: &mut PinnedHostSlice<T>, count: usize) -> Result<()>
-where
-    T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits,
-{
-    let copying = |e| failed("copy a result from the GPU", e);
-    let to = &mut to.as_mut_slice().map_err(copying)?[..count];
-    // SAFETY: `from` is a place in the session's memory with room for `count`; `to` is locked memory of the session,
-    // which is not looked at before the stream has been waited for.
-    let copied = unsafe { cudarc::driver::result::memcpy_dtoh_async(to, from, gpu.stream.cu_stream()) };
-    Ok(copied.map_err(copying)?)
+/// Queues the copy of the elements at `from` to locked memory, as many as fit that.
+fn copy_out<T: DeviceRepr>(from: u64, to: &Locked<T>) -> Result<()> {
+    // SAFETY: `from` is a place in the session's memory with room for as many; the session does not look at its locked
+    // memory before it has waited for the stream, and nobody else has it.
+    let copied = unsafe { to.fill_from(from) };
+    Ok(copied.map_err(|e| failed("copy a result from the GPU", e))?)
+}
+
+/// Queues the copy of elements in locked memory to `to`.
+pub(super) fn copy_in<T: DeviceRepr>(gpu: &Gpu, from: &[T], to: u64) -> Result<()> {
+    // SAFETY: `to` is a place in the session's memory with room for as many; `from` is locked memory of the session,
+    // which is not written to before the stream has been waited for.
+    let copied = unsafe { cudarc::driver::result::memcpy_htod_async(to, from, gpu.stream.cu_stream()) };
+    Ok(copied.map_err(|e| failed("copy to the GPU", e))?)
 }

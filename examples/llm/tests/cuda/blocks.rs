@@ -138,7 +138,7 @@ mod on_a_gpu {
         let files = files(folder.path(), Arch::Llama);
         let (prompt, each) = (prompt(&driver, 5), each(&driver));
         let mut first = None;
-        for (pass, frames) in [(prompt.len(), AMPLE), (each - 3, AMPLE), (prompt.len(), FEW), (2 * each + 1, 8)] {
+        for (pass, frames) in [(prompt.len(), AMPLE), (each - 3, AMPLE), (prompt.len(), FEW), (2 * each + 1, 14)] {
             let found = on_gpu(&driver, &files, frames, |model, pool| {
                 let (mut session, logits) = read(model, pool, &prompt, pass);
                 let (said, last) = words(&mut session, logits.clone(), 3);
@@ -220,6 +220,34 @@ mod on_a_gpu {
         driver.finish();
     }
 
+    /// A sequence whose complete blocks turn out to be those of another one uses the other's from then on, and its own
+    /// are free: the table of the kernels has to follow.
+    #[test]
+    fn sequences_that_read_the_same_side_by_side_go_on_alike() {
+        let Some(driver) = driver("sequences_that_read_the_same_side_by_side_go_on_alike") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = files(folder.path(), Arch::Llama);
+        let prompt = &prompt(&driver, 17)[..2 * each(&driver) + 3];
+        for graphs in [false, true] {
+            on_gpu(&driver, &files, AMPLE, |model, pool| {
+                let mut sessions = [begin(model, pool, prompt, 64), begin(model, pool, prompt, 64)];
+                let [first, second] = &mut sessions;
+                assert!(first.is_empty() && second.is_empty());
+                first.use_graphs(graphs);
+                second.use_graphs(graphs);
+                let logits = first.forward(prompt).unwrap().to_vec();
+                assert!(second.forward(prompt).unwrap() == logits);
+                assert!(pool.stats().joined > 0, "{:?}", pool.stats());
+                // Somebody else takes the blocks that are free now.
+                let other: Vec<u32> = (0..prompt.len() as u32).map(|n| (n * 11 + 7) % 300).collect();
+                let mut third = begin(model, pool, &other, 64);
+                third.forward(&other).unwrap();
+                assert_eq!(words(first, logits.clone(), 3), words(second, logits, 3), "graphs: {graphs}");
+            });
+        }
+        driver.finish();
+    }
+
     #[test]
     fn a_prompt_is_not_computed_again_after_a_restart() {
         let Some(driver) = driver("a_prompt_is_not_computed_again_after_a_restart") else { return };
@@ -243,6 +271,67 @@ mod on_a_gpu {
         driver.finish();
     }
 
+    /// The CPU has read a long text, whose keys and values come from a store. Its next tokens are those of a GPU that has
+    /// frames for a tenth of them, and for all of them: then a token is a graph.
+    #[test]
+    fn a_context_of_8192_tokens_goes_through_few_frames() {
+        const TOKENS: u32 = 8192;
+        let Some(driver) = driver("a_context_of_8192_tokens_goes_through_few_frames") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let (page, each) = (page_size(&driver), each(&driver));
+        let small =
+            Spec { layers: 1, heads: 4, kv_heads: 4, ffn_dim: 256, vocab: 300, ..spec(Arch::Llama, WeightType::F32) };
+        let files = gguf(folder.path(), &Spec { context: 1 << 14, ..small });
+        let prompt: Vec<u32> = (0..TOKENS + 5).map(|n| (n * n * 7 + n) % 300).collect();
+        let (blocks, kept) = (TOKENS / each as u32 + 4, folder.path().join("kv"));
+        let store = || (&*kept, StoreOptions::new());
+        let runtime = Runtime::builder()
+            .page_size(page)
+            .device_budget(Bytes::new(u64::from(blocks + 8) * page.bytes()))
+            .open()
+            .unwrap();
+        let (mut want, mut said) = (Vec::new(), Vec::new());
+        {
+            let cpu = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), Options::default()).unwrap();
+            let layout = paged_kv::layout(cpu.config(), &runtime, 1 << 20).unwrap();
+            let pool = KvPool::open_with_store(&runtime, layout, b"synthetic", blocks, store()).unwrap();
+            let keys = PagedKeys::new(pool.begin(TENANT, &[]).unwrap());
+            let mut cpu = Session::paged(Arc::new(cpu), keys).unwrap();
+            want.push(cpu.forward(&prompt).unwrap());
+            for _ in 0..3 {
+                said.push(argmax(want.last().unwrap()));
+                want.push(cpu.forward(&said[said.len() - 1..]).unwrap());
+            }
+            pool.save(true).unwrap();
+        }
+        runtime.close().unwrap();
+        let mut first = None;
+        for (frames, graphs) in [(u64::from(TOKENS) / each as u64 / 10, false), (4 * u64::from(blocks), true)] {
+            let frames = frames.max(FEW);
+            let found = on_gpu(&driver, &files, frames, |model, pool| {
+                let (runtime, layout) = (pool.runtime(), pool.layout().clone());
+                let pool = KvPool::open_with_store(runtime, layout, b"synthetic", blocks, store()).unwrap();
+                let mut session = begin(model, &pool, &prompt, 8);
+                assert_eq!(session.len(), TOKENS as usize);
+                let mut found = vec![session.forward(&prompt[TOKENS as usize..]).unwrap().to_vec()];
+                let before = session.counts();
+                for token in &said {
+                    found.push(session.forward(&[*token]).unwrap().to_vec());
+                }
+                let counts = session.counts() - before;
+                // All but the embedding is in graphs, or there is a launch for each wave.
+                let launches = counts.launches / counts.passes;
+                assert!(if graphs { launches == 1 } else { launches > 50 }, "{frames} frames: {counts:?}");
+                found
+            });
+            for (found, want) in found.iter().zip(&want) {
+                assert_near(&format!("8192 tokens in {frames} frames"), found, want, 1e-3);
+            }
+            assert!(*first.get_or_insert(found.clone()) == found, "{frames} frames");
+        }
+        driver.finish();
+    }
+
     #[test]
     fn pools_that_do_not_suit_are_refused() {
         let Some(driver) = driver("pools_that_do_not_suit_are_refused") else { return };
@@ -257,8 +346,8 @@ mod on_a_gpu {
                 CudaSession::paged(model.clone(), keys, 8).map(drop).unwrap_err().in_full()
             };
             let tokens = each(&driver) as u32;
-            let halves = refusal(pool.runtime(), KvShape::new(3, 4, 64, DType::F16).unwrap(), 2 * tokens);
-            assert!(halves.contains("F16") && halves.contains("3 layers of 4 heads of 64 F32"), "{halves}");
+            let halves = refusal(pool.runtime(), KvShape::new(3, 4, 64, DType::BF16).unwrap(), 2 * tokens);
+            assert!(halves.contains("BF16") && halves.contains("3 layers of 4 heads of 64 F32 or F16"), "{halves}");
             let deeper = refusal(pool.runtime(), KvShape::new(4, 4, 64, DType::F32).unwrap(), tokens);
             assert!(deeper.contains("4 layers") && deeper.contains("paged_kv::layout"), "{deeper}");
             // Blocks in this machine's memory.

@@ -24,7 +24,7 @@ const SOURCES: [(&str, &str); 10] = [
     ("src/cuda/kernels/layers.cu", include_str!("../../src/cuda/kernels/layers.cu")),
     ("src/cuda/kernels/attention.cu", include_str!("../../src/cuda/kernels/attention.cu")),
     ("src/cuda/kernels/choosing.cu", include_str!("../../src/cuda/kernels/choosing.cu")),
-    ("src/cuda/kernels/old.cu", include_str!("../../src/cuda/kernels/old.cu")),
+    ("src/cuda/kernels/prefill.cu", include_str!("../../src/cuda/kernels/prefill.cu")),
     ("tests/cuda/emulation.h", include_str!("emulation.h")),
     ("tests/cuda/emulation.cpp", include_str!("emulation.cpp")),
 ];

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
-use outcore_llm::{Error, Pool, Result};
+use outcore_llm::{Error, KvType, Pool, Result};
 
 use crate::device::Device;
 
@@ -92,9 +92,36 @@ pub struct Args {
     /// Keeps keys and values in pages, beside the weights: a context may be larger than memory.
     #[arg(long)]
     pub paged_kv: bool,
+    /// How keys and values are stored: f32 or f16. Default: f16 on a GPU, f32 on the host device and with --paged-kv.
+    #[arg(long)]
+    pub kv_type: Option<KvType>,
+    /// With --device cuda: only kernels whose results do not depend on how a prompt is cut into passes, and keys and
+    /// values in f32. Prompts are read more slowly.
+    #[arg(long)]
+    pub deterministic: bool,
+    /// With --device cuda: launches the kernels of every token one by one, not as CUDA graphs.
+    #[arg(long)]
+    pub no_graphs: bool,
+    /// With --json on a GPU: hashes the logits of every pass, which are copied from the GPU for that.
+    #[arg(long)]
+    pub logits_hash: bool,
+    /// Does it all so many times, with a new sequence each time; the results are those of the last time.
+    #[arg(long, default_value_t = 1)]
+    pub repeat: usize,
 }
 
 impl Args {
+    /// How keys and values are stored.
+    pub fn kv_type(&self) -> KvType {
+        let of_gpu = self.device != Device::Host && !self.paged_kv && !self.deterministic;
+        self.kv_type.unwrap_or(if of_gpu { KvType::F16 } else { KvType::F32 })
+    }
+
+    /// Whether the logits are hashed. On the host device they are there in any case.
+    pub fn hashes_logits(&self) -> bool {
+        self.logits_hash || self.device == Device::Host
+    }
+
     /// What can be known before a model is opened, or even fetched.
     ///
     /// # Errors
@@ -116,6 +143,21 @@ impl Args {
         }
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
+        }
+        if self.repeat == 0 {
+            return wrong("--repeat 0 asks for nothing: ask for at least 1");
+        }
+        if self.repeat > 1 && self.capture.is_some() {
+            return wrong("--capture is for one time: leave --repeat out");
+        }
+        if self.deterministic && self.device == Device::Host {
+            return wrong("--deterministic is of no use on the host device, which always is: leave it out");
+        }
+        if self.deterministic && self.kv_type == Some(KvType::F16) {
+            return wrong("--deterministic has keys and values in f32: leave --kv-type out");
+        }
+        if self.kv_type == Some(KvType::F16) && self.paged_kv && self.device == Device::Host {
+            return wrong("--paged-kv has keys and values in f32 on the host device: leave --kv-type out");
         }
         if self.kernels.is_some() && self.device == Device::Host {
             return wrong("--kernels is of no use on the host device: ask for --device cuda, or leave it out");

@@ -24,7 +24,7 @@ use outcore_kv::{KvLayout, KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
-    PagedKeys, PagedWeights, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
+    PagedKeys, PagedWeights, PassCounts, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
 };
 
 use args::Args;
@@ -130,8 +130,8 @@ fn blocks_for(layout: &KvLayout, context: usize) -> u32 {
 }
 
 /// An empty sequence of up to `context` tokens in a pool of its own.
-fn paged_keys(config: &Config, runtime: &Runtime, context: usize) -> Result<PagedKeys> {
-    let layout = outcore_llm::paged_kv::layout(config, runtime, context as u64)?;
+fn paged_keys(config: &Config, runtime: &Runtime, context: usize, kv: KvType) -> Result<PagedKeys> {
+    let layout = outcore_llm::paged_kv::layout_of(config, runtime, context as u64, kv)?;
     let blocks = blocks_for(&layout, context);
     // Nobody else uses the pool, so the model needs no name.
     let pool = KvPool::open(runtime, layout, b"", blocks)?;
@@ -141,6 +141,45 @@ fn paged_keys(config: &Config, runtime: &Runtime, context: usize) -> Result<Page
     Ok(PagedKeys::new(sequence))
 }
 
+/// The model, on whatever computes it.
+enum Computing {
+    Host(Arc<Model>),
+    Cuda(Arc<CudaModel>),
+}
+
+impl Computing {
+    /// Binds the weights, on `gpu` or on this machine's processor.
+    fn load(args: &Args, files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Option<Arc<Gpu>>) -> Result<Self> {
+        Ok(match gpu {
+            None => {
+                let options = Options { threads: args.threads, ..Options::default() };
+                Self::Host(Arc::new(Model::load(files, weights, options)?))
+            }
+            Some(gpu) => Self::Cuda(Arc::new(CudaModel::load(files, weights, gpu)?)),
+        })
+    }
+
+    /// An empty sequence of up to `context` tokens.
+    fn begin(&self, args: &Args, runtime: &Runtime, context: usize, pass: usize) -> Result<Sequence> {
+        let kv = args.kv_type();
+        let keys = |config: &Config| args.paged_kv.then(|| paged_keys(config, runtime, context, kv)).transpose();
+        Ok(match self {
+            Self::Host(model) => Sequence::Host(Box::new(match keys(model.config())? {
+                None => Session::new(model.clone(), context, kv)?,
+                Some(keys) => Session::paged(model.clone(), keys)?,
+            })),
+            Self::Cuda(model) => {
+                let mut session = match keys(model.config())? {
+                    None => CudaSession::new(model.clone(), context, pass, kv)?,
+                    Some(keys) => CudaSession::paged(model.clone(), keys, pass)?,
+                };
+                session.use_graphs(!args.no_graphs);
+                Sequence::Cuda(Box::new(session))
+            }
+        })
+    }
+}
+
 /// The sequence, on whatever computes it.
 enum Sequence {
     Host(Box<Session>),
@@ -148,53 +187,31 @@ enum Sequence {
 }
 
 impl Sequence {
-    /// An empty sequence on `gpu`, or on this machine's processor.
-    fn new(
-        args: &Args,
-        files: &ModelFiles,
-        weights: Arc<PagedWeights>,
-        gpu: Option<Arc<Gpu>>,
-        context: usize,
-        pass: usize,
-    ) -> Result<Self> {
-        let runtime = weights.runtime().clone();
-        let keys = |config: &Config| args.paged_kv.then(|| paged_keys(config, &runtime, context)).transpose();
-        Ok(match gpu {
-            None => {
-                let options = Options { threads: args.threads, ..Options::default() };
-                let model = Arc::new(Model::load(files, weights, options)?);
-                Self::Host(Box::new(match keys(model.config())? {
-                    None => Session::new(model, context, KvType::F32)?,
-                    Some(keys) => Session::paged(model, keys)?,
-                }))
-            }
-            Some(gpu) => {
-                let model = Arc::new(CudaModel::load(files, weights, gpu)?);
-                Self::Cuda(Box::new(match keys(model.config())? {
-                    None => CudaSession::new(model, context, pass)?,
-                    Some(keys) => CudaSession::paged(model, keys, pass)?,
-                }))
-            }
-        })
-    }
-
     /// Reads `tokens`.
     fn read(&mut self, tokens: &[u32]) -> Result<()> {
         match self {
             Self::Host(session) => session.forward(tokens).map(drop),
-            Self::Cuda(session) => session.forward(tokens).map(drop),
+            Self::Cuda(session) => session.read(tokens),
         }
     }
 
-    /// Reads `tokens`, puts the logits' bytes into `hash`, and chooses the next token.
-    fn step(&mut self, tokens: &[u32], sampler: &mut Sampler, hash: &mut impl std::hash::Hasher) -> Result<u32> {
-        match self {
-            Self::Host(session) => {
+    /// Reads `tokens`, puts the logits' bytes into `hash` if there is one, and chooses the next token.
+    fn step<H: std::hash::Hasher>(
+        &mut self,
+        tokens: &[u32],
+        sampler: &mut Sampler,
+        hash: Option<&mut H>,
+    ) -> Result<u32> {
+        match (self, hash) {
+            (Self::Host(session), hash) => {
                 let logits = session.forward(tokens)?;
-                hash.write(&logits_bytes(&logits));
+                if let Some(hash) = hash {
+                    hash.write(&logits_bytes(&logits));
+                }
                 Ok(sampler.sample(&logits))
             }
-            Self::Cuda(session) => {
+            (Self::Cuda(session), None) => session.next(tokens, sampler),
+            (Self::Cuda(session), Some(hash)) => {
                 hash.write(&logits_bytes(session.forward(tokens)?));
                 session.sample(sampler)
             }
@@ -207,13 +224,24 @@ impl Sequence {
             Self::Cuda(session) => session.last_pass(),
         }
     }
+
+    /// What the host did for the passes so far; `None` where the host computes.
+    fn counts(&self) -> Option<PassCounts> {
+        match self {
+            Self::Host(_) => None,
+            Self::Cuda(session) => Some(session.counts()),
+        }
+    }
 }
 
 fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
     // Opened before a model is fetched: most of what can be wrong with a GPU is known at once.
     let gpu = match &args.device {
-        Device::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
+        Device::Cuda(selector) => {
+            let gpu = Gpu::open(selector, args.kernels.as_deref())?;
+            Some(Arc::new(if args.deterministic { gpu.without_cublaslt() } else { gpu }))
+        }
         _ => None,
     };
     let files = ModelFiles::open(source::resolve(&args.model)?)?;
@@ -232,8 +260,10 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let capture = outputs.capture.map(|file| Capture::begin(file, &runtime, &model, page_size, &about)).transpose()?;
     let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
     let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
-    let sequence = Sequence::new(args, &files, weights, gpu, context, budgets.pass)?;
-    let keys_values = budget::keys_values(&config, plain_context(args, context));
+    let bandwidth = gpu.as_ref().and_then(|gpu| gpu.bandwidth());
+    let computing = Computing::load(args, &files, weights, gpu)?;
+    let sequence = computing.begin(args, &runtime, context, budgets.pass)?;
+    let keys_values = budget::keys_values(&config, plain_context(args, context), args.kv_type());
     let memory = Memory::of(&files, page_size, keys_values, budgets.working);
     let size = files.header().files.iter().fold(Bytes::ZERO, |sum, file| sum + Bytes::new(file.len));
     drop(files);
@@ -243,7 +273,17 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
     let mut generation = Generation::new(args, &runtime, sequence, capture, decoder.as_ref(), &budgets, size);
     generation.run(&prompt, interrupt)?;
-    let done = generation.finish(interrupt.asked())?;
+    let mut done = generation.finish(interrupt.asked())?;
+    let mut repeats = vec![done.times()];
+    while repeats.len() < args.repeat && !interrupt.asked() {
+        let sequence = computing.begin(args, &runtime, context, budgets.pass)?;
+        let mut generation = Generation::new(args, &runtime, sequence, None, decoder.as_ref(), &budgets, size);
+        generation.progress = None;
+        generation.run(&prompt, interrupt)?;
+        done = generation.finish(interrupt.asked())?;
+        repeats.push(done.times());
+    }
+    drop(computing);
     if let (Some(timeline), Some(watch)) = (outputs.timeline, watch) {
         timeline.write(runtime.take_timeline(), &watch.finish())?;
         let dropped = runtime.stats().spans_dropped;
@@ -262,8 +302,10 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         host_budget: budgets.host,
         memory,
         pass_bytes,
+        bandwidth,
         prompt_tokens: prompt,
         done,
+        repeats,
         interrupted: interrupt.asked(),
         stats,
         optimum,
@@ -343,11 +385,11 @@ fn open_runtime(
     lengths.extend(
         args.paged_kv
             .then(|| match gpu {
-                None => Ok(budget::keys_values(config, context)),
+                None => Ok(budget::keys_values(config, context, args.kv_type())),
                 Some(_) => {
                     // Pages of a GPU are large: a short context takes more of them than its bytes would.
                     let page = args.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
-                    let layout = outcore_llm::paged_kv::layout_in(config, page, context as u64)?;
+                    let layout = outcore_llm::paged_kv::layout_in(config, page, context as u64, args.kv_type())?;
                     let each = u64::from(layout.groups()) * layout.block_room().get();
                     Ok::<_, Error>(Bytes::new(each.saturating_mul(u64::from(blocks_for(&layout, context)))))
                 }
@@ -369,7 +411,8 @@ fn open_runtime(
     };
     let budgets = match gpu {
         None => {
-            let working = Working::of(config, context, plain_context, prompt.len(), Pool::threads_for(args.threads));
+            let threads = Pool::threads_for(args.threads);
+            let working = Working::of(config, context, plain_context, args.kv_type(), prompt.len(), threads);
             budget::divide(wishes, &lengths, working, |device| {
                 page_size(args, config, context, &builder, device).map(|size| size.0)
             })?
@@ -377,7 +420,7 @@ fn open_runtime(
         Some(gpu) => {
             let working = |pass| match args.paged_kv {
                 true => CudaSession::paged_memory(config, pass),
-                false => CudaSession::memory(config, context, pass),
+                false => CudaSession::memory(config, context, pass, args.kv_type()),
             };
             let builder = builder.clone().device(args.device.factory());
             let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
@@ -412,7 +455,7 @@ struct Generation<'a> {
     stream: Option<TextStream<'a>>,
     /// The most tokens of one pass.
     pass: usize,
-    hash: twox_hash::XxHash3_64,
+    hash: Option<twox_hash::XxHash3_64>,
     progress: Option<Progress>,
     done: Generated,
 }
@@ -437,7 +480,7 @@ impl<'a> Generation<'a> {
             decoder,
             stream: decoder.map(Decoder::stream),
             pass: budgets.pass,
-            hash: twox_hash::XxHash3_64::new(),
+            hash: args.hashes_logits().then(twox_hash::XxHash3_64::new),
             progress: Some(Progress::start(runtime, model.min(budgets.device))),
             done: Generated::default(),
         }
@@ -464,14 +507,14 @@ impl<'a> Generation<'a> {
     /// Reads `input` and chooses the next token; `None` if a pass was given up. A long prompt is read in several
     /// passes; the logits after its last token are the ones that count.
     fn token(&mut self, input: &[u32]) -> Result<Option<u32>> {
-        let start = Instant::now();
+        let (start, counts) = (Instant::now(), self.sequence.counts());
         let (mut pass, mut next) = (PassTime::default(), 0);
         let mut parts = input.chunks(self.pass).peekable();
         while let Some(part) = parts.next() {
             let since = Instant::now();
             let done = match parts.peek() {
                 Some(_) => self.sequence.read(part).map(|()| next),
-                None => self.sequence.step(part, &mut self.sampler, &mut self.hash),
+                None => self.sequence.step(part, &mut self.sampler, self.hash.as_mut()),
             };
             next = match done {
                 Err(Error::Cancelled) => return Ok(None),
@@ -492,6 +535,9 @@ impl<'a> Generation<'a> {
             tracing::info!(after = ?done.first_token, "first token");
         } else {
             done.passes.push(pass.total);
+            if let (Some(now), Some(before)) = (self.sequence.counts(), counts) {
+                done.counts = done.counts + (now - before);
+            }
         }
         Ok(Some(next))
     }
@@ -510,7 +556,7 @@ impl<'a> Generation<'a> {
         if let Some(capture) = self.capture {
             capture.finish(self.runtime, interrupted)?;
         }
-        self.done.logits_hash = std::hash::Hasher::finish(&self.hash);
+        self.done.logits_hash = self.hash.as_ref().map(std::hash::Hasher::finish);
         Ok(self.done)
     }
 }

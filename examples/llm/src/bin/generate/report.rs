@@ -11,7 +11,7 @@ use outcore::{Bytes, PageSize, Result, Stats};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::ClassBytes;
-use outcore_llm::ModelFiles;
+use outcore_llm::{ModelFiles, PassCounts};
 use serde_json::{Value, json};
 
 /// What a run takes memory for, besides the frames.
@@ -61,8 +61,45 @@ pub struct Generated {
     pub total: Duration,
     /// The part of that time spent waiting for weights.
     pub waited: Duration,
-    /// A hash of every logit of every pass, in order.
-    pub logits_hash: u64,
+    /// A hash of every logit of every pass, in order, where it was asked for.
+    pub logits_hash: Option<u64>,
+    /// What passes after the first had the host do, on a GPU.
+    pub counts: PassCounts,
+}
+
+/// How long one of several times took.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    first_token: Duration,
+    decode_rate: f64,
+    median_pass: Duration,
+}
+
+impl Generated {
+    pub fn times(&self) -> Times {
+        Times { first_token: self.first_token, decode_rate: self.decode_rate(), median_pass: self.median_pass() }
+    }
+
+    fn median_pass(&self) -> Duration {
+        let mut passes = self.passes.clone();
+        passes.sort_unstable();
+        passes.get(passes.len() / 2).copied().unwrap_or(self.first_token)
+    }
+
+    fn decode_rate(&self) -> f64 {
+        let total: Duration = self.passes.iter().sum();
+        if total.is_zero() { 0.0 } else { self.passes.len() as f64 / total.as_secs_f64() }
+    }
+}
+
+impl Times {
+    fn json(&self) -> Value {
+        json!({
+            "ttft_s": self.first_token.as_secs_f64(),
+            "decode_tok_s": self.decode_rate,
+            "pass_s_median": self.median_pass.as_secs_f64(),
+        })
+    }
 }
 
 /// A finished run.
@@ -77,8 +114,12 @@ pub struct Run {
     pub memory: Memory,
     /// Bytes of the weights that a pass over one token uses.
     pub pass_bytes: Bytes,
+    /// Bytes a second that the GPU's memory can give, if it is known.
+    pub bandwidth: Option<u64>,
     pub prompt_tokens: Vec<u32>,
     pub done: Generated,
+    /// Each time that it was done.
+    pub repeats: Vec<Times>,
     pub interrupted: bool,
     pub stats: Stats,
     /// The best possible on the same uses.
@@ -88,15 +129,28 @@ pub struct Run {
 }
 
 impl Run {
-    fn median_pass(&self) -> Duration {
-        let mut passes = self.done.passes.clone();
-        passes.sort_unstable();
-        passes.get(passes.len() / 2).copied().unwrap_or(self.done.first_token)
+    /// What the host did for a token after the first, and what the GPU read for it; nulls where the host computes.
+    fn per_token(&self) -> Value {
+        let (counts, tokens) = (&self.done.counts, self.done.passes.len() as f64);
+        let on_gpu = counts.passes > 0;
+        let each = |n: f64| if on_gpu { json!(n / tokens) } else { Value::Null };
+        json!({
+            "launches": each(counts.launches as f64),
+            "graph_launches": each(counts.graph_launches as f64),
+            "graph_nodes": each(counts.graph_nodes as f64),
+            "synchronisations": each(counts.synchronisations as f64),
+            "pins": each(counts.pins as f64),
+            "host_seconds": each(counts.host.as_secs_f64()),
+            "device_bytes": each(counts.read.get() as f64),
+            "bandwidth_share": self.bandwidth_share(),
+        })
     }
 
-    fn decode_rate(&self) -> f64 {
-        let total: Duration = self.done.passes.iter().sum();
-        if total.is_zero() { 0.0 } else { self.done.passes.len() as f64 / total.as_secs_f64() }
+    /// The part of the bandwidth of the GPU's memory that passes after the first used, if that is known.
+    fn bandwidth_share(&self) -> Option<f64> {
+        let time: Duration = self.done.passes.iter().sum();
+        let read = self.done.counts.read.get() as f64;
+        self.bandwidth.filter(|_| read > 0.0).map(|rate| read / time.as_secs_f64() / rate as f64)
     }
 
     /// The part of the transfer time in which nobody waited for it.
@@ -131,7 +185,7 @@ impl Run {
             })
         };
         let worst_pages: Vec<Value> = self.worst_pages.iter().map(of_page).collect();
-        json!({
+        let mut all = json!({
             "model": self.model,
             "device": self.device,
             "page_bytes": stats.page_size.bytes(),
@@ -145,8 +199,8 @@ impl Run {
             "tokens": self.done.tokens,
             "text": self.done.text,
             "ttft_s": self.done.first_token.as_secs_f64(),
-            "decode_tok_s": self.decode_rate(),
-            "pass_s_median": self.median_pass().as_secs_f64(),
+            "decode_tok_s": self.done.decode_rate(),
+            "pass_s_median": self.done.median_pass().as_secs_f64(),
             "compute_s": self.done.total.saturating_sub(self.done.waited).as_secs_f64(),
             "stall_s": self.done.waited.as_secs_f64(),
             "disk_read_bytes": stats.traffic.disk_read.get(),
@@ -165,7 +219,7 @@ impl Run {
             "peak_host_bytes": stats.traffic.peak_host.get(),
             "peak_rss_bytes": peak_rss().get(),
             "memory": self.memory.json(),
-            "logits_xxh3": format!("{:016x}", self.done.logits_hash),
+            "logits_xxh3": self.done.logits_hash.map(|hash| format!("{hash:016x}")),
             "interrupted": self.interrupted,
             "stalls": stalls,
             "worst_pages": worst_pages,
@@ -174,7 +228,13 @@ impl Run {
             "prefetched": stats.pager.prefetched,
             "late": stats.pager.late,
             "faults": stats.pager.faults,
-        })
+        });
+        if let Value::Object(all) = &mut all {
+            all.insert("per_token".into(), self.per_token());
+            all.insert("device_bandwidth_bytes_per_s".into(), self.bandwidth.into());
+            all.insert("repeats".into(), self.repeats.iter().map(Times::json).collect());
+        }
+        all
     }
 
     /// The summary that people read.
@@ -188,11 +248,33 @@ impl Run {
         let percent = |part: f64| format!("{:.1} %", part * 100.0);
         row("tokens", format!("{} in, {} out", self.prompt_tokens.len(), self.done.tokens.len()));
         row("first token after", seconds(self.done.first_token));
-        row("tokens a second", format!("{:.2} (median pass {})", self.decode_rate(), seconds(self.median_pass())));
+        row(
+            "tokens a second",
+            format!("{:.2} (median pass {})", self.done.decode_rate(), seconds(self.done.median_pass())),
+        );
         row(
             "computing / waiting",
             format!("{} / {}", seconds(self.done.total.saturating_sub(self.done.waited)), seconds(self.done.waited)),
         );
+        let counts = &self.done.counts;
+        if counts.passes > 0 {
+            let each = |n: u64| format!("{:.1}", n as f64 / self.done.passes.len() as f64);
+            row(
+                "a token",
+                format!(
+                    "{} launches, {} graphs of {} nodes, {} waits for the GPU, {} pins, {:.0} us of the host",
+                    each(counts.launches),
+                    each(counts.graph_launches),
+                    each(counts.graph_nodes),
+                    each(counts.synchronisations),
+                    each(counts.pins),
+                    counts.host.as_secs_f64() * 1e6 / self.done.passes.len() as f64,
+                ),
+            );
+            let share = self.bandwidth_share().map_or("an unknown part".into(), percent);
+            let read = Bytes::new(counts.read.get() / self.done.passes.len().max(1) as u64);
+            row("", format!("{read} of the GPU's memory read, at {share} of its bandwidth"));
+        }
         for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
             row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));
         }

@@ -363,7 +363,7 @@ template <class T, int H> DEVICE void attention_prompt(const Attention &a, const
     ATTENTION_OF(kernel, f16, u16, 64, few)                                                                            \
     ATTENTION_OF(kernel, f16, u16, 128, 2)                                                                             \
     ATTENTION_OF(kernel, f16, u16, 256, many)                                                                          \
-    ATTENTION_OF(kernel, f32, float, 64, few)                                                                          \
+    ATTENTION_OF(kernel, f32, float, 64, 2)                                                                            \
     ATTENTION_OF(kernel, f32, float, 128, 2)                                                                           \
     ATTENTION_OF(kernel, f32, float, 256, many)
 

@@ -1,0 +1,323 @@
+//! What a pass launches: the formulas of the CPU, a few of them in each launch.
+//!
+//! With few vectors a work is one launch of products, and its norm, biases and what follows are part of that. With many
+//! vectors products may be a library's (`prompt.rs`); then a norm, a bias and what follows are launches of their own.
+//!
+//! Nothing here but [`Paged`](super::paged::Paged) calls the runtime: what is launched can be captured into a graph.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Product, Queries, Turn, Vectors};
+use super::places::FLOAT;
+use super::prompt::{FEW, Input};
+use super::session::{CudaSession, Keys};
+use super::step::{Piece, Segment, Work};
+use crate::dtype::WeightType;
+use crate::error::Result;
+use crate::weights::WeightInfo;
+
+/// Blocks of threads that attention of one token is divided into at least, where it has as many parts: two for each
+/// processor of a large GPU.
+const ATTENTION_BLOCKS: u32 = 264;
+
+/// The tokens of a pass: how many, and at which position the first one is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Span {
+    pub m: u32,
+    pub past: u32,
+}
+
+/// Which blocks of keys and values are pinned while a segment is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Blocks {
+    /// All that the pass uses; also where keys and values are in no blocks.
+    Pinned,
+    /// None: attention pins them wave by wave.
+    InWaves,
+}
+
+/// Rows of a matrix of a work.
+type Rows = (usize, Range<u64>);
+
+impl CudaSession {
+    /// Launches what uses a segment's weights, which are pinned. Returns how long this thread waited for blocks of keys
+    /// and values.
+    pub(super) fn launch(&self, segment: &Segment, span: Span, blocks: Blocks) -> Result<Duration> {
+        let mut waited = Duration::ZERO;
+        for piece in &segment.pieces {
+            waited += self.piece(piece, span, blocks)?;
+        }
+        Ok(waited)
+    }
+
+    fn piece(&self, piece: &Piece, span: Span, blocks: Blocks) -> Result<Duration> {
+        let model = &*self.model;
+        match piece {
+            Piece::Whole(Work::Attend(layer)) => return self.attend(*layer, false, span, blocks),
+            Piece::Rest(Work::Attend(layer)) => return self.attend(*layer, true, span, blocks),
+            Piece::Whole(work) => {
+                let matrices = work.matrices(&model.arch).into_iter().enumerate();
+                let rows: Vec<Rows> = matrices.map(|(nth, w)| (nth, 0..w.rows)).collect();
+                self.rows(*work, &rows, false, span)?;
+            }
+            Piece::Stage(work, slot) => {
+                if let Some(Some(info)) = work.vectors(&model.arch).get(*slot).copied() {
+                    self.decode(info, *slot)?;
+                }
+            }
+            Piece::Rows(work, nth, rows) => self.rows(*work, &[(*nth, rows.clone())], true, span)?,
+            Piece::Rest(Work::FeedForward(_)) => {
+                let n = u64::from(span.m) * model.config().ffn_dim as u64;
+                model.gpu.kernels.silu_multiply(self.at.gate, self.at.up, n)?;
+            }
+            Piece::Rest(_) => {}
+        }
+        Ok(Duration::ZERO)
+    }
+
+    /// The embeddings of the pass's tokens `range` to `x`. Their rows are pinned.
+    pub(super) fn embed(&self, range: Range<u32>, m: u32) -> Result<()> {
+        let (model, embedding) = (&*self.model, &self.model.arch.embedding);
+        let (rows, k) = (embedding.rows as u32, embedding.cols as u32);
+        let weights = (model.schedule.address(embedding, 0), embedding.dtype);
+        let tokens = self.inputs.tokens(m) + 4 * u64::from(range.start);
+        let to = self.at.x + u64::from(range.start) * embedding.cols * FLOAT;
+        model.gpu.kernels.embed(weights, rows, k, tokens, to, range.end - range.start)
+    }
+
+    /// Decodes a norm or a bias to its slot.
+    fn decode(&self, info: &WeightInfo, slot: usize) -> Result<()> {
+        let from = self.model.schedule.address(info, 0);
+        self.model.gpu.kernels.decode(info.dtype, from, self.at.slot(slot), info.cols as u32)
+    }
+
+    /// A norm or a bias of a work, of a plain type: where it lies, or decoded.
+    fn vector(&self, work: Work, slot: usize, staged: bool) -> Result<Option<(u64, WeightType)>> {
+        let model = &*self.model;
+        let Some(Some(info)) = work.vectors(&model.arch).get(slot).copied() else { return Ok(None) };
+        if staged {
+            return Ok(Some((self.at.slot(slot), WeightType::F32)));
+        }
+        if matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16) {
+            return Ok(Some((model.schedule.address(info, 0), info.dtype)));
+        }
+        self.decode(info, slot)?;
+        Ok(Some((self.at.slot(slot), WeightType::F32)))
+    }
+
+    fn norm(&self, work: Work, slot: usize, staged: bool) -> Result<Option<Norm>> {
+        let epsilon = self.model.config().norm_eps;
+        Ok(self.vector(work, slot, staged)?.map(|(weights, dtype)| Norm { weights, dtype, epsilon }))
+    }
+
+    /// Where the products of a work's matrix go.
+    fn out(&self, work: Work, nth: usize) -> u64 {
+        let at = &self.at;
+        match (work, nth) {
+            (Work::Inputs(_), 0) => at.q,
+            (Work::Inputs(_), 1) => at.k,
+            (Work::Inputs(_), _) => at.v,
+            (Work::FeedForward(_), 0) => at.gate,
+            (Work::FeedForward(_), _) => at.up,
+            (Work::Logits, _) => at.logits,
+            _ => at.x,
+        }
+    }
+
+    /// The products with rows of a work's matrices, and with all of a work's matrices what is done with them.
+    fn rows(&self, work: Work, rows: &[Rows], staged: bool, span: Span) -> Result<()> {
+        let (model, c, at) = (&*self.model, self.model.config(), &self.at);
+        let infos = work.matrices(&model.arch);
+        let vectors = match work {
+            Work::Output(_) => Vectors { x: at.mixed, k: (c.heads * c.head_dim) as u32, ..self.vectors(span) },
+            Work::Down(_) => Vectors { x: at.gate, k: c.ffn_dim as u32, ..self.vectors(span) },
+            // Of the last token only.
+            Work::Logits => {
+                let rows = Some((self.inputs.last(), span.m));
+                Vectors { m: 1, rows, norm: self.norm(work, 0, staged)?, ..self.vectors(span) }
+            }
+            _ => Vectors { norm: self.norm(work, 0, staged)?, ..self.vectors(span) },
+        };
+        let mut matrices = Vec::with_capacity(rows.len());
+        for (nth, rows) in rows {
+            let Some(info) = infos.get(*nth) else { continue };
+            let bias = self.vector(work, nth + 1, staged)?.map(|(address, dtype)| {
+                let each = if dtype == WeightType::F32 { FLOAT } else { FLOAT / 2 };
+                (address + rows.start * each, dtype)
+            });
+            matrices.push(Matrix {
+                dtype: info.dtype,
+                weights: model.schedule.address(info, rows.start),
+                rows: (rows.end - rows.start) as u32,
+                bias,
+                out: self.out(work, *nth) + rows.start * FLOAT,
+                stride: info.rows as u32,
+            });
+        }
+        let gated = matches!(work, Work::FeedForward(_)) && !staged;
+        let alike = matches!(&matrices[..], [gate, up] if gate.dtype == up.dtype && gate.rows == up.rows);
+        let after = match work {
+            Work::Output(_) | Work::Down(_) => After::Add,
+            Work::FeedForward(_) if gated && alike => After::Gate,
+            _ => After::Store,
+        };
+        self.products(&matrices, &vectors, after)?;
+        if gated && !alike {
+            model.gpu.kernels.silu_multiply(at.gate, at.up, u64::from(span.m) * c.ffn_dim as u64)?;
+        }
+        Ok(())
+    }
+
+    fn vectors(&self, span: Span) -> Vectors {
+        Vectors { x: self.at.x, k: self.model.config().dim as u32, m: span.m, rows: None, norm: None }
+    }
+
+    /// Every product of a pass: by the kernels in one launch, or by a library for many vectors.
+    fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
+        let (gpu, at) = (&self.model.gpu, &self.at);
+        let Some(prompts) = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW) else {
+            return gpu.kernels.products(matrices, v, after);
+        };
+        let x = match v.norm {
+            Some(norm) => {
+                let weights = self.plain(norm.weights, norm.dtype, v.k)?;
+                gpu.kernels.rms_norm(v.x, weights, at.normed, v.m, v.k, norm.epsilon)?;
+                at.normed
+            }
+            None => v.x,
+        };
+        let mut input = Input::new(x, v.m, v.k as usize);
+        for w in matrices {
+            let accumulate = after == After::Add;
+            let Matrix { dtype, weights, rows, out, stride, .. } = *w;
+            let product = Product { dtype, weights, k: v.k, rows, x, m: v.m, out, stride, accumulate };
+            prompts.multiply(&gpu.kernels, &at.prompt, &product, &mut input)?;
+            if let Some((bias, dtype)) = w.bias {
+                self.add_bias(bias, dtype, w, v.m)?;
+            }
+        }
+        if after == After::Gate {
+            let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
+            gpu.kernels.silu_multiply(at.gate, at.up, n)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a bias to the products with a matrix's rows.
+    fn add_bias(&self, bias: u64, dtype: WeightType, w: &Matrix, m: u32) -> Result<()> {
+        let (kernels, rows) = (&self.model.gpu.kernels, w.rows);
+        let bias = self.plain(bias, dtype, rows)?;
+        if rows == w.stride {
+            return kernels.add(w.out, bias, u64::from(m) * u64::from(rows), rows);
+        }
+        let out = |j: u32| w.out + u64::from(j) * u64::from(w.stride) * FLOAT;
+        (0..m).try_for_each(|j| kernels.add(out(j), bias, rows.into(), rows))
+    }
+
+    /// Numbers of a plain type as F32, until the next call.
+    fn plain(&self, address: u64, dtype: WeightType, n: u32) -> Result<u64> {
+        let to = self.at.slot(super::places::SLOTS);
+        self.model.gpu.kernels.decode(dtype, address, to, n)?;
+        Ok(to)
+    }
+
+    /// Where a layer's keys and values are.
+    pub(super) fn cached(&self, layer: usize, span: Span) -> Cached {
+        let c = self.model.config();
+        let (keys, values) = self.keys.offsets(layer, c, self.capacity);
+        Cached {
+            table: self.at.table,
+            sequences: 1,
+            stride: self.at.stride,
+            block_tokens: self.keys.block_tokens(self.capacity),
+            keys,
+            values,
+            element: self.keys.element(),
+            heads: c.kv_heads as u32,
+            head_dim: c.head_dim as u32,
+            m: span.m,
+            positions: self.inputs.positions(span.m),
+            sequence_of: None,
+        }
+    }
+
+    /// Turns the pass's vectors from `first` on, `to.m` of them, and stores their keys and values.
+    pub(super) fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()> {
+        let (model, c, at) = (&*self.model, self.model.config(), &self.at);
+        let work = Work::Attend(layer);
+        let skipped = |width: usize| u64::from(first) * (width * c.head_dim) as u64 * FLOAT;
+        let turn = Turn {
+            q: at.q + skipped(c.heads),
+            k: at.k + skipped(c.kv_heads),
+            v: at.v + skipped(c.kv_heads),
+            heads: c.heads as u32,
+            q_norm: self.norm(work, 0, staged)?,
+            k_norm: self.norm(work, 1, staged)?,
+            frequencies: at.frequencies,
+            pairs: model.frequencies.len() as u32,
+            kind: c.rope_pairs,
+        };
+        model.gpu.kernels.turn(&turn, &Cached { positions: to.positions + 4 * u64::from(first), ..*to })
+    }
+
+    /// Attention to the parts `parts`, of which the last launch of a layer has the last one.
+    pub(super) fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
+        let (kernels, at, c) = (&self.model.gpu.kernels, &self.at, self.model.config());
+        let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
+        if to.m > 1 {
+            return kernels.attend_prompt(&queries, to, parts);
+        }
+        let side_by_side = ATTENTION_BLOCKS.div_ceil(to.heads.max(1)).min(parts.end - parts.start);
+        kernels.attend_parts(&queries, to, parts, side_by_side)
+    }
+
+    /// Puts the parts of one token together.
+    pub(super) fn merge(&self, to: &Cached) -> Result<()> {
+        let (at, c) = (&self.at, self.model.config());
+        let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
+        if to.m > 1 { Ok(()) } else { self.model.gpu.kernels.merge(&queries, to) }
+    }
+
+    fn attend(&self, layer: usize, staged: bool, span: Span, blocks: Blocks) -> Result<Duration> {
+        let to = self.cached(layer, span);
+        if let (Keys::Paged(paged), Blocks::InWaves) = (&self.keys, blocks) {
+            return paged.attend(self, layer as u32, staged, span, &to);
+        }
+        self.turn(layer, staged, 0, &to)?;
+        // With one token, the parts that there are room for: kernels find out how many there are.
+        let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
+        self.attend_to(&to, 0..parts)?;
+        self.merge(&to)?;
+        Ok(Duration::ZERO)
+    }
+}
+
+impl Keys {
+    /// From a block's start to the keys and the values of a layer, in bytes.
+    fn offsets(&self, layer: usize, c: &crate::config::Config, capacity: usize) -> (u64, u64) {
+        match self {
+            Self::Plain(element) => {
+                let part = (capacity * c.kv_heads * c.head_dim) as u64 * element.bytes();
+                let start = 2 * layer as u64 * part;
+                (start, start + part)
+            }
+            Self::Paged(paged) => paged.offsets(layer as u32),
+        }
+    }
+
+    /// Tokens of a block.
+    fn block_tokens(&self, capacity: usize) -> u32 {
+        match self {
+            Self::Plain(_) => capacity as u32,
+            Self::Paged(paged) => paged.keys.pool().layout().block_tokens(),
+        }
+    }
+
+    fn element(&self) -> Element {
+        match self {
+            Self::Plain(element) => *element,
+            Self::Paged(paged) => paged.element,
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Prompts' products against sums in f64, over the emulated driver and a cuBLASLt on the CPU, or a GPU with its own.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use super::super::gpu::Gpu;
+use super::super::tests::{Memory, emulated, get, is_plain, numbers, put, room, rows_of};
+use super::*;
+use emulated::{driver, skipped};
+
+#[path = "../../tests/cuda/cublaslt.rs"]
+mod cublaslt;
+
+use cublaslt::CublasLt;
+
+/// Fails unless the vectors are within `tolerance` of each other, relative to the expected one's length. Returns how
+/// far apart they are.
+fn near(what: &str, got: &[f32], want: &[f64], tolerance: f64) -> f64 {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - b));
+    let all = length(&mut want.iter().copied());
+    let apart = if all > 0.0 { off / all } else { off };
+    // `make gpu-check` reads this line.
+    println!("relative error {apart:.3e}, {tolerance:.0e} allowed: {what}");
+    assert!(off <= tolerance * all, "{what}: off by {off} of {all}");
+    apart
+}
+
+fn prompts(gpu: &Gpu) -> &Prompts {
+    gpu.prompts.as_ref().unwrap()
+}
+
+/// Room whose tiles have `tile_bytes`.
+fn room_for(gpu: &Gpu, pass: usize, widest: usize, tile_bytes: u64) -> (Room, Memory<u8>) {
+    let workspace = 1 << 20;
+    let mut end = 0u64;
+    let mut place = |bytes: u64| {
+        let start = end;
+        end += bytes.next_multiple_of(256);
+        start
+    };
+    let places = Room {
+        tile: place(tile_bytes),
+        tile_bytes,
+        halves: place((pass * widest * 2) as u64),
+        scales: place((pass * 4) as u64),
+        products: place((pass * widest * 4) as u64),
+        workspace: Workspace { address: place(workspace), bytes: workspace },
+    };
+    let memory = room::<u8>(gpu, end as usize);
+    (places.at(memory.address), memory)
+}
+
+#[test]
+fn weights_become_tiles_of_f16_wherever_they_lie() {
+    with_library("weights_become_tiles_of_f16_wherever_they_lie", |gpu, _| {
+        for dtype in WeightType::ALL {
+            let widths: &[usize] = if is_plain(dtype) { &[1, 7, 8, 77, 256] } else { &[256, 768] };
+            let shifts: &[usize] = if is_plain(dtype) { &[0, 1, 2, 8] } else { &[0, 2, 8] };
+            for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {
+                let (rows, ld) = (3, k.next_multiple_of(8));
+                let (bytes, values) = rows_of(dtype, rows, k, k as u32);
+                let mut shifted = vec![0xa5; shift];
+                shifted.extend(&bytes);
+                let (weights, out) = (put(gpu, &shifted), put(gpu, &vec![0x7777u16; (rows + 1) * ld]));
+                let from = weights.address + shift as u64;
+                prompts(gpu).tile(&gpu.kernels, dtype, from, out.address, k as u32, rows as u32, ld as u32).unwrap();
+                let got = get(gpu, &out);
+                for (row, values) in got.chunks(ld).zip(values.chunks(k)) {
+                    let want: Vec<u16> = values.iter().map(|x| half::f16::from_f32(*x).to_bits()).collect();
+                    // Both may round a tie, of weights whose last bits a multiplication and an addition made.
+                    let apart = row.iter().zip(&want).map(|(a, b)| a.abs_diff(*b)).max();
+                    assert!(apart <= Some(1), "{dtype}, {k} at {shift}: {row:?}, not {want:?}");
+                    assert!(row[k..].iter().all(|x| *x == 0), "{dtype}, {k}: what fills a row is not zero");
+                }
+                assert!(got[rows * ld..].iter().all(|x| *x == 0x7777), "{dtype}, {k}: beyond the rows");
+            }
+        }
+        // What no f16 can be.
+        let (weights, out) = (put(gpu, &[1e9f32, -1e9, 65504.0, f32::NAN, 1e-9, 0.5, 0.0, 1.0]), room::<u16>(gpu, 8));
+        prompts(gpu).tile(&gpu.kernels, WeightType::F32, weights.address, out.address, 8, 1, 8).unwrap();
+        let got: Vec<f32> = get(gpu, &out).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
+        assert_eq!(got[..3], [65504.0, -65504.0, 65504.0]);
+        assert!(got[3].is_nan());
+        assert_eq!(got[4..], [0.0, 0.5, 0.0, 1.0]);
+    });
+}
+
+/// Numbers that f16 cannot hold, and such that it holds badly: every vector has a scale of its own.
+#[test]
+fn vectors_of_any_size_become_sixteen_bit_numbers() {
+    with_library("vectors_of_any_size_become_sixteen_bit_numbers", |gpu, _| {
+        let (m, k, ld) = (6, 300, 304);
+        let mut x = numbers(m * k, 14);
+        for (row, scale) in [(1, 1e6), (2, 1e-9), (3, 0.0), (4, 1e30)] {
+            x[row * k..(row + 1) * k].iter_mut().for_each(|x| *x *= scale);
+        }
+        // One number that is much larger than the others.
+        x[5 * k] = 3e7;
+        let input = put(gpu, &x);
+        let (halves, scales) = (room::<u16>(gpu, m * ld), room::<f32>(gpu, m));
+        prompts(gpu)
+            .halves_f16(&gpu.kernels, input.address, halves.address, scales.address, m as u32, k as u32, ld as u32)
+            .unwrap();
+        let numbers: Vec<f32> = get(gpu, &halves).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
+        // The kernel puts the scales back, and adds to what is there.
+        let (products, out) = (put(gpu, &numbers), put(gpu, &vec![0f32; m * k]));
+        let n = k as u32;
+        let product = Product {
+            dtype: WeightType::F16,
+            weights: 0,
+            k: n,
+            rows: n,
+            x: 0,
+            m: m as u32,
+            out: out.address,
+            stride: n,
+            accumulate: true,
+        };
+        prompts(gpu).unscale(&gpu.kernels, products.address, ld as u32, scales.address, &product).unwrap();
+        for (got, x) in get(gpu, &out).iter().zip(&x) {
+            assert!((got - x).abs() <= x.abs() / 2048.0, "{got}, not {x}");
+        }
+        assert!(numbers.chunks(ld).all(|row| row[k..].iter().all(|x| *x == 0.0)));
+        prompts(gpu).halves_bf16(&gpu.kernels, input.address, halves.address, m as u32, n, ld as u32).unwrap();
+        for (row, x) in get(gpu, &halves).chunks(ld).zip(x.chunks(k)) {
+            let want: Vec<u16> = x.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
+            assert_eq!(row[..k], want);
+            assert!(row[k..].iter().all(|x| *x == 0));
+        }
+    });
+}
+
+/// A product of a prompt, and what the library had to do for it.
+struct Case {
+    dtype: WeightType,
+    rows: usize,
+    k: usize,
+    m: usize,
+    /// Bytes that lie between an address that is a multiple of 256 and the weights.
+    shift: usize,
+    accumulate: bool,
+    tile_bytes: u64,
+}
+
+impl Case {
+    /// The results, those of sums in f64, and whatever lies between the results.
+    fn run(&self, gpu: &Gpu) -> (Vec<f32>, Vec<f64>) {
+        let Self { dtype, rows, k, m, shift, accumulate, tile_bytes } = *self;
+        let (bytes, weights) = rows_of(dtype, rows, k, 3);
+        let x = numbers(m * k, 4);
+        let mut shifted = vec![0xa5; shift];
+        shifted.extend(&bytes);
+        let stride = rows + 3;
+        let start = numbers(m * stride, 5);
+        let (w, vectors, out) = (put(gpu, &shifted), put(gpu, &x), put(gpu, &start));
+        let (room, _memory) = room_for(gpu, m, k.max(rows).next_multiple_of(8), tile_bytes);
+        let product = Product {
+            dtype,
+            weights: w.address + shift as u64,
+            k: k as u32,
+            rows: rows as u32,
+            x: vectors.address,
+            m: m as u32,
+            out: out.address,
+            stride: stride as u32,
+            accumulate,
+        };
+        let mut input = Input::new(vectors.address, m as u32, k);
+        prompts(gpu).multiply(&gpu.kernels, &room, &product, &mut input).unwrap();
+        let got = get(gpu, &out);
+        let mut want: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+        for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
+            let pairs = weights[r * k..(r + 1) * k].iter().zip(&x[j * k..(j + 1) * k]);
+            let sum: f64 = pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+            want[j * stride + r] = sum + if accumulate { want[j * stride + r] } else { 0.0 };
+        }
+        for (got, start) in got.chunks(stride).zip(start.chunks(stride)) {
+            assert_eq!(got[rows..], start[rows..], "{dtype}: beyond the rows");
+        }
+        (got, want)
+    }
+}
+
+/// Runs a test on a GPU with a library: the tests' own over the emulated driver, of which `body` gets the counts.
+fn with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
+    let Some(driver) = driver(test) else { return };
+    let library = match &driver.fake {
+        None => None,
+        Some(_) => match CublasLt::load(test) {
+            None => return,
+            some => some,
+        },
+    };
+    let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
+    if gpu.prompts.is_none() {
+        return skipped(test, "cublaslt", "there is no cuBLASLt that works with this GPU");
+    }
+    body(&gpu, library);
+    drop(gpu);
+    driver.finish();
+    assert!(library.is_none_or(|library| library.left() == 0), "the library's objects were not given back");
+}
+
+/// Offsets 0 and 8 are those of safetensors, 2 and 6 those of blocks in a GGUF file.
+#[test]
+fn cublaslt_multiplies_weights_of_every_type_with_many_vectors_wherever_they_lie() {
+    with_library("cublaslt_multiplies_weights_of_every_type_with_many_vectors_wherever_they_lie", |gpu, library| {
+        let mut worst = [0f64; 2];
+        for dtype in WeightType::ALL {
+            let (widths, shifts): (&[usize], &[usize]) =
+                if is_plain(dtype) { (&[77, 512], &[0, 2, 8]) } else { (&[256, 768], &[0, 2, 6, 8]) };
+            for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {
+                for (m, rows, accumulate, tile_bytes) in [(9, 21, false, 1 << 20), (33, 64, true, 20 * 2 * 768)] {
+                    let case = Case { dtype, rows, k, m, shift, accumulate, tile_bytes };
+                    let (got, want) = case.run(gpu);
+                    let in_place = dtype == WeightType::BF16 && shift == 0 && k % 8 == 0;
+                    let tolerance = if in_place { 4e-3 } else { 5e-4 };
+                    let what = format!("cuBLASLt, {dtype}, {rows} x {k} at {shift} by {m}");
+                    let apart = near(&what, &got, &want, tolerance);
+                    worst[usize::from(in_place)] = worst[usize::from(in_place)].max(apart);
+                    let Some(library) = library else { continue };
+                    let direct = matches!(dtype, WeightType::F16 | WeightType::BF16) && shift == 0 && k % 8 == 0;
+                    let tiles = if direct {
+                        1
+                    } else {
+                        rows.div_ceil((tile_bytes as usize / 2 / k.next_multiple_of(8)).min(rows))
+                    };
+                    assert_eq!(library.products(), tiles as u64, "{what}");
+                    assert!(library.least_alignment() >= 16, "{what}");
+                }
+            }
+        }
+        println!("off by {:.2e} of a vector's length with f16, by {:.2e} with bf16", worst[0], worst[1]);
+    });
+}
+
+/// The heuristic takes some microseconds on a host that has none to spare.
+#[test]
+fn cublaslt_chooses_once_for_a_shape() {
+    with_library("cublaslt_chooses_once_for_a_shape", |gpu, library| {
+        let Some(library) = library else { return };
+        let (rows, k, m, shift) = (16, 256, 12, 0);
+        let case = Case { dtype: WeightType::Q8_0, rows, k, m, shift, accumulate: false, tile_bytes: 1 << 20 };
+        library.heuristics();
+        let first = case.run(gpu).0;
+        assert_eq!(library.heuristics(), 1);
+        assert_eq!(case.run(gpu).0, first);
+        assert_eq!(library.heuristics(), 0);
+        Case { m: 13, ..case }.run(gpu);
+        assert_eq!(library.heuristics(), 1);
+    });
+}
+
+#[test]
+fn what_cublaslt_refuses_own_kernels_multiply() {
+    with_library("what_cublaslt_refuses_own_kernels_multiply", |gpu, library| {
+        let Some(library) = library else { return };
+        let (rows, k, m, shift) = (24, 256, 10, 0);
+        let case = Case { dtype: WeightType::Q4_K, rows, k, m, shift, accumulate: true, tile_bytes: 8 * 2 * 256 };
+        library.products();
+        library.refuse(2);
+        let (got, want) = case.run(gpu);
+        library.refuse(0);
+        near("own kernels", &got, &want, 1e-5);
+        assert_eq!(library.products(), 0);
+        // A handle that cannot be made.
+        library.refuse(1);
+        assert!(Gemm::open(&gpu.stream).is_none());
+        library.refuse(0);
+    });
+}
