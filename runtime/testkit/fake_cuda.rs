@@ -346,8 +346,8 @@ impl Fake {
     pub fn set_granularity(&self, bytes: u64) {
         (api().set_granularity)(bytes);
     }
-    /// Calls do only their bookkeeping: no byte moves, nothing is judged, and work ends when it is submitted. Must be
-    /// set before anything is mapped.
+    /// Calls do only their bookkeeping: no byte moves, no kernel runs, nothing is judged, and work ends when it is
+    /// submitted. Must be set before anything is mapped.
     pub fn set_bare(&self, bare: bool) {
         (api().set_bare)(bare);
     }

@@ -4,8 +4,8 @@ use outcore::machine::{LimitSource, MemoryLimit, ProcessMemory};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::kernels;
-use crate::model::KvType;
 
 /// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);

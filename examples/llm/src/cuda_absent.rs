@@ -10,9 +10,10 @@ use outcore::device::{Completions, Device, DeviceFactory, DeviceSettings};
 use outcore::{Bytes, Error, ErrorKind};
 
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::Result;
 use crate::files::ModelFiles;
-use crate::model::{KvType, PassCounts, PassTime};
+use crate::model::{PassCounts, PassTime};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;

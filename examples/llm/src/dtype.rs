@@ -113,3 +113,34 @@ impl FromStr for WeightType {
         })
     }
 }
+/// How the cache of keys and values stores its elements.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvType {
+    /// Four bytes an element.
+    #[default]
+    F32,
+    /// Two bytes an element.
+    F16,
+}
+
+impl KvType {
+    /// Bytes of an element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::F16 => 2,
+        }
+    }
+}
+
+impl FromStr for KvType {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            _ => Err(Error::Invalid(format!("keys and values cannot be stored as {text:?}: choose f32 or f16"))),
+        }
+    }
+}

@@ -9,7 +9,6 @@
 
 use std::mem::take;
 use std::ops::Range;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,7 +18,7 @@ use parking_lot::Mutex;
 
 use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::{Config, RopePairs};
-use crate::dtype::WeightType;
+use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
@@ -31,38 +30,6 @@ use crate::weights::{Step, TensorId, WeightInfo, Weights};
 const SORTED: usize = 8;
 /// The attention of so many tokens of a session is one thread's work, where there are other sessions for the others.
 const PART_FEW: usize = 8;
-
-/// How the cache of keys and values stores its elements.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum KvType {
-    /// Four bytes an element.
-    #[default]
-    F32,
-    /// Two bytes an element.
-    F16,
-}
-
-impl KvType {
-    /// Bytes of an element.
-    pub fn bytes(self) -> u64 {
-        match self {
-            Self::F32 => 4,
-            Self::F16 => 2,
-        }
-    }
-}
-
-impl FromStr for KvType {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "f32" => Ok(Self::F32),
-            "f16" => Ok(Self::F16),
-            _ => Err(Error::Invalid(format!("keys and values cannot be stored as {text:?}: choose f32 or f16"))),
-        }
-    }
-}
 
 /// How a model computes.
 #[derive(Clone, Copy, Debug, Default)]

@@ -7,9 +7,9 @@ use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence};
 
 use crate::block_attention::HeadGroup;
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::{Error, Result};
 use crate::kernels::Level;
-use crate::model::KvType;
 use crate::pool::Pool;
 
 /// So many tokens of a block are never too many.

@@ -179,9 +179,9 @@ pub extern "C" fn fakecuda_set_granularity(bytes: u64) {
     lock().config.granularity = bytes.next_multiple_of(4096).max(4096);
 }
 
-/// Copies, fills, kernels and events end when they are submitted, do nothing, and are not judged; nor does a launch of a
-/// graph do anything. Mapping changes no page tables. Only the bookkeeping of calls is left, so that the program above can
-/// be measured.
+/// Copies, fills, kernels and events end when they are submitted, do nothing, and are not judged; nor does a launch of
+/// a graph do anything. Mapping changes no page tables. Only the bookkeeping of calls is left, so that the program
+/// above can be measured.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_bare(bare: bool) {
     let mut driver = lock();

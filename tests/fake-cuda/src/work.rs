@@ -95,8 +95,8 @@ impl Driver {
         }
     }
 
-    /// What a kernel touches at an address that it has found while it runs: checked against the mappings of this moment.
-    /// Where it is in the window, or in words why it may not be touched.
+    /// What a kernel touches at an address that it has found while it runs: checked against the mappings of this
+    /// moment. Where it is in the window, or in words why it may not be touched.
     pub fn touch_late(&mut self, late: &Late, reach: Reach) -> Result<u64, String> {
         let (touches, mappings) = self.touches(&[reach])?;
         for mapping in mappings {

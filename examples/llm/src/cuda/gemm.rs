@@ -174,8 +174,8 @@ impl Gemm {
         }
         let Some(Some(plan)) = plans.get(&shape) else { return Ok(false) };
         let beta = if call.accumulate { 1f32 } else { 0f32 };
-        // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given (the
-        // session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the
+        // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given
+        // (the session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the
         // algorithm was promised; the workspace is the session's; the constants are host memory that is read before
         // the call returns.
         let queued = unsafe {

@@ -153,8 +153,8 @@ impl Deref for Adopted {
     }
 }
 
-/// Locked host memory, which copies on the GPU's stream may use. cudarc's own type asks the driver for an event at every
-/// access.
+/// Locked host memory, which copies on the GPU's stream may use. cudarc's own type asks the driver for an event at
+/// every access.
 pub(super) struct Locked<T> {
     place: NonNull<T>,
     len: usize,
@@ -233,4 +233,20 @@ pub(super) fn thread_time() -> Duration {
     // SAFETY: the clock exists on every Linux, and `time` is a timespec.
     let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) } != 0;
     if failed { Duration::ZERO } else { Duration::new(time.tv_sec as u64, time.tv_nsec as u32) }
+}
+
+/// Queues the copy of the elements at `from` to locked memory, as many as fit that.
+pub(super) fn copy_out<T: DeviceRepr>(from: u64, to: &Locked<T>) -> Result<()> {
+    // SAFETY: `from` is a place in the session's memory with room for as many; the session does not look at its locked
+    // memory before it has waited for the stream, and nobody else has it.
+    let copied = unsafe { to.fill_from(from) };
+    Ok(copied.map_err(|e| failed("copy a result from the GPU", e))?)
+}
+
+/// Queues the copy of elements in locked memory to `to`.
+pub(super) fn copy_in<T: DeviceRepr>(gpu: &Gpu, from: &[T], to: u64) -> Result<()> {
+    // SAFETY: `to` is a place in the session's memory with room for as many; `from` is locked memory of the session,
+    // which is not written to before the stream has been waited for.
+    let copied = unsafe { result::memcpy_htod_async(to, from, gpu.stream.cu_stream()) };
+    Ok(copied.map_err(|e| failed("copy to the GPU", e))?)
 }

@@ -1,9 +1,9 @@
 //! Passes of one token as CUDA graphs.
 //!
 //! The addresses of weights never change, and neither do those of a session's own memory. What changes from token to
-//! token is in that memory. So a graph that was captured once serves all tokens, however often the weights that it reads
-//! are evicted and filled again between two launches. Pins are made before a launch and end behind it: a capture has
-//! nothing of the runtime's in it.
+//! token is in that memory. So a graph that was captured once serves all tokens, however often the weights that it
+//! reads are evicted and filled again between two launches. Pins are made before a launch and end behind it: a capture
+//! has nothing of the runtime's in it.
 
 use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};

@@ -1,14 +1,19 @@
 //! What changes from token to token, in device memory: kernels read it there, so that a graph serves all tokens.
 
-use super::gpu::{Gpu, Locked};
-use super::pass::Span;
-use super::session::copy_in;
+use super::gpu::{Gpu, Locked, copy_in};
 use crate::error::Result;
 
 /// Passes of fewer tokens have their numbers where passes of as many have them, so that graphs of these are alike.
 const FEW: u32 = 8;
 /// Before the tokens: which row gives logits.
 const BEFORE: u32 = 4;
+
+/// The tokens of a pass: how many, and at which position the first one is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Span {
+    pub m: u32,
+    pub past: u32,
+}
 
 /// The tokens of a pass, their positions, and which of them gives logits, as `u32` in device memory; and the same in
 /// locked memory, which one copy is made from.

@@ -14,16 +14,36 @@ use outcore::{DevicePin, ErrorKind, StreamPin, Write};
 use outcore_kv::{KvPart, Sequence};
 
 use super::gpu::{Adopted, Gpu, Locked};
+use super::inputs::Span;
 use super::kernels::{Cached, Element, PART};
-use super::pass::Span;
-use super::session::CudaSession;
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::{Error, Result};
-use crate::model::KvType;
 use crate::paged_kv::PagedKeys;
 
 /// The blocks that are pinned while one graph runs have at most this part of the frames, with the weights.
 const PINNED_PART: u64 = 2;
+
+/// Which blocks of keys and values are pinned while a segment is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Blocks {
+    /// All that the pass uses; also where keys and values are in no blocks.
+    Pinned,
+    /// None: attention pins them wave by wave.
+    InWaves,
+}
+
+/// What a layer launches, by whoever has its operands.
+pub(super) trait Launches {
+    /// An error if passes are given up.
+    fn check_cancelled(&self) -> Result<()>;
+    /// Turns the pass's vectors from `first` on, `to.m` of them, and stores their keys and values.
+    fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()>;
+    /// Attention to the parts `parts`, of which the last launch of a layer has the last one.
+    fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()>;
+    /// Puts the parts of one token together.
+    fn merge(&self, to: &Cached) -> Result<()>;
+}
 
 /// Keys and values of one sequence in blocks of a pool, on a GPU.
 pub(super) struct Paged {
@@ -108,12 +128,6 @@ impl Paged {
         (row(KvPart::Keys), row(KvPart::Values))
     }
 
-    /// Blocks that a table has room for at most, of a model with this context.
-    pub fn blocks_most(config: &Config) -> usize {
-        // The smallest blocks have eight tokens.
-        config.context.div_ceil(8)
-    }
-
     /// All layers of the tokens below `end` are there, of which there were `len` before.
     pub fn commit(&mut self, len: usize, end: usize) -> Result<()> {
         // A block that is complete now may be replaced by one that has the same tokens.
@@ -137,7 +151,8 @@ impl Paged {
         Ok((first < self.known).then(|| (first, &self.table[first..self.known])))
     }
 
-    /// Whether the blocks of a layer fit the frames, with as many pages of weights, so that they can be pinned at a time.
+    /// Whether the blocks of a layer fit the frames, with as many pages of weights, so that all can be pinned at a
+    /// time.
     pub fn fits(&self, span: Span, pages: u64, frames: u64) -> bool {
         let blocks = u64::from(span.past + span.m).div_ceil(self.each());
         blocks * self.keys.pool().layout().pages() + pages <= frames / PINNED_PART
@@ -184,8 +199,16 @@ impl Paged {
     /// # Errors
     /// `Cancelled` between two waves, if passes are given up; what pinning ends with, and what the driver refuses. Pins
     /// end behind what was launched all the same.
-    pub fn attend(&self, session: &CudaSession, layer: u32, staged: bool, span: Span, to: &Cached) -> Result<Duration> {
+    pub fn attend(
+        &self,
+        session: &impl Launches,
+        nth: usize,
+        staged: bool,
+        span: Span,
+        to: &Cached,
+    ) -> Result<Duration> {
         let (past, end, each) = (u64::from(span.past), u64::from(span.past + span.m), self.each());
+        let layer = nth as u32;
         let most = self.keys.wave().max(1) as u64;
         let (group, first_new) = (self.group(layer), past / each * each);
         let waves = waves(end, each, most);
@@ -196,12 +219,12 @@ impl Paged {
         let mut at = past;
         while at < end {
             let stop = if few { end } else { end.min((at / each + most) * each) };
-            session.model.weights.check_cancelled()?;
+            session.check_cancelled()?;
             let since = Instant::now();
             let write = self.sequence().write(group, at..stop)?.pin_device().wait()?;
             waited += since.elapsed();
             let rows = Cached { m: (stop - at) as u32, ..*to };
-            let turned = session.turn(layer as usize, staged, (at - past) as u32, &rows);
+            let turned = session.turn(nth, staged, (at - past) as u32, &rows);
             let mut pinned = Pinned { _read: None, write: Some(write) };
             if few && turned.is_ok() {
                 held = Some(pinned);
@@ -216,9 +239,9 @@ impl Paged {
             let [start, stop] = [parts.start, parts.end].map(|part| u64::from(part) * u64::from(PART));
             start.min(readable)..stop.min(readable)
         };
-        let launched = waves.iter().enumerate().try_for_each(|(nth, parts)| {
-            session.model.weights.check_cancelled()?;
-            match waves.get(nth + 1) {
+        let launched = waves.iter().enumerate().try_for_each(|(wave, parts)| {
+            session.check_cancelled()?;
+            match waves.get(wave + 1) {
                 Some(next) => self.prefetch(layer, positions(next))?,
                 // What the next layer begins with comes while the matrices between are computed.
                 None => self.prefetch(layer + 1, waves.first().map_or(0..0, &positions))?,

@@ -8,7 +8,9 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Product, Queries, Turn, Vectors};
+use super::inputs::Span;
+use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Queries, Turn, Vectors};
+use super::paged::{Blocks, Launches};
 use super::places::FLOAT;
 use super::prompt::{FEW, Input};
 use super::session::{CudaSession, Keys};
@@ -20,22 +22,6 @@ use crate::weights::WeightInfo;
 /// Blocks of threads that attention of one token is divided into at least, where it has as many parts: two for each
 /// processor of a large GPU.
 const ATTENTION_BLOCKS: u32 = 264;
-
-/// The tokens of a pass: how many, and at which position the first one is.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Span {
-    pub m: u32,
-    pub past: u32,
-}
-
-/// Which blocks of keys and values are pinned while a segment is launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Blocks {
-    /// All that the pass uses; also where keys and values are in no blocks.
-    Pinned,
-    /// None: attention pins them wave by wave.
-    InWaves,
-}
 
 /// Rows of a matrix of a work.
 type Rows = (usize, Range<u64>);
@@ -176,9 +162,8 @@ impl CudaSession {
     /// Every product of a pass: by the kernels in one launch, or by a library for many vectors.
     fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
         let (gpu, at) = (&self.model.gpu, &self.at);
-        let Some(prompts) = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW) else {
-            return gpu.kernels.products(matrices, v, after);
-        };
+        let prompts = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW && v.rows.is_none());
+        let Some(prompts) = prompts else { return gpu.kernels.products(matrices, v, after) };
         let x = match v.norm {
             Some(norm) => {
                 let weights = self.plain(norm.weights, norm.dtype, v.k)?;
@@ -187,32 +172,20 @@ impl CudaSession {
             }
             None => v.x,
         };
-        let mut input = Input::new(x, v.m, v.k as usize);
+        let mut input = Input::new(x, v.m, v.k);
         for w in matrices {
-            let accumulate = after == After::Add;
-            let Matrix { dtype, weights, rows, out, stride, .. } = *w;
-            let product = Product { dtype, weights, k: v.k, rows, x, m: v.m, out, stride, accumulate };
-            prompts.multiply(&gpu.kernels, &at.prompt, &product, &mut input)?;
-            if let Some((bias, dtype)) = w.bias {
-                self.add_bias(bias, dtype, w, v.m)?;
-            }
+            let after = if after == After::Gate { After::Store } else { after };
+            let bias = match w.bias {
+                Some((bias, dtype)) => Some((self.plain(bias, dtype, w.rows)?, WeightType::F32)),
+                None => None,
+            };
+            prompts.multiply(&gpu.kernels, &at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
         }
         if after == After::Gate {
             let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
             gpu.kernels.silu_multiply(at.gate, at.up, n)?;
         }
         Ok(())
-    }
-
-    /// Adds a bias to the products with a matrix's rows.
-    fn add_bias(&self, bias: u64, dtype: WeightType, w: &Matrix, m: u32) -> Result<()> {
-        let (kernels, rows) = (&self.model.gpu.kernels, w.rows);
-        let bias = self.plain(bias, dtype, rows)?;
-        if rows == w.stride {
-            return kernels.add(w.out, bias, u64::from(m) * u64::from(rows), rows);
-        }
-        let out = |j: u32| w.out + u64::from(j) * u64::from(w.stride) * FLOAT;
-        (0..m).try_for_each(|j| kernels.add(out(j), bias, rows.into(), rows))
     }
 
     /// Numbers of a plain type as F32, until the next call.
@@ -242,8 +215,26 @@ impl CudaSession {
         }
     }
 
-    /// Turns the pass's vectors from `first` on, `to.m` of them, and stores their keys and values.
-    pub(super) fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()> {
+    fn attend(&self, layer: usize, staged: bool, span: Span, blocks: Blocks) -> Result<Duration> {
+        let to = self.cached(layer, span);
+        if let (Keys::Paged(paged), Blocks::InWaves) = (&self.keys, blocks) {
+            return paged.attend(self, layer, staged, span, &to);
+        }
+        self.turn(layer, staged, 0, &to)?;
+        // With one token, the parts that there are room for: kernels find out how many there are.
+        let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
+        self.attend_to(&to, 0..parts)?;
+        self.merge(&to)?;
+        Ok(Duration::ZERO)
+    }
+}
+
+impl Launches for CudaSession {
+    fn check_cancelled(&self) -> Result<()> {
+        self.model.weights.check_cancelled()
+    }
+
+    fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()> {
         let (model, c, at) = (&*self.model, self.model.config(), &self.at);
         let work = Work::Attend(layer);
         let skipped = |width: usize| u64::from(first) * (width * c.head_dim) as u64 * FLOAT;
@@ -261,8 +252,7 @@ impl CudaSession {
         model.gpu.kernels.turn(&turn, &Cached { positions: to.positions + 4 * u64::from(first), ..*to })
     }
 
-    /// Attention to the parts `parts`, of which the last launch of a layer has the last one.
-    pub(super) fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
+    fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
         let (kernels, at, c) = (&self.model.gpu.kernels, &self.at, self.model.config());
         let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
         if to.m > 1 {
@@ -272,24 +262,10 @@ impl CudaSession {
         kernels.attend_parts(&queries, to, parts, side_by_side)
     }
 
-    /// Puts the parts of one token together.
-    pub(super) fn merge(&self, to: &Cached) -> Result<()> {
+    fn merge(&self, to: &Cached) -> Result<()> {
         let (at, c) = (&self.at, self.model.config());
         let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
         if to.m > 1 { Ok(()) } else { self.model.gpu.kernels.merge(&queries, to) }
-    }
-
-    fn attend(&self, layer: usize, staged: bool, span: Span, blocks: Blocks) -> Result<Duration> {
-        let to = self.cached(layer, span);
-        if let (Keys::Paged(paged), Blocks::InWaves) = (&self.keys, blocks) {
-            return paged.attend(self, layer as u32, staged, span, &to);
-        }
-        self.turn(layer, staged, 0, &to)?;
-        // With one token, the parts that there are room for: kernels find out how many there are.
-        let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
-        self.attend_to(&to, 0..parts)?;
-        self.merge(&to)?;
-        Ok(Duration::ZERO)
     }
 }
 

@@ -2,15 +2,16 @@
 
 use super::inputs::Inputs;
 use super::kernels::PART;
-use super::paged::Paged;
 use super::prompt::Room;
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::{Error, Result};
-use crate::model::KvType;
 
 pub(super) const FLOAT: u64 = size_of::<f32>() as u64;
 /// Alignment of everything in the session's memory, in bytes: a transaction of the GPU's memory.
 const ALIGNMENT: u128 = 256;
+/// The smallest blocks of a pool have as many tokens.
+const BLOCK_LEAST: usize = 8;
 /// Vectors of a launch that are decoded to the session's memory, at most: a norm, and the biases of three matrices.
 pub(super) const SLOTS: usize = 4;
 
@@ -65,7 +66,7 @@ impl Places {
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
         let plain = capacity.unwrap_or(0);
-        let stride = if capacity.is_some() { 1 } else { Paged::blocks_most(c).max(1) };
+        let stride = if capacity.is_some() { 1 } else { c.context.div_ceil(BLOCK_LEAST).max(1) };
         let parts = capacity.unwrap_or(c.context).div_ceil(PART as usize).max(1);
         let kept = (parts * (2 + c.head_dim)).max(2 * pass);
         let places = Self {

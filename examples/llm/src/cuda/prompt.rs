@@ -17,7 +17,7 @@ use outcore::{Bytes, Error, ErrorKind};
 
 use super::gemm::{Call, Gemm, Half, Rows, Side, WORKSPACE_ALIGNMENT, Workspace};
 use super::kernels::Arg::{Address, Word};
-use super::kernels::{Kernels, Product, THREADS, blocks};
+use super::kernels::{After, Kernels, Matrix, THREADS, Vectors, blocks};
 use crate::config::Config;
 use crate::dtype::WeightType;
 use crate::error::Result;
@@ -86,15 +86,15 @@ impl Room {
 
 /// `m` vectors that enter matrices. For the library they become 16-bit numbers, once however many matrices use them.
 pub(super) struct Input {
-    pub x: u64,
-    pub m: u32,
-    pub k: u32,
+    x: u64,
+    m: u32,
+    k: u32,
     halves: Option<Half>,
 }
 
 impl Input {
-    pub fn new(x: u64, m: u32, k: usize) -> Self {
-        Self { x, m, k: k as u32, halves: None }
+    pub fn new(x: u64, m: u32, k: u32) -> Self {
+        Self { x, m, k, halves: None }
     }
 }
 
@@ -145,43 +145,55 @@ impl Prompts {
         on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
     }
 
-    /// Puts the powers of two back: `out[j * stride + i] = products[j * pitch + i] * scales[j]`, or added to that.
-    fn unscale(&self, on: &Kernels, products: u64, pitch: u32, scales: u64, p: &Product) -> Result<()> {
+    /// Puts the powers of two back and adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] + bias[i]`,
+    /// or added to what is there. There may be no scales, and no bias.
+    fn unscale(
+        &self,
+        on: &Kernels,
+        (products, pitch): (u64, u32),
+        scales: u64,
+        w: &Matrix,
+        m: u32,
+        after: After,
+    ) -> Result<()> {
         let args = [
             Address(products),
             Address(scales),
-            Address(p.out),
-            Word(p.rows),
+            Address(w.bias.map_or(0, |(bias, _)| bias)),
+            Address(w.out),
+            Word(w.rows),
             Word(pitch),
-            Word(p.stride),
-            Word(p.accumulate.into()),
+            Word(w.stride),
+            Word(u32::from(after == After::Add)),
         ];
-        on.launch("unscale", &self.unscale, (blocks(p.rows.into()), p.m), THREADS, &args)
+        on.launch("unscale", &self.unscale, (blocks(w.rows.into()), m), THREADS, &args)
     }
 
-    /// A matrix times the vectors of `input`, which are `p`'s.
-    pub fn multiply(&self, on: &Kernels, room: &Room, p: &Product, input: &mut Input) -> Result<()> {
-        let aligned = p.weights.is_multiple_of(LOAD) && u64::from(p.k).is_multiple_of(LOAD_NUMBERS);
-        let in_place = match p.dtype {
+    /// A matrix times the vectors of `input`, stored or added. A bias is of F32.
+    pub fn multiply(&self, on: &Kernels, room: &Room, w: &Matrix, input: &mut Input, after: After) -> Result<()> {
+        let k = input.k;
+        let aligned = w.weights.is_multiple_of(LOAD) && u64::from(k).is_multiple_of(LOAD_NUMBERS);
+        let in_place = match w.dtype {
             WeightType::F16 if aligned => Some(Half::F16),
             WeightType::BF16 if aligned => Some(Half::BF16),
             _ => None,
         };
         if let Some(half) = in_place {
-            return self.multiply_halves(on, room, p, input, (half, p.weights, p.k));
+            return self.multiply_halves(on, room, w, input, after, (half, w.weights, k));
         }
-        let ld = p.k.next_multiple_of(LOAD_NUMBERS as u32);
-        let rows = (room.tile_bytes / (2 * u64::from(ld))).clamp(1, u64::from(p.rows)) as u32;
-        for first in (0..p.rows).step_by(rows as usize) {
-            let skipped = p.dtype.bytes(u64::from(first) * u64::from(p.k)).unwrap_or(0);
-            let part = Product {
-                weights: p.weights + skipped,
-                rows: rows.min(p.rows - first),
-                out: p.out + 4 * u64::from(first),
-                ..*p
+        let ld = k.next_multiple_of(LOAD_NUMBERS as u32);
+        let rows = (room.tile_bytes / (2 * u64::from(ld))).clamp(1, u64::from(w.rows)) as u32;
+        for first in (0..w.rows).step_by(rows as usize) {
+            let skipped = 4 * u64::from(first);
+            let part = Matrix {
+                weights: w.weights + w.dtype.bytes(u64::from(first) * u64::from(k)).unwrap_or(0),
+                rows: rows.min(w.rows - first),
+                bias: w.bias.map(|(bias, dtype)| (bias + skipped, dtype)),
+                out: w.out + skipped,
+                ..*w
             };
-            self.tile(on, part.dtype, part.weights, room.tile, part.k, part.rows, ld)?;
-            self.multiply_halves(on, room, &part, input, (Half::F16, room.tile, ld))?;
+            self.tile(on, part.dtype, part.weights, room.tile, k, part.rows, ld)?;
+            self.multiply_halves(on, room, &part, input, after, (Half::F16, room.tile, ld))?;
         }
         Ok(())
     }
@@ -191,38 +203,45 @@ impl Prompts {
         &self,
         on: &Kernels,
         room: &Room,
-        p: &Product,
+        w: &Matrix,
         input: &mut Input,
+        after: After,
         (half, address, a_ld): (Half, u64, u32),
     ) -> Result<()> {
-        let ld = p.k.next_multiple_of(LOAD_NUMBERS as u32);
-        if input.halves != Some(half) {
+        let Input { x, m, k, halves } = *input;
+        let ld = k.next_multiple_of(LOAD_NUMBERS as u32);
+        if halves != Some(half) {
             match half {
-                Half::F16 => self.halves_f16(on, input.x, room.halves, room.scales, p.m, p.k, ld)?,
-                Half::BF16 => self.halves_bf16(on, input.x, room.halves, p.m, p.k, ld)?,
+                Half::F16 => self.halves_f16(on, x, room.halves, room.scales, m, k, ld)?,
+                Half::BF16 => self.halves_bf16(on, x, room.halves, m, k, ld)?,
             }
             input.halves = Some(half);
         }
-        let pitch = p.rows.next_multiple_of(LOAD as u32 / 4);
-        let direct = half == Half::BF16;
-        let (out, out_ld) = if direct { (p.out, p.stride) } else { (room.products, pitch) };
+        let pitch = w.rows.next_multiple_of(LOAD as u32 / 4);
+        let direct = half == Half::BF16 && w.bias.is_none();
+        let (out, out_ld) = if direct { (w.out, w.stride) } else { (room.products, pitch) };
         let call = Call {
             half,
             side: Side::Rows,
             a: Rows { address, ld: a_ld, stride: 0 },
             x: Rows { address: room.halves, ld, stride: 0 },
             out: Rows { address: out, ld: out_ld, stride: 0 },
-            rows: p.rows,
-            k: p.k,
-            m: p.m,
+            rows: w.rows,
+            k,
+            m,
             batches: 1,
             factor: 1.0,
-            accumulate: direct && p.accumulate,
+            accumulate: direct && after == After::Add,
         };
         if !self.gemm.multiply(&call, room.workspace)? {
-            return on.multiply(p);
+            let vectors = Vectors { x, k, m, rows: None, norm: None };
+            return on.products(std::slice::from_ref(w), &vectors, after);
         }
-        if direct { Ok(()) } else { self.unscale(on, room.products, pitch, room.scales, p) }
+        if direct {
+            return Ok(());
+        }
+        let scales = if half == Half::F16 { room.scales } else { 0 };
+        self.unscale(on, (room.products, pitch), scales, w, m, after)
     }
 }
 

@@ -106,18 +106,9 @@ fn vectors_of_any_size_become_sixteen_bit_numbers() {
         // The kernel puts the scales back, and adds to what is there.
         let (products, out) = (put(gpu, &numbers), put(gpu, &vec![0f32; m * k]));
         let n = k as u32;
-        let product = Product {
-            dtype: WeightType::F16,
-            weights: 0,
-            k: n,
-            rows: n,
-            x: 0,
-            m: m as u32,
-            out: out.address,
-            stride: n,
-            accumulate: true,
-        };
-        prompts(gpu).unscale(&gpu.kernels, products.address, ld as u32, scales.address, &product).unwrap();
+        let matrix = Matrix { dtype: WeightType::F16, weights: 0, rows: n, bias: None, out: out.address, stride: n };
+        let from = (products.address, ld as u32);
+        prompts(gpu).unscale(&gpu.kernels, from, scales.address, &matrix, m as u32, After::Add).unwrap();
         for (got, x) in get(gpu, &out).iter().zip(&x) {
             assert!((got - x).abs() <= x.abs() / 2048.0, "{got}, not {x}");
         }
@@ -155,25 +146,26 @@ impl Case {
         let start = numbers(m * stride, 5);
         let (w, vectors, out) = (put(gpu, &shifted), put(gpu, &x), put(gpu, &start));
         let (room, _memory) = room_for(gpu, m, k.max(rows).next_multiple_of(8), tile_bytes);
-        let product = Product {
+        // What is not added to what is there has a bias.
+        let bias = numbers(rows, 6);
+        let bias_at = put(gpu, &bias);
+        let matrix = Matrix {
             dtype,
             weights: w.address + shift as u64,
-            k: k as u32,
             rows: rows as u32,
-            x: vectors.address,
-            m: m as u32,
+            bias: (!accumulate).then_some((bias_at.address, WeightType::F32)),
             out: out.address,
             stride: stride as u32,
-            accumulate,
         };
-        let mut input = Input::new(vectors.address, m as u32, k);
-        prompts(gpu).multiply(&gpu.kernels, &room, &product, &mut input).unwrap();
+        let mut input = Input::new(vectors.address, m as u32, k as u32);
+        let after = if accumulate { After::Add } else { After::Store };
+        prompts(gpu).multiply(&gpu.kernels, &room, &matrix, &mut input, after).unwrap();
         let got = get(gpu, &out);
         let mut want: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
         for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
             let pairs = weights[r * k..(r + 1) * k].iter().zip(&x[j * k..(j + 1) * k]);
             let sum: f64 = pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-            want[j * stride + r] = sum + if accumulate { want[j * stride + r] } else { 0.0 };
+            want[j * stride + r] = sum + if accumulate { want[j * stride + r] } else { f64::from(bias[r]) };
         }
         for (got, start) in got.chunks(stride).zip(start.chunks(stride)) {
             assert_eq!(got[rows..], start[rows..], "{dtype}: beyond the rows");

@@ -12,23 +12,23 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
+use cudarc::driver::{CudaSlice, DevicePtr};
 use outcore::{Bytes, ErrorKind, StreamPin};
 
 use super::failed::failed;
-use super::gpu::{Adopted, Gpu, Locked, thread_time};
+use super::gpu::{Adopted, Gpu, Locked, copy_in, copy_out, thread_time};
 use super::graphs::{Graph, Graphs};
-use super::inputs::Inputs;
+use super::inputs::{Inputs, Span};
 use super::kernels::{Choice, DeviceDraw, Element, HEAD_MAX};
-use super::paged::Paged;
-use super::pass::{Blocks, Span};
+use super::paged::{Blocks, Paged};
 use super::places::Places;
 use super::step::{Piece, Schedule, Segment, Work};
 use crate::architecture::Architecture;
 use crate::config::Config;
+use crate::dtype::KvType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::model::{KvType, PassCounts, PassTime};
+use crate::model::{PassCounts, PassTime};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
@@ -185,8 +185,8 @@ impl CudaSession {
 
     /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
     /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
-    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless
-    /// cuBLASLt multiplies.
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
+    /// multiplies.
     ///
     /// # Errors
     /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
@@ -710,20 +710,4 @@ fn start(graph: &Graph, counts: &mut PassCounts) -> Result<()> {
 fn clamped(config: &Config, capacity: usize, pass: usize) -> (usize, usize) {
     let capacity = capacity.min(config.context);
     (capacity, pass.clamp(1, PASS_MAX).min(capacity.max(1)))
-}
-
-/// Queues the copy of the elements at `from` to locked memory, as many as fit that.
-fn copy_out<T: DeviceRepr>(from: u64, to: &Locked<T>) -> Result<()> {
-    // SAFETY: `from` is a place in the session's memory with room for as many; the session does not look at its locked
-    // memory before it has waited for the stream, and nobody else has it.
-    let copied = unsafe { to.fill_from(from) };
-    Ok(copied.map_err(|e| failed("copy a result from the GPU", e))?)
-}
-
-/// Queues the copy of elements in locked memory to `to`.
-pub(super) fn copy_in<T: DeviceRepr>(gpu: &Gpu, from: &[T], to: u64) -> Result<()> {
-    // SAFETY: `to` is a place in the session's memory with room for as many; `from` is locked memory of the session,
-    // which is not written to before the stream has been waited for.
-    let copied = unsafe { cudarc::driver::result::memcpy_htod_async(to, from, gpu.stream.cu_stream()) };
-    Ok(copied.map_err(|e| failed("copy to the GPU", e))?)
 }

@@ -2,8 +2,8 @@
 //!
 //! A [`Work`] is what one launch computes, of one layer at most. Where memory allows, the weights of a layer are pinned
 //! as a unit: a [`Segment`]. Where a layer is too large for that, it is several segments; where the weights of one work
-//! are too large, its norm and biases are decoded to the session's memory, and its matrices come in tiles of rows. How a
-//! pass is divided changes no bit of what it computes.
+//! are too large, its norm and biases are decoded to the session's memory, and its matrices come in tiles of rows. How
+//! a pass is divided changes no bit of what it computes.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -271,8 +271,8 @@ mod on_a_gpu {
         driver.finish();
     }
 
-    /// The CPU has read a long text, whose keys and values come from a store. Its next tokens are those of a GPU that has
-    /// frames for a tenth of them, and for all of them: then a token is a graph.
+    /// The CPU has read a long text, whose keys and values come from a store. Its next tokens are those of a GPU that
+    /// has frames for a tenth of them, and for all of them: then a token is a graph.
     #[test]
     fn a_context_of_8192_tokens_goes_through_few_frames() {
         const TOKENS: u32 = 8192;

@@ -475,13 +475,14 @@ static void reach_halves_bf16(Reach &r, const float *x, u16 *out, u32 k, u32 ld)
     r.writes(out, (u64)blocks * ld);
 }
 
-static void reach_unscale(Reach &r, const float *products, const float *scales, float *out, u32 n, u32 pitch,
-    u32 stride, u32) {
+static void reach_unscale(Reach &r, const float *products, const float *scales, const float *bias, float *out, u32 n,
+    u32 pitch, u32 stride, u32) {
     for (unsigned j = 0; j < rows_of_blocks; j++) {
         r.reads(products + (u64)j * pitch, n);
         r.writes(out + (u64)j * stride, n);
     }
-    r.reads(scales, rows_of_blocks);
+    r.reads(scales, scales != nullptr ? rows_of_blocks : 0);
+    r.reads(bias, bias != nullptr ? n : 0);
 }
 
 // ---- the table ----

@@ -1,5 +1,5 @@
-//! What a token takes of the host's processor, beside what it took when every weight was pinned by itself and every step
-//! of the formulas was a launch of its own. It measures, so it runs only when it is asked for:
+//! What a token takes of the host's processor, beside what it takes where every weight is pinned by itself and every
+//! step of the formulas is a launch of its own. It measures, so it runs only when it is asked for:
 //!
 //! ```text
 //! cargo test -p outcore-llm --features cuda --test cuda -- --ignored --nocapture what_a_token_takes_of_the_host

@@ -95,14 +95,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) halves_bf16(const float *x
     }
 }
 
-// Undoes the scaling for m vectors (y) of n products, which are `pitch` apart, and `stride` in `out`. They are added to
-// what is there if `accumulate` is not 0.
-extern "C" __global__ void __launch_bounds__(THREADS) unscale(const float *products, const float *scales, float *out,
-    u32 n, u32 pitch, u32 stride, u32 accumulate) {
+// Undoes the scaling for m vectors (y) of n products, which are `pitch` apart, and `stride` in `out`, and adds a number
+// for each of the n. They are added to what is there if `accumulate` is not 0. Without scales these are 1, without a
+// bias it is 0.
+extern "C" __global__ void __launch_bounds__(THREADS) unscale(const float *products, const float *scales,
+    const float *bias, float *out, u32 n, u32 pitch, u32 stride, u32 accumulate) {
     u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i < n) {
-        float value = products[(u64)blockIdx.y * pitch + i] * scales[blockIdx.y];
+        float value = products[(u64)blockIdx.y * pitch + i] * (scales != 0 ? scales[blockIdx.y] : 1.0f);
         float *to = out + (u64)blockIdx.y * stride + i;
+        value += bias != 0 ? bias[i] : 0.0f;
         *to = accumulate != 0 ? *to + value : value;
     }
 }
