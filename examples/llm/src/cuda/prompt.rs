@@ -145,7 +145,7 @@ impl Prompts {
         on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
     }
 
-    /// Puts the powers of two back and adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] + bias[i]`,
+    /// Puts the powers of two back, adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] + bias[i]`,
     /// or added to what is there. There may be no scales, and no bias.
     fn unscale(
         &self,
@@ -247,4 +247,4 @@ impl Prompts {
 
 #[cfg(test)]
 #[path = "prompt_tests.rs"]
-mod tests;
+pub(super) mod tests;
