@@ -601,8 +601,8 @@ impl Kernels {
 
     /// Attention of `m` vectors of one sequence, at positions that follow one another, to the parts `parts` of the
     /// positions up to their own: what [`attend_parts`](Self::attend_parts) and [`merge`](Self::merge) give, bit by
-    /// bit, in one launch. Where a context is not resident as a whole, launches have parts that follow one another, from the
-    /// first one on; a vector has its result behind the one with the part of its position.
+    /// bit, in one launch. Where a context is not resident as a whole, launches have parts that follow one another,
+    /// from the first one on; a vector has its result behind the one with the part of its position.
     pub fn attend_prompt(&self, q: &Queries, to: &Cached, parts: Range<u32>) -> Result<()> {
         let raw = q.raw(to, &parts);
         let vectors = (QUERIES / (q.heads / to.heads.max(1)).clamp(1, QUERIES)).max(1);
