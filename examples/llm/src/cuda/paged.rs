@@ -199,7 +199,14 @@ impl Paged {
     /// # Errors
     /// `Cancelled` between two waves, if passes are given up; what pinning ends with, and what the driver refuses. Pins
     /// end behind what was launched all the same.
-    pub fn attend(&self, session: &CudaSession, layer: u32, staged: bool, span: Span, to: &Cached) -> Result<Duration> {
+    pub fn attend(
+        &self,
+        session: &impl Launches,
+        nth: usize,
+        staged: bool,
+        span: Span,
+        to: &Cached,
+    ) -> Result<Duration> {
         let (past, end, each) = (u64::from(span.past), u64::from(span.past + span.m), self.each());
         let layer = nth as u32;
         let most = self.keys.wave().max(1) as u64;

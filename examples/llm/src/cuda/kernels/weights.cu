@@ -338,12 +338,15 @@ template <class Format> DEVICE void decode_row(const u8 *row, float *out, u32 k)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS) decode(const u8 *row, float *out, u32 dtype, u32 k) {
 #define DECODE(name, Format, number)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS) decode_##name(const u8 *row, float *out, u32 k) {            \
+    case number:                                                                                                       \
         decode_row<Format>(row, out, k);                                                                               \
+        break;
+    switch (dtype) {
+        EACH_FORMAT(DECODE)
     }
-
-EACH_FORMAT(DECODE)
+}
 
 // Bytes of a row of k weights of a format by its number.
 DEVICE u64 bytes_of_row(u32 dtype, u32 k) {
