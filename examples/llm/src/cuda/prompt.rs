@@ -244,4 +244,4 @@ impl Prompts {
 
 #[cfg(test)]
 #[path = "prompt_tests.rs"]
-mod tests;
+pub(super) mod tests;
