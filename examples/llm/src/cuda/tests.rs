@@ -15,7 +15,7 @@ use super::gpu::Gpu;
 use super::kernels::{
     After, Cached, Choice, DeviceDraw, Element, INTERFACE, Matrix, Norm, PART, Queries, Turn, Vectors,
 };
-use super::prompt::tests as prompt_tests;
+use super::prompt::tests as prompts;
 use crate::config::RopePairs;
 use crate::dtype::WeightType;
 use crate::kernels::{dequantise, encode};
@@ -62,8 +62,8 @@ fn every_kernel_of_the_sources_runs_in_these_tests() {
         numbers_are_gated_and_added,
         the_likeliest_token_is_the_first_of_the_largest,
         tokens_are_drawn_as_the_host_draws_them,
-        prompt_tests::weights_become_tiles_of_f16_wherever_they_lie,
-        prompt_tests::vectors_of_any_size_become_sixteen_bit_numbers,
+        prompts::weights_become_tiles_of_f16_wherever_they_lie,
+        prompts::vectors_of_any_size_become_sixteen_bit_numbers,
     ] {
         test();
     }
