@@ -72,7 +72,7 @@ fn on<T>(driver: &Driver, gpu: Gpu, files: &ModelFiles, pass: usize, body: impl 
     let weights = Arc::new(PagedWeights::open(&runtime, &model, files).unwrap());
     drop(model);
     let model = Arc::new(CudaModel::load(files, weights, Arc::new(gpu)).unwrap());
-    let done = body(&mut CudaSession::new(model, 64, pass).unwrap());
+    let done = body(&mut CudaSession::new(model, 64, pass, KvType::F32).unwrap());
     runtime.close().unwrap();
     done
 }

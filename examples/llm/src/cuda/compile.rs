@@ -19,7 +19,6 @@ const SOURCE: &str = concat!(
     include_str!("kernels/layers.cu"),
     include_str!("kernels/attention.cu"),
     include_str!("kernels/choosing.cu"),
-    include_str!("kernels/old.cu"),
     include_str!("kernels/prefill.cu"),
 );
 

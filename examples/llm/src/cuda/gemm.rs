@@ -24,30 +24,19 @@ pub(super) enum Half {
     BF16,
 }
 
-/// Rows of 16-bit numbers, once or in batches. Distances are in numbers.
+/// Rows of numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Rows {
     pub address: u64,
-    /// From one row to the next.
+    /// From one row to the next, in numbers.
     pub ld: u32,
-    /// From one batch to the next.
-    pub stride: u64,
 }
 
-/// How the first matrix of a product lies in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Side {
-    /// `rows` rows of `k`: weights, keys.
-    Rows,
-    /// `k` rows of `rows`: values.
-    Columns,
-}
-
-/// `out[b][j][r] = factor * sum over i of a[b][r][i] * x[b][j][i]`, or added to what is there. Sums are in f32.
+/// `out[j][r] = sum over i of a[r][i] * x[j][i]`, or added to what is there. Sums are in f32.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
     pub half: Half,
-    pub side: Side,
+    /// `rows` rows of `k`.
     pub a: Rows,
     /// `m` rows of `k`.
     pub x: Rows,
@@ -56,8 +45,6 @@ pub(super) struct Call {
     pub rows: u32,
     pub k: u32,
     pub m: u32,
-    pub batches: u32,
-    pub factor: f32,
     pub accumulate: bool,
 }
 
@@ -72,11 +59,9 @@ pub(super) struct Workspace {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     half: Half,
-    side: Side,
-    /// Rows, k, m, batches.
-    extents: [u32; 4],
+    /// Rows, k, m.
+    extents: [u32; 3],
     ld: [u32; 3],
-    strides: [u64; 3],
     alignments: [u32; 3],
     workspace: u64,
 }
@@ -86,10 +71,8 @@ impl Shape {
         let all = [call.a, call.x, call.out];
         Self {
             half: call.half,
-            side: call.side,
-            extents: [call.rows, call.k, call.m, call.batches],
+            extents: [call.rows, call.k, call.m],
             ld: all.map(|rows| rows.ld),
-            strides: all.map(|rows| rows.stride),
             alignments: all.map(|rows| alignment(rows.address)),
             workspace,
         }
@@ -173,7 +156,7 @@ impl Gemm {
             plans.insert(shape, plan.ok());
         }
         let Some(Some(plan)) = plans.get(&shape) else { return Ok(false) };
-        let beta = if call.accumulate { 1f32 } else { 0f32 };
+        let (alpha, beta) = (1f32, if call.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given
         // (the session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the
         // algorithm was promised; the workspace is the session's; the constants are host memory that is read before
@@ -182,7 +165,7 @@ impl Gemm {
             result::matmul(
                 self.handle.handle,
                 plan.desc.handle,
-                (&raw const call.factor).cast(),
+                (&raw const alpha).cast(),
                 (&raw const beta).cast(),
                 call.a.address as *const c_void,
                 plan.a.handle,
@@ -219,14 +202,14 @@ impl Gemm {
             Half::F16 => cudaDataType::CUDA_R_16F,
             Half::BF16 => cudaDataType::CUDA_R_16BF,
         };
-        let [rows, k, m, batches] = shape.extents;
+        let [rows, k, m] = shape.extents;
         let single = cudaDataType::CUDA_R_32F;
-        // cuBLASLt counts columns first: our rows are its columns. What is in rows of k it transposes.
+        // cuBLASLt counts columns first: our rows are its columns, and it transposes the first matrix.
         let desc = Object {
             handle: result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, single)?,
             destroy: result::destroy_matmul_desc,
         };
-        let transposed = i32::from(shape.side == Side::Rows);
+        let transposed = 1i32;
         // SAFETY: the descriptor is alive; the value is an i32, as the attribute wants.
         unsafe {
             result::set_matmul_desc_attribute(
@@ -238,25 +221,9 @@ impl Gemm {
         }
         let layout = |which: usize, kind, rows: u32, cols: u32| {
             let handle = result::create_matrix_layout(kind, rows.into(), cols.into(), shape.ld[which].into())?;
-            let layout = Object { handle, destroy: result::destroy_matrix_layout };
-            let (count, stride) = (batches as i32, shape.strides[which] as i64);
-            // SAFETY: the layout is alive; the values are an i32 and an i64, as the attributes want.
-            unsafe {
-                use sys::cublasLtMatrixLayoutAttribute_t::{
-                    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
-                };
-                let (count_at, stride_at) = ((&raw const count).cast(), (&raw const stride).cast());
-                let set = result::set_matrix_layout_attribute;
-                set(handle, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, count_at, size_of::<i32>())?;
-                set(handle, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride_at, size_of::<i64>())?;
-            }
-            Ok::<_, CublasError>(layout)
+            Ok::<_, CublasError>(Object { handle, destroy: result::destroy_matrix_layout })
         };
-        let (a_rows, a_cols) = match shape.side {
-            Side::Rows => (k, rows),
-            Side::Columns => (rows, k),
-        };
-        let (a, x, out) = (layout(0, half, a_rows, a_cols)?, layout(1, half, k, m)?, layout(2, single, rows, m)?);
+        let (a, x, out) = (layout(0, half, k, rows)?, layout(1, half, k, m)?, layout(2, single, rows, m)?);
         let preference = Object { handle: result::create_matmul_pref()?, destroy: result::destroy_matmul_pref };
         let [of_a, of_x, of_out] = shape.alignments;
         // SAFETY: everything is alive; the values are a usize and numbers of 32 bits, as the attributes want.

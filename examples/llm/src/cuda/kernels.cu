@@ -6,5 +6,4 @@
 #include "kernels/layers.cu"
 #include "kernels/attention.cu"
 #include "kernels/choosing.cu"
-#include "kernels/old.cu"
 #include "kernels/prefill.cu"

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaFunction, CudaStream};
 use outcore::{Bytes, Error, ErrorKind};
 
-use super::gemm::{Call, Gemm, Half, Rows, Side, WORKSPACE_ALIGNMENT, Workspace};
+use super::gemm::{Call, Gemm, Half, Rows, WORKSPACE_ALIGNMENT, Workspace};
 use super::kernels::Arg::{Address, Word};
 use super::kernels::{After, Kernels, Matrix, THREADS, Vectors, blocks};
 use crate::config::Config;
@@ -145,8 +145,8 @@ impl Prompts {
         on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
     }
 
-    /// Puts the powers of two back and adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] + bias[i]`,
-    /// or added to what is there. There may be no scales, and no bias.
+    /// Puts the powers of two back and adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] +
+    /// bias[i]`, or adds that to what is there. There may be no scales, and no bias.
     fn unscale(
         &self,
         on: &Kernels,
@@ -222,15 +222,12 @@ impl Prompts {
         let (out, out_ld) = if direct { (w.out, w.stride) } else { (room.products, pitch) };
         let call = Call {
             half,
-            side: Side::Rows,
-            a: Rows { address, ld: a_ld, stride: 0 },
-            x: Rows { address: room.halves, ld, stride: 0 },
-            out: Rows { address: out, ld: out_ld, stride: 0 },
+            a: Rows { address, ld: a_ld },
+            x: Rows { address: room.halves, ld },
+            out: Rows { address: out, ld: out_ld },
             rows: w.rows,
             k,
             m,
-            batches: 1,
-            factor: 1.0,
             accumulate: direct && after == After::Add,
         };
         if !self.gemm.multiply(&call, room.workspace)? {
@@ -247,4 +244,4 @@ impl Prompts {
 
 #[cfg(test)]
 #[path = "prompt_tests.rs"]
-mod tests;
+pub(super) mod tests;

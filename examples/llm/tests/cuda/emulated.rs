@@ -16,7 +16,7 @@ use twox_hash::XxHash3_64;
 
 /// The files that the library is made of, by their places in the package. Their texts are in the test, which may run
 /// where no sources are, and must not hold a path of the machine that built it.
-const SOURCES: [(&str, &str); 11] = [
+const SOURCES: [(&str, &str); 10] = [
     ("src/cuda/kernels.cu", include_str!("../../src/cuda/kernels.cu")),
     ("src/cuda/kernels/numbers.cu", include_str!("../../src/cuda/kernels/numbers.cu")),
     ("src/cuda/kernels/weights.cu", include_str!("../../src/cuda/kernels/weights.cu")),
@@ -24,7 +24,6 @@ const SOURCES: [(&str, &str); 11] = [
     ("src/cuda/kernels/layers.cu", include_str!("../../src/cuda/kernels/layers.cu")),
     ("src/cuda/kernels/attention.cu", include_str!("../../src/cuda/kernels/attention.cu")),
     ("src/cuda/kernels/choosing.cu", include_str!("../../src/cuda/kernels/choosing.cu")),
-    ("src/cuda/kernels/old.cu", include_str!("../../src/cuda/kernels/old.cu")),
     ("src/cuda/kernels/prefill.cu", include_str!("../../src/cuda/kernels/prefill.cu")),
     ("tests/cuda/emulation.h", include_str!("emulation.h")),
     ("tests/cuda/emulation.cpp", include_str!("emulation.cpp")),
@@ -82,13 +81,51 @@ fn build() -> Result<PathBuf, String> {
         .arg(&unfinished)
         .arg(sources.join("tests/cuda/emulation.cpp"));
     let output = command.arg("-ldl").output();
+    // The same text behind the first pass alone, in which `__global__` still stands before each kernel.
+    let mut expand = Command::new(&compiler);
+    expand.args(["-std=c++17", "-E", "-P", "-DNAME_KERNELS"]).arg(sources.join("tests/cuda/emulation.cpp"));
+    let expanded = expand.output();
     std::fs::remove_dir_all(&sources).unwrap();
     let output = output.map_err(|error| {
         format!("there is no C++ compiler ({compiler}: {error}), so that the kernels' source cannot be run")
     })?;
     assert!(output.status.success(), "the kernels do not compile: {}", String::from_utf8_lossy(&output.stderr));
+    let names = kernels_in(&String::from_utf8_lossy(&expanded.unwrap().stdout)).join("\n");
+    std::fs::write(library.with_extension("kernels"), names).unwrap();
     std::fs::rename(unfinished, &library).unwrap();
     Ok(library)
+}
+
+/// The names of functions behind `__global__`.
+fn kernels_in(text: &str) -> Vec<String> {
+    let names = text.split("__global__").skip(1).filter_map(|rest| {
+        let rest = rest.trim_start().strip_prefix("void")?.trim_start();
+        // What bounds the launch has brackets of its own, and is a macro without text here.
+        let name: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+        (!name.is_empty()).then_some(name)
+    });
+    names.collect()
+}
+
+/// Every kernel of the sources, their macros expanded; `None`, said aloud, where there is no C++ compiler.
+pub fn kernels_of_the_sources(test: &str) -> Option<Vec<String>> {
+    let library = kernel_library(test)?;
+    Some(std::fs::read_to_string(library.with_extension("kernels")).unwrap().lines().map(str::to_owned).collect())
+}
+
+/// The kernels that this process has run; `None` on a GPU.
+pub fn kernels_that_ran() -> Option<Vec<String>> {
+    if std::env::var_os("OUTCORE_TEST_GPU").is_some() {
+        return None;
+    }
+    let library = kernel_library("kernels_that_ran")?;
+    // SAFETY: the function has no parameters and returns a C string that lives until its next call, which is no other
+    // thread's: the text is copied at once, by the one test that asks.
+    let text = unsafe {
+        let function = symbol(open(library), c"emulated_kernels_that_ran");
+        CStr::from_ptr(std::mem::transmute::<*mut c_void, extern "C" fn() -> *const c_char>(function)())
+    };
+    Some(text.to_str().unwrap().lines().map(str::to_owned).collect())
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {

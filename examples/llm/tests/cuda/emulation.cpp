@@ -5,6 +5,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -309,6 +310,10 @@ unsigned short half_of_float(float value) {
     if (magnitude >= 65520.0f) {
         return sign | 0x7c00;
     }
+    // Zero has no exponent that frexp could give.
+    if (magnitude == 0.0f) {
+        return sign;
+    }
     int exponent;
     std::frexp(magnitude, &exponent);
     // The distance of neighbours at this magnitude; nearbyint rounds ties to even.
@@ -357,44 +362,6 @@ static uint64_t row_bytes(const char *format, uint64_t k) {
     fail("a format without a size");
 }
 
-static void product(Reach &r, const char *format, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,
-    u32 stride) {
-    r.reads(weights, rows * row_bytes(format, k));
-    r.reads(x, (u64)m * k);
-    // Vector by vector, because what lies between belongs to other rows.
-    for (u32 j = 0; j < m; j++) {
-        r.writes(out + (u64)j * stride, rows);
-    }
-}
-
-#define OF_FORMAT(name)                                                                                                \
-    static void reach_matvec_##name(Reach &r, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,   \
-        u32 stride, u32) {                                                                                             \
-        product(r, #name, weights, x, out, k, rows, m, stride);                                                        \
-    }                                                                                                                  \
-    static void reach_matmul_##name(Reach &r, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,   \
-        u32 stride, u32) {                                                                                             \
-        product(r, #name, weights, x, out, k, rows, m, stride);                                                        \
-    }                                                                                                                  \
-    static void reach_decode_##name(Reach &r, const u8 *row, float *out, u32 k) {                                      \
-        r.reads(row, row_bytes(#name, k));                                                                             \
-        r.writes(out, k);                                                                                              \
-    }
-
-OF_FORMAT(f32)
-OF_FORMAT(f16)
-OF_FORMAT(bf16)
-OF_FORMAT(q4_0)
-OF_FORMAT(q4_1)
-OF_FORMAT(q5_0)
-OF_FORMAT(q5_1)
-OF_FORMAT(q8_0)
-OF_FORMAT(q2_k)
-OF_FORMAT(q3_k)
-OF_FORMAT(q4_k)
-OF_FORMAT(q5_k)
-OF_FORMAT(q6_k)
-
 // Blocks of the launch that this thread looks at (x, y): some kernels have one for each vector.
 static thread_local unsigned blocks, rows_of_blocks;
 
@@ -404,6 +371,11 @@ static void reach_rms_norm(Reach &r, const float *x, const float *weight, float 
     r.reads(x, (u64)blocks * n);
     r.reads(weight, n);
     r.writes(out, (u64)blocks * n);
+}
+
+static void reach_decode(Reach &r, const u8 *row, float *out, u32 dtype, u32 k) {
+    r.reads(row, bytes_of_row(dtype, k));
+    r.writes(out, k);
 }
 
 static void reach_products(Reach &r, Products p) {
@@ -473,63 +445,6 @@ static void reach_choose(Reach &r, const float *logits, const Draw *draws, u32 *
     r.writes(said, (u64)blocks * ring);
 }
 
-static void reach_rope(Reach &r, float *x, const float *frequencies, u32 m, u32 heads, u32 head_size, u32 pairs, u32,
-    u32) {
-    r.writes(x, (u64)m * heads * head_size);
-    r.reads(frequencies, pairs);
-}
-
-static void reach_append(Reach &r, const float *k, const float *v, float *keys, float *values, u32 m, u32 heads,
-    u32 head_size, u32 capacity, u32) {
-    u64 added = (u64)m * heads * head_size, all = (u64)heads * capacity * head_size;
-    r.reads(k, added);
-    r.reads(v, added);
-    r.writes(keys, all);
-    r.writes(values, all);
-}
-
-static void reach_attention(Reach &r, const float *q, const float *keys, const float *values, float *out, u32 m,
-    u32 heads, u32 kv_heads, u32 head_size, u32 capacity, u32, float) {
-    r.reads(q, (u64)m * heads * head_size);
-    r.reads(keys, (u64)kv_heads * capacity * head_size);
-    r.reads(values, (u64)kv_heads * capacity * head_size);
-    r.writes(out, (u64)m * heads * head_size);
-}
-
-// Both parts of the rows [from, to) of a block.
-static void rows_of_block(Reach &r, u64 block, u32 row, u32 block_tokens, u32 from, u32 to, bool write) {
-    for (u32 part = 0; part < 2; part++) {
-        float *start = row_of(block, part * block_tokens + from, row);
-        if (write) {
-            r.writes(start, (u64)(to - from) * row);
-        } else {
-            r.reads(start, (u64)(to - from) * row);
-        }
-    }
-}
-
-static void reach_append_to_blocks(Reach &r, const float *k, const float *v, Table blocks, u32 count, u32 row,
-    u32 block_tokens, u32 filled) {
-    r.reads(k, (u64)count * row);
-    r.reads(v, (u64)count * row);
-    for (u32 place = filled, end = filled + count; place < end;) {
-        u32 from = place % block_tokens, to = min(block_tokens, from + end - place);
-        rows_of_block(r, blocks.at[place / block_tokens], row, block_tokens, from, to, true);
-        place += to - from;
-    }
-}
-
-static void reach_attention_to_blocks(Reach &r, const float *q, Table blocks, float *out, float *state, u32 m,
-    u32 heads, u32 kv_heads, u32 head_size, u32 block_tokens, u32 count, u32 first, u32 past, float) {
-    r.reads(q, (u64)m * heads * head_size);
-    r.writes(out, (u64)m * heads * head_size);
-    r.writes(state, (u64)m * heads * 2);
-    for (u32 nth = 0, place = first; nth < count && place < past + m; nth++, place += block_tokens) {
-        u32 seen = min(block_tokens, past + m - place);
-        rows_of_block(r, blocks.at[nth], kv_heads * head_size, block_tokens, 0, seen, false);
-    }
-}
-
 static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
     r.writes(gate, n);
     r.reads(up, n);
@@ -538,16 +453,6 @@ static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
 static void reach_add(Reach &r, float *x, const float *y, u64 n, u32 period) {
     r.writes(x, n);
     r.reads(y, n < period ? n : period);
-}
-
-static void reach_argmax(Reach &r, const float *logits, u32 *token, u32 n) {
-    r.reads(logits, n);
-    r.writes(token, 1);
-}
-
-static void reach_sample(Reach &r, const float *logits, u32 *token, u32 n, float, double) {
-    r.reads(logits, n);
-    r.writes(token, 1);
 }
 
 // Rows of `ld` numbers, all of which are written.
@@ -655,23 +560,6 @@ static Attention translated(const Reach &reach, Attention a) {
     a.out = translated(reach, a.out);
     return a;
 }
-// A block of a table need not begin a range: rows in its middle may be all that is touched. What is contiguous on the
-// device is contiguous here too.
-static Table translated(const Reach &reach, Table blocks) {
-    for (u64 &block : blocks.at) {
-        const Range *nearest = nullptr;
-        for (const Range &range : reach.ranges) {
-            if ((u64)range.start >= block && (nearest == nullptr || range.start < nearest->start)) {
-                nearest = &range;
-            }
-        }
-        if (block != 0 && nearest != nullptr) {
-            block = (u64)translated(reach, (const float *)nearest->start) - ((u64)nearest->start - block);
-        }
-    }
-    return blocks;
-}
-
 template <class... A> struct Calls {
     template <size_t... I> static std::tuple<A...> unpack([[maybe_unused]] const Launch *launch,
         std::index_sequence<I...>) {
@@ -702,6 +590,7 @@ template <class... A> struct Kind<void (*)(A...)> : Calls<A...> {};
 
 template <auto KERNEL, auto REACH> struct Entry {
     typedef Kind<decltype(KERNEL)> Of;
+    static inline std::atomic<bool> ran{false};
     static void declare(const Launch *launch, void *sink, size_t) {
         auto with = Of::parameters(launch);
         for (const Range &range : Of::template reach<REACH>(with).ranges) {
@@ -709,6 +598,7 @@ template <auto KERNEL, auto REACH> struct Entry {
         }
     }
     static void run(const Launch *launch, size_t) {
+        ran = true;
         auto with = Of::parameters(launch);
         Reach reach = Of::template reach<REACH>(with);
         auto here = std::apply([&](auto... all) { return std::make_tuple(translated(reach, all)...); }, with);
@@ -724,29 +614,25 @@ struct Row {
     Declare declare;
     Run run;
     std::string (*sizes)();
+    std::atomic<bool> *ran;
 };
 
 #define NAME(kernel) #kernel
-#define ENTRY(kernel, reach) \
-    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
+#define ENTRY(kernel, reach)                                                                                           \
+    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes,    \
+        &Entry<&kernel, &reach>::ran},
 #define ONE(kernel) ENTRY(kernel, reach_##kernel)
 #define ATTENTION_TYPE(kernel, type)                                                                                   \
     ENTRY(kernel##_##type##_64, reach_##kernel) ENTRY(kernel##_##type##_128, reach_##kernel)                           \
     ENTRY(kernel##_##type##_256, reach_##kernel)
 #define ATTENTION_ROWS(kernel) ATTENTION_TYPE(kernel, f16) ATTENTION_TYPE(kernel, f32)
-#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name) ONE(tile_##name)
+#define TILE_ROW(name, Format, number) ONE(tile_##name)
 
 static const Row TABLE[] = {
-    ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
-    ALL_OF(q3_k) ALL_OF(q4_k) ALL_OF(q5_k) ALL_OF(q6_k)
-    ENTRY(products_1, reach_products) ENTRY(products_8, reach_products)
-    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed)
+    ENTRY(INTERFACE, reach_nothing) ENTRY(products_1, reach_products) ENTRY(products_8, reach_products)
+    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed) ONE(decode) ONE(rms_norm) ONE(silu_multiply) ONE(add)
     ATTENTION_ROWS(attention_parts) ATTENTION_ROWS(attention_prompt) ONE(attention_merge) ONE(choose)
-    ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
-    ENTRY(attention_256, reach_attention) ONE(append_to_blocks)
-    ENTRY(attention_to_blocks_64, reach_attention_to_blocks) ENTRY(attention_to_blocks_128, reach_attention_to_blocks)
-    ENTRY(attention_to_blocks_256, reach_attention_to_blocks) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(halves_f16)
-    ONE(halves_bf16) ONE(unscale)
+    EACH_FORMAT(TILE_ROW) ONE(halves_f16) ONE(halves_bf16) ONE(unscale)
 };
 
 }  // namespace emulation
@@ -779,6 +665,18 @@ EXPORT const char *emulated_kernels_ptx() {
         }
         return all;
     }();
+    return text.c_str();
+}
+
+// The kernels that have run, a line each.
+EXPORT const char *emulated_kernels_that_ran() {
+    static std::string text;
+    text.clear();
+    for (const emulation::Row &row : emulation::TABLE) {
+        if (*row.ran) {
+            text += std::string(row.name) + "\n";
+        }
+    }
     return text.c_str();
 }
 

@@ -15,7 +15,10 @@
 
 #define EMULATED
 #define __device__
+// Left alone where the names of all kernels are looked for.
+#ifndef NAME_KERNELS
 #define __global__
+#endif
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 // One block runs at a time, so one copy serves all.

@@ -12,6 +12,8 @@
 #define QUERIES 8
 // Queries whose sums of values a lane has at a time.
 #define QUERIES_AT_ONCE 4
+// Positions whose values a lane requests before it uses the first.
+#define VALUES_AHEAD 4
 // Lanes that have a key together.
 #define LANES_OF_KEY 8
 
@@ -27,23 +29,33 @@ template <int H> struct alignas(16) Room {
     float sums[THREADS * LANES_OF_KEY * QUERIES_AT_ONCE];
 };
 
+// Eight elements as they are in memory.
+template <class T> struct Eight {
+    u32 words[2 * sizeof(T)];
+};
+
 // Eight elements from `element` on; zeros beyond the head.
-template <class T> DEVICE void load_elements(const T *row, u32 element, u32 size, float *out) {
+template <class T> DEVICE void load_elements(const T *row, u32 element, u32 size, Eight<T> &out) {
     const T *from = row + element;
     if (element + 8 <= size && (u64)from % 16 == 0) {
-        u32 words[2 * sizeof(T)];
-        load_words<2 * sizeof(T)>((const u8 *)from, words);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            out[i] = sizeof(T) == 2 ? float_of_half((u16)(words[i * sizeof(T) / 4] >> (16 * (i % 2))))
-                                    : __uint_as_float(words[i * sizeof(T) / 4]);
-        }
+        load_words<2 * sizeof(T)>((const u8 *)from, out.words);
         return;
     }
+    // Rarely so; the loop is kept small.
+    out = Eight<T>();
+#pragma unroll 1
+    for (u32 at = 0; at < 8 && element + at < size; at++) {
+        u32 bits = bits_of(from[at]) << (at * sizeof(T) % 4 * 8);
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) {
-        out[i] = element + i < size ? loaded(from[i]) : 0.0f;
+        for (u32 word = 0; word < 2 * sizeof(T); word++) {
+            out.words[word] |= word == at * sizeof(T) / 4 ? bits : 0;
+        }
     }
+}
+
+template <class T> DEVICE float element_of(const Eight<T> &eight, int i) {
+    return sizeof(T) == 2 ? float_of_half((u16)(eight.words[i * sizeof(T) / 4] >> (16 * (i % 2))))
+                          : __uint_as_float(eight.words[i * sizeof(T) / 4]);
 }
 
 // Of `count` queries in `room.queries` (scaled), the scores and sums over the positions `begin .. begin + PART`, each up
@@ -63,32 +75,48 @@ DEVICE void attend_part(Room<H> &room, const Cached &c, u32 j, u32 head, u32 beg
     }
     // Also: queries are there, and what was left of the part before is used.
     __syncthreads();
-    const int chunks = H / (8 * LANES_OF_KEY);
+    // Pieces of a key that a lane has, and positions whose keys it requests before it uses the first.
+    const int pieces = H / (8 * LANES_OF_KEY), ahead = pieces * sizeof(T) <= 4 ? 4 : pieces * sizeof(T) <= 8 ? 2 : 1;
+    const u32 step = THREADS / LANES_OF_KEY;
     u32 part_of_key = t % LANES_OF_KEY;
-#pragma unroll 2
-    for (u32 position = t / LANES_OF_KEY; position < seen; position += THREADS / LANES_OF_KEY) {
-        const T *row = (const T *)room.keys[position];
-        float key[chunks][8];
+#pragma unroll 1
+    for (u32 nearest = t / LANES_OF_KEY; nearest < seen; nearest += step * ahead) {
+        Eight<T> keys[ahead][pieces];
 #pragma unroll
-        for (int n = 0; n < chunks; n++) {
-            load_elements(row, 8 * (part_of_key + n * LANES_OF_KEY), c.head_size, key[n]);
-        }
-        for (u32 query = 0; query < count; query++) {
-            float score = 0.0f;
+        for (int n = 0; n < ahead; n++) {
+            // Beyond the last position, its key is used again: what comes of it is not stored.
+            const T *row = (const T *)room.keys[min(nearest + n * step, seen - 1)];
 #pragma unroll
-            for (int n = 0; n < chunks; n++) {
-                const float *elements = &room.queries[query][8 * (part_of_key + n * LANES_OF_KEY)];
-                float4 a = ((const float4 *)elements)[0], b = ((const float4 *)elements)[1];
-                score = fmaf(a.x, key[n][0], score);
-                score = fmaf(a.y, key[n][1], score);
-                score = fmaf(a.z, key[n][2], score);
-                score = fmaf(a.w, key[n][3], score);
-                score = fmaf(b.x, key[n][4], score);
-                score = fmaf(b.y, key[n][5], score);
-                score = fmaf(b.z, key[n][6], score);
-                score = fmaf(b.w, key[n][7], score);
+            for (int piece = 0; piece < pieces; piece++) {
+                load_elements(row, 8 * (part_of_key + piece * LANES_OF_KEY), c.head_size, keys[n][piece]);
             }
-            room.sums[(query * PART + position) * LANES_OF_KEY + part_of_key] = score;
+        }
+#pragma unroll 1
+        for (u32 query = 0; query < count; query++) {
+            float scores[ahead];
+#pragma unroll
+            for (int n = 0; n < ahead; n++) {
+                scores[n] = 0.0f;
+            }
+#pragma unroll
+            for (int piece = 0; piece < pieces; piece++) {
+                const float4 *from = (const float4 *)&room.queries[query][8 * (part_of_key + piece * LANES_OF_KEY)];
+                float4 a = from[0], b = from[1];
+                float elements[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int n = 0; n < ahead; n++) {
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        scores[n] = fmaf(elements[i], element_of(keys[n][piece], i), scores[n]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < ahead; n++) {
+                if (nearest + n * step < seen) {
+                    room.sums[(query * PART + nearest + n * step) * LANES_OF_KEY + part_of_key] = scores[n];
+                }
+            }
         }
     }
     __syncthreads();
@@ -129,22 +157,34 @@ DEVICE void attend_part(Room<H> &room, const Cached &c, u32 j, u32 head, u32 beg
     // Lanes of a row of values, and rows at a time.
     const u32 lanes_of_row = H / 8, groups = THREADS / lanes_of_row;
     u32 element = 8 * (t % lanes_of_row), group = t / lanes_of_row;
+#pragma unroll 1
     for (u32 first = 0; first < count; first += QUERIES_AT_ONCE) {
         float sums[QUERIES_AT_ONCE][8];
 #pragma unroll
         for (int n = 0; n < QUERIES_AT_ONCE * 8; n++) {
             sums[n / 8][n % 8] = 0.0f;
         }
-#pragma unroll 2
-        for (u32 position = group; position < seen; position += groups) {
-            float value[8];
-            load_elements((const T *)room.values[position], element, c.head_size, value);
+#pragma unroll 1
+        for (u32 nearest = group; nearest < seen; nearest += VALUES_AHEAD * groups) {
+            Eight<T> values[VALUES_AHEAD];
 #pragma unroll
-            for (u32 query = 0; query < QUERIES_AT_ONCE; query++) {
-                float share = room.scores[min(first + query, QUERIES - 1)][position];
+            for (u32 n = 0; n < VALUES_AHEAD; n++) {
+                const T *row = (const T *)room.values[min(nearest + n * groups, seen - 1)];
+                load_elements(row, element, c.head_size, values[n]);
+            }
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    sums[query][i] = fmaf(share, value[i], sums[query][i]);
+            for (u32 n = 0; n < VALUES_AHEAD; n++) {
+                u32 position = nearest + n * groups;
+                if (position >= seen) {
+                    break;
+                }
+#pragma unroll
+                for (u32 query = 0; query < QUERIES_AT_ONCE; query++) {
+                    float share = room.scores[first + query][position];
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        sums[query][i] = fmaf(share, element_of(values[n], i), sums[query][i]);
+                    }
                 }
             }
         }
@@ -159,7 +199,7 @@ DEVICE void attend_part(Room<H> &room, const Cached &c, u32 j, u32 head, u32 beg
         for (u32 n = 0; n < QUERIES_AT_ONCE * H / THREADS; n++) {
             u32 at = t + n * THREADS, query = at / H;
             float sum = 0.0f;
-#pragma unroll
+#pragma unroll 4
             for (u32 g = 0; g < groups; g++) {
                 sum += room.sums[g * QUERIES_AT_ONCE * H + at];
             }
@@ -174,6 +214,7 @@ DEVICE void attend_part(Room<H> &room, const Cached &c, u32 j, u32 head, u32 beg
 // Queries of the launch's vectors, scaled, to shared memory. `of` gives a query's vector and head.
 template <int H, class Of>
 DEVICE void load_queries(Room<H> &room, const float *q, u32 size, u32 count, float scale, Of of) {
+#pragma unroll 1
     for (u32 at = threadIdx.x; at < QUERIES * H; at += THREADS) {
         u32 query = at / H, element = at % H;
         float value = 0.0f;
@@ -313,17 +354,18 @@ template <class T, int H> DEVICE void attention_prompt(const Attention &a, const
     }
 }
 
-#define ATTENTION_OF(kernel, type, T, size)                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) kernel##_##type##_##size(Attention a, Cached c) {            \
+// Thread blocks at a time on a multiprocessor: for more, ptxas would have too few registers.
+#define ATTENTION_OF(kernel, type, T, size, blocks)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) kernel##_##type##_##size(Attention a, Cached c) {    \
         kernel<T, size>(a, c);                                                                                         \
     }
-#define EACH_ATTENTION(kernel)                                                                                         \
-    ATTENTION_OF(kernel, f16, u16, 64)                                                                                 \
-    ATTENTION_OF(kernel, f16, u16, 128)                                                                                \
-    ATTENTION_OF(kernel, f16, u16, 256)                                                                                \
-    ATTENTION_OF(kernel, f32, float, 64)                                                                               \
-    ATTENTION_OF(kernel, f32, float, 128)                                                                              \
-    ATTENTION_OF(kernel, f32, float, 256)
+#define EACH_ATTENTION(kernel, few, many)                                                                              \
+    ATTENTION_OF(kernel, f16, u16, 64, few)                                                                            \
+    ATTENTION_OF(kernel, f16, u16, 128, 2)                                                                             \
+    ATTENTION_OF(kernel, f16, u16, 256, many)                                                                          \
+    ATTENTION_OF(kernel, f32, float, 64, 2)                                                                            \
+    ATTENTION_OF(kernel, f32, float, 128, 2)                                                                           \
+    ATTENTION_OF(kernel, f32, float, 256, many)
 
-EACH_ATTENTION(attention_parts)
-EACH_ATTENTION(attention_prompt)
+EACH_ATTENTION(attention_parts, 3, 2)
+EACH_ATTENTION(attention_prompt, 2, 1)

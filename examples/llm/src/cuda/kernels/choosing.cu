@@ -39,16 +39,6 @@ DEVICE void largest(const float *logits, u32 n, float *peak, u32 *where) {
     *where = at == 0xffffffffu ? 0 : at;
 }
 
-// The token with the largest of n logits.
-extern "C" __global__ void __launch_bounds__(THREADS_ALL) argmax(const float *logits, u32 *token, u32 n) {
-    float peak;
-    u32 where;
-    largest(logits, n, &peak, &where);
-    if (threadIdx.x == 0) {
-        *token = where;
-    }
-}
-
 // For lane 0, the token with the largest of n logits where `temperature` is not positive; otherwise one drawn from
 // softmax(logits / temperature) by `uniform`, which is at least 0 and less than 1. Lanes have consecutive stretches of
 // the tokens, whose odds lane 0 then goes through in the tokens' order.
@@ -87,16 +77,6 @@ DEVICE u32 chosen(const float *logits, u32 n, float temperature, double uniform,
     return n - 1;
 }
 
-// A token drawn by `uniform`.
-extern "C" __global__ void __launch_bounds__(THREADS_ALL) sample(const float *logits, u32 *token, u32 n,
-    float temperature, double uniform) {
-    __shared__ double odds[THREADS_ALL];
-    u32 drawn = chosen(logits, n, temperature, uniform, odds);
-    if (threadIdx.x == 0) {
-        *token = drawn;
-    }
-}
-
 // How the token behind a vector is chosen: the likeliest one where `temperature` is not positive, or by `uniform`.
 struct Draw {
     double uniform;
@@ -104,7 +84,7 @@ struct Draw {
     u32 unused;
 };
 
-// Chooses a token from each of m rows of n logits, a block each, as `argmax` and `sample` do. The token becomes the next
+// Chooses a token from each of m rows of n logits, a block each. The token becomes the next
 // one to be read, at the next position, and is left where the host looks, in a ring by positions.
 extern "C" __global__ void __launch_bounds__(THREADS_ALL) choose(const float *logits, const Draw *draws, u32 *tokens,
     u32 *positions, u32 *said, u32 n, u32 ring) {

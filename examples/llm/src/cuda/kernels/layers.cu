@@ -32,11 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(float *x, const float 
 }
 
 // What one number of a cache is: half precision or single.
-DEVICE float loaded(u16 half) {
-    return float_of_half(half);
+DEVICE u32 bits_of(u16 half) {
+    return half;
 }
-DEVICE float loaded(float number) {
-    return number;
+DEVICE u32 bits_of(float number) {
+    return __float_as_uint(number);
 }
 DEVICE void stored(u16 *to, float number) {
     *to = half_of_float(number);

@@ -6,8 +6,10 @@
 // 1. Every number that is not a weight is f32, in buffers of the program's own, which are aligned. Weights lie where
 //    their file has them: rows follow each other without gaps, and may begin at any address (quantised ones at an even
 //    one, which the host checks).
-// 2. Sums are in f32. The sum for one row and one vector is made in the same order however many vectors there are, so
-//    how a prompt is cut into passes changes no bit.
+// 2. Sums are in f32, in a fixed order: bits of a product depend on the row and the vector alone, and bits of attention on
+//    the query and on the keys and values up to its position. What shares a launch with them, and how a prompt is cut into
+//    passes, changes none. Where rounding is left to a compiler, it might round one copy of a loop otherwise than another:
+//    there, products are written as fmaf or __fmul_rn.
 // 3. A warp leaves as a whole or not at all before a shuffle, a block before a barrier.
 //
 // Formats: ggml-common.h and ggml-quants.c of llama.cpp. Attention with running maxima: Milakov and Gimelshein, Online
@@ -24,15 +26,9 @@ typedef unsigned long long u64;
 #define THREADS (LANES * WARPS)
 // Lanes of the one block that looks at all logits.
 #define THREADS_ALL 1024
-// Rows that one loading of activations serves, and vectors that one decoding of a weight serves.
-#define ROWS 4
-#define VECTORS 8
-// Blocks of keys and values that one launch is given at most.
-#define BLOCKS 64
-
 // The host launches only kernels whose source has the host's own interface number. Raise both numbers with every change
 // of what the host has to know: names, parameters, which block and lane does what.
-#define INTERFACE kernels_interface_4
+#define INTERFACE kernels_interface_5
 
 #define DEVICE static __device__ __forceinline__
 #define INFINITE __int_as_float(0x7f800000)
@@ -105,30 +101,6 @@ DEVICE float warp_sum(float value) {
         value += __shfl_xor_sync(0xffffffffu, value, distance);
     }
     return value;
-}
-
-// N sums over a warp, a power of two: lane l has that of values[l / (LANES / N)]. In each step half of the values that
-// are left go to the other half of the lanes. Every sum is made in the order of `warp_sum`.
-template <int N> DEVICE float warp_sums(float *values) {
-    u32 lane = threadIdx.x % LANES;
-    int distance = LANES / 2;
-#pragma unroll
-    for (int half = N / 2; half > 0; half /= 2) {
-        bool upper = (lane & (u32)distance) != 0;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            float kept = upper ? values[i + half] : values[i];
-            float given = upper ? values[i] : values[i + half];
-            values[i] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
-        }
-        distance /= 2;
-    }
-    float sum = values[0];
-#pragma unroll
-    for (; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    }
-    return sum;
 }
 
 // The sum over a block of THREADS, for every lane.

@@ -93,64 +93,109 @@ template <int N> DEVICE void block_sums(const float *values, float *partial, flo
     }
 }
 
-// Requests stage `stage` of a row, of `row_bytes` bytes at `row`, in whole pieces of 16 bytes: the first and the last one
-// may have bytes beside the row, but lie in the pages that the row is in. In `to`, which is aligned, a byte has the
-// place that it has in its piece. So the alignment of a row costs nothing but the bytes beside it.
-template <class F> DEVICE void request(const u8 *row, u64 row_bytes, u32 stage, u8 *to) {
-    const u64 bytes = F::PLAIN != 0 ? (u64)STAGE * F::PLAIN : (u64)STAGE / F::ELEMENTS * F::BYTES;
-    u64 start = stage * bytes;
-    u32 length = (u32)(row_bytes - start < bytes ? row_bytes - start : bytes), skipped = (u32)((u64)(row + start) % 16);
+// Of a format, in bytes: a stage of a row, and the room for it beside what else its pieces of 16 bytes have.
+struct Layout {
+    u32 stage, slice;
+    bool least;
+};
+
+DEVICE Layout layout_of(u32 dtype) {
+    u32 stage = (u32)bytes_of_row(dtype, STAGE);
+    Layout layout = {stage, stage / 16 * 16 + 32, false};
+#define LAYOUT(name, Format, number)                                                                                   \
+    case number:                                                                                                       \
+        layout.least = Format::LEAST != 0;                                                                             \
+        break;
+    switch (dtype) {
+        EACH_FORMAT(LAYOUT)
+    }
+    return layout;
+}
+
+// Requests what a row, of `row_bytes` bytes at `row`, has from byte `start` on, at most a stage of it, in whole pieces of
+// 16 bytes: the first and the last one may have bytes beside the row, but lie in the pages that the row is in. In `to`,
+// which is aligned, a byte has the place that it has in its piece. So the alignment of a row costs nothing but the bytes
+// beside it.
+DEVICE void request(const u8 *row, u64 row_bytes, u64 start, u32 stage, u8 *to) {
+    u32 length = (u32)(row_bytes - start < stage ? row_bytes - start : stage);
+    u32 skipped = (u32)((u64)(row + start) % 16);
     const u8 *from = row + start - skipped;
     for (u32 at = 16 * threadIdx.x; at < skipped + length; at += 16 * FEW) {
         copy_async(to + at, from + at);
     }
 }
 
-// Adds this lane's part of the products of R rows and M vectors to `sums`. `vectors` has the vectors' addresses, null
-// for those that are not there. `stages` is shared memory of STAGES_ROOM bytes.
-template <class Format, int R, int M>
-DEVICE void sum_rows(const u8 *const *rows, const float *const *vectors, const Products &p, u8 *stages, float *sums) {
+// The weights of one group of R rows, whose stages are at `from`: those of this lane, of `left` weights that are left.
+template <class Format, int R>
+DEVICE void unpack_rows(const u8 *const *from, u32 left, float (*w)[8], float *scale, float *least) {
     typedef Of<Format, Format::PLAIN> F;
-    // Bytes of a row's stage, and stages that there is room for.
-    const u32 slice = (F::PLAIN != 0 ? STAGE * F::PLAIN : STAGE / F::ELEMENTS * F::BYTES) / 16 * 16 + 32;
-    const u32 fit = STAGES_ROOM / (slice * R), depth = fit < 4 ? fit : 4;
-    static_assert(fit >= 2, "a stage is requested while another one is used");
+    const u32 parts = F::ELEMENTS / 8;
+    u32 t = threadIdx.x;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        F::unpack(from[r] + t / parts * F::BYTES, t % parts, w[r], &scale[r], &least[r]);
+#pragma unroll
+        for (u32 i = 0; i < 8 && F::PLAIN != 0; i++) {
+            // What lies behind the row may be no number.
+            w[r][i] = i < left ? w[r][i] : 0.0f;
+        }
+    }
+}
+
+// Adds this lane's part of the products of R rows and M vectors to `sums`. `vectors` has the vectors' addresses, null
+// for those that are not there. `stages` is shared memory of STAGES_ROOM bytes. There is one copy of everything but
+// `unpack_rows`, which the switch chooses once a stage.
+template <int R, int M>
+DEVICE void sum_rows(u32 dtype, const u8 *const *rows, const float *const *vectors, const Products &p, u8 *stages,
+    float *sums) {
+    const Layout layout = layout_of(dtype);
+    const u64 row_bytes = bytes_of_row(dtype, p.k);
+    // Four stages where they fit, otherwise two: one is used while the others come.
+    const u32 depth = 4 * R * layout.slice <= STAGES_ROOM ? 4 : 2;
     u32 t = threadIdx.x, count = (p.k + STAGE - 1) / STAGE;
-    u64 row_bytes = F::PLAIN != 0 ? (u64)p.k * F::PLAIN : (u64)(p.k / F::ELEMENTS) * F::BYTES;
+#pragma unroll 1
     for (u32 stage = 0; stage < depth - 1; stage++) {
 #pragma unroll
         for (int r = 0; r < R && stage < count; r++) {
-            request<F>(rows[r], row_bytes, stage, stages + (stage * R + r) * slice);
+            request(rows[r], row_bytes, (u64)stage * layout.stage, layout.stage, stages + (stage * R + r) * layout.slice);
         }
         copies_commit();
     }
+#pragma unroll 1
     for (u32 stage = 0; stage < count; stage++) {
-        copies_wait<depth - 2>();
+        if (depth == 4) {
+            copies_wait<2>();
+        } else {
+            copies_wait<0>();
+        }
         // Behind this barrier all lanes have their copies, and have used the stage before.
         __syncthreads();
         u32 next = stage + depth - 1;
 #pragma unroll
         for (int r = 0; r < R && next < count; r++) {
-            request<F>(rows[r], row_bytes, next, stages + (next % depth * R + r) * slice);
+            request(rows[r], row_bytes, (u64)next * layout.stage, layout.stage,
+                stages + (next % depth * R + r) * layout.slice);
         }
         copies_commit();
         u32 group = stage * FEW + t;
         if (8 * group >= p.k) {
             continue;
         }
+        const u8 *from[R];
         float w[R][8], scale[R], least[R], norm[8];
-        const u64 stage_bytes = F::PLAIN != 0 ? (u64)STAGE * F::PLAIN : (u64)STAGE / F::ELEMENTS * F::BYTES;
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const u32 parts = F::ELEMENTS / 8;
-            u32 skipped = (u32)((u64)(rows[r] + stage * stage_bytes) % 16);
-            const u8 *from = stages + (stage % depth * R + r) * slice + skipped;
-            F::unpack(from + t / parts * F::BYTES, t % parts, w[r], &scale[r], &least[r]);
-#pragma unroll
-            for (int i = 0; i < 8 && F::PLAIN != 0; i++) {
-                // What lies behind the row may be no number.
-                w[r][i] = 8 * group + i < p.k ? w[r][i] : 0.0f;
-            }
+            u32 skipped = (u32)((u64)(rows[r] + (u64)stage * layout.stage) % 16);
+            from[r] = stages + (stage % depth * R + r) * layout.slice + skipped;
+            scale[r] = 1.0f;
+            least[r] = 0.0f;
+        }
+#define UNPACK_ROWS(name, Format, number)                                                                              \
+    case number:                                                                                                       \
+        unpack_rows<Format, R>(from, p.k - 8 * group, w, scale, least);                                                \
+        break;
+        switch (dtype) {
+            EACH_FORMAT(UNPACK_ROWS)
         }
         if (p.norm != 0) {
             plain_group(p.norm, p.norm_dtype, group, p.k, norm);
@@ -162,10 +207,17 @@ DEVICE void sum_rows(const u8 *const *rows, const float *const *vectors, const P
             }
             float y[8], all = 0.0f;
             load_activations(vectors[j], group, p.k, y);
+            if (p.norm != 0) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                y[i] = p.norm != 0 ? __fmul_rn(y[i], norm[i]) : y[i];
-                all += F::LEAST != 0 ? y[i] : 0.0f;
+                for (int i = 0; i < 8; i++) {
+                    y[i] = __fmul_rn(y[i], norm[i]);
+                }
+            }
+            if (layout.least) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    all += y[i];
+                }
             }
 #pragma unroll
             for (int r = 0; r < R; r++) {
@@ -174,8 +226,8 @@ DEVICE void sum_rows(const u8 *const *rows, const float *const *vectors, const P
                 for (int i = 0; i < 8; i++) {
                     sum = fmaf(w[r][i], y[i], sum);
                 }
-                *to = F::SCALED != 0 ? fmaf(scale[r], sum, *to) : *to + sum;
-                if (F::LEAST != 0) {
+                *to = fmaf(scale[r], sum, *to);
+                if (layout.least) {
                     *to = fmaf(least[r], all, *to);
                 }
             }
@@ -242,13 +294,7 @@ template <int R, int M> DEVICE void products(const Products &p) {
     for (int n = 0; n < R * M; n++) {
         mine[n] = 0.0f;
     }
-#define SUM_ROWS(name, Format, number)                                                                                 \
-    case number:                                                                                                       \
-        sum_rows<Format, R, M>(rows, vectors, p, stages.bytes, mine);                                                  \
-        break;
-    switch (matrix.dtype) {
-        EACH_FORMAT(SUM_ROWS)
-    }
+    sum_rows<R, M>(matrix.dtype, rows, vectors, p, stages.bytes, mine);
     // All have used their stages, whose memory is used again.
     __syncthreads();
     block_sums<R * M>(mine, (float *)stages.bytes, sums);
@@ -281,10 +327,10 @@ template <int R, int M> DEVICE void products(const Products &p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FEW, 6) products_1(Products p) {
+extern "C" __global__ void __launch_bounds__(FEW, 5) products_1(Products p) {
     products<ROWS_OF_ONE, 1>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(FEW, 6) products_8(Products p) {
+extern "C" __global__ void __launch_bounds__(FEW, 5) products_8(Products p) {
     products<ROWS_OF_SEVERAL, SEVERAL>(p);
 }

@@ -283,7 +283,7 @@ template <class Format> DEVICE void decode_group(const u8 *row, u32 group, u32 k
     Format::unpack(row + (u64)(group / parts) * Format::BYTES, group % parts, out, &scale, &least);
 #pragma unroll
     for (int i = 0; i < 8 && Format::SCALED != 0; i++) {
-        out[i] = fmaf(scale, out[i], least);
+        out[i] = Format::LEAST != 0 ? fmaf(scale, out[i], least) : __fmul_rn(scale, out[i]);
     }
 }
 
@@ -338,12 +338,15 @@ template <class Format> DEVICE void decode_row(const u8 *row, float *out, u32 k)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS) decode(const u8 *row, float *out, u32 dtype, u32 k) {
 #define DECODE(name, Format, number)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS) decode_##name(const u8 *row, float *out, u32 k) {            \
+    case number:                                                                                                       \
         decode_row<Format>(row, out, k);                                                                               \
+        break;
+    switch (dtype) {
+        EACH_FORMAT(DECODE)
     }
-
-EACH_FORMAT(DECODE)
+}
 
 // Bytes of a row of k weights of a format by its number.
 DEVICE u64 bytes_of_row(u32 dtype, u32 k) {
