@@ -33,22 +33,6 @@ pub(super) const INTERFACE: &str = "kernels_interface_5";
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
 
-/// A matrix times vectors: `out[j * stride + r] = dot(row r, vector j)`, or added to that.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Product {
-    pub dtype: WeightType,
-    /// `rows` rows of `k` weights.
-    pub weights: u64,
-    pub k: u32,
-    pub rows: u32,
-    /// `m` vectors of `k`.
-    pub x: u64,
-    pub m: u32,
-    pub out: u64,
-    pub stride: u32,
-    pub accumulate: bool,
-}
-
 /// A range of a matrix's rows: `out[j * stride + r] = dot(row r, vector j)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrix {
@@ -599,7 +583,7 @@ impl Kernels {
     }
 
     /// Attention of each query to the parts `parts` of the positions up to its own, kept for [`merge`](Self::merge).
-    /// `side_by_side` blocks share the parts of a vector and a head; those that a vector has no position for end at once.
+    /// `side_by_side` blocks share the parts of a vector and a head; those without a position of it end at once.
     /// Only the blocks of keys and values in these parts need be resident.
     pub fn attend_parts(&self, q: &Queries, to: &Cached, parts: Range<u32>, side_by_side: u32) -> Result<()> {
         let raw = q.raw(to, &parts);
@@ -616,9 +600,9 @@ impl Kernels {
     }
 
     /// Attention of `m` vectors of one sequence, at positions that follow one another, to the parts `parts` of the
-    /// positions up to their own: what [`attend_parts`](Self::attend_parts) and [`merge`](Self::merge) give, bit by bit,
-    /// in one launch. Where a context is not resident as a whole, launches have parts that follow one another, from the
-    /// first one on; a vector has its result behind the one with the part of its position.
+    /// positions up to their own: what [`attend_parts`](Self::attend_parts) and [`merge`](Self::merge) give, bit by
+    /// bit, in one launch. Where a context is not resident as a whole, launches have parts that follow one another,
+    /// from the first one on; a vector has its result behind the one with the part of its position.
     pub fn attend_prompt(&self, q: &Queries, to: &Cached, parts: Range<u32>) -> Result<()> {
         let raw = q.raw(to, &parts);
         let vectors = (QUERIES / (q.heads / to.heads.max(1)).clamp(1, QUERIES)).max(1);
@@ -639,14 +623,6 @@ impl Kernels {
             Word(c.ring.max(1)),
         ];
         self.launch("choose", &self.choose, (c.m, 1), THREADS_ALL, &args)
-    }
-
-    /// A matrix times vectors.
-    pub fn multiply(&self, p: &Product) -> Result<()> {
-        let Product { dtype, weights, rows, out, stride, .. } = *p;
-        let vectors = Vectors { x: p.x, k: p.k, m: p.m, rows: None, norm: None };
-        let after = if p.accumulate { After::Add } else { After::Store };
-        self.products(&[Matrix { dtype, weights, rows, bias: None, out, stride }], &vectors, after)
     }
 
     /// The `k` weights of a row as numbers.

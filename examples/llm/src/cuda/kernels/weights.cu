@@ -283,7 +283,7 @@ template <class Format> DEVICE void decode_group(const u8 *row, u32 group, u32 k
     Format::unpack(row + (u64)(group / parts) * Format::BYTES, group % parts, out, &scale, &least);
 #pragma unroll
     for (int i = 0; i < 8 && Format::SCALED != 0; i++) {
-        out[i] = fmaf(scale, out[i], least);
+        out[i] = Format::LEAST != 0 ? fmaf(scale, out[i], least) : __fmul_rn(scale, out[i]);
     }
 }
 
