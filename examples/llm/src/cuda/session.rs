@@ -96,7 +96,7 @@ pub(super) enum Keys {
     /// In the session's memory, as one block of `capacity` tokens.
     Plain(Element),
     /// In blocks of a pool.
-    Paged(Paged),
+    Paged(Box<Paged>),
 }
 
 /// One sequence of tokens being read or written, on a GPU.
@@ -194,7 +194,7 @@ impl CudaSession {
     /// what the driver refuses.
     pub fn paged(model: Arc<CudaModel>, keys: PagedKeys, pass: usize) -> Result<Self> {
         let (capacity, pass) = clamped(model.config(), model.config().context, pass);
-        let keys = Keys::Paged(Paged::new(&model.gpu, model.config(), keys)?);
+        let keys = Keys::Paged(Box::new(Paged::new(&model.gpu, model.config(), keys)?));
         Self::begin(model, keys, capacity, pass)
     }
 
@@ -265,7 +265,7 @@ impl CudaSession {
     /// As for [`paged`](Self::paged).
     pub fn fork(&mut self) -> Result<Option<Self>> {
         let Keys::Paged(paged) = &mut self.keys else { return Ok(None) };
-        let keys = Keys::Paged(paged.fork(&self.model.gpu, self.model.config())?);
+        let keys = Keys::Paged(Box::new(paged.fork(&self.model.gpu, self.model.config())?));
         let mut fork = Self::begin(self.model.clone(), keys, self.capacity, self.pass)?;
         let (gpu, copying) = (&self.model.gpu, |e| failed("copy logits to a fork", e));
         let bytes = self.model.config().vocab * size_of::<f32>();
