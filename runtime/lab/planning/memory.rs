@@ -12,7 +12,7 @@ use outcore::DType;
 const PROMPT_TOKENS: u64 = 512;
 /// Bytes of an activation's element at inference: kernels compute in f32.
 const FLOAT: u64 = 4;
-/// What a GPU's kernels and driver take in addition: the example's headroom for cuBLAS and the driver.
+/// What a GPU's kernels and driver take in addition: the example's headroom for cuBLASLt and the driver.
 const GPU_WORKSPACE: Bytes = Bytes::mib(96);
 /// Bytes of the runtime's metadata for each page.
 const PAGE_METADATA: u64 = 64;
