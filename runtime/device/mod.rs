@@ -15,8 +15,9 @@
 //!    this costs time may do nothing, unless it was built `strict`.
 //! 3. `discard(frame)` gives the frame's physical memory back to the system. Its bytes are lost, and any access to its
 //!    address faults. After a later `map` the content is arbitrary but readable.
-//! 4. `submit` never blocks on the device. Operations of one stream run in submission order; two streams are ordered
-//!    only by events. An operation with a token reports to the device's [`Completions`] exactly once.
+//! 4. `submit` does not wait for the operation. It may wait until a driver's queue has room; then other streams and
+//!    completions go on. Operations of one stream run in submission order; two streams are ordered only by events. An
+//!    operation with a token reports to the device's [`Completions`] exactly once.
 //! 5. Memory named by a submitted operation is borrowed until its completion is reported, even if nobody waits for the
 //!    operation any more.
 //! 6. `poll` has three answers: `Ready`, `Pending`, or an error. A failure is never reported as `Pending`. An operation
