@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use super::super::gpu::Gpu;
-use super::super::tests::{Memory, emulated, get, is_plain, numbers, on_gpu, put, room, rows_of};
+use super::super::tests::{Memory, emulated, get, is_plain, numbers, once, put, room, rows_of};
 use super::*;
-use emulated::skipped;
+use emulated::{driver, skipped};
 
 #[path = "../../tests/cuda/cublaslt.rs"]
 mod cublaslt;
@@ -180,23 +180,30 @@ impl Case {
 
 /// Runs a test on a GPU with a library: the tests' own over the emulated driver, of which `body` gets the counts.
 fn with_library(test: &'static str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
-    let library = match std::env::var_os("OUTCORE_TEST_GPU") {
-        Some(_) => None,
-        None => match CublasLt::load(test) {
+    // One at a time, to the end: the library counts the objects of the whole process.
+    once(test, || run_with_library(test, body));
+}
+
+fn run_with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
+    let Some(driver) = driver(test) else { return };
+    let library = match &driver.fake {
+        None => None,
+        Some(_) => match CublasLt::load(test) {
             None => return,
             some => some,
         },
     };
-    on_gpu(test, |gpu| match gpu.prompts {
-        Some(_) => {
-            if let Some(library) = library {
-                // What other tests of this process have multiplied does not count.
-                (library.products(), library.least_alignment());
-            }
-            body(gpu, library);
-        }
-        None => skipped(test, "cublaslt", "there is no cuBLASLt that works with this GPU"),
-    });
+    let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
+    if gpu.prompts.is_none() {
+        return skipped(test, "cublaslt", "there is no cuBLASLt that works with this GPU");
+    }
+    if let Some(library) = library {
+        // What other tests of this process have multiplied does not count.
+        (library.products(), library.least_alignment());
+    }
+    body(&gpu, library);
+    drop(gpu);
+    driver.finish();
     assert!(library.is_none_or(|library| library.left() == 0), "the library's objects were not given back");
 }
 
