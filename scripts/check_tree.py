@@ -111,6 +111,8 @@ COLUMNS_ENDINGS = (".rs", ".py", ".sh", ".md")
 TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".cpp", ".h")
 TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
 BLOB_BYTES_MAX = 1 << 20
+# Generated texts, whose own checks bound them.
+BLOB_BYTES_OF = {"examples/llm/src/cuda/kernels.ptx": 3 << 19}
 
 # ---- a small reader of Rust: blanks out what is not code, keeping line numbers ----
 
@@ -474,8 +476,9 @@ def check(root):
     for path in tracked(root):
         full = os.path.join(root, path)
         size = os.path.getsize(full)
-        if size > BLOB_BYTES_MAX:
-            yield f"{path}:1: size: {size} bytes; a file may have {BLOB_BYTES_MAX}"
+        most = BLOB_BYTES_OF.get(path, BLOB_BYTES_MAX)
+        if size > most:
+            yield f"{path}:1: size: {size} bytes; a file may have {most}"
         if not is_text(path):
             continue
         count += 1
