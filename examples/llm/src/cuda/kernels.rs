@@ -341,7 +341,6 @@ pub(super) struct Kernels {
     decode: CudaFunction,
     rms_norm: CudaFunction,
     silu_multiply: CudaFunction,
-    add: CudaFunction,
     products: [CudaFunction; 2],
     turn: [CudaFunction; 2],
     embed: CudaFunction,
@@ -436,7 +435,6 @@ impl Kernels {
             choose: function("choose")?,
             rms_norm: function("rms_norm")?,
             silu_multiply: function("silu_multiply")?,
-            add: function("add")?,
             module: module.clone(),
             origin: origin.clone(),
             stream: stream.clone(),
@@ -642,11 +640,5 @@ impl Kernels {
     pub fn silu_multiply(&self, gate: u64, up: u64, n: u64) -> Result<()> {
         let args = [Address(gate), Address(up), Long(n)];
         self.launch("silu_multiply", &self.silu_multiply, (blocks(n), 1), THREADS, &args)
-    }
-
-    /// `x[i] += y[i % period]` for `n` numbers.
-    pub fn add(&self, x: u64, y: u64, n: u64, period: u32) -> Result<()> {
-        let args = [Address(x), Address(y), Long(n), Word(period)];
-        self.launch("add", &self.add, (blocks(n), 1), THREADS, &args)
     }
 }

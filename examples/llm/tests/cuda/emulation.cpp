@@ -450,11 +450,6 @@ static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
     r.reads(up, n);
 }
 
-static void reach_add(Reach &r, float *x, const float *y, u64 n, u32 period) {
-    r.writes(x, n);
-    r.reads(y, n < period ? n : period);
-}
-
 // Rows of `ld` numbers, all of which are written.
 #define TILE_OF_FORMAT(name, Format, number)                                                                           \
     static void reach_tile_##name(Reach &r, const u8 *weights, u16 *out, u32 k, u32 rows, u32 ld) {                    \
@@ -630,7 +625,7 @@ struct Row {
 
 static const Row TABLE[] = {
     ENTRY(INTERFACE, reach_nothing) ENTRY(products_1, reach_products) ENTRY(products_8, reach_products)
-    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed) ONE(decode) ONE(rms_norm) ONE(silu_multiply) ONE(add)
+    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed) ONE(decode) ONE(rms_norm) ONE(silu_multiply)
     ATTENTION_ROWS(attention_parts) ATTENTION_ROWS(attention_prompt) ONE(attention_merge) ONE(choose)
     EACH_FORMAT(TILE_ROW) ONE(halves_f16) ONE(halves_bf16) ONE(unscale)
 };

@@ -23,14 +23,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_multiply(float *gate,
     }
 }
 
-// x[i] += y[i % period], n numbers.
-extern "C" __global__ void __launch_bounds__(THREADS) add(float *x, const float *y, u64 n, u32 period) {
-    u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
-    if (i < n) {
-        x[i] += y[i % period];
-    }
-}
-
 // What one number of a cache is: half precision or single.
 DEVICE u32 bits_of(u16 half) {
     return half;
