@@ -16,7 +16,7 @@ const GROUP_HEADROOM: Bytes = Bytes::mib(2);
 const OWN_GROWTH: Bytes = Bytes::mib(4);
 /// The most host memory that the runtime locks for pages on their way to a GPU.
 const STAGING: Bytes = Bytes::mib(64);
-/// Left free in a GPU's memory, for the driver and the workspace of cuBLAS.
+/// Left free in a GPU's memory, for the driver and for the code that it and cuBLASLt load.
 const GPU_HEADROOM: Bytes = Bytes::mib(96);
 
 /// Least room for pages that a run is begun with.

@@ -148,14 +148,13 @@ impl Gemm {
     pub fn multiply(&self, call: &Call, workspace: Workspace) -> Result<bool> {
         let shape = Shape::of(call, workspace.bytes);
         let mut plans = self.plans.lock();
-        if !plans.contains_key(&shape) {
-            let plan = self.plan(&shape);
-            if let Err(error) = &plan {
+        let plan = plans.entry(shape).or_insert_with_key(|shape| {
+            let refused = |error: &_| {
                 tracing::warn!(?call, ?error, "cuBLASLt has no kernel for a product: own kernels multiply");
-            }
-            plans.insert(shape, plan.ok());
-        }
-        let Some(Some(plan)) = plans.get(&shape) else { return Ok(false) };
+            };
+            self.plan(shape).inspect_err(refused).ok()
+        });
+        let Some(plan) = plan else { return Ok(false) };
         let (alpha, beta) = (1f32, if call.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given
         // (the session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the

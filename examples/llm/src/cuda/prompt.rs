@@ -123,7 +123,15 @@ impl Prompts {
     }
 
     /// `rows` rows of `k` weights as f16, `ld` apart.
-    fn tile(&self, on: &Kernels, dtype: WeightType, weights: u64, out: u64, k: u32, rows: u32, ld: u32) -> Result<()> {
+    fn tile(
+        &self,
+        on: &Kernels,
+        dtype: WeightType,
+        weights: u64,
+        (out, ld): (u64, u32),
+        k: u32,
+        rows: u32,
+    ) -> Result<()> {
         let index = WeightType::ALL.iter().position(|one| *one == dtype);
         let Some(kernel) = index.and_then(|index| self.tile.get(index)) else {
             return Err(Error::new(ErrorKind::Internal, format!("there is no kernel for tiles of {dtype}")).into());
@@ -134,13 +142,13 @@ impl Prompts {
     }
 
     /// `m` vectors of `k` as f16 times a power of two each, `ld` apart.
-    fn halves_f16(&self, on: &Kernels, x: u64, out: u64, scales: u64, m: u32, k: u32, ld: u32) -> Result<()> {
+    fn halves_f16(&self, on: &Kernels, x: u64, (out, ld): (u64, u32), scales: u64, m: u32, k: u32) -> Result<()> {
         let args = [Address(x), Address(out), Address(scales), Word(k), Word(ld)];
         on.launch("halves_f16", &self.halves_f16, (m, 1), THREADS, &args)
     }
 
     /// `m` vectors of `k` as bf16, `ld` apart.
-    fn halves_bf16(&self, on: &Kernels, x: u64, out: u64, m: u32, k: u32, ld: u32) -> Result<()> {
+    fn halves_bf16(&self, on: &Kernels, x: u64, (out, ld): (u64, u32), m: u32, k: u32) -> Result<()> {
         let args = [Address(x), Address(out), Word(k), Word(ld)];
         on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
     }
@@ -192,7 +200,7 @@ impl Prompts {
                 out: w.out + skipped,
                 ..*w
             };
-            self.tile(on, part.dtype, part.weights, room.tile, k, part.rows, ld)?;
+            self.tile(on, part.dtype, part.weights, (room.tile, ld), k, part.rows)?;
             self.multiply_halves(on, room, &part, input, after, (Half::F16, room.tile, ld))?;
         }
         Ok(())
@@ -212,8 +220,8 @@ impl Prompts {
         let ld = k.next_multiple_of(LOAD_NUMBERS as u32);
         if halves != Some(half) {
             match half {
-                Half::F16 => self.halves_f16(on, x, room.halves, room.scales, m, k, ld)?,
-                Half::BF16 => self.halves_bf16(on, x, room.halves, m, k, ld)?,
+                Half::F16 => self.halves_f16(on, x, (room.halves, ld), room.scales, m, k)?,
+                Half::BF16 => self.halves_bf16(on, x, (room.halves, ld), m, k)?,
             }
             input.halves = Some(half);
         }

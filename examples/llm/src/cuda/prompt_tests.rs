@@ -64,7 +64,7 @@ pub(in super::super) fn weights_become_tiles_of_f16_wherever_they_lie() {
                 shifted.extend(&bytes);
                 let (weights, out) = (put(gpu, &shifted), put(gpu, &vec![0x7777u16; (rows + 1) * ld]));
                 let from = weights.address + shift as u64;
-                prompts(gpu).tile(&gpu.kernels, dtype, from, out.address, k as u32, rows as u32, ld as u32).unwrap();
+                prompts(gpu).tile(&gpu.kernels, dtype, from, (out.address, ld as u32), k as u32, rows as u32).unwrap();
                 let got = get(gpu, &out);
                 for (row, values) in got.chunks(ld).zip(values.chunks(k)) {
                     let want: Vec<u16> = values.iter().map(|x| half::f16::from_f32(*x).to_bits()).collect();
@@ -78,7 +78,7 @@ pub(in super::super) fn weights_become_tiles_of_f16_wherever_they_lie() {
         }
         // What no f16 can be.
         let (weights, out) = (put(gpu, &[1e9f32, -1e9, 65504.0, f32::NAN, 1e-9, 0.5, 0.0, 1.0]), room::<u16>(gpu, 8));
-        prompts(gpu).tile(&gpu.kernels, WeightType::F32, weights.address, out.address, 8, 1, 8).unwrap();
+        prompts(gpu).tile(&gpu.kernels, WeightType::F32, weights.address, (out.address, 8), 8, 1).unwrap();
         let got: Vec<f32> = get(gpu, &out).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
         assert_eq!(got[..3], [65504.0, -65504.0, 65504.0]);
         assert!(got[3].is_nan());
@@ -100,7 +100,7 @@ pub(in super::super) fn vectors_of_any_size_become_sixteen_bit_numbers() {
         let input = put(gpu, &x);
         let (halves, scales) = (room::<u16>(gpu, m * ld), room::<f32>(gpu, m));
         prompts(gpu)
-            .halves_f16(&gpu.kernels, input.address, halves.address, scales.address, m as u32, k as u32, ld as u32)
+            .halves_f16(&gpu.kernels, input.address, (halves.address, ld as u32), scales.address, m as u32, k as u32)
             .unwrap();
         let numbers: Vec<f32> = get(gpu, &halves).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
         // The kernel puts the scales back, and adds to what is there.
@@ -117,7 +117,7 @@ pub(in super::super) fn vectors_of_any_size_become_sixteen_bit_numbers() {
             }
         }
         assert!(numbers.chunks(ld).all(|row| row[k..].iter().all(|x| *x == 0.0)));
-        prompts(gpu).halves_bf16(&gpu.kernels, input.address, halves.address, m as u32, n, ld as u32).unwrap();
+        prompts(gpu).halves_bf16(&gpu.kernels, input.address, (halves.address, ld as u32), m as u32, n).unwrap();
         for (row, x) in get(gpu, &halves).chunks(ld).zip(x.chunks(k)) {
             let want: Vec<u16> = x.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
             assert_eq!(row[..k], want);
