@@ -29,7 +29,7 @@ UNSAFE_ALLOWED = {
     "runtime/capi/": "reads what C lends for a call, and writes to the places that it names",
     "runtime/testkit/hooked.rs": "hands on the adoption of a stream",
     "runtime/testkit/planted.rs": "hands calls on to the CUDA driver, but for those that a planted defect changes",
-    "runtime/testkit/soak/gpu.rs": "launches kernels, and has memory and streams of its own",
+    "tests/soak/gpu.rs": "launches kernels, and has memory and streams of its own",
     "runtime/testkit/sim.rs": "a simulated device copies raw memory",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",
     "examples/memmap2.rs": "maps a file by memmap2, as engines do",

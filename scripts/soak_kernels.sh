@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes runtime/testkit/soak/kernels.ptx of the source beside it, with the compiler of scripts/fetch_nvcc.sh, or with
+# Makes tests/soak/kernels.ptx of the source beside it, with the compiler of scripts/fetch_nvcc.sh, or with
 # NVCC. The text names an old version of PTX, which it keeps to: ptxas checks that. It also names a hash of the source
 # (FNV-1a), which a test compares.
 set -euo pipefail
@@ -9,7 +9,7 @@ target=${CARGO_TARGET_DIR:-target}
 [ -n "${NVCC:-}" ] || scripts/fetch_nvcc.sh
 nvcc=${NVCC:-$target/nvcc/nvidia/cu13/bin/nvcc}
 ptxas=$(dirname "$nvcc")/ptxas
-folder=runtime/testkit/soak
+folder=tests/soak
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 

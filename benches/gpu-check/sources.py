@@ -18,7 +18,7 @@ RUNTIME = ["Cargo.lock", "runtime/*.rs"] + [
     for folder in ("cuda", "device", "format", "gpu", "kv", "pager", "pin", "store", "transfer")]
 MODEL = [*RUNTIME, "examples/llm/src/**/*"]
 EXTRA = [f"{HERE}/extra.py", f"{HERE}/limits.py"]
-SOAK = ["runtime/testkit/soak/*"]
+SOAK = ["tests/soak/*"]
 PEERS = [f"{HERE}/peers.py", f"{HERE}/limits.py"]
 
 

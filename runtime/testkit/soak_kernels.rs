@@ -1,5 +1,5 @@
 //! The kernels of the soak as functions of the host, for the emulated CUDA driver. On a GPU the same are in
-//! `runtime/testkit/soak/kernels.cu`.
+//! `tests/soak/kernels.cu`.
 
 use outcore_soak::{stamped, sum_of, uploaded, weight};
 

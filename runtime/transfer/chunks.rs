@@ -165,11 +165,11 @@ struct Part {
 impl Engine {
     /// Bytes of a chunk.
     fn chunk_bytes(&self) -> u64 {
-        // A token has so many bits for the number of a chunk.
+        // No more chunks than the bits of a token can number.
         self.chunk.get().max(self.page_bytes >> COUNT_BITS).next_multiple_of(IO_ALIGNMENT)
     }
 
-    /// How many chunks so many bytes of a page are.
+    /// How many chunks a page of `bytes` has.
     fn chunks_in(&self, bytes: u64) -> usize {
         bytes.div_ceil(self.chunk_bytes()) as usize
     }

@@ -23,7 +23,7 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// How long work of so many copied bytes is likely to take. Zero at first.
+    /// How long work that copies this number of bytes is likely to take. Zero at first.
     pub(super) fn foresee(&self, bytes: u64) -> Duration {
         let mib = self.mib.load(Ordering::Relaxed);
         if bytes == 0 || mib == 0 {
@@ -32,7 +32,7 @@ impl Pace {
         Duration::from_nanos(u64::from(mib).saturating_mul(bytes) / MIB)
     }
 
-    /// Notes that so many operations, of so many copied bytes, ended within `taken`. Without `seen_running` they were
+    /// Notes that `operations`, which copied `bytes`, ended within `taken`. Without `seen_running` they were
     /// not seen before their end, which may then have been long ago.
     pub(super) fn learn(&self, taken: Duration, operations: u32, bytes: u64, seen_running: bool) {
         if bytes == 0 {

@@ -163,7 +163,7 @@ enum Left {
     Nothing,
     /// Perhaps something that has ended.
     More,
-    /// Work that copies so many bytes.
+    /// Work that copies this number of bytes.
     Running(u64),
 }
 
@@ -172,7 +172,7 @@ impl<D: Driver> Watched<D> {
         Self { stream, since: now, seen_running: false, due: now }
     }
 
-    /// How long to wait before polling it again, while work of so many bytes runs.
+    /// How long to wait before polling it again, while work of this number of bytes runs.
     fn nap(&self, now: Instant, bytes: u64) -> Duration {
         let (taken, foreseen) = (now - self.since, self.stream.pace.foresee(bytes));
         if taken < RESTLESS && foreseen < NAP_MIN {

@@ -238,7 +238,7 @@ pub(super) enum First<D: Driver> {
     Nothing,
     /// The driver has nothing of the item, so nothing has to happen.
     Unqueued,
-    /// This event; so many bytes are copied until then.
+    /// This event, and how many bytes are copied until then.
     Event(Arc<D::Event>, u64),
     /// No event is behind the item: [another](Stream::mark_again) has to be, or everything on the stream has to end.
     Unmarked,

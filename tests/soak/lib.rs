@@ -68,8 +68,6 @@ pub enum Until {
     Time(Instant),
     /// After this many uses, in all.
     Uses(u64),
-    /// When a sum is wrong.
-    Wrong,
 }
 
 /// What a soak does.
@@ -288,7 +286,6 @@ impl<'a> Soak<'a> {
             && match self.plan.until {
                 Until::Time(end) => Instant::now() < end,
                 Until::Uses(most) => self.used.load(Ordering::Relaxed) < most,
-                Until::Wrong => true,
             }
     }
 
@@ -359,7 +356,7 @@ impl Worker<'_> {
         self.below(n) == 0
     }
 
-    /// Uses tensors until so many sums are in flight, and then compares them.
+    /// Uses tensors until a batch of sums is in flight, and then compares them.
     fn batch(&mut self, count: usize) -> Result {
         self.sums.fill(self.copies, FILLED)?;
         // What is put on other streams from now on finds the words filled.
