@@ -258,9 +258,24 @@ id!(
     FileId, u32, "file"
 );
 id!(
-    /// One planned copy of a page from one place to another.
+    /// One planned copy of a page from one place to another. Less than 2^62, so that whoever carries moves out can mark
+    /// numbers that hold an id.
     MoveId, u64, "move"
 );
+
+impl MoveId {
+    /// Bits of a serial that an id holds.
+    const SERIAL_BITS: u32 = 30;
+
+    /// The id of the move at `place` among those in flight. The serial tells it from earlier moves at that place.
+    pub const fn of(place: u32, serial: u32) -> Self {
+        Self(place as u64 | ((serial & ((1 << Self::SERIAL_BITS) - 1)) as u64) << 32)
+    }
+    /// The place and, of the serial, the bits that an id holds.
+    pub const fn parts(self) -> (u32, u32) {
+        (self.0 as u32, (self.0 >> 32) as u32)
+    }
+}
 id!(
     /// A point on the timeline of the stream that copies fills. Greater points come later: when one has passed, so have
     /// all smaller ones.

@@ -34,12 +34,12 @@ impl Pager {
     }
 
     pub(super) fn move_id(&self, key: usize) -> MoveId {
-        MoveId(key as u64 | u64::from(self.moves[key].serial) << 32)
+        MoveId::of(key as u32, self.moves[key].serial)
     }
 
     fn move_key(&self, id: MoveId) -> Option<usize> {
-        let key = id.0 as u32 as usize;
-        self.moves.get(key).filter(|record| u64::from(record.serial) == id.0 >> 32).map(|_| key)
+        let key = id.parts().0 as usize;
+        self.moves.get(key).filter(|record| MoveId::of(key as u32, record.serial) == id).map(|_| key)
     }
 
     /// The page that a move copies, and its two ends.

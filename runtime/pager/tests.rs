@@ -514,3 +514,18 @@ fn regression_victims_of_a_large_unit_are_not_looked_at_after_each_move() {
         assert!(steps <= 3 * u64::from(pages.ilog2()), "{steps} steps a page with {pages} pages");
     }
 }
+
+#[test]
+fn regression_ids_of_moves_leave_two_bits_however_many_moves_there_were() {
+    let (mut pager, s, words) = pager(2);
+    for before in [(1 << 20) - 2, (1 << 30) - 2, (1 << 31) - 2, u32::MAX - 2] {
+        pager.next_serial = before;
+        for page in 0..8 {
+            let mut fx = Effects::default();
+            ask(&mut pager, &[run(s, page, 1)], Purpose::Read, &mut fx);
+            assert!(fx.moves.iter().all(|planned| planned.id.get() < 1 << 62), "{before}: {:?}", fx.moves);
+            settle(&mut pager, &mut fx);
+            assert_eq!(words[page as usize].unpin(), Unpin::Done, "{before}");
+        }
+    }
+}

@@ -11,7 +11,8 @@
 //! 1. All first operations are submitted when the move starts, in the order of the page's bytes. The store takes what
 //!    was submitted first, so an earlier page still comes before a later one.
 //! 2. The move ends once, when none of its operations is in flight. After the first failure no second operation is
-//!    submitted, and the move fails with that error.
+//!    submitted, and the move fails with that error. Of a write back that fails, a part may be in the page's place on
+//!    disk: the page stays dirty, or is poisoned, so nobody reads it there.
 //! 3. The second operation of the chunk that ends its first one last is submitted after the whole page was checked. So
 //!    all bytes are checked when the last copy of a fill is taken up.
 //! 4. Of a write back either every write waits for a [wipe](super::wipe) of its page, or none does.
@@ -29,17 +30,32 @@ use crate::store::{IO_ALIGNMENT, IoKind, IoOp};
 const CHUNK_TOKENS: u64 = 1 << 62;
 /// Bits of a token that count the chunks of a page.
 const COUNT_BITS: u32 = 10;
+/// Bits of a token that hold a move's place among those in flight. Between them and the mark are those of its serial.
+const PLACE_BITS: u32 = 20;
+/// Operations whose ends may be reported together, before any of them is looked at.
+const TOGETHER: usize = 8;
 
-/// The token of a move's chunk. Ids of moves are smaller than 2^52.
+/// Whether tokens can name the chunks of a move: of all but the last of more than a million in flight.
+fn can_name(id: MoveId) -> bool {
+    id.parts().0 < 1 << PLACE_BITS
+}
+
+/// The token of a move's chunk.
 fn token_of(id: MoveId, chunk: usize) -> Token {
-    Token(CHUNK_TOKENS | id.get() << COUNT_BITS | chunk as u64)
+    let (place, serial) = id.parts();
+    let id = u64::from(serial) << PLACE_BITS | u64::from(place);
+    Token(CHUNK_TOKENS | id << COUNT_BITS | chunk as u64)
 }
 
 /// The move and the number of the chunk that a token of a move's operation names.
 fn chunk_of(token: Token) -> Option<(MoveId, usize)> {
-    let number = token.0 & !CHUNK_TOKENS;
-    let chunk = (number & ((1 << COUNT_BITS) - 1)) as usize;
-    (token.0 & CHUNK_TOKENS != 0).then_some((MoveId::new(number >> COUNT_BITS), chunk))
+    if token.0 & CHUNK_TOKENS == 0 {
+        return None;
+    }
+    let field = |from: u32, bits: u32| (token.0 >> from & ((1 << bits) - 1)) as u32;
+    let place = field(COUNT_BITS, PLACE_BITS);
+    let serial = field(COUNT_BITS + PLACE_BITS, CHUNK_TOKENS.ilog2() - COUNT_BITS - PLACE_BITS);
+    Some((MoveId::of(place, serial), field(0, COUNT_BITS) as usize))
 }
 
 /// The move whose operation has this token.
@@ -99,9 +115,10 @@ impl Chunks {
         self.chunks.get(chunk).map(|chunk| (chunk.second, chunk.since))
     }
 
-    /// Whether no other operation than this one, which has just ended or is about to, keeps the page from being hashed.
-    fn is_last(&self, fills: bool) -> bool {
-        if fills { self.firsts == 1 } else { self.firsts == 0 && self.left == 1 }
+    /// Whether this operation, which has just ended or is about to, may be the last that keeps the page from being
+    /// hashed: others may have ended together with it.
+    fn may_be_last(&self, fills: bool) -> bool {
+        if fills { self.firsts <= TOGETHER } else { self.firsts == 0 && self.left <= TOGETHER }
     }
 
     /// The operation of a chunk has ended.
@@ -188,7 +205,7 @@ impl Engine {
             (Place::Device(_), Place::Disk, Some(_)) => false,
             _ => return Ok(false),
         };
-        if self.chunks_in(self.page_bytes) < 2 {
+        if self.chunks_in(self.page_bytes) < 2 || !can_name(planned.id) {
             return Ok(false);
         }
         let address = self.bytes_at(planned, self.address(io, planned.page))?;
@@ -250,7 +267,7 @@ impl Engine {
     /// Whether completing this operation of the store means hashing the page, if anything does.
     pub(super) fn may_hash(&self, token: Token, fills: bool) -> bool {
         let Some((id, _)) = chunk_of(token) else { return true };
-        self.chunks.lock().get(&id).is_some_and(|chunks| chunks.is_last(fills))
+        self.chunks.lock().get(&id).is_some_and(|chunks| chunks.may_be_last(fills))
     }
 
     /// The device has taken up the copy of a chunk. Once it has taken up all of the move, returns the point behind
@@ -433,11 +450,17 @@ mod tests {
 
     #[test]
     fn tokens_name_the_move_and_the_chunk() {
-        for (id, chunk) in [(1, 0), (1, 1023), ((1 << 52) - 1, 7)] {
-            let token = token_of(MoveId::new(id), chunk);
-            assert_eq!(chunk_of(token), Some((MoveId::new(id), chunk)));
-            assert!(is_chunk(token) && move_of(token) == MoveId::new(id) && token.0 < super::super::CALLER_TOKENS);
+        // Serials of a pager that has begun this many moves, requests and scopes.
+        let begun = [0, 1, (1 << 20) - 1, 1 << 20, 1 << 29, (1 << 30) - 1, 1 << 30, 1 << 31, u32::MAX];
+        for (place, serial) in begun.iter().flat_map(|serial| [0, 1, (1 << 20) - 1].map(|place| (place, *serial))) {
+            let id = MoveId::of(place, serial);
+            assert!(can_name(id) && !is_chunk(Token(id.get())) && move_of(Token(id.get())) == id, "{id:?}");
+            for chunk in [0, 7, 1023] {
+                let token = token_of(id, chunk);
+                assert_eq!(chunk_of(token), Some((id, chunk)));
+                assert!(is_chunk(token) && move_of(token) == id && token.0 < super::super::CALLER_TOKENS);
+            }
         }
-        assert!(!is_chunk(Token(9)) && move_of(Token(9)) == MoveId::new(9));
+        assert!(!can_name(MoveId::of(1 << 20, 0)));
     }
 }
