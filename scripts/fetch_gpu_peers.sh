@@ -3,15 +3,16 @@
 # the source package that scripts/fetch_peers.sh uses, into target/gpu-peers/bin. No GPU and no driver are needed.
 # Takes 40 to 60 minutes on two cores; does nothing where it is there.
 #
-#   fetch_gpu_peers.sh [--arch 90a-real] [--only TARGET] [--configure]
+#   fetch_gpu_peers.sh [--arch 90a-real] [--only TARGET] [--configure] [--untried]
 #
 #   --arch        what CMake calls the architecture; one keeps the program at some 30 MB
 #   --only        this target of the build, say an object file of one kernel; nothing is installed then
 #   --configure   ends before anything is compiled
+#   --untried     builds it without knowing whether llama.cpp takes our models
 #
 # The program needs libcudart.so.13 and libcublas.so.13 where it runs, which PyTorch brings along. Here it is linked
 # against a libcuda that answers no call, because the real one comes with a driver. The synthetic models of make_model
-# are tried on the CPU first, by the program that scripts/fetch_peers.sh built, if it is there.
+# are tried on the CPU first, by the llama.cpp that scripts/fetch_peers.sh built. It fails where there is none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ python=${PYTHON:-python3}
 venv=${OUTCORE_PEERS:-.venv}
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 folder=$target/gpu-peers
-arch=90a-real only='' configure=
+arch=90a-real only='' configure='' untried=''
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "fetch_gpu_peers: $*" >&2; exit 1; }
@@ -31,6 +32,7 @@ while [ $# -gt 0 ]; do
         --arch) arch=${2:?} && shift ;;
         --only) only=${2:?} && shift ;;
         --configure) configure=1 ;;
+        --untried) untried=1 ;;
         *) fail "there is no option $1" ;;
     esac
     shift
@@ -40,6 +42,10 @@ stamp="llama-cpp-python $version, $arch"
 if [ -x "$folder/bin/llama-bench" ] && [ "$(cat "$folder/built" 2>/dev/null)" = "$stamp" ] && [ -z "$only$configure" ]; then
     echo "$folder/bin/llama-bench is there"
     exit 0
+fi
+if [ -z "$only$configure$untried" ] && [ ! -x "$venv/bin/llama-peer" ]; then
+    fail "$venv has no llama.cpp to try the models on before an hour of compiling; \`make peers\` builds it, and" \
+        "--untried does without"
 fi
 scripts/fetch_nvcc.sh
 mkdir -p "$folder"
@@ -118,7 +124,7 @@ fi
 
 # The models first: an hour of compiling is lost if llama.cpp does not take them.
 make_model=$target/debug/make_model
-if [ -x "$venv/bin/llama-peer" ]; then
+if [ -z "$untried" ]; then
     cargo build -p outcore-llm --bin make_model
     model=$folder/tried.gguf
     "$make_model" "$model" --layers 2 --dim 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1024 >/dev/null
@@ -133,7 +139,7 @@ PYTHON
     rm -f "$model"
     echo "llama.cpp's CPU build takes the models of make_model"
 else
-    echo "fetch_gpu_peers: $venv has no llama.cpp (make peers), so nobody has tried whether llama.cpp takes our models"
+    echo "fetch_gpu_peers: --untried: nobody has tried whether llama.cpp takes our models"
 fi
 cmake --build "$build" --target llama-bench || fail "llama-bench could not be built"
 mkdir -p "$folder/bin"

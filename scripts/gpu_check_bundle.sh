@@ -9,7 +9,8 @@
 #
 # The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC;
 # KERNELS_DIR names a folder that has them compiled. Without them the folder is not made, unless
-# GPU_CHECK_WITHOUT_KERNELS=1 says that the other machine has NVRTC.
+# GPU_CHECK_WITHOUT_KERNELS=1 asks for it: the programs then compile their kernels with the other machine's NVRTC, or
+# where it has none the driver compiles their own PTX.
 #
 # It fails if there are no kernels, if a folder is larger than 45 MiB, if a program needs a newer glibc, or if one
 # holds a path of this machine.
@@ -84,13 +85,13 @@ for pair in sys.argv[2:]:
 ' "$out" "$@"
 }
 pack_tests outcore '' device=device
-pack_tests outcore-llm cuda lib=kernels cuda=forward
+pack_tests outcore-llm cuda lib=kernels cuda=forward prompts=prompts
 strip "$out"/bin/*
 
 cp benches/gpu-check/{run.sh,report.py,extra.py,peers.py,limits.py} "$out/"
 python3 benches/gpu-check/sources.py >"$out/SOURCES"
 if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" = 1 ]; then
-    echo "gpu_check_bundle: WITHOUT kernels: the parts kernels and generate will need NVRTC"
+    echo "gpu_check_bundle: WITHOUT kernels: the parts kernels and generate will use NVRTC, or the programs' own PTX"
 else
     cp "$kernels/kernels.fatbin" "$out/kernels/"
 fi
@@ -100,7 +101,7 @@ echo "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)$changed, profile
 
 # The second run: what is compared, and the peers.
 cp -r "$out/." "$peers/"
-rm "$peers"/bin/{device,kernels,forward}
+rm "$peers"/bin/{device,kernels,forward,prompts}
 echo 1 >"$out/PART"
 echo 2 >"$peers/PART"
 llama=${target%/gpu-check}/gpu-peers/bin/llama-bench

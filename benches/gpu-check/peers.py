@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from extra import (
-    LARGE, PROMPTS, SMALL, Generate, binary, budgets, clocks, fail, made, moved, not_possible, number, prompt_rate,
-    record, run, verdict,
+    LARGE, PROMPTS, SMALL, Clock, Generate, binary, budgets, fail, made, not_possible, number, prompt_rate, record, run,
+    verdict,
 )
 
 # The tensors of `oversized`, and the rows of its products.
@@ -171,7 +171,6 @@ def torch_decode(arguments):
                 continue
             path = made(arguments, model)
             (device, host), _ = budgets(path)
-            seen = clocks()
             ours, theirs = [], []
             peer = Dense(torch, model, 256)
             # One and the other, twice; the other way round the second time.
@@ -182,7 +181,6 @@ def torch_decode(arguments):
                     else:
                         ours += [one["decode_tok_s"] for one in program.repeated(name, 2, 1, path, TOKENS, 8, device, host)[1]]
             del peer
-            seen += clocks()
             number(f"{name}: tokens a second", "tok/s", ours)
             number(f"{name}: tokens a second, PyTorch in bf16 as one graph", "tok/s", theirs, f"{name}: tokens a second")
             number(f"{name}: ours / PyTorch's", "ratio", [median(ours) / median(theirs)])
@@ -192,17 +190,16 @@ def torch_decode(arguments):
                 what = f"{name}, a prompt of {prompt} tokens"
                 if not program.left(what):
                     continue
-                before = clocks()
-                theirs = Dense(torch, model, prompt).prompt(prompt, 5)
-                ours = prompt_rate(program, what, path, prompt, 3, 2)
-                before += clocks()
+                with Clock(arguments) as clock:
+                    theirs = Dense(torch, model, prompt).prompt(prompt, 5)
+                    ours = prompt_rate(program, what, path, prompt, 3, 2)
                 number(f"{what}: tokens a second, PyTorch in bf16 as one graph", "tok/s", theirs)
                 if ours is None:
                     record("note", text=f"{what}: no ratio, because this generate has no --repeat")
                     continue
                 number(f"{what}: tokens a second", "tok/s", ours)
                 verdict(f"{what}", median(ours) / median(theirs), "ratio", {"at_least": goal},
-                        "tokens a second / PyTorch's in bf16; medians", moved(before))
+                        "tokens a second / PyTorch's in bf16; medians", clock.moved())
 
 
 # ---- streaming ----
@@ -359,18 +356,18 @@ def llama(arguments):
             what = f"{name}, {where}"
             if not program.left(what):
                 continue
-            seen, ours, theirs, prompts = clocks(), [], [], []
-            for _ in range(1 if tiny else 2):
-                ours += [one["decode_tok_s"] for one in program.repeated(what, 2, 1, path, TOKENS, 8, device, host)[1]]
-                of_prompt, of_tokens = bench(peer, path, layers, 1 if tiny else 3)
-                prompts, theirs = prompts + of_prompt, theirs + of_tokens
-            seen += clocks()
+            ours, theirs, prompts = [], [], []
+            with Clock(arguments) as clock:
+                for _ in range(1 if tiny else 2):
+                    ours += [one["decode_tok_s"] for one in program.repeated(what, 2, 1, path, TOKENS, 8, device, host)[1]]
+                    of_prompt, of_tokens = bench(peer, path, layers, 1 if tiny else 3)
+                    prompts, theirs = prompts + of_prompt, theirs + of_tokens
             number(f"{what}: tokens a second", "tok/s", ours)
             number(f"{what}: tokens a second, llama.cpp", "tok/s", theirs, f"{what}: tokens a second")
             number(f"{what}: prompt of {PROMPTS[0]}, llama.cpp, tokens a second", "tok/s", prompts)
             if layers == 99 and model is LARGE:
                 verdict(f"{what}: ours / llama.cpp's", median(ours) / median(theirs), "ratio", {"at_least": 1},
-                        "tokens a second, one and the other by turns; medians", moved(seen))
+                        "tokens a second, one and the other by turns; medians", clock.moved())
             else:
                 number(f"{what}: ours / llama.cpp's", "ratio", [median(ours) / median(theirs)])
             if layers == 99 and program.left(f"{what}, llama.cpp without graphs"):

@@ -36,6 +36,9 @@ enum Command {
         /// Which, by number.
         #[arg(long, default_value_t = 0)]
         device: u32,
+        /// Print its PCI address, by which other tools know it, instead of its name.
+        #[arg(long)]
+        pci: bool,
     },
     /// Run a part: one JSON record a line. Exits with 1 if it failed, with 3 if the machine has not what it needs.
     Run {
@@ -111,13 +114,13 @@ fn execute(command: Command) -> Result<(), Failure> {
     match command {
         Command::Parts => Part::ALL.iter().for_each(|part| line(part.name())),
         Command::Children => Scenario::ALL.iter().for_each(|scenario| line(scenario.name())),
-        Command::Gpu { device } => {
+        Command::Gpu { device, pci } => {
             let found = outcore_cuda::cuda_devices()?;
             let count = found.len();
             let gpu = found.into_iter().nth(device as usize).ok_or_else(|| {
                 Failure::Impossible(format!("there is no GPU {device}: the CUDA driver sees {count}"))
             })?;
-            line(&gpu.name);
+            line(if pci { &gpu.pci } else { &gpu.name });
         }
         Command::Run { part, options } => crate::run(part, &options.settings()?, &mut report)?,
         Command::Child { scenario, options } => crate::children::run(scenario, &options.settings()?, &mut report)?,

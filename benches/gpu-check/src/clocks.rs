@@ -3,13 +3,15 @@
 
 use std::process::Command;
 
-/// How far the clock may move between the first and the last round of what is judged.
+/// How far the clock may move between the first and the last round of what is judged; `STEADY` of extra.py is the same.
 const STEADY: f64 = 0.02;
 
 /// What nvidia-smi reports of the clock, in MHz; nothing where there is none, or it does not know.
 pub(crate) fn now(device: u32) -> Option<f64> {
+    // The tool counts GPUs in another order than the driver.
+    let gpu = outcore_cuda::cuda_devices().ok()?.into_iter().nth(device as usize)?;
     let mut asked = Command::new("nvidia-smi");
-    asked.args(["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i"]).arg(device.to_string());
+    asked.args(["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", &gpu.pci]);
     let answer = asked.output().ok().filter(|answer| answer.status.success())?;
     read(&String::from_utf8_lossy(&answer.stdout))
 }

@@ -29,7 +29,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let (mut times, mut sums, mut wrong) = (Vec::new(), 0, 0);
     for round in 0.. {
         let start = Instant::now();
-        // The small scale has one round of so many sums, which compute-sanitizer can watch too.
+        // The small scale has one round of a fixed number of sums, which compute-sanitizer can watch too.
         let until = match settings.scale {
             Scale::Tiny => Until::Uses(150),
             _ => Until::Time(end.min(start + round_time)),
