@@ -21,7 +21,8 @@ impl Runtime {
     ///
     /// # Safety
     /// The handle is that of a stream, and stays valid until the last clone of the returned stream has been dropped, or
-    /// [`close`](Runtime::close) has returned.
+    /// [`close`](Runtime::close) has returned. If the last clone is dropped in a closure on a stream, which may not
+    /// wait for calls that use the handle, it stays valid until `close` has returned.
     ///
     /// # Errors
     /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles;

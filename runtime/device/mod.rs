@@ -29,8 +29,10 @@
 //!    [`Completions`]; it does not if the operation is refused. Being told is not guaranteed: an operation may end
 //!    without. Of two events of one stream the later one is the greater.
 //! 8. An adopted stream stays its owner's: the device records events on it, does nothing else of its own accord, and
-//!    never destroys it. `forget_stream` waits for nothing; tokens submitted before are still reported. While a stream
-//!    is being captured into a graph, every operation on it is refused, so none becomes part of the graph.
+//!    never destroys it. `forget_stream` waits for no work, but as `submit` it may wait until a driver's queue has
+//!    room; tokens submitted before are still reported. A mark that a closure has submitted is reported behind the work
+//!    on the stream, even if the stream is forgotten right after. While a stream is being captured into a graph, every
+//!    operation on it is refused, so none becomes part of the graph.
 //! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
 //!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is dropped. The last owner may
 //!    go on one of the device's own threads, in the receiver of completions or in a closure. A drop there does not wait
@@ -434,7 +436,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// The handle is that of a stream, and stays so until [`forget_stream`](Self::forget_stream) or
-    /// [`close`](Self::close) has returned.
+    /// [`close`](Self::close) has returned. A closure on a stream may not wait, so if one forgets this stream, the
+    /// handle stays that of a stream until `close` has returned.
     ///
     /// # Errors
     /// `Unsupported` if streams have no handles; `InvalidArgument` for a stream of another GPU or context.

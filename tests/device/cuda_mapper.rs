@@ -420,3 +420,21 @@ fn large_copies_go_one_by_one_each_behind_its_own_mapping() {
     assert_eq!(copies(), [before_copies[0] + 5, before_copies[1]]);
     rig.finish(&fake);
 }
+
+/// A driver that has shut down answers no call, so a run is not tried again page by page.
+#[test]
+fn regression_no_page_is_tried_again_while_the_process_exits() {
+    const DEINITIALIZED: u32 = 4;
+    let Some(fake) = Fake::load_or_skip("regression_no_page_is_tried_again_while_the_process_exits") else { return };
+    let rig = Rig::new(8);
+    let before = fake.calls("cuMemSetAccess");
+    // The first is for the page that is mapped alone.
+    fake.fail_from("cuMemSetAccess", 2, DEINITIALIZED);
+    together(&fake, &rig, (0, 20), &[(1, 1), (2, 2), (3, 3), (4, 4)], || ());
+    rig.copy_in(1, 1, 1);
+    assert_eq!(rig.sink.take(1).pop().unwrap().1.unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(fake.calls("cuMemSetAccess") - before, 1 + 1);
+    assert_eq!(rig.device.close().unwrap_err().kind(), ErrorKind::Closed);
+    drop(rig);
+    fake.finish();
+}

@@ -7,16 +7,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
-use super::cuda_rig::Rig;
+use super::cuda_rig::{Rig, adopt};
 use control::Fake;
+use cudarc::driver::CudaStream;
 use harness::{cuda_builder as builder, until, watched};
 use outcore::device::{Device, StreamId, StreamKind, StreamOp, Token};
 use outcore::{DType, ErrorKind};
-use outcore_testkit::{fake_cuda as control, harness};
+use outcore_cuda::CudaDevice;
+use outcore_testkit::{cuda_calls, fake_cuda as control, harness};
 
 const PAGE: u64 = 2 << 20;
 /// How many operations a queue holds here.
 const DEPTH: u64 = 8;
+/// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
+const REFUSED: u32 = 401;
+
+/// Fills the queue of a stream, which is held, with its owner's work.
+fn fill_up(stream: &CudaStream) {
+    let event = cuda_calls::event(stream.context());
+    (0..DEPTH).for_each(|_| cuda_calls::record(&event, stream).unwrap());
+}
+
+/// Lets a closure put a mark on a stream, which the mapper then does.
+fn mark_in_a_closure(rig: &Rig, on: StreamId, marked: StreamId, token: u64) {
+    let device = Arc::clone(&rig.device);
+    let mark = move || _ = device.submit(marked, StreamOp::Mark, Some(Token(token)));
+    rig.device.submit(on, StreamOp::Call(Box::new(mark)), None);
+}
 
 fn hold(fake: &Fake, rig: &Rig, stream: StreamId, held: bool) {
     fake.hold_stream(rig.device.raw_stream(stream).unwrap().as_ptr(), held);
@@ -187,6 +204,189 @@ fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
         stream.synchronize().unwrap();
         drop((stream, tensors));
         runtime.close().unwrap();
+        fake.finish();
+    });
+}
+
+/// The owner of an adopted stream destroys it once it is forgotten. A mark that a closure put there may still be on its
+/// way to the driver.
+#[test]
+fn regression_forgetting_waits_for_submissions_that_use_the_handle() {
+    let name = "regression_forgetting_waits_for_submissions_that_use_the_handle";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        fake.set_queue_depth(DEPTH);
+        let foreign = cuda_calls::context().new_stream().unwrap();
+        let raw = foreign.cu_stream() as usize;
+        let rig = Rig::new(2);
+        let [others, third] = [(); 2].map(|()| rig.device.create_stream(StreamKind::Compute).unwrap());
+        let full = adopt(&rig, &foreign);
+        fake.hold_stream(raw as *mut u8, true);
+        fill_up(&foreign);
+        mark_in_a_closure(&rig, others, full, 1);
+        until("the mark that waits for room", || fake.waiting_for_room() == 1);
+        let forgotten = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                rig.device.forget_stream(full);
+                forgotten.store(true, Ordering::Release);
+                drop(foreign);
+            });
+            until("the stream to be closed", || rig.device.can_mark(full).is_err());
+            for n in 1000..1050 {
+                put(&rig, third, n, 1, || StreamOp::Mark);
+                assert_eq!(rig.sink.take(1).pop().unwrap().0, n);
+            }
+            assert!(!forgotten.load(Ordering::Acquire), "a call of the driver uses the handle");
+            fake.hold_stream(raw as *mut u8, false);
+        });
+        assert!(matches!(rig.sink.take(1)[..], [(1, Ok(()))]));
+        rig.finish(&fake);
+    });
+}
+
+#[test]
+fn regression_closing_waits_for_a_wait_that_uses_the_handle() {
+    let name = "regression_closing_waits_for_a_wait_that_uses_the_handle";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        fake.set_queue_depth(DEPTH);
+        let foreign = cuda_calls::context().new_stream().unwrap();
+        let rig = Rig::new(2);
+        let (full, other) = (adopt(&rig, &foreign), rig.device.create_stream(StreamKind::Compute).unwrap());
+        let (full_raw, other_raw) = (foreign.cu_stream() as usize, rig.device.raw_stream(other).unwrap());
+        fake.hold_stream(full_raw as *mut u8, true);
+        fake.hold_stream(other_raw.as_ptr(), true);
+        fill_up(&foreign);
+        put(&rig, other, 1, 1, || StreamOp::Mark);
+        let event = rig.device.record(other).unwrap();
+        let closed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| rig.device.wait(full, event));
+            until("the wait for room", || fake.waiting_for_room() == 1);
+            scope.spawn(|| {
+                rig.device.close().unwrap();
+                closed.store(true, Ordering::Release);
+                drop(foreign);
+            });
+            until("the close", || rig.device.can_mark(full).is_err());
+            fake.hold_stream(other_raw.as_ptr(), false);
+            assert!(matches!(rig.sink.take(1)[..], [(1, Ok(()))]));
+            // Nothing else is left that a close waits for.
+            (0..10_000).for_each(|_| std::thread::yield_now());
+            assert!(!closed.load(Ordering::Acquire), "a call of the driver uses the handle");
+            fake.hold_stream(full_raw as *mut u8, false);
+            waiting.join().unwrap().unwrap();
+        });
+        drop(rig);
+        fake.finish();
+    });
+}
+
+/// Where the driver has refused an event, another is recorded, which waits while the stream's queue is full. The thread
+/// that reports on all streams did that itself.
+#[test]
+fn regression_an_event_that_waits_for_room_holds_up_no_report() {
+    let name = "regression_an_event_that_waits_for_room_holds_up_no_report";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        fake.set_queue_depth(DEPTH);
+        let foreign = cuda_calls::context().new_stream().unwrap();
+        let rig = Rig::new(4);
+        let full = adopt(&rig, &foreign);
+        moves_a_page(&rig, 0);
+        fake.hold_stream(foreign.cu_stream(), true);
+        fill_up(&foreign);
+        fake.fail_nth("cuCtxPushCurrent", 1, REFUSED);
+        put(&rig, full, 1, 1, || StreamOp::Mark);
+        until("the event that waits for room", || fake.waiting_for_room() == 1);
+        (1..6).for_each(|n| moves_a_page(&rig, n));
+        assert_eq!(fake.waiting_for_room(), 1);
+        fake.hold_stream(foreign.cu_stream(), false);
+        assert!(matches!(rig.sink.take(1)[..], [(1, Ok(()))]));
+        assert_eq!(fake.calls("cuCtxSynchronize"), 0);
+        rig.device.close().unwrap();
+        drop((rig, foreign));
+        fake.finish();
+    });
+}
+
+/// The driver's call may wait for the closure, so the closure must not wait for the call.
+#[test]
+fn regression_a_closure_forgets_its_stream_while_an_event_is_recorded_there() {
+    let name = "regression_a_closure_forgets_its_stream_while_an_event_is_recorded_there";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        let foreign = cuda_calls::context().new_stream().unwrap();
+        let rig = Rig::new(2);
+        let stream = adopt(&rig, &foreign);
+        let (go, gone) = std::sync::mpsc::channel::<()>();
+        let (forgets, forgot) = std::sync::mpsc::channel();
+        let device = Arc::clone(&rig.device);
+        let forget = move || {
+            gone.recv().unwrap();
+            device.forget_stream(stream);
+            forgets.send(()).unwrap();
+        };
+        let before = fake.calls("cuEventRecord");
+        fake.hold_calls("cuEventRecord", true);
+        fake.fail_nth("cuEventRecord", 1, REFUSED);
+        rig.device.submit(stream, StreamOp::Call(Box::new(forget)), Some(Token(1)));
+        until("another event", || fake.calls("cuEventRecord") == before + 2);
+        go.send(()).unwrap();
+        forgot.recv().unwrap();
+        fake.hold_calls("cuEventRecord", false);
+        assert!(matches!(rig.sink.take(1)[..], [(1, Ok(()))]));
+        rig.device.close().unwrap();
+        drop((rig, foreign));
+        fake.finish();
+    });
+}
+
+/// What a closure owns that is not run.
+struct Owns(Arc<CudaDevice>, StreamId);
+
+impl Drop for Owns {
+    fn drop(&mut self) {
+        self.0.submit(self.1, StreamOp::Mark, Some(Token(2)));
+        self.0.forget_stream(self.1);
+    }
+}
+
+/// A closure that was refused was dropped with the stream's lock, which the pins that it owned wanted.
+#[test]
+fn regression_a_refused_closure_is_dropped_without_locks() {
+    let name = "regression_a_refused_closure_is_dropped_without_locks";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        let foreign = cuda_calls::context().new_stream().unwrap();
+        let rig = Rig::new(2);
+        for call in ["cuLaunchHostFunc", "cuCtxPushCurrent", "cuStreamIsCapturing"] {
+            let stream = adopt(&rig, &foreign);
+            let owns = Owns(Arc::clone(&rig.device), stream);
+            fake.fail_nth(call, 1, REFUSED);
+            rig.device.submit(stream, StreamOp::Call(Box::new(move || drop(owns))), Some(Token(1)));
+            let mut ended = rig.sink.take(2);
+            ended.sort_by_key(|(token, _)| *token);
+            assert!(matches!(ended[..], [(1, Err(_)), (2, Ok(()))]), "{call}: {ended:?}");
+        }
+        rig.device.close().unwrap();
+        drop((rig, foreign));
         fake.finish();
     });
 }

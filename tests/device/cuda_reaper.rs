@@ -7,21 +7,15 @@
 use std::sync::Arc;
 use std::task::Poll;
 
-use super::cuda_rig::Rig;
+use super::cuda_rig::{Rig, adopt};
 use control::Fake;
-use cudarc::driver::CudaStream;
 use outcore::ErrorKind;
-use outcore::device::{Device, RawStream, StreamId, StreamKind, StreamOp, Token};
+use outcore::device::{Device, StreamId, StreamKind, StreamOp, Token};
 use outcore_testkit::{cuda_calls, fake_cuda as control, harness};
 
 const ILLEGAL_ADDRESS: u32 = 700;
 /// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
 const REFUSED: u32 = 401;
-
-fn adopt(rig: &Rig, stream: &Arc<CudaStream>) -> StreamId {
-    // SAFETY: the tests keep the stream until the device is closed.
-    unsafe { rig.device.adopt_stream(RawStream::new(stream.cu_stream().cast())) }.unwrap()
-}
 
 fn mark(rig: &Rig, stream: StreamId, token: u64) {
     rig.device.submit(stream, StreamOp::Mark, Some(Token(token)));
@@ -226,4 +220,47 @@ fn regression_long_copies_are_asked_about_a_few_times() {
     let asked = fake.calls("cuEventQuery") - asked;
     assert!(asked <= 10 * COPIES, "{asked} questions about {COPIES} copies");
     rig.finish(&fake);
+}
+
+/// A closure that drops the last pin on a stream forgets the stream, while the mark that ends the pin is still on its
+/// way. The mark was reported at once, so the pages went from under the work on the stream.
+#[test]
+fn regression_a_mark_on_a_stream_that_was_forgotten_is_behind_its_work() {
+    let name = "regression_a_mark_on_a_stream_that_was_forgotten_is_behind_its_work";
+    let Some(fake) = Fake::load_or_skip(name) else { return };
+    {
+        let context = cuda_calls::context();
+        let foreign = context.new_stream().unwrap();
+        let rig = Rig::new(4);
+        let (stream, other) = (adopt(&rig, &foreign), rig.device.create_stream(StreamKind::Compute).unwrap());
+        fake.hold_stream(foreign.cu_stream(), true);
+        cuda_calls::record(&cuda_calls::event(&context), &foreign).unwrap();
+        // The thread that would hand the mark on is busy.
+        let mapped = fake.calls("cuMemMap");
+        fake.hold_calls("cuMemMap", true);
+        rig.map(1, 1);
+        harness::until("the mapping", || fake.calls("cuMemMap") > mapped);
+        let device = Arc::clone(&rig.device);
+        let closure = move || {
+            device.submit(stream, StreamOp::Mark, Some(Token(1)));
+            device.submit(stream, StreamOp::Call(Box::new(|| ())), Some(Token(2)));
+            device.forget_stream(stream);
+        };
+        rig.device.submit(other, StreamOp::Call(Box::new(closure)), Some(Token(3)));
+        assert!(matches!(rig.sink.take(1)[..], [(3, Ok(()))]));
+        let waits = fake.calls("cuCtxSynchronize");
+        fake.hold_calls("cuMemMap", false);
+        let is_reported = |token| rig.sink.ended.lock().unwrap().iter().any(|(ended, _)| *ended == token);
+        harness::until("the mark, or a wait for the stream", || {
+            is_reported(1) || fake.calls("cuCtxSynchronize") > waits
+        });
+        assert!(!is_reported(1), "the work on the stream has not ended");
+        fake.hold_stream(foreign.cu_stream(), false);
+        let mut ended = rig.sink.take(2);
+        ended.sort_by_key(|(token, _)| *token);
+        assert!(matches!(&ended[..], [(1, Ok(())), (2, Err(error))] if error.kind() == ErrorKind::Closed), "{ended:?}");
+        rig.device.close().unwrap();
+        drop(rig);
+    }
+    fake.finish();
 }

@@ -5,9 +5,10 @@
 
 use std::sync::{Arc, Condvar, Mutex};
 
+use cudarc::driver::CudaStream;
 use outcore::device::{
-    Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, StreamId, StreamKind,
-    StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, RawStream, StreamId,
+    StreamKind, StreamOp, Token,
 };
 use outcore::testing::{HostSlab, HostSlabConfig};
 use outcore::{Bytes, PageSize, Result};
@@ -55,6 +56,11 @@ impl Sink {
         }
         std::mem::take(&mut *ended)
     }
+}
+
+pub fn adopt(rig: &Rig, stream: &CudaStream) -> StreamId {
+    // SAFETY: the tests keep the stream until a thread of theirs has forgotten it, or the device is closed.
+    unsafe { rig.device.adopt_stream(RawStream::new(stream.cu_stream().cast())) }.unwrap()
 }
 
 pub struct Rig {

@@ -1,14 +1,18 @@
 //! The host tier of a runtime on a GPU: what locking it means for other GPUs, and what it takes of the GPU's memory.
 
+use std::sync::Arc;
+
 use cuda_calls::*;
 use cudarc::driver::{CudaContext, result, sys};
+use outcore::device::Device;
+use outcore::testing::{HostSlab, HostSlabConfig};
 use outcore::{Bytes, DeviceBudget, PageSize, Runtime};
-use outcore_cuda::CudaDeviceSelector;
+use outcore_cuda::{CudaDeviceConfig, CudaDeviceSelector};
 use outcore_testkit::cuda_calls;
 use outcore_testkit::fake_cuda::Fake;
 use outcore_testkit::harness::{small_pages, until};
 
-use super::cuda_rig::{PAGE, Rig};
+use super::cuda_rig::{PAGE, Rig, Sink};
 
 const PORTABLE: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE;
 
@@ -110,4 +114,34 @@ fn regression_a_share_of_free_memory_leaves_room_for_page_tables_of_the_host_tie
     }
     runtime.close().unwrap();
     fake.finish();
+}
+
+/// The driver may refuse to lock memory with the error for what it does not know, which other calls give when the GPU
+/// is lost.
+#[test]
+fn regression_memory_that_the_driver_will_not_lock_does_not_cost_the_device() {
+    const UNKNOWN: u32 = 999;
+    const TEST: &str = "regression_memory_that_the_driver_will_not_lock_does_not_cost_the_device";
+    let Some(fake) = Fake::load_or_skip(TEST) else { return };
+    {
+        fake.fail_nth("cuMemHostRegister", 1, UNKNOWN);
+        let rig = Rig::new(2);
+        assert_eq!((fake.fired(), rig.slab.locked_bytes()), (1, Bytes::ZERO));
+        assert!(rig.device.lost().is_none());
+        rig.map(1, 1);
+        rig.copy_in(1, 7, 1);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+        assert_eq!(rig.byte_at(1), Some(7));
+        rig.finish(&fake);
+    }
+    // If the GPU is lost, other calls fail too.
+    fake.lose_at("cuMemHostRegister", 1, UNKNOWN);
+    let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
+    let device = Arc::new(config.open(Arc::new(Sink::default())).unwrap());
+    let slab = HostSlab::new(HostSlabConfig { page_size, frames: 2, staging: 0, lock: true }, device.clone()).unwrap();
+    slab.wait_locked();
+    assert!(device.lost().unwrap().to_string().contains("UNKNOWN"));
+    drop((slab, device));
+    fake.take_findings();
 }

@@ -370,7 +370,8 @@ fn runs(mut pages: Vec<(u64, u64, usize)>, page: u64) -> Vec<Vec<(u64, usize)>> 
     runs
 }
 
-/// Makes one call for each run; if the driver refuses a run of several pages, makes one call for each page.
+/// Makes one call for each run. If the driver refuses a run of several pages, and goes on answering, makes one call for
+/// each page.
 fn in_runs(
     pages: Vec<(u64, u64, usize)>,
     page: u64,
@@ -380,7 +381,7 @@ fn in_runs(
     let call = |address, len| call(DeviceAddress::new(address), Bytes::new(len));
     for run in runs(pages, page) {
         match call(run[0].0, run.len() as u64 * page) {
-            Err(failure) if run.len() > 1 && !failure.fatal => {
+            Err(failure) if run.len() > 1 && !failure.fatal && !failure.exiting => {
                 run.iter().for_each(|(address, index)| done(*index, call(*address, page)));
             }
             Err(failure) => run.iter().for_each(|(_, index)| done(*index, Err(failure.clone()))),

@@ -24,8 +24,12 @@
 //!
 //! - a stream's `submission`, which keeps submissions to that stream in order;
 //! - `growing`, which lets one caller at a time make frames;
-//! - a stream's `forgotten`, which the reaper holds while it uses the handle of an adopted stream after a failure, and
-//!   which whoever forgets that stream takes for a moment.
+//! - a stream's `asking`, which the reaper holds while it asks about a capture, after a failure. That waits for no
+//!   work. Whoever forgets the stream takes it for a moment.
+//!
+//! Whoever forgets an adopted stream waits for its submissions, and so may wait until the driver's queue has room. On a
+//! thread on which the driver runs a closure it takes none of these locks: the driver may need the closure to end
+//! first.
 //!
 //! All others are held for moments, and never over a call of the driver. A thread takes them in this order, after the
 //! ones above: the list of streams; the state of one stream; one of the mapper's, the reaper's, the event pool's. The
@@ -594,7 +598,13 @@ impl<D: Driver> Device for GpuDevice<D> {
     fn lock_host(&self, memory: HostRegion) -> Result<()> {
         let core = &self.core;
         let current = core.enter()?;
-        core.done(core.driver.lock(&current, memory.base, memory.len)).map_err(|error| {
+        let mut outcome = core.driver.lock(&current, memory.base, memory.len);
+        if let Err(failure) = &mut outcome {
+            // Drivers have an error for what they do not know, and memory that is not locked is only copied more
+            // slowly. A lost device gives its error again.
+            failure.fatal = failure.fatal && core.driver.memory(&current).is_err();
+        }
+        core.done(outcome).map_err(|error| {
             error.remedy(
                 "the driver may lock as much as the kernel lets it: raise `ulimit -l`, or choose a smaller host tier",
             )

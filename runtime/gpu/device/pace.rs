@@ -75,7 +75,7 @@ mod tests {
     fn copies_are_asked_about_once_or_twice_whatever_their_size() {
         for (bytes, taken) in [(2 * MIB, micros(38)), (16 * MIB, micros(308)), (64 * MIB, micros(1230))] {
             let pace = Pace::default();
-            (0..10).for_each(|_| drop(asked(&pace, bytes, taken)));
+            (0..10).for_each(|_| _ = asked(&pace, bytes, taken));
             let all: u32 = (0..100).map(|_| asked(&pace, bytes, taken)).sum();
             assert!(all <= 300, "{bytes}: {all} questions for 100 copies");
             // What was learned from one size holds for another.
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn a_copy_that_waited_does_not_delay_the_next_ones_for_long() {
         let pace = Pace::default();
-        (0..50).for_each(|_| drop(asked(&pace, 16 * MIB, micros(308))));
+        (0..50).for_each(|_| _ = asked(&pace, 16 * MIB, micros(308)));
         pace.learn(Duration::from_secs(3), 1, 16 * MIB, true);
         assert!(pace.foresee(16 * MIB) < micros(500), "{:?}", pace.foresee(16 * MIB));
         for _ in 0..100 {

@@ -20,13 +20,19 @@
 //! 2. The thread ends when the device is closed, no submission is [under way](Reaper::submitting), and no stream has
 //!    items: no stream gets any more then.
 //! 3. The sink is called with no lock held, and the driver [left](Driver::enter).
-//! 4. The thread takes no lock that anybody holds over a call of the driver. Such calls wait while a queue of the
-//!    driver's is full, which may last as long as the work in it, and the reports of all other streams must go on.
+//! 4. The thread takes no lock that anybody holds over a call that puts something on a stream, and makes no such call
+//!    on a stream that others use. Those wait while a queue of the driver's is full, which may last as long as the work
+//!    in it, and the reports of all other streams must go on. If another event has to be recorded, a thread of its own
+//!    records it; the stream is polled again after naps meanwhile.
+//! 5. The sink may submit the fills that a report makes possible. So the thread may wait while the queue of the fills'
+//!    stream is full. Copies on that stream wait for no stream of others', so they end by themselves, and with them
+//!    that wait. A receiver that drops the last owner of an adopted stream, or a pin on a stream, may wait for room in
+//!    that stream's queue.
 //!
 //! # Failure
 //!
-//! If the driver gives an error in place of an answer, the reaper waits for the event. If there is none, it records
-//! another one; where that is not possible it waits for everything on the stream. If the wait fails too the device is
+//! If the driver gives an error in place of an answer, the reaper waits for the event. If there is none, another one is
+//! recorded; where that is not possible it waits for everything on the stream. If the wait fails too the device is
 //! lost, and the work on the stream ends with the first error. (While the process [exits](super) nothing is reported at
 //! first.) But if something fails because a graph is being captured, which says nothing about the device, the reaper
 //! tries again after a nap, and waits for nothing meanwhile: that would spoil the capture.
@@ -43,8 +49,8 @@ use outcore::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
 use super::Core;
-use super::stream::{First, Stream};
-use crate::driver::{Driver, Outcome};
+use super::stream::{First, Stream, captured};
+use crate::driver::{Driver, Failure, Outcome};
 
 /// How long it polls without a nap where work ends soon: about the cost of a nap where timers are cheap.
 const RESTLESS: Duration = Duration::from_micros(3);
@@ -81,7 +87,8 @@ impl<D: Driver> Reaper<D> {
     }
 
     pub(super) fn start(core: &Arc<Core<D>>) -> Result<()> {
-        let worker = Worker { watched: Vec::new(), done: Vec::new(), core: Arc::clone(core) };
+        let (watched, done, markers) = Default::default();
+        let worker = Worker { watched, done, markers, core: Arc::clone(core) };
         let thread = thread::Builder::new()
             .name(format!("{}-reap", D::NAME.to_lowercase()))
             .spawn(move || worker.run())
@@ -98,6 +105,12 @@ impl<D: Driver> Reaper<D> {
     pub(super) fn submitting(&self) -> Submitting<'_, D> {
         self.submitting.fetch_add(1, Ordering::SeqCst);
         Submitting(self)
+    }
+
+    /// Whether the thread ends once nothing is left. While it is not closing, it sees the items of any submission that
+    /// was counted before this question.
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
     }
 
     /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
@@ -156,7 +169,12 @@ struct Watched<D: Driver> {
     seen_running: bool,
     /// When to poll it next.
     due: Instant,
+    /// The thread that puts another event on it.
+    marker: Option<Marker>,
 }
+
+/// A thread that [marks a stream again](Stream::mark_again), because the driver's call may wait for room in a queue.
+type Marker = JoinHandle<Outcome<bool>>;
 
 /// What is left when a stream has been polled.
 enum Left {
@@ -169,7 +187,7 @@ enum Left {
 
 impl<D: Driver> Watched<D> {
     fn new(stream: Arc<Stream<D>>, now: Instant) -> Self {
-        Self { stream, since: now, seen_running: false, due: now }
+        Self { stream, since: now, seen_running: false, due: now, marker: None }
     }
 
     /// How long to wait before polling it again, while work of this number of bytes runs.
@@ -186,6 +204,8 @@ struct Worker<D: Driver> {
     /// Before the core in the order of drops: if the core goes with it, it destroys the streams that nobody else holds.
     watched: Vec<Watched<D>>,
     done: Vec<Completion>,
+    /// Markers of streams that are not watched any more.
+    markers: Vec<Marker>,
     core: Arc<Core<D>>,
 }
 
@@ -207,6 +227,10 @@ impl<D: Driver> Worker<D> {
         let streams = core.streams.read().all.clone();
         for stream in streams {
             stream.end(&core);
+        }
+        // What they were to mark has ended, so they find nothing to do.
+        for marker in self.markers {
+            let _ = marker.join();
         }
     }
 
@@ -238,8 +262,8 @@ impl<D: Driver> Worker<D> {
     }
 
     /// Takes out the items that have ended, of every stream that is due.
-    fn ask<'a>(&mut self, core: &'a Core<D>, current: &mut Option<D::Current<'a>>) {
-        let Self { watched, done, .. } = self;
+    fn ask<'a>(&mut self, core: &'a Arc<Core<D>>, current: &mut Option<D::Current<'a>>) {
+        let Self { watched, done, markers, .. } = self;
         let now = Instant::now();
         watched.retain_mut(|watched| {
             if watched.due.saturating_duration_since(now) > SOON {
@@ -253,25 +277,30 @@ impl<D: Driver> Worker<D> {
                     _ if ended == BATCH_OPERATIONS_MAX as u32 => break Left::More,
                     First::Unqueued => {}
                     First::Event(event, bytes) => {
-                        match happened(core, current, &event) {
-                            Ok(true) => {}
-                            Ok(false) => break Left::Running(bytes),
+                        let happened = happened(core, current, &event);
+                        if let Err(failure) = &happened {
+                            tracing::debug!(error = %failure.error);
+                        }
+                        match happened {
                             Err(failure) if failure.captured => {
-                                tracing::debug!(error = %failure.error);
                                 stream.unmark(core, event);
                                 continue;
                             }
-                            Err(failure) => {
-                                tracing::debug!(error = %failure.error);
-                                wait_for(core, &stream, &event);
-                            }
+                            Err(_) => wait_for(core, &stream, &event),
+                            Ok(_) => {}
+                        }
+                        // The stream may have given it up meanwhile.
+                        core.give_back(event);
+                        if let Ok(false) = happened {
+                            break Left::Running(bytes);
                         }
                         ended_bytes += bytes;
                     }
-                    First::Unmarked => match stream.mark_again(core) {
-                        Ok(true) => continue,
+                    First::Unmarked => match mark_again(core, &stream, &mut watched.marker) {
+                        Ok(Marking::UnderWay) => break Left::Running(0),
+                        Ok(Marking::Done) => continue,
                         Err(failure) if failure.captured => break Left::Running(0),
-                        Ok(false) | Err(_) => match stream.finish(core) {
+                        Ok(Marking::NotPossible) | Err(_) => match stream.finish(core) {
                             Ok(()) => {}
                             Err(failure) if failure.captured => break Left::Running(0),
                             Err(failure) => drop(core.lose(failure)),
@@ -291,7 +320,12 @@ impl<D: Driver> Worker<D> {
                 watched.seen_running = true;
                 watched.due += watched.nap(now, bytes);
             }
-            !matches!(left, Left::Nothing)
+            let is_left = !matches!(left, Left::Nothing);
+            if !is_left && let Some(marker) = watched.marker.take() {
+                markers.retain(|marker| !marker.is_finished());
+                markers.push(marker);
+            }
+            is_left
         });
     }
 }
@@ -308,6 +342,49 @@ fn happened<'a, D: Driver>(core: &'a Core<D>, current: &mut Option<D::Current<'a
         None => current.insert(core.driver.enter()?),
     };
     core.driver.happened(current, event)
+}
+
+enum Marking {
+    /// A thread is about to put an event on the stream.
+    UnderWay,
+    Done,
+    /// The stream itself has to be waited for.
+    NotPossible,
+}
+
+/// [Marks a stream again](Stream::mark_again) on a thread of its own (invariant 4), one for a stream at a time.
+///
+/// # Errors
+/// Errors of the driver; that the stream is being captured; that there is no thread.
+fn mark_again<D: Driver>(
+    core: &Arc<Core<D>>,
+    stream: &Arc<Stream<D>>,
+    marker: &mut Option<Marker>,
+) -> Outcome<Marking> {
+    if let Some(running) = marker.take_if(|marker| marker.is_finished()) {
+        let panicked = |_| Error::new(ErrorKind::Internal, "a thread that records an event panicked").into();
+        let marked = running.join().map_err(panicked).flatten()?;
+        return Ok(if marked { Marking::Done } else { Marking::NotPossible });
+    }
+    if marker.is_some() {
+        return Ok(Marking::UnderWay);
+    }
+    if !stream.can_mark_again() {
+        return Ok(Marking::NotPossible);
+    }
+    // A capture may last, and meanwhile a thread could do nothing.
+    let current = core.driver.enter()?;
+    if stream.is_captured(core, &current)? {
+        return Err(Failure::captured(captured()));
+    }
+    drop(current);
+    let (for_core, for_stream) = (Arc::clone(core), Arc::clone(stream));
+    let started = thread::Builder::new()
+        .name(format!("{}-mark", D::NAME.to_lowercase()))
+        .spawn(move || for_stream.mark_again(&for_core))
+        .map_err(|cause| Error::io("start a thread that records an event", cause))?;
+    *marker = Some(started);
+    Ok(Marking::UnderWay)
 }
 
 /// Waits for an event that cannot be polled. If that fails too the device is lost.

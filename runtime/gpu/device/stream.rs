@@ -11,13 +11,22 @@
 //! 3. The reaper alone takes items out. An event is reused when its last owner gives it back
 //!    ([`Core::give_back`]): its items, and whoever asks the driver about it or lets a stream wait for it.
 //! 4. A submission is counted ([`Reaper::submitting`](super::reaper::Reaper::submitting)) from before it finds the
-//!    stream open until its items are queued. So the reaper does not end before it has seen them.
+//!    stream open until its items are queued. So the reaper does not end before it has seen them. Whoever else uses the
+//!    handle is counted too, from before it finds the stream open, so `close` waits for it.
+//! 5. Whoever uses the handle of an adopted stream names the stream, and so keeps it from being forgotten, or has found
+//!    `closing` or `forgotten` not to be set, with a lock: `submission`, or `asking` for a question. [`Stream::forget`]
+//!    sets them, and takes both locks, so nobody uses the handle after it. In a closure it takes no lock, so there a
+//!    call that has begun may still use the handle.
 //!
 //! # Locking
 //!
-//! `submission` is held over calls of the driver, which wait while the driver's queue is full; only submitters take it.
-//! `state` is held for moments, and never over a call of the driver. The reaper, and whoever asks for results, take
-//! only that one. So a full queue holds up those who submit to this stream, and nobody else.
+//! `submission` is held over calls of the driver, which wait while the driver's queue is full; only submitters take it,
+//! threads that [mark again](Stream::mark_again), and whoever forgets the stream outside of closures. `asking` is held
+//! over a call that waits for no work, by the reaper, and for a moment by whoever forgets the stream. `state` is held
+//! for moments, and never over a call of the driver. The reaper, and whoever asks for results, take only that one. So a
+//! full queue holds up those who submit to this stream or forget it, and nobody else.
+//!
+//! Closures are dropped with no lock held: they may own pins on this stream, or its last owner.
 //!
 //! # Captures
 //!
@@ -69,6 +78,16 @@ enum Work {
     Copy { from: HostPointer, to: HostPointer, len: usize },
 }
 
+impl Work {
+    /// What an operation calls.
+    fn of(op: StreamOp) -> Option<Self> {
+        match op {
+            StreamOp::Call(call) => Some(Self::Call(call)),
+            _ => None,
+        }
+    }
+}
+
 enum JobState {
     Waiting(Work),
     Ended(Result<()>),
@@ -109,6 +128,15 @@ impl Job {
             }
             JobState::Ended(result) => result,
         });
+    }
+
+    /// Takes out work that the driver was not given.
+    fn take(&self) -> Option<Work> {
+        JOBS.lock().remove(&self.number);
+        match std::mem::replace(&mut *self.state.lock(), JobState::Ended(Ok(()))) {
+            JobState::Waiting(work) => Some(work),
+            JobState::Ended(_) => None,
+        }
     }
 
     /// The result so far; `None` while it has not ended.
@@ -164,12 +192,16 @@ struct Item<D: Driver> {
     /// Shared by the copies of a batch, and with the reaper while it asks.
     event: Option<Arc<D::Event>>,
     jobs: Vec<Arc<Job>>,
+    /// Work that the driver was not given. A closure may own what uses this stream when it is dropped, so it is dropped
+    /// without locks.
+    refused: Vec<Work>,
     result: Result<()>,
 }
 
 impl<D: Driver> Item<D> {
     fn new(number: u64, token: Option<Token>) -> Self {
-        Self { number, token, queued: false, bytes: 0, event: None, jobs: Vec::new(), result: Ok(()) }
+        let (jobs, refused) = Default::default();
+        Self { number, token, queued: false, bytes: 0, event: None, jobs, refused, result: Ok(()) }
     }
 
     /// Whether the operation can no longer be refused. Without an event others could wait only for its end.
@@ -254,14 +286,15 @@ pub(super) struct Stream<D: Driver> {
     pub(super) pace: Pace,
     /// Whether others have the handle, so that the stream may be captured.
     shared: AtomicBool,
-    /// Whether the owner of an adopted stream may have destroyed it. Held over calls of the driver by the reaper alone,
-    /// when it uses the handle.
-    forgotten: Mutex<bool>,
+    /// Whether the owner of an adopted stream may destroy it (invariant 5).
+    forgotten: AtomicBool,
+    /// Held while the handle is used for a question, which waits for no work, without the `submission` lock.
+    asking: Mutex<()>,
     submission: Mutex<Submission>,
     state: Mutex<State<D>>,
 }
 
-fn captured() -> Error {
+pub(super) fn captured() -> Error {
     let message = "the stream is being captured into a graph: nothing that is put on it runs";
     Error::new(ErrorKind::InvalidArgument, message).remedy("end the capture first")
 }
@@ -335,7 +368,8 @@ impl<D: Driver> Stream<D> {
             deferred,
             pace,
             shared: AtomicBool::new(!owned),
-            forgotten: Mutex::default(),
+            forgotten: AtomicBool::new(false),
+            asking: Mutex::default(),
             submission,
             state,
         })
@@ -365,10 +399,23 @@ impl<D: Driver> Stream<D> {
         core: &Core<D>,
         ops: Vec<(StreamOp, Option<Token>)>,
     ) -> std::result::Result<Vec<(Token, u64)>, Vec<Option<Token>>> {
+        // Outlives the lock.
+        let mut refused = Vec::new();
         let mut submission = self.submission.lock();
         let _counted = core.reaper.submitting();
         if self.state.lock().closing {
-            return Err(ops.into_iter().map(|(_, token)| token).collect());
+            // This submission is counted, so if the reaper is not closing by now, it sees the items.
+            let takes_marks = !self.owned && !core.reaper.is_closing();
+            let mut tokens = Vec::new();
+            for (op, token) in ops {
+                if takes_marks && matches!(op, StreamOp::Mark) {
+                    self.take_mark(core, token);
+                } else {
+                    tokens.push(token);
+                    refused.extend(Work::of(op));
+                }
+            }
+            return Err(tokens);
         }
         let current = core.enter();
         let captured = match &current {
@@ -383,9 +430,16 @@ impl<D: Driver> Stream<D> {
         }
         let mut taken_up = Vec::with_capacity(ops.len());
         for (op, token) in ops {
-            taken_up.extend(self.submit_one(core, (&current, &captured), &mut submission, op, token));
+            taken_up.extend(self.submit_one(core, (&current, &captured), &mut submission, &mut refused, (op, token)));
         }
         Ok(taken_up)
+    }
+
+    /// Takes a mark on an adopted stream that was forgotten while the mapper had the mark: it stands for others' work
+    /// that still runs. Without the handle the reaper finds the end of that in another way.
+    fn take_mark(self: &Arc<Self>, core: &Core<D>, token: Option<Token>) {
+        let number = self.state.lock().submitted + 1;
+        self.push(core, number, [Item { queued: true, ..Item::new(number, token) }]);
     }
 
     /// Queues items behind which the driver has what they need, and lets the reaper watch the stream.
@@ -474,8 +528,8 @@ impl<D: Driver> Stream<D> {
         core: &Core<D>,
         (current, captured): (&Result<D::Current<'_>>, &Result<()>),
         submission: &mut Submission,
-        op: StreamOp,
-        token: Option<Token>,
+        refused: &mut Vec<Work>,
+        (op, token): (StreamOp, Option<Token>),
     ) -> Option<(Token, u64)> {
         let is_mark = matches!(op, StreamOp::Mark);
         // Only submitters change it.
@@ -485,9 +539,15 @@ impl<D: Driver> Stream<D> {
             // A mark stands for others' work on the stream, so a refusal here must not fail it: it fails only if the
             // device does. Without an event the reaper waits for the whole stream.
             (Err(_), _) if is_mark => item.queued = true,
-            (Err(error), _) => item.result = Err(error.clone()),
+            (Err(error), _) => {
+                item.result = Err(error.clone());
+                refused.extend(Work::of(op));
+            }
             // A mark is refused only if the stream is known to be captured.
-            (Ok(_), Err(error)) if !is_mark || is_refusal(error) => item.result = Err(error.clone()),
+            (Ok(_), Err(error)) if !is_mark || is_refusal(error) => {
+                item.result = Err(error.clone());
+                refused.extend(Work::of(op));
+            }
             (Ok(current), _) => {
                 let bounce = self.bounce(core, current, submission, &op);
                 item.result = self.queue(core, current, op, bounce, &mut item);
@@ -496,6 +556,7 @@ impl<D: Driver> Stream<D> {
                 }
             }
         }
+        refused.append(&mut item.refused);
         let taken_up = item.token.filter(|_| item.is_taken_up()).map(|token| (token, number));
         self.push(core, number, [item]);
         taken_up
@@ -618,7 +679,7 @@ impl<D: Driver> Stream<D> {
                 Ok(())
             }
             Err(failure) => {
-                JOBS.lock().remove(&job.number);
+                item.refused.extend(job.take());
                 Err(core.note(failure))
             }
         }
@@ -632,6 +693,7 @@ impl<D: Driver> Stream<D> {
 
     /// Refuses a mark if an event would not cover the work that runs.
     pub(super) fn can_mark(&self, core: &Core<D>) -> Result<()> {
+        let _counted = core.reaper.submitting();
         if self.state.lock().closing {
             return Err(closed(&core.name));
         }
@@ -693,6 +755,7 @@ impl<D: Driver> Stream<D> {
             return Ok(());
         }
         let _submission = self.submission.lock();
+        let _counted = core.reaper.submitting();
         if self.state.lock().closing {
             return Err(closed(&core.name));
         }
@@ -754,13 +817,33 @@ impl<D: Driver> Stream<D> {
         Ok(Poll::Ready(()))
     }
 
-    /// Forgets an adopted stream, whose handle is not used any more after this. Later submissions are given back.
+    /// Forgets an adopted stream, whose handle is not used any more after this. Later submissions are given back. Waits
+    /// for submissions that are under way, which may wait for room in the driver's queue.
+    ///
+    /// On a thread on which the driver runs a closure it waits for nothing, because the driver may need the closure to
+    /// end first. The handle may then still be in use by a call that has begun.
     pub(super) fn forget(&self, core: &Core<D>) {
         self.begin_close();
+        if self.owned {
+            return;
+        }
+        if IN_HOST_FUNCTION.get() {
+            self.forgotten.store(true, Ordering::SeqCst);
+            return;
+        }
+        let _submission = self.submission.lock();
+        self.mark_end(core);
+        self.forgotten.store(true, Ordering::SeqCst);
+        // Whoever found the handle in use still has this lock.
+        drop(self.asking.lock());
+    }
+
+    /// Puts an event behind everything on the stream, if the last item has none that can be asked about. The caller has
+    /// the `submission` lock.
+    fn mark_end(&self, core: &Core<D>) {
         // An event that was captured would leave the last item without one, and the handle for another is still there.
         let last = self.state.lock().items.back().map(|item| item.event.clone());
         if let Some(event) = last
-            && !IN_HOST_FUNCTION.get()
             && let Ok(current) = core.driver.enter()
         {
             if let Some(event) = event {
@@ -775,23 +858,28 @@ impl<D: Driver> Stream<D> {
                 tracing::debug!(error = %failure.error, "a stream was forgotten whose end cannot be asked for");
             }
         }
-        *self.forgotten.lock() = true;
     }
 
-    /// Puts an event behind items that have none, and no event behind them. `false` if nobody else has the handle, so
-    /// that the stream itself can be waited for, or if the handle may be gone.
+    /// Puts an event behind items that have none, and no event behind them. `false` if the stream itself has to be
+    /// waited for: nobody else has the handle, or it may be gone. May wait for room in the driver's queue.
     ///
     /// # Errors
     /// Errors of the driver; that the stream is being captured.
     pub(super) fn mark_again(&self, core: &Core<D>) -> Outcome<bool> {
-        let forgotten = self.forgotten.lock();
-        if *forgotten || !self.shared.load(Ordering::Acquire) {
+        let _submission = self.submission.lock();
+        if !self.can_mark_again() {
             return Ok(false);
         }
         let current = core.driver.enter()?;
         self.mark_unmarked(core, &current).map(|()| true)
     }
 
+    /// Whether others have the handle, and it is still there.
+    pub(super) fn can_mark_again(&self) -> bool {
+        !self.forgotten.load(Ordering::SeqCst) && self.shared.load(Ordering::Acquire)
+    }
+
+    /// The caller has the `submission` lock.
     fn mark_unmarked(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome {
         // Before the event is recorded: it does not cover items that come later.
         let is_unmarked = |item: &Item<D>| item.queued && item.event.is_none();
@@ -817,9 +905,9 @@ impl<D: Driver> Stream<D> {
     }
 
     /// Whether the stream is being captured, as far as its handle may still be used.
-    fn is_captured(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome<bool> {
-        let forgotten = self.forgotten.lock();
-        if *forgotten || !self.shared.load(Ordering::Acquire) {
+    pub(super) fn is_captured(&self, core: &Core<D>, current: &D::Current<'_>) -> Outcome<bool> {
+        let _asking = self.asking.lock();
+        if !self.can_mark_again() {
             return Ok(false);
         }
         core.driver.is_capturing(current, &self.raw)
