@@ -218,9 +218,9 @@ fn divide_of(
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
-/// what one sequence takes besides the pages, in passes of as many tokens as it is given; the prompt has `prompt`. `tables_of` says
-/// what the GPU's page tables take of its memory for host memory that it locks. Where nobody asked for a page size,
-/// `page_of` says which one a device budget has.
+/// what one sequence takes besides the pages, in passes of as many tokens as it is given; the prompt has `prompt`.
+/// `tables_of` says what the GPU's page tables take of its memory for host memory that it locks. Where nobody asked for
+/// a page size, `page_of` says which one a device budget has.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if

@@ -62,7 +62,7 @@ pub(super) struct Vectors {
     pub x: u64,
     pub k: u32,
     pub m: u32,
-    /// The address of `m` indices (`u32`) of vectors, and how many vectors there are; otherwise they are the first ones.
+    /// The address of `m` indices (`u32`) of vectors, and how many vectors there are; `None` means the first `m`.
     pub rows: Option<(u64, u32)>,
     pub norm: Option<Norm>,
 }
