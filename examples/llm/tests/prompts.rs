@@ -1,6 +1,6 @@
 //! Prompts on a GPU with cuBLASLt, which a library of the tests stands in for (`tests/fake-cublaslt`) over the emulated
-//! driver; and what is refused for want of a GPU, a driver or libraries that suit. Where `OUTCORE_TEST_GPU` names a GPU,
-//! its own cuBLASLt multiplies in the tests in `on_a_gpu`; the others are about the emulated driver.
+//! driver; and what is refused for want of a GPU, a driver or libraries that suit. Where `OUTCORE_TEST_GPU` names a
+//! GPU, its own cuBLASLt multiplies in the tests in `on_a_gpu`; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
