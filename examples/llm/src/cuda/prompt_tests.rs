@@ -191,7 +191,8 @@ fn run_with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
     }
     if let Some(library) = library {
         // What other tests of this process have multiplied does not count.
-        (library.products(), library.least_alignment());
+        library.products();
+        library.least_alignment();
     }
     body(&gpu, library);
     drop(gpu);
