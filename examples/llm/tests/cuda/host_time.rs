@@ -59,7 +59,7 @@ struct Before {
 impl Before {
     /// A launch with as many parameters as they had on average. What they mean is of no account: nothing runs.
     fn launch(&self) {
-        let (address, word) = (0_u64, 1_u32);
+        let (address, word) = (0_u64, 1_u64);
         let mut launch = self.stream.launch_builder(&self.kernel);
         launch.arg(&address).arg(&address).arg(&word);
         let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
@@ -132,7 +132,7 @@ fn what_a_token_takes_of_the_host() {
         let names = (0..spec.layers).flat_map(|layer| stems.map(|stem| name(layer, stem)));
         let weights: Vec<Tensor> = names.map(|name| opened.tensor(&name).unwrap()).collect();
         let others = ["output_norm.weight", "token_embd.weight"].map(|name| opened.tensor(name).unwrap());
-        let kernel = module.load_function("decode_q8_0").unwrap();
+        let kernel = module.load_function("silu_multiply").unwrap();
         let before = Before { runtime: runtime.clone(), stream, adopted, weights, others, kernel, layers: spec.layers };
         // SAFETY: locked memory that nobody else has; it is written before it is read.
         let mut logits = unsafe { context.alloc_pinned::<f32>(spec.vocab as usize) }.unwrap();
