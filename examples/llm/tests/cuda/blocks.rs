@@ -379,7 +379,7 @@ fn a_pass_over_blocks_that_is_given_up_leaves_the_session_as_it_was() {
         let model = Arc::new(CudaModel::load(&files, Arc::new(weights), gpu).unwrap());
         let pool = pool(&runtime, model.config(), 60);
         let (mut session, want) = read(&model, &pool, &prompt, 50);
-        for maps in [1, 20, 100, 200] {
+        for maps in [1, 150] {
             session.truncate(0).unwrap();
             hook.left.store(maps, Ordering::SeqCst);
             assert!(matches!(session.forward(&prompt), Err(Error::Cancelled)), "{maps} pages into the pass");
