@@ -23,7 +23,7 @@ const GPU_HEADROOM: Bytes = Bytes::mib(96);
 const LEAST_FOR_PAGES: Bytes = Bytes::mib(1);
 /// What else a compute thread takes: the part of its stack that is used, and the allocator's arena.
 const A_THREAD: Bytes = Bytes::kib(32);
-/// Activations may take one part in so many of what is left for them and for pages. More activations save passes over
+/// Activations may take one part in eight of what is left for them and for pages. More activations save passes over
 /// the weights while the prompt is read; more pages save reads in every pass of the answer.
 const ACTIVATIONS_SHARE: u64 = 8;
 /// Fewest tokens worth a pass over the weights, where a prompt is read in several.
@@ -218,9 +218,9 @@ fn divide_of(
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says
-/// what one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`. `tables_of` says
-/// what the GPU's page tables take of its memory for host memory that it locks. Where nobody asked for a page size,
-/// `page_of` says which one a device budget has.
+/// what one sequence takes besides the pages, in passes of as many tokens as it is given; the prompt has `prompt`.
+/// `tables_of` says what the GPU's page tables take of its memory for host memory that it locks. Where nobody asked for
+/// a page size, `page_of` says which one a device budget has.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if

@@ -7,6 +7,10 @@
 
 #[path = "cuda/blocks.rs"]
 mod blocks;
+#[path = "cuda/common.rs"]
+mod common;
+#[path = "cuda/cublaslt.rs"]
+mod cublaslt;
 #[path = "cuda/emulated.rs"]
 mod emulated;
 #[path = "cuda/graphs.rs"]
@@ -21,6 +25,8 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use common::{PAGE, assert_near, expected, gguf, spec};
+use cublaslt::{CublasLt, finish};
 use emulated::{Driver, driver, driver_library, folder, kernel_library, ptx_file, skipped};
 use outcore::{Bytes, ErrorKind, Lookahead, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
@@ -39,26 +45,7 @@ fn generate_program() -> PathBuf {
     deps.parent().unwrap().join("generate")
 }
 
-const PAGE: u64 = 2 << 20;
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
-
-fn spec(arch: Arch, dtype: WeightType) -> Spec {
-    Spec {
-        arch,
-        dtype,
-        layers: 2,
-        dim: 256,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
-        ffn_dim: 768,
-        vocab: 5000,
-        context: 64,
-        tied: arch == Arch::Qwen2,
-        seed: 7,
-        experts: None,
-    }
-}
 
 /// A session whose runtime ends with it. Without this, a runtime may end on a thread that still has to report its last
 /// operations. The driver's context would then end after the test that used it.
@@ -89,12 +76,18 @@ impl Drop for OnGpu {
     }
 }
 
-/// A session on the GPU, with its weights in `frames` pages.
-fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
-    session_on(driver, Gpu::open(&driver.device, driver.kernels.as_deref())?, files, frames, pass)
+/// The GPU, where a cuBLASLt can be loaded and the tests ask for own kernels: these give the same bits however a
+/// prompt is cut. `prompts.rs` tests the library.
+fn own_kernels(driver: &Driver) -> Result<Gpu> {
+    if driver.fake.is_some() {
+        CublasLt::load("own_kernels");
+    }
+    Ok(Gpu::open(&driver.device, driver.kernels.as_deref())?.without_cublaslt())
 }
 
-fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
+/// A session on the GPU, with its weights in `frames` pages.
+fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
+    let gpu = own_kernels(driver)?;
     let runtime = Runtime::builder().device(driver.device.clone()).device_budget(Bytes::new(frames * PAGE)).open()?;
     let mut opened = OnGpu { session: None, runtime };
     let model = opened.runtime.open_parsed(files.header().clone())?;
@@ -105,46 +98,16 @@ fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: 
     Ok(opened)
 }
 
-/// Logits of the CPU after the prompt and after each of three more tokens, and these tokens.
-fn expected(files: &ModelFiles) -> (Vec<Vec<f32>>, Vec<u32>) {
-    let weights = Arc::new(PlainWeights::read(files).unwrap());
-    let model = Arc::new(Model::load(files, weights, Options::default()).unwrap());
-    let mut session = Session::new(model, 32, KvType::F32).unwrap();
-    let mut logits = vec![session.forward(&PROMPT).unwrap()];
-    let mut tokens = Vec::new();
-    for _ in 0..3 {
-        tokens.push(argmax(logits.last().unwrap()));
-        logits.push(session.forward(&tokens[tokens.len() - 1..]).unwrap());
-    }
-    (logits, tokens)
-}
-
-fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    let all = length(&mut want.iter().map(|b| f64::from(*b)));
-    // `make gpu-check` reads this line.
-    println!("relative error {:.3e}, {tolerance:.0e} allowed: {what}", off / all);
-    assert!(all > 0.0 && off <= tolerance * all, "{what}: off by {off} of {all}");
-}
-
 /// The same passes on the GPU. The CPU rounds the activations that meet some types to eight bits, the GPU never does.
 fn assert_same_logits(driver: &Driver, what: &str, files: &ModelFiles, dtype: WeightType, pass: usize) {
     let tolerance = if act_kind(dtype) == ActKind::Plain { 1e-3 } else { 3e-2 };
-    let (want, tokens) = expected(files);
+    let (want, tokens) = expected(files, &PROMPT, 3);
     let mut session = session(driver, files, 4, pass).unwrap();
     assert_near(what, session.forward(&PROMPT).unwrap(), &want[0], tolerance);
     for (token, want) in tokens.iter().zip(&want[1..]) {
         assert_near(what, session.forward(&[*token]).unwrap(), want, tolerance);
     }
     assert_eq!(session.len(), PROMPT.len() + tokens.len());
-}
-
-fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
-    let path = folder.join(format!("{:?}-{}.gguf", spec.arch, spec.dtype));
-    spec.write_gguf(&path).unwrap();
-    ModelFiles::open(path).unwrap()
 }
 
 /// What runs on a GPU as it does on the emulated driver.
@@ -186,6 +149,10 @@ mod on_a_gpu {
     #[test]
     fn how_a_prompt_is_cut_changes_no_bit() {
         let Some(driver) = driver("how_a_prompt_is_cut_changes_no_bit") else { return };
+        let library = driver.fake.as_ref().and_then(|_| CublasLt::load("how_a_prompt_is_cut_changes_no_bit"));
+        if library.is_some() {
+            assert!(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt());
+        }
         let folder = tempfile::tempdir().unwrap();
         let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
         let logits = |pass| session(&driver, &files, 4, pass).unwrap().forward(&PROMPT).unwrap().to_vec();
@@ -193,7 +160,8 @@ mod on_a_gpu {
         for pass in [1, 2, 8] {
             assert_eq!(logits(pass), whole, "{pass} at a time");
         }
-        driver.finish();
+        assert!(library.is_none_or(|library| library.products() == 0), "the library multiplied");
+        finish(&driver, library);
     }
 
     #[test]
@@ -226,7 +194,7 @@ mod on_a_gpu {
         for maps in [1, 2, 3] {
             let flag = Arc::new(AtomicBool::new(false));
             let hook = Raising { left: AtomicU32::new(maps), flag: flag.clone() };
-            let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+            let gpu = Arc::new(own_kernels(&driver).unwrap());
             let runtime = Runtime::builder()
                 .device(Hooked::new(driver.device.clone(), Arc::new(hook)))
                 .device_budget(Bytes::new(2 * PAGE))
@@ -254,44 +222,6 @@ mod on_a_gpu {
         assert!(matches!(&error, Error::Outcore(inner) if inner.kind() == ErrorKind::NotFound), "{error}");
         driver.finish();
     }
-
-    #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublaslt() {
-        let Some(driver) = driver("prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas") else {
-            return;
-        };
-        prompts_of_sixteen_bit_weights(&driver, false);
-        driver.finish();
-    }
-
-    #[test]
-    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt() {
-        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublaslt";
-        let Some(driver) = driver(name) else { return };
-        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt();
-        if has {
-            prompts_of_sixteen_bit_weights(&driver, true);
-        } else {
-            skipped(name, "cublaslt", "there is no cuBLASLt that works with this driver");
-        }
-        driver.finish();
-    }
-
-    /// A prompt of several tokens: products with many vectors, by cuBLAS or by the kernels.
-    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublaslt: bool) {
-        let folder = tempfile::tempdir().unwrap();
-        for dtype in [WeightType::F16, WeightType::BF16] {
-            let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
-            let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-            let gpu = if cublaslt { gpu } else { gpu.without_cublaslt() };
-            assert_eq!(gpu.has_cublaslt(), cublaslt);
-            let (want, _) = expected(&files);
-            let mut session = session_on(driver, gpu, &files, 4, PROMPT.len()).unwrap();
-            let what =
-                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublaslt { "cuBLASLt" } else { "own kernels" });
-            assert_near(&what, session.forward(&PROMPT).unwrap(), &want[0], 1e-3);
-        }
-    }
 }
 
 /// Whichever call of the driver fails: there is an error, nothing is left behind, and nothing is in the wrong order.
@@ -300,6 +230,10 @@ fn a_call_that_fails_is_an_error_and_leaves_nothing() {
     const UNKNOWN: u32 = 999;
     let Some(driver) = driver("a_call_that_fails_is_an_error_and_leaves_nothing") else { return };
     let Some(fake) = &driver.fake else { return };
+    // Calls of the library are not counted: it makes no handle, and is done without.
+    let library = CublasLt::load("a_call_that_fails_is_an_error_and_leaves_nothing");
+    let refuse = |what| library.iter().for_each(|library| library.refuse(what));
+    refuse(1);
     let folder = tempfile::tempdir().unwrap();
     let small = Spec { layers: 1, vocab: 400, ..spec(Arch::Qwen2, WeightType::Q8_0) };
     let files = gguf(folder.path(), &small);
@@ -326,6 +260,7 @@ fn a_call_that_fails_is_an_error_and_leaves_nothing() {
         }
     }
     run().unwrap();
+    refuse(0);
     driver.finish();
 }
 
@@ -408,7 +343,7 @@ fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
     assert_eq!(keys(&got), keys(&want));
 }
 
-/// A prompt of so many tokens, for `--prompt-tokens`.
+/// A prompt of `tokens` tokens, for `--prompt-tokens`.
 fn long_prompt(tokens: u32) -> String {
     (0..tokens).map(|n| (n * 7919 % 4999).to_string()).collect::<Vec<_>>().join(",")
 }
@@ -432,8 +367,8 @@ fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
     let Some(whole) = run("1000", &["--device-budget", "500MiB"]) else { return };
     let pages = std::fs::metadata(&model).unwrap().len().next_multiple_of(PAGE);
     assert_eq!(whole["device_budget_bytes"].as_u64(), Some(pages), "{whole}");
-    // The driver and cuBLAS leave room for two pages of this, if the prompt is read in parts.
-    let cut = run("101", &[]).unwrap();
+    // The driver and cuBLASLt leave room for two pages of this, if the prompt is read in parts.
+    let cut = run("102", &[]).unwrap();
     assert_eq!(cut["device_budget_bytes"].as_u64().map(|bytes| bytes / PAGE), Some(2), "{cut}");
     let activations = |run: &Value| run["memory"]["activations_bytes"].as_u64().unwrap();
     assert!(activations(&cut) < activations(&whole), "the prompt was read in one pass: {cut}");
@@ -478,7 +413,73 @@ fn generate_keeps_keys_and_values_in_pages_of_a_gpu() {
     assert_eq!(few["tokens"].as_array().map(Vec::len), Some(6), "{few}");
 }
 
-/// Raises a flag when a page has been mapped so many times.
+/// What a token takes is reported where a GPU computes, and is null on the host.
+#[test]
+fn generate_reports_what_a_token_takes_of_a_gpu() {
+    const NAME: &str = "generate_reports_what_a_token_takes_of_a_gpu";
+    const FIELDS: [&str; 8] = [
+        "bandwidth_share",
+        "device_bytes",
+        "graph_launches",
+        "graph_nodes",
+        "host_seconds",
+        "launches",
+        "pins",
+        "synchronisations",
+    ];
+    let Some(kernels) = ptx_file(NAME) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    Spec { vocab: 300, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
+    let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", "5,9,2", "--tokens", "6", "--json"];
+    let run = |more: &[&str]| {
+        let mut command = generate(folder.path(), &[&args[..], more].concat())?;
+        Some(json_of(&command.output().unwrap()))
+    };
+    let on_gpu = ["--device", "cuda", "--kernels", kernels.to_str().unwrap(), "--repeat", "2"];
+    let Some(graphs) = run(&on_gpu) else { return };
+    let launches = run(&[&on_gpu[..], &["--no-graphs"]].concat()).unwrap();
+    let host = run(&[]).unwrap();
+    let per_token = |run: &Value| {
+        let all = run["per_token"].as_object().unwrap().clone();
+        let mut fields: Vec<&str> = all.keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        assert_eq!(fields, FIELDS, "{run}");
+        FIELDS.map(|field| all[field].as_f64())
+    };
+    let repeats = |run: &Value| {
+        let repeats = run["repeats"].as_array().unwrap();
+        for times in repeats {
+            for field in ["ttft_s", "decode_tok_s", "pass_s_median"] {
+                assert!(times[field].as_f64() > Some(0.0), "{field}: {run}");
+            }
+        }
+        // The other fields are those of the last time.
+        assert_eq!(repeats[repeats.len() - 1]["ttft_s"], run["ttft_s"], "{run}");
+        repeats.len()
+    };
+    assert_eq!((repeats(&graphs), repeats(&launches), repeats(&host)), (2, 2, 1));
+    assert_eq!(per_token(&host), [None; 8]);
+    assert!(host["device_bandwidth_bytes_per_s"].is_null(), "{host}");
+    for run in [&graphs, &launches] {
+        // The emulated GPU's clock and the width of its bus, two words a clock.
+        assert_eq!(run["device_bandwidth_bytes_per_s"].as_u64(), Some(3_201_000 * 1000 * 2 * (6144 / 8)), "{run}");
+        let [share, bytes, _, _, host, launches, pins, waits] = per_token(run);
+        assert!(share > Some(0.0) && share < Some(1.0), "{run}");
+        // A token reads each weight but those of the other tokens' embeddings.
+        assert!(bytes > Some(0.5 * run["pass_bytes"].as_f64().unwrap()), "{run}");
+        assert!(host > Some(0.0) && launches.is_some() && pins.is_some(), "{run}");
+        assert_eq!(waits, Some(1.0), "{run}");
+        assert_eq!(run["tokens"], graphs["tokens"]);
+    }
+    let [_, _, graph_launches, graph_nodes, ..] = per_token(&graphs);
+    assert!(graph_launches > Some(0.0) && graph_nodes > graph_launches, "{graphs}");
+    let [_, _, no_graphs, no_nodes, ..] = per_token(&launches);
+    assert_eq!((no_graphs, no_nodes), (Some(0.0), Some(0.0)), "{launches}");
+    assert!(per_token(&launches)[5] > per_token(&graphs)[5], "as many launches with graphs: {graphs}");
+}
+
+/// Raises a flag when `left` pages have been mapped.
 struct Raising {
     left: AtomicU32,
     flag: Arc<AtomicBool>,

@@ -1,9 +1,11 @@
 //! Prompts on a GPU with cuBLASLt, which a library of the tests stands in for (`tests/fake-cublaslt`) over the emulated
-//! driver; and what is refused for want of a GPU, a driver or libraries that suit. `OUTCORE_TEST_GPU` names a GPU whose
-//! own cuBLASLt multiplies; the other tests are about the emulated driver.
+//! driver; and what is refused for want of a GPU, a driver or libraries that suit. Where `OUTCORE_TEST_GPU` names a
+//! GPU, its own cuBLASLt multiplies in the tests in `on_a_gpu`; the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "cuda/common.rs"]
+mod common;
 #[path = "cuda/cublaslt.rs"]
 mod cublaslt;
 #[path = "cuda/emulated.rs"]
@@ -14,55 +16,21 @@ mod refusals;
 use std::path::Path;
 use std::sync::Arc;
 
-use cublaslt::CublasLt;
-use emulated::{Driver, driver, skipped};
+use common::{PAGE, assert_near, expected, gguf};
+use cublaslt::{CublasLt, driver_with_library, finish, no_library};
+use emulated::{Driver, driver};
 use outcore::{Bytes, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
-use outcore_llm::{
-    Arch, CudaModel, CudaSession, Gpu, KvType, Model, ModelFiles, Options, PagedWeights, PlainWeights, Session,
-    WeightType, argmax,
-};
-
-const PAGE: u64 = 2 << 20;
+use outcore_llm::{Arch, CudaModel, CudaSession, Gpu, KvType, ModelFiles, PagedWeights, WeightType};
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
-    Spec {
-        arch,
-        dtype,
-        layers: 2,
-        dim: 256,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
-        ffn_dim: 512,
-        vocab: 1000,
-        context: 64,
-        tied: arch == Arch::Qwen2,
-        seed: 7,
-        experts: None,
-    }
+    Spec { ffn_dim: 512, vocab: 1000, ..common::spec(arch, dtype) }
 }
 
 /// More tokens than own kernels serve better.
 fn prompt() -> Vec<u32> {
     (0..30).map(|n| (n * n * 7 + 3) % 1000).collect()
-}
-
-fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
-    let path = folder.join(format!("{:?}-{}.gguf", spec.arch, spec.dtype));
-    spec.write_gguf(&path).unwrap();
-    ModelFiles::open(path).unwrap()
-}
-
-/// Logits of the CPU after the prompt and after one more token, and that token.
-fn expected(files: &ModelFiles) -> (Vec<Vec<f32>>, u32) {
-    let weights = Arc::new(PlainWeights::read(files).unwrap());
-    let model = Arc::new(Model::load(files, weights, Options::default()).unwrap());
-    let mut session = Session::new(model, 64, KvType::F32).unwrap();
-    let first = session.forward(&prompt()).unwrap();
-    let token = argmax(&first);
-    (vec![first, session.forward(&[token]).unwrap()], token)
 }
 
 /// Runs `body` with a session of a model on a GPU, in passes of `pass` tokens.
@@ -81,32 +49,13 @@ fn gpu(driver: &Driver) -> Gpu {
     Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap()
 }
 
-/// A driver, and the library that stands in for cuBLASLt; without one on a GPU, which has its own.
 fn with_library(test: &str) -> Option<(Driver, Option<&'static CublasLt>)> {
-    let driver = driver(test)?;
-    if driver.fake.is_some() {
-        return Some((driver, Some(CublasLt::load(test)?)));
+    let (driver, library) = driver_with_library(test)?;
+    if !gpu(&driver).has_cublaslt() {
+        no_library(test);
+        return None;
     }
-    if gpu(&driver).has_cublaslt() {
-        return Some((driver, None));
-    }
-    skipped(test, "cublaslt", "there is no cuBLASLt that works with this driver");
-    None
-}
-
-fn finish(driver: &Driver, library: Option<&CublasLt>) {
-    driver.finish();
-    assert!(library.is_none_or(|library| library.left() == 0), "the library's objects were not given back");
-}
-
-fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
-    let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    let all = length(&mut want.iter().map(|b| f64::from(*b)));
-    // `make gpu-check` reads this line.
-    println!("relative error {:.3e}, {tolerance:.0e} allowed: {what}", off / all);
-    assert!(all > 0.0 && off <= tolerance * all, "{what}: off by {off} of {all}");
+    Some((driver, library))
 }
 
 /// The prompt in one pass and in two, and the token behind it.
@@ -118,7 +67,7 @@ fn assert_same_logits(driver: &Driver, library: Option<&CublasLt>, what: &str, f
         (ActKind::Plain, _) => 2e-3,
         _ => 3e-2,
     };
-    let (want, token) = expected(files);
+    let (want, tokens) = expected(files, &prompt(), 1);
     for pass in [prompt().len(), 17] {
         let what = format!("{what}, cuBLASLt, passes of {pass}");
         on(driver, gpu(driver), files, pass, |session| {
@@ -127,28 +76,10 @@ fn assert_same_logits(driver: &Driver, library: Option<&CublasLt>, what: &str, f
                 assert!(library.products() >= 14, "{what}: the library multiplied nothing");
                 assert!(library.least_alignment() >= 16, "{what}");
             }
-            assert_near(&what, session.forward(&[token]).unwrap(), &want[1], tolerance);
+            assert_near(&what, session.forward(&tokens).unwrap(), &want[1], tolerance);
             assert!(library.is_none_or(|library| library.products() == 0), "{what}: of one token");
         });
     }
-}
-
-#[test]
-fn prompts_of_every_weight_type_give_the_logits_of_the_cpu_with_cublaslt() {
-    let Some((driver, library)) = with_library("prompts_of_every_weight_type_give_the_logits_of_the_cpu_with_cublaslt")
-    else {
-        return;
-    };
-    let folder = tempfile::tempdir().unwrap();
-    for dtype in WeightType::ALL {
-        let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
-        assert_same_logits(&driver, library, &dtype.to_string(), &files, dtype);
-    }
-    for (arch, dtype) in [(Arch::Qwen2, WeightType::Q8_0), (Arch::Qwen3, WeightType::F16)] {
-        let files = gguf(folder.path(), &spec(arch, dtype));
-        assert_same_logits(&driver, library, &format!("{arch:?}, {dtype}"), &files, dtype);
-    }
-    finish(&driver, library);
 }
 
 /// Moves the tensors of a safetensors file to an address that is `rest` more than a multiple of 16.
@@ -163,43 +94,69 @@ fn move_tensors(path: &Path, rest: usize) {
     std::fs::write(path, moved).unwrap();
 }
 
-/// Tensors of safetensors files begin at multiples of 8. Those that begin at no multiple of 16 get to the library as
-/// tiles.
-#[test]
-fn weights_at_any_multiple_of_eight_reach_cublaslt_at_multiples_of_sixteen() {
-    let Some((driver, library)) =
-        with_library("weights_at_any_multiple_of_eight_reach_cublaslt_at_multiples_of_sixteen")
-    else {
-        return;
-    };
-    let folder = tempfile::tempdir().unwrap();
-    for dtype in [WeightType::F16, WeightType::BF16, WeightType::F32] {
-        for rest in [0, 8] {
-            let place = folder.path().join(format!("{dtype}-{rest}"));
-            spec(Arch::Llama, dtype).write_safetensors(&place, 1).unwrap();
-            move_tensors(&place.join("model.safetensors"), rest);
-            let files = ModelFiles::open(&place).unwrap();
-            assert_same_logits(&driver, library, &format!("{dtype}, {rest} bytes behind 16"), &files, dtype);
-        }
-    }
-    finish(&driver, library);
-}
+/// What runs on a GPU as it does on the emulated driver.
+mod on_a_gpu {
+    use super::*;
 
-/// The order of a library's sums depends on how many vectors it gets; that of own kernels does not.
-#[test]
-fn without_cublaslt_how_a_prompt_is_cut_changes_no_bit() {
-    let Some((driver, library)) = with_library("without_cublaslt_how_a_prompt_is_cut_changes_no_bit") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
-    let logits = |pass| {
-        let gpu = gpu(&driver).without_cublaslt();
-        assert!(!gpu.has_cublaslt());
-        on(&driver, gpu, &files, pass, |session| session.forward(&prompt()).unwrap().to_vec())
-    };
-    let whole = logits(prompt().len());
-    for pass in [1, 9, 16] {
-        assert_eq!(logits(pass), whole, "{pass} at a time");
+    #[test]
+    fn prompts_of_every_weight_type_give_the_logits_of_the_cpu_with_cublaslt() {
+        let Some((driver, library)) =
+            with_library("prompts_of_every_weight_type_give_the_logits_of_the_cpu_with_cublaslt")
+        else {
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for dtype in WeightType::ALL {
+            let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
+            assert_same_logits(&driver, library, &dtype.to_string(), &files, dtype);
+        }
+        for (arch, dtype) in [(Arch::Qwen2, WeightType::Q8_0), (Arch::Qwen3, WeightType::F16)] {
+            let files = gguf(folder.path(), &spec(arch, dtype));
+            assert_same_logits(&driver, library, &format!("{arch:?}, {dtype}"), &files, dtype);
+        }
+        finish(&driver, library);
     }
-    assert!(library.is_none_or(|library| library.products() == 0));
-    finish(&driver, library);
+
+    /// Tensors of safetensors files begin at multiples of 8. Those that begin at no multiple of 16 get to the library
+    /// as tiles.
+    #[test]
+    fn weights_at_any_multiple_of_eight_reach_cublaslt_at_multiples_of_sixteen() {
+        let Some((driver, library)) =
+            with_library("weights_at_any_multiple_of_eight_reach_cublaslt_at_multiples_of_sixteen")
+        else {
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for dtype in [WeightType::F16, WeightType::BF16, WeightType::F32] {
+            for rest in [0, 8] {
+                let place = folder.path().join(format!("{dtype}-{rest}"));
+                spec(Arch::Llama, dtype).write_safetensors(&place, 1).unwrap();
+                move_tensors(&place.join("model.safetensors"), rest);
+                let files = ModelFiles::open(&place).unwrap();
+                assert_same_logits(&driver, library, &format!("{dtype}, {rest} bytes behind 16"), &files, dtype);
+            }
+        }
+        finish(&driver, library);
+    }
+
+    /// The order of a library's sums depends on how many vectors it gets; that of own kernels does not.
+    #[test]
+    fn without_cublaslt_how_a_prompt_is_cut_changes_no_bit() {
+        let Some((driver, library)) = with_library("without_cublaslt_how_a_prompt_is_cut_changes_no_bit") else {
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
+        let logits = |pass| {
+            let gpu = gpu(&driver).without_cublaslt();
+            assert!(!gpu.has_cublaslt());
+            on(&driver, gpu, &files, pass, |session| session.forward(&prompt()).unwrap().to_vec())
+        };
+        let whole = logits(prompt().len());
+        for pass in [1, 9, 16] {
+            assert_eq!(logits(pass), whole, "{pass} at a time");
+        }
+        assert!(library.is_none_or(|library| library.products() == 0));
+        finish(&driver, library);
+    }
 }

@@ -143,7 +143,7 @@ impl Job {
                 }
             }
         }
-        // What it holds afterwards is nobody's business. So it is not zero.
+        // What it holds afterwards is undefined, so it is not zero.
         if self.workspace_bytes > 0 {
             let workspace = api.pointer(self.workspace, self.workspace_bytes, true) as *mut u8;
             // SAFETY: the range was declared.

@@ -62,7 +62,7 @@ pub(super) struct Vectors {
     pub x: u64,
     pub k: u32,
     pub m: u32,
-    /// Address of `m` indices (`u32`) of vectors, of which there are so many; otherwise they are the first ones.
+    /// The address of `m` indices (`u32`) of vectors, and how many vectors there are; `None` means the first `m`.
     pub rows: Option<(u64, u32)>,
     pub norm: Option<Norm>,
 }
@@ -488,7 +488,7 @@ impl Kernels {
         self.launched.load(Ordering::Relaxed)
     }
 
-    /// Of the last launches, so many were captured.
+    /// Takes `count` launches back, which were captured.
     pub fn not_launched(&self, count: u64) {
         self.launched.fetch_sub(count, Ordering::Relaxed);
     }
@@ -499,10 +499,10 @@ impl Kernels {
     /// # Errors
     /// `Internal` for more matrices, or for a gate of matrices that differ in type or rows; what the driver refuses.
     pub fn products(&self, matrices: &[Matrix], v: &Vectors, after: After) -> Result<()> {
-        let internal = |what: &str| Error::new(ErrorKind::Internal, format!("no launch of products has {what}"));
+        let internal = |what: &str| Error::new(ErrorKind::Internal, format!("a launch of products has {what}"));
         let mut raw = [RawMatrix::default(); 3];
         if matrices.len() > raw.len() {
-            return Err(internal("so many matrices").into());
+            return Err(internal("more than three matrices").into());
         }
         for (raw, matrix) in raw.iter_mut().zip(matrices) {
             let (bias, bias_dtype) = matrix.bias.unwrap_or((0, WeightType::F32));
@@ -522,7 +522,9 @@ impl Kernels {
         let of = |rows: u32| matrices.iter().map(|matrix| matrix.rows.div_ceil(rows)).sum::<u32>();
         let blocks = match (after, matrices) {
             (After::Gate, [gate, up]) if (gate.dtype, gate.rows) == (up.dtype, up.rows) => gate.rows.div_ceil(rows / 2),
-            (After::Gate, _) => return Err(internal("such a gate").into()),
+            (After::Gate, _) => {
+                return Err(internal("a gate of matrices that are not two, or differ in type or rows").into());
+            }
             _ => of(rows),
         };
         let norm = v.norm.unwrap_or(Norm { weights: 0, dtype: WeightType::F32, epsilon: 0.0 });

@@ -5,12 +5,11 @@
 use super::super::gpu::Gpu;
 use super::super::tests::{Memory, emulated, get, is_plain, numbers, once, put, room, rows_of};
 use super::*;
-use emulated::{driver, skipped};
 
 #[path = "../../tests/cuda/cublaslt.rs"]
 mod cublaslt;
 
-use cublaslt::CublasLt;
+use cublaslt::{CublasLt, driver_with_library, finish, no_library};
 
 /// Fails unless the vectors are within `tolerance` of each other, relative to the expected one's length. Returns how
 /// far apart they are.
@@ -185,26 +184,19 @@ fn with_library(test: &'static str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) 
 }
 
 fn run_with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
-    let Some(driver) = driver(test) else { return };
-    let library = match &driver.fake {
-        None => None,
-        Some(_) => match CublasLt::load(test) {
-            None => return,
-            some => some,
-        },
-    };
+    let Some((driver, library)) = driver_with_library(test) else { return };
     let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
     if gpu.prompts.is_none() {
-        return skipped(test, "cublaslt", "there is no cuBLASLt that works with this GPU");
+        return no_library(test);
     }
     if let Some(library) = library {
         // What other tests of this process have multiplied does not count.
-        (library.products(), library.least_alignment());
+        library.products();
+        library.least_alignment();
     }
     body(&gpu, library);
     drop(gpu);
-    driver.finish();
-    assert!(library.is_none_or(|library| library.left() == 0), "the library's objects were not given back");
+    finish(&driver, library);
 }
 
 /// Offsets 0 and 8 are those of safetensors, 2 and 6 those of blocks in a GGUF file.

@@ -36,7 +36,7 @@ use crate::weights::{Step, Weights};
 
 /// Most tokens that are computed together. The kernels count them in a dimension of the grid that ends at 65535.
 const PASS_MAX: usize = 1 << 14;
-/// While all weights are pinned, one pass in so many looks whether they may stay so.
+/// While all weights are pinned, one pass in eight looks whether they may stay so.
 const LOOK_EVERY: u64 = 8;
 
 /// A model whose passes a GPU computes. Shared by any number of sessions.
@@ -185,13 +185,13 @@ impl CudaSession {
 
     /// A sequence whose keys and values are in blocks of a pool, with the tokens that the pool found. It can grow to
     /// the model's context, which need not fit the GPU's memory. A prompt of more than `pass` tokens takes several
-    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLAS
+    /// passes over the weights. Neither that nor the room for blocks changes a bit of the logits, unless cuBLASLt
     /// multiplies.
     ///
     /// # Errors
-    /// `Invalid` if the pool's layout is for another model or for elements other than F32, or if the pool's pages are
-    /// on the host or on another GPU; `OutOfMemory` if the GPU has less than [`paged_memory`](Self::paged_memory) left;
-    /// what the driver refuses.
+    /// `Invalid` if the pool's layout is for another model or for elements other than F32 or F16, or if the pool's
+    /// pages are on the host or on another GPU; `OutOfMemory` if the GPU has less than
+    /// [`paged_memory`](Self::paged_memory) left; what the driver refuses.
     pub fn paged(model: Arc<CudaModel>, keys: PagedKeys, pass: usize) -> Result<Self> {
         let (capacity, pass) = clamped(model.config(), model.config().context, pass);
         let keys = Keys::Paged(Box::new(Paged::new(&model.gpu, model.config(), keys)?));

@@ -19,7 +19,7 @@ use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
 /// A segment has at most this part of the frames, so that the next one is filled while it is used.
 const SEGMENT_PART: u64 = 3;
-/// But as many frames as this, where there are so many.
+/// But at least this many frames, where the budget has them.
 const SEGMENT_LEAST: u64 = 2;
 
 /// A step of a pass. The number is the layer's.

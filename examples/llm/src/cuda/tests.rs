@@ -525,7 +525,9 @@ fn attention_in_parts_sees_every_position_up_to_its_own() {
             let some_q: Vec<f32> = picked.iter().flat_map(|p| &q[p * width..(p + 1) * width]).copied().collect();
             let some_q = put(gpu, &some_q);
             let mut found: Vec<Vec<f32>> = Vec::new();
-            for (side_by_side, waves) in [(1, vec![0..parts]), (5, (0..parts).map(|p| p..p + 1).collect())] {
+            for (side_by_side, waves) in
+                [(1, std::iter::once(0..parts).collect::<Vec<_>>()), (5, (0..parts).map(|p| p..p + 1).collect())]
+            {
                 let kept = room::<f32>(gpu, m * heads * parts as usize * (2 + head_dim));
                 let out = room::<f32>(gpu, m * width);
                 let kept_at = kept.address;
@@ -544,7 +546,9 @@ fn attention_in_parts_sees_every_position_up_to_its_own() {
             }
 
             // A prompt: of all vectors, or of those from the second one on.
-            for (begin, waves) in [(0, vec![0..parts]), (1, (0..parts).map(|p| p..p + 1).collect())] {
+            for (begin, waves) in
+                [(0, std::iter::once(0..parts).collect::<Vec<_>>()), (1, (0..parts).map(|p| p..p + 1).collect())]
+            {
                 let m = len - begin;
                 let (kept, out) = (room::<f32>(gpu, m * heads * 2), room::<f32>(gpu, m * width));
                 let (x, p) = (queries.address + (4 * begin * width) as u64, positions.address + 4 * begin as u64);

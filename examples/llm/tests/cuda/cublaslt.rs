@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use super::emulated::skipped;
+use super::emulated::{Driver, driver, skipped};
 
 /// The library, where cargo has built it.
 pub fn library(test: &str) -> Option<PathBuf> {
@@ -67,6 +67,27 @@ impl CublasLt {
     pub fn left(&self) -> u64 {
         (self.count)(3)
     }
+}
+
+/// The driver for a test, and over the emulated one this library; a GPU has its own, or none.
+pub fn driver_with_library(test: &str) -> Option<(Driver, Option<&'static CublasLt>)> {
+    let driver = driver(test)?;
+    let library = match &driver.fake {
+        Some(_) => Some(CublasLt::load(test)?),
+        None => None,
+    };
+    Some((driver, library))
+}
+
+/// Says that a GPU has no cuBLASLt for a test.
+pub fn no_library(test: &str) {
+    skipped(test, "cublaslt", "there is no cuBLASLt that works with this driver");
+}
+
+/// Fails if the driver's judge found anything, or anything was not given back.
+pub fn finish(driver: &Driver, library: Option<&CublasLt>) {
+    driver.finish();
+    assert!(library.is_none_or(|library| library.left() == 0), "the library's objects were not given back");
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {

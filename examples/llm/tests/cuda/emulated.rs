@@ -42,7 +42,7 @@ pub fn driver_library() -> Option<PathBuf> {
     places.into_iter().find(|path| path.exists())
 }
 
-/// The kernels as a library of host functions; built once for each state of their source. `None`, said aloud, where
+/// The kernels as a library of host functions; built once for each state of their source. `None`, with a note, where
 /// there is no C++ compiler.
 pub fn kernel_library(test: &str) -> Option<&'static Path> {
     static LIBRARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
@@ -107,7 +107,7 @@ fn kernels_in(text: &str) -> Vec<String> {
     names.collect()
 }
 
-/// Every kernel of the sources, their macros expanded; `None`, said aloud, where there is no C++ compiler.
+/// Every kernel of the sources, their macros expanded; `None`, with a note, where there is no C++ compiler.
 pub fn kernels_of_the_sources(test: &str) -> Option<Vec<String>> {
     let library = kernel_library(test)?;
     Some(std::fs::read_to_string(library.with_extension("kernels")).unwrap().lines().map(str::to_owned).collect())
@@ -172,7 +172,7 @@ pub struct Driver {
     pub kernels: Option<PathBuf>,
 }
 
-/// The driver for a test, or `None`, said aloud, where there is none.
+/// The driver for a test, or `None`, with a note, where there is none.
 pub fn driver(test: &str) -> Option<Driver> {
     if let Ok(device) = std::env::var("OUTCORE_TEST_GPU") {
         let kernels = std::env::var_os("OUTCORE_TEST_KERNELS").map(PathBuf::from);

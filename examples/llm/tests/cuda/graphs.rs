@@ -11,7 +11,7 @@ const FEW: u64 = 4;
 
 /// A session on the GPU with keys and values in elements of `kv`.
 fn session_of(driver: &Driver, files: &ModelFiles, frames: u64, kv: KvType, graphs: bool) -> OnGpu {
-    let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
+    let gpu = own_kernels(driver).unwrap();
     let runtime =
         Runtime::builder().device(driver.device.clone()).device_budget(Bytes::new(frames * PAGE)).open().unwrap();
     let mut opened = OnGpu { session: None, runtime };
@@ -178,7 +178,7 @@ fn a_token_of_a_streamed_model_takes_a_pin_and_a_graph_a_layer() {
         .open()
         .unwrap();
     {
-        let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+        let gpu = Arc::new(own_kernels(&driver).unwrap());
         let model = runtime.open_parsed(files.header().clone()).unwrap();
         let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
         let model = Arc::new(CudaModel::load(&files, weights, gpu).unwrap());
@@ -221,7 +221,7 @@ fn a_hundred_thousand_evictions_need_no_second_capture() {
         .open()
         .unwrap();
     {
-        let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+        let gpu = Arc::new(own_kernels(&driver).unwrap());
         let model = runtime.open_parsed(files.header().clone()).unwrap();
         let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
         let model = Arc::new(CudaModel::load(&files, weights, gpu).unwrap());

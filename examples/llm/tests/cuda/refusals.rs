@@ -104,11 +104,13 @@ fn a_cublaslt_that_refuses_is_done_without() {
     let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::F16));
     let prompted = |gpu: Gpu| on(&driver, gpu, &files, 64, |session| session.forward(&prompt()).unwrap().to_vec());
     let want = prompted(gpu(&driver).without_cublaslt());
-    for what in [1, 2] {
-        library.refuse(what);
-        assert_eq!(prompted(gpu(&driver)), want, "refusing {what}");
-        assert_eq!(library.products(), 0);
-    }
+    library.refuse(1);
+    let without_handle = prompted(gpu(&driver));
+    assert!(without_handle == want, "a handle that cannot be made changes bits");
+    // What is done for the library before each product, such as a norm, has kernels of its own, which round otherwise.
+    library.refuse(2);
+    assert_near("no algorithm", &prompted(gpu(&driver)), &want, 1e-5);
+    assert_eq!(library.products(), 0);
     library.refuse(3);
     on(&driver, gpu(&driver), &files, 64, |session| {
         let wanted = ["cuBLASLt cannot multiply", "EXECUTION_FAILED", "LD_LIBRARY_PATH"];
@@ -142,13 +144,17 @@ fn a_gpu_that_is_lost_in_a_pass_is_named_and_so_is_what_is_lost() {
         let mut session = CudaSession::paged(model, keys, 64).unwrap();
         // Its keys and values are nowhere else.
         session.forward(&prompt()).unwrap();
+        let other = runtime.alloc(DType::U8, &[1 << 16]).unwrap();
         fake.lose_at("cuLaunchKernel", 5, ILLEGAL_ADDRESS);
         let wanted = ["ILLEGAL_ADDRESS", "start the program again"];
         refused("a pass", session.forward(&[1, 2, 3]).map(drop), ErrorKind::Device, &wanted);
+        // The runtime notices when it next asks the GPU for something. Blocks that are dropped before are not lost.
+        assert!(runtime.pin_device_mut(std::slice::from_ref(&other)).wait().is_err());
+        assert!(!runtime.health().is_empty(), "nothing is said to be lost");
     }
     let Err(error) = runtime.close() else { panic!("nothing is said to be lost") };
     refused_by_outcore("close", &error, ErrorKind::Device, &["lost (", "of a read-write tensor", "ILLEGAL_ADDRESS"]);
-    assert!(error.to_string().contains(&DType::F32.to_string()), "{error}");
+    assert!(error.to_string().contains(&DType::U8.to_string()), "{error}");
     // A lost device cannot be asked to give things back.
     fake.take_findings();
 }

@@ -105,7 +105,7 @@ pub struct Args {
     /// With --json on a GPU: hashes the logits of every pass, which are copied from the GPU for that.
     #[arg(long)]
     pub logits_hash: bool,
-    /// Does it all so many times, with a new sequence each time; the results are those of the last time.
+    /// Repeats everything this often, with a new sequence each time; the results are those of the last time.
     #[arg(long, default_value_t = 1)]
     pub repeat: usize,
 }
