@@ -22,6 +22,18 @@ const DEPTH: u64 = 8;
 /// An error that says nothing about the device (`CUDA_ERROR_ILLEGAL_STATE`).
 const REFUSED: u32 = 401;
 
+/// Runs a test on the emulated driver, whose queues hold [`DEPTH`] operations.
+fn with_short_queues(name: &'static str, test: impl FnOnce(Fake) + Send + 'static) {
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, move || {
+        let fake = Fake::load();
+        fake.set_queue_depth(DEPTH);
+        test(fake);
+    });
+}
+
 /// Fills the queue of a stream, which is held, with its owner's work.
 fn fill_up(stream: &CudaStream) {
     let event = cuda_calls::event(stream.context());
@@ -56,13 +68,7 @@ fn moves_a_page(rig: &Rig, n: u64) {
 
 #[test]
 fn regression_a_full_queue_holds_up_its_own_submitters_only() {
-    let name = "regression_a_full_queue_holds_up_its_own_submitters_only";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("regression_a_full_queue_holds_up_its_own_submitters_only", |fake| {
         // Each kind of operation, by its own driver call.
         type MakeOp = fn(&Rig) -> StreamOp;
         let kinds: [MakeOp; 4] = [
@@ -118,13 +124,7 @@ fn regression_a_full_queue_holds_up_its_own_submitters_only() {
 
 #[test]
 fn closing_waits_for_a_submission_that_waits_for_room() {
-    let name = "closing_waits_for_a_submission_that_waits_for_room";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("closing_waits_for_a_submission_that_waits_for_room", |fake| {
         let rig = Rig::new(2);
         let full = rig.device.create_stream(StreamKind::Compute).unwrap();
         hold(&fake, &rig, full, true);
@@ -159,13 +159,7 @@ fn closing_waits_for_a_submission_that_waits_for_room() {
 /// A pin that ends on a stream puts a mark there. While that waits for room, passes of others go on.
 #[test]
 fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
-    let name = "regression_pins_that_end_on_a_full_stream_hold_up_no_pass";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("regression_pins_that_end_on_a_full_stream_hold_up_no_pass", |fake| {
         let runtime = builder(3, 8).open().unwrap();
         let tensors: Vec<_> = (0..6)
             .map(|n: u8| {
@@ -212,13 +206,7 @@ fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
 /// way to the driver.
 #[test]
 fn regression_forgetting_waits_for_submissions_that_use_the_handle() {
-    let name = "regression_forgetting_waits_for_submissions_that_use_the_handle";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("regression_forgetting_waits_for_submissions_that_use_the_handle", |fake| {
         let foreign = cuda_calls::context().new_stream().unwrap();
         let raw = foreign.cu_stream() as usize;
         let rig = Rig::new(2);
@@ -250,13 +238,7 @@ fn regression_forgetting_waits_for_submissions_that_use_the_handle() {
 
 #[test]
 fn regression_closing_waits_for_a_wait_that_uses_the_handle() {
-    let name = "regression_closing_waits_for_a_wait_that_uses_the_handle";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("regression_closing_waits_for_a_wait_that_uses_the_handle", |fake| {
         let foreign = cuda_calls::context().new_stream().unwrap();
         let rig = Rig::new(2);
         let (full, other) = (adopt(&rig, &foreign), rig.device.create_stream(StreamKind::Compute).unwrap());
@@ -293,13 +275,7 @@ fn regression_closing_waits_for_a_wait_that_uses_the_handle() {
 /// that reports on all streams did that itself.
 #[test]
 fn regression_an_event_that_waits_for_room_holds_up_no_report() {
-    let name = "regression_an_event_that_waits_for_room_holds_up_no_report";
-    if Fake::load_or_skip(name).is_none() {
-        return;
-    }
-    watched(name, move || {
-        let fake = Fake::load();
-        fake.set_queue_depth(DEPTH);
+    with_short_queues("regression_an_event_that_waits_for_room_holds_up_no_report", |fake| {
         let foreign = cuda_calls::context().new_stream().unwrap();
         let rig = Rig::new(4);
         let full = adopt(&rig, &foreign);
