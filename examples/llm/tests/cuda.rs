@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use common::{PAGE, assert_near, expected, gguf, spec};
 use cublaslt::{CublasLt, finish};
 use emulated::{Driver, driver, driver_library, folder, kernel_library, ptx_file, skipped};
-use outcore::{Bytes, ErrorKind, Lookahead, Runtime};
+use outcore::{Bytes, ErrorKind, Lookahead, PageSize, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
@@ -46,6 +46,18 @@ fn generate_program() -> PathBuf {
 }
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
+
+/// A model whose passes do not take long where every lane of a kernel is a fiber.
+fn small(arch: Arch, dtype: WeightType) -> Spec {
+    Spec { ffn_dim: 512, vocab: 1000, ..spec(arch, dtype) }
+}
+
+/// The page size of a test: a GPU's, or `emulated`, in which a small model has many pages.
+fn page_size(driver: &Driver, emulated: Bytes) -> PageSize {
+    let Some(fake) = &driver.fake else { return PageSize::new(Bytes::new(PAGE)).unwrap() };
+    fake.set_granularity(4096);
+    PageSize::new(emulated).unwrap()
+}
 
 /// A session whose runtime ends with it. Without this, a runtime may end on a thread that still has to report its last
 /// operations. The driver's context would then end after the test that used it.
@@ -101,7 +113,7 @@ fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Res
 /// The same passes on the GPU. The CPU rounds the activations that meet some types to eight bits, the GPU never does.
 fn assert_same_logits(driver: &Driver, what: &str, files: &ModelFiles, dtype: WeightType, pass: usize) {
     let tolerance = if act_kind(dtype) == ActKind::Plain { 1e-3 } else { 3e-2 };
-    let (want, tokens) = expected(files, &PROMPT, 3);
+    let (want, tokens) = expected(files, &PROMPT, 2);
     let mut session = session(driver, files, 4, pass).unwrap();
     assert_near(what, session.forward(&PROMPT).unwrap(), &want[0], tolerance);
     for (token, want) in tokens.iter().zip(&want[1..]) {
@@ -119,7 +131,7 @@ mod on_a_gpu {
         let Some(driver) = driver("every_weight_type_gives_the_logits_of_the_cpu") else { return };
         let folder = tempfile::tempdir().unwrap();
         for dtype in WeightType::ALL {
-            let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
+            let files = gguf(folder.path(), &Spec { layers: 1, ..small(Arch::Llama, dtype) });
             assert_same_logits(&driver, &dtype.to_string(), &files, dtype, PROMPT.len());
         }
         driver.finish();
@@ -134,7 +146,7 @@ mod on_a_gpu {
         for (arch, dtype) in
             [(Arch::Qwen2, WeightType::F32), (Arch::Qwen3, WeightType::F16), (Arch::Llama, WeightType::BF16)]
         {
-            let spec = spec(arch, dtype);
+            let spec = small(arch, dtype);
             let files = gguf(folder.path(), &spec);
             assert_same_logits(&driver, &format!("{arch:?} as GGUF"), &files, dtype, PROMPT.len());
             let shards = folder.path().join(format!("{arch:?}"));
@@ -154,7 +166,7 @@ mod on_a_gpu {
             assert!(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublaslt());
         }
         let folder = tempfile::tempdir().unwrap();
-        let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
+        let files = gguf(folder.path(), &small(Arch::Llama, WeightType::Q4_K));
         let logits = |pass| session(&driver, &files, 4, pass).unwrap().forward(&PROMPT).unwrap().to_vec();
         let whole = logits(PROMPT.len());
         for pass in [1, 2, 8] {
