@@ -518,8 +518,8 @@ pub struct PassTime {
     pub waited: Duration,
 }
 
-/// What a session on a GPU times, by events on the GPU's stream. Recording one is a call of the driver; nobody waits for
-/// it. Where the driver is older than CUDA 12.8, nothing is timed.
+/// What a session on a GPU times, by events on the GPU's stream. Recording one is a call of the driver; nobody waits
+/// for it. Where the driver is older than CUDA 12.8, nothing is timed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Timing {
     /// Nothing.
@@ -551,8 +551,9 @@ pub struct PassCounts {
     /// Time in which the thread waited for the GPU, at the end of passes. Waits for pages are in [`PassTime::waited`].
     pub waiting: Duration,
     /// Time on the GPU's stream, from the first operation of a pass to the last one before the thread waits. It
-    /// contains what the stream waits for within a pass: for pages, and for the thread while that is still launching.
-    /// Zero unless [`Timing`] asks for it; a pass counts when it was waited for.
+    /// contains what the stream waits for within a pass: for pages, for the thread while that is still launching, and
+    /// for other sessions that use the stream. Zero unless [`Timing`] asks for it; a pass counts when it was waited
+    /// for, and not at all if it ended in an error.
     pub gpu: Duration,
     /// Of that, what lies between the end of the operations before a pin of weights and the moment when the stream has
     /// these weights: copies that the stream waits for, and the pin itself, if the stream had nothing left to do.

@@ -133,7 +133,7 @@ fn run_on_gpu(args: &Args, files: &ModelFiles, selector: &CudaDeviceSelector) ->
             each(counts.pins)
         );
         // Old drivers do not time passes.
-        let gpu = (!counts.gpu.is_zero()).then(|| counts.gpu.as_secs_f64());
+        let gpu = (!counts.gpu.is_zero()).then_some(counts.gpu.as_secs_f64());
         let micros = |time: Duration| each(time.as_nanos() as u64) / 1e3;
         println!(
             "time of a token: {:.1} us of the host's processor, {} on the GPU, {:.1} us waiting for it",

@@ -424,7 +424,7 @@ impl CudaSession {
         let (host, polled) = (thread_time(), self.polled);
         let done = what(self);
         if done.is_err() {
-            // Whenever the stream gets past the rest of it, that says nothing of a pass.
+            // A part of it may still be on the stream. How long that takes says nothing of a pass.
             self.spans.abandon();
             self.stalls.abandon();
         }

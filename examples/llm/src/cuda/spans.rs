@@ -21,7 +21,7 @@ const TIMED_DRIVER: (u32, u32) = (12, 8);
 #[derive(Default)]
 pub(super) struct Spans {
     pairs: Vec<[CudaEvent; 2]>,
-    /// How many of the pairs have been recorded since [`take`](Self::take).
+    /// How many of the pairs have spans that were not taken yet.
     ended: usize,
     open: bool,
 }
@@ -65,9 +65,10 @@ impl Spans {
         Ok(())
     }
 
-    /// Forgets the open span, if there is one.
+    /// Forgets the spans that have not been taken, and the open one. Their events may be recorded again before the
+    /// stream has passed them: the last record counts.
     pub fn abandon(&mut self) {
-        self.open = false;
+        (self.ended, self.open) = (0, false);
     }
 
     fn record(&self, which: usize, stream: &CudaStream) -> Result<()> {
