@@ -429,15 +429,18 @@ fn generate_keeps_keys_and_values_in_pages_of_a_gpu() {
 #[test]
 fn generate_reports_what_a_token_takes_of_a_gpu() {
     const NAME: &str = "generate_reports_what_a_token_takes_of_a_gpu";
-    const FIELDS: [&str; 8] = [
+    const FIELDS: [&str; 11] = [
         "bandwidth_share",
         "device_bytes",
+        "gpu_seconds",
+        "gpu_stall_seconds",
         "graph_launches",
         "graph_nodes",
         "host_seconds",
         "launches",
         "pins",
         "synchronisations",
+        "waiting_seconds",
     ];
     let Some(kernels) = ptx_file(NAME) else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -451,6 +454,9 @@ fn generate_reports_what_a_token_takes_of_a_gpu() {
     let on_gpu = ["--device", "cuda", "--kernels", kernels.to_str().unwrap(), "--repeat", "2"];
     let Some(graphs) = run(&on_gpu) else { return };
     let launches = run(&[&on_gpu[..], &["--no-graphs"]].concat()).unwrap();
+    let stalls = run(&[&on_gpu[..], &["--time-stalls"]].concat()).unwrap();
+    let old = generate(folder.path(), &[&args[..], &on_gpu].concat()).unwrap();
+    let old = json_of(&{ old }.env("FAKECUDA_DRIVER_VERSION", "12070").output().unwrap());
     let host = run(&[]).unwrap();
     let per_token = |run: &Value| {
         let all = run["per_token"].as_object().unwrap().clone();
@@ -466,29 +472,45 @@ fn generate_reports_what_a_token_takes_of_a_gpu() {
                 assert!(times[field].as_f64() > Some(0.0), "{field}: {run}");
             }
         }
+        let last = &repeats[repeats.len() - 1];
+        for field in ["host_seconds", "gpu_seconds", "waiting_seconds"] {
+            assert_eq!(last[field], run["per_token"][field], "{field}: {run}");
+        }
         // The other fields are those of the last time.
-        assert_eq!(repeats[repeats.len() - 1]["ttft_s"], run["ttft_s"], "{run}");
+        assert_eq!(last["ttft_s"], run["ttft_s"], "{run}");
         repeats.len()
     };
     assert_eq!((repeats(&graphs), repeats(&launches), repeats(&host)), (2, 2, 1));
-    assert_eq!(per_token(&host), [None; 8]);
+    assert_eq!(per_token(&host), [None; 11]);
     assert!(host["device_bandwidth_bytes_per_s"].is_null(), "{host}");
-    for run in [&graphs, &launches] {
+    for run in [&graphs, &launches, &stalls, &old] {
         // The emulated GPU's clock and the width of its bus, two words a clock.
         assert_eq!(run["device_bandwidth_bytes_per_s"].as_u64(), Some(3_201_000 * 1000 * 2 * (6144 / 8)), "{run}");
-        let [share, bytes, _, _, host, launches, pins, waits] = per_token(run);
-        assert!(share > Some(0.0) && share < Some(1.0), "{run}");
+        let [share, bytes, gpu, stalled, _, _, host, launches, pins, waits, waiting] = per_token(run);
+        let wall = 1.0 / run["decode_tok_s"].as_f64().unwrap();
+        if std::ptr::eq(run, &raw const old) {
+            // This driver has no function for the time between events.
+            assert_eq!([share, gpu, stalled], [None; 3], "{run}");
+        } else {
+            assert!(gpu > Some(0.0) && gpu <= Some(wall), "{run}");
+            let rate = run["device_bandwidth_bytes_per_s"].as_f64().unwrap();
+            let wanted = bytes.unwrap() / gpu.unwrap() / rate;
+            assert!((share.unwrap() / wanted - 1.0).abs() < 1e-9 && share < Some(1.0), "{run}");
+            assert_eq!(stalled.is_some(), std::ptr::eq(run, &raw const stalls), "{run}");
+            assert!(stalled <= gpu, "{run}");
+        }
+        assert!(waiting > Some(0.0) && waiting <= Some(wall), "{run}");
         // A token reads each weight but those of the other tokens' embeddings.
         assert!(bytes > Some(0.5 * run["pass_bytes"].as_f64().unwrap()), "{run}");
         assert!(host > Some(0.0) && launches.is_some() && pins.is_some(), "{run}");
         assert_eq!(waits, Some(1.0), "{run}");
         assert_eq!(run["tokens"], graphs["tokens"]);
     }
-    let [_, _, graph_launches, graph_nodes, ..] = per_token(&graphs);
+    let [_, _, _, _, graph_launches, graph_nodes, ..] = per_token(&graphs);
     assert!(graph_launches > Some(0.0) && graph_nodes > graph_launches, "{graphs}");
-    let [_, _, no_graphs, no_nodes, ..] = per_token(&launches);
+    let [_, _, _, _, no_graphs, no_nodes, ..] = per_token(&launches);
     assert_eq!((no_graphs, no_nodes), (Some(0.0), Some(0.0)), "{launches}");
-    assert!(per_token(&launches)[5] > per_token(&graphs)[5], "as many launches with graphs: {graphs}");
+    assert!(per_token(&launches)[7] > per_token(&graphs)[7], "as many launches with graphs: {graphs}");
 }
 
 /// Raises a flag when `left` pages have been mapped.
@@ -595,6 +617,7 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     refuse(&[&with_kernels[..], &["--memory", "20MiB"]].concat(), &[], &["--memory 20.0 MiB", "more --memory"]);
     refuse(&with_kernels, &[("FAKECUDA_MEM_MB", "64")], &["64.0 MiB", "GPU has", "leaves no page"]);
     refuse(&["host", "--kernels", kernels], &[], &["--kernels", "--device cuda"]);
+    refuse(&["host", "--time-stalls"], &[], &["--time-stalls", "--device cuda"]);
 }
 
 /// Where cargo's tests find the libraries of `scripts/fetch_nvcc.sh`.

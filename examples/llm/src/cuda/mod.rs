@@ -18,6 +18,7 @@ mod pass;
 mod places;
 mod prompt;
 mod session;
+mod spans;
 mod step;
 
 pub use gpu::Gpu;
