@@ -303,6 +303,13 @@ fn fields<T: DeserializeOwned>(fields: Map<String, Value>, name: &str, program: 
 fn read(path: &Path, name: &str) -> Result<Vec<u8>> {
     let failed =
         |cause| Error::io(format!("read {name}"), cause).remedy("check the path, and that you may read the file");
+    // Whoever opens a pipe waits for somebody to write to it.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+        let what = format!("{name} is not a regular file");
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, what).remedy("write the run's JSON to a file, and name that")
+        );
+    }
     let file = File::open(path).map_err(failed)?;
     let mut text = Vec::new();
     file.take(BYTES_MAX + 1).read_to_end(&mut text).map_err(failed)?;
@@ -323,6 +330,24 @@ mod tests {
         let error = Inputs::default().add_text(text.as_bytes(), "made.json".into()).unwrap_err();
         for part in parts.iter().chain(&["made.json"]) {
             assert!(error.to_string().contains(part), "{part:?} is not in {error}");
+        }
+    }
+
+    #[test]
+    fn regression_a_pipe_is_refused_and_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe.json");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &pipe,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        for path in [&*pipe, folder.path()] {
+            let error = read(path, "pipe.json").unwrap_err().to_string();
+            assert!(error.contains("pipe.json is not a regular file"), "{error}");
         }
     }
 

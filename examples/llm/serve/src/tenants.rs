@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 
 use outcore_kv::{TenantId, TenantOptions};
 use parking_lot::Mutex;
-use serde_json::Value;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::{Map, Value};
 use subtle::ConstantTimeEq;
 
 use crate::error::{ApiError, shortened};
 
 /// The shortest bearer token.
 const TOKEN_LEAST: usize = 8;
+/// The longest name of a tenant, in bytes.
+const NAME_MOST: usize = 100;
 /// The most tenants of a server.
 const TENANTS_MOST: usize = 1024;
 
@@ -25,6 +28,8 @@ pub struct Tenant {
     /// What the tenant is called, for logs.
     pub name: String,
     token: Option<Vec<u8>>,
+    /// Whether it may read what all tenants do.
+    operator: bool,
     /// Answers at a time.
     concurrency: usize,
     /// Tokens a minute, of prompts and answers together.
@@ -88,7 +93,7 @@ impl Tenant {
     fn new(id: u64, name: String, token: Option<Vec<u8>>) -> Self {
         let (id, options) = (TenantId::new(id), TenantOptions::default());
         let (concurrency, tokens_per_minute) = (usize::MAX, None);
-        Self { id, name, token, concurrency, tokens_per_minute, options, used: Arc::default() }
+        Self { id, name, token, operator: false, concurrency, tokens_per_minute, options, used: Arc::default() }
     }
 
     /// Leave for so many answers at once.
@@ -163,17 +168,22 @@ impl Tenants {
     /// # Errors
     /// As for [`read`](Self::read).
     pub fn parse(text: &str) -> Result<Self, String> {
-        let value: Value = serde_json::from_str(text)
-            .map_err(|wrong| format!("no JSON: line {}, column {}", wrong.line(), wrong.column()))?;
-        let all = value.get("tenants").and_then(Value::as_array);
-        let all = all.ok_or("an object with an array \"tenants\" is wanted")?;
+        let file: File = serde_json::from_str(text).map_err(|wrong| {
+            // What the parser says may repeat a token.
+            let why = match wrong.is_data() {
+                true => "an object with an array \"tenants\" of objects is wanted, in which each member stands once",
+                false => "no JSON",
+            };
+            format!("{why}: line {}, column {}", wrong.line(), wrong.column())
+        })?;
+        let all = file.tenants;
         if all.is_empty() || all.len() > TENANTS_MOST {
             return Err(format!("{} tenants, and there can be 1 to {TENANTS_MOST}", all.len()));
         }
         let mut names = HashMap::new();
         let mut tenants: Vec<Tenant> = Vec::new();
-        for (nth, value) in all.iter().enumerate() {
-            let tenant = parse_tenant(nth, value)?;
+        for (nth, Members(fields)) in all.iter().enumerate() {
+            let tenant = parse_tenant(nth, fields)?;
             if let Some(other) = names.insert(tenant.name.clone(), nth) {
                 return Err(format!("tenants[{other}] and tenants[{nth}] have the same name"));
             }
@@ -199,6 +209,11 @@ impl Tenants {
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &Tenant> {
         self.0.iter()
+    }
+
+    /// Whether this tenant may read what all do: the only one, and an operator.
+    pub fn are_read_by(&self, tenant: &Tenant) -> bool {
+        self.0.len() == 1 || tenant.operator
     }
 
     /// Whether a token is asked for.
@@ -229,6 +244,49 @@ impl Tenants {
     }
 }
 
+/// A file of tenants.
+#[derive(serde::Deserialize)]
+struct File {
+    tenants: Vec<Members>,
+}
+
+/// The members of an object, each of which stands there once: of two, a reader might have meant either.
+struct Members(Map<String, Value>);
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Each;
+
+        impl<'de> Visitor<'de> for Each {
+            type Value = Members;
+
+            fn expecting(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                to.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Members, A::Error> {
+                let mut members = Map::new();
+                while let Some((name, value)) = from.next_entry::<String, Value>()? {
+                    if members.insert(name, value).is_some() {
+                        return Err(A::Error::custom("a member stands twice"));
+                    }
+                }
+                Ok(Members(members))
+            }
+        }
+
+        from.deserialize_map(Each)
+    }
+}
+
+fn check_name(name: &str) -> Result<String, String> {
+    // It is a label of metrics and a part of lines of the log.
+    if name.is_empty() || name.len() > NAME_MOST || name.chars().any(char::is_control) {
+        return Err(format!("a name has 1 to {NAME_MOST} bytes, and no control characters"));
+    }
+    Ok(name.to_owned())
+}
+
 fn check_token(token: &str) -> Result<Vec<u8>, String> {
     let fits = token.len() >= TOKEN_LEAST && token.bytes().all(|byte| byte.is_ascii_graphic());
     if fits {
@@ -237,9 +295,8 @@ fn check_token(token: &str) -> Result<Vec<u8>, String> {
     Err(format!("a token has at least {TOKEN_LEAST} visible ASCII characters, without spaces"))
 }
 
-fn parse_tenant(nth: usize, value: &Value) -> Result<Tenant, String> {
+fn parse_tenant(nth: usize, fields: &Map<String, Value>) -> Result<Tenant, String> {
     let at = |name: &str| format!("tenants[{nth}].{name}");
-    let fields = value.as_object().ok_or_else(|| format!("tenants[{nth}] is no object"))?;
     let text = |name: &str| {
         let text = fields.get(name).and_then(Value::as_str);
         text.ok_or_else(|| format!("{}: a string is wanted", at(name)))
@@ -251,13 +308,29 @@ fn parse_tenant(nth: usize, value: &Value) -> Result<Tenant, String> {
             number => Ok(number),
         },
     };
-    let known = ["name", "token", "concurrency", "tokens_per_minute", "blocks", "reserved_blocks", "weight", "shares"];
+    let flag = |name: &str| match fields.get(name) {
+        None => Ok(false),
+        Some(value) => value.as_bool().ok_or_else(|| format!("{}: true or false is wanted", at(name))),
+    };
+    let known = [
+        "name",
+        "token",
+        "operator",
+        "concurrency",
+        "tokens_per_minute",
+        "blocks",
+        "reserved_blocks",
+        "weight",
+        "shares",
+    ];
     if let Some(other) = fields.keys().find(|name| !known.contains(&name.as_str())) {
         let other = shortened(other);
         return Err(format!("{}: there is no such member; there are {}", at(&other), known.join(", ")));
     }
     let token = check_token(text("token")?).map_err(|why| format!("{}: {why}", at("token")))?;
-    let mut tenant = Tenant::new(nth as u64 + 1, text("name")?.to_owned(), Some(token));
+    let name = check_name(text("name")?).map_err(|why| format!("{}: {why}", at("name")))?;
+    let mut tenant = Tenant::new(nth as u64 + 1, name, Some(token));
+    tenant.operator = flag("operator")?;
     tenant.concurrency = number("concurrency", 1 << 20)?.map_or(usize::MAX, |most| most as usize);
     tenant.tokens_per_minute = number("tokens_per_minute", 1 << 40)?.map(|rate| rate as f64);
     let most = u64::from(u32::MAX);
@@ -265,10 +338,7 @@ fn parse_tenant(nth: usize, value: &Value) -> Result<Tenant, String> {
     options.blocks_most = number("blocks", most)?.map_or(u32::MAX, |blocks| blocks as u32);
     options.active_reserved = number("reserved_blocks", most)?.map_or(0, |blocks| blocks as u32);
     options.active_weight = number("weight", most)?.map_or(1, |weight| weight as u32);
-    options.shares = match fields.get("shares") {
-        None => false,
-        Some(value) => value.as_bool().ok_or_else(|| format!("{}: true or false is wanted", at("shares")))?,
-    };
+    options.shares = flag("shares")?;
     Ok(tenant)
 }
 
@@ -344,7 +414,16 @@ mod tests {
             ("{", "line 1"),
             ("{}", "\"tenants\""),
             (r#"{"tenants": []}"#, "0 tenants"),
-            (r#"{"tenants": [1]}"#, "tenants[0] is no object"),
+            (r#"{"tenants": [1]}"#, "an object with an array"),
+            (r#"{"tenants": ["secretsecret"]}"#, "each member stands once: line 1"),
+            (r#"{"tenants": [], "tenants": []}"#, "each member stands once"),
+            (
+                r#"{"tenants": [{"name": "a", "token": "secretsecret", "token": "other-secret"}]}"#,
+                "each member stands once",
+            ),
+            (r#"{"tenants": [{"name": "", "token": "secretsecret"}]}"#, "tenants[0].name"),
+            (r#"{"tenants": [{"name": "a\nb", "token": "secretsecret"}]}"#, "tenants[0].name"),
+            (r#"{"tenants": [{"name": "a", "token": "secretsecret", "operator": "b"}]}"#, "tenants[0].operator"),
             (r#"{"tenants": [{"name": "a"}]}"#, "tenants[0].token"),
             (r#"{"tenants": [{"name": "a", "token": "short"}]}"#, "tenants[0].token"),
             (r#"{"tenants": [{"name": "a", "token": "secret secret"}]}"#, "tenants[0].token"),

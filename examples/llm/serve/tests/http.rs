@@ -493,6 +493,10 @@ fn regression_every_host_header_has_to_be_local() {
         "[2001:db8::1]",
         "",
         "evil@",
+        "localhost:80@evil.example",
+        "127.0.0.1@evil.example:80",
+        "[::1]@evil.example",
+        "[::1].evil.example",
         "localhost\r\nHost: evil.example",
         "\u{fc}",
     ];
@@ -504,6 +508,27 @@ fn regression_every_host_header_has_to_be_local() {
     }
     let absolute = server.ask("GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n");
     absolute.assert_error(403, INVALID, None, None);
+}
+
+/// Any tenant read what all of them do.
+#[test]
+fn regression_metrics_and_pages_of_all_tenants_are_an_operators() {
+    let text =
+        r#"{"tenants": [{"name": "a", "token": "aaaaaaaa"}, {"name": "b", "token": "bbbbbbbb", "operator": true}]}"#;
+    let server = Server::with(&[], Tenants::parse(text).unwrap(), |_| {});
+    let ask = |path: &str, token: &str| {
+        server.ask(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n"))
+    };
+    for path in ["/metrics", "/pages"] {
+        let message = ask(path, "aaaaaaaa").assert_error(403, INVALID, None, None);
+        assert!(message.contains("operator"), "{message}");
+        assert_eq!(ask(path, "bbbbbbbb").status, 200);
+        assert_eq!(ask("/v1/models", "aaaaaaaa").status, 200);
+    }
+    let alone = Tenants::single(Some("aaaaaaaa")).unwrap();
+    let server = Server::with(&[], alone, |_| {});
+    let head = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer aaaaaaaa\r\n\r\n";
+    assert_eq!(server.ask(head).status, 200);
 }
 
 #[test]

@@ -12,6 +12,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request as HttpRequest, State};
+use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -146,6 +147,18 @@ impl App {
     }
 }
 
+impl App {
+    /// Refuses whoever may not read what all tenants do.
+    fn operator(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let tenant = self.tenant(headers)?;
+        if self.tenants.are_read_by(tenant) {
+            return Ok(());
+        }
+        let message = "This token may not read what all tenants do. In the tenants file, \"operator\": true allows it.";
+        Err(ApiError::refused(403, message))
+    }
+}
+
 /// What is logged for a request that nobody waited for to the end, as some servers do.
 const LEFT: u16 = 499;
 
@@ -170,13 +183,17 @@ impl Drop for Logged {
 /// machine.
 fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
     let is_local = |host: &HeaderValue| {
-        let host = host.to_str().unwrap_or_default();
-        let name = match host.strip_prefix('[') {
-            Some(v6) => v6.split(']').next().unwrap_or_default(),
-            None => host.split(':').next().unwrap_or_default(),
-        };
-        let loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
-        loopback || name.eq_ignore_ascii_case("localhost")
+        let authority = Authority::try_from(host.as_bytes()).ok();
+        authority.is_some_and(|authority| {
+            let name = authority.host();
+            // Nothing in front of the name, such as a user, and nothing behind it but a port.
+            let port = authority.as_str().strip_prefix(name).filter(|rest| {
+                rest.is_empty() || rest.strip_prefix(':').is_some_and(|port| port.parse::<u16>().is_ok())
+            });
+            let address = name.strip_prefix('[').and_then(|v6| v6.strip_suffix(']')).unwrap_or(name);
+            let loopback = address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+            port.is_some() && (loopback || name.eq_ignore_ascii_case("localhost"))
+        })
     };
     if headers.get_all(header::HOST).iter().all(is_local) {
         return Ok(());
@@ -311,7 +328,7 @@ async fn ready(State(app): Shared) -> Result<Response, ApiError> {
 }
 
 async fn metrics(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
-    app.tenant(&headers)?;
+    app.operator(&headers)?;
     let text = blocking(move || app.opened.metrics.text()).await?;
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
@@ -319,7 +336,7 @@ async fn metrics(State(app): Shared, headers: HeaderMap) -> Result<Response, Api
 
 /// Where pages are, for the page: for each class a letter a page (`d`, `h` and `s` for device, host and disk).
 async fn pages(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
-    app.tenant(&headers)?;
+    app.operator(&headers)?;
     let places = app.opened.places.clone();
     let pages = blocking(move || {
         places.pages().map(|(class, tiers)| {
