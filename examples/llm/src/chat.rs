@@ -2,7 +2,7 @@
 
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles, read_json};
@@ -73,6 +73,12 @@ impl ChatTemplate {
 
     /// The prompt for `messages`, with the opening of the assistant's turn where `open_turn` is set.
     pub fn render(&self, messages: &[Message], open_turn: bool) -> Result<String> {
+        self.render_with(messages, open_turn, &Map::new())
+    }
+
+    /// As [`render`](Self::render), with further variables (`enable_thinking`, say). What a template does not know has
+    /// no effect.
+    pub fn render_with(&self, messages: &[Message], open_turn: bool, more: &Map<String, Json>) -> Result<String> {
         let template = self.environment.get_template(NAME).map_err(|e| Error::format("chat template", e))?;
         let messages: Vec<Value> = messages.iter().map(|m| context! { role => m.role, content => m.content }).collect();
         template
@@ -81,6 +87,7 @@ impl ChatTemplate {
                 add_generation_prompt => open_turn,
                 bos_token => self.bos,
                 eos_token => self.eos,
+                ..Value::from_serialize(more)
             })
             .map_err(|e| Error::format("chat template", e))
     }

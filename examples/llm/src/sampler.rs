@@ -1,9 +1,30 @@
 //! Choosing the next token.
 
 use std::cmp::Ordering;
+use std::collections::HashMap;
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+
+/// What makes tokens likelier or less likely than the model has them, before one is chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Penalties {
+    /// Taken from the logit of each token that the answer has, as OpenAI's API defines it.
+    pub presence: f32,
+    /// Taken from the logit of a token as often as the answer has it.
+    pub frequency: f32,
+    /// Divides the positive logits, and multiplies the negative ones, of tokens that the prompt or the answer has
+    /// (Keskar et al., 2019); 1 changes nothing.
+    pub repetition: f32,
+    /// Added to the logits of these tokens.
+    pub bias: Vec<(u32, f32)>,
+}
+
+impl Default for Penalties {
+    fn default() -> Self {
+        Self { presence: 0.0, frequency: 0.0, repetition: 1.0, bias: Vec::new() }
+    }
+}
 
 /// Chooses tokens from logits: the best one, or by chance with a seed. The same seed and logits give the same tokens.
 #[derive(Debug)]
@@ -11,6 +32,10 @@ pub struct Sampler {
     temperature: f32,
     top_k: usize,
     top_p: f32,
+    min_p: f32,
+    penalties: Penalties,
+    /// Tokens that are penalised, and how often the answer has them.
+    met: HashMap<u32, u32>,
     rng: StdRng,
 }
 
@@ -22,7 +47,15 @@ impl Sampler {
 
     /// Draws from `softmax(logits / temperature)`; a temperature of 0 (or less) is greedy.
     pub fn new(temperature: f32, seed: u64) -> Self {
-        Self { temperature, top_k: 0, top_p: 1.0, rng: StdRng::seed_from_u64(seed) }
+        Self {
+            temperature,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            penalties: Penalties::default(),
+            met: HashMap::new(),
+            rng: StdRng::seed_from_u64(seed),
+        }
     }
 
     /// Draws among the `k` most probable tokens only; 0 means all.
@@ -39,19 +72,69 @@ impl Sampler {
         self
     }
 
+    /// Draws among the tokens that are at least `p` times as probable as the most probable one (Nguyen et al., 2024).
+    #[must_use]
+    pub fn min_p(mut self, p: f32) -> Self {
+        self.min_p = p;
+        self
+    }
+
+    /// Chooses from logits that are changed before. `prompt` is what comes before the answer.
+    #[must_use]
+    pub fn penalties(mut self, penalties: Penalties, prompt: &[u32]) -> Self {
+        if penalties.repetition != 1.0 {
+            self.met.extend(prompt.iter().map(|token| (*token, 0)));
+        }
+        self.penalties = penalties;
+        self
+    }
+
+    /// Whether the logits are changed before a token is chosen.
+    fn changes_logits(&self) -> bool {
+        self.penalties != Penalties::default()
+    }
+
+    fn changed(&self, logits: &[f32]) -> Vec<f32> {
+        let Penalties { presence, frequency, repetition, bias } = &self.penalties;
+        let mut changed = logits.to_vec();
+        for (token, count) in &self.met {
+            let Some(logit) = changed.get_mut(*token as usize) else { continue };
+            *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
+            *logit -= *count as f32 * frequency + if *count > 0 { *presence } else { 0.0 };
+        }
+        for (token, more) in bias {
+            if let Some(logit) = changed.get_mut(*token as usize) {
+                *logit += more;
+            }
+        }
+        changed
+    }
+
     /// What a device needs to choose as [`sample`](Self::sample) would, or `None` where it cannot: it draws from all
     /// tokens.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
     pub(crate) fn draw(&mut self) -> Option<Draw> {
+        if self.changes_logits() {
+            return None;
+        }
         if self.temperature <= 0.0 {
             return Some(Draw::Best);
         }
-        let all = self.top_k == 0 && self.top_p >= 1.0;
+        let all = self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0;
         all.then(|| Draw::Chance { temperature: self.temperature, uniform: self.rng.random() })
     }
 
-    /// The next token. 0 for empty `logits`.
+    /// The next token of the answer. 0 for empty `logits`.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
+        if !self.changes_logits() {
+            return self.choose(logits);
+        }
+        let token = self.choose(&self.changed(logits));
+        *self.met.entry(token).or_default() += 1;
+        token
+    }
+
+    fn choose(&mut self, logits: &[f32]) -> u32 {
         if self.temperature <= 0.0 {
             return argmax(logits);
         }
@@ -66,6 +149,11 @@ impl Sampler {
             keep_nucleus(&mut odds, self.top_p.into());
         } else if self.top_k > 0 {
             odds.sort_unstable_by(likelier);
+        }
+        if self.min_p > 0.0 {
+            // The most probable one has the weight 1.
+            let least = self.min_p.min(1.0).into();
+            odds.retain(|(_, weight)| *weight >= least);
         }
         let total: f64 = odds.iter().map(|o| o.1).sum();
         let mut left = self.rng.random::<f64>() * total;
@@ -153,6 +241,49 @@ mod tests {
         let kept = before.count().max(1);
         odds.truncate(kept);
         odds
+    }
+
+    /// What many draws give, each by a sampler of its own.
+    fn drawn(logits: &[f32], sampler: impl Fn(u64) -> Sampler) -> Vec<u32> {
+        let mut drawn: Vec<u32> = (0..200).map(|seed| sampler(seed).sample(logits)).collect();
+        drawn.sort_unstable();
+        drawn.dedup();
+        drawn
+    }
+
+    #[test]
+    fn tokens_below_a_part_of_the_most_probable_one_are_not_drawn() {
+        let logits = [0.6_f32.ln(), 0.3_f32.ln(), 0.1_f32.ln()];
+        assert_eq!(drawn(&logits, |seed| Sampler::new(1.0, seed)), [0, 1, 2]);
+        assert_eq!(drawn(&logits, |seed| Sampler::new(1.0, seed).min_p(0.4)), [0, 1]);
+        assert_eq!(drawn(&logits, |seed| Sampler::new(1.0, seed).min_p(0.4).top_k(3).top_p(0.99)), [0, 1]);
+        assert_eq!(drawn(&logits, |seed| Sampler::new(1.0, seed).min_p(7.0)), [0]);
+    }
+
+    #[test]
+    fn what_an_answer_has_becomes_less_likely() {
+        let logits = [2.0, 1.5, -1.0, -1.1];
+        let said = |penalties: Penalties, prompt: &[u32]| -> Vec<u32> {
+            let mut sampler = Sampler::greedy().penalties(penalties, prompt);
+            (0..4).map(|_| sampler.sample(&logits)).collect()
+        };
+        let none = Penalties::default();
+        assert_eq!(said(none.clone(), &[0, 1]), [0, 0, 0, 0]);
+        // Once taken, whatever the count.
+        assert_eq!(said(Penalties { presence: 0.6, ..none.clone() }, &[0]), [0, 1, 0, 0]);
+        // Each time it is there, but not for the prompt.
+        assert_eq!(said(Penalties { frequency: 0.4, ..none.clone() }, &[0, 0, 0]), [0, 0, 1, 0]);
+        assert_eq!(said(Penalties { repetition: 2.0, ..none.clone() }, &[]), [0, 1, 0, 0]);
+        // For the prompt too; a negative logit becomes smaller.
+        assert_eq!(said(Penalties { repetition: 2.0, ..none.clone() }, &[0]), [1, 0, 0, 0]);
+        let negative = |prompt: &[u32]| {
+            Sampler::greedy()
+                .penalties(Penalties { repetition: 2.0, ..Penalties::default() }, prompt)
+                .sample(&[-1.0, -1.5])
+        };
+        assert_eq!((negative(&[]), negative(&[0])), (0, 1));
+        let bias = vec![(0, -100.0), (3, 5.0), (4000, 100.0)];
+        assert_eq!(said(Penalties { bias, ..none }, &[]), [3, 3, 3, 3]);
     }
 
     proptest! {

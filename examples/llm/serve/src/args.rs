@@ -3,11 +3,34 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use outcore::store::IoBackend;
 use outcore::{Bytes, PolicyKind};
 
 use crate::engine::Preempt;
+
+/// What becomes of requests with fields that nobody knows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum UnknownFields {
+    /// They have no effect; the log has each name once.
+    #[default]
+    Ignore,
+    /// They get the status 400.
+    Refuse,
+}
+
+fn number(text: &str, least: f32, most: f32) -> Result<f32, String> {
+    let number = text.parse().ok().filter(|number| (least..=most).contains(number));
+    number.ok_or_else(|| format!("a number between {least} and {most} is wanted"))
+}
+
+fn within<const LEAST: u8, const MOST: u8>(text: &str) -> Result<f32, String> {
+    number(text, LEAST.into(), MOST.into())
+}
+
+fn repetition(text: &str) -> Result<f32, String> {
+    number(text, 0.01, 100.0)
+}
 
 /// Serves a model, larger than memory if need be, to many clients at once: the API of OpenAI's completions and chat
 /// completions.
@@ -42,7 +65,7 @@ pub struct Args {
     /// A file with the bearer token that clients have to send.
     #[arg(long, conflicts_with = "tenants")]
     pub token_file: Option<PathBuf>,
-    /// A JSON file with tenants, their bearer tokens and quotas: see docs/serving.md.
+    /// A JSON file with tenants, their bearer tokens and quotas.
     #[arg(long)]
     pub tenants: Option<PathBuf>,
     /// Most answers that are written at a time. Default: 64, and fewer where their logits would take a sixteenth of the
@@ -70,6 +93,28 @@ pub struct Args {
     /// Seconds that answers may still take when the server is told to stop; then they are parked.
     #[arg(long, default_value_t = 10)]
     pub drain: u16,
+    /// Temperature of requests that name none. Default of this and the next four: what the model says, or else 0.8, 40,
+    /// 0.95, 0.05 and 1.
+    #[arg(long, value_parser = within::<0, 2>)]
+    pub temperature: Option<f32>,
+    /// Of how many of the likeliest tokens one is drawn; 0 is all.
+    #[arg(long)]
+    pub top_k: Option<usize>,
+    /// Which part of all probabilities the tokens have of which one is drawn.
+    #[arg(long, value_parser = within::<0, 1>)]
+    pub top_p: Option<f32>,
+    /// How likely a token is at least, as a part of the likeliest one.
+    #[arg(long, value_parser = within::<0, 1>)]
+    pub min_p: Option<f32>,
+    /// How much less likely a token becomes that the prompt or the answer has.
+    #[arg(long, value_parser = repetition)]
+    pub repetition_penalty: Option<f32>,
+    /// What becomes of requests with fields that nobody knows: ignore, which logs each name once, or refuse.
+    #[arg(long, value_enum, default_value_t)]
+    pub unknown_fields: UnknownFields,
+    /// A name by which browsers may reach the server without a token, besides localhost; may be given several times.
+    #[arg(long, value_name = "NAME")]
+    pub allow_host: Vec<String>,
     /// Drafts what follows by looking up the prompt, where that pays: the same answers, in fewer passes.
     #[arg(long)]
     pub speculate: bool,

@@ -9,5 +9,6 @@ pub mod metrics;
 pub mod open;
 pub mod places;
 pub mod request;
+pub mod sampling;
 pub mod tenants;
 pub mod text;

@@ -12,13 +12,15 @@ use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvLayout, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
 use outcore_llm::{
-    ChatTemplate, Config, Error, KvType, Model, ModelFiles, Options, PagedWeights, Pool, Result, Tokenizer, paged_kv,
+    ChatTemplate, Config, Error, GenerationDefaults, KvType, Model, ModelFiles, Options, PagedWeights, Pool, Result,
+    Tokenizer, paged_kv,
 };
 
 use crate::args::Args;
 use crate::engine::{Engine, Limits};
 use crate::metrics::Metrics;
 use crate::places::Places;
+use crate::sampling::Defaults;
 use crate::tenants::Tenants;
 
 /// Sequences are taken to be about so long where the tokens of a block follow from it.
@@ -39,8 +41,8 @@ const NETWORK: Bytes = Bytes::mib(16);
 const REQUESTS_PART: u64 = 64;
 /// The least and the most of that, in bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
-/// Bytes for each token of the vocabulary that choosing one takes.
-const CHOOSING: u64 = 20;
+/// Bytes for each token of the vocabulary that choosing one takes: a copy of the logits, the odds, and their order.
+const CHOOSING: u64 = 24;
 /// Of each row of logits: the product by rows and by vectors.
 const LOGITS_COPIES: u64 = 2;
 
@@ -63,6 +65,8 @@ pub struct Opened {
     pub vocab: usize,
     /// Bytes that requests may hold in memory.
     pub room: usize,
+    /// How tokens are chosen where a request does not say.
+    pub sampling: Defaults,
 }
 
 /// Names the weights, so that keys and values of other ones are never taken for theirs. A file that was written anew is
@@ -145,6 +149,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let config = Config::new(&files)?;
     let tokenizer = Arc::new(Tokenizer::load(&files)?);
     let template = ChatTemplate::load(&files, &tokenizer)?;
+    let generation = GenerationDefaults::of(&files)?;
     let context = args.context.unwrap_or(config.context);
     if context < 2 || context > config.context {
         let what = format!("--context {context}, and the model's context is {}", config.context);
@@ -219,5 +224,6 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
-    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room })
+    let sampling = Defaults::of(args, generation);
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room, sampling })
 }

@@ -1,8 +1,9 @@
 //! Requests: from JSON to what is to be done. Trusts nothing.
 //!
 //! Fields: <https://platform.openai.com/docs/api-reference/chat/create> and `.../completions/create`. What OpenAI's API
-//! has and this server does not do is refused by name, unless the value asks for nothing; what nobody knows is refused
-//! too. Beyond OpenAI's API: `top_k`, `ignore_eos`, and prompts of token ids.
+//! has and this server does not do is refused by name, unless the value asks for nothing. What nobody knows is listed.
+//! Beyond OpenAI's API: `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`, `chat_template_kwargs`, and prompts of
+//! token ids.
 //!
 //! Nothing of a body becomes a tree of values: members are looked up in its text, and what a [`Request`] has is copied
 //! from there once its size is known. So [`bytes_to_parse`] holds for every body.
@@ -12,8 +13,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
-use serde_json::Value;
 use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
 
@@ -23,6 +24,13 @@ const MESSAGES_MOST: usize = 2048;
 const STOPS_MOST: usize = 4;
 /// The longest stop sequence, in bytes.
 const STOP_BYTES_MOST: usize = 1024;
+/// The most tokens of a `logit_bias`.
+const BIASES_MOST: usize = 1024;
+/// The longest `chat_template_kwargs`, in bytes, and how much more memory its values take.
+const TEMPLATE_BYTES_MOST: usize = 1 << 10;
+const TEMPLATE_VALUES: usize = 64;
+/// The most names of unknown fields that are listed.
+const UNKNOWN_MOST: usize = 8;
 /// The most choices of a request.
 const CHOICES_MOST: u64 = 128;
 /// The most alternatives of a token that a chat completion names (OpenAI's limit), and a completion.
@@ -33,12 +41,12 @@ const DEPTH_MOST: usize = 127;
 /// What an allocator takes for a text besides its bytes.
 const ALLOCATION_BYTES: usize = 32;
 /// What a request takes besides its texts and tokens, in bytes.
-const REQUEST_BYTES: usize = 4 << 10;
+const REQUEST_BYTES: usize = (4 << 10) + TEMPLATE_BYTES_MOST * TEMPLATE_VALUES;
 
 /// Bytes of memory for each byte of a body: itself, and twice as many for tokens of one digit.
 const PARSING_BYTES: usize = 3;
 /// The shortest messages take so much more than that, all together, and so do the parser's own variables.
-const PARSING_MORE: usize = MESSAGES_MOST * 16;
+const PARSING_MORE: usize = MESSAGES_MOST * 16 + TEMPLATE_BYTES_MOST * TEMPLATE_VALUES;
 
 /// Bytes of memory that a body of so many bytes takes until it is parsed, with what becomes of it, at most.
 pub fn bytes_to_parse(body: usize) -> usize {
@@ -71,17 +79,31 @@ pub struct Common {
     pub logprobs: Option<usize>,
     /// Whether the answer goes on behind the model's end tokens.
     pub ignore_end: bool,
+    /// What a chat template gets besides the messages.
+    pub template: Map<String, Value>,
+    /// The first fields with names that nobody knows, cut short. They have no effect.
+    pub unknown: Vec<String>,
 }
 
-/// How tokens are chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// How tokens are chosen; what is `None` is the server's choice.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampling {
     /// 0 takes the likeliest.
-    pub temperature: f32,
+    pub temperature: Option<f32>,
     /// See [`outcore_llm::Sampler::top_p`].
-    pub top_p: f32,
+    pub top_p: Option<f32>,
     /// See [`outcore_llm::Sampler::top_k`].
-    pub top_k: usize,
+    pub top_k: Option<usize>,
+    /// See [`outcore_llm::Sampler::min_p`].
+    pub min_p: Option<f32>,
+    /// See [`outcore_llm::Penalties`].
+    pub repetition: Option<f32>,
+    /// See [`outcore_llm::Penalties`].
+    pub presence: f32,
+    /// See [`outcore_llm::Penalties`].
+    pub frequency: f32,
+    /// See [`outcore_llm::Penalties`].
+    pub bias: Vec<(u32, f32)>,
     /// The same seed gives the same answer.
     pub seed: Option<u64>,
 }
@@ -133,7 +155,8 @@ pub struct Request {
 impl Common {
     /// Bytes of memory that a request takes besides its prompts.
     pub fn bytes(&self) -> usize {
-        REQUEST_BYTES + self.stop.iter().chain(&self.model).map(String::len).sum::<usize>()
+        let texts = self.stop.iter().chain(&self.model).map(String::len).sum::<usize>();
+        REQUEST_BYTES + texts + size_of_val(self.sampling.bias.as_slice())
     }
 }
 
@@ -157,10 +180,7 @@ const WITHOUT_EFFECT: [&str; 8] = [
 ];
 
 /// Fields of OpenAI's API that this server does not do.
-const UNSUPPORTED: [&str; 15] = [
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
+const UNSUPPORTED: [&str; 11] = [
     "tools",
     "functions",
     "tool_choice",
@@ -170,19 +190,25 @@ const UNSUPPORTED: [&str; 15] = [
     "suffix",
     "audio",
     "prediction",
-    "reasoning_effort",
     "verbosity",
     "web_search_options",
 ];
 
 /// All other names that something here looks up, in whichever object.
-const LOOKED_UP: [&str; 28] = [
+const LOOKED_UP: [&str; 35] = [
     "model",
     "max_tokens",
     "max_completion_tokens",
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "chat_template_kwargs",
+    "reasoning_effort",
     "seed",
     "n",
     "stop",
@@ -211,10 +237,9 @@ const LOOKED_UP: [&str; 28] = [
 fn asks_for_nothing(name: &str, value: Raw<'_>) -> Result<bool, ApiError> {
     Ok(value.is_null()
         || match name {
-            "frequency_penalty" | "presence_penalty" => value.scalar().as_f64() == Some(0.0),
-            "logit_bias" => value.is_object() && value.is_empty(),
             "tools" | "functions" => value.is_array() && value.is_empty(),
-            "tool_choice" | "function_call" => value.is_text("none")?,
+            // Without tools, there is nothing to choose.
+            "tool_choice" | "function_call" => value.is_text("none")? || value.is_text("auto")?,
             "response_format" if value.is_object() => {
                 Fields::of(value)?.take("type").is_some_and(|kind| kind.is_text("text").unwrap_or(false))
             }
@@ -457,19 +482,20 @@ fn unescaped(inner: &str) -> Option<String> {
 /// The members of an object. Of those with the same name the last one counts.
 struct Fields<'a> {
     known: BTreeMap<&'static str, Raw<'a>>,
-    /// The first with a name that nobody knows, cut short.
-    unknown: Option<String>,
+    /// The first with names that nobody knows, cut short.
+    unknown: Vec<String>,
 }
 
 impl<'a> Fields<'a> {
     fn of(object: Raw<'a>) -> Result<Self, ApiError> {
-        let mut fields = Self { known: BTreeMap::new(), unknown: None };
+        let mut fields = Self { known: BTreeMap::new(), unknown: Vec::new() };
         object.walk(&mut |name, value| {
             let name = name.text()?;
             let mut all = LOOKED_UP.iter().chain(&UNSUPPORTED).chain(&WITHOUT_EFFECT);
             match all.find(|known| **known == name) {
                 Some(known) => drop(fields.known.insert(known, value)),
-                None => drop(fields.unknown.get_or_insert_with(|| shortened(&name))),
+                None if fields.unknown.len() < UNKNOWN_MOST => fields.unknown.push(shortened(&name)),
+                None => {}
             }
             Ok(())
         })?;
@@ -559,7 +585,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Whether a stream is asked for, and whether its last piece tells what was used.
-    fn stream(&mut self) -> Result<(bool, bool), ApiError> {
+    fn stream(&mut self, unknown: &mut Vec<String>) -> Result<(bool, bool), ApiError> {
         let stream = self.bool("stream", "")?.unwrap_or(false);
         let Some(options) = self.take("stream_options") else { return Ok((stream, false)) };
         if !options.is_object() {
@@ -572,13 +598,42 @@ impl<'a> Fields<'a> {
         let (mut options, within) = (Fields::of(options)?, "stream_options.");
         options.bool("include_obfuscation", within)?;
         let usage = options.bool("include_usage", within)?.unwrap_or(false);
-        options.finish(within)?;
+        options.finish(within, unknown)?;
         Ok((stream, usage))
     }
 
-    /// What both kinds of requests have.
-    fn common(&mut self, logprobs: Option<usize>) -> Result<Common, ApiError> {
-        let (stream, stream_usage) = self.stream()?;
+    /// How many of the likeliest tokens are drawn from: -1 is all, as 0 is.
+    fn top_k(&mut self) -> Result<Option<usize>, ApiError> {
+        if self.known.get("top_k").is_some_and(|value| value.scalar().as_i64() == Some(-1)) {
+            self.take("top_k");
+            return Ok(Some(0));
+        }
+        Ok(self.integer("top_k", 0, 1 << 31)?.map(|most| most as usize))
+    }
+
+    fn bias(&mut self) -> Result<Vec<(u32, f32)>, ApiError> {
+        const NAME: &str = "logit_bias";
+        let Some(value) = self.take(NAME) else { return Ok(Vec::new()) };
+        if !value.is_object() {
+            return Err(wrong_type(NAME, "an object", value));
+        }
+        let mut bias = Vec::new();
+        value.walk(&mut |name, value| {
+            let name = name.text()?;
+            let wrong = |why: &str| wrong_value(&format!("{NAME}.{}", shortened(&name)), why);
+            let token = name.parse().map_err(|_| wrong("a name is a token id"))?;
+            let more = value.scalar().as_f64().filter(|more| (-100.0..=100.0).contains(more));
+            let more = more.ok_or_else(|| wrong("it has to be a number between -100 and 100"))?;
+            if bias.len() == BIASES_MOST {
+                return Err(wrong_value(NAME, format!("at most {BIASES_MOST} tokens are allowed")));
+            }
+            bias.push((token, more as f32));
+            Ok(())
+        })?;
+        Ok(bias)
+    }
+
+    fn sampling(&mut self) -> Result<Sampling, ApiError> {
         let seed = match self.take("seed") {
             None => None,
             Some(raw) => {
@@ -587,47 +642,87 @@ impl<'a> Fields<'a> {
                 Some(signed.or(value.as_u64()).ok_or_else(|| wrong_type("seed", "an integer", raw))?)
             }
         };
+        let mut number = |name, least, most| Ok(self.number(name, least, most)?.map(|number| number as f32));
+        Ok(Sampling {
+            temperature: number("temperature", 0.0, 2.0)?,
+            top_p: number("top_p", 0.0, 1.0)?,
+            min_p: number("min_p", 0.0, 1.0)?,
+            repetition: number("repetition_penalty", 0.01, 100.0)?,
+            presence: number("presence_penalty", -2.0, 2.0)?.unwrap_or(0.0),
+            frequency: number("frequency_penalty", -2.0, 2.0)?.unwrap_or(0.0),
+            top_k: self.top_k()?,
+            bias: self.bias()?,
+            seed,
+        })
+    }
+
+    /// What a chat template gets besides the messages.
+    fn template(&mut self) -> Result<Map<String, Value>, ApiError> {
+        const NAME: &str = "chat_template_kwargs";
+        let mut variables = match self.take(NAME) {
+            None => Map::new(),
+            Some(object) if !object.is_object() => return Err(wrong_type(NAME, "an object", object)),
+            Some(object) if object.0.len() > TEMPLATE_BYTES_MOST => {
+                return Err(wrong_value(NAME, format!("it has at most {TEMPLATE_BYTES_MOST} bytes")));
+            }
+            Some(object) => serde_json::from_str(object.0).map_err(|_| unparsed("it is not valid"))?,
+        };
+        if let Some(effort) = self.string("reasoning_effort")? {
+            if effort.len() > TEMPLATE_BYTES_MOST {
+                return Err(wrong_value("reasoning_effort", format!("it has at most {TEMPLATE_BYTES_MOST} bytes")));
+            }
+            variables.insert("reasoning_effort".to_owned(), effort.into());
+        }
+        Ok(variables)
+    }
+
+    /// What both kinds of requests have.
+    fn common(&mut self, logprobs: Option<usize>, mut unknown: Vec<String>) -> Result<Common, ApiError> {
+        let (stream, stream_usage) = self.stream(&mut unknown)?;
         let [longest, newer] = ["max_tokens", "max_completion_tokens"].map(|name| self.integer(name, 1, 1 << 31));
         let max_tokens = newer?.or(longest?).map(|most| most as usize);
         let common = Common {
             model: self.string("model")?,
             max_tokens,
-            sampling: Sampling {
-                temperature: self.number("temperature", 0.0, 2.0)?.unwrap_or(1.0) as f32,
-                top_p: self.number("top_p", 0.0, 1.0)?.unwrap_or(1.0) as f32,
-                top_k: self.integer("top_k", 0, 1 << 31)?.unwrap_or(0) as usize,
-                seed,
-            },
+            sampling: self.sampling()?,
             choices: self.integer("n", 1, CHOICES_MOST)?.unwrap_or(1) as usize,
             stop: self.stop()?,
             stream,
             stream_usage,
             logprobs,
             ignore_end: self.bool("ignore_eos", "")?.unwrap_or(false),
+            template: self.template()?,
+            unknown,
         };
         Ok(common)
     }
 
-    /// Refuses what is left.
-    fn finish(self, within: &str) -> Result<(), ApiError> {
+    /// Refuses what is left and known, and lists what is not.
+    fn finish(self, within: &str, unknown: &mut Vec<String>) -> Result<(), ApiError> {
+        let mut list = |name: &str| {
+            if unknown.len() < UNKNOWN_MOST {
+                unknown.push(format!("{within}{name}"));
+            }
+        };
         for (name, value) in self.known {
             let param = format!("{within}{name}");
             if within.is_empty() && WITHOUT_EFFECT.contains(&name) {
                 continue;
             }
             if !within.is_empty() || !UNSUPPORTED.contains(&name) {
-                return Err(unknown(param));
-            }
-            if !asks_for_nothing(name, value)? {
-                let message = format!("Unsupported parameter: '{param}' is not supported with this model.");
+                list(name);
+            } else if !asks_for_nothing(name, value)? {
+                let message = format!("Unsupported parameter: this server does not do '{param}'.");
                 return Err(ApiError::invalid(message).param(param).code("unsupported_parameter"));
             }
         }
-        self.unknown.map_or(Ok(()), |name| Err(unknown(format!("{within}{name}"))))
+        self.unknown.iter().for_each(|name| list(name));
+        Ok(())
     }
 }
 
-fn unknown(param: String) -> ApiError {
+/// The refusal of a field that nobody knows.
+pub fn unknown(param: &str) -> ApiError {
     let message = format!("Unrecognized request argument supplied: {param}");
     ApiError::invalid(message).param(param).code("unknown_parameter")
 }
@@ -660,7 +755,7 @@ fn content(param: &str, value: Raw<'_>) -> Result<String, ApiError> {
     Ok(whole)
 }
 
-fn message(nth: usize, value: Raw<'_>) -> Result<Message, ApiError> {
+fn message(nth: usize, value: Raw<'_>, unknown: &mut Vec<String>) -> Result<Message, ApiError> {
     let at = format!("messages[{nth}]");
     if !value.is_object() {
         return Err(wrong_type(&at, "an object", value));
@@ -685,11 +780,11 @@ fn message(nth: usize, value: Raw<'_>) -> Result<Message, ApiError> {
             return Err(wrong_value(&format!("{at}.{name}"), "it is not supported"));
         }
     }
-    fields.finish(&within)?;
+    fields.finish(&within, unknown)?;
     Ok(Message { role, content })
 }
 
-fn messages(value: Raw<'_>) -> Result<Vec<Message>, ApiError> {
+fn messages(value: Raw<'_>, unknown: &mut Vec<String>) -> Result<Vec<Message>, ApiError> {
     if !value.is_array() {
         return Err(wrong_type("messages", "an array of objects", value));
     }
@@ -702,7 +797,7 @@ fn messages(value: Raw<'_>) -> Result<Vec<Message>, ApiError> {
     }
     let mut messages = Vec::with_capacity(count);
     value.elements(|nth, value| {
-        messages.push(message(nth, value)?);
+        messages.push(message(nth, value, unknown)?);
         Ok(())
     })?;
     Ok(messages)
@@ -714,15 +809,16 @@ fn messages(value: Raw<'_>) -> Result<Vec<Message>, ApiError> {
 /// 400, with the field that is wrong.
 pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
     let mut fields = Fields::parse(body)?;
-    let messages = messages(fields.need("messages", "")?)?;
+    let mut unknown = Vec::new();
+    let messages = messages(fields.need("messages", "")?, &mut unknown)?;
     let top = fields.integer("top_logprobs", 0, CHAT_LOGPROBS_MOST)?;
     let logprobs = match (fields.bool("logprobs", "")?.unwrap_or(false), top) {
         (true, top) => Some(top.unwrap_or(0) as usize),
         (false, None | Some(0)) => None,
         (false, Some(_)) => return Err(wrong_value("top_logprobs", "'logprobs' has to be true for it")),
     };
-    let common = fields.common(logprobs)?;
-    fields.finish("")?;
+    let mut common = fields.common(logprobs, unknown)?;
+    fields.finish("", &mut common.unknown)?;
     Ok(Request { prompts: vec![Prompt::Chat(messages)], echo: false, common })
 }
 
@@ -778,7 +874,7 @@ pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
     let mut fields = Fields::parse(body)?;
     let prompts = prompts(fields.need("prompt", "")?)?;
     let logprobs = fields.integer("logprobs", 0, LOGPROBS_MOST)?.map(|top| top as usize);
-    let mut common = fields.common(logprobs)?;
+    let mut common = fields.common(logprobs, Vec::new())?;
     // OpenAI's default for completions.
     common.max_tokens = common.max_tokens.or(Some(16));
     let echo = fields.bool("echo", "")?.unwrap_or(false);
@@ -790,7 +886,7 @@ pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
         let message = "'logprobs' is not supported with 'echo': logprobs of the prompt are not computed.";
         return Err(ApiError::invalid(message).param("logprobs").code("unsupported_value"));
     }
-    fields.finish("")?;
+    fields.finish("", &mut common.unknown)?;
     if prompts.is_empty() || prompts.len() * common.choices > CHOICES_MOST as usize {
         return Err(wrong_count());
     }
@@ -801,7 +897,7 @@ pub fn completion(body: &[u8]) -> Result<Request, ApiError> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use serde_json::{Map, json};
+    use serde_json::json;
 
     use super::*;
 
@@ -882,14 +978,6 @@ mod tests {
                 "messages[0].content[0]",
                 "invalid_value",
             ),
-            (
-                chat,
-                messages,
-                "messages",
-                json!([{ "role": "user", "content": "a", "wings": 2 }]),
-                "messages[0].wings",
-                "unknown_parameter",
-            ),
             (completion, prompt, "prompt", json!([1, -1]), "prompt[1]", "invalid_type"),
             (completion, prompt, "prompt", json!(["a", 1]), "prompt[1]", "invalid_type"),
             (completion, prompt, "stop", json!(["a", 1]), "stop[1]", "invalid_type"),
@@ -897,7 +985,7 @@ mod tests {
         for (parse, valid, name, value, param, code) in cases {
             let (message, named, coded) = refused(parse, valid, name, value);
             assert_eq!((named.as_deref(), coded), (Some(param), Some(code)), "{message}");
-            assert!(message.contains(&format!("'{param}'")) || code == "unknown_parameter", "{message}");
+            assert!(message.contains(&format!("'{param}'")), "{message}");
         }
     }
 
@@ -987,12 +1075,10 @@ mod tests {
     #[test]
     fn what_asks_for_nothing_is_accepted_and_the_rest_is_refused_by_name() {
         let fields = [
-            ("frequency_penalty", json!(0), json!(0.5)),
-            ("presence_penalty", json!(0.0), json!(-1)),
-            ("logit_bias", json!({}), json!({ "1": 5 })),
             ("tools", json!([]), json!([{ "type": "function" }])),
             ("functions", json!([]), json!([1])),
-            ("tool_choice", json!("none"), json!("auto")),
+            ("tool_choice", json!("auto"), json!("required")),
+            ("tool_choice", json!("none"), json!({ "type": "function" })),
             ("response_format", json!({ "type": "text" }), json!({ "type": "json_object" })),
             ("modalities", json!(["text"]), json!(["audio"])),
             ("suffix", json!(""), json!("end")),
@@ -1002,18 +1088,95 @@ mod tests {
             for (name, nothing, something) in fields.clone() {
                 assert_eq!(parse(&with(valid, name, nothing)).as_ref(), Ok(&plain), "{name}");
                 let (message, param, code) = refused(parse, valid, name, something);
-                assert_eq!(message, format!("Unsupported parameter: '{name}' is not supported with this model."));
+                assert_eq!(message, format!("Unsupported parameter: this server does not do '{name}'."));
                 assert_eq!((param.as_deref(), code), (Some(name), Some("unsupported_parameter")));
             }
             for name in WITHOUT_EFFECT {
                 assert_eq!(parse(&with(valid, name, json!({ "any": ["thing"] }))).as_ref(), Ok(&plain), "{name}");
             }
-            let (message, param, code) = refused(parse, valid, "wings", json!(2));
-            assert_eq!(message, "Unrecognized request argument supplied: wings");
-            assert_eq!((param.as_deref(), code), (Some("wings"), Some("unknown_parameter")));
             // A name of any length is repeated in part.
-            let (message, ..) = refused(parse, valid, &"\u{1b}\u{1f600}".repeat(1000), json!(2));
-            assert!(message.len() < 400 && !message.contains(char::is_control), "{message:?}");
+            for name in ["wings", &"\u{1b}\u{1f600}".repeat(1000)] {
+                let unknown = parse(&with(valid, name, json!(2))).unwrap().common.unknown;
+                let [listed] = &*unknown else { panic!("{unknown:?}") };
+                assert!(listed == name || (listed.len() < 300 && !listed.contains(char::is_control)), "{listed:?}");
+                let error = super::unknown(listed);
+                assert_eq!((error.status, error.code), (400, Some("unknown_parameter")));
+                assert_eq!(error.param.as_ref(), Some(listed));
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_listed_by_where_they_are() {
+        let body = json!({
+            "messages": [{ "role": "user", "content": "a" }, { "role": "user", "content": "b", "wings": 2, "echo": 1 }],
+            "stream": true, "stream_options": { "more": 1 }, "text": "at another place", "typical_p": 1,
+        });
+        let unknown = chat(body.to_string().as_bytes()).unwrap().common.unknown;
+        let wanted = ["messages[1].echo", "messages[1].wings", "stream_options.more", "text", "typical_p"];
+        assert_eq!(unknown, wanted);
+        let many: Map<String, Value> = (0..100).map(|nth| (format!("f{nth}"), json!(1))).collect();
+        let mut body = json!({ "prompt": "a" });
+        body.as_object_mut().unwrap().extend(many);
+        assert_eq!(completion(body.to_string().as_bytes()).unwrap().common.unknown.len(), UNKNOWN_MOST);
+    }
+
+    #[test]
+    fn how_tokens_are_chosen_is_read_and_what_is_not_said_is_left_open() {
+        for (parse, valid) in BOTH {
+            assert_eq!(parse(valid.as_bytes()).unwrap().common.sampling, Sampling::default());
+            let mut body: Map<String, Value> = serde_json::from_str(valid).unwrap();
+            let fields = json!({
+                "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1.5, "seed": 7,
+                "presence_penalty": -2, "frequency_penalty": 0.5, "logit_bias": { "5": -100, "7": 1.5 },
+            });
+            body.extend(fields.as_object().unwrap().clone());
+            let wanted = Sampling {
+                temperature: Some(0.0),
+                top_p: Some(0.5),
+                top_k: Some(0),
+                min_p: Some(0.25),
+                repetition: Some(1.5),
+                presence: -2.0,
+                frequency: 0.5,
+                bias: vec![(5, -100.0), (7, 1.5)],
+                seed: Some(7),
+            };
+            assert_eq!(parse(Value::from(body).to_string().as_bytes()).unwrap().common.sampling, wanted);
+            let many: Map<String, Value> = (0..=BIASES_MOST).map(|token| (token.to_string(), json!(1))).collect();
+            for (name, value, param) in [
+                ("logit_bias", json!([1]), "logit_bias"),
+                ("logit_bias", json!({ "a": 1 }), "logit_bias.a"),
+                ("logit_bias", json!({ "-1": 1 }), "logit_bias.-1"),
+                ("logit_bias", json!({ "1": 101 }), "logit_bias.1"),
+                ("logit_bias", json!({ "1": null }), "logit_bias.1"),
+                ("logit_bias", many.into(), "logit_bias"),
+                ("top_k", json!(-2), "top_k"),
+                ("min_p", json!(1.5), "min_p"),
+                ("repetition_penalty", json!(0), "repetition_penalty"),
+                ("presence_penalty", json!(3), "presence_penalty"),
+            ] {
+                assert_eq!(refused(parse, valid, name, value).1.as_deref(), Some(param));
+            }
+        }
+    }
+
+    #[test]
+    fn variables_of_templates_are_few_and_effort_is_one() {
+        for (parse, valid) in BOTH {
+            let body =
+                with(valid, "chat_template_kwargs", json!({ "enable_thinking": false, "a": [1, { "b": null }] }));
+            let body = with(std::str::from_utf8(&body).unwrap(), "reasoning_effort", json!("low"));
+            let wanted = json!({ "enable_thinking": false, "a": [1, { "b": null }], "reasoning_effort": "low" });
+            assert_eq!(Value::from(parse(&body).unwrap().common.template), wanted);
+            for (name, value) in [
+                ("chat_template_kwargs", json!([])),
+                ("chat_template_kwargs", json!({ "a": "b".repeat(TEMPLATE_BYTES_MOST) })),
+                ("reasoning_effort", json!(1)),
+                ("reasoning_effort", json!("b".repeat(TEMPLATE_BYTES_MOST + 1))),
+            ] {
+                assert_eq!(refused(parse, valid, name, value).1.as_deref(), Some(name));
+            }
         }
     }
 

@@ -43,7 +43,6 @@ fn every_documented_error_has_openais_shape() {
         (TEXT, r#"{"prompt": [1], "temperature": "hot"}"#, Some("temperature"), Some("invalid_type")),
         (TEXT, r#"{"prompt": [1], "temperature": 3}"#, Some("temperature"), Some("invalid_value")),
         (TEXT, r#"{"prompt": [1], "tools": [1]}"#, Some("tools"), Some("unsupported_parameter")),
-        (TEXT, r#"{"prompt": [1], "wings": 2}"#, Some("wings"), Some("unknown_parameter")),
         (TEXT, r#"{"prompt": [1], "n": 129}"#, Some("n"), Some("invalid_value")),
         (TEXT, r#"{"prompt": ""}"#, Some("prompt"), Some("invalid_value")),
         (TEXT, r#"{"prompt": [[]]}"#, Some("prompt"), Some("invalid_value")),
@@ -167,14 +166,16 @@ fn bodies_that_are_no_requests_are_refused() {
         r#"{"prompt": [1], "stop": ["a", "b", "c", "d", "e"]}"#,
         r#"{"prompt": [1], "stop": ""}"#,
         r#"{"prompt": [1], "max_tokens": 99999999999999999999}"#,
-        r#"{"prompt": [1], "\u0000\u001b[31m": 1}"#,
         &deep,
-        &long,
     ];
     for body in bodies {
         let answer = server.post(TEXT, body);
         assert_eq!(answer.status, 400, "{}", answer.text());
         answer.assert_shape();
+    }
+    // Fields that nobody knows have no effect.
+    for body in [r#"{"prompt": [1], "\u0000\u001b[31m": 1}"#, &long] {
+        assert_eq!(server.post(TEXT, body).status, 200);
     }
     // The last of two members with the same name counts, as in most parsers.
     let twice = r#"{"prompt": {}, "prompt": [1], "max_tokens": 1, "temperature": 1e-45}"#;
@@ -508,6 +509,44 @@ fn regression_every_host_header_has_to_be_local() {
     }
     let absolute = server.ask("GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n");
     absolute.assert_error(403, INVALID, None, None);
+}
+
+#[test]
+fn unknown_fields_are_ignored_unless_they_are_to_be_refused() {
+    let body = r#"{"prompt": [1], "max_tokens": 1, "wings": 2}"#;
+    assert_eq!(Server::start().post(TEXT, body).status, 200);
+    let refusing = Server::with(&["--unknown-fields", "refuse"], Tenants::single(None).unwrap(), |_| {});
+    refusing.post(TEXT, body).assert_error(400, INVALID, Some("wings"), Some("unknown_parameter"));
+}
+
+#[test]
+fn what_clients_send_changes_the_tokens_that_are_chosen() {
+    let server = Server::start();
+    let tokens = |more: Value| {
+        let mut body =
+            json!({ "prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0, "logprobs": 0, "ignore_eos": true });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let answer = server.post(TEXT, body.to_string());
+        assert_eq!(answer.status, 200, "{more}: {}", String::from_utf8_lossy(&answer.body));
+        answer.json()["choices"][0]["logprobs"]["tokens"].as_array().unwrap().clone()
+    };
+    let plain = tokens(json!({}));
+    assert_eq!(tokens(json!({ "top_k": -1, "min_p": 0.5, "tools": [], "tool_choice": "auto", "wings": 1 })), plain);
+    let biased = tokens(json!({ "logit_bias": { "7": 100 } }));
+    assert!(biased != plain && biased.iter().all(|token| *token == biased[0]), "{biased:?}");
+    // A penalty of two is less than the bias, but of each time it counts.
+    let penalised =
+        tokens(json!({ "logit_bias": { "7": 3, "9": 2.5 }, "frequency_penalty": 2, "presence_penalty": 2 }));
+    assert!(penalised.iter().any(|token| *token != penalised[0]), "{penalised:?}");
+}
+
+#[test]
+fn a_name_that_is_allowed_reaches_the_server_without_a_token() {
+    let server = Server::with(&["--allow-host", "model.lan"], Tenants::single(None).unwrap(), |_| {});
+    for (host, status) in [("model.lan", 200), ("MODEL.lan:8080", 200), ("other.lan", 403), ("x@model.lan", 403)] {
+        let answer = server.ask(format!("GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+        assert_eq!(answer.status, status, "{host}");
+    }
 }
 
 /// Any tenant read what all of them do.

@@ -9,8 +9,8 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
-use outcore_llm::{Message, Sampler, Unfinished};
-use serde_json::Value;
+use outcore_llm::{Message, Unfinished};
+use serde_json::{Map, Value};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
 
@@ -20,7 +20,7 @@ use super::{App, blocking, check_model};
 use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
 use crate::open::Opened;
-use crate::request::{Prompt, Request, Sampling};
+use crate::request::{Prompt, Request};
 use crate::tenants::{Leave, Tenant};
 use crate::text::Stops;
 
@@ -70,7 +70,7 @@ async fn encode(
     app: &Arc<App>,
     kind: Kind,
     prompts: Vec<Prompt>,
-    (echo, choices): (bool, usize),
+    (echo, choices, variables): (bool, usize, Map<String, Value>),
     mut hold: Hold,
 ) -> Result<(Vec<Encoded>, Hold), ApiError> {
     // They are encoded one after the other.
@@ -84,7 +84,7 @@ async fn encode(
     blocking(move || {
         let mut bytes = hold.bytes();
         let encoded = prompts.into_iter().map(|prompt| {
-            let one = encode_one(&app, kind, prompt, echo, &mut room)?;
+            let one = encode_one(&app, kind, prompt, (echo, &variables), &mut room)?;
             bytes += one.bytes(choices);
             hold.set(bytes)?;
             Ok(one)
@@ -124,7 +124,13 @@ fn encoding_bytes(app: &App, kind: Kind, text: usize) -> Result<usize, ApiError>
 }
 
 /// `room` is for the prompt's text, and grows if a chat's template writes more than was expected.
-fn encode_one(app: &App, kind: Kind, prompt: Prompt, echo: bool, room: &mut Hold) -> Result<Encoded, ApiError> {
+fn encode_one(
+    app: &App,
+    kind: Kind,
+    prompt: Prompt,
+    (echo, variables): (bool, &Map<String, Value>),
+    room: &mut Hold,
+) -> Result<Encoded, ApiError> {
     let failed =
         |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(kind.prompt()).code("invalid_value");
     let Opened { tokenizer, template, context, vocab, .. } = &app.opened;
@@ -147,7 +153,7 @@ fn encode_one(app: &App, kind: Kind, prompt: Prompt, echo: bool, room: &mut Hold
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
             let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
-            let text = template.render(&messages.collect::<Vec<_>>(), true).map_err(failed)?;
+            let text = template.render_with(&messages.collect::<Vec<_>>(), true, variables).map_err(failed)?;
             let bytes = encoding_bytes(app, kind, text.len())?;
             room.set(bytes.max(room.bytes()))?;
             (tokenizer.encode_chat_at_most(&text, *context).map_err(failed)?, String::new())
@@ -215,14 +221,6 @@ fn logprobs_bytes(app: &App, kind: Kind, tokens: usize, top: usize) -> Result<us
     Err(ApiError::invalid(message).param(top).code("invalid_value"))
 }
 
-fn sampler(sampling: &Sampling, seed: u64) -> Sampler {
-    let Sampling { temperature, top_p, top_k, .. } = *sampling;
-    if temperature <= 0.0 {
-        return Sampler::greedy();
-    }
-    Sampler::new(temperature, seed).top_p(top_p).top_k(top_k)
-}
-
 /// The text of one choice so far.
 struct Text {
     unfinished: Unfinished,
@@ -269,7 +267,7 @@ impl Writing {
         hold: Hold,
         since: Instant,
     ) -> Result<Self, ApiError> {
-        let Request { prompts, echo, common } = request;
+        let Request { prompts, echo, mut common } = request;
         let kind = if matches!(prompts.first(), Some(Prompt::Chat(_))) { Kind::Chat } else { Kind::Completion };
         let (answers, places) = (prompts.len().saturating_mul(common.choices), app.opened.engine.places());
         if answers > places {
@@ -277,7 +275,8 @@ impl Writing {
             return Err(ApiError::invalid(message).param("n").code("invalid_value"));
         }
         let mut leave = tenant.enter(answers, Instant::now())?;
-        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices), hold).await?;
+        let variables = std::mem::take(&mut common.template);
+        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), hold).await?;
         let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
@@ -295,6 +294,7 @@ impl Writing {
             // Once for all choices of a prompt, as OpenAI's API counts.
             usage.prompt += prompt.len();
             taken += prompt.len() + most * common.choices;
+            bytes += common.choices * app.opened.sampling.bytes(&common.sampling, prompt.len() + most);
             let mut of_prompt = (0..common.choices).map(|nth| {
                 let sink = Sink { index: texts.len(), events: sender.clone(), enough: Arc::default() };
                 texts.push(Text {
@@ -308,7 +308,7 @@ impl Writing {
                     tenant: tenant.id,
                     prompt: prompt.clone(),
                     most,
-                    sampler: sampler(&common.sampling, seed.wrapping_add(nth as u64)),
+                    sampler: app.opened.sampling.sampler(&common.sampling, seed.wrapping_add(nth as u64), &prompt),
                     ignore_end: common.ignore_end,
                     logprobs: common.logprobs,
                     sink,

@@ -5,6 +5,7 @@ mod connection;
 mod reply;
 mod room;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -17,9 +18,10 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use http_body_util::BodyExt;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use crate::args::Args;
+use crate::args::{Args, UnknownFields};
 use crate::error::ApiError;
 use crate::open::Opened;
 use crate::request::{self, Request};
@@ -71,6 +73,12 @@ pub struct App {
     pub within: Within,
     /// When the server was started, in seconds since 1970.
     pub created: u64,
+    /// What becomes of requests with fields that nobody knows.
+    pub unknown_fields: UnknownFields,
+    /// Names by which the server may be reached without a token.
+    pub hosts: Vec<String>,
+    /// Fields that the log has named.
+    named: Mutex<HashSet<String>>,
 }
 
 type Shared = State<Arc<App>>;
@@ -100,8 +108,13 @@ fn axum_json(value: &Value) -> Response {
 pub fn router(app: Arc<App>) -> Router {
     let wrong_method =
         || async { ApiError::refused(405, "This method is not allowed for this path.").code("method_not_supported") };
-    let nowhere =
-        || async { ApiError::refused(404, "There is no such path. See docs/serving.md.").code("unknown_url") };
+    let nowhere = || async {
+        ApiError::refused(
+            404,
+            "There is no such path: this server has /v1/chat/completions, /v1/completions and /v1/models.",
+        )
+        .code("unknown_url")
+    };
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
@@ -134,6 +147,9 @@ impl App {
             timeout: Duration::from_secs(args.timeout),
             within: Within::default(),
             created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            unknown_fields: args.unknown_fields,
+            hosts: args.allow_host.clone(),
+            named: Mutex::default(),
         }
     }
 
@@ -141,9 +157,26 @@ impl App {
     fn tenant(&self, headers: &HeaderMap) -> Result<&Tenant, ApiError> {
         let tenant = self.tenants.find(headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes))?;
         if !self.tenants.have_tokens() {
-            check_local(headers)?;
+            check_host(headers, &self.hosts)?;
         }
         Ok(tenant)
+    }
+
+    /// Refuses fields that nobody knows, or names each once in the log.
+    fn check_unknown(&self, request: &Request) -> Result<(), ApiError> {
+        let Some(first) = request.common.unknown.first() else { return Ok(()) };
+        if self.unknown_fields == UnknownFields::Refuse {
+            return Err(request::unknown(first));
+        }
+        for field in &request.common.unknown {
+            // The nth message has the same fields as the first.
+            let name: String = field.chars().filter(|c| !c.is_ascii_digit()).collect();
+            let mut named = self.named.lock();
+            if named.len() < NAMED_MOST && named.insert(name) {
+                tracing::warn!(field, "a request has a field that has no effect here (--unknown-fields)");
+            }
+        }
+        Ok(())
     }
 }
 
@@ -158,6 +191,9 @@ impl App {
         Err(ApiError::refused(403, message))
     }
 }
+
+/// The most names of unknown fields that the log has.
+const NAMED_MOST: usize = 256;
 
 /// What is logged for a request that nobody waited for to the end, as some servers do.
 const LEFT: u16 = 499;
@@ -181,8 +217,8 @@ impl Drop for Logged {
 
 /// Without a token, a page that a browser has open elsewhere must not reach the server by another name for this
 /// machine.
-fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
-    let is_local = |host: &HeaderValue| {
+fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), ApiError> {
+    let is_allowed = |host: &HeaderValue| {
         let authority = Authority::try_from(host.as_bytes()).ok();
         authority.is_some_and(|authority| {
             let name = authority.host();
@@ -192,14 +228,15 @@ fn check_local(headers: &HeaderMap) -> Result<(), ApiError> {
             });
             let address = name.strip_prefix('[').and_then(|v6| v6.strip_suffix(']')).unwrap_or(name);
             let loopback = address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
-            port.is_some() && (loopback || name.eq_ignore_ascii_case("localhost"))
+            let is_named = allowed.iter().any(|allowed| name.eq_ignore_ascii_case(allowed));
+            port.is_some() && (loopback || is_named || name.eq_ignore_ascii_case("localhost"))
         })
     };
-    if headers.get_all(header::HOST).iter().all(is_local) {
+    if headers.get_all(header::HOST).iter().all(is_allowed) {
         return Ok(());
     }
     let message =
-        "Without a token, this server answers only as localhost or a loopback address. Start it with a token.";
+        "Without a token, this server answers only as localhost, a loopback address, or a name of --allow-host.";
     Err(ApiError::refused(403, message))
 }
 
@@ -253,6 +290,7 @@ async fn create(
         logged.tenant.clone_from(&tenant.name);
         let (body, mut hold) = body(&app, http).await?;
         let request = parse(&body)?;
+        app.check_unknown(&request)?;
         drop(body);
         hold.set(request.bytes())?;
         let gone = async {

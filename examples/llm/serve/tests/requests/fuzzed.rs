@@ -44,8 +44,13 @@ fn accepted(request: &Request) {
     let is_chat = matches!(prompts.as_slice(), [Prompt::Chat(messages)] if !messages.is_empty());
     assert!(is_chat && !echo || prompts.iter().all(|prompt| !matches!(prompt, Prompt::Chat(_))), "{request:?}");
     assert!(common.max_tokens.is_none_or(|most| (1..=1 << 31).contains(&most)), "{request:?}");
-    assert!((0.0..=2.0).contains(&common.sampling.temperature), "{request:?}");
-    assert!((0.0..=1.0).contains(&common.sampling.top_p), "{request:?}");
+    let sampling = &common.sampling;
+    let within = |number: Option<f32>, most: f32| number.is_none_or(|number| (0.0..=most).contains(&number));
+    assert!(within(sampling.temperature, 2.0) && within(sampling.top_p, 1.0), "{request:?}");
+    assert!(within(sampling.min_p, 1.0) && within(sampling.repetition, 100.0), "{request:?}");
+    assert!(sampling.presence.abs() <= 2.0 && sampling.frequency.abs() <= 2.0, "{request:?}");
+    assert!(sampling.bias.iter().all(|(_, more)| more.abs() <= 100.0), "{request:?}");
+    assert!(common.unknown.len() <= 8, "{request:?}");
     assert!(common.stop.len() <= 4 && common.stop.iter().all(|stop| (1..=1024).contains(&stop.len())), "{request:?}");
     assert!(common.logprobs.is_none_or(|most| most <= if is_chat { 20 } else { 5 }), "{request:?}");
     assert!(common.stream || !common.stream_usage, "{request:?}");

@@ -18,14 +18,15 @@ fn valid() -> [Value; 4] {
             { "role": "user", "content": [{ "type": "text", "text": "b" }, { "type": "text", "text": "c" }] },
             { "role": "assistant", "content": "d", "refusal": null, "tool_calls": [] },
         ],
-        "tools": [], "tool_choice": "none", "response_format": { "type": "text" }, "metadata": { "k": "v" },
+        "tools": [], "tool_choice": "auto", "chat_template_kwargs": { "enable_thinking": false }, "reasoning_effort": "low", "response_format": { "type": "text" }, "metadata": { "k": "v" },
     });
     let mut text = json!({ "prompt": ["a", "b"], "echo": true, "best_of": 2, "n": 2, "suffix": "" });
-    let mut ids = json!({ "prompt": [[1, 2], [3]], "logit_bias": {}, "ignore_eos": true, "logprobs": 2 });
+    let mut ids =
+        json!({ "prompt": [[1, 2], [3]], "logit_bias": { "1": 5, "2": -100 }, "ignore_eos": true, "logprobs": 2 });
     let common = json!({
         "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": -3, "stop": ["x", "y"], "max_tokens": 7, "user": "u",
         "stream": true, "stream_options": { "include_usage": true, "include_obfuscation": false },
-        "frequency_penalty": 0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.5, "presence_penalty": -0.5, "min_p": 0.05, "repetition_penalty": 1.1,
     });
     for request in [&mut chat, &mut text, &mut ids] {
         let fields = request.as_object_mut().unwrap();
