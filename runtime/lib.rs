@@ -141,6 +141,7 @@ pub mod rules {
     pub use crate::device::signals::without_signals;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
+    pub use crate::store::folder;
     pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;

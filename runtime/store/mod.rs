@@ -4,7 +4,8 @@
 // `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only
 // the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs`
 // decides which operation may start. `operation.rs` says what a result from the kernel means. `file.rs` opens files and
-// sees whether they changed; `descriptors.rs` keeps those open that were used last.
+// sees whether they changed; `descriptors.rs` keeps those open that were used last. `folder.rs` is for files that are
+// written and renamed: it opens a folder once.
 
 mod blocks;
 mod caught_source;
@@ -14,6 +15,8 @@ mod descriptors;
 mod disk;
 mod engine;
 pub(crate) mod file;
+#[doc(hidden)]
+pub mod folder;
 mod limits;
 #[doc(hidden)]
 pub mod notes;

@@ -4,31 +4,19 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+pub use outcore::rules::folder::Access;
+use outcore::rules::folder::Folder;
 use parking_lot::Mutex;
-use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::fs::{FallocateFlags, fallocate};
 
-/// The name of the file that is locked.
+/// The name of the file that is locked, with the folder.
 const LOCK: &str = "lock";
-
-/// How [`Files::open`] opens a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// There must be such a file.
-    Read,
-    /// There must be such a file.
-    Write,
-    /// There must be no such file yet.
-    Create,
-    /// An old one is emptied.
-    Replace,
-}
 
 /// A folder.
 pub trait Files: Debug + Send + Sync {
@@ -104,102 +92,31 @@ pub trait OpenFile: Debug + Send + Sync {
     fn length(&self) -> io::Result<u64>;
 }
 
-/// A folder of the system's.
-#[derive(Debug)]
-pub struct Disk(PathBuf);
-
-impl Disk {
-    /// This folder, which is made if there is none. Nobody else can look into a folder that is made here.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn make(folder: &Path) -> io::Result<Self> {
-        let absolute = std::path::absolute(folder)?;
-        let mut missing: Vec<&Path> = absolute.ancestors().take_while(|path| !path.exists()).collect();
-        while let Some(path) = missing.pop() {
-            match fs::DirBuilder::new().mode(0o700).create(path) {
-                Err(cause) if cause.kind() != io::ErrorKind::AlreadyExists => return Err(cause),
-                _ => {}
-            }
-            // A folder is an entry of the one above, which must last too.
-            File::open(path.parent().unwrap_or(path))?.sync_all()?;
-        }
-        Self::existing(&absolute)
-    }
-
-    /// This folder, if there is one.
-    ///
-    /// # Errors
-    /// What the system says.
-    pub fn existing(folder: &Path) -> io::Result<Self> {
-        if !fs::metadata(folder)?.is_dir() {
-            return Err(io::ErrorKind::NotADirectory.into());
-        }
-        Ok(Self(folder.to_owned()))
-    }
-
-    fn file(&self, name: &str, access: Access) -> io::Result<File> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(access != Access::Read).mode(0o600);
-        // Neither links nor pipes are a store's.
-        options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
-        match access {
-            Access::Create => options.create_new(true),
-            Access::Replace => options.create(true).truncate(true),
-            Access::Read | Access::Write => &mut options,
-        };
-        let file = options.open(self.0.join(name))?;
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::other("not a regular file"));
-        }
-        Ok(file)
-    }
-}
-
-/// A locked file. It is unlocked by hand, because a child that is just being started has it open too for a moment.
-#[derive(Debug)]
-struct Locked(File);
-
-impl Drop for Locked {
-    fn drop(&mut self) {
-        if let Err(cause) = self.0.unlock() {
-            tracing::debug!(%cause, "a folder stays locked until its file is closed everywhere");
-        }
-    }
-}
-
-impl Files for Disk {
+impl Files for Folder {
     fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn OpenFile>> {
-        Ok(Arc::new(self.file(name, access)?))
+        Ok(Arc::new(Self::open(self, name, access)?))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        fs::rename(self.0.join(from), self.0.join(to))
+        Self::rename(self, from, to)
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        fs::remove_file(self.0.join(name))
+        Self::remove(self, name)
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
-        // A name that is no text is none of ours.
-        let names = fs::read_dir(&self.0)?.map(|entry| Ok(entry?.file_name().into_string().ok()));
-        names.filter_map(Result::transpose).collect()
+        // A name that is not UTF-8 is none of a store's.
+        self.names()
     }
 
     fn sync_folder(&self) -> io::Result<()> {
-        File::open(&self.0)?.sync_all()
+        self.sync()
     }
 
     fn lock(&self, access: Access) -> io::Result<Option<Box<dyn Any + Send + Sync>>> {
-        let file = self.file(LOCK, access)?;
-        // Several may look into it at once.
-        let locked = if access == Access::Read { file.try_lock_shared() } else { file.try_lock() };
-        match locked {
-            Ok(()) => Ok(Some(Box::new(Locked(file)))),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(cause)) => Err(cause),
-        }
+        let lock = Self::lock(self, LOCK, access)?;
+        Ok(lock.map(|lock| Box::new(lock) as Box<dyn Any + Send + Sync>))
     }
 }
 

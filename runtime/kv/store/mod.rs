@@ -24,10 +24,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use outcore::rules::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::{Mutex, MutexGuard};
 
-use self::files::{Access, Disk, Files, OpenFile};
+use self::files::{Access, Files, OpenFile};
 use self::manifest::{Body, Facts};
 use self::record::{BLOCK_MOST, Content, HEAD, Head, Place, TOKENS_MOST, identity_bytes, record_bytes};
 use self::scan::{Found, Known, scan};
@@ -293,15 +294,17 @@ fn agree(facts: &Facts, model: &Fingerprint, block_bytes: u64) -> Result<()> {
 
 impl Store {
     /// Opens the store in a folder, and makes one if there is none. It is of one model, and its blocks have
-    /// `block_bytes` bytes each: at most 1 GiB.
+    /// `block_bytes` bytes each: at most 1 GiB. The path is used here only: the store stays in this folder if it is
+    /// renamed, or if a symbolic link in the path is switched.
     ///
     /// # Errors
-    /// If the folder is held by another process ([`ErrorKind::PermissionDenied`]), is of another model, size of blocks
-    /// or key ([`ErrorKind::InvalidArgument`]), of a newer version ([`ErrorKind::Unsupported`]), if its manifest is
-    /// damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and written. The folder stays as it is then.
+    /// If the folder is held by another process, by whatever path ([`ErrorKind::PermissionDenied`]), is of another
+    /// model, size of blocks or key ([`ErrorKind::InvalidArgument`]), of a newer version ([`ErrorKind::Unsupported`]),
+    /// if its manifest is damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and written. The folder stays as it
+    /// is then.
     pub fn open(folder: &Path, model: &Fingerprint, block_bytes: Bytes, options: StoreOptions) -> Result<Self> {
         let name = folder.display().to_string();
-        let files = Disk::make(folder).map_err(|cause| Error::io(format!("make the folder {name}"), cause))?;
+        let files = Folder::make(folder).map_err(|cause| Error::io(format!("make the folder {name}"), cause))?;
         Self::open_with(Arc::new(files), &name, model, block_bytes, options)
     }
 

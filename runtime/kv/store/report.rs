@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::path::Path;
 
+use outcore::rules::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 
-use super::files::{Access, Disk, Files, OpenFile};
+use super::files::{Access, Files, OpenFile};
 use super::pack;
 use super::record::{self, ALIGN, Head, Place, VERSION};
 use super::scan::{Found, Known, scan};
@@ -66,7 +67,7 @@ pub fn verify(folder: &Path, key: Option<StoreKey>) -> Result<StoreReport> {
 
 fn on_disk(folder: &Path, key: Option<StoreKey>, whole: bool) -> Result<StoreReport> {
     let what = |e: Error| e.context(format!("look into the store {}", folder.display()));
-    let files = Disk::existing(folder).map_err(|cause| what(Error::io("open the folder", cause)))?;
+    let files = Folder::existing(folder).map_err(|cause| what(Error::io("open the folder", cause)))?;
     report(&files, key, whole).map_err(what)
 }
 

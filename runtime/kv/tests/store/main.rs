@@ -7,6 +7,7 @@ mod corpus;
 mod cuts;
 mod damage;
 mod failures;
+mod folder;
 mod fuzzed;
 mod kills;
 mod threads;
