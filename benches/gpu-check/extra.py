@@ -368,8 +368,10 @@ LONG_CONTEXT = 8000
 # Per token, if `generate` prints them: where the time goes.
 WORK = {
     "launches": "count", "graph_launches": "count", "graph_nodes": "count", "synchronisations": "count",
-    "host_seconds": "s", "device_bytes": "bytes", "bandwidth_share": "ratio",
+    "host_seconds": "s", "gpu_seconds": "s", "waiting_seconds": "s", "device_bytes": "bytes", "bandwidth_share": "ratio",
 }
+# What decoding aims at, of the card's bandwidth. It is noted, not judged.
+SHARE_AIM = 0.5
 
 
 def card(arguments):
@@ -462,21 +464,35 @@ def budgets(path):
     return (size + (256 << 20), 0), (quarter, size + (64 << 20))
 
 
-def report_work(name, found, seconds):
-    """Where the time of a token goes, as far as generate says."""
+def report_work(name, found, runs, resident):
+    """Where the time of a token goes, as far as generate says: of each run, or of the last one where only that has it."""
     absent = []
     for what, unit in WORK.items():
-        value = field(found, what)
-        if value is None:
+        values = [value for value in (field(one, what) for one in runs) if value is not None] or [field(found, what)]
+        if values == [None]:
             absent.append(what)
         else:
-            number(f"{name}: {what} a token", unit, [value])
+            number(f"{name}: {what} a token", unit, values)
     if absent:
         record("note", text=f"{name}: absent from generate's object: {', '.join(absent)}")
     number(f"{name}: waiting for weights, of all passes", "s", [found["stall_s"]])
-    host = field(found, "host_seconds")
-    if host is not None:
-        number(f"{name}: GPU and waiting, of a token", "s", [max(seconds - host, 0.0)])
+    share = field(found, "bandwidth_share")
+    if resident and share is not None:
+        record("note", text=f"{name}: decoding reads at {share:.0%} of the GPU's bandwidth, and aims at {SHARE_AIM:.0%} or more")
+
+
+def report_stalls(program, name, *options):
+    """Of the time of a token on the GPU, how long its stream waits for weights. A run of its own: the events that time
+    this are no part of what is judged."""
+    if "--time-stalls" not in program.usage or not program.left(f"{name}: waits of the GPU's stream for weights"):
+        return
+    found = program.once(name, *options, "--time-stalls")
+    stalled, gpu = field(found, "gpu_stall_seconds"), field(found, "gpu_seconds")
+    if stalled is None or not gpu:
+        record("note", text=f"{name}: this driver does not time what the GPU's stream waits for")
+        return
+    number(f"{name}: gpu_stall_seconds a token", "s", [stalled])
+    number(f"{name}: waiting for weights, of the time on the GPU", "ratio", [stalled / gpu])
 
 
 def streamed(name, runs, short, long):
@@ -516,8 +532,10 @@ def of_model(arguments, program, model):
             hashes[what] = program.hash_of(what, path, 8 if tiny else 32, 8, device, host, *more)
             if pages:
                 continue
-            seconds = passes[where] = statistics.median(one["pass_s_median"] for one in runs)
-            report_work(what, long, seconds)
+            passes[where] = statistics.median(one["pass_s_median"] for one in runs)
+            report_work(what, long, runs, where == "all resident")
+            if where != "all resident":
+                report_stalls(program, what, path, 2 if tiny else 16, 8, device, host)
             rate, wanted = statistics.median(one["decode_tok_s"] for one in runs), goal if where == "all resident" else STREAMED_GOAL
             if judged and (where == "all resident" or model is LARGE):
                 verdict(f"{what}: tokens a second", rate, "tok/s", {"at_least": wanted}, f"median of {len(runs)} runs", clock.moved())

@@ -1,9 +1,9 @@
 //! Where the library is that `outcore run` loads.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, DirBuilder, Permissions};
 use std::hash::{DefaultHasher, Hasher};
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use outcore::store::DiskProfile;
@@ -13,6 +13,9 @@ use tempfile::NamedTempFile;
 /// Beside this program, where builds from the sources put it, if [`NAMED`] does not name another one.
 const LIBRARY: &str = "liboutcore_preload.so";
 const NAMED: &str = "OUTCORE_PRELOAD";
+
+const REMEDY: &str = "set XDG_CACHE_HOME to a folder that this user alone may write, or name the library in \
+                      OUTCORE_PRELOAD";
 
 /// What `build.rs` made.
 #[cfg(embedded)]
@@ -82,30 +85,58 @@ fn found(library: PathBuf) -> Result<PathBuf> {
 }
 
 /// The file with these bytes in `folder`, for this and later programs: those that a program starts load it too, when
-/// this one has long ended.
+/// this one has long ended. Only this user and root may change the folder, or what leads to it: what is checked here is
+/// what programs load.
 fn placed(bytes: &[u8], folder: &Path) -> Result<PathBuf> {
     let mut hash = DefaultHasher::new();
     hash.write(bytes);
-    let path = folder.join(format!("preload-{:016x}.so", hash.finish()));
+    let name = format!("preload-{:016x}.so", hash.finish());
     let failed = |cause| {
-        Error::io(format!("write {}, which is loaded into programs", path.display()), cause)
-            .remedy(format!("set XDG_CACHE_HOME to a folder that this user may write, or name the library in {NAMED}"))
+        Error::io(format!("write {}, which is loaded into programs", folder.join(&name).display()), cause)
+            .remedy(REMEDY)
     };
-    // Nobody else may have written what programs load.
-    let own = fs::metadata("/proc/self").map_err(failed)?.uid();
+    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+    let folder = folder.canonicalize().map_err(failed)?;
+    let own = rustix::process::geteuid().as_raw();
+    only_for(own, &folder)?;
+    let path = folder.join(&name);
     let mine = |path: &Path| {
         fs::symlink_metadata(path).is_ok_and(|found| found.is_file() && found.uid() == own && found.mode() & 0o022 == 0)
     };
     if mine(&path) && fs::read(&path).is_ok_and(|there| there == bytes) {
         return Ok(path);
     }
-    fs::create_dir_all(folder).map_err(failed)?;
-    let mut file = NamedTempFile::new_in(folder).map_err(failed)?;
+    let mut file = NamedTempFile::new_in(&folder).map_err(failed)?;
     file.write_all(bytes).map_err(failed)?;
     file.as_file().set_permissions(Permissions::from_mode(0o700)).map_err(failed)?;
     // Programs that have the old file keep it; others see the whole new one.
     file.persist(&path).map_err(|error| failed(error.error))?;
-    path.canonicalize().map_err(failed)
+    Ok(path)
+}
+
+/// Refuses a folder in which others than `user` and root could put another file in the place of one. `folder` has no
+/// symbolic link in it.
+fn only_for(user: u32, folder: &Path) -> Result<()> {
+    for part in folder.ancestors() {
+        let found = fs::metadata(part).map_err(|cause| Error::io(format!("look at {}", part.display()), cause))?;
+        let (owner, mode) = (found.uid(), found.mode());
+        // Many systems give each user a group of the same number, in which nobody else is.
+        let of_others = mode & 0o002 != 0 || (mode & 0o020 != 0 && found.gid() != owner);
+        // In a sticky folder, as /tmp is, only its owner and that of a file may rename the file.
+        let is_sticky = mode & 0o1000 != 0 && part != folder;
+        let why = if owner != user && (owner != 0 || part == folder) {
+            format!("belongs to user {owner}, not to user {user}")
+        } else if of_others && !is_sticky {
+            format!("may be written by other users (mode {:o})", mode & 0o7777)
+        } else {
+            continue;
+        };
+        let what = format!("the library that is loaded into programs cannot be kept in {}", folder.display());
+        let what =
+            if part == folder { format!("{what}, which {why}") } else { format!("{what}: {} {why}", part.display()) };
+        return Err(Error::new(ErrorKind::PermissionDenied, what).remedy(REMEDY));
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -142,6 +173,39 @@ mod tests {
         }
         assert_ne!(placed(b"two", &folder).unwrap(), path);
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "nothing else is left there");
+    }
+
+    #[test]
+    fn regression_a_folder_that_others_may_change_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (above, kept) = (folder.path().join("above"), folder.path().join("above/outcore"));
+        let mode = |path: &Path, mode| fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        let refused = |named: &Path, why: &str| {
+            let error = placed(b"one", &kept).unwrap_err();
+            let (kind, text) = (error.kind(), error.to_string());
+            assert!(kind == ErrorKind::PermissionDenied && text.contains(why) && text.contains("XDG_CACHE"), "{text}");
+            assert!(text.contains(&named.display().to_string()), "{text}");
+            assert_eq!(fs::read_dir(&kept).unwrap().count(), 0, "nothing was written");
+        };
+        fs::create_dir_all(&kept).unwrap();
+        let (above, kept) = (above.canonicalize().unwrap(), kept.canonicalize().unwrap());
+        for (path, bits) in [(&above, 0o777), (&kept, 0o777), (&kept, 0o1777)] {
+            mode(path, bits);
+            refused(path, &format!("{bits:o}"));
+            mode(path, 0o755);
+        }
+        if rustix::process::geteuid().is_root() {
+            for path in [&above, &kept] {
+                std::os::unix::fs::chown(path, Some(1), None).unwrap();
+                refused(path, "belongs to user 1,");
+                std::os::unix::fs::chown(path, Some(0), None).unwrap();
+            }
+        } else {
+            eprintln!("SKIPPED: only root can make another user's folder");
+        }
+        // As /tmp is.
+        mode(&above, 0o1777);
+        assert_eq!(placed(b"one", &kept).unwrap().parent(), Some(&*kept));
     }
 
     #[test]

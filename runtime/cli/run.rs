@@ -10,7 +10,8 @@ use std::process::Command;
 
 use clap::Args;
 use glob::Pattern;
-use outcore::{Bytes, Error, ErrorKind, PolicyKind, Result};
+use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result};
+use outcore_mapped::{Faulting, LEAST_FRAMES};
 
 use crate::library;
 use crate::loads::Loads;
@@ -58,8 +59,30 @@ impl From<Error> for Failure {
     }
 }
 
+/// Memory of a process beside the least that pages take: what is kept in reserve, and a small program.
+const BESIDE_PAGES: Bytes = Bytes::mib(8);
+
+/// Refuses limits that cannot be kept.
+fn check(options: &Options) -> Result<()> {
+    let pages = Bytes::new(LEAST_FRAMES * PageSize::DEFAULT.bytes());
+    let what_for = format!("{LEAST_FRAMES} pages of {}", Bytes::new(PageSize::DEFAULT.bytes()));
+    for (option, given, least, what_for) in [
+        ("--budget", options.budget, pages, what_for.clone()),
+        ("--memory", options.memory, pages + BESIDE_PAGES, format!("{what_for}, and {BESIDE_PAGES} beside them")),
+    ] {
+        if let Some(given) = given.filter(|given| *given < least) {
+            let message = format!("{option} {given} cannot be kept: a mapped file needs {what_for}");
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message).remedy(format!("give {option} {least} or more")));
+        }
+    }
+    Ok(())
+}
+
 /// Becomes the program. Returns only if that failed.
 pub fn run(options: &Options) -> Failure {
+    if let Err(error) = check(options) {
+        return error.into();
+    }
     let library = match library::find() {
         Ok(library) => library,
         Err(error) => return error.into(),
@@ -73,7 +96,7 @@ pub fn run(options: &Options) -> Failure {
     };
     let mut command = Command::new(program);
     command.args(arguments);
-    let faulting = outcore_mapped::Faulting::new().err();
+    let faulting = Faulting::new().err();
     let others = std::env::var_os("LD_PRELOAD").unwrap_or_default();
     let loads = Loads::of(program);
     let why_not = match (&faulting, loads.why_not()) {

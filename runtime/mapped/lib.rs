@@ -43,6 +43,6 @@ mod uses;
 
 pub use device::Faulting;
 pub use experts::LayerExperts;
-pub use mapped::{Mapped, MappedMut, Written, builder_for, builder_on};
+pub use mapped::{LEAST_FRAMES, Mapped, MappedMut, Written, builder_for, builder_on};
 pub use options::MapOptions;
 pub use uffd::Mechanism;

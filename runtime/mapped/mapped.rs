@@ -40,6 +40,9 @@ const BYTES: &str = format::BYTES;
 /// How many pages that were published last stay pinned at most, where pages are used one by one.
 const KEPT: usize = 16;
 
+/// Frames that a runtime has at least where a file is mapped. Two of them are left to touches.
+pub const LEAST_FRAMES: u64 = 4;
+
 /// Smaller pages cost more to bring than their bytes; larger ones are huge pages already.
 const EXPERT_PAGE_LEAST: u64 = 64 << 10;
 const EXPERT_PAGE_MOST: u64 = 2 << 20;
@@ -506,8 +509,8 @@ impl Mapped {
     pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions, private: bool) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
-        if frames < 4 {
-            let message = format!("a mapped file needs four frames, and the device budget holds {frames}");
+        if frames < LEAST_FRAMES {
+            let message = format!("a mapped file needs {LEAST_FRAMES} frames, and the device budget holds {frames}");
             return Err(
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );

@@ -43,8 +43,7 @@ impl Region {
             munlock(mapped, size).and_then(|()| mprotect(mapped, size, MprotectFlags::READ | MprotectFlags::WRITE))
         };
         opened.map_err(|cause| Error::io("make a range of addresses accessible", io::Error::from(cause)))?;
-        // A child would find zeros where its parent has pages, so it has nothing there.
-        this.advise(this.start, len, Advice::LinuxDontFork)?;
+        this.keep_to_this_process(this.start, len)?;
         Ok(this)
     }
 
@@ -120,7 +119,7 @@ impl Region {
         // SAFETY: a part of the region, whose bytes are not needed. Nothing of it is mapped elsewhere.
         let mapped = unsafe { mmap(place, len as usize, access, MapFlags::SHARED | MapFlags::FIXED, empty, 0) };
         mapped.map_err(|cause| Error::io("mark a page as lost", io::Error::from(cause)))?;
-        self.advise(start, len, Advice::LinuxDontFork)
+        self.keep_to_this_process(start, len)
     }
 
     /// Undoes [`bury`](Self::bury). The part has no memory then, and is registered nowhere.
@@ -138,7 +137,13 @@ impl Region {
                 .and_then(|place| mprotect(place, len as usize, MprotectFlags::READ | MprotectFlags::WRITE))
         };
         opened.map_err(|cause| Error::io("take the mark of a lost page away", io::Error::from(cause)))?;
-        self.advise(start, len, Advice::LinuxDontFork)
+        self.keep_to_this_process(start, len)
+    }
+
+    /// A child, and a core dump, would have zeros where pages are not in memory, so they have nothing there.
+    fn keep_to_this_process(&self, start: u64, len: u64) -> Result<()> {
+        self.advise(start, len, Advice::LinuxDontFork)?;
+        self.advise(start, len, Advice::LinuxDontDump)
     }
 
     fn place(&self, start: u64, len: u64) -> *mut c_void {
@@ -165,5 +170,36 @@ impl Drop for Region {
         if let Err(cause) = unsafe { munmap(address, self.whole_len as usize) } {
             tracing::warn!(%cause, "a range of addresses was not given back");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// What the kernel says of the mapping that begins at `start` (`VmFlags` of proc(5)).
+    fn flags(start: u64) -> Vec<String> {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mapping = maps.split_once(&format!("\n{start:x}-")).unwrap().1;
+        let flags = mapping.lines().find_map(|line| line.strip_prefix("VmFlags: ")).unwrap();
+        flags.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn regression_core_dumps_and_children_have_nothing_in_place_of_pages() {
+        const PAGE: u64 = 64 << 10;
+        let region = Region::new(4 * PAGE, PAGE).unwrap();
+        let (start, lost) = (region.start(), region.start() + PAGE);
+        let is_kept = |start| ["dd", "dc"].iter().all(|flag| flags(start).iter().any(|found| found == flag));
+        assert!(is_kept(start), "{:?}", flags(start));
+        region.bury(lost, PAGE, tempfile::tempfile().unwrap().as_fd()).unwrap();
+        assert!(is_kept(lost), "{:?}", flags(lost));
+        // One mapping again, whose parts have the same flags.
+        region.unbury(lost, PAGE).unwrap();
+        assert!(is_kept(start), "{:?}", flags(start));
     }
 }

@@ -239,7 +239,8 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
 
 /// What `generate` prints of a token, and of the GPU's memory.
 const WORK: &str = r#","per_token":{"launches":154.0,"graph_launches":1.0,"graph_nodes":150.0,"synchronisations":1.0,
-"pins":24.0,"host_seconds":0.0001,"device_bytes":1200000000.0,"bandwidth_share":0.5},
+"pins":24.0,"host_seconds":0.0001,"gpu_seconds":0.0007,"waiting_seconds":0.0006,"gpu_stall_seconds":0.00035,
+"device_bytes":1200000000.0,"bandwidth_share":0.5},
 "device_bandwidth_bytes_per_s":3350000000000"#;
 
 /// Where `generate` makes its object.
@@ -248,7 +249,12 @@ const OBJECT: &str = include_str!("../../../examples/llm/src/bin/generate/report
 /// A `generate` that prints what a run of it prints. `hash` is a shell word, `more` further fields, `options` what it
 /// has beside those that it always had: with `--logits-hash` there is no hash without it.
 fn generating(hash: &str, more: &str, options: &str) -> String {
-    let times = r#"{"ttft_s":0.5,"decode_tok_s":1400.0,"pass_s_median":0.001}"#;
+    // A generate that prints where the time of a token goes prints it for each repeat, too.
+    let of_token = match more.contains("gpu_seconds") {
+        true => r#","host_seconds":0.0002,"gpu_seconds":0.0008,"waiting_seconds":null"#,
+        false => "",
+    };
+    let times = format!(r#"{{"ttft_s":0.5,"decode_tok_s":1400.0,"pass_s_median":0.001{of_token}}}"#);
     let more = more.replace('\n', "");
     let report = format!(
         "{{\"decode_tok_s\":1400.0,\"pass_s_median\":0.001,\"ttft_s\":0.5,\"stall_s\":0.25,\"peak_device_bytes\":1,\
@@ -256,7 +262,8 @@ fn generating(hash: &str, more: &str, options: &str) -> String {
          \"link_bytes\":'$((tokens * 10000))',\"link_busy_s\":'0.$(printf %04d $((tokens * 10)))',\
          \"logits_xxh3\":'$hash',\"repeats\":['$repeats']{more}}}"
     );
-    for name in report.split(['{', ',']).filter_map(|field| field.split_once("\":")?.0.strip_prefix('"')) {
+    let fields = report.split(['{', ',']).chain(times.split(['{', ',']));
+    for name in fields.filter_map(|field| field.split_once("\":")?.0.strip_prefix('"')) {
         assert!(OBJECT.contains(&format!("\"{name}\"")), "generate prints no {name}");
     }
     format!(
@@ -397,7 +404,7 @@ fn the_whole_check_is_rehearsed() {
     program("forward", &["1e-3", "3e-2"]);
     program("prompts", &["2e-3", "1e-2", "3e-2"]);
     says(&bundle, "make_model", ": >\"$1\"");
-    says(&bundle, "generate", &generating("one", WORK, "--repeat N, --logits-hash"));
+    says(&bundle, "generate", &generating("one", WORK, "--repeat N, --logits-hash, --time-stalls"));
     let rows =
         r#"[{"n_prompt":512,"n_gen":0,"samples_ts":[900.5]},{"n_prompt":0,"n_gen":128,"samples_ts":[700.0,800.0]}]"#;
     says(&bundle, "llama-bench", &format!("[ \"$1\" = -m ] || exit 9\necho 'ggml_cuda_init: found 1'\necho '{rows}'"));
@@ -448,7 +455,16 @@ fn the_whole_check_is_rehearsed() {
     assert_eq!(generate["numbers"]["1.2 GB Q8_0, all resident: launches a token"]["median"], 154.0, "{generate}");
     assert_eq!(generate["numbers"]["1.2 GB Q8_0, all resident: synchronisations a token"]["median"], 1.0, "{generate}");
     assert_eq!(generate["numbers"]["1.2 GB Q8_0, all resident: bandwidth_share a token"]["median"], 0.5, "{generate}");
-    assert!(!generate["notes"].to_string().contains("absent from generate's object"), "{generate}");
+    let notes = generate["notes"].to_string();
+    assert!(!notes.contains("absent from generate's object"), "{generate}");
+    // Of the repeats where they have it, else of the last one.
+    for (what, seconds) in [("host", 0.0002), ("gpu", 0.0008), ("waiting", 0.0006)] {
+        let name = format!("1.2 GB Q8_0, all resident: {what}_seconds a token");
+        assert_eq!(generate["numbers"][&name]["median"], seconds, "{generate}");
+    }
+    assert!(notes.contains("decoding reads at 50% of the GPU's bandwidth, and aims at 50% or more"), "{generate}");
+    let stalls = "1.2 GB Q8_0, a quarter on the GPU: waiting for weights, of the time on the GPU";
+    assert_eq!(generate["numbers"][stalls]["median"], 0.5, "{generate}");
     assert_eq!(
         generate["numbers"]["1.2 GB Q8_0, a prompt of 512 tokens: tokens a second"]["median"], 1024.0,
         "{generate}"

@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::dtype::KvType;
 use crate::error::Result;
 use crate::files::ModelFiles;
-use crate::model::{PassCounts, PassTime};
+use crate::model::{PassCounts, PassTime, Timing};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
@@ -161,6 +161,11 @@ impl CudaSession {
 
     /// Whether passes of one token are launched as graphs.
     pub fn use_graphs(&mut self, _whether: bool) {
+        match self.0 {}
+    }
+
+    /// What is timed on the GPU.
+    pub fn time(&mut self, _what: Timing) {
         match self.0 {}
     }
 

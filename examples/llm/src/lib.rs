@@ -67,7 +67,7 @@ pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::{KvType, WeightType};
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};
-pub use model::{Logits, Model, Options, Part, PassCounts, PassError, PassTime, Session};
+pub use model::{Logits, Model, Options, Part, PassCounts, PassError, PassTime, Session, Timing};
 pub use paged::PagedWeights;
 pub use paged_kv::PagedKeys;
 pub use plain::PlainWeights;

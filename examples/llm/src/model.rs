@@ -518,6 +518,19 @@ pub struct PassTime {
     pub waited: Duration,
 }
 
+/// What a session on a GPU times, by events on the GPU's stream. Recording one is a call of the driver; nobody waits
+/// for it. Where the driver is older than CUDA 12.8, nothing is timed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Timing {
+    /// Nothing.
+    #[default]
+    Off,
+    /// From the first to the last operation of a pass: two events.
+    Passes,
+    /// Also how long the stream waits for weights: two events more for each set of weights that is pinned.
+    Stalls,
+}
+
 /// What the host did for the passes of a session on a GPU, and what the GPU read for them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PassCounts {
@@ -533,8 +546,19 @@ pub struct PassCounts {
     pub synchronisations: u64,
     /// Sets of weights that were pinned.
     pub pins: u64,
-    /// Processor time of the thread.
+    /// Processor time of the thread, without that of its waits for the GPU, in which the driver may poll.
     pub host: Duration,
+    /// Time in which the thread waited for the GPU, at the end of passes. Waits for pages are in [`PassTime::waited`].
+    pub waiting: Duration,
+    /// Time on the GPU's stream, from the first operation of a pass to the last one before the thread waits. It
+    /// contains what the stream waits for within a pass: for pages, for the thread while that is still launching, and
+    /// for other sessions that use the stream. Zero unless [`Timing`] asks for it; a pass counts when it was waited
+    /// for, and not at all if it ended in an error.
+    pub gpu: Duration,
+    /// Of that, what lies between the end of the operations before a pin of weights and the moment when the stream has
+    /// these weights: copies that the stream waits for, and the pin itself, if the stream had nothing left to do.
+    /// Blocks of keys and values are not in it. Zero unless [`Timing::Stalls`] asks for it.
+    pub stalled: Duration,
     /// Bytes of weights, keys and values that the passes read: counted, not measured.
     pub read: Bytes,
 }
@@ -551,6 +575,9 @@ impl std::ops::Add for PassCounts {
             synchronisations: self.synchronisations + other.synchronisations,
             pins: self.pins + other.pins,
             host: self.host + other.host,
+            waiting: self.waiting + other.waiting,
+            gpu: self.gpu + other.gpu,
+            stalled: self.stalled + other.stalled,
             read: self.read + other.read,
         }
     }
@@ -569,6 +596,9 @@ impl std::ops::Sub for PassCounts {
             synchronisations: self.synchronisations - earlier.synchronisations,
             pins: self.pins - earlier.pins,
             host: self.host.saturating_sub(earlier.host),
+            waiting: self.waiting.saturating_sub(earlier.waiting),
+            gpu: self.gpu.saturating_sub(earlier.gpu),
+            stalled: self.stalled.saturating_sub(earlier.stalled),
             read: self.read.saturating_sub(earlier.read),
         }
     }

@@ -41,7 +41,7 @@ pub fn do_ours(run: impl FnOnce()) {
     });
 }
 
-fn set_errno(number: c_int) {
+pub fn set_errno(number: c_int) {
     // SAFETY: this thread's own errno.
     unsafe { *libc::__errno_location() = number };
 }
@@ -642,7 +642,7 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags:
 }
 
 /// The C library's own function of this name.
-fn next(name: &std::ffi::CStr, known: &std::sync::atomic::AtomicUsize) -> usize {
+pub fn next(name: &std::ffi::CStr, known: &std::sync::atomic::AtomicUsize) -> usize {
     use std::sync::atomic::Ordering;
     match known.load(Ordering::Relaxed) {
         0 => {

@@ -1,21 +1,26 @@
 //! Signals that end a program which does not handle them: Ctrl-C, `kill`, a terminal that closes. What is said at the
 //! end, and the report, come first; then the process ends by the same signal.
 //!
-//! The handler wakes a thread, by a semaphore, and returns: the thread that it interrupts may hold any lock. A program
-//! that sets a handler of its own later replaces this one, and one that calls the handler it replaced finds that this
-//! does nothing then, as the default action would not have been called either.
+//! The handler wakes a thread, by a semaphore, and stays: by the default action, nothing of the program would run any
+//! more. A signal that the program has sent itself never returns to it. One from outside returns after [`PATIENCE`],
+//! because the thread that it interrupted may hold a lock that telling waits for.
+//!
+//! The program does not see the handler: [`sigaction`] and [`signal`] report the default action, and a program that
+//! sets the default action gets this handler again. A handler that the program sets takes its place.
 
 use std::cell::UnsafeCell;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicI32, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Once, mpsc};
 use std::time::Duration;
 
+use crate::calls::{next, set_errno};
 use crate::pool::{self, say};
 
 const SIGNALS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
-/// Whoever signals again after so many milliseconds does not wait for the end of what is said.
+/// Milliseconds after which a second signal does not wait for the end of what is said, and after which the handler of a
+/// signal from outside returns.
 const PATIENCE: i64 = 500;
 /// How long `exit` waits for the signal that came before it.
 const SOON: Duration = Duration::from_secs(2);
@@ -26,7 +31,7 @@ const MOST: Duration = Duration::from_secs(5);
 /// The signal by which the process is about to end; 0 if there is none.
 static ASKED: AtomicI32 = AtomicI32::new(0);
 static ASKED_AT: AtomicI64 = AtomicI64::new(0);
-/// The process that has the thread.
+/// The process that has the thread; 0 as long as there is none.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 static WAKE: Wake = Wake(UnsafeCell::new(MaybeUninit::uninit()));
 
@@ -58,73 +63,198 @@ pub fn follow() {
         if unsafe { libc::sem_init(WAKE.get(), 0, 0) } != 0 {
             return;
         }
-        PROCESS.store(own, Ordering::Release);
         let thread = std::thread::Builder::new().name("outcore-signals".to_owned());
         if let Err(cause) = thread.spawn(serve) {
             return say(&format!(
                 "a signal will end the program without a word: no thread ({cause}); raise `ulimit -u`"
             ));
         }
+        PROCESS.store(own, Ordering::Release);
+        let action = own_action();
         for signal in signals {
-            // SAFETY: a handler of the signature that goes without `SA_SIGINFO`; sets that live here.
-            unsafe {
-                let mut action: libc::sigaction = std::mem::zeroed();
-                action.sa_sigaction = own_handler();
-                action.sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
-                libc::sigfillset(&mut action.sa_mask);
-                libc::sigaction(signal, &action, std::ptr::null_mut());
-            }
+            // SAFETY: the action lives here, and its handler has the signature that its flags name.
+            unsafe { real_action(signal, &action, std::ptr::null_mut()) };
         }
     });
 }
 
 fn own_handler() -> libc::sighandler_t {
-    asked as extern "C" fn(c_int) as libc::sighandler_t
+    asked as extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) as libc::sighandler_t
+}
+
+fn own_action() -> libc::sigaction {
+    // SAFETY: all zeros are an action; the set lives here.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = own_handler();
+        action.sa_flags = libc::SA_RESTART | libc::SA_ONSTACK | libc::SA_SIGINFO;
+        libc::sigfillset(&mut action.sa_mask);
+        action
+    }
+}
+
+fn default_action() -> libc::sigaction {
+    // SAFETY: all zeros are an action, the default one.
+    unsafe { std::mem::zeroed() }
+}
+
+/// The C library's sigaction(2), which [`sigaction`] stands before.
+///
+/// # Safety
+/// That of sigaction(2).
+unsafe fn real_action(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
+    type Action = unsafe extern "C" fn(c_int, *const libc::sigaction, *mut libc::sigaction) -> c_int;
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    match next(c"sigaction", &NEXT) {
+        0 => {
+            set_errno(libc::ENOSYS);
+            -1
+        }
+        // SAFETY: the C library's function of this name, which has this signature; for the rest, the caller's promise.
+        next => unsafe { std::mem::transmute::<usize, Action>(next)(signal, new, old) },
+    }
+}
+
+/// Whether this process has the thread that a signal wakes.
+fn is_followed() -> bool {
+    // SAFETY: a plain question.
+    PROCESS.load(Ordering::Acquire) == unsafe { libc::getpid() }
+}
+
+/// # Safety
+/// That of sigaction(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
+    let own = own_action();
+    // SAFETY: as the caller promised: each is null or an action.
+    unsafe {
+        let is_default = SIGNALS.contains(&signal) && new.as_ref().is_some_and(|new| new.sa_sigaction == libc::SIG_DFL);
+        let new = if is_default && is_followed() { &raw const own } else { new };
+        let done = real_action(signal, new, old);
+        if let Some(old) = old.as_mut().filter(|old| done == 0 && old.sa_sigaction == own.sa_sigaction) {
+            *old = default_action();
+        }
+        done
+    }
+}
+
+/// # Safety
+/// That of signal(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn signal(signal: c_int, new: libc::sighandler_t) -> libc::sighandler_t {
+    type Signal = unsafe extern "C" fn(c_int, libc::sighandler_t) -> libc::sighandler_t;
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let mut old = default_action();
+    if new == libc::SIG_DFL {
+        // SAFETY: both actions live here.
+        let done = unsafe { sigaction(signal, &default_action(), &mut old) };
+        return if done == 0 { old.sa_sigaction } else { libc::SIG_ERR };
+    }
+    match next(c"signal", &NEXT) {
+        0 => {
+            set_errno(libc::ENOSYS);
+            libc::SIG_ERR
+        }
+        // SAFETY: the C library's function of this name, which has this signature; for the rest, the caller's promise.
+        next => match unsafe { std::mem::transmute::<usize, Signal>(next)(signal, new) } {
+            old if old == own_handler() => libc::SIG_DFL,
+            old => old,
+        },
+    }
+}
+
+/// A signal to this process comes to this thread, if it takes it: by the default action, the process would end before
+/// the call returns.
+///
+/// # Safety
+/// That of kill(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kill(process: libc::pid_t, signal: c_int) -> c_int {
+    // SAFETY: plain calls, and sets that live here.
+    unsafe {
+        let is_own = SIGNALS.contains(&signal) && process == libc::getpid() && is_followed();
+        if is_own && handler(signal) == own_handler() {
+            let mut blocked: libc::sigset_t = std::mem::zeroed();
+            libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &mut blocked);
+            if libc::sigismember(&blocked, signal) == 0 {
+                return libc::syscall(libc::SYS_tgkill, process, libc::gettid(), signal) as c_int;
+            }
+        }
+        libc::syscall(libc::SYS_kill, process, signal) as c_int
+    }
 }
 
 /// What a signal does now. May be called in a handler.
 fn handler(signal: c_int) -> libc::sighandler_t {
+    let mut action = default_action();
+    // SAFETY: a plain question, with a place for the answer.
+    unsafe { real_action(signal, std::ptr::null(), &mut action) };
+    action.sa_sigaction
+}
+
+/// Milliseconds of a clock that only runs. May be called in a handler.
+fn now() -> i64 {
     // SAFETY: a plain question, with a place for the answer.
     unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        libc::sigaction(signal, std::ptr::null(), &mut action);
-        action.sa_sigaction
+        let mut now: libc::timespec = std::mem::zeroed();
+        libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now);
+        now.tv_sec * 1000 + now.tv_nsec / 1_000_000
     }
 }
 
 /// Only calls that a handler may make.
-extern "C" fn asked(signal: c_int) {
-    // SAFETY: this thread's own errno; calls that may be made in a handler, and a semaphore that is there while this is
-    // a handler.
+extern "C" fn asked(signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_void) {
+    // SAFETY: this thread's own errno; calls that may be made in a handler, a semaphore that is there while this is a
+    // handler, and what the kernel says of the signal, which has a sender where its code is not positive.
     unsafe {
         let errno = *libc::__errno_location();
-        if handler(signal) == own_handler() {
-            let mut now: libc::timespec = std::mem::zeroed();
-            libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now);
-            let now = now.tv_sec * 1000 + now.tv_nsec / 1_000_000;
-            if libc::getpid() != PROCESS.load(Ordering::Acquire) {
-                // A child by `fork`, or by `vfork` until it becomes another program, does not have the thread.
-                by_default(signal);
-            } else if ASKED.compare_exchange(0, signal, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                ASKED_AT.store(now, Ordering::Relaxed);
-                libc::sem_post(WAKE.get());
-            } else if now - ASKED_AT.load(Ordering::Relaxed) >= PATIENCE {
-                by_default(signal);
-            }
+        let is_own = info.as_ref().is_some_and(|info| info.si_code <= 0 && info.si_pid() == libc::getpid());
+        if !is_followed() {
+            // A child by `fork`, or by `vfork` until it becomes another program, does not have the thread.
+            by_default(signal);
+        } else if ASKED.compare_exchange(0, signal, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            ASKED_AT.store(now(), Ordering::Relaxed);
+            libc::sem_post(WAKE.get());
+        } else if now() - ASKED_AT.load(Ordering::Relaxed) >= PATIENCE {
+            by_default(signal);
         }
+        stay(is_own);
         *libc::__errno_location() = errno;
     }
 }
 
-/// Ends the process by this signal, as soon as this thread takes it.
+/// Keeps this thread until the process ends, or for [`PATIENCE`]. Further signals that would end the process come here.
+fn stay(for_good: bool) {
+    let end = now() + PATIENCE;
+    // SAFETY: sets and times that live here, and a system call that reads them. The C library's own function of this
+    // name would end a thread that is to be cancelled.
+    unsafe {
+        let mut others: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut others);
+        for signal in SIGNALS {
+            libc::sigdelset(&mut others, signal);
+        }
+        while for_good || now() < end {
+            let time = libc::timespec { tv_sec: 0, tv_nsec: PATIENCE * 1_000_000 / 10 };
+            // The kernel's set is of eight bytes.
+            libc::syscall(libc::SYS_ppoll, std::ptr::null::<c_void>(), 0, &raw const time, &raw const others, 8);
+        }
+    }
+}
+
+/// Ends the process by this signal.
 ///
 /// # Safety
 /// The signal's handler is this library's.
 unsafe fn by_default(signal: c_int) {
-    // SAFETY: as the caller promised; both may be called in a handler.
+    // SAFETY: as the caller promised; all may be called in a handler. The set and the action live here.
     unsafe {
-        libc::signal(signal, libc::SIG_DFL);
+        real_action(signal, &default_action(), std::ptr::null_mut());
         libc::raise(signal);
+        let mut only: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut only);
+        libc::sigaddset(&mut only, signal);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &only, std::ptr::null_mut());
     }
 }
 
@@ -134,16 +264,13 @@ fn serve() {
     while unsafe { libc::sem_wait(WAKE.get()) } != 0 {}
     tell();
     let signal = ASKED.load(Ordering::Acquire);
-    // SAFETY: plain calls, on sets that live here. A handler that the program has set by now runs on its threads.
+    // SAFETY: the handler is this library's; a plain call. A handler that the program has set by now runs on its
+    // threads.
     unsafe {
         if handler(signal) == own_handler() {
-            let mut only: libc::sigset_t = std::mem::zeroed();
-            libc::sigemptyset(&mut only);
-            libc::sigaddset(&mut only, signal);
             by_default(signal);
-            libc::pthread_sigmask(libc::SIG_UNBLOCK, &only, std::ptr::null_mut());
         }
-        libc::kill(libc::getpid(), signal);
+        libc::syscall(libc::SYS_kill, libc::getpid(), signal);
     }
 }
 
@@ -163,8 +290,7 @@ fn tell() {
 
 /// At the end of the program: the signal that came before decides how the process ends.
 pub fn wait_for_the_end() {
-    // SAFETY: a plain question.
-    if ASKED.load(Ordering::Acquire) != 0 && unsafe { libc::getpid() } == PROCESS.load(Ordering::Acquire) {
+    if ASKED.load(Ordering::Acquire) != 0 && is_followed() {
         // The process is gone before this is over.
         std::thread::sleep(SOON);
     }

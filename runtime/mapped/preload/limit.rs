@@ -8,7 +8,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use outcore::machine::{LimitSource, MemoryLimit};
-use outcore::{Bytes, Runtime, Stats};
+use outcore::{Bytes, PageSize, Runtime, Stats};
+use outcore_mapped::LEAST_FRAMES;
 use parking_lot::Mutex;
 
 use crate::pool::{self, Identity, kernel, page_size, say};
@@ -121,24 +122,16 @@ impl Limit {
 
     /// The budget to begin with.
     pub fn first_budget(self) -> u64 {
-        match self {
+        let budget = match self {
             Self::Pages(budget) => budget.saturating_sub(left()),
             Self::Process(limit) => {
                 let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, |held| held.resident);
                 limit.saturating_sub(own).saturating_sub(reserve(limit, 0.0))
             }
-        }
-    }
-
-    /// What is said where a budget holds no page.
-    pub fn too_little(self, budget: u64) -> String {
-        let budget = Bytes::new(budget);
-        match self {
-            Self::Pages(_) => format!("a budget of {budget} holds no page: raise --budget"),
-            Self::Process(limit) => {
-                format!("of {} the program itself leaves {budget}, which is no page: raise --memory", Bytes::new(limit))
-            }
-        }
+        };
+        // Where the program, or files that were left to the kernel, leave less, pages take this all the same: the
+        // kernel's mappings would have no limit at all.
+        budget.max(LEAST_FRAMES * PageSize::DEFAULT.bytes())
     }
 }
 

@@ -13,7 +13,7 @@ use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 
 use outcore::rules::without_signals;
-use outcore::{Bytes, Error, ErrorKind, Runtime, RuntimeBuilder};
+use outcore::{Bytes, Error, Runtime, RuntimeBuilder};
 use outcore_mapped::live::{self, Optimum, Snapshot};
 use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
@@ -250,12 +250,7 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
                 })
             }
             Err(error) => {
-                let why = if error.kind() == ErrorKind::BudgetTooSmall {
-                    limit.too_little(budget)
-                } else {
-                    error.to_string()
-                };
-                say(&format!("files stay the kernel's: {why}"));
+                say(&format!("files stay the kernel's: {error}"));
                 None
             }
         }

@@ -10,7 +10,7 @@ use clap::Parser;
 use outcore::{Bytes, PageSize, Runtime};
 use outcore_llm::{
     CudaDeviceSelector, CudaModel, CudaSession, Gpu, KvType, Model, ModelFiles, Options, PagedWeights, PlainWeights,
-    Result, Sampler, Session, argmax,
+    Result, Sampler, Session, Timing, argmax,
 };
 
 /// Measures prefill and decode speed with all weights in ordinary memory, or in a GPU's.
@@ -109,6 +109,7 @@ fn run_on_gpu(args: &Args, files: &ModelFiles, selector: &CudaDeviceSelector) ->
         let prompt = prompt(args, model.config().vocab);
         let capacity = prompt.len() + args.tokens + 1;
         let mut session = CudaSession::new(model.clone(), capacity, prompt.len(), KvType::F16)?;
+        session.time(Timing::Passes);
         let mut sampler = Sampler::greedy();
         let mut ids = vec![session.next(&prompt, &mut sampler)?];
         let prefill = session.last_pass().total;
@@ -119,21 +120,29 @@ fn run_on_gpu(args: &Args, files: &ModelFiles, selector: &CudaDeviceSelector) ->
             ids.push(next);
             times.push(session.last_pass().total);
         }
-        let (counts, total) = (session.counts() - before, times.iter().sum::<Duration>());
+        let counts = session.counts() - before;
         println!("weights {:.1} MB, on cuda:{selector}", files.weight_bytes() as f64 / 1e6);
         report(files, prompt.len(), prefill, times);
         let each = |n: u64| n as f64 / args.tokens.max(1) as f64;
         println!(
-            "a token: {:.1} launches, {:.1} graphs of {:.1} nodes, {:.1} waits for the GPU, {:.1} pins, {:.1} us of the host",
+            "a token: {:.1} launches, {:.1} graphs of {:.1} nodes, {:.1} waits for the GPU, {:.1} pins",
             each(counts.launches),
             each(counts.graph_launches),
             each(counts.graph_nodes),
             each(counts.synchronisations),
-            each(counts.pins),
-            each(counts.host.as_nanos() as u64) / 1e3
+            each(counts.pins)
         );
-        let rate = counts.read.get() as f64 / total.as_secs_f64();
-        let share = bandwidth.map_or("an unknown part".into(), |all| format!("{:.1} %", 100.0 * rate / all as f64));
+        // Old drivers do not time passes.
+        let gpu = (!counts.gpu.is_zero()).then_some(counts.gpu.as_secs_f64());
+        let micros = |time: Duration| each(time.as_nanos() as u64) / 1e3;
+        println!(
+            "time of a token: {:.1} us of the host's processor, {} on the GPU, {:.1} us waiting for it",
+            micros(counts.host),
+            gpu.map_or("an unknown time".into(), |_| format!("{:.1} us", micros(counts.gpu))),
+            micros(counts.waiting)
+        );
+        let share = bandwidth.zip(gpu).map(|(all, gpu)| counts.read.get() as f64 / gpu / all as f64);
+        let share = share.map_or("an unknown part".into(), |share| format!("{:.1} %", 100.0 * share));
         println!("read {:.1} MB a token, {share} of the bandwidth of the GPU's memory", each(counts.read.get()) / 1e6);
         println!("ids {ids:?}");
     }

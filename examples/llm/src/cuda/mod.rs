@@ -20,6 +20,7 @@ mod places;
 mod prompt;
 mod room;
 mod session;
+mod spans;
 mod step;
 
 pub use gpu::Gpu;

@@ -23,13 +23,14 @@ use super::inputs::{Inputs, Span};
 use super::kernels::{Choice, DeviceDraw, Element, HEAD_MAX};
 use super::paged::{Blocks, Paged};
 use super::places::Places;
+use super::spans::{Spans, can_be_timed};
 use super::step::{Piece, Schedule, Segment, Work};
 use crate::architecture::Architecture;
 use crate::config::Config;
 use crate::dtype::KvType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::model::{PassCounts, PassTime};
+use crate::model::{PassCounts, PassTime, Timing};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
@@ -130,6 +131,13 @@ pub struct CudaSession {
     len: usize,
     last: PassTime,
     counts: PassCounts,
+    timing: Timing,
+    /// Passes, and what is launched behind them before the thread waits.
+    spans: Spans,
+    /// Pins of weights in these.
+    stalls: Spans,
+    /// Processor time that waits for the GPU have taken.
+    polled: Duration,
 }
 
 impl std::fmt::Debug for CudaSession {
@@ -238,6 +246,10 @@ impl CudaSession {
             len,
             last: PassTime::default(),
             counts: PassCounts::default(),
+            timing: Timing::Off,
+            spans: Spans::default(),
+            stalls: Spans::default(),
+            polled: Duration::ZERO,
             model: model.clone(),
         };
         session.send_constants()?;
@@ -280,6 +292,7 @@ impl CudaSession {
         let (from, to) = (range(self), range(&fork));
         gpu.stream.memcpy_dtod(&self.memory.slice(from), &mut fork.memory.slice_mut(to)).map_err(copying)?;
         fork.uses_graphs = self.uses_graphs;
+        fork.timing = self.timing;
         Ok(Some(fork))
     }
 
@@ -342,6 +355,11 @@ impl CudaSession {
         self.uses_graphs = whether;
     }
 
+    /// What is timed on the GPU from now on; nothing at first. It changes no bit of the results.
+    pub fn time(&mut self, what: Timing) {
+        self.timing = if can_be_timed(&self.model.gpu) { what } else { Timing::Off };
+    }
+
     /// What the host did for the passes so far, and what the GPU read for them.
     pub fn counts(&self) -> PassCounts {
         self.counts
@@ -366,7 +384,10 @@ impl CudaSession {
     /// ends with, and what the driver refuses. After an error the session is as it was before the call, unless the GPU
     /// is lost.
     pub fn read(&mut self, tokens: &[u32]) -> Result<()> {
-        self.counted(|session| session.passes(tokens))
+        self.counted(|session| {
+            session.passes(tokens)?;
+            session.spans.end(&session.model.gpu)
+        })
     }
 
     /// Reads `tokens`, and chooses the token that follows: [`read`](Self::read) and [`sample`](Self::sample). Waits for
@@ -403,12 +424,19 @@ impl CudaSession {
     /// Does `what`, and adds what it took to the counts.
     fn counted<T>(&mut self, what: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let gpu = self.model.gpu.clone();
-        let (launches, waits, host) = (gpu.kernels.launched(), gpu.waits(), thread_time());
+        let (launches, waits) = (gpu.kernels.launched(), gpu.waits());
+        let (host, polled) = (thread_time(), self.polled);
         let done = what(self);
+        if done.is_err() {
+            // A part of it may still be on the stream. How long that takes says nothing of a pass.
+            self.spans.abandon();
+            self.stalls.abandon();
+        }
+        let polled = self.polled.saturating_sub(polled);
         let counts = &mut self.counts;
         counts.launches += gpu.kernels.launched() - launches;
         counts.synchronisations += gpu.waits() - waits;
-        counts.host += thread_time().saturating_sub(host);
+        counts.host += thread_time().saturating_sub(host).saturating_sub(polled);
         done
     }
 
@@ -443,6 +471,10 @@ impl CudaSession {
     /// for blocks of keys and values.
     fn pass(&mut self, model: &CudaModel, tokens: &[u32], past: usize) -> Result<Duration> {
         let span = Span { m: tokens.len() as u32, past: past as u32 };
+        if self.in_flight {
+            self.finish()?;
+        }
+        self.begin_span()?;
         self.keep_all()?;
         let c = model.config();
         let positions = 2 * (c.layers * c.kv_heads * c.head_dim * (past + tokens.len())) as u64;
@@ -474,11 +506,8 @@ impl CudaSession {
         Ok(waited)
     }
 
-    /// Sends a pass's tokens and positions, and the addresses of blocks that have changed.
+    /// Sends a pass's tokens and positions, and the addresses of blocks that have changed. Earlier copies have ended.
     fn send(&mut self, tokens: &[u32], span: Span) -> Result<()> {
-        if self.in_flight {
-            self.finish()?;
-        }
         self.in_flight = true;
         self.inputs.set(tokens, span);
         if let Keys::Paged(paged) = &mut self.keys
@@ -574,7 +603,18 @@ impl CudaSession {
             return Ok(None);
         }
         self.counts.pins += 1;
-        model.weights.pin_parts_on(parts, &model.stream).map(Some)
+        if self.timing < Timing::Stalls {
+            return model.weights.pin_parts_on(parts, &model.stream).map(Some);
+        }
+        self.stalls.begin(&model.gpu)?;
+        let pin = model.weights.pin_parts_on(parts, &model.stream)?;
+        self.stalls.end(&model.gpu)?;
+        Ok(Some(pin))
+    }
+
+    /// Begins the span of a pass, or of what is launched behind one that was waited for.
+    fn begin_span(&mut self) -> Result<()> {
+        if self.timing == Timing::Off { Ok(()) } else { self.spans.begin(&self.model.gpu) }
     }
 
     /// The embeddings of `tokens` to `x`, as many at a time as a segment's frames hold.
@@ -645,6 +685,7 @@ impl CudaSession {
         };
         // The copies of the choice before have ended: it was waited for.
         self.draw[0] = draw.into();
+        self.begin_span()?;
         let model = self.model.clone();
         if self.uses_graphs {
             if self.graphs.choice.is_none() {
@@ -679,6 +720,7 @@ impl CudaSession {
 
     fn fetch_logits(&mut self) -> Result<()> {
         let since = Instant::now();
+        self.begin_span()?;
         copy_out(self.at.logits, &self.logits)?;
         self.finish()?;
         self.has_logits = true;
@@ -686,10 +728,17 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Waits for everything that was launched.
+    /// Waits for everything that was launched, and reads the times of it.
     fn finish(&mut self) -> Result<()> {
-        self.model.gpu.finish()?;
+        self.spans.end(&self.model.gpu)?;
+        let (since, polled) = (Instant::now(), thread_time());
+        let finished = self.model.gpu.finish();
+        self.polled += thread_time().saturating_sub(polled);
+        self.counts.waiting += since.elapsed();
+        finished?;
         self.in_flight = false;
+        self.counts.gpu += self.spans.take()?;
+        self.counts.stalled += self.stalls.take()?;
         Ok(())
     }
 }

@@ -3,42 +3,35 @@
 
 use std::sync::Arc;
 
-use outcore::{DType, PageSize, PolicyKind};
+use outcore::{DType, PolicyKind};
 use outcore_kv::{KvLayout, KvPool, KvShape, StoreOptions, TenantId, Token};
 use outcore_llm::{PagedKeys, paged_kv};
 use outcore_testkit::harness::until;
 
 use super::*;
 
+const PAGE_OF_EMULATED: Bytes = Bytes::kib(16);
 const TENANT: TenantId = TenantId::new(1);
 /// Longer than the pool has blocks for.
 const CONTEXT: u64 = 1 << 17;
 /// Frames for everything.
-const AMPLE: u64 = 600;
+const AMPLE: u64 = 800;
 /// Frames for a few blocks and the weights of a step.
 const FEW: u64 = 24;
 
-/// Rows such that pages of 2 MiB have blocks of 1024 tokens, and the emulated GPU's pages of 32 KiB such of 16.
+/// Rows such that pages of 2 MiB have blocks of 1024 tokens, and the emulated GPU's pages of 16 KiB such of 8.
 fn shape(arch: Arch) -> Spec {
     let head_dim = if arch == Arch::Qwen3 { 128 } else { 64 };
     Spec { layers: 3, heads: 512 / head_dim, kv_heads: 256 / head_dim, head_dim, ..spec(arch, WeightType::F32) }
 }
 
 fn files(folder: &Path, arch: Arch) -> ModelFiles {
-    gguf(folder, &Spec { ffn_dim: 512, vocab: 300, context: CONTEXT, ..shape(arch) })
-}
-
-/// The page size of the tests: small ones, where a GPU is emulated.
-fn page_size(driver: &Driver) -> PageSize {
-    if let Some(fake) = &driver.fake {
-        fake.set_granularity(4096);
-    }
-    PageSize::new(if driver.fake.is_some() { Bytes::kib(32) } else { Bytes::new(PAGE) }).unwrap()
+    gguf(folder, &Spec { ffn_dim: 256, vocab: 300, context: CONTEXT, ..shape(arch) })
 }
 
 /// Tokens of a block.
 fn each(driver: &Driver) -> usize {
-    if driver.fake.is_some() { 16 } else { 1024 }
+    if driver.fake.is_some() { 8 } else { 1024 }
 }
 
 /// Tokens that fill six blocks and begin one.
@@ -58,7 +51,7 @@ fn pool(runtime: &Runtime, config: &outcore_llm::Config, blocks: u32) -> KvPool 
 
 /// Runs `body` with a model and a pool of 60 blocks on a GPU that has `frames` frames.
 fn on_gpu<T>(driver: &Driver, files: &ModelFiles, frames: u64, body: impl FnOnce(&Arc<CudaModel>, &KvPool) -> T) -> T {
-    let page = page_size(driver);
+    let page = page_size(driver, PAGE_OF_EMULATED);
     let gpu = own_kernels(driver).unwrap();
     let builder = Runtime::builder().device(driver.device.clone()).page_size(page).policy(PolicyKind::Kv);
     let runtime = builder.device_budget(Bytes::new(frames * page.bytes())).open().unwrap();
@@ -106,7 +99,7 @@ mod on_a_gpu {
         for arch in [Arch::Llama, Arch::Qwen3] {
             let files = files(folder.path(), arch);
             let prompt = prompt(&driver, 3);
-            let page = page_size(&driver);
+            let page = page_size(&driver, PAGE_OF_EMULATED);
             let runtime =
                 Runtime::builder().page_size(page).device_budget(Bytes::new(100 * page.bytes())).open().unwrap();
             let cpu = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), Options::default()).unwrap();
@@ -270,11 +263,11 @@ mod on_a_gpu {
     /// The CPU has read a long text, whose keys and values come from a store. Its next tokens are those of a GPU that
     /// has frames for a tenth of them, and for all of them: then a token is a graph.
     #[test]
-    fn a_context_of_8192_tokens_goes_through_few_frames() {
-        const TOKENS: u32 = 8192;
-        let Some(driver) = driver("a_context_of_8192_tokens_goes_through_few_frames") else { return };
+    fn a_long_context_goes_through_few_frames() {
+        const TOKENS: u32 = 2048;
+        let Some(driver) = driver("a_long_context_goes_through_few_frames") else { return };
         let folder = tempfile::tempdir().unwrap();
-        let (page, each) = (page_size(&driver), each(&driver));
+        let (page, each) = (page_size(&driver, PAGE_OF_EMULATED), each(&driver));
         let small =
             Spec { layers: 1, heads: 4, kv_heads: 4, ffn_dim: 256, vocab: 300, ..spec(Arch::Llama, WeightType::F32) };
         let files = gguf(folder.path(), &Spec { context: 1 << 14, ..small });
@@ -294,7 +287,7 @@ mod on_a_gpu {
             let keys = PagedKeys::new(pool.begin(TENANT, &[]).unwrap());
             let mut cpu = Session::paged(Arc::new(cpu), keys).unwrap();
             want.push(cpu.forward(&prompt).unwrap());
-            for _ in 0..3 {
+            for _ in 0..2 {
                 said.push(argmax(want.last().unwrap()));
                 want.push(cpu.forward(&said[said.len() - 1..]).unwrap());
             }
@@ -317,11 +310,11 @@ mod on_a_gpu {
                 let counts = session.counts() - before;
                 // All but the embedding is in graphs, or there is a launch for each wave.
                 let launches = counts.launches / counts.passes;
-                assert!(if graphs { launches == 1 } else { launches > 50 }, "{frames} frames: {counts:?}");
+                assert!(if graphs { launches == 1 } else { launches > 20 }, "{frames} frames: {counts:?}");
                 found
             });
             for (found, want) in found.iter().zip(&want) {
-                assert_near(&format!("8192 tokens in {frames} frames"), found, want, 1e-3);
+                assert_near(&format!("{TOKENS} tokens in {frames} frames"), found, want, 1e-3);
             }
             assert!(*first.get_or_insert(found.clone()) == found, "{frames} frames");
         }
@@ -362,7 +355,8 @@ fn a_pass_over_blocks_that_is_given_up_leaves_the_session_as_it_was() {
     let Some(driver) = driver("a_pass_over_blocks_that_is_given_up_leaves_the_session_as_it_was") else { return };
     let folder = tempfile::tempdir().unwrap();
     let files = files(folder.path(), Arch::Llama);
-    let (page, prompt, flag) = (page_size(&driver), prompt(&driver, 9), Arc::new(AtomicBool::new(false)));
+    let (page, prompt, flag) =
+        (page_size(&driver, PAGE_OF_EMULATED), prompt(&driver, 9), Arc::new(AtomicBool::new(false)));
     // A page is mapped whenever one comes, of the weights or of a block.
     let hook = Raising { left: AtomicU32::new(0), flag: flag.clone() };
     let hook = Arc::new(hook);
@@ -400,13 +394,13 @@ fn a_launch_that_fails_leaves_the_session_as_it_was() {
     let folder = tempfile::tempdir().unwrap();
     let files = files(folder.path(), Arch::Llama);
     // Two passes: one within a block, one that begins in it and ends in the next.
-    let prompt = &prompt(&driver, 9)[..20];
+    let prompt = &prompt(&driver, 9)[..10];
     on_gpu(&driver, &files, AMPLE, |model, pool| {
         let launches = || fake.calls("cuLaunchKernel");
         let before = launches();
-        let (mut session, want) = read(model, pool, prompt, 12);
+        let (mut session, want) = read(model, pool, prompt, 6);
         let made = launches() - before;
-        for nth in (1..=made).step_by(made as usize / 5) {
+        for nth in (1..=made).step_by(made as usize / 3) {
             session.truncate(0).unwrap();
             fake.fail_nth("cuLaunchKernel", nth, UNKNOWN);
             let error = session.forward(prompt).map(drop).unwrap_err();

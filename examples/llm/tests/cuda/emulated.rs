@@ -57,9 +57,8 @@ pub fn kernel_library(test: &str) -> Option<&'static Path> {
 
 /// The error says what to tell a user whose machine has no C++ compiler.
 fn build() -> Result<PathBuf, String> {
-    let options = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"];
-    // The fortified longjmp knows only one stack, and fibers have many.
-    let fortify = "-U_FORTIFY_SOURCE";
+    let options =
+        ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-strict-aliasing"];
     let key = format!("{}{options:?}", SOURCES.map(|(_, text)| text).concat());
     let library = folder().join(format!("libemulated_kernels_{:016x}.so", XxHash3_64::oneshot(key.as_bytes())));
     if library.exists() {
@@ -76,7 +75,6 @@ fn build() -> Result<PathBuf, String> {
     let mut command = Command::new(&compiler);
     command
         .args(options)
-        .arg(fortify)
         .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-o"])
         .arg(&unfinished)
         .arg(sources.join("tests/cuda/emulation.cpp"));

@@ -2,13 +2,15 @@
 // what each reads and writes, and their registration.
 
 #include <dlfcn.h>
-#include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -21,13 +23,77 @@ namespace emulation {
 
 // ---- fibers ----
 
-const size_t STACK_BYTES = 64 << 10;
 const unsigned WARP = 32;
 
 [[noreturn]] static void fail(const char *what) {
     fprintf(stderr, "emulated kernel: %s\n", what);
     abort();
 }
+
+#ifdef __x86_64__
+// A thread's or a fiber's stack, on which are the registers that a call keeps, and where it goes on.
+struct Place {
+    void *stack;
+};
+
+extern "C" __attribute__((visibility("hidden"))) void emulation_go(void **from, void *to);
+asm(R"(
+.text
+.p2align 4
+.hidden emulation_go
+.globl emulation_go
+.type emulation_go, @function
+emulation_go:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size emulation_go, . - emulation_go
+)");
+
+// Leaves this place, to go on here later, and goes on at another.
+static inline void go(Place &from, Place &to) {
+    emulation_go(&from.stack, to.stack);
+}
+
+// A place at which `run` begins, which never returns.
+static void prepare(Place &place, char *stack, size_t bytes, void (*run)()) {
+    // Six registers, the address of `run`, and where it would return to: a function finds the stack 8 bytes off a
+    // multiple of 16.
+    void **top = (void **)(stack + bytes / 16 * 16) - 8;
+    memset(top, 0, 8 * sizeof *top);
+    top[6] = (void *)run;
+    place.stack = top;
+}
+#else
+// As above, with what every system has: a system call each time.
+typedef ucontext_t Place;
+
+static void go(Place &from, Place &to) {
+    swapcontext(&from, &to);
+}
+
+static void prepare(Place &place, char *stack, size_t bytes, void (*run)()) {
+    getcontext(&place);
+    place.uc_stack.ss_sp = stack + sizeof(Lane *) * 2;
+    place.uc_stack.ss_size = bytes - sizeof(Lane *) * 2;
+    place.uc_link = nullptr;
+    makecontext(&place, run, 0);
+}
+#endif
+
+struct Processor;
 
 // Lanes that wait for each other, and go on when as many have come as are expected.
 struct Meeting {
@@ -45,89 +111,101 @@ struct Warp {
 
 struct Fiber {
     Lane lane;
-    jmp_buf at;
-    ucontext_t start;
-    std::vector<char> stack;
-    bool started, ended;
+    Processor *processor;
+    // Where it goes on.
+    Place place;
+    bool ended;
     unsigned index, exchanges;
-    Fiber *next;
+    // The next one of the block, and of the warp.
+    Fiber *next, *beside;
     // Copies that are on their way, and how many belong to each commit: the last one's are not committed yet.
     std::vector<std::pair<void *, const void *>> copies;
     std::vector<size_t> commits;
 };
 
-Lane *lane;
-Dim block, grid;
+struct Reached {
+    uint64_t bytes;
+    bool write;
+    uintptr_t at;
+};
 
-static std::vector<Fiber *> fibers;
-static std::vector<Warp> warps;
-static Meeting everyone;
-static unsigned living;
-// How often lanes gave way since something last happened.
-static unsigned idle;
-static jmp_buf caller;
-static void (*kernel)(void *);
-static void *arguments;
+// A thread that runs blocks, one at a time.
+struct Processor {
+    std::vector<Fiber *> fibers;
+    std::vector<Warp> warps;
+    Meeting everyone;
+    unsigned living;
+    // How often lanes gave way since something last happened.
+    unsigned idle;
+    // Where the thread itself goes on.
+    Place caller;
+    Dim block;
+    // Ranges that the driver has allowed the running launch, by their starts, and where they are on the host.
+    std::map<uint64_t, Reached> reached;
+    // What a kernel that follows a wrong address reads and writes instead, so that the launch ends with the driver's
+    // finding alone.
+    std::vector<char> nowhere;
+};
 
-[[noreturn]] static void resume(Fiber *fiber) {
-    lane = &fiber->lane;
-    if (fiber->started) {
-        _longjmp(fiber->at, 1);
-    }
-    fiber->started = true;
-    setcontext(&fiber->start);
-    fail("a fiber could not be started");
+// The launch that runs: one at a time.
+struct Running {
+    Dim grid, threads;
+    void (*kernel)(void *);
+    void *arguments;
+};
+static Running running;
+
+Dim &grid = running.grid;
+
+static Fiber *current() {
+    return self()->fiber;
 }
 
-// The next lane of the block that has not ended; this one, if it is the last.
-static Fiber *successor(const Fiber *fiber) {
-    Fiber *next = fiber->next;
-    while (next->ended) {
-        next = next->next;
-    }
-    return next;
-}
-
-static void give_way() {
-    Fiber *self = lane->fiber;
-    if (++idle > 4 * fibers.size() + 4) {
+// Gives way to the next lane of the block, or of the warp, that has not ended.
+static void give_way(Fiber *Fiber::*next) {
+    Fiber *from = current(), *to = from->*next;
+    if (++from->processor->idle > 4 * from->processor->fibers.size() + 4) {
         fail("lanes wait for each other: a barrier that not all of a block reach, or a shuffle that not all of a warp reach");
     }
-    if (_setjmp(self->at) == 0) {
-        resume(successor(self));
+    while (to->ended) {
+        to = to->*next;
+    }
+    if (to != from) {
+        go(from->place, to->place);
     }
 }
 
-static void release(Meeting &meeting) {
+static void release(Processor &processor, Meeting &meeting) {
     meeting.arrived = 0;
     meeting.number++;
-    idle = 0;
+    processor.idle = 0;
 }
 
-static void meet(Meeting &meeting) {
+static void meet(Processor &processor, Meeting &meeting, Fiber *Fiber::*next) {
     uint64_t number = meeting.number;
     if (++meeting.arrived == meeting.expected) {
-        release(meeting);
+        release(processor, meeting);
         return;
     }
     while (meeting.number == number) {
-        give_way();
+        give_way(next);
     }
 }
 
-static void leave(Meeting &meeting) {
+static void leave(Processor &processor, Meeting &meeting) {
     if (--meeting.expected == meeting.arrived && meeting.arrived > 0) {
-        release(meeting);
+        release(processor, meeting);
     }
 }
 
 void barrier() {
-    meet(everyone);
+    Processor &processor = *current()->processor;
+    meet(processor, processor.everyone, &Fiber::next);
 }
 
 uint64_t exchange(unsigned mask, uint64_t mine, int distance) {
-    Fiber *self = lane->fiber;
-    Warp &warp = warps[self->index / WARP];
+    Fiber *self = current();
+    Warp &warp = self->processor->warps[self->index / WARP];
     unsigned index = self->index % WARP, other = index ^ (unsigned)distance;
     if (mask != 0xffffffffu) {
         fail("only shuffles of whole warps are emulated");
@@ -135,7 +213,8 @@ uint64_t exchange(unsigned mask, uint64_t mine, int distance) {
     unsigned number = ++self->exchanges, turn = number % 2;
     warp.slots[turn][index] = mine;
     warp.left_in[turn][index] = number;
-    meet(warp.meeting);
+    // Lanes of other warps would only find that nothing has changed for them.
+    meet(*self->processor, warp.meeting, &Fiber::beside);
     if (warp.left_in[turn][other] != number) {
         fail("a shuffle reads a lane that takes no part in it");
     }
@@ -146,11 +225,11 @@ void copy_later(void *to, const void *from) {
     if ((uintptr_t)to % 16 != 0 || (uintptr_t)from % 16 != 0) {
         fail("a copy of 16 bytes that are not aligned");
     }
-    lane->fiber->copies.push_back({to, from});
+    current()->copies.push_back({to, from});
 }
 
 void commit() {
-    Fiber *self = lane->fiber;
+    Fiber *self = current();
     size_t before = 0;
     for (size_t count : self->commits) {
         before += count;
@@ -159,7 +238,7 @@ void commit() {
 }
 
 void wait(unsigned pending) {
-    Fiber *self = lane->fiber;
+    Fiber *self = current();
     while (self->commits.size() > pending) {
         size_t count = self->commits.front();
         for (size_t i = 0; i < count; i++) {
@@ -172,88 +251,139 @@ void wait(unsigned pending) {
 
 // Every fiber's whole life: a lane of one block after another.
 static void run_lane() {
+    Fiber *self = current();
+    Processor &processor = *self->processor;
     for (;;) {
-        kernel(arguments);
-        Fiber *self = lane->fiber;
+        running.kernel(running.arguments);
         if (!self->copies.empty()) {
             fail("a lane ends while its copies are on their way");
         }
         self->commits.clear();
-        Warp &warp = warps[self->index / WARP];
         self->ended = true;
-        leave(everyone);
-        leave(warp.meeting);
-        idle = 0;
-        bool last = --living == 0;
-        if (_setjmp(self->at) == 0) {
-            if (last) {
-                _longjmp(caller, 1);
-            }
-            resume(successor(self));
+        leave(processor, processor.everyone);
+        leave(processor, processor.warps[self->index / WARP].meeting);
+        processor.idle = 0;
+        if (--processor.living == 0) {
+            go(self->place, processor.caller);
+        } else {
+            give_way(&Fiber::next);
         }
     }
 }
 
-static Fiber *new_fiber(unsigned index) {
+static Fiber *new_fiber(Processor &processor, unsigned index) {
     Fiber *fiber = new Fiber();
-    fiber->stack.resize(STACK_BYTES);
+    char *stack = (char *)aligned_alloc(STACK, STACK);
+    if (stack == nullptr) {
+        fail("no memory for a stack");
+    }
     fiber->lane.fiber = fiber;
+    fiber->lane.block = &processor.block;
+    fiber->processor = &processor;
     fiber->index = index;
-    getcontext(&fiber->start);
-    fiber->start.uc_stack.ss_sp = fiber->stack.data();
-    // The stacks' distances are not powers of two, or what all lanes have on them would share a few lines of the cache.
-    fiber->start.uc_stack.ss_size = STACK_BYTES - index % 61 * 192;
-    fiber->start.uc_link = nullptr;
-    makecontext(&fiber->start, run_lane, 0);
+    *(Lane **)stack = &fiber->lane;
+    // The stacks' tops are not at multiples of one power of two, or what all lanes have on them would share a few lines
+    // of the cache.
+    prepare(fiber->place, stack, STACK - index % 61 * 192, run_lane);
     return fiber;
 }
 
-static void run_block(unsigned threads) {
-    unsigned count = (threads + WARP - 1) / WARP;
-    warps.assign(count, Warp());
+static void run_block(Processor &processor) {
+    unsigned threads = running.threads.x;
+    while (processor.fibers.size() < threads) {
+        processor.fibers.push_back(new_fiber(processor, (unsigned)processor.fibers.size()));
+    }
+    processor.warps.assign((threads + WARP - 1) / WARP, Warp());
     for (unsigned i = 0; i < threads; i++) {
-        Fiber *fiber = fibers[i];
+        Fiber *fiber = processor.fibers[i];
         fiber->lane.thread = {i, 0, 0};
         fiber->ended = false;
         fiber->exchanges = 0;
-        fiber->next = fibers[(i + 1) % threads];
-        warps[i / WARP].meeting.expected++;
+        fiber->next = processor.fibers[(i + 1) % threads];
+        unsigned warp = i / WARP * WARP;
+        fiber->beside = processor.fibers[warp + (i - warp + 1) % std::min(WARP, threads - warp)];
+        processor.warps[i / WARP].meeting.expected++;
     }
-    everyone = {threads, 0, 0};
-    living = threads;
-    idle = 0;
-    if (_setjmp(caller) == 0) {
-        resume(fibers[0]);
-    }
+    processor.everyone = {threads, 0, 0};
+    processor.living = threads;
+    processor.idle = 0;
+    go(processor.caller, processor.fibers[0]->place);
 }
 
-// ---- addresses that a kernel reads from memory ----
+// ---- processors ----
 
-// Ranges that the driver has allowed the running launch, by their starts, and where they are on the host.
-struct Reached {
-    uint64_t bytes;
-    bool write;
-    uintptr_t at;
+// Blocks run on as many threads as the machine has processors, and on no more than four: grids are small. The thread
+// that the driver runs the launch on answers what their kernels follow meanwhile, because the driver judges an address
+// in that thread. Never freed: the threads wait for launches until the process ends.
+struct Machine {
+    std::mutex mutex;
+    std::condition_variable called, answered;
+    std::vector<Processor *> processors;
+    // Counts launches, so that each thread takes part in each once.
+    uint64_t launch = 0;
+    // Threads that have not finished the launch.
+    unsigned busy = 0;
+    std::atomic<uint64_t> next_block{0};
+    // What one thread wants to follow, and what the driver says.
+    struct Question {
+        uint64_t address, bytes;
+        bool write, asked, known;
+        uintptr_t at;
+    } question = {};
 };
-static std::map<uint64_t, Reached> reached;
-// What a kernel that follows a wrong address reads and writes instead, so that the launch ends with the driver's finding
-// alone.
-static std::vector<char> nowhere;
+
+static Machine &machine() {
+    static Machine *one = new Machine();
+    return *one;
+}
 
 static uintptr_t (*touch)(uint64_t, uint64_t, bool);
 
 uintptr_t follow(uint64_t address, uint64_t bytes, bool write) {
-    auto known = reached.find(address);
-    if (known != reached.end() && known->second.bytes >= bytes && (known->second.write || !write)) {
+    Processor &processor = *current()->processor;
+    auto known = processor.reached.find(address);
+    if (known != processor.reached.end() && known->second.bytes >= bytes && (known->second.write || !write)) {
         return known->second.at;
     }
-    uintptr_t at = touch(address, bytes, write);
+    Machine &all = machine();
+    std::unique_lock<std::mutex> lock(all.mutex);
+    Machine::Question &question = all.question;
+    all.answered.wait(lock, [&] { return !question.asked; });
+    question = {address, bytes, write, true, false, 0};
+    all.called.notify_all();
+    all.answered.wait(lock, [&] { return question.known; });
+    uintptr_t at = question.at;
+    question.asked = false;
+    all.answered.notify_all();
     if (at == 0) {
-        nowhere.resize(nowhere.size() < bytes ? bytes : nowhere.size());
-        return (uintptr_t)nowhere.data();
+        processor.nowhere.resize(processor.nowhere.size() < bytes ? bytes : processor.nowhere.size());
+        return (uintptr_t)processor.nowhere.data();
     }
-    reached[address] = {bytes, write, at};
+    processor.reached[address] = {bytes, write, at};
     return at;
+}
+
+static void run_blocks(Processor &processor) {
+    processor.reached.clear();
+    uint64_t x = running.grid.x, y = running.grid.y, count = x * y * running.grid.z;
+    for (uint64_t block; (block = machine().next_block++) < count;) {
+        processor.block = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)(block / x / y)};
+        run_block(processor);
+    }
+}
+
+static void work(Processor &processor) {
+    Machine &all = machine();
+    std::unique_lock<std::mutex> lock(all.mutex);
+    for (uint64_t done = 0;;) {
+        all.called.wait(lock, [&] { return all.launch != done && all.busy != 0; });
+        done = all.launch;
+        lock.unlock();
+        run_blocks(processor);
+        lock.lock();
+        all.busy--;
+        all.called.notify_all();
+    }
 }
 
 static void run_grid(Dim size, Dim threads, void (*what)(void *), void *with) {
@@ -262,18 +392,28 @@ static void run_grid(Dim size, Dim threads, void (*what)(void *), void *with) {
     if (threads.y != 1 || threads.z != 1) {
         fail("only blocks of one dimension are emulated");
     }
-    grid = size;
-    reached.clear();
-    while (fibers.size() < threads.x) {
-        fibers.push_back(new_fiber((unsigned)fibers.size()));
+    Machine &all = machine();
+    std::unique_lock<std::mutex> lock(all.mutex);
+    running = {size, threads, what, with};
+    all.next_block = 0;
+    for (unsigned wanted = std::clamp(std::thread::hardware_concurrency(), 1u, 4u); all.processors.size() < wanted;) {
+        Processor *processor = new Processor();
+        all.processors.push_back(processor);
+        std::thread([processor] { work(*processor); }).detach();
     }
-    kernel = what;
-    arguments = with;
-    for (block.z = 0; block.z < grid.z; block.z++) {
-        for (block.y = 0; block.y < grid.y; block.y++) {
-            for (block.x = 0; block.x < grid.x; block.x++) {
-                run_block(threads.x);
-            }
+    all.busy = (unsigned)all.processors.size();
+    all.launch++;
+    all.called.notify_all();
+    while (all.busy != 0) {
+        all.called.wait(lock, [&] { return all.busy == 0 || (all.question.asked && !all.question.known); });
+        Machine::Question question = all.question;
+        if (question.asked && !question.known) {
+            lock.unlock();
+            uintptr_t at = touch(question.address, question.bytes, question.write);
+            lock.lock();
+            all.question.at = at;
+            all.question.known = true;
+            all.answered.notify_all();
         }
     }
 }

@@ -3,7 +3,7 @@
 // A block's lanes are fibers of one thread. A lane runs until it has to wait for others, at a barrier or a shuffle, and
 // gives way to the next; the last to arrive goes on at once. So every lane sees what CUDA promises it, and nothing more
 // is promised here: a shared variable that is read without a barrier holds whatever an earlier lane left there.
-// Blocks run one after another, and launches one at a time.
+// Each thread runs one block at a time, in no order that holds between threads, and launches run one at a time.
 #ifndef OUTCORE_EMULATION_H
 #define OUTCORE_EMULATION_H
 
@@ -21,11 +21,11 @@
 #endif
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
-// One block runs at a time, so one copy serves all.
-#define __shared__ static
+// A thread runs one block at a time, so one copy for each thread serves all.
+#define __shared__ static thread_local
 #define __syncthreads() emulation::barrier()
-#define threadIdx (emulation::lane->thread)
-#define blockIdx (emulation::block)
+#define threadIdx (emulation::self()->thread)
+#define blockIdx (*emulation::self()->block)
 #define gridDim (emulation::grid)
 
 struct alignas(16) float4 {
@@ -41,9 +41,22 @@ struct Dim {
     unsigned x, y, z;
 };
 
-struct Lane;
-extern Lane *lane;
-extern Dim block, grid;
+// What kernels see of a lane, and what runs it.
+struct Lane {
+    Dim thread;
+    const Dim *block;
+    struct Fiber *fiber;
+};
+
+// Bytes of a lane's stack. It begins at a multiple of this, with the lane's address.
+const size_t STACK = 64 << 10;
+
+// The lane that calls this.
+inline Lane *self() {
+    return *(Lane **)((uintptr_t)__builtin_frame_address(0) & ~(STACK - 1));
+}
+
+extern Dim &grid;
 
 void barrier();
 // Leaves `mine` for the other lanes of the warp and returns what lane `index ^ distance` has left.
@@ -54,15 +67,6 @@ void commit();
 void wait(unsigned pending);
 // Where device memory is on the host, whose address a kernel read from memory.
 uintptr_t follow(uint64_t address, uint64_t bytes, bool write);
-
-// The part of a lane that kernels see.
-struct Visible {
-    Dim thread;
-};
-
-struct Lane : Visible {
-    struct Fiber *fiber;
-};
 
 float float_of_half(unsigned short bits);
 unsigned short half_of_float(float value);

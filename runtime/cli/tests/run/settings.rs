@@ -372,19 +372,47 @@ fn wrong_settings_are_refused() {
     }
 }
 
-/// Too little memory costs the program its mappings, not its life.
+/// The program ran without a limit.
 #[test]
-fn too_little_is_said() {
+fn regression_a_limit_that_cannot_be_kept_is_refused() {
+    for (option, size, least) in [
+        ("--memory", "4MiB", "16.0 MiB"),
+        ("--memory", "15MiB", "16.0 MiB"),
+        ("--budget", "1KiB", "8.0 MiB"),
+        ("--budget", "6MiB", "8.0 MiB"),
+    ] {
+        let output = outcore().args(["run", option, size, "--", "echo", "started"]).output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{told}");
+        assert!(told.contains(&format!("give {option} {least} or more")), "{told}");
+    }
+}
+
+/// Where the program, or a file that was left to the kernel, leaves less than four pages, files have these four.
+#[test]
+fn regression_files_have_a_limit_where_too_little_is_left() {
     if !can_run() {
         return;
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), 40 << 20);
-    for (option, size) in [("--memory", "4MiB"), ("--budget", "1KiB"), ("--budget", "4MiB")] {
-        let (said, told) = with(&[option, size], MAPPED, &path);
-        assert_eq!(said, "kernel\n", "{told}");
-        assert!(told.contains("the kernel's: ") && told.contains("raise"), "{option} {size}: {told}");
-    }
+    let (said, told) = with(&["--memory", "16MiB"], MAPPED, &path);
+    assert_eq!(said, "mapped\n", "{told}");
+    assert!(told.contains("into at most 8.0 MiB") && told.contains("raise --memory"), "{told}");
+    const TWO: &str = r#"
+import mmap, sys
+
+for path in sys.argv[1] + ".gguf", sys.argv[1]:
+    file = open(path, "rb")
+    bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    for at in range(0, len(bytes), 1 << 20):
+        bytes[at]
+"#;
+    let small = format!("{}.gguf", path.display());
+    std::fs::write(&small, [&b"GGUF"[..], &[0; 6 << 20]].concat()).unwrap();
+    let output = run_program(TWO, "8MiB", &path);
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("1 file(s) mapped") && told.contains("into at most 8.0 MiB"), "{told}");
 }
 
 /// Variables that nobody understands cost the program its mappings, not its life.

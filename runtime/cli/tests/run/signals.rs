@@ -9,12 +9,14 @@ use super::*;
 const SIGNALS: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,6 +28,44 @@ static void chained(int signal)
 {
     if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) before.sa_handler(signal);
     seen = 1;
+}
+
+typedef void (*handler)(int);
+static handler signal_of(int number, handler new) { return signal(number, new); }
+
+/* Ends the process by the default action; what is behind it must not run. */
+static void *ends(void *how)
+{
+    int signal = SIGTERM;
+    if (!strcmp(how, "raises")) raise(signal = SIGHUP);
+    if (!strcmp(how, "kills")) kill(getpid(), signal = SIGINT);
+    if (!strcmp(how, "kills by a raw call")) syscall(SYS_kill, getpid(), signal);
+    if (!strcmp(how, "kills in a thread")) kill(getpid(), signal);
+    if (!strcmp(how, "kills its group")) kill(0, signal);
+    if (!strcmp(how, "asks")) {
+        struct sigaction found;
+        int wrong = sigaction(signal, NULL, &found) || found.sa_handler != SIG_DFL || found.sa_flags;
+        found.sa_handler = own, found.sa_flags = 0;
+        wrong |= sigaction(signal, &found, &before) || before.sa_handler != SIG_DFL;
+        kill(getpid(), signal);
+        wrong |= !seen || sigaction(signal, &before, &found) || found.sa_handler != own;
+        wrong |= signal_of(signal, SIG_DFL) != SIG_DFL || signal_of(signal, own) != SIG_DFL;
+        wrong |= signal_of(signal, SIG_DFL) != own;
+        if (wrong) _exit(9);
+        raise(signal);
+    }
+    if (!strcmp(how, "unblocks")) {
+        sigset_t only;
+        sigemptyset(&only), sigaddset(&only, signal);
+        pthread_sigmask(SIG_BLOCK, &only, NULL);
+        kill(getpid(), signal);
+        puts("blocked");
+        fflush(stdout);
+        pthread_sigmask(SIG_UNBLOCK, &only, NULL);
+    }
+    puts("behind");
+    fflush(stdout);
+    _exit(0);
 }
 
 int main(int count, char **arguments)
@@ -45,6 +85,13 @@ int main(int count, char **arguments)
         puts("ready");
         fflush(stdout);
         for (unsigned long at = 0;; at += 4096) sum += bytes[at % found.st_size];
+    }
+    if (count > 3) {
+        pthread_t thread;
+        if (!strcmp(what, "kills its group")) setpgid(0, 0);
+        if (strcmp(what, "kills in a thread")) ends((void *)what);
+        if (pthread_create(&thread, NULL, ends, (void *)what)) return 2;
+        for (;;) sum += bytes[sum % found.st_size];
     }
     if (!strcmp(what, "exits")) {
         kill(getpid(), SIGTERM);
@@ -162,7 +209,7 @@ fn build(folder: &Path) -> Option<PathBuf> {
 fn built(folder: &Path, text: &str) -> Option<PathBuf> {
     let (source, program) = (folder.join("signals.c"), folder.join("signals"));
     std::fs::write(&source, text).unwrap();
-    let built = Command::new("cc").arg("-O1").arg("-o").arg(&program).arg(&source).output();
+    let built = Command::new("cc").args(["-O1", "-pthread", "-o"]).arg(&program).arg(&source).output();
     if !built.is_ok_and(|output| output.status.success()) {
         eprintln!("SKIPPED: there is no C compiler (cc)");
         return None;
@@ -219,5 +266,35 @@ fn what_the_program_does_with_signals_stays_as_it_was() {
         let told = String::from_utf8_lossy(&output.stderr);
         assert_eq!((output.status.code(), output.status.signal()), (code, signal), "{what}: {told}");
         assert_eq!(told.matches("1 file(s) mapped").count(), 1, "{what}: {told}");
+    }
+}
+
+#[test]
+fn regression_nothing_runs_behind_a_signal_that_a_program_sends_itself() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(program) = build(folder.path()) else { return };
+    let path = model(folder.path(), 40 << 20);
+    for (how, signal) in [
+        ("raises", 1),
+        ("kills", 2),
+        ("kills by a raw call", 15),
+        ("kills in a thread", 15),
+        ("kills its group", 15),
+        ("asks", 15),
+        ("unblocks", 15),
+    ] {
+        for _ in 0..5 {
+            let mut command = outcore();
+            command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path).args([how, "ends"]);
+            let output = command.output().unwrap();
+            let told = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.signal(), Some(signal), "{how}, {}: {told}", output.status);
+            let said = if how == "unblocks" { "blocked\n" } else { "" };
+            assert_eq!(String::from_utf8_lossy(&output.stdout), said, "{how}");
+            assert_eq!(told.matches("1 file(s) mapped").count(), 1, "{how}: {told}");
+        }
     }
 }

@@ -102,6 +102,10 @@ pub struct Args {
     /// With --device cuda: launches the kernels of every token one by one, not as CUDA graphs.
     #[arg(long)]
     pub no_graphs: bool,
+    /// With --device cuda: also times how long the GPU's stream waits for weights, by two events for each set of
+    /// weights that is pinned.
+    #[arg(long)]
+    pub time_stalls: bool,
     /// With --json on a GPU: hashes the logits of every pass, which are copied from the GPU for that.
     #[arg(long)]
     pub logits_hash: bool,
@@ -158,6 +162,9 @@ impl Args {
         }
         if self.kv_type == Some(KvType::F16) && self.paged_kv && self.device == Device::Host {
             return wrong("--paged-kv has keys and values in f32 on the host device: leave --kv-type out");
+        }
+        if self.time_stalls && self.device == Device::Host {
+            return wrong("--time-stalls is of no use on the host device: ask for --device cuda, or leave it out");
         }
         if self.kernels.is_some() && self.device == Device::Host {
             return wrong("--kernels is of no use on the host device: ask for --device cuda, or leave it out");

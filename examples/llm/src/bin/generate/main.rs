@@ -24,7 +24,7 @@ use outcore_kv::{KvLayout, KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
-    PagedKeys, PagedWeights, PassCounts, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
+    PagedKeys, PagedWeights, PassCounts, PassTime, Pool, Result, Sampler, Session, TextStream, Timing, Tokenizer,
 };
 
 use args::Args;
@@ -174,6 +174,7 @@ impl Computing {
                     Some(keys) => CudaSession::paged(model.clone(), keys, pass)?,
                 };
                 session.use_graphs(!args.no_graphs);
+                session.time(if args.time_stalls { Timing::Stalls } else { Timing::Passes });
                 Sequence::Cuda(Box::new(session))
             }
         })
@@ -303,6 +304,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         memory,
         pass_bytes,
         bandwidth,
+        times_stalls: args.time_stalls,
         prompt_tokens: prompt,
         done,
         repeats,

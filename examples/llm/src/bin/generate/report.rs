@@ -73,11 +73,36 @@ pub struct Times {
     first_token: Duration,
     decode_rate: f64,
     median_pass: Duration,
+    of_token: TokenTimes,
+}
+
+/// Where the time of a token after the first went, in seconds, on average; `None` where that was not measured.
+#[derive(Clone, Copy, Debug)]
+struct TokenTimes {
+    host: Option<f64>,
+    gpu: Option<f64>,
+    waiting: Option<f64>,
 }
 
 impl Generated {
     pub fn times(&self) -> Times {
-        Times { first_token: self.first_token, decode_rate: self.decode_rate(), median_pass: self.median_pass() }
+        Times {
+            first_token: self.first_token,
+            decode_rate: self.decode_rate(),
+            median_pass: self.median_pass(),
+            of_token: self.of_token(),
+        }
+    }
+
+    /// Of a token after the first; `None` where the host computes.
+    fn each(&self, n: f64) -> Option<f64> {
+        (self.counts.passes > 0).then(|| n / self.passes.len() as f64)
+    }
+
+    fn of_token(&self) -> TokenTimes {
+        let each = |time: Duration| self.each(time.as_secs_f64());
+        let PassCounts { host, gpu, waiting, .. } = self.counts;
+        TokenTimes { host: each(host), gpu: each(gpu).filter(|_| !gpu.is_zero()), waiting: each(waiting) }
     }
 
     fn median_pass(&self) -> Duration {
@@ -98,6 +123,9 @@ impl Times {
             "ttft_s": self.first_token.as_secs_f64(),
             "decode_tok_s": self.decode_rate,
             "pass_s_median": self.median_pass.as_secs_f64(),
+            "host_seconds": self.of_token.host,
+            "gpu_seconds": self.of_token.gpu,
+            "waiting_seconds": self.of_token.waiting,
         })
     }
 }
@@ -116,6 +144,8 @@ pub struct Run {
     pub pass_bytes: Bytes,
     /// Bytes a second that the GPU's memory can give, if it is known.
     pub bandwidth: Option<u64>,
+    /// Whether the stream's waits for weights were timed.
+    pub times_stalls: bool,
     pub prompt_tokens: Vec<u32>,
     pub done: Generated,
     /// Each time that it was done.
@@ -129,28 +159,36 @@ pub struct Run {
 }
 
 impl Run {
-    /// What the host did for a token after the first, and what the GPU read for it; nulls where the host computes.
+    /// What the host did for a token after the first, where its time went, and what the GPU read for it; nulls where
+    /// the host computes.
     fn per_token(&self) -> Value {
-        let (counts, tokens) = (&self.done.counts, self.done.passes.len() as f64);
-        let on_gpu = counts.passes > 0;
-        let each = |n: f64| if on_gpu { json!(n / tokens) } else { Value::Null };
+        let (counts, each) = (&self.done.counts, |n| self.done.each(n));
+        let TokenTimes { host, gpu, waiting } = self.done.of_token();
         json!({
             "launches": each(counts.launches as f64),
             "graph_launches": each(counts.graph_launches as f64),
             "graph_nodes": each(counts.graph_nodes as f64),
             "synchronisations": each(counts.synchronisations as f64),
             "pins": each(counts.pins as f64),
-            "host_seconds": each(counts.host.as_secs_f64()),
+            "host_seconds": host,
+            "gpu_seconds": gpu,
+            "gpu_stall_seconds": gpu.and(self.stalled()),
+            "waiting_seconds": waiting,
             "device_bytes": each(counts.read.get() as f64),
             "bandwidth_share": self.bandwidth_share(),
         })
     }
 
-    /// The part of the bandwidth of the GPU's memory that passes after the first used, if that is known.
+    /// How long the GPU's stream waited for the weights of a token after the first, in seconds, if that was timed.
+    fn stalled(&self) -> Option<f64> {
+        self.done.each(self.done.counts.stalled.as_secs_f64()).filter(|_| self.times_stalls)
+    }
+
+    /// The part of the bandwidth of the GPU's memory that passes after the first used in their time on the GPU, if both
+    /// are known.
     fn bandwidth_share(&self) -> Option<f64> {
-        let time: Duration = self.done.passes.iter().sum();
-        let read = self.done.counts.read.get() as f64;
-        self.bandwidth.filter(|_| read > 0.0).map(|rate| read / time.as_secs_f64() / rate as f64)
+        let (time, read) = (self.done.counts.gpu.as_secs_f64(), self.done.counts.read.get() as f64);
+        self.bandwidth.filter(|_| time > 0.0 && read > 0.0).map(|rate| read / time / rate as f64)
     }
 
     /// The part of the transfer time in which nobody waited for it.
@@ -262,15 +300,19 @@ impl Run {
             row(
                 "a token",
                 format!(
-                    "{} launches, {} graphs of {} nodes, {} waits for the GPU, {} pins, {:.0} us of the host",
+                    "{} launches, {} graphs of {} nodes, {} waits for the GPU, {} pins",
                     each(counts.launches),
                     each(counts.graph_launches),
                     each(counts.graph_nodes),
                     each(counts.synchronisations),
                     each(counts.pins),
-                    counts.host.as_secs_f64() * 1e6 / self.done.passes.len() as f64,
                 ),
             );
+            let micros = |time: Option<f64>| time.map_or("an unknown time".into(), |s| format!("{:.0} us", s * 1e6));
+            let TokenTimes { host, gpu, waiting } = self.done.of_token();
+            let stalled = self.stalled().map_or(String::new(), |s| format!(", {} of it for weights", micros(Some(s))));
+            let (host, gpu, waiting) = (micros(host), micros(gpu), micros(waiting));
+            row("", format!("{host} of the host's processor, {gpu} on the GPU{stalled}, {waiting} waiting for it"));
             let share = self.bandwidth_share().map_or("an unknown part".into(), percent);
             let read = Bytes::new(counts.read.get() / self.done.passes.len().max(1) as u64);
             row("", format!("{read} of the GPU's memory read, at {share} of its bandwidth"));
