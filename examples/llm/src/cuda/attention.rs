@@ -3,7 +3,7 @@
 //! Keys and values of a tile's positions are gathered first, as f16, one head's after the other's. So the library gets
 //! rows that are aligned and equally far apart, wherever a pool has its blocks, and whatever their elements are. A pass
 //! does that once for each position: positions are the outer loop. For 2,048 tokens of a model with 32 heads of 128
-//! elements and 8 of keys and values, that moves 17 MB a layer, a fiftieth of what its scores and shares are.
+//! elements and 8 of keys and values, that moves 17 MB a layer; scores and shares are 1 GB, written and read.
 //!
 //! Queries, keys, values and shares are f16, with a power of two for each vector's queries. Keys and values of f32 lose
 //! what a cache of f16 would lose. Scores, totals, and sums of values are f32.
@@ -16,12 +16,13 @@ use outcore::{Error, ErrorKind};
 use super::gemm::{Call, Gemm, Half, Rows};
 use super::kernels::Arg::{self, Address, Float, Word};
 use super::kernels::{Cached, Element, Kernels, PART, Queries, THREADS, WARPS, blocks};
-use super::room::{LOAD_NUMBERS, Room};
+use super::room::{FEW, LOAD_NUMBERS, Room};
 use crate::error::Result;
 
 /// Products and sums that own kernels make in the time that a launch takes to begin: in 2.5 us, with 30 % of the
 /// 67 TFLOP/s that a large GPU's f32 units can do.
 const WORK_OF_A_LAUNCH: u64 = 50_000_000;
+
 /// The kernels between the products.
 pub(super) struct Attention {
     queries: CudaFunction,
@@ -113,9 +114,13 @@ impl<'a> Pass<'a> {
         2 + self.positions(&all).map(|part| 1 + 3 * self.vectors(part.start).count() as u64).sum::<u64>()
     }
 
-    /// Whether own kernels would take longer than the launches alone.
+    /// Whether own kernels would take longer than the launches alone. Where they multiply with weights, they also
+    /// attend: then a pass has the same bits as without the library.
     fn is_worth(&self, work_of_a_launch: u64) -> bool {
         let (m, past) = (u64::from(self.to.m), u64::from(self.past));
+        if m <= FEW as u64 {
+            return false;
+        }
         let pairs = m * past + m * (m + 1) / 2;
         let work = 4 * u64::from(self.q.heads) * u64::from(self.to.head_dim) * pairs;
         work >= self.launches() * work_of_a_launch
@@ -223,12 +228,12 @@ impl Attention {
         on.launch("attention_result", &self.result, (to.m, 1), THREADS, &args)
     }
 
-    /// As [`Kernels::attend_prompt`] with the vectors' first position, by the library's products; other bits.
-    /// `false` if own kernels are to do it, from the first part on: the pass is short, there is no room for it, or the
-    /// library has no kernel. That is so for no parts but the first.
+    /// What [`Kernels::attend_prompt`] computes, by the library's products, for vectors of which the first is at
+    /// position `past`. Bits differ. `false` if own kernels are to compute it instead, from the first part on: the pass
+    /// is short, there is no room for it, or the library has no kernel. With later parts it does not return `false`.
     ///
     /// # Errors
-    /// What the driver refuses, and the library where it has multiplied the parts before.
+    /// What the driver refuses; `Device` if the library has no kernel for parts behind those that it has computed.
     pub fn attend(
         &self,
         (on, gemm): (&Kernels, &Gemm),

@@ -94,11 +94,6 @@ impl Case {
         Self { shape, q, keys, values, blocks, at, of, queries, kept, room, _memory: memory }
     }
 
-    /// One that has little to do.
-    fn small(gpu: &Gpu) -> Self {
-        Self::new(gpu, Element::F16, shape(1, 1, 64, 0, 1), 16, 1)
-    }
-
     /// Calls `launch` for waves of parts, and returns the results.
     fn run(
         &self,
@@ -254,7 +249,7 @@ fn always(gpu: &Gpu) -> Prompts {
 #[test]
 fn the_library_gets_what_is_worth_its_launches() {
     with_library("the_library_gets_what_is_worth_its_launches", |gpu, _| {
-        let case = Case::small(gpu);
+        let case = Case::new(gpu, Element::F16, shape(1, 1, 64, 0, 1), 16, 1);
         let room = Room { positions: TILE_POSITIONS, tile_bytes: 16 << 20, ..case.room };
         let worth = |[heads, kv_heads, head_dim]: [u32; 3], past: u32, m: u32| {
             let to = Cached { heads: kv_heads, head_dim, m, ..case.blocks.cached(1, &case.at, None) };
@@ -269,6 +264,9 @@ fn the_library_gets_what_is_worth_its_launches() {
             ([32, 8, 128], 8192, 16, 64),
         ] {
             assert!(!worth(shape, past, short), "{short} vectors at {past}, {shape:?}");
+            // What own kernels multiply with weights, they attend to, however long the context is.
+            assert!(!worth([256, 8, 128], 1 << 20, FEW as u32), "few vectors");
+            assert!(worth([256, 8, 128], 1 << 20, FEW as u32 + 1), "one more");
             assert!((long..8192).step_by(61).all(|m| worth(shape, past, m)), "{long} vectors at {past}, {shape:?}");
         }
     });
