@@ -152,9 +152,9 @@ pub extern "C" fn cublasLtMatmulAlgoGetHeuristic(
         let mut objects = lock();
         objects.handle(handle)?;
         objects.counts.heuristics += 1;
-        let refused = objects.refuses(2);
         let preference = *objects.preference(preference)?;
         let shape = objects.shape(desc, [a, b, c, d])?;
+        let refused = objects.refuses(2) || objects.refuses(4) && shape.layouts[3].batch > 1;
         if wanted < 1 {
             return Err(INVALID_VALUE);
         }
@@ -190,10 +190,14 @@ pub extern "C" fn cublasLtMatmul(
             return Err(EXECUTION_FAILED);
         }
         let shape = objects.shape(desc, [a_layout, b_layout, c_layout, d_layout])?;
+        if objects.refuses(5) && shape.layouts[3].batch > 1 {
+            return Err(NOT_SUPPORTED);
+        }
         let (alpha, beta, algo) = (alpha.get()?, beta.get()?, algo.get()?);
         let addresses = [a, b, c, d];
         let workspace = rules::check(&shape, &algo, addresses, (workspace, workspace_bytes as u64))?;
         objects.counts.products += 1;
+        objects.counts.batches += shape.layouts[3].batch;
         let alignment = 1 << a.trailing_zeros().min(8);
         objects.counts.least_alignment = objects.counts.least_alignment.min(alignment);
         drop(objects);
@@ -203,14 +207,15 @@ pub extern "C" fn cublasLtMatmul(
 
 // ---- for tests ----
 
-/// From now on: 1 fails `cublasLtCreate`, 2 has heuristics find nothing, 3 fails products; 0 refuses nothing.
+/// From now on: 1 fails `cublasLtCreate`, 2 has heuristics find nothing, 3 fails products; 4 has heuristics find
+/// nothing for several batches, 5 has products of several batches not supported; 0 refuses nothing.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecublaslt_refuse(what: u32) {
     lock().refuse(what);
 }
 
 /// 0: heuristics asked for; 1: products made; 2: the least alignment of a product's first matrix, in bytes; 3: objects
-/// that were not given back. Once read, 0 to 2 begin anew.
+/// that were not given back; 4: batches of the products made. Once read, all but 3 begin anew.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecublaslt_count(which: u32) -> u64 {
     lock().count(which)

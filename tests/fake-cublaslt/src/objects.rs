@@ -52,11 +52,12 @@ pub struct Counts {
     pub heuristics: u64,
     pub products: u64,
     pub least_alignment: u64,
+    pub batches: u64,
 }
 
 impl Default for Counts {
     fn default() -> Self {
-        Self { heuristics: 0, products: 0, least_alignment: 256 }
+        Self { heuristics: 0, products: 0, least_alignment: 256, batches: 0 }
     }
 }
 
@@ -142,6 +143,7 @@ impl Objects {
             0 => std::mem::take(&mut self.counts.heuristics),
             1 => std::mem::take(&mut self.counts.products),
             2 => std::mem::replace(&mut self.counts.least_alignment, Counts::default().least_alignment),
+            4 => std::mem::take(&mut self.counts.batches),
             _ => self.all.len() as u64,
         }
     }

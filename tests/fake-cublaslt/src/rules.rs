@@ -33,14 +33,20 @@ impl Shape {
         };
         let ((m, k), (same_k, n)) = (of(&a, desc.transposed[0]), of(&b, desc.transposed[1]));
         let fit = k == same_k && (d.rows, d.cols) == (m, n) && (c.rows, c.cols) == (m, n);
-        let full = layouts.iter().all(|l| l.rows > 0 && l.cols > 0 && l.batch > 0 && l.batch == d.batch);
+        // A count of batches is an i32.
+        let counted = |l: &Layout| l.batch > 0 && l.batch <= i32::MAX as u64 && l.batch == d.batch;
+        let full = layouts.iter().all(|l| l.rows > 0 && l.cols > 0 && counted(l));
         let dense = layouts.iter().all(|l| u64::try_from(l.ld).is_ok_and(|ld| ld >= l.rows) && l.stride >= 0);
         if !fit || !full || !dense {
             return Err(INVALID_VALUE);
         }
         let types = matches!(a.kind, R_16F | R_16BF) && a.kind == b.kind && c.kind == R_32F && d.kind == R_32F;
-        // Results that several batches have would be written at once.
-        let apart = d.batch == 1 || d.stride > 0;
+        // A result that several batches have would be written at once: batches lie behind one another, or between the
+        // columns of the others.
+        let (stride, ld) = (d.stride as u64, d.ld as u64);
+        let behind = stride >= (d.cols - 1) * ld + d.rows;
+        let between = stride >= d.rows && (d.batch - 1) * stride + d.rows <= ld;
+        let apart = d.batch == 1 || behind || between;
         if !types || !apart || c != d || (desc.compute, desc.scale) != (COMPUTE_32F, R_32F) {
             return Err(NOT_SUPPORTED);
         }
@@ -120,12 +126,47 @@ mod tests {
     }
 
     #[test]
+    fn batches_are_as_many_in_all_matrices_and_no_result_is_in_two() {
+        let with = |counts: [u64; 4], strides: [i64; 4]| {
+            let mut layouts = layouts();
+            for (layout, (batch, stride)) in layouts.iter_mut().zip(counts.into_iter().zip(strides)) {
+                (layout.batch, layout.stride) = (batch, stride);
+            }
+            layouts[3] = layouts[2];
+            Shape::new(DESC, layouts).err()
+        };
+        // Matrices that all batches share may be read.
+        assert_eq!(with([3; 4], [0, 72, 18, 18]), None);
+        // Two columns of six, and five more.
+        assert_eq!(with([3; 4], [120, 72, 17, 17]), None);
+        assert_eq!(with([3; 4], [120, 72, 16, 16]), Some(NOT_SUPPORTED));
+        assert_eq!(with([3; 4], [120, 72, 0, 0]), Some(NOT_SUPPORTED));
+        assert_eq!(with([3, 2, 3, 3], [120, 72, 18, 18]), Some(INVALID_VALUE));
+        assert_eq!(with([0; 4], [120, 72, 18, 18]), Some(INVALID_VALUE));
+        // -1 as an i32.
+        assert_eq!(with([0xffff_ffff; 4], [120, 72, 18, 18]), Some(INVALID_VALUE));
+        assert_eq!(with([3; 4], [-120, 72, 18, 18]), Some(INVALID_VALUE));
+        // Batches between the columns of the others.
+        let d = Layout { batch: 3, stride: 5, ..layout(R_32F, 5, 3, 15) };
+        let all =
+            |d: Layout| [Layout { batch: 3, stride: 120, ..layouts()[0] }, Layout { batch: 3, ..layouts()[1] }, d, d];
+        assert_eq!(Shape::new(DESC, all(d)).err(), None);
+        assert_eq!(Shape::new(DESC, all(Layout { ld: 14, ..d })).err(), Some(NOT_SUPPORTED));
+    }
+
+    #[test]
     fn an_algorithm_wants_what_it_was_promised_and_gets_no_less() {
         let shape = Shape::new(DESC, layouts()).unwrap();
         let algo = |alignments, workspace| heuristic(&shape, &Preference { workspace, alignments }).unwrap();
         // Columns of D are 24 bytes apart.
         assert_eq!(algo([256; 4], 0).alignments, [16, 16, 8, 8]);
         assert_eq!(algo([2, 8, 4, 4], 0).alignments, [2, 8, 4, 4]);
+        // So are batches that lie at odd places.
+        let mut batched = layouts();
+        batched.iter_mut().for_each(|layout| (layout.batch, layout.stride) = (2, 18));
+        let shape_of_two = Shape::new(DESC, batched).unwrap();
+        let wide = heuristic(&shape_of_two, &Preference { workspace: 0, alignments: [256; 4] }).unwrap();
+        assert_eq!(wide.alignments, [4, 4, 8, 8]);
         let (wide, workspace) = (algo([256; 4], 1 << 20), 4 * 5 * 3);
         assert_eq!(wide.workspace, workspace);
         let check = |addresses, workspace| check(&shape, &wide, addresses, workspace);

@@ -30,14 +30,25 @@ pub(super) struct Rows {
     pub address: u64,
     /// From one row to the next, in numbers.
     pub ld: u32,
+    /// From one batch to the next, in numbers.
+    pub stride: u64,
 }
 
-/// `out[j][r] = sum over i of a[r][i] * x[j][i]`, or added to what is there. Sums are in f32.
+impl Rows {
+    /// Of one batch.
+    pub const fn new(address: u64, ld: u32) -> Self {
+        Self { address, ld, stride: 0 }
+    }
+}
+
+/// `out[j][r] = sum over i of a[r][i] * x[j][i]`, or added to what is there, for each batch. Sums are in f32.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
     pub half: Half,
-    /// `rows` rows of `k`.
+    pub batches: u32,
+    /// `rows` rows of `k`; where `a_is_turned`, `k` rows of `rows`, so that `a[i][r]` takes the place of `a[r][i]`.
     pub a: Rows,
+    pub a_is_turned: bool,
     /// `m` rows of `k`.
     pub x: Rows,
     /// `m` rows of `rows` f32.
@@ -61,7 +72,10 @@ struct Shape {
     half: Half,
     /// Rows, k, m.
     extents: [u32; 3],
+    a_is_turned: bool,
+    batches: u32,
     ld: [u32; 3],
+    strides: [u64; 3],
     alignments: [u32; 3],
     workspace: u64,
 }
@@ -72,7 +86,10 @@ impl Shape {
         Self {
             half: call.half,
             extents: [call.rows, call.k, call.m],
+            a_is_turned: call.a_is_turned,
+            batches: call.batches,
             ld: all.map(|rows| rows.ld),
+            strides: all.map(|rows| rows.stride),
             alignments: all.map(|rows| alignment(rows.address)),
             workspace,
         }
@@ -108,10 +125,13 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
+/// `None` for shapes that the library has nothing for.
+type Plans = HashMap<Shape, Option<Plan>>;
+
 /// A cuBLASLt handle, and what it chose for the shapes it met.
 pub(super) struct Gemm {
-    /// `None` for shapes that the library has nothing for. Dropped before the handle.
-    plans: Mutex<HashMap<Shape, Option<Plan>>>,
+    /// Dropped before the handle.
+    plans: Mutex<Plans>,
     handle: Object<sys::cublasLtHandle_t>,
     stream: Arc<CudaStream>,
 }
@@ -144,17 +164,26 @@ impl Gemm {
         }
     }
 
-    /// Queues a product; `false`, and nothing is queued, if the library has no kernel for it.
-    pub fn multiply(&self, call: &Call, workspace: Workspace) -> Result<bool> {
-        let shape = Shape::of(call, workspace.bytes);
-        let mut plans = self.plans.lock();
-        let plan = plans.entry(shape).or_insert_with_key(|shape| {
+    /// Whether the library has a kernel for a product.
+    pub fn has(&self, call: &Call, workspace: Workspace) -> bool {
+        self.planned(&mut self.plans.lock(), call, workspace).is_some()
+    }
+
+    /// What the library chose for a product, now or earlier.
+    fn planned<'a>(&self, plans: &'a mut Plans, call: &Call, workspace: Workspace) -> Option<&'a Plan> {
+        let plan = plans.entry(Shape::of(call, workspace.bytes)).or_insert_with_key(|shape| {
             let refused = |error: &_| {
                 tracing::warn!(?call, ?error, "cuBLASLt has no kernel for a product: own kernels multiply");
             };
             self.plan(shape).inspect_err(refused).ok()
         });
-        let Some(plan) = plan else { return Ok(false) };
+        plan.as_ref()
+    }
+
+    /// Queues a product; `false`, and nothing is queued, if the library has no kernel for it.
+    pub fn multiply(&self, call: &Call, workspace: Workspace) -> Result<bool> {
+        let mut plans = self.plans.lock();
+        let Some(plan) = self.planned(&mut plans, call, workspace) else { return Ok(false) };
         let (alpha, beta) = (1f32, if call.accumulate { 1f32 } else { 0f32 });
         // SAFETY: the handle and the descriptors are alive; the three matrices are device memory of the sizes given
         // (the session allocated `x` and `out`, the weights are pinned until the stream has passed), as aligned as the
@@ -189,7 +218,7 @@ impl Gemm {
                 ),
             ) => {
                 tracing::warn!(?call, ?error, "cuBLASLt does not multiply on this GPU: own kernels do");
-                plans.insert(shape, None);
+                plans.insert(Shape::of(call, workspace.bytes), None);
                 Ok(false)
             }
             Err(error) => Err(refused(call, error)),
@@ -203,12 +232,13 @@ impl Gemm {
         };
         let [rows, k, m] = shape.extents;
         let single = cudaDataType::CUDA_R_32F;
-        // cuBLASLt counts columns first: our rows are its columns, and it transposes the first matrix.
+        // cuBLASLt counts columns first: our rows are its columns, and it transposes the first matrix, unless that is
+        // turned already.
         let desc = Object {
             handle: result::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, single)?,
             destroy: result::destroy_matmul_desc,
         };
-        let transposed = 1i32;
+        let transposed = i32::from(!shape.a_is_turned);
         // SAFETY: the descriptor is alive; the value is an i32, as the attribute wants.
         unsafe {
             result::set_matmul_desc_attribute(
@@ -220,9 +250,21 @@ impl Gemm {
         }
         let layout = |which: usize, kind, rows: u32, cols: u32| {
             let handle = result::create_matrix_layout(kind, rows.into(), cols.into(), shape.ld[which].into())?;
-            Ok::<_, CublasError>(Object { handle, destroy: result::destroy_matrix_layout })
+            let layout = Object { handle, destroy: result::destroy_matrix_layout };
+            let (count, stride) = (shape.batches as i32, shape.strides[which] as i64);
+            // SAFETY: the layout is alive; the values are an i32 and an i64, as the attributes want.
+            unsafe {
+                use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
+                let set = result::set_matrix_layout_attribute;
+                let batches = Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT;
+                set(layout.handle, batches, (&raw const count).cast(), size_of::<i32>())?;
+                let apart = Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
+                set(layout.handle, apart, (&raw const stride).cast(), size_of::<i64>())?;
+            }
+            Ok::<_, CublasError>(layout)
         };
-        let (a, x, out) = (layout(0, half, k, rows)?, layout(1, half, k, m)?, layout(2, single, rows, m)?);
+        let (of_k, of_rows) = if shape.a_is_turned { (rows, k) } else { (k, rows) };
+        let (a, x, out) = (layout(0, half, of_k, of_rows)?, layout(1, half, k, m)?, layout(2, single, rows, m)?);
         let preference = Object { handle: result::create_matmul_pref()?, destroy: result::destroy_matmul_pref };
         let [of_a, of_x, of_out] = shape.alignments;
         // SAFETY: everything is alive; the values are a usize and numbers of 32 bits, as the attributes want.

@@ -21,14 +21,14 @@ use crate::sampler::Draw;
 /// As in `kernels.cu`.
 pub(super) const THREADS: u32 = 256;
 const THREADS_ALL: u32 = 1024;
-const WARPS: u32 = 8;
+pub(super) const WARPS: u32 = 8;
 const FEW: u32 = 128;
 const ROWS_OF_ONE: u32 = 4;
 const ROWS_OF_SEVERAL: u32 = 2;
 const SEVERAL: u32 = 8;
 const QUERIES: u32 = 8;
 /// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
-pub(super) const INTERFACE: &str = "kernels_interface_5";
+pub(super) const INTERFACE: &str = "kernels_interface_6";
 
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
@@ -296,7 +296,7 @@ pub(super) enum Arg<'a> {
 use Arg::{Address, Float, Long, Word};
 
 impl Cached {
-    fn raw(&self) -> RawCached {
+    pub(super) fn raw(&self) -> RawCached {
         RawCached {
             table: self.table,
             sequence_of: self.sequence_of.unwrap_or(0),
@@ -333,13 +333,12 @@ struct OfElements {
 }
 
 /// A type's number in the kernels.
-fn number(dtype: WeightType) -> u32 {
+pub(super) fn number(dtype: WeightType) -> u32 {
     WeightType::ALL.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
 }
 
 pub(super) struct Kernels {
     decode: CudaFunction,
-    rms_norm: CudaFunction,
     silu_multiply: CudaFunction,
     products: [CudaFunction; 2],
     turn: [CudaFunction; 2],
@@ -433,7 +432,6 @@ impl Kernels {
             attention_prompt: of_elements("attention_prompt")?,
             attention_merge: function("attention_merge")?,
             choose: function("choose")?,
-            rms_norm: function("rms_norm")?,
             silu_multiply: function("silu_multiply")?,
             module: module.clone(),
             origin: origin.clone(),
@@ -630,12 +628,6 @@ impl Kernels {
         let grid = (blocks(u64::from(k).div_ceil(8)), 1);
         let args = [Address(row), Address(out), Word(number(dtype)), Word(k)];
         self.launch("decode", &self.decode, grid, THREADS, &args)
-    }
-
-    /// `x / rms(x) * weight` for `vectors` vectors of `n`; `out` may be `x`.
-    pub fn rms_norm(&self, x: u64, weight: u64, out: u64, vectors: u32, n: u32, epsilon: f32) -> Result<()> {
-        let args = [Address(x), Address(weight), Address(out), Word(n), Float(epsilon)];
-        self.launch("rms_norm", &self.rms_norm, (vectors, 1), THREADS, &args)
     }
 
     /// `gate = silu(gate) * up`.

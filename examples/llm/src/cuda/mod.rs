@@ -6,6 +6,7 @@
 //! 2. Everything runs on one stream of the GPU, in the order in which it was launched.
 //! 3. Weights, and blocks of keys and values, stay pinned until the stream has passed the kernels that use them.
 
+mod attention;
 mod compile;
 mod failed;
 mod gemm;
@@ -17,6 +18,7 @@ mod paged;
 mod pass;
 mod places;
 mod prompt;
+mod room;
 mod session;
 mod spans;
 mod step;

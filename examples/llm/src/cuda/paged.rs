@@ -40,7 +40,7 @@ pub(super) trait Launches {
     /// Turns the pass's vectors from `first` on, `to.m` of them, and stores their keys and values.
     fn turn(&self, layer: usize, staged: bool, first: u32, to: &Cached) -> Result<()>;
     /// Attention to the parts `parts`, of which the last launch of a layer has the last one.
-    fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()>;
+    fn attend_to(&self, to: &Cached, parts: Range<u32>, span: Span) -> Result<()>;
     /// Puts the parts of one token together.
     fn merge(&self, to: &Cached) -> Result<()>;
 }
@@ -254,7 +254,7 @@ impl Paged {
                 false => Some(self.sequence().read(group, read)?.pin_device_on(&self.stream).wait()?),
             };
             waited += since.elapsed();
-            session.attend_to(to, parts.clone())
+            session.attend_to(to, parts.clone(), span)
         });
         // Also where a launch failed: the kernels before it may run.
         let ended = held.as_mut().map_or(Ok(()), |pinned| self.end(pinned));

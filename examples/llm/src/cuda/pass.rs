@@ -1,18 +1,21 @@
 //! What a pass launches: the formulas of the CPU, a few of them in each launch.
 //!
 //! With few vectors a work is one launch of products, and its norm, biases and what follows are part of that. With many
-//! vectors products may be a library's (`prompt.rs`); then a norm, a bias and what follows are launches of their own.
+//! vectors products may be a library's (`prompt.rs`); then a norm is part of a launch before them, and a bias and what
+//! follows of one behind.
 //!
 //! Nothing here but [`Paged`](super::paged::Paged) calls the runtime: what is launched can be captured into a graph.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::inputs::Span;
 use super::kernels::{After, Cached, Element, Matrix, Norm, PART, Queries, Turn, Vectors};
 use super::paged::{Blocks, Launches};
 use super::places::FLOAT;
-use super::prompt::{FEW, Input};
+use super::prompt::{Input, Then};
+use super::room::FEW;
 use super::session::{CudaSession, Keys};
 use super::step::{Piece, Segment, Work};
 use crate::dtype::WeightType;
@@ -164,35 +167,16 @@ impl CudaSession {
         let (gpu, at) = (&self.model.gpu, &self.at);
         let prompts = gpu.prompts.as_ref().filter(|_| v.m as usize > FEW && v.rows.is_none());
         let Some(prompts) = prompts else { return gpu.kernels.products(matrices, v, after) };
-        let x = match v.norm {
-            Some(norm) => {
-                let weights = self.plain(norm.weights, norm.dtype, v.k)?;
-                gpu.kernels.rms_norm(v.x, weights, at.normed, v.m, v.k, norm.epsilon)?;
-                at.normed
-            }
-            None => v.x,
-        };
-        let mut input = Input::new(x, v.m, v.k);
-        for w in matrices {
-            let after = if after == After::Gate { After::Store } else { after };
-            let bias = match w.bias {
-                Some((bias, dtype)) => Some((self.plain(bias, dtype, w.rows)?, WeightType::F32)),
-                None => None,
+        let mut input = Input::new(v.x, v.m, v.k, v.norm);
+        for (nth, w) in matrices.iter().enumerate() {
+            let then = match (after, matrices) {
+                (After::Add, _) => Then::Add,
+                (After::Gate, [gate, _]) if nth > 0 => Then::Gate(gate.out),
+                _ => Then::Store,
             };
-            prompts.multiply(&gpu.kernels, &at.prompt, &Matrix { bias, ..*w }, &mut input, after)?;
-        }
-        if after == After::Gate {
-            let n = u64::from(v.m) * matrices.first().map_or(0, |gate| u64::from(gate.rows));
-            gpu.kernels.silu_multiply(at.gate, at.up, n)?;
+            prompts.multiply(&gpu.kernels, &at.prompt, w, &mut input, then)?;
         }
         Ok(())
-    }
-
-    /// Numbers of a plain type as F32, until the next call.
-    fn plain(&self, address: u64, dtype: WeightType, n: u32) -> Result<u64> {
-        let to = self.at.slot(super::places::SLOTS);
-        self.model.gpu.kernels.decode(dtype, address, to, n)?;
-        Ok(to)
     }
 
     /// Where a layer's keys and values are.
@@ -223,7 +207,7 @@ impl CudaSession {
         self.turn(layer, staged, 0, &to)?;
         // With one token, the parts that there are room for: kernels find out how many there are.
         let parts = if span.m > 1 { (span.past + span.m).div_ceil(PART) } else { self.at.parts };
-        self.attend_to(&to, 0..parts)?;
+        self.attend_to(&to, 0..parts, span)?;
         self.merge(&to)?;
         Ok(Duration::ZERO)
     }
@@ -252,11 +236,19 @@ impl Launches for CudaSession {
         model.gpu.kernels.turn(&turn, &Cached { positions: to.positions + 4 * u64::from(first), ..*to })
     }
 
-    fn attend_to(&self, to: &Cached, parts: Range<u32>) -> Result<()> {
+    fn attend_to(&self, to: &Cached, parts: Range<u32>, span: Span) -> Result<()> {
         let (kernels, at, c) = (&self.model.gpu.kernels, &self.at, self.model.config());
         let queries = Queries { q: at.q, out: at.mixed, heads: c.heads as u32, kept: at.kept, parts: at.parts };
         if to.m > 1 {
-            return kernels.attend_prompt(&queries, to, parts);
+            // All parts of a layer are computed in one way.
+            let may = parts.start == 0 || self.by_products.load(Ordering::Relaxed);
+            let prompts = self.model.gpu.prompts.as_ref().filter(|_| may);
+            let done = match prompts {
+                Some(prompts) => prompts.attend(kernels, &at.prompt, &queries, to, span.past, parts.clone())?,
+                None => false,
+            };
+            self.by_products.store(done, Ordering::Relaxed);
+            return if done { Ok(()) } else { kernels.attend_prompt(&queries, to, parts) };
         }
         let side_by_side = ATTENTION_BLOCKS.div_ceil(to.heads.max(1)).min(parts.end - parts.start);
         kernels.attend_parts(&queries, to, parts, side_by_side)

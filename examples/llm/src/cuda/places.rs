@@ -2,7 +2,7 @@
 
 use super::inputs::Inputs;
 use super::kernels::PART;
-use super::prompt::Room;
+use super::room::Room;
 use crate::config::Config;
 use crate::dtype::KvType;
 use crate::error::{Error, Result};
@@ -20,14 +20,13 @@ pub(super) const SLOTS: usize = 4;
 pub(super) struct Places {
     /// The residual stream: `[pass x dim]`.
     pub x: u64,
-    pub normed: u64,
     pub q: u64,
     pub k: u64,
     pub v: u64,
     pub mixed: u64,
     pub gate: u64,
     pub up: u64,
-    /// Norms and biases as numbers: [`SLOTS`] vectors, and one more, `widest` numbers each.
+    /// Norms and biases as numbers: [`SLOTS`] vectors of `widest` numbers.
     pub vectors: u64,
     pub widest: u64,
     pub frequencies: u64,
@@ -45,7 +44,7 @@ pub(super) struct Places {
     /// What attention keeps: of one token `[head][parts][2 + head_dim]`, of several `[pass][head][2]`.
     pub kept: u64,
     pub parts: u32,
-    /// What the products of prompts need.
+    /// What prompts need for a library's products.
     pub prompt: Room,
     pub total: u64,
 }
@@ -71,14 +70,13 @@ impl Places {
         let kept = (parts * (2 + c.head_dim)).max(2 * pass);
         let places = Self {
             x: take(&[pass, c.dim], FLOAT),
-            normed: take(&[pass, c.dim], FLOAT),
             q: take(&[pass, q_dim], FLOAT),
             k: take(&[pass, kv_dim], FLOAT),
             v: take(&[pass, kv_dim], FLOAT),
             mixed: take(&[pass, q_dim], FLOAT),
             gate: take(&[pass, c.ffn_dim], FLOAT),
             up: take(&[pass, c.ffn_dim], FLOAT),
-            vectors: take(&[SLOTS + 1, widest], FLOAT),
+            vectors: take(&[SLOTS, widest], FLOAT),
             widest: widest as u64,
             frequencies: take(&[c.rope_frequencies.len()], FLOAT),
             logits: take(&[c.vocab], FLOAT),
@@ -90,7 +88,7 @@ impl Places {
             keys: take(&[2, c.layers, c.kv_heads, plain, c.head_dim], kv.bytes()),
             kept: take(&[c.heads, kept], FLOAT),
             parts: parts as u32,
-            prompt: Room::new(c, pass, take),
+            prompt: Room::new(c, pass, capacity.unwrap_or(c.context), take),
             total: 0,
         };
         let capacity = capacity.unwrap_or(c.context);
@@ -104,7 +102,6 @@ impl Places {
     pub fn at(self, base: u64) -> Self {
         Self {
             x: base + self.x,
-            normed: base + self.normed,
             q: base + self.q,
             k: base + self.k,
             v: base + self.v,

@@ -10,92 +10,55 @@
 //! into tiles, may change bits of a result here. It does not where the program's own kernels compute all products
 //! ([`Gpu::without_cublaslt`](super::Gpu::without_cublaslt)).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaFunction, CudaStream};
-use outcore::{Bytes, Error, ErrorKind};
+use outcore::{Error, ErrorKind};
 
-use super::gemm::{Call, Gemm, Half, Rows, WORKSPACE_ALIGNMENT, Workspace};
-use super::kernels::Arg::{Address, Word};
-use super::kernels::{After, Kernels, Matrix, THREADS, Vectors, blocks};
-use crate::config::Config;
+use super::attention::Attention;
+use super::gemm::{Call, Gemm, Half, Rows};
+use super::kernels::Arg::{Address, Float, Word};
+use super::kernels::{After, Cached, Kernels, Matrix, Norm, Queries, THREADS, Vectors, blocks, number};
+use super::room::{LOAD_NUMBERS, Room};
 use crate::dtype::WeightType;
 use crate::error::Result;
 
-/// Vectors that are too few for the library: the kernels of one token serve them better.
-pub(super) const FEW: usize = 8;
-/// What the library's loads want addresses and distances to be multiples of, in bytes and in numbers.
+/// What the library's loads want addresses to be multiples of, in bytes.
 const LOAD: u64 = 16;
-const LOAD_NUMBERS: u64 = 8;
-/// The most that a tile takes. It is written and read at once, and then fits the cache of a large GPU.
-const TILE_MAX: u64 = Bytes::mib(16).get();
-/// What NVIDIA recommends for a large GPU.
-const WORKSPACE_MAX: u64 = Bytes::mib(32).get();
-/// As many parts of a sum as are kept side by side, where the library cuts sums.
-const PARTS: u64 = 4;
-
-/// Where the products of a prompt have their intermediate results. Nothing in a session whose passes have few tokens.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
-    /// Rows of weights in f16.
-    tile: u64,
-    tile_bytes: u64,
-    /// A matrix's input, `[pass x widest]` 16-bit numbers, and the power of two of each vector.
-    halves: u64,
-    scales: u64,
-    /// `[pass x widest]` f32 that are still to be scaled.
-    products: u64,
-    workspace: Workspace,
-}
-
-impl Room {
-    /// For passes of `pass` tokens; `take` gives room for `count` times `bytes` bytes.
-    pub fn new(c: &Config, pass: usize, mut take: impl FnMut(&[usize], u64) -> u64) -> Self {
-        let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim).next_multiple_of(LOAD_NUMBERS as usize);
-        let pass = if pass > FEW { pass } else { 0 };
-        let some = u64::from(pass > 0);
-        // The largest matrix of a layer; at least a row of the widest.
-        let matrix = (c.dim.max(q_dim) as u64).saturating_mul(c.ffn_dim.max(q_dim) as u64).max(widest as u64);
-        let tile_bytes = some * matrix.saturating_mul(2).min(TILE_MAX).max(2 * widest as u64);
-        let results = (pass as u64).saturating_mul(widest as u64).saturating_mul(4);
-        let workspace = PARTS.saturating_mul(results).min(WORKSPACE_MAX).next_multiple_of(WORKSPACE_ALIGNMENT);
-        Self {
-            tile: take(&[tile_bytes as usize], 1),
-            tile_bytes,
-            halves: take(&[pass, widest], 2),
-            scales: take(&[pass], 4),
-            products: take(&[pass, widest], 4),
-            workspace: Workspace { address: take(&[workspace as usize], 1), bytes: workspace },
-        }
-    }
-
-    /// The places as addresses, for memory that begins at `base`.
-    pub fn at(self, base: u64) -> Self {
-        let Self { tile, tile_bytes, halves, scales, products, workspace: Workspace { address, bytes } } = self;
-        Self {
-            tile: base + tile,
-            tile_bytes,
-            halves: base + halves,
-            scales: base + scales,
-            products: base + products,
-            workspace: Workspace { address: base + address, bytes },
-        }
-    }
-}
 
 /// `m` vectors that enter matrices. For the library they become 16-bit numbers, once however many matrices use them.
 pub(super) struct Input {
     x: u64,
     m: u32,
     k: u32,
+    norm: Option<Norm>,
     halves: Option<Half>,
 }
 
 impl Input {
-    pub fn new(x: u64, m: u32, k: u32) -> Self {
-        Self { x, m, k, halves: None }
+    pub fn new(x: u64, m: u32, k: u32, norm: Option<Norm>) -> Self {
+        Self { x, m, k, norm, halves: None }
     }
+}
+
+/// What becomes of a matrix's products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Then {
+    Store,
+    /// They are added to what is there.
+    Add,
+    /// What lies at this address, as many numbers as far apart, becomes `silu(there) * product`. The matrix's own place
+    /// may be written to.
+    Gate(u64),
+}
+
+/// Where scaled products lie: the first one, the distance of vectors, and their powers of two, if they have some.
+#[derive(Clone, Copy, Debug)]
+struct Scaled {
+    products: u64,
+    pitch: u32,
+    scales: Option<u64>,
 }
 
 /// The kernels of this module, and the library.
@@ -105,7 +68,8 @@ pub(super) struct Prompts {
     halves_f16: CudaFunction,
     halves_bf16: CudaFunction,
     unscale: CudaFunction,
-    gemm: Gemm,
+    pub attention: Attention,
+    pub gemm: Gemm,
 }
 
 impl Prompts {
@@ -118,6 +82,7 @@ impl Prompts {
             halves_f16: kernels.function("halves_f16")?,
             halves_bf16: kernels.function("halves_bf16")?,
             unscale: kernels.function("unscale")?,
+            attention: Attention::new(kernels)?,
             gemm,
         }))
     }
@@ -141,44 +106,54 @@ impl Prompts {
         on.launch("tile", kernel, (blocks(lanes), 1), THREADS, &args)
     }
 
-    /// `m` vectors of `k` as f16 times a power of two each, `ld` apart.
-    fn halves_f16(&self, on: &Kernels, x: u64, (out, ld): (u64, u32), scales: u64, m: u32, k: u32) -> Result<()> {
-        let args = [Address(x), Address(out), Address(scales), Word(k), Word(ld)];
-        on.launch("halves_f16", &self.halves_f16, (m, 1), THREADS, &args)
-    }
-
-    /// `m` vectors of `k` as bf16, `ld` apart.
-    fn halves_bf16(&self, on: &Kernels, x: u64, (out, ld): (u64, u32), m: u32, k: u32) -> Result<()> {
-        let args = [Address(x), Address(out), Word(k), Word(ld)];
-        on.launch("halves_bf16", &self.halves_bf16, (m, 1), THREADS, &args)
-    }
-
-    /// Puts the powers of two back and adds a bias: `out[j * stride + i] = products[j * pitch + i] * scales[j] +
-    /// bias[i]`, or adds that to what is there. There may be no scales, and no bias.
-    fn unscale(
-        &self,
-        on: &Kernels,
-        (products, pitch): (u64, u32),
-        scales: u64,
-        w: &Matrix,
-        m: u32,
-        after: After,
-    ) -> Result<()> {
+    /// The vectors of `input` as f16 times a power of two each, `ld` apart.
+    fn halves_f16(&self, on: &Kernels, input: &Input, (out, ld): (u64, u32), scales: u64) -> Result<()> {
+        let (norm, dtype, epsilon) = norm_of(input);
         let args = [
-            Address(products),
+            Address(input.x),
+            Address(norm),
+            Address(out),
             Address(scales),
-            Address(w.bias.map_or(0, |(bias, _)| bias)),
-            Address(w.out),
+            Word(dtype),
+            Float(epsilon),
+            Word(input.k),
+            Word(ld),
+        ];
+        on.launch("halves_f16", &self.halves_f16, (input.m, 1), THREADS, &args)
+    }
+
+    /// The vectors of `input` as bf16, `ld` apart.
+    fn halves_bf16(&self, on: &Kernels, input: &Input, (out, ld): (u64, u32)) -> Result<()> {
+        let (norm, dtype, epsilon) = norm_of(input);
+        let args =
+            [Address(input.x), Address(norm), Address(out), Word(dtype), Float(epsilon), Word(input.k), Word(ld)];
+        on.launch("halves_bf16", &self.halves_bf16, (input.m, 1), THREADS, &args)
+    }
+
+    /// Puts the powers of two of `m` vectors back, adds the matrix's bias, and does what is to be done then.
+    fn unscale(&self, on: &Kernels, from: Scaled, w: &Matrix, m: u32, then: Then) -> Result<()> {
+        let (bias, dtype) = w.bias.unwrap_or((0, WeightType::F32));
+        let (out, after) = match then {
+            Then::Store => (w.out, After::Store),
+            Then::Add => (w.out, After::Add),
+            Then::Gate(gate) => (gate, After::Gate),
+        };
+        let args = [
+            Address(from.products),
+            Address(from.scales.unwrap_or(0)),
+            Address(bias),
+            Address(out),
+            Word(number(dtype)),
             Word(w.rows),
-            Word(pitch),
+            Word(from.pitch),
             Word(w.stride),
-            Word(u32::from(after == After::Add)),
+            Word(after as u32),
         ];
         on.launch("unscale", &self.unscale, (blocks(w.rows.into()), m), THREADS, &args)
     }
 
-    /// A matrix times the vectors of `input`, stored or added. A bias is of F32.
-    pub fn multiply(&self, on: &Kernels, room: &Room, w: &Matrix, input: &mut Input, after: After) -> Result<()> {
+    /// A matrix times the vectors of `input`.
+    pub fn multiply(&self, on: &Kernels, room: &Room, w: &Matrix, input: &mut Input, then: Then) -> Result<()> {
         let k = input.k;
         let aligned = w.weights.is_multiple_of(LOAD) && u64::from(k).is_multiple_of(LOAD_NUMBERS);
         let in_place = match w.dtype {
@@ -187,7 +162,7 @@ impl Prompts {
             _ => None,
         };
         if let Some(half) = in_place {
-            return self.multiply_halves(on, room, w, input, after, (half, w.weights, k));
+            return self.multiply_halves(on, room, w, input, then, (half, w.weights, k));
         }
         let ld = k.next_multiple_of(LOAD_NUMBERS as u32);
         let rows = (room.tile_bytes / (2 * u64::from(ld))).clamp(1, u64::from(w.rows)) as u32;
@@ -196,12 +171,16 @@ impl Prompts {
             let part = Matrix {
                 weights: w.weights + w.dtype.bytes(u64::from(first) * u64::from(k)).unwrap_or(0),
                 rows: rows.min(w.rows - first),
-                bias: w.bias.map(|(bias, dtype)| (bias + skipped, dtype)),
+                bias: w.bias.map(|(bias, dtype)| (bias + dtype.bytes(first.into()).unwrap_or(0), dtype)),
                 out: w.out + skipped,
                 ..*w
             };
+            let then = match then {
+                Then::Gate(gate) => Then::Gate(gate + skipped),
+                other => other,
+            };
             self.tile(on, part.dtype, part.weights, (room.tile, ld), k, part.rows)?;
-            self.multiply_halves(on, room, &part, input, after, (Half::F16, room.tile, ld))?;
+            self.multiply_halves(on, room, &part, input, then, (Half::F16, room.tile, ld))?;
         }
         Ok(())
     }
@@ -213,41 +192,73 @@ impl Prompts {
         room: &Room,
         w: &Matrix,
         input: &mut Input,
-        after: After,
+        then: Then,
         (half, address, a_ld): (Half, u64, u32),
     ) -> Result<()> {
-        let Input { x, m, k, halves } = *input;
+        let Input { x, m, k, norm, .. } = *input;
         let ld = k.next_multiple_of(LOAD_NUMBERS as u32);
-        if halves != Some(half) {
+        if input.halves != Some(half) {
             match half {
-                Half::F16 => self.halves_f16(on, x, (room.halves, ld), room.scales, m, k)?,
-                Half::BF16 => self.halves_bf16(on, x, (room.halves, ld), m, k)?,
+                Half::F16 => self.halves_f16(on, input, (room.halves, ld), room.scales)?,
+                Half::BF16 => self.halves_bf16(on, input, (room.halves, ld))?,
             }
             input.halves = Some(half);
         }
         let pitch = w.rows.next_multiple_of(LOAD as u32 / 4);
-        let direct = half == Half::BF16 && w.bias.is_none();
+        let direct = half == Half::BF16 && w.bias.is_none() && !matches!(then, Then::Gate(_));
         let (out, out_ld) = if direct { (w.out, w.stride) } else { (room.products, pitch) };
         let call = Call {
             half,
-            a: Rows { address, ld: a_ld },
-            x: Rows { address: room.halves, ld },
-            out: Rows { address: out, ld: out_ld },
+            batches: 1,
+            a: Rows::new(address, a_ld),
+            a_is_turned: false,
+            x: Rows::new(room.halves, ld),
+            out: Rows::new(out, out_ld),
             rows: w.rows,
             k,
             m,
-            accumulate: direct && after == After::Add,
+            accumulate: direct && then == Then::Add,
         };
         if !self.gemm.multiply(&call, room.workspace)? {
-            let vectors = Vectors { x, k, m, rows: None, norm: None };
-            return on.products(std::slice::from_ref(w), &vectors, after);
+            let vectors = Vectors { x, k, m, rows: None, norm };
+            let after = if then == Then::Add { After::Add } else { After::Store };
+            on.products(std::slice::from_ref(w), &vectors, after)?;
+            if matches!(then, Then::Gate(_)) {
+                let there = Scaled { products: w.out, pitch: w.stride, scales: None };
+                self.unscale(on, there, &Matrix { bias: None, ..*w }, m, then)?;
+            }
+            return Ok(());
         }
         if direct {
             return Ok(());
         }
-        let scales = if half == Half::F16 { room.scales } else { 0 };
-        self.unscale(on, (room.products, pitch), scales, w, m, after)
+        let scales = (half == Half::F16).then_some(room.scales);
+        self.unscale(on, Scaled { products: room.products, pitch, scales }, w, m, then)
     }
+}
+
+impl Prompts {
+    /// The attention of a pass's vectors, of which the first is at position `past`, to the parts `parts`: as
+    /// [`Attention::attend`].
+    ///
+    /// # Errors
+    /// As for that.
+    pub fn attend(
+        &self,
+        on: &Kernels,
+        room: &Room,
+        q: &Queries,
+        to: &Cached,
+        past: u32,
+        parts: Range<u32>,
+    ) -> Result<bool> {
+        self.attention.attend((on, &self.gemm), room, q, to, past, parts)
+    }
+}
+
+/// The norm of vectors as kernels take it: no address without one.
+fn norm_of(input: &Input) -> (u64, u32, f32) {
+    input.norm.map_or((0, 0, 0.0), |norm| (norm.weights, number(norm.dtype), norm.epsilon))
 }
 
 #[cfg(test)]

@@ -2,18 +2,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use super::super::gemm::Workspace;
 use super::super::gpu::Gpu;
 use super::super::tests::{Memory, emulated, get, is_plain, numbers, once, put, room, rows_of};
 use super::*;
 
 #[path = "../../tests/cuda/cublaslt.rs"]
-mod cublaslt;
+pub(in super::super) mod cublaslt;
 
 use cublaslt::{CublasLt, driver_with_library, finish, no_library};
 
 /// Fails unless the vectors are within `tolerance` of each other, relative to the expected one's length. Returns how
 /// far apart they are.
-fn near(what: &str, got: &[f32], want: &[f64], tolerance: f64) -> f64 {
+pub(in super::super) fn near(what: &str, got: &[f32], want: &[f64], tolerance: f64) -> f64 {
     assert_eq!(got.len(), want.len(), "{what}");
     let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
     let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - b));
@@ -44,6 +45,9 @@ fn room_for(gpu: &Gpu, pass: usize, widest: usize, tile_bytes: u64) -> (Room, Me
         halves: place((pass * widest * 2) as u64),
         scales: place((pass * 4) as u64),
         products: place((pass * widest * 4) as u64),
+        keys: 0,
+        values: 0,
+        positions: 0,
         workspace: Workspace { address: place(workspace), bytes: workspace },
     };
     let memory = room::<u8>(gpu, end as usize);
@@ -98,16 +102,15 @@ pub(in super::super) fn vectors_of_any_size_become_sixteen_bit_numbers() {
         x[5 * k] = 3e7;
         let input = put(gpu, &x);
         let (halves, scales) = (room::<u16>(gpu, m * ld), room::<f32>(gpu, m));
-        prompts(gpu)
-            .halves_f16(&gpu.kernels, input.address, (halves.address, ld as u32), scales.address, m as u32, k as u32)
-            .unwrap();
+        let vectors = Input::new(input.address, m as u32, k as u32, None);
+        prompts(gpu).halves_f16(&gpu.kernels, &vectors, (halves.address, ld as u32), scales.address).unwrap();
         let numbers: Vec<f32> = get(gpu, &halves).iter().map(|x| half::f16::from_bits(*x).to_f32()).collect();
         // The kernel puts the scales back, and adds to what is there.
         let (products, out) = (put(gpu, &numbers), put(gpu, &vec![0f32; m * k]));
         let n = k as u32;
         let matrix = Matrix { dtype: WeightType::F16, weights: 0, rows: n, bias: None, out: out.address, stride: n };
-        let from = (products.address, ld as u32);
-        prompts(gpu).unscale(&gpu.kernels, from, scales.address, &matrix, m as u32, After::Add).unwrap();
+        let from = Scaled { products: products.address, pitch: ld as u32, scales: Some(scales.address) };
+        prompts(gpu).unscale(&gpu.kernels, from, &matrix, m as u32, Then::Add).unwrap();
         for (got, x) in get(gpu, &out).chunks(k).zip(x.chunks(k)) {
             // Below a 2^28th of the largest number, what is lost is a 2^38th of that.
             let least = x.iter().fold(0f32, |most, x| most.max(x.abs())) * 2f32.powi(-38);
@@ -116,11 +119,109 @@ pub(in super::super) fn vectors_of_any_size_become_sixteen_bit_numbers() {
             }
         }
         assert!(numbers.chunks(ld).all(|row| row[k..].iter().all(|x| *x == 0.0)));
-        prompts(gpu).halves_bf16(&gpu.kernels, input.address, (halves.address, ld as u32), m as u32, n).unwrap();
+        prompts(gpu).halves_bf16(&gpu.kernels, &vectors, (halves.address, ld as u32)).unwrap();
         for (row, x) in get(gpu, &halves).chunks(ld).zip(x.chunks(k)) {
             let want: Vec<u16> = x.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
             assert_eq!(row[..k], want);
             assert!(row[k..].iter().all(|x| *x == 0));
+        }
+    });
+}
+
+/// By norms of every plain type, wherever they lie.
+#[test]
+pub(in super::super) fn norms_are_part_of_what_makes_sixteen_bit_numbers() {
+    with_library("norms_are_part_of_what_makes_sixteen_bit_numbers", |gpu, _| {
+        for (dtype, k, shift) in [
+            (WeightType::F32, 1usize, 0usize),
+            (WeightType::F16, 31, 2),
+            (WeightType::BF16, 576, 6),
+            (WeightType::F32, 1000, 8),
+        ] {
+            let (m, ld) = (3, k.next_multiple_of(8));
+            let (bytes, weights) = rows_of(dtype, 1, k, 2);
+            let mut shifted = vec![0xff; shift];
+            shifted.extend(bytes);
+            let x: Vec<f32> = numbers(m * k, 1).into_iter().map(|x| 1000.0 * x).collect();
+            let (input, norm) = (put(gpu, &x), put(gpu, &shifted));
+            let epsilon = 1e-5f32;
+            let norm = Norm { weights: norm.address + shift as u64, dtype, epsilon };
+            let vectors = Input::new(input.address, m as u32, k as u32, Some(norm));
+            let (halves, scales) = (room::<u16>(gpu, m * ld), room::<f32>(gpu, m));
+            let want = x.chunks(k).map(|x| {
+                let squares: f64 = x.iter().map(|x| f64::from(*x).powi(2)).sum();
+                let scale = (squares / k as f64 + f64::from(epsilon)).sqrt();
+                x.iter().zip(&weights).map(|(x, w)| f64::from(*x) / scale * f64::from(*w)).collect::<Vec<_>>()
+            });
+            let want: Vec<Vec<f64>> = want.collect();
+            prompts(gpu).halves_f16(&gpu.kernels, &vectors, (halves.address, ld as u32), scales.address).unwrap();
+            let scales = get(gpu, &scales);
+            for ((got, want), scale) in get(gpu, &halves).chunks(ld).zip(&want).zip(scales) {
+                let numbers: Vec<f32> = got[..k].iter().map(|x| half::f16::from_bits(*x).to_f32() * scale).collect();
+                near(&format!("{dtype}, {k} at {shift}, f16"), &numbers, want, 5e-4);
+                assert!(got[k..].iter().all(|x| *x == 0));
+            }
+            prompts(gpu).halves_bf16(&gpu.kernels, &vectors, (halves.address, ld as u32)).unwrap();
+            for (got, want) in get(gpu, &halves).chunks(ld).zip(&want) {
+                let numbers: Vec<f32> = got[..k].iter().map(|x| half::bf16::from_bits(*x).to_f32()).collect();
+                near(&format!("{dtype}, {k} at {shift}, bf16"), &numbers, want, 4e-3);
+                assert!(got[k..].iter().all(|x| *x == 0));
+            }
+        }
+    });
+}
+
+/// Of two matrices, in tiles of a few rows, with and without biases; also where the library has no kernel.
+#[test]
+fn gates_are_part_of_putting_products_back() {
+    with_library("gates_are_part_of_putting_products_back", |gpu, library| {
+        for (dtype, k, refused) in [
+            (WeightType::Q8_0, 256, 0),
+            (WeightType::BF16, 64, 0),
+            (WeightType::Q4_K, 512, 2),
+            (WeightType::BF16, 72, 2),
+        ] {
+            if let Some(library) = library {
+                library.refuse(refused);
+            }
+            let (m, rows) = (9, 21);
+            let [gate, up] = [11, 12].map(|seed| rows_of(dtype, rows, k, seed));
+            let x = numbers(m * k, 13);
+            let ((bias, biases), shift) = (rows_of(WeightType::F16, 1, rows, 14), 2);
+            let mut shifted = vec![0xff; shift];
+            shifted.extend(bias);
+            let (vectors, bias) = (put(gpu, &x), put(gpu, &shifted));
+            let memory = [&gate, &up].map(|(bytes, _)| (put(gpu, bytes), room::<f32>(gpu, m * rows)));
+            let matrix = |nth: usize| Matrix {
+                dtype,
+                weights: memory[nth].0.address,
+                rows: rows as u32,
+                bias: (nth == 1).then_some((bias.address + shift as u64, WeightType::F16)),
+                out: memory[nth].1.address,
+                stride: rows as u32,
+            };
+            let (room, _memory) = room_for(gpu, m, 512, 8 * 2 * k as u64);
+            let mut input = Input::new(vectors.address, m as u32, k as u32, None);
+            prompts(gpu).multiply(&gpu.kernels, &room, &matrix(0), &mut input, Then::Store).unwrap();
+            let then = Then::Gate(memory[0].1.address);
+            prompts(gpu).multiply(&gpu.kernels, &room, &matrix(1), &mut input, then).unwrap();
+            if let Some(library) = library {
+                library.refuse(0);
+            }
+            let dot = |w: &[f32], x: &[f32]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
+            let mut want = Vec::new();
+            for x in x.chunks(k) {
+                for r in 0..rows {
+                    let [gate, up] = [&gate.1, &up.1].map(|w| dot(&w[r * k..(r + 1) * k], x));
+                    want.push(gate / (1.0 + (-gate).exp()) * (up + f64::from(biases[r])));
+                }
+            }
+            let tolerance = match (refused, dtype) {
+                (0, WeightType::BF16) => 1e-2,
+                (0, _) => 1e-3,
+                _ => 1e-5,
+            };
+            near(&format!("gates of {dtype}, {refused} refused"), &get(gpu, &memory[0].1), &want, tolerance);
         }
     });
 }
@@ -160,9 +261,9 @@ impl Case {
             out: out.address,
             stride: stride as u32,
         };
-        let mut input = Input::new(vectors.address, m as u32, k as u32);
-        let after = if accumulate { After::Add } else { After::Store };
-        prompts(gpu).multiply(&gpu.kernels, &room, &matrix, &mut input, after).unwrap();
+        let mut input = Input::new(vectors.address, m as u32, k as u32, None);
+        let then = if accumulate { Then::Add } else { Then::Store };
+        prompts(gpu).multiply(&gpu.kernels, &room, &matrix, &mut input, then).unwrap();
         let got = get(gpu, &out);
         let mut want: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
         for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
@@ -178,17 +279,17 @@ impl Case {
 }
 
 /// Runs a test on a GPU with a library: the tests' own over the emulated driver, of which `body` gets the counts.
-fn with_library(test: &'static str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
+pub(in super::super) fn with_library(test: &'static str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
     // One at a time, to the end: the library counts the objects of the whole process.
     once(test, || run_with_library(test, body));
 }
 
 fn run_with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
     let Some((driver, library)) = driver_with_library(test) else { return };
-    let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
-    if gpu.prompts.is_none() {
-        return no_library(test);
-    }
+    let mut gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
+    let Some(prompts) = &mut gpu.prompts else { return no_library(test) };
+    // The prompts of tests are short.
+    prompts.attention.work_of_a_launch = 0;
     if let Some(library) = library {
         // What other tests of this process have multiplied does not count.
         library.products();

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -123,6 +124,8 @@ pub struct CudaSession {
     in_flight: bool,
     graphs: Graphs,
     uses_graphs: bool,
+    /// Whether a library's products compute the attention of the layer that is being launched.
+    pub(super) by_products: AtomicBool,
     pub(super) capacity: usize,
     pass: usize,
     len: usize,
@@ -237,6 +240,7 @@ impl CudaSession {
             in_flight: false,
             graphs: Graphs::default(),
             uses_graphs: true,
+            by_products: AtomicBool::new(false),
             capacity,
             pass,
             len,

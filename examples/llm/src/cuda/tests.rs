@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
 use emulated::{Driver, driver};
 
+use super::attention::tests as attention;
 use super::gpu::Gpu;
 use super::kernels::{
     After, Cached, Choice, DeviceDraw, Element, INTERFACE, Matrix, Norm, PART, Queries, Turn, Vectors,
@@ -58,12 +59,13 @@ fn every_kernel_of_the_sources_runs_in_these_tests() {
         heads_are_normalised_turned_and_stored,
         attention_in_parts_sees_every_position_up_to_its_own,
         the_next_token_is_chosen_on_the_gpu,
-        vectors_are_normalised_also_in_place,
         numbers_are_gated,
         the_likeliest_token_is_the_first_of_the_largest,
         tokens_are_drawn_as_the_host_draws_them,
         prompts::weights_become_tiles_of_f16_wherever_they_lie,
         prompts::vectors_of_any_size_become_sixteen_bit_numbers,
+        prompts::norms_are_part_of_what_makes_sixteen_bit_numbers,
+        attention::products_give_the_attention_of_own_kernels,
     ] {
         test();
     }
@@ -346,8 +348,8 @@ fn embeddings_are_gathered_by_tokens_on_the_gpu() {
 }
 
 /// Keys and values of two sequences in blocks that lie in any order, with room before each block's rows.
-struct Blocks {
-    memory: Memory<u8>,
+pub(super) struct Blocks {
+    pub memory: Memory<u8>,
     table: Memory<u64>,
     element: Element,
     heads: usize,
@@ -359,7 +361,7 @@ struct Blocks {
 impl Blocks {
     const BEFORE: usize = 32;
 
-    fn new(gpu: &Gpu, element: Element, [heads, head_dim]: [usize; 2], each: usize, stride: usize) -> Self {
+    pub fn new(gpu: &Gpu, element: Element, [heads, head_dim]: [usize; 2], each: usize, stride: usize) -> Self {
         let row = heads * head_dim * element.bytes() as usize;
         let block = (Self::BEFORE + 2 * each * row).next_multiple_of(16);
         let memory = room::<u8>(gpu, 2 * stride * block);
@@ -371,7 +373,7 @@ impl Blocks {
         Self { table: put(gpu, &addresses), memory, element, heads, head_dim, each, stride }
     }
 
-    fn cached(&self, m: usize, positions: &Memory<u32>, sequence_of: Option<&Memory<u32>>) -> Cached {
+    pub fn cached(&self, m: usize, positions: &Memory<u32>, sequence_of: Option<&Memory<u32>>) -> Cached {
         let row = (self.heads * self.head_dim) as u64 * self.element.bytes();
         Cached {
             table: self.table.address,
@@ -406,7 +408,7 @@ impl Blocks {
 }
 
 /// Numbers as the cache keeps them.
-fn kept_as(element: Element, values: &[f32]) -> Vec<f32> {
+pub(super) fn kept_as(element: Element, values: &[f32]) -> Vec<f32> {
     let keep = |value: &f32| if element == Element::F16 { half::f16::from_f32(*value).to_f32() } else { *value };
     values.iter().map(keep).collect()
 }
@@ -601,39 +603,18 @@ fn the_next_token_is_chosen_on_the_gpu() {
     });
 }
 
-#[test]
-fn vectors_are_normalised_also_in_place() {
-    on_gpu("vectors_are_normalised_also_in_place", |gpu| {
-        for n in [1, 31, 64, 576, 1000] {
-            let (x, weight) = (numbers(3 * n, 1), numbers(n, 2));
-            let want: Vec<f32> = x
-                .chunks(n)
-                .flat_map(|x| {
-                    let mean = x.iter().map(|v| v * v).sum::<f32>() / n as f32;
-                    x.iter().zip(&weight).map(move |(x, w)| x / (mean + 1e-5).sqrt() * w)
-                })
-                .collect();
-            let (x, weight, out) = (put(gpu, &x), put(gpu, &weight), room::<f32>(gpu, 3 * n));
-            gpu.kernels.rms_norm(x.address, weight.address, out.address, 3, n as u32, 1e-5).unwrap();
-            near(&format!("{n}"), &get(gpu, &out), &want);
-            gpu.kernels.rms_norm(x.address, weight.address, x.address, 3, n as u32, 1e-5).unwrap();
-            near(&format!("{n} in place"), &get(gpu, &x), &want);
-        }
-    });
-}
-
 /// The heads of a pass, and its positions.
-struct Shape {
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    past: usize,
-    m: usize,
+pub(super) struct Shape {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub past: usize,
+    pub m: usize,
 }
 
 /// `softmax(q K^T / sqrt(head_dim)) V` in f64, of queries `[m][heads][head_dim]` at position `past` and after it, over
 /// keys and values `[position][kv_heads][head_dim]`.
-fn attended(a: &Shape, q: &[f32], keys: &[f32], values: &[f32]) -> Vec<f32> {
+pub(super) fn attended(a: &Shape, q: &[f32], keys: &[f32], values: &[f32]) -> Vec<f32> {
     let Shape { heads, kv_heads, head_dim, past, m } = *a;
     let mut out = Vec::new();
     for (t, h) in (0..m).flat_map(|t| (0..heads).map(move |h| (t, h))) {

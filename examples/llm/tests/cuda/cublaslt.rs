@@ -47,7 +47,8 @@ impl CublasLt {
         }))
     }
 
-    /// From now on no handle can be made (1), heuristics find nothing (2), products fail (3), or all goes well (0).
+    /// From now on no handle can be made (1), heuristics find nothing (2), products fail (3), heuristics find nothing
+    /// for several batches (4), these are not supported (5), or all goes well (0).
     pub fn refuse(&self, what: u32) {
         (self.refuse)(what);
     }
@@ -62,6 +63,10 @@ impl CublasLt {
     /// The least alignment of matrices of weights since this was last asked, in bytes.
     pub fn least_alignment(&self) -> u64 {
         (self.count)(2)
+    }
+    /// Batches of the products since this was last asked.
+    pub fn batches(&self) -> u64 {
+        (self.count)(4)
     }
     /// Objects that were not given back.
     pub fn left(&self) -> u64 {

@@ -507,12 +507,6 @@ static thread_local unsigned blocks, rows_of_blocks;
 
 static void reach_nothing(Reach &) {}
 
-static void reach_rms_norm(Reach &r, const float *x, const float *weight, float *out, u32 n, float) {
-    r.reads(x, (u64)blocks * n);
-    r.reads(weight, n);
-    r.writes(out, (u64)blocks * n);
-}
-
 static void reach_decode(Reach &r, const u8 *row, float *out, u32 dtype, u32 k) {
     r.reads(row, bytes_of_row(dtype, k));
     r.writes(out, k);
@@ -599,25 +593,57 @@ static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
 
 EACH_FORMAT(TILE_OF_FORMAT)
 
-static void reach_halves_f16(Reach &r, const float *x, u16 *out, float *scales, u32 k, u32 ld) {
+static void reach_halves_f16(Reach &r, const float *x, const u8 *norm, u16 *out, float *scales, u32 norm_dtype, float,
+    u32 k, u32 ld) {
     r.reads(x, (u64)blocks * k);
+    r.reads(norm, norm != nullptr ? bytes_of_row(norm_dtype, k) : 0);
     r.writes(out, (u64)blocks * ld);
     r.writes(scales, blocks);
 }
 
-static void reach_halves_bf16(Reach &r, const float *x, u16 *out, u32 k, u32 ld) {
+static void reach_halves_bf16(Reach &r, const float *x, const u8 *norm, u16 *out, u32 norm_dtype, float, u32 k,
+    u32 ld) {
     r.reads(x, (u64)blocks * k);
+    r.reads(norm, norm != nullptr ? bytes_of_row(norm_dtype, k) : 0);
     r.writes(out, (u64)blocks * ld);
 }
 
-static void reach_unscale(Reach &r, const float *products, const float *scales, const float *bias, float *out, u32 n,
-    u32 pitch, u32 stride, u32) {
+static void reach_unscale(Reach &r, const float *products, const float *scales, const u8 *bias, float *out,
+    u32 bias_dtype, u32 n, u32 pitch, u32 stride, u32) {
     for (unsigned j = 0; j < rows_of_blocks; j++) {
         r.reads(products + (u64)j * pitch, n);
         r.writes(out + (u64)j * stride, n);
     }
     r.reads(scales, scales != nullptr ? rows_of_blocks : 0);
-    r.reads(bias, bias != nullptr ? n : 0);
+    r.reads(bias, bias != nullptr ? bytes_of_row(bias_dtype, n) : 0);
+}
+
+static void reach_attention_queries(Reach &r, const float *q, u16 *out, float *factors, u32 heads, u32, u32 size,
+    float) {
+    r.reads(q, (u64)blocks * heads * size);
+    r.writes(out, (u64)blocks * heads * size);
+    r.writes(factors, blocks);
+}
+
+static void reach_attention_gather(Reach &r, Cached c, u16 *keys, u16 *values, u32, u32, u32 columns, u32 room) {
+    reach_cached(r, c);
+    r.writes(keys, ((u64)(c.heads - 1) * room + columns) * c.head_size);
+    r.writes(values, ((u64)(c.heads - 1) * room + columns) * c.head_size);
+}
+
+static void reach_attention_shares(Reach &r, float *scores, float *sums, float *kept, const float *factors, u32 heads,
+    u32, u32 size, u32 m, u32, u32 rows, u32 columns, u32, u32) {
+    r.writes(scores, (u64)rows_of_blocks * rows * columns);
+    r.writes(sums, (u64)m * heads * size);
+    r.writes(kept, (u64)m * heads * 2);
+    r.reads(factors, m);
+}
+
+static void reach_attention_result(Reach &r, const float *sums, const float *kept, float *out, u32 heads, u32,
+    u32 size) {
+    r.reads(sums, (u64)blocks * heads * size);
+    r.reads(kept, (u64)blocks * heads * 2);
+    r.writes(out, (u64)blocks * heads * size);
 }
 
 // ---- the table ----
@@ -765,9 +791,11 @@ struct Row {
 
 static const Row TABLE[] = {
     ENTRY(INTERFACE, reach_nothing) ENTRY(products_1, reach_products) ENTRY(products_8, reach_products)
-    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed) ONE(decode) ONE(rms_norm) ONE(silu_multiply)
+    ENTRY(turn_f16, reach_turn) ENTRY(turn_f32, reach_turn) ONE(embed) ONE(decode) ONE(silu_multiply)
     ATTENTION_ROWS(attention_parts) ATTENTION_ROWS(attention_prompt) ONE(attention_merge) ONE(choose)
-    EACH_FORMAT(TILE_ROW) ONE(halves_f16) ONE(halves_bf16) ONE(unscale)
+    EACH_FORMAT(TILE_ROW) ONE(halves_f16) ONE(halves_bf16) ONE(unscale) ONE(attention_queries)
+    ENTRY(attention_gather_f16, reach_attention_gather) ENTRY(attention_gather_f32, reach_attention_gather)
+    ONE(attention_shares) ONE(attention_result)
 };
 
 }  // namespace emulation

@@ -1,20 +1,5 @@
 // ---- between the products ----
 
-// out = x / rms(x) * weight for vectors of n, a block each. `out` may be `x`.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const float *x, const float *weight, float *out, u32 n,
-    float epsilon) {
-    const float *from = x + (u64)blockIdx.x * n;
-    float *to = out + (u64)blockIdx.x * n;
-    float squares = 0.0f;
-    for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        squares += from[i] * from[i];
-    }
-    float scale = 1.0f / sqrtf(block_sum(squares) / (float)n + epsilon);
-    for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        to[i] = from[i] * scale * weight[i];
-    }
-}
-
 // gate = silu(gate) * up, n numbers.
 extern "C" __global__ void __launch_bounds__(THREADS) silu_multiply(float *gate, const float *up, u64 n) {
     u64 i = (u64)blockIdx.x * THREADS + threadIdx.x;
