@@ -127,8 +127,11 @@ make_model=$target/debug/make_model
 if [ -z "$untried" ]; then
     cargo build -p outcore-llm --bin make_model
     model=$folder/tried.gguf
-    "$make_model" "$model" --layers 2 --dim 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1024 >/dev/null
-    "$venv/bin/python" - "$model" <<'PYTHON' || fail "llama.cpp's CPU build does not take the models of make_model"
+    # The kinds that the check uses: see LARGE and SMALL in benches/gpu-check/extra.py.
+    for kind in "" "--tied --dtype Q4_1"; do
+        # shellcheck disable=SC2086 # several arguments, or none
+        "$make_model" "$model" --layers 2 --dim 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1024 $kind >/dev/null
+        "$venv/bin/python" - "$model" <<'PYTHON' || fail "llama.cpp's CPU build does not take models of make_model $kind"
 import sys
 
 import llama_cpp
@@ -136,7 +139,8 @@ import llama_cpp
 model = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False)
 model.eval([1, 2, 3])
 PYTHON
-    rm -f "$model"
+        rm -f "$model"
+    done
     echo "llama.cpp's CPU build takes the models of make_model"
 else
     echo "fetch_gpu_peers: --untried: nobody has tried whether llama.cpp takes our models"

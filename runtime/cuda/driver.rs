@@ -79,32 +79,38 @@ fn failed(what: impl Into<String>, error: DriverError) -> Error {
     Error::new(kind, message).remedy(remedy)
 }
 
-/// Whether an error means that the context is lost: every later call would return an error too.
+/// Errors after which every later call in the context returns an error too.
+const LOST: [CUresult; 19] = [
+    // Calls are made with the device's own context current: if that is none, it was destroyed by others.
+    CUresult::CUDA_ERROR_INVALID_CONTEXT,
+    CUresult::CUDA_ERROR_ECC_UNCORRECTABLE,
+    CUresult::CUDA_ERROR_CONTAINED,
+    CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE,
+    CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+    CUresult::CUDA_ERROR_LAUNCH_TIMEOUT,
+    CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED,
+    CUresult::CUDA_ERROR_ASSERT,
+    CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR,
+    CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION,
+    CUresult::CUDA_ERROR_MISALIGNED_ADDRESS,
+    CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE,
+    CUresult::CUDA_ERROR_INVALID_PC,
+    CUresult::CUDA_ERROR_LAUNCH_FAILED,
+    CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK,
+    CUresult::CUDA_ERROR_UNKNOWN,
+    CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE,
+    CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED,
+    CUresult::CUDA_ERROR_EXTERNAL_DEVICE,
+];
+
+/// Whether an error of the driver (`CUresult`) means that the GPU is lost to this process: only a new process can use
+/// it again.
+pub fn is_device_lost(code: u32) -> bool {
+    LOST.iter().any(|lost| *lost as u32 == code)
+}
+
 fn is_fatal(error: DriverError) -> bool {
-    use CUresult as R;
-    matches!(
-        error.0,
-        // Calls are made with the device's own context current: if that is none, it was destroyed by others.
-        R::CUDA_ERROR_INVALID_CONTEXT
-            | R::CUDA_ERROR_ECC_UNCORRECTABLE
-            | R::CUDA_ERROR_CONTAINED
-            | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
-            | R::CUDA_ERROR_ILLEGAL_ADDRESS
-            | R::CUDA_ERROR_LAUNCH_TIMEOUT
-            | R::CUDA_ERROR_CONTEXT_IS_DESTROYED
-            | R::CUDA_ERROR_ASSERT
-            | R::CUDA_ERROR_HARDWARE_STACK_ERROR
-            | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
-            | R::CUDA_ERROR_MISALIGNED_ADDRESS
-            | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
-            | R::CUDA_ERROR_INVALID_PC
-            | R::CUDA_ERROR_LAUNCH_FAILED
-            | R::CUDA_ERROR_TENSOR_MEMORY_LEAK
-            | R::CUDA_ERROR_UNKNOWN
-            | R::CUDA_ERROR_DEVICE_UNAVAILABLE
-            | R::CUDA_ERROR_MPS_CLIENT_TERMINATED
-            | R::CUDA_ERROR_EXTERNAL_DEVICE
-    )
+    is_device_lost(error.0 as u32)
 }
 
 /// Whether an error is about a capture into a graph. It says nothing about the device; a call that ends with it has

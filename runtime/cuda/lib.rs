@@ -19,5 +19,5 @@ mod driver;
 mod select;
 
 pub use device::{CudaDevice, CudaDeviceConfig};
-pub use driver::{CudaDriver, cuda_device, cuda_devices};
+pub use driver::{CudaDriver, cuda_device, cuda_devices, is_device_lost};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};

@@ -2,14 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
+use super::emulator_judge::{launch, reader};
 use control::{Fake, Reach};
 use cuda_calls::*;
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
+use outcore_testkit::harness::until;
 use outcore_testkit::{cuda_calls, fake_cuda as control};
 
 /// What cudarc's safe interface offers, with its own events, on two streams.
@@ -335,6 +337,50 @@ fn each_launch_of_a_graph_uses_the_mappings_of_that_moment() {
         stream.synchronize().unwrap();
         assert_eq!((back.bytes()[0], back.bytes()[FRAME - 1]), (8, 3));
         release(other).unwrap();
+        page.give_back();
+    }
+    fake.finish();
+}
+
+/// Launches of kernels and of graphs wait for room as all else does (`cuda_queue` has the rest). Other streams go on.
+#[test]
+fn launches_of_kernels_and_graphs_wait_for_room_in_a_full_queue() {
+    const DEPTH: usize = 4;
+    let fake = Fake::load();
+    fake.set_queue_depth(DEPTH as u64);
+    {
+        let context = context();
+        let (full, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let kernel = reader(&fake, &context);
+        let page = Mapped::new();
+        full.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).unwrap();
+        fill(&full, page.address, 8, FRAME).unwrap();
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = full.end_capture(flags).unwrap().unwrap();
+        for is_graph in [false, true] {
+            let started = AtomicUsize::new(0);
+            fake.hold_stream(full.cu_stream().cast::<u8>(), true);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    context.bind_to_thread().unwrap();
+                    until("a launch that waits for room", || fake.waiting_for_room() == 1);
+                    assert!(started.load(Ordering::SeqCst) <= DEPTH + 1, "{started:?}");
+                    launch(&other, &kernel, page.address, 0).unwrap();
+                    other.synchronize().unwrap();
+                    fake.hold_stream(full.cu_stream().cast::<u8>(), false);
+                });
+                for _ in 0..3 * DEPTH {
+                    match is_graph {
+                        true => graph.launch().unwrap(),
+                        false => launch(&full, &kernel, page.address, 8).unwrap(),
+                    }
+                    started.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            full.synchronize().unwrap();
+            assert_eq!(started.load(Ordering::SeqCst), 3 * DEPTH);
+        }
+        drop(graph);
         page.give_back();
     }
     fake.finish();

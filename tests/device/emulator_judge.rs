@@ -34,14 +34,14 @@ fn two_streams(context: &Arc<CudaContext>) -> (Arc<CudaStream>, Arc<CudaStream>)
 }
 
 /// A kernel that reads `len` bytes and does nothing.
-fn reader(fake: &Fake, context: &Arc<CudaContext>) -> CudaFunction {
+pub(super) fn reader(fake: &Fake, context: &Arc<CudaContext>) -> CudaFunction {
     let reach = |launch: &control::Launch| vec![Reach::read(launch.parameter(0), launch.parameter(1))];
     fake.register_kernel("reader", reach, |_| {});
     let ptx = ".version 9.0\n.target sm_90\n.visible .entry reader(.param .u64 p, .param .u64 n) { ret; }";
     context.load_module(Ptx::from_src(ptx)).unwrap().load_function("reader").unwrap()
 }
 
-fn launch(stream: &Arc<CudaStream>, function: &CudaFunction, address: u64, len: u64) -> Result {
+pub(super) fn launch(stream: &Arc<CudaStream>, function: &CudaFunction, address: u64, len: u64) -> Result {
     let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
     // SAFETY: the arguments are the kernel's parameters.
     unsafe { stream.launch_builder(function).arg(&address).arg(&len).launch(config) }.map(drop).map_err(|error| error.0)

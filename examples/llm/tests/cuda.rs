@@ -18,6 +18,7 @@ mod graphs;
 #[path = "cuda/host_time.rs"]
 mod host_time;
 
+use std::ffi::CStr;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
@@ -633,7 +634,7 @@ fn nvrtc(test: &str) -> Option<PathBuf> {
 /// The PTX in the program is of the sources that the emulated driver runs: names and parameters agree.
 #[test]
 fn without_nvrtc_the_program_has_kernels_of_its_own() {
-    if cudarc_finds_nvrtc() {
+    if machine_has(&[c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11"]) {
         eprintln!("SKIPPED: there is an NVRTC on this machine's library path");
         return;
     }
@@ -643,12 +644,22 @@ fn without_nvrtc_the_program_has_kernels_of_its_own() {
     let args =
         ["--model", model.to_str().unwrap(), "--prompt-tokens", "1,2,3", "--tokens", "2", "--device", "cuda", "--json"];
     let Some(mut command) = generate(folder.path(), &args) else { return };
-    assert_eq!(json_of(&command.output().unwrap())["tokens"].as_array().map(Vec::len), Some(2));
+    let output = command.output().unwrap();
+    assert_eq!(json_of(&output)["tokens"].as_array().map(Vec::len), Some(2));
     assert!(!folder.path().join("outcore").exists(), "nothing was compiled, and yet there is a cache");
+    // Nor is there a cuBLASLt, unless the machine has one.
+    let is_said = |output: &Output| {
+        let told = String::from_utf8_lossy(&output.stderr);
+        told.contains("no cuBLASLt") && told.contains("install NVIDIA's cuBLAS") && told.contains("LD_LIBRARY_PATH")
+    };
+    assert!(is_said(&output) != machine_has(&[c"libcublasLt.so", c"libcublasLt.so.13", c"libcublasLt.so.12"]));
+    let Some(mut command) = generate(folder.path(), &[&args[..], &["--deterministic"]].concat()) else { return };
+    assert!(!is_said(&command.output().unwrap()));
 }
 
-fn cudarc_finds_nvrtc() -> bool {
-    [c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11"].iter().any(|name| {
+/// Whether a library by one of these names is on the machine's path.
+fn machine_has(names: &[&CStr]) -> bool {
+    names.iter().any(|name| {
         // SAFETY: the name is a C string; a library that is found stays loaded.
         !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) }.is_null()
     })

@@ -3,6 +3,7 @@
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUresult;
 use outcore::{Error, ErrorKind};
+use outcore_cuda::is_device_lost;
 
 /// What the driver refused while doing `what`.
 pub(super) fn failed(what: impl std::fmt::Display, error: DriverError) -> Error {
@@ -11,19 +12,7 @@ pub(super) fn failed(what: impl std::fmt::Display, error: DriverError) -> Error 
     match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::new(ErrorKind::OutOfMemory, message)
             .remedy("choose a smaller device budget, a shorter prompt or fewer tokens, or end what else uses the GPU"),
-        // After these no call of the process succeeds any more.
-        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
-        | CUresult::CUDA_ERROR_LAUNCH_FAILED
-        | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
-        | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
-        | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
-        | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
-        | CUresult::CUDA_ERROR_INVALID_PC
-        | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
-        | CUresult::CUDA_ERROR_ASSERT
-        | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
-        | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
-        | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED => Error::new(ErrorKind::Device, message).remedy(
+        code if is_device_lost(code as u32) => Error::new(ErrorKind::Device, message).remedy(
             "the GPU is lost to this process: start the program again, and if it recurs look for Xid lines in the kernel's log \
              (dmesg), or use --device host",
         ),
@@ -31,5 +20,29 @@ pub(super) fn failed(what: impl std::fmt::Display, error: DriverError) -> Error 
             "try again; if it recurs, see that the driver is well (nvidia-smi, dmesg) and no older than CUDA 12.0, or use \
              --device host",
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regression_every_way_to_lose_a_gpu_says_to_start_again() {
+        for (code, is_lost) in [
+            (CUresult::CUDA_ERROR_INVALID_CONTEXT, true),
+            (CUresult::CUDA_ERROR_CONTAINED, true),
+            (CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, true),
+            (CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED, true),
+            (CUresult::CUDA_ERROR_TENSOR_MEMORY_LEAK, true),
+            (CUresult::CUDA_ERROR_UNKNOWN, true),
+            (CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED, true),
+            (CUresult::CUDA_ERROR_INVALID_VALUE, false),
+            (CUresult::CUDA_ERROR_OUT_OF_MEMORY, false),
+            (CUresult::CUDA_ERROR_NOT_READY, false),
+        ] {
+            let advice = failed("launch a kernel", DriverError(code)).to_string();
+            assert_eq!(advice.contains("start the program again"), is_lost, "{code:?}: {advice}");
+        }
     }
 }

@@ -147,9 +147,7 @@ impl Gemm {
     pub fn open(stream: &Arc<CudaStream>) -> Option<Self> {
         // SAFETY: opens libcublasLt and closes it again; its initialisers are trusted as the driver's are.
         if !unsafe { sys::is_culib_present() } {
-            tracing::info!(
-                "there is no cuBLASLt here (libcublasLt.so): own kernels multiply prompts, which takes longer"
-            );
+            tracing::info!("there is no cuBLASLt here (libcublasLt.so)");
             return None;
         }
         match result::create_handle() {
@@ -158,7 +156,10 @@ impl Gemm {
                 Some(Self { plans: Mutex::default(), handle, stream: stream.clone() })
             }
             Err(error) => {
-                tracing::warn!(?error, "cuBLASLt cannot be used: own kernels multiply prompts, which takes longer");
+                tracing::warn!(
+                    ?error,
+                    "cuBLASLt makes no handle: it may not suit the driver, whose CUDA version nvidia-smi names"
+                );
                 None
             }
         }

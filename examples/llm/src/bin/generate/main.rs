@@ -241,6 +241,12 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let gpu = match &args.device {
         Device::Cuda(selector) => {
             let gpu = Gpu::open(selector, args.kernels.as_deref())?;
+            if !args.deterministic && !gpu.has_cublaslt() {
+                tracing::warn!(
+                    "there is no cuBLASLt that can be used (libcublasLt.so), so own kernels compute prompts, which takes longer: \
+                     install NVIDIA's cuBLAS 12 or 13 and have LD_LIBRARY_PATH name its folder, or pass --deterministic"
+                );
+            }
             Some(Arc::new(if args.deterministic { gpu.without_cublaslt() } else { gpu }))
         }
         _ => None,
