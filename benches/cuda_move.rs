@@ -245,7 +245,7 @@ impl Pins {
         let model = runtime.open_model(&file.0).unwrap();
         let pages: Vec<_> = (0..PAGES).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
         if declared {
-            runtime.plan(&pages, true);
+            runtime.plan(&pages);
         }
         let mut pins = Self { runtime, pages, next: 0, _file: file };
         // Twice round, so that every page has been in the device tier and is in the host tier.

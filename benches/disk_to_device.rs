@@ -88,7 +88,7 @@ fn main() {
         Runtime::builder().device_budget(budget).page_size(page).policy(PolicyKind::Plan).io(io).open().unwrap();
     let model = runtime.open_model(&file.0).unwrap();
     let tensors: Vec<Tensor> = (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&tensors, true);
+    runtime.plan(&tensors);
     // Frames are touched for the first time here.
     stream(&runtime, &tensors);
 

@@ -239,7 +239,7 @@ fn main() {
     let count = size.get() / page.bytes();
     let tensor = runtime.alloc(DType::U64, &[count, page.bytes() / 8]).unwrap();
     let pages: Vec<Tensor> = (0..count).map(|n| tensor.rows(n..n + 1).unwrap()).collect();
-    runtime.plan(&pages, true);
+    runtime.plan(&pages);
 
     let fill = |page: &Tensor, value: u64| {
         runtime.pin_mut(page).wait().unwrap().view_mut::<u64>().unwrap().fill(value);

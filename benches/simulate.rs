@@ -46,7 +46,7 @@ fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
             .unwrap();
         let tensors = tensors_of(&runtime, path, count);
         if policy == PolicyKind::Plan {
-            runtime.plan(&tensors, true);
+            runtime.plan(&tensors);
         }
         let passes: Vec<f64> = (0..4).map(|_| pass(&runtime, &tensors, Duration::ZERO).0).collect();
         let pages = runtime.stats().pager.fills_disk as f64 / 4.0;
@@ -134,7 +134,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let runtime =
             Runtime::builder().device_budget(budget).page_size(page).policy(point.policy).link(link).open().unwrap();
         let tensors = tensors_of(&runtime, &file.0, count);
-        runtime.plan(&tensors, true);
+        runtime.plan(&tensors);
         for _ in 0..2 {
             pass(&runtime, &tensors, each);
         }

@@ -66,13 +66,13 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
     let of = |model: &Model| (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     let orders: Vec<Vec<Tensor>> = models.iter().map(of).collect();
     if way == Way::Default {
-        runtime.plan(&orders.concat(), true);
+        runtime.plan(&orders.concat());
     }
     let walkers: Vec<Option<Walker>> = (0..settings.clients)
         .map(|client| {
             let walker = (way != Way::Default).then(|| runtime.walker().unwrap());
             if let Some(walker) = walker.as_ref().filter(|_| way == Way::Walkers) {
-                walker.plan(&orders[client % orders.len()], true);
+                walker.plan(&orders[client % orders.len()]);
             }
             walker
         })

@@ -28,11 +28,10 @@ impl Server {
             runtime.pin_mut(&table.rows(row..row + 1)?).wait()?.view_mut::<u64>()?.fill(row);
         }
         let pool = KvPool::open(&runtime, KvLayout::new(KvShape::new(1, 1, KEYS, DType::U64)?, page)?, b"sums", 256)?;
-        let (mut active, mut tenant) = (ActiveOptions::default(), TenantOptions::default());
-        active.blocks_most = Some(96); // pages of the 128 in the budget: the table needs some too
-        pool.set_active(active);
-        tenant.active_reserved = 16; // whatever others have
-        tenant.waiting_most = 2;
+        // Pages of the 128 in the budget: the table needs some too.
+        pool.set_active(ActiveOptions::default().blocks_most(96));
+        // Blocks that a tenant has whatever others have.
+        let tenant = TenantOptions::default().active_reserved(16).waiting_most(2);
         TENANTS.iter().try_for_each(|(_, id)| pool.set_tenant(*id, tenant))?;
         Ok(Self { table, pool })
     }

@@ -30,7 +30,7 @@ fn tour(path: &Path) -> Result<(), Box<dyn Error>> {
 
     // More than fits is used in pieces: ranges of rows that cover at most two pages. A declared order is read ahead.
     let pieces = rt.waves(std::slice::from_ref(&tensor), 2)?.concat();
-    rt.plan(&pieces, true);
+    rt.plan(&pieces);
     for pass in 1..=2 {
         let mut sum = 0u64;
         for piece in &pieces {

@@ -907,10 +907,19 @@ impl Runtime {
         self.engine().with(|pager, fx| pager.prefetch(&runs, fx));
     }
 
-    /// Declares the order in which tensors pinned without a [`Walker`] will be used, repeated for ever if `cyclic`. An
-    /// empty order withdraws the plan. Each walker has [an order of its own](Walker::plan). A policy that follows no
-    /// plans ignores it. Tensors of other runtimes are left out.
-    pub fn plan(&self, order: &[Tensor], cyclic: bool) {
+    /// Declares the order in which tensors pinned without a [`Walker`] will be used, again and again, as in passes over
+    /// a model. An empty order withdraws the plan. Each walker has [an order of its own](Walker::plan). A policy that
+    /// follows no plans ignores it. Tensors of other runtimes are left out.
+    pub fn plan(&self, order: &[Tensor]) {
+        self.declare(order, true);
+    }
+
+    /// As [`plan`](Self::plan), for an order that is used once.
+    pub fn plan_once(&self, order: &[Tensor]) {
+        self.declare(order, false);
+    }
+
+    fn declare(&self, order: &[Tensor], cyclic: bool) {
         let runs = self.runs_of_ours(order);
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
     }

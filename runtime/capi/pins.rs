@@ -585,7 +585,10 @@ pub unsafe extern "C" fn outcore_walker_plan(
         let walker = held(walker, "walker")?;
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
-        walker.walker.plan(&tensors, cyclic != 0);
+        match cyclic {
+            0 => walker.walker.plan_once(&tensors),
+            _ => walker.walker.plan(&tensors),
+        }
         Ok(())
     })
 }

@@ -223,7 +223,10 @@ pub unsafe extern "C" fn outcore_plan(
         let runtime = held(runtime, "runtime")?;
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
-        runtime.runtime.plan(&tensors, cyclic != 0);
+        match cyclic {
+            0 => runtime.runtime.plan_once(&tensors),
+            _ => runtime.runtime.plan(&tensors),
+        }
         Ok(())
     })
 }

@@ -1,7 +1,8 @@
 //! `outcore kv`: says what a store of keys and values holds, and whether all of it can be read. [`replay`] is a file of
 //! its own.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use outcore::{Bytes, Error, ErrorKind, Result};
@@ -58,6 +59,7 @@ impl Options {
 #[serde(untagged)]
 pub enum Answer {
     Store(Found),
+    Stores(Several),
     Replay(Box<replay::Found>),
 }
 
@@ -65,6 +67,7 @@ impl Report for Answer {
     fn text(&self) -> String {
         match self {
             Self::Store(found) => found.text(),
+            Self::Stores(found) => found.text(),
             Self::Replay(found) => found.text(),
         }
     }
@@ -117,27 +120,64 @@ impl Report for Found {
     }
 }
 
+/// Stores in the folders of a folder.
+#[derive(Debug, Serialize)]
+pub struct Several {
+    folder: String,
+    stores: Vec<Found>,
+}
+
+impl Report for Several {
+    fn text(&self) -> String {
+        let head = format!("{} has {} stores, each of a model and its layout:\n", self.folder, self.stores.len());
+        self.stores.iter().fold(head, |text, store| format!("{text}\n{}", store.text()))
+    }
+}
+
 /// # Errors
 /// What opening the store, or the replay, says. [`Corrupt`](ErrorKind::Corrupt) if every block was read and one cannot
 /// be had.
 pub fn run(options: &Options) -> Result<Answer> {
     match &options.what {
-        What::Inspect(of) => look(of, false).map(Answer::Store),
-        What::Verify(of) => look(of, true).map(Answer::Store),
+        What::Inspect(of) => look(of, false),
+        What::Verify(of) => look(of, true),
         What::Replay(options) => replay::run(options).map(Box::new).map(Answer::Replay),
     }
 }
 
-fn look(of: &Folder, verified: bool) -> Result<Found> {
+/// The store in a folder, or where there is none, those in the folders in it: a server keeps one for each model.
+fn look(of: &Folder, verified: bool) -> Result<Answer> {
+    let none = match look_at(of, &of.folder, verified) {
+        Err(error) if error.kind() == ErrorKind::NotFound => error,
+        found => return found.map(Answer::Store),
+    };
+    let mut folders: Vec<PathBuf> =
+        fs::read_dir(&of.folder).map_or_else(|_| Vec::new(), |all| all.flatten().map(|one| one.path()).collect());
+    folders.retain(|folder| folder.is_dir());
+    folders.sort();
+    let mut stores = Vec::new();
+    for folder in folders {
+        match look_at(of, &folder, verified) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            found => stores.push(found?),
+        }
+    }
+    match stores.is_empty() {
+        true => Err(none),
+        false => Ok(Answer::Stores(Several { folder: of.folder.display().to_string(), stores })),
+    }
+}
+
+fn look_at(of: &Folder, folder: &Path, verified: bool) -> Result<Found> {
     let key = match (&of.key_file, &of.key_env) {
         (Some(file), _) => Some(StoreKey::from_file(file)?),
         (None, Some(name)) => Some(StoreKey::from_env(name)?),
         (None, None) => None,
     };
     let look = if verified { outcore_kv::verify } else { outcore_kv::inspect };
-    let report = look(&of.folder, key)?;
+    let report = look(folder, key)?;
     let StoreReport { blocks, missing, damaged, .. } = report;
-    let folder = of.folder.display().to_string();
+    let folder = folder.display().to_string();
     if verified && (missing > 0 || damaged > 0) {
         let message = format!(
             "the store {folder} has {damaged} damaged parts and {missing} files that are missing or too short, beside \

@@ -31,6 +31,13 @@ const READ_AT_ONCE: usize = 2 * READERS;
 const OVERWRITTEN_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 60 });
 
 /// What a tenant may do.
+///
+/// ```
+/// use outcore_kv::TenantOptions;
+///
+/// let options = TenantOptions::default().shares(true).blocks_most(2000).active_weight(3);
+/// assert_eq!(options.active_weight, 3);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TenantOptions {
@@ -59,6 +66,43 @@ impl Default for TenantOptions {
     }
 }
 
+impl TenantOptions {
+    /// Sets [`shares`](Self::shares).
+    #[must_use]
+    pub fn shares(mut self, shares: bool) -> Self {
+        self.shares = shares;
+        self
+    }
+
+    /// Sets [`blocks_most`](Self::blocks_most).
+    #[must_use]
+    pub fn blocks_most(mut self, blocks: u32) -> Self {
+        self.blocks_most = blocks;
+        self
+    }
+
+    /// Sets [`active_reserved`](Self::active_reserved).
+    #[must_use]
+    pub fn active_reserved(mut self, blocks: u32) -> Self {
+        self.active_reserved = blocks;
+        self
+    }
+
+    /// Sets [`active_weight`](Self::active_weight).
+    #[must_use]
+    pub fn active_weight(mut self, weight: u32) -> Self {
+        self.active_weight = weight;
+        self
+    }
+
+    /// Sets [`waiting_most`](Self::waiting_most).
+    #[must_use]
+    pub fn waiting_most(mut self, requests: u32) -> Self {
+        self.waiting_most = requests;
+        self
+    }
+}
+
 /// How many blocks the sequences with [permits](KvPool::admit) have together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -68,6 +112,22 @@ pub struct ActiveOptions {
     pub blocks_most: Option<u32>,
     /// Of these, blocks that are kept for tenants with nothing active while others have something. `None`: a sixteenth.
     pub reserve: Option<u32>,
+}
+
+impl ActiveOptions {
+    /// Sets [`blocks_most`](Self::blocks_most).
+    #[must_use]
+    pub fn blocks_most(mut self, blocks: u32) -> Self {
+        self.blocks_most = Some(blocks);
+        self
+    }
+
+    /// Sets [`reserve`](Self::reserve).
+    #[must_use]
+    pub fn reserve(mut self, blocks: u32) -> Self {
+        self.reserve = Some(blocks);
+        self
+    }
 }
 
 #[derive(Debug, Default)]

@@ -379,7 +379,7 @@ impl Sequence {
             }
         }
         if let Some(passes) = &mut self.passes {
-            passes.walker.plan(&order, true);
+            passes.walker.plan(&order);
             passes.outdated = false;
         }
         Ok(())

@@ -78,7 +78,7 @@ impl Uses {
         let walker = runtime.walker()?;
         let known = match orders.split_first() {
             None => {
-                walker.plan(header, true);
+                walker.plan(header);
                 of_header(bytes, header)
             }
             Some((last, others)) => {
@@ -86,7 +86,7 @@ impl Uses {
                 for order in others.iter().rev() {
                     walker.know(&tensors(bytes, page, order));
                 }
-                walker.plan(&tensors(bytes, page, last), true);
+                walker.plan(&tensors(bytes, page, last));
                 last.clone()
             }
         };
@@ -167,7 +167,7 @@ impl Uses {
             state.unordered = !state.unordered;
             match state.unordered {
                 true => self.walker.unordered(),
-                false => self.walker.plan(&[], true),
+                false => self.walker.plan(&[]),
             }
         }
         let Some(place) = place else {

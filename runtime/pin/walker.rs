@@ -32,8 +32,8 @@ use crate::tensor::Tensor;
 /// // Tensors of twice the budget, and two clients that go over them at different places.
 /// let layers: Vec<Tensor> = (0..32).map(|_| runtime.alloc(DType::U8, &[64 << 10])).collect::<Result<_, _>>()?;
 /// let (one, other) = (runtime.walker()?, runtime.walker()?);
-/// one.plan(&layers, true);
-/// other.plan(&layers, true);
+/// one.plan(&layers);
+/// other.plan(&layers);
 /// for step in 0..3 * layers.len() {
 ///     let ahead = one.pin(&layers[(step + 4) % layers.len()]).wait()?;
 ///     // The walker behind finds pages that the one ahead has left resident.
@@ -61,13 +61,22 @@ impl Walker {
         self.walking.id
     }
 
-    /// Declares the order in which this walker will use tensors from now on, repeated for ever if `cyclic`. An empty
-    /// order withdraws the plan. Walkers that declare the same order share one plan, which takes memory once. Tensors
-    /// of other runtimes are left out.
+    /// Declares the order in which this walker will use tensors from now on, again and again. An empty order withdraws
+    /// the plan. Walkers that declare the same order share one plan, which takes memory once. Tensors of other runtimes
+    /// are left out.
     ///
     /// A walker that begins in the middle may declare the order from its beginning: its place is known after a few
     /// uses.
-    pub fn plan(&self, order: &[Tensor], cyclic: bool) {
+    pub fn plan(&self, order: &[Tensor]) {
+        self.declare(order, true);
+    }
+
+    /// As [`plan`](Self::plan), for an order that is used once.
+    pub fn plan_once(&self, order: &[Tensor]) {
+        self.declare(order, false);
+    }
+
+    fn declare(&self, order: &[Tensor], cyclic: bool) {
         let Walking { id, shared } = &*self.walking;
         let ours = order.iter().filter(|tensor| tensor.is_of(shared));
         let runs: Vec<_> = ours.map(Tensor::run).collect();

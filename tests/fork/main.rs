@@ -227,7 +227,7 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     }
     runtime.prefetch(&absent);
     steps.check("prefetch", true);
-    runtime.plan(&[absent.clone(), resident.clone()], true);
+    runtime.plan(&[absent.clone(), resident.clone()]);
     steps.check("plan", true);
     runtime.chain(std::slice::from_ref(&absent));
     steps.check("chain", true);

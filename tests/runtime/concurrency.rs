@@ -867,7 +867,7 @@ fn regression_a_tensor_shown_to_another_runtime_harms_neither(devices: Devices) 
         let foreign = large.alloc(DType::U8, &[6, PAGE]).unwrap();
         small.write(&mine).unwrap().fill(3);
         small.prefetch(&foreign);
-        small.plan(&[foreign.clone(), mine.clone()], true);
+        small.plan(&[foreign.clone(), mine.clone()]);
         assert_eq!(small.snapshot(&foreign).pages.len(), 6);
         small.evict(&foreign);
         assert!(small.read(&mine).unwrap().bytes().iter().all(|byte| *byte == 3));

@@ -327,7 +327,7 @@ fn work(runtime: &Runtime, file: &models::Synthetic) -> Vec<Tensor> {
     let table = runtime.alloc(DType::U8, &[12, PAGE]).unwrap();
     let tensors: Vec<Tensor> = (0..5).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     for round in 0..4u8 {
-        runtime.plan(&tensors, true);
+        runtime.plan(&tensors);
         runtime.chain(&tensors);
         runtime.is_planned();
         let _ = runtime.stats();
@@ -551,7 +551,7 @@ fn check_given_up(runtime: Runtime, file: &models::Synthetic, tensor: &Tensor, w
     told(runtime.compute_stream().map(drop));
     assert_eq!((runtime.trim(Bytes::new(PAGE)), runtime.evict(tensor)), (Bytes::ZERO, 0), "{what}");
     runtime.prefetch(tensor);
-    runtime.plan(std::slice::from_ref(tensor), true);
+    runtime.plan(std::slice::from_ref(tensor));
     assert_eq!((runtime.stats().waiting, runtime.waiting().total), (0, 0), "{what}");
     assert!(runtime.snapshot(tensor).pages.is_empty() && runtime.take_uses().uses.is_empty(), "{what}");
     let health = runtime.health();

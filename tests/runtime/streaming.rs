@@ -281,7 +281,7 @@ fn regression_hits_never_exceed_the_best_possible(devices: Devices) {
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let order: Vec<_> = (0..40).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&order, true);
+    runtime.plan(&order);
     for _ in 0..20 {
         for tensor in &order {
             drop(runtime.read(tensor).unwrap());

@@ -65,11 +65,11 @@ fn replay(told: Told, files: &[Synthetic], count: usize, phases: &[usize], passe
     let models: Vec<Model> = files.iter().map(|file| runtime.open_model(&file.path).unwrap()).collect();
     let orders: Vec<Vec<Tensor>> = models.iter().map(|model| tensors(model, count)).collect();
     if told == Told::OnePlan {
-        runtime.plan(&orders.concat(), true);
+        runtime.plan(&orders.concat());
     }
     let walkers: Vec<Walker> = phases.iter().map(|_| runtime.walker().unwrap()).collect();
     if matches!(told, Told::Walkers | Told::Scopes) {
-        walkers.iter().enumerate().for_each(|(at, walker)| walker.plan(&orders[at % files.len()], true));
+        walkers.iter().enumerate().for_each(|(at, walker)| walker.plan(&orders[at % files.len()]));
     }
     let scopes: Vec<_> = walkers.iter().map(|walker| walker.scope().open().unwrap()).collect();
     for step in 0..passes * count {
@@ -135,7 +135,7 @@ fn every_walker_on_its_thread_has_its_bytes() {
         let runtime = builder(COUNT / 2).policy(policy).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
         let order = tensors(&model, COUNT);
-        runtime.plan(&order, true);
+        runtime.plan(&order);
         let together = Barrier::new(8);
         std::thread::scope(|threads| {
             for thread in 0..8usize {
@@ -145,8 +145,8 @@ fn every_walker_on_its_thread_has_its_bytes() {
                     for pass in 0..4 {
                         let walker = runtime.walker().unwrap();
                         match (thread + pass) % 3 {
-                            0 => walker.plan(order, true),
-                            1 => walker.plan(&order[COUNT / 3..], false),
+                            0 => walker.plan(order),
+                            1 => walker.plan_once(&order[COUNT / 3..]),
                             _ => {}
                         }
                         for step in 0..COUNT {
@@ -177,19 +177,19 @@ fn a_plan_is_followed_as_long_as_somebody_is_in_it() {
     let order = tensors(&model, 40);
     let walker = runtime.walker().unwrap();
     let same = walker.clone();
-    walker.plan(&order, true);
+    walker.plan(&order);
     drop(walker);
     assert!(runtime.is_planned(), "a clone is the same walker");
     drop(same);
     assert!(!runtime.is_planned());
-    runtime.plan(&order, true);
+    runtime.plan(&order);
     for _ in 0..1000 {
         let walker = runtime.walker().unwrap();
-        walker.plan(&order, true);
+        walker.plan(&order);
         drop(walker.pin(&order[0]).wait().unwrap());
     }
     assert!(runtime.is_planned());
-    runtime.plan(&[], false);
+    runtime.plan(&[]);
     assert!(!runtime.is_planned());
     drop((order, model));
     runtime.close().unwrap();
@@ -220,8 +220,8 @@ fn regression_every_frame_is_to_be_had_after_a_walkers_end() {
     let rows: Vec<Tensor> = (0..8).map(|n| all.rows(n..n + 1).unwrap()).collect();
     let order = [0, 1, 2, 0].map(|n| rows[n].clone());
     let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
-    one.plan(&order, false);
-    other.plan(&order, false);
+    one.plan_once(&order);
+    other.plan_once(&order);
     drop(other.pin(&order[0]).wait().unwrap());
     for used in &order {
         drop(one.pin(used).wait().unwrap());
@@ -263,8 +263,8 @@ fn walkers_are_told_with_their_uses_and_places() {
     let layers: Vec<Tensor> = (0..24).map(|_| runtime.alloc(DType::U8, &[PAGE as u64]).unwrap()).collect();
     assert_eq!(runtime.stats().walkers, 0);
     let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
-    one.plan(&layers, true);
-    other.plan(&layers, true);
+    one.plan(&layers);
+    other.plan(&layers);
     for step in 0..30 {
         drop(one.pin(&layers[step % 24]).wait().unwrap());
         if step >= 4 {

@@ -573,7 +573,7 @@ impl Worker<'_> {
             2 => {
                 // An order that may be wrong or right: fills ahead follow it.
                 let order = self.draw(8, |_| true);
-                runtime.plan(&self.tensors(&order), false);
+                runtime.plan_once(&self.tensors(&order));
             }
             kind => {
                 for unit in self.draw(3, |_| true) {

@@ -119,9 +119,7 @@ fn together(model: &Arc<Model>, folder: &Path, vocab: u32, answers: &[Vec<u32>])
     let blocks = (CONVERSATIONS * each + 64) as u32;
     let store = folder.join("store");
     let pool = KvPool::open_with_store(&runtime, layout, b"bench", blocks, (&store, StoreOptions::new())).unwrap();
-    let mut active = ActiveOptions::default();
-    active.blocks_most = Some((ROOM * each) as u32);
-    pool.set_active(active);
+    pool.set_active(ActiveOptions::default().blocks_most((ROOM * each) as u32));
     let mut history: Vec<Vec<u32>> = vec![Vec::new(); CONVERSATIONS];
     let mut said: Vec<Vec<u32>> = vec![Vec::new(); CONVERSATIONS];
     let (begin, mut whole, mut again) = (Instant::now(), 0, 0);

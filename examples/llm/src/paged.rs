@@ -210,7 +210,7 @@ impl Weights for PagedWeights {
             let parts: Option<Vec<Tensor>> =
                 cycle.iter().map(|(id, rows)| self.part(*id, rows).ok().map(Cow::into_owned)).collect();
             if let Some(parts) = parts {
-                self.runtime.plan(&parts, true);
+                self.runtime.plan(&parts);
                 declared.cycle = cycle.to_vec();
                 declared.taken = self.runtime.is_planned();
             }

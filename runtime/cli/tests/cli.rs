@@ -158,7 +158,7 @@ fn inspect_says_what_budgets_hold() {
         .unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let tensors: Vec<_> = (0..lengths.len()).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&tensors, true);
+    runtime.plan(&tensors);
     let mut read = Vec::new();
     for _ in 0..5 {
         for tensor in &tensors {

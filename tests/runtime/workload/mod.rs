@@ -269,7 +269,10 @@ impl World {
             }
             36 => {
                 let order: Vec<Tensor> = (0..rng.below(TENSORS)).map(|_| self.tensor(rng).0).collect();
-                runtime.plan(&order, rng.one_in(2));
+                match rng.one_in(2) {
+                    true => runtime.plan(&order),
+                    false => runtime.plan_once(&order),
+                }
             }
             37 => {
                 let stats = runtime.stats();

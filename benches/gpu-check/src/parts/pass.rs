@@ -60,7 +60,7 @@ const IN_FLIGHT: usize = 3;
 
 impl<'a> Passes<'a> {
     pub(crate) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
-        runtime.plan(tensors, true);
+        runtime.plan(tensors);
         let stream = compute.stream.adopted_by(runtime)?;
         let pair = |_| Ok((gpu.event(EventKind::Timed)?, gpu.event(EventKind::Blocking)?));
         let events = tensors.iter().map(pair).collect::<Result<Vec<_>>>()?;

@@ -115,9 +115,7 @@ fn open_pool(
             KvPool::open_with_store(runtime, layout, model, blocks, store)?
         }
     };
-    let mut at_a_time = ActiveOptions::default();
-    at_a_time.blocks_most = Some(active);
-    pool.set_active(at_a_time);
+    pool.set_active(ActiveOptions::default().blocks_most(active));
     Ok(pool)
 }
 

@@ -58,6 +58,11 @@ fn kv_replay_finds_what_can_be_counted_by_hand() {
     assert_eq!(by_tier(&again), [FOUND, 0, 0, 62], "{again}");
     assert_eq!(again["tiers"][3]["restored_bytes"], 62 * (32 << 10));
     assert_eq!(json(&["kv", "verify", string(&folder), "--json"])["damaged"], 0);
+    // A folder of stores, as a server has one.
+    let all = json(&["kv", "inspect", string(dir.path()), "--json"]);
+    let stores = all["stores"].as_array().unwrap();
+    assert_eq!((stores.len(), stores[0]["folder"].as_str()), (1, Some(string(&folder))));
+    assert!(text(&["kv", "inspect", string(dir.path())]).contains("has 1 stores"));
     let limited = replayed(&trace, &[&room[..], &["--limit", "2", "--store", "0"]].concat());
     assert_eq!((counts(&limited)[..3].to_vec(), &limited["store_written_bytes"]), (vec![2, 62 + 63, 32], &0.into()));
     // The second blocks of the first and the third request are the same, those of the others are not.
