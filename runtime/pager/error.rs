@@ -166,6 +166,31 @@ impl fmt::Debug for Error {
     }
 }
 
+/// For what a program does with files of its own: the error says what the system says, and no more.
+impl From<io::Error> for Error {
+    fn from(cause: io::Error) -> Self {
+        Self::io("a call of the system failed", cause)
+    }
+}
+
+/// The whole error is the cause of the new one, whose kind is the nearest.
+impl From<Error> for io::Error {
+    fn from(error: Error) -> Self {
+        let kind = match error.kind() {
+            ErrorKind::NotFound => io::ErrorKind::NotFound,
+            ErrorKind::PermissionDenied => io::ErrorKind::PermissionDenied,
+            ErrorKind::InvalidArgument => io::ErrorKind::InvalidInput,
+            ErrorKind::Format | ErrorKind::Corrupt => io::ErrorKind::InvalidData,
+            ErrorKind::Unsupported => io::ErrorKind::Unsupported,
+            ErrorKind::TimedOut => io::ErrorKind::TimedOut,
+            ErrorKind::OutOfMemory | ErrorKind::BudgetTooSmall => io::ErrorKind::OutOfMemory,
+            ErrorKind::DiskFull => io::ErrorKind::StorageFull,
+            _ => io::ErrorKind::Other,
+        };
+        Self::new(kind, error)
+    }
+}
+
 impl StdError for Error {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
@@ -179,4 +204,22 @@ pub fn closest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Opti
     let start = |text: &str| text.chars().take(COMPARED).collect::<Vec<_>>();
     let wanted = start(name);
     names.into_iter().min_by_key(|other| strsim::generic_damerau_levenshtein(&wanted, &start(other)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_the_system_and_errors_become_each_other() {
+        let missing = || io::Error::from(io::ErrorKind::NotFound);
+        let error = Error::from(missing());
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.to_string().contains(&missing().to_string()), "{error}");
+        let back = io::Error::from(Error::new(ErrorKind::BudgetTooSmall, "two pages").remedy("give more"));
+        assert_eq!(back.kind(), io::ErrorKind::OutOfMemory);
+        assert!(back.to_string().contains("two pages") && back.to_string().contains("give more"), "{back}");
+        let inner = back.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
+        assert!(inner.is_some_and(|inner| inner.kind() == ErrorKind::BudgetTooSmall));
+    }
 }

@@ -208,9 +208,9 @@ pub unsafe fn kernel(number: c_long, arguments: [u64; 6]) -> c_long {
     unsafe { libc::syscall(number, a, b, c, d, e, f) }
 }
 
-/// One line on standard error, without the program's stdio.
-pub fn say(line: &str) {
-    let line = format!("outcore: {line}\n");
+/// Lines on standard error, in one piece, without the program's stdio.
+pub fn say(lines: &str) {
+    let line = format!("outcore: {}\n", lines.replace('\n', "\noutcore: "));
     // SAFETY: `write` gets a buffer of that many bytes. That nobody reads it is no error here.
     let _ = unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
 }

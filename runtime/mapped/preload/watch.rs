@@ -209,14 +209,14 @@ impl Watch {
         }
         let mut text = what_was_read(&names, &stats, &end);
         if let Limit::Pages(_) = self.limit {
-            text += &format!(" The budget was {}.", stats.device.1);
+            text += &format!("\nThe budget was {}.", stats.device.1);
         }
         let follower = self.follower.try_lock_for(AT_END);
         if let (Some(follower), Limit::Process(limit)) = (follower.as_deref().and_then(Option::as_ref), self.limit) {
             let peak = ProcessMemory::now().map_or(0, |memory| memory.peak.get());
             let (least, most) = follower.range;
             text += &format!(
-                " The process held at most {} of {}, and pages were given ",
+                "\nThe process held at most {} of {}, and pages were given ",
                 Bytes::new(peak),
                 Bytes::new(limit)
             );
@@ -247,11 +247,11 @@ impl Watch {
         if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report) {
             let left_out = timeline.left_out + stats.spans_dropped;
             match timeline.finish(&run) {
-                Ok(()) if left_out == 0 => text += &format!(" `outcore report {}` shows more.", path.display()),
+                Ok(()) if left_out == 0 => text += &format!("\n`outcore report {}` shows more.", path.display()),
                 Ok(()) => {
-                    text += &format!(" {} has the run but for its last {left_out} spans.", path.display());
+                    text += &format!("\n{} has the run but for its last {left_out} spans.", path.display());
                 }
-                Err(cause) => text += &format!(" {} was not written: {cause}; {ELSEWHERE}.", path.display()),
+                Err(cause) => text += &format!("\n{} was not written: {cause}; {ELSEWHERE}.", path.display()),
             }
         }
         say(&text);
@@ -262,14 +262,15 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
+/// What was read and how pages were found, a line for each of these.
 fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> String {
     let named: Vec<String> =
         files.iter().take(3).map(|(path, len)| format!("{} ({})", name(path), Bytes::new(*len))).collect();
     let more = if files.len() > 3 { format!(" and {} more files", files.len() - 3) } else { String::new() };
     let (traffic, pager) = (&stats.traffic, &stats.pager);
     let mut text = format!(
-        "{} file(s) mapped, {}{more}: {} read{}, into at most {} of memory. Pages were used {} times: {} were there, \
-         {} had been read ahead, {} were waited for{}.",
+        "{} file(s) mapped, {}{more}: {} read{}, into at most {} of memory.\nPages were used {} times: {} were \
+         there, {} had been read ahead, {} were waited for{}.",
         files.len(),
         named.join(", "),
         traffic.disk_read,
@@ -294,7 +295,7 @@ fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> Str
         causes.map(|stall| format!("{:.1} s: {}", stall.time.as_secs_f64(), stall.name)).collect();
     if !causes.is_empty() {
         let all: f64 = stats.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum();
-        text += &format!(" Waiting took {all:.1} s ({}).", causes.join(", "));
+        text += &format!("\nWaiting took {all:.1} s ({}).", causes.join(", "));
     }
     let experts = end.told_of_experts();
     if !experts.is_empty() {

@@ -79,7 +79,7 @@ pub struct Args {
     #[arg(long)]
     pub context: Option<usize>,
     /// Most tokens of an answer. Default: what the context leaves.
-    #[arg(long)]
+    #[arg(long, visible_alias = "tokens")]
     pub max_tokens: Option<usize>,
     /// Largest body of a request; less, where the memory for requests has no room for one of that size.
     #[arg(long, default_value = "4MiB")]

@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     pub prompt_tokens: Option<Vec<u32>>,
     /// Most tokens to generate.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, visible_alias = "max-tokens", default_value_t = 128)]
     pub tokens: usize,
     /// Where weights are paged to and computed with: host, cuda, or cuda: and a GPU's number, UUID or PCI address.
     #[arg(long, default_value_t)]
