@@ -1,6 +1,7 @@
 //! What Prometheus scrapes: the server's own counters, and the runtime's at the time of the scrape. A scrape reads
 //! counters that nobody waits to change; no pass waits for it.
 
+use std::collections::HashSet;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -134,6 +135,13 @@ impl Metrics {
             let _ = writeln!(text, "# EOF");
         }
         text
+    }
+
+    /// All of it, in Prometheus's own text format (version 0.0.4), which has no units and no end, and in which the type
+    /// of a counter is that of the name with its suffix:
+    /// <https://prometheus.io/docs/instrumenting/exposition_formats/>.
+    pub fn plain_text(&self) -> String {
+        in_plain_text(&self.text())
     }
 
     /// A request was answered.
@@ -300,5 +308,43 @@ impl Encoder<'_, '_> {
             ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
         }
         Ok(())
+    }
+}
+/// From OpenMetrics, in which what a name is comes before its help and its values.
+fn in_plain_text(text: &str) -> String {
+    let counters: HashSet<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
+    let mut plain = String::with_capacity(text.len());
+    for line in text.lines() {
+        let said = line.strip_prefix("# ").and_then(|rest| rest.split_once(' '));
+        match said {
+            Some(("UNIT", _)) => continue,
+            Some((what @ ("TYPE" | "HELP"), rest)) => {
+                let (name, rest) = rest.split_once(' ').unwrap_or((rest, ""));
+                let suffix = if counters.contains(name) { "_total" } else { "" };
+                // Writing to a string does not fail.
+                let _ = writeln!(plain, "# {what} {name}{suffix} {rest}");
+            }
+            _ if line == "# EOF" => {}
+            _ => {
+                plain.push_str(line);
+                plain.push('\n');
+            }
+        }
+    }
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_called_by_their_whole_name_in_plain_text() {
+        let text = "# HELP a What a counts.\n# TYPE a counter\n# UNIT a seconds\na_total{b=\"# TYPE x\"} 1\n\
+                    # HELP g Now.\n# TYPE g gauge\ng 2\n# EOF\n";
+        let plain = "# HELP a_total What a counts.\n# TYPE a_total counter\na_total{b=\"# TYPE x\"} 1\n\
+                     # HELP g Now.\n# TYPE g gauge\ng 2\n";
+        assert_eq!(in_plain_text(text), plain);
     }
 }

@@ -541,6 +541,29 @@ fn what_clients_send_changes_the_tokens_that_are_chosen() {
 }
 
 #[test]
+fn metrics_have_the_text_format_that_is_asked_for() {
+    let server = Server::start();
+    for (accept, kind, ends) in [
+        ("*/*", "application/openmetrics-text", true),
+        (
+            "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5",
+            "application/openmetrics-text",
+            true,
+        ),
+        ("text/plain;version=0.0.4", "text/plain; version=0.0.4", false),
+    ] {
+        let answer = server.ask(format!("GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n\r\n"));
+        assert!(answer.header("content-type").is_some_and(|found| found.starts_with(kind)), "{accept}");
+        assert_eq!(answer.text().ends_with("# EOF\n"), ends, "{accept}");
+        let counter = answer.text().lines().find_map(|line| {
+            let name = line.strip_prefix("# TYPE ")?.strip_suffix(" counter")?;
+            Some(name.ends_with("_total"))
+        });
+        assert_eq!(counter, Some(!ends), "{accept}");
+    }
+}
+
+#[test]
 fn a_name_that_is_allowed_reaches_the_server_without_a_token() {
     let server = Server::with(&["--allow-host", "model.lan"], Tenants::single(None).unwrap(), |_| {});
     for (host, status) in [("model.lan", 200), ("MODEL.lan:8080", 200), ("other.lan", 403), ("x@model.lan", 403)] {

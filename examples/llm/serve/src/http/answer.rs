@@ -149,7 +149,7 @@ fn encode_one(
         Prompt::Text(text) => (tokenizer.encode_at_most(&text, true, *context).map_err(failed)?, text),
         Prompt::Chat(messages) => {
             let Some(template) = template else {
-                let message = "This model has no chat template: use /v1/completions.";
+                let message = "The model of this server has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
             let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
@@ -168,7 +168,7 @@ fn encode_one(
 
 fn too_long(app: &App, kind: Kind, requested: &str) -> ApiError {
     let message = format!(
-        "This model's maximum context length is {} tokens. However, you requested {requested}. Please reduce their number.",
+        "This server's maximum context length is {} tokens. However, you requested {requested}. Please reduce their number.",
         app.opened.context
     );
     ApiError::invalid(message).param(kind.prompt()).code("context_length_exceeded")

@@ -367,6 +367,11 @@ async fn ready(State(app): Shared) -> Result<Response, ApiError> {
 
 async fn metrics(State(app): Shared, headers: HeaderMap) -> Result<Response, ApiError> {
     app.operator(&headers)?;
+    let accepted = headers.get(header::ACCEPT).and_then(|accepted| accepted.to_str().ok()).unwrap_or_default();
+    if accepted.contains("text/plain") && !accepted.contains("openmetrics") {
+        let text = blocking(move || app.opened.metrics.plain_text()).await?;
+        return Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response());
+    }
     let text = blocking(move || app.opened.metrics.text()).await?;
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
