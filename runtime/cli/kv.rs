@@ -129,7 +129,7 @@ pub struct Several {
 
 impl Report for Several {
     fn text(&self) -> String {
-        let head = format!("{} has {} stores, each of a model and its layout:\n", self.folder, self.stores.len());
+        let head = format!("stores in {}: {}, each of a model and its layout\n", self.folder, self.stores.len());
         self.stores.iter().fold(head, |text, store| format!("{text}\n{}", store.text()))
     }
 }
@@ -155,17 +155,38 @@ fn look(of: &Folder, verified: bool) -> Result<Answer> {
         fs::read_dir(&of.folder).map_or_else(|_| Vec::new(), |all| all.flatten().map(|one| one.path()).collect());
     folders.retain(|folder| folder.is_dir());
     folders.sort();
-    let mut stores = Vec::new();
-    for folder in folders {
+    let (mut stores, mut refused) = (Vec::new(), Vec::new());
+    for folder in folders.into_iter().filter(|folder| is_of_a_store(folder)) {
         match look_at(of, &folder, verified) {
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            found => stores.push(found?),
+            Ok(found) => stores.push(found),
+            Err(error) => refused.push(error),
         }
+    }
+    // All others were looked at, and are said.
+    if let Some(first) = refused.first() {
+        let sound = stores.len();
+        let all: Vec<String> = refused.iter().map(ToString::to_string).collect();
+        let message = format!(
+            "{} of the stores in {} cannot be used, beside {sound}: {}",
+            refused.len(),
+            of.folder.display(),
+            all.join("; ")
+        );
+        return Err(Error::new(first.kind(), message));
     }
     match stores.is_empty() {
         true => Err(none),
         false => Ok(Answer::Stores(Several { folder: of.folder.display().to_string(), stores })),
     }
+}
+
+/// Whether a folder has anything that a store has.
+fn is_of_a_store(folder: &Path) -> bool {
+    let names =
+        fs::read_dir(folder).map_or_else(|_| Vec::new(), |all| all.flatten().map(|one| one.file_name()).collect());
+    names
+        .iter()
+        .any(|name| name == "manifest" || name == "lock" || Path::new(name).extension().is_some_and(|of| of == "kv"))
 }
 
 fn look_at(of: &Folder, folder: &Path, verified: bool) -> Result<Found> {

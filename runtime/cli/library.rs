@@ -95,10 +95,14 @@ fn placed(bytes: &[u8], folder: &Path) -> Result<PathBuf> {
         Error::io(format!("write {}, which is loaded into programs", folder.join(&name).display()), cause)
             .remedy(REMEDY)
     };
+    let own = rustix::process::geteuid().as_raw();
+    // Nothing is made where it would be refused: root would leave a folder in another user's.
+    if let Some(above) = folder.ancestors().find_map(|above| above.canonicalize().ok()) {
+        only_for(own, &above, above == folder)?;
+    }
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     let folder = folder.canonicalize().map_err(failed)?;
-    let own = rustix::process::geteuid().as_raw();
-    only_for(own, &folder)?;
+    only_for(own, &folder, true)?;
     let path = folder.join(&name);
     let mine = |path: &Path| {
         fs::symlink_metadata(path).is_ok_and(|found| found.is_file() && found.uid() == own && found.mode() & 0o022 == 0)
@@ -114,17 +118,25 @@ fn placed(bytes: &[u8], folder: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Refuses a folder in which others than `user` and root could put another file in the place of one. `folder` has no
-/// symbolic link in it.
-fn only_for(user: u32, folder: &Path) -> Result<()> {
+/// Refuses a folder in which others than `user` and root could put another file in the place of one, or, unless it is
+/// the `last` one, a folder in the place of one. `folder` has no symbolic link in it.
+fn only_for(user: u32, folder: &Path, last: bool) -> Result<()> {
+    let look =
+        |part: &Path| fs::metadata(part).map_err(|cause| Error::io(format!("look at {}", part.display()), cause));
+    // In a user namespace that has not the machine's root, the root folder shows who that is.
+    let root = look(Path::new("/"))?.uid();
     for part in folder.ancestors() {
-        let found = fs::metadata(part).map_err(|cause| Error::io(format!("look at {}", part.display()), cause))?;
+        let found = look(part)?;
         let (owner, mode) = (found.uid(), found.mode());
-        // Many systems give each user a group of the same number, in which nobody else is.
-        let of_others = mode & 0o002 != 0 || (mode & 0o020 != 0 && found.gid() != owner);
+        let is_last = last && part == folder;
+        // Many systems give each user a group of the same number, in which nobody else is. With an access list, the
+        // group's rights are those that anybody in the list may have.
+        let has_list = || rustix::fs::getxattr(part, "system.posix_acl_access", &mut [0_u8; 0][..]).is_ok();
+        let of_group = mode & 0o020 != 0 && (found.gid() != owner || has_list());
+        let of_others = mode & 0o002 != 0 || of_group;
         // In a sticky folder, as /tmp is, only its owner and that of a file may rename the file.
-        let is_sticky = mode & 0o1000 != 0 && part != folder;
-        let why = if owner != user && (owner != 0 || part == folder) {
+        let is_sticky = mode & 0o1000 != 0 && !is_last;
+        let why = if owner != user && (is_last || ![0, root].contains(&owner)) {
             format!("belongs to user {owner}, not to user {user}")
         } else if of_others && !is_sticky {
             format!("may be written by other users (mode {:o})", mode & 0o7777)
@@ -187,7 +199,12 @@ mod tests {
             assert!(text.contains(&named.display().to_string()), "{text}");
             assert_eq!(fs::read_dir(&kept).unwrap().count(), 0, "nothing was written");
         };
+        fs::create_dir_all(&above).unwrap();
+        mode(&above, 0o777);
+        assert!(placed(b"one", &kept).is_err() && !kept.exists(), "a folder was made where it is refused");
+        mode(&above, 0o755);
         fs::create_dir_all(&kept).unwrap();
+        mode(&kept, 0o755);
         let (above, kept) = (above.canonicalize().unwrap(), kept.canonicalize().unwrap());
         for (path, bits) in [(&above, 0o777), (&kept, 0o777), (&kept, 0o1777)] {
             mode(path, bits);

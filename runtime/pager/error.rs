@@ -166,10 +166,11 @@ impl fmt::Debug for Error {
     }
 }
 
-/// For what a program does with files of its own: the error says what the system says, and no more.
+/// For what a program does with files of its own: the error says what the system says, and no more. What was an error
+/// of this kind before is the same again.
 impl From<io::Error> for Error {
     fn from(cause: io::Error) -> Self {
-        Self::io("a call of the system failed", cause)
+        cause.downcast().unwrap_or_else(|cause| Self::io("a call of the system failed", cause))
     }
 }
 
@@ -221,5 +222,7 @@ mod tests {
         assert!(back.to_string().contains("two pages") && back.to_string().contains("give more"), "{back}");
         let inner = back.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
         assert!(inner.is_some_and(|inner| inner.kind() == ErrorKind::BudgetTooSmall));
+        let again = Error::from(back);
+        assert_eq!((again.kind(), again.advice()), (ErrorKind::BudgetTooSmall, Some("give more")));
     }
 }

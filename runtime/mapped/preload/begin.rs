@@ -2,12 +2,13 @@
 
 use std::ffi::CStr;
 
-use crate::pool;
+use crate::{interrupts, pool};
 
 /// Follows forks, and empties the file of `--report`: what an earlier run left there is not taken for this one's. Only
 /// now the program has started for certain.
 extern "C" fn begin() {
     pool::follow_forks();
+    interrupts::prepare();
     // SAFETY: the environment, which no other thread changes: the program has none yet. The value is a C string.
     unsafe {
         let value = |name: &CStr| {

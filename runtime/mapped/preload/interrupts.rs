@@ -2,14 +2,14 @@
 //! end, and the report, come first; then the process ends by the same signal.
 //!
 //! The handler wakes a thread, by a semaphore, and stays: by the default action, nothing of the program would run any
-//! more. A signal that the program has sent itself never returns to it. One from outside returns after [`PATIENCE`],
-//! because the thread that it interrupted may hold a lock that telling waits for.
+//! more. The thread that takes a signal of its own process runs no further. It waits at most for [`MOST`], as it may
+//! hold a lock that telling waits for. A signal from outside holds it for [`PATIENCE`] only, for the same reason.
 //!
-//! The program does not see the handler: [`sigaction`] and [`signal`] report the default action, and a program that
-//! sets the default action gets this handler again. A handler that the program sets takes its place.
+//! The program does not see the handler: `sigaction`, `signal` and their kin report the default action, and a program
+//! that sets the default action gets this handler again. A handler that the program sets takes its place.
 
 use std::cell::UnsafeCell;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Once, mpsc};
@@ -138,29 +138,66 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
     }
 }
 
-/// # Safety
-/// That of signal(2).
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn signal(signal: c_int, new: libc::sighandler_t) -> libc::sighandler_t {
-    type Signal = unsafe extern "C" fn(c_int, libc::sighandler_t) -> libc::sighandler_t;
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let mut old = default_action();
-    if new == libc::SIG_DFL {
-        // SAFETY: both actions live here.
-        let done = unsafe { sigaction(signal, &default_action(), &mut old) };
-        return if done == 0 { old.sa_sigaction } else { libc::SIG_ERR };
+/// The functions of the C library by which a handler is set, besides `sigaction`. A program that is compiled for plain
+/// C calls the third where its source says `signal`.
+static SETTERS: [Setter; 6] = [
+    Setter::new(c"signal"),
+    Setter::new(c"sysv_signal"),
+    Setter::new(c"__sysv_signal"),
+    Setter::new(c"bsd_signal"),
+    Setter::new(c"ssignal"),
+    Setter::new(c"sigset"),
+];
+
+struct Setter {
+    name: &'static CStr,
+    next: AtomicUsize,
+}
+
+impl Setter {
+    const fn new(name: &'static CStr) -> Self {
+        Self { name, next: AtomicUsize::new(0) }
     }
-    match next(c"signal", &NEXT) {
-        0 => {
+
+    /// Sets what a signal does, as this function of the C library does it.
+    ///
+    /// # Safety
+    /// That of signal(2).
+    unsafe fn set(&self, signal: c_int, new: libc::sighandler_t) -> libc::sighandler_t {
+        type Set = unsafe extern "C" fn(c_int, libc::sighandler_t) -> libc::sighandler_t;
+        let next = next(self.name, &self.next);
+        if next == 0 {
             set_errno(libc::ENOSYS);
-            libc::SIG_ERR
+            return libc::SIG_ERR;
         }
         // SAFETY: the C library's function of this name, which has this signature; for the rest, the caller's promise.
-        next => match unsafe { std::mem::transmute::<usize, Signal>(next)(signal, new) } {
-            old if old == own_handler() => libc::SIG_DFL,
-            old => old,
-        },
+        let old = unsafe { std::mem::transmute::<usize, Set>(next)(signal, new) };
+        if new == libc::SIG_DFL && old != libc::SIG_ERR && SIGNALS.contains(&signal) && is_followed() {
+            // SAFETY: the action lives here, and its handler has the signature that its flags name.
+            unsafe { real_action(signal, &own_action(), std::ptr::null_mut()) };
+        }
+        if old == own_handler() { libc::SIG_DFL } else { old }
     }
+}
+
+macro_rules! setters {
+    ($($nth:literal $name:ident)*) => {$(
+        /// # Safety
+        /// That of signal(2).
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(number: c_int, new: libc::sighandler_t) -> libc::sighandler_t {
+            // SAFETY: as the caller promised.
+            unsafe { SETTERS[$nth].set(number, new) }
+        }
+    )*};
+}
+
+setters! { 0 signal 1 sysv_signal 2 __sysv_signal 3 bsd_signal 4 ssignal 5 sigset }
+
+/// Looks the C library's own functions up, before a handler may need one: that takes locks of the loader.
+pub fn prepare() {
+    handler(libc::SIGTERM);
+    SETTERS.iter().for_each(|setter| _ = next(setter.name, &setter.next));
 }
 
 /// A signal to this process comes to this thread, if it takes it: by the default action, the process would end before
@@ -204,6 +241,10 @@ fn now() -> i64 {
 
 /// Only calls that a handler may make.
 extern "C" fn asked(signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_void) {
+    // Whoever found this by a system call of its own may call it as an earlier handler, with one argument.
+    if handler(signal) != own_handler() {
+        return;
+    }
     // SAFETY: this thread's own errno; calls that may be made in a handler, a semaphore that is there while this is a
     // handler, and what the kernel says of the signal, which has a sender where its code is not positive.
     unsafe {
@@ -218,26 +259,35 @@ extern "C" fn asked(signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_
         } else if now() - ASKED_AT.load(Ordering::Relaxed) >= PATIENCE {
             by_default(signal);
         }
-        stay(is_own);
+        stay(signal, is_own);
         *libc::__errno_location() = errno;
     }
 }
 
-/// Keeps this thread until the process ends, or for [`PATIENCE`]. Further signals that would end the process come here.
-fn stay(for_good: bool) {
-    let end = now() + PATIENCE;
-    // SAFETY: sets and times that live here, and a system call that reads them. The C library's own function of this
-    // name would end a thread that is to be cancelled.
+/// Keeps this thread for [`PATIENCE`], or until the process ends: after [`MOST`], by this signal. Another signal that
+/// would end the process is taken without a handler: on a small stack there is no room for one in another.
+fn stay(signal: c_int, until_the_end: bool) {
+    let begin = now();
+    let most = if until_the_end { MOST.as_millis() as i64 + PATIENCE } else { PATIENCE };
+    // SAFETY: a set and a time that live here, and a system call that reads them: the C library's own function would
+    // end a thread that is to be cancelled. The handler is this library's.
     unsafe {
-        let mut others: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut others);
+        let mut signals: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut signals);
         for signal in SIGNALS {
-            libc::sigdelset(&mut others, signal);
+            libc::sigaddset(&mut signals, signal);
         }
-        while for_good || now() < end {
+        while now() - begin < most {
             let time = libc::timespec { tv_sec: 0, tv_nsec: PATIENCE * 1_000_000 / 10 };
+            let (signals, time) = (&raw const signals, &raw const time);
             // The kernel's set is of eight bytes.
-            libc::syscall(libc::SYS_ppoll, std::ptr::null::<c_void>(), 0, &raw const time, &raw const others, 8);
+            let taken = libc::syscall(libc::SYS_rt_sigtimedwait, signals, std::ptr::null::<c_void>(), time, 8);
+            if taken > 0 && now() - ASKED_AT.load(Ordering::Relaxed) >= PATIENCE {
+                by_default(taken as c_int);
+            }
+        }
+        if until_the_end {
+            by_default(signal);
         }
     }
 }

@@ -93,8 +93,8 @@ pub struct Args {
     /// Seconds that answers may still take when the server is told to stop; then they are parked.
     #[arg(long, default_value_t = 10)]
     pub drain: u16,
-    /// Temperature of requests that name none. Default of this and the next four: what the model says, or else 0.8, 40,
-    /// 0.95, 0.05 and 1.
+    /// Temperature of requests that name none. Default of this and the next four: what the model says, and what it
+    /// leaves out is off; for a model that says nothing 0.8, 40, 0.95, 0.05 and 1.
     #[arg(long, value_parser = within::<0, 2>)]
     pub temperature: Option<f32>,
     /// Of how many of the likeliest tokens one is drawn; 0 is all.

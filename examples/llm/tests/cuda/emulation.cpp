@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -143,8 +144,8 @@ struct Processor {
     // Ranges that the driver has allowed the running launch, by their starts, and where they are on the host.
     std::map<uint64_t, Reached> reached;
     // What a kernel that follows a wrong address reads and writes instead, so that the launch ends with the driver's
-    // finding alone.
-    std::vector<char> nowhere;
+    // finding alone. Each stays where it is for the whole launch: lanes that wait have its address.
+    std::list<std::vector<char>> nowhere;
 };
 
 // The launch that runs: one at a time.
@@ -356,8 +357,8 @@ uintptr_t follow(uint64_t address, uint64_t bytes, bool write) {
     question.asked = false;
     all.answered.notify_all();
     if (at == 0) {
-        processor.nowhere.resize(processor.nowhere.size() < bytes ? bytes : processor.nowhere.size());
-        return (uintptr_t)processor.nowhere.data();
+        processor.nowhere.emplace_back(bytes);
+        return (uintptr_t)processor.nowhere.back().data();
     }
     processor.reached[address] = {bytes, write, at};
     return at;
@@ -365,6 +366,7 @@ uintptr_t follow(uint64_t address, uint64_t bytes, bool write) {
 
 static void run_blocks(Processor &processor) {
     processor.reached.clear();
+    processor.nowhere.clear();
     uint64_t x = running.grid.x, y = running.grid.y, count = x * y * running.grid.z;
     for (uint64_t block; (block = machine().next_block++) < count;) {
         processor.block = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)(block / x / y)};

@@ -62,7 +62,11 @@ fn kv_replay_finds_what_can_be_counted_by_hand() {
     let all = json(&["kv", "inspect", string(dir.path()), "--json"]);
     let stores = all["stores"].as_array().unwrap();
     assert_eq!((stores.len(), stores[0]["folder"].as_str()), (1, Some(string(&folder))));
-    assert!(text(&["kv", "inspect", string(dir.path())]).contains("has 1 stores"));
+    assert!(text(&["kv", "inspect", string(dir.path())]).contains(": 1, each of a model"));
+    let broken = dir.path().join("broken");
+    std::fs::create_dir(&broken).unwrap();
+    std::fs::write(broken.join("1.kv"), b"nothing").unwrap();
+    refused(&["kv", "verify", string(dir.path())], 1, &["1 of the stores", "beside 1", "broken"]);
     let limited = replayed(&trace, &[&room[..], &["--limit", "2", "--store", "0"]].concat());
     assert_eq!((counts(&limited)[..3].to_vec(), &limited["store_written_bytes"]), (vec![2, 62 + 63, 32], &0.into()));
     // The second blocks of the first and the third request are the same, those of the others are not.

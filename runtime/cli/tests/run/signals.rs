@@ -17,6 +17,7 @@ const SIGNALS: &str = r#"
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,6 +33,15 @@ static void chained(int signal)
 
 typedef void (*handler)(int);
 static handler signal_of(int number, handler new) { return signal(number, new); }
+
+/* As programs end that clean up first. It may interrupt whoever holds a lock. */
+static void dies(int number)
+{
+    (void)number;
+    signal(SIGTERM, SIG_DFL);
+    raise(SIGTERM);
+    _exit(8);
+}
 
 /* Ends the process by the default action; what is behind it must not run. */
 static void *ends(void *how)
@@ -51,8 +61,16 @@ static void *ends(void *how)
         wrong |= !seen || sigaction(signal, &before, &found) || found.sa_handler != own;
         wrong |= signal_of(signal, SIG_DFL) != SIG_DFL || signal_of(signal, own) != SIG_DFL;
         wrong |= signal_of(signal, SIG_DFL) != own;
+        wrong |= __sysv_signal(signal, own) != SIG_DFL || sigset(signal, SIG_DFL) != own;
         if (wrong) _exit(9);
         raise(signal);
+    }
+    if (!strcmp(how, "raises in malloc")) {
+        struct sigaction action = {.sa_handler = dies};
+        sigaction(SIGALRM, &action, NULL);
+        struct itimerval soon = {{0, 0}, {0, 20000}};
+        setitimer(ITIMER_REAL, &soon, NULL);
+        for (unsigned long n = 0;; n++) free(malloc(200 << n % 12));
     }
     if (!strcmp(how, "unblocks")) {
         sigset_t only;
@@ -296,5 +314,23 @@ fn regression_nothing_runs_behind_a_signal_that_a_program_sends_itself() {
             assert_eq!(String::from_utf8_lossy(&output.stdout), said, "{how}");
             assert_eq!(told.matches("1 file(s) mapped").count(), 1, "{how}: {told}");
         }
+    }
+}
+
+/// The thread that tells waited for the lock of `malloc`, and its holder for the end of the process.
+#[test]
+fn regression_a_signal_that_a_handler_sends_ends_the_process_whatever_it_interrupts() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let Some(program) = build(folder.path()) else { return };
+    let path = model(folder.path(), 40 << 20);
+    for _ in 0..3 {
+        let mut command = outcore();
+        command.args(["run", "--budget", "8MiB", "--"]).arg(&program).arg(&path).args(["raises in malloc", "ends"]);
+        let output = command.env("MALLOC_ARENA_MAX", "1").output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.signal(), Some(15), "{}: {told}", output.status);
     }
 }
