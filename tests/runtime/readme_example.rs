@@ -9,6 +9,7 @@ fn main() -> outcore::Result<()> {
 
     let model = rt.open_model("model.gguf")?; // headers only; larger than 32 MiB is fine
     let w = model.tensor("blk.0.attn_q.weight")?;
+    rt.plan(std::slice::from_ref(&w)); // the order of use, again and again: read ahead, and evicted by it
     let guard = rt.pin(&w).wait()?; // or `.await`; while the guard lives, the bytes stay
     let bytes: &[u8] = guard.bytes();
     println!("{} bytes at {:p}", bytes.len(), bytes.as_ptr());
