@@ -624,14 +624,12 @@ impl<'a> Fields<'a> {
             let token = name.parse().map_err(|_| wrong("a name is a token id"))?;
             let more = value.scalar().as_f64().filter(|more| (-100.0..=100.0).contains(more));
             let more = more.ok_or_else(|| wrong("it has to be a number between -100 and 100"))?;
-            match bias.iter_mut().find(|(known, _)| *known == token) {
-                // The last of two members with the same name counts.
-                Some(known) => known.1 = more as f32,
-                None if bias.len() == BIASES_MOST => {
-                    return Err(wrong_value(NAME, format!("at most {BIASES_MOST} tokens are allowed")));
-                }
-                None => bias.push((token, more as f32)),
+            // The last of two members with the same name counts.
+            bias.retain(|(known, _)| *known != token);
+            if bias.len() == BIASES_MOST {
+                return Err(wrong_value(NAME, format!("at most {BIASES_MOST} tokens are allowed")));
             }
+            bias.push((token, more as f32));
             Ok(())
         })?;
         Ok(bias)
