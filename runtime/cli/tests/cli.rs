@@ -1694,8 +1694,11 @@ fn report_refuses_bad_input() {
     refused(&["report", string(&run), "-o", string(&dir.path().join("none/x.html"))], 1, &["none/x.html", "folder"]);
     refused(&["report", string(&run)], 2, &["--output"]);
     // An endless file is not read to its end.
-    refused(&["report", "/dev/zero", "-o", string(&page)], 1, &["more than 256.0 MiB"]);
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3, "nothing else is left");
+    refused(&["report", "/dev/zero", "-o", string(&page)], 1, &["/dev/zero is not a regular file"]);
+    let large = dir.path().join("large.json");
+    fs::File::create(&large).unwrap().set_len((256 << 20) + 1).unwrap();
+    refused(&["report", string(&large), "-o", string(&page)], 1, &["more than 256.0 MiB"]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 4, "nothing else is left");
 }
 
 /// Returns the browser, if there is one.
@@ -2035,7 +2038,9 @@ fn kv_looks_into_a_store_and_finds_what_is_damaged() {
     let failed = outcore(&["kv", "verify", string(&folder)]);
     let said = String::from_utf8_lossy(&failed.stderr).into_owned();
     assert!(!failed.status.success() && said.contains("damaged") && said.contains("computed again"), "{said}");
-    let none = outcore(&["kv", "inspect", string(dir.path())]);
+    let empty = dir.path().join("empty");
+    fs::create_dir(&empty).unwrap();
+    let none = outcore(&["kv", "inspect", string(&empty)]);
     let said = String::from_utf8_lossy(&none.stderr).into_owned();
     assert!(!none.status.success() && said.contains("there is no store"), "{said}");
 }
