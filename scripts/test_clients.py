@@ -265,7 +265,8 @@ class Api(OfOneServer):
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         self.refused(wrong, "tools", "unsupported_parameter", ask, tools=[tool])
         self.refused(wrong, "response_format", "unsupported_parameter", ask, response_format={"type": "json_object"})
-        self.refused(wrong, "colour", "unknown_parameter", ask, extra_body={"colour": 1})
+        # Fields that nobody knows have no effect.
+        ask(max_tokens=1, extra_body={"colour": 1, "min_p": 0.1})
         picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
         messages = [{"role": "user", "content": picture}]
         self.refused(wrong, "messages[0].content[0]", "invalid_value", chat, self.client, messages)
