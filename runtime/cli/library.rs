@@ -96,11 +96,13 @@ fn placed(bytes: &[u8], folder: &Path) -> Result<PathBuf> {
             .remedy(REMEDY)
     };
     let own = rustix::process::geteuid().as_raw();
-    // Nothing is made where it would be refused: root would leave a folder in another user's.
-    if let Some(above) = folder.ancestors().find_map(|above| above.canonicalize().ok()) {
-        only_for(own, &above, above == folder)?;
+    if !folder.exists() {
+        // Nothing is made where it would be refused: root would leave a folder in another user's.
+        if let Some(above) = folder.ancestors().find_map(|above| above.canonicalize().ok()) {
+            only_for(own, &above, false)?;
+        }
+        DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     }
-    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
     let folder = folder.canonicalize().map_err(failed)?;
     only_for(own, &folder, true)?;
     let path = folder.join(&name);
