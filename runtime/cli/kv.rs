@@ -153,10 +153,10 @@ fn look(of: &Folder, verified: bool) -> Result<Answer> {
     };
     let mut folders: Vec<PathBuf> =
         fs::read_dir(&of.folder).map_or_else(|_| Vec::new(), |all| all.flatten().map(|one| one.path()).collect());
-    folders.retain(|folder| folder.is_dir());
     folders.sort();
     let (mut stores, mut refused) = (Vec::new(), Vec::new());
-    for folder in folders.into_iter().filter(|folder| is_of_a_store(folder)) {
+    folders.retain(|folder| outcore_kv::has_parts_of_a_store(folder).unwrap_or(false));
+    for folder in folders {
         match look_at(of, &folder, verified) {
             Ok(found) => stores.push(found),
             Err(error) => refused.push(error),
@@ -178,15 +178,6 @@ fn look(of: &Folder, verified: bool) -> Result<Answer> {
         true => Err(none),
         false => Ok(Answer::Stores(Several { folder: of.folder.display().to_string(), stores })),
     }
-}
-
-/// Whether a folder has anything that a store has.
-fn is_of_a_store(folder: &Path) -> bool {
-    let names =
-        fs::read_dir(folder).map_or_else(|_| Vec::new(), |all| all.flatten().map(|one| one.file_name()).collect());
-    names
-        .iter()
-        .any(|name| name == "manifest" || name == "lock" || Path::new(name).extension().is_some_and(|of| of == "kv"))
 }
 
 fn look_at(of: &Folder, folder: &Path, verified: bool) -> Result<Found> {

@@ -20,7 +20,8 @@ pub use permit::{Permit, PermitFuture, PermitRequest};
 pub use pool::{ActiveOptions, KvPool, KvStats, TenantOptions, TenantStats};
 pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
 pub use store::{
-    Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, inspect, verify,
+    Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, has_parts_of_a_store,
+    inspect, verify,
 };
 #[doc(hidden)]
 pub use store::{files, repair, report};

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 
 /// The name of the file that is locked, with the folder.
-const LOCK: &str = "lock";
+pub const LOCK: &str = "lock";
 
 /// A folder.
 pub trait Files: Debug + Send + Sync {

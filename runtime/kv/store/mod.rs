@@ -38,7 +38,7 @@ use crate::side_by_side::side_by_side;
 use crate::{BlockKey, Fingerprint, TenantId, Token};
 
 pub use self::options::{Admission, Clock, StoreKey, StoreOptions};
-pub use self::report::{StoreReport, inspect, verify};
+pub use self::report::{StoreReport, has_parts_of_a_store, inspect, verify};
 #[doc(hidden)]
 pub use self::report::{repair, report};
 

@@ -7,12 +7,12 @@ use std::path::Path;
 use outcore::rules::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 
-use super::files::{Access, Files, OpenFile};
+use super::files::{Access, Files, LOCK, OpenFile};
 use super::pack;
 use super::record::{self, ALIGN, Head, Place, VERSION};
 use super::scan::{Found, Known, scan};
 use super::seal::Seal;
-use super::{StoreKey, file_name, file_number, hold, manifest, read_manifest};
+use super::{ENDING, StoreKey, file_name, file_number, hold, manifest, read_manifest};
 use crate::{BlockKey, Fingerprint, TenantId};
 
 /// What a store's folder holds.
@@ -63,6 +63,16 @@ pub fn inspect(folder: &Path, key: Option<StoreKey>) -> Result<StoreReport> {
 /// As [`inspect`].
 pub fn verify(folder: &Path, key: Option<StoreKey>) -> Result<StoreReport> {
     on_disk(folder, key, true)
+}
+
+/// Whether a folder has anything that a store has, be it whole or not.
+///
+/// # Errors
+/// What the system says of the folder.
+pub fn has_parts_of_a_store(folder: &Path) -> Result<bool> {
+    let names = Folder::existing(folder).and_then(|folder| folder.names());
+    let names = names.map_err(|cause| Error::io(format!("look into {}", folder.display()), cause))?;
+    Ok(names.iter().any(|name| name == LOCK || name == manifest::NAME || name.ends_with(ENDING)))
 }
 
 fn on_disk(folder: &Path, key: Option<StoreKey>, whole: bool) -> Result<StoreReport> {
