@@ -175,8 +175,7 @@ fn times_on_the_gpu_take_no_wait_of_their_own() {
     let Some(fake) = &driver.fake else { return };
     let folder = tempfile::tempdir().unwrap();
     // Small pages, of which a third of the frames hold a layer where not all frames hold the model.
-    fake.set_granularity(4096);
-    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    let page = page_size(&driver, Bytes::kib(64));
     let files = gguf(folder.path(), &Spec { layers: 4, vocab: 300, ..spec(Arch::Llama, WeightType::Q8_0) });
     let pages: u64 = files.header().files.iter().map(|file| page.pages_for(file.len)).sum();
     for (streams, graphs) in [(false, true), (false, false), (true, true)] {
@@ -222,8 +221,7 @@ fn times_on_the_gpu_take_no_wait_of_their_own() {
     driver.finish();
 }
 
-/// What is read without a wait counts when somebody waits. A pass that ended in an error is no part of the next one's
-/// time.
+/// The time of a pass is counted by the call that waits for it, and not that of a pass that ended in an error.
 #[test]
 fn the_time_of_a_pass_is_its_own() {
     let Some(driver) = driver("the_time_of_a_pass_is_its_own") else { return };
@@ -240,7 +238,7 @@ fn the_time_of_a_pass_is_its_own() {
     let (counts, made) = (session.counts(), records());
     session.read(&[5, 6]).unwrap();
     assert_eq!((session.counts() - counts).gpu, Duration::ZERO);
-    // The copy of the logits is a span of its own: what lies between the two calls is no time of the GPU's.
+    // The copy of the logits is a span of its own: the GPU is idle between the two calls.
     session.logits().unwrap();
     assert_eq!(records() - made, 4);
     assert!((session.counts() - counts).gpu > Duration::ZERO);
@@ -264,24 +262,13 @@ fn a_token_of_a_streamed_model_takes_a_pin_and_a_graph_a_layer() {
     let Some(fake) = &driver.fake else { return };
     let folder = tempfile::tempdir().unwrap();
     // Small pages, of which a third of the frames hold a layer, and not all frames the model.
-    fake.set_granularity(4096);
-    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    let page = page_size(&driver, Bytes::kib(64));
     let spec = Spec { layers: 6, vocab: 300, ..spec(Arch::Llama, WeightType::Q8_0) };
     let files = gguf(folder.path(), &spec);
     let bytes: u64 = files.header().files.iter().map(|file| file.len).sum();
-    let frames = bytes * 3 / 4 / page.bytes();
-    let runtime = Runtime::builder()
-        .device(driver.device.clone())
-        .page_size(page)
-        .device_budget(Bytes::new(frames * page.bytes()))
-        .open()
-        .unwrap();
     {
-        let gpu = Arc::new(own_kernels(&driver).unwrap());
-        let model = runtime.open_parsed(files.header().clone()).unwrap();
-        let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
-        let model = Arc::new(CudaModel::load(&files, weights, gpu).unwrap());
-        let mut session = CudaSession::new(model, 40, 16, KvType::F16).unwrap();
+        let mut session = session_in(&driver, &files, page, bytes * 3 / 4 / page.bytes(), KvType::F16, true);
+        let runtime = session.runtime.clone();
         let first = session.next(&PROMPT, &mut Sampler::greedy()).unwrap();
         let (before, _) = counted(&mut session, first, 2);
         let captures = fake.calls("cuStreamBeginCapture_v2");
@@ -294,8 +281,9 @@ fn a_token_of_a_streamed_model_takes_a_pin_and_a_graph_a_layer() {
         assert!(counts.graph_launches <= (spec.layers + 2) * TOKENS, "{counts:?}");
         // The embedding.
         assert_eq!(counts.launches, TOKENS, "{counts:?}");
+        session.session.take();
+        runtime.close().unwrap();
     }
-    runtime.close().unwrap();
     driver.finish();
 }
 
@@ -308,23 +296,13 @@ fn a_hundred_thousand_evictions_need_no_second_capture() {
     let Some(fake) = &driver.fake else { return };
     let folder = tempfile::tempdir().unwrap();
     fake.set_bare(true);
-    fake.set_granularity(4096);
-    let page = PageSize::new(Bytes::kib(4)).unwrap();
+    let page = page_size(&driver, Bytes::kib(4));
     let spec = Spec { layers: 4, vocab: 64, ..spec(Arch::Llama, WeightType::Q8_0) };
     let files = gguf(folder.path(), &spec);
     let bytes: u64 = files.header().files.iter().map(|file| file.len).sum();
-    let runtime = Runtime::builder()
-        .device(driver.device.clone())
-        .page_size(page)
-        .device_budget(Bytes::new(bytes / 2 / page.bytes() * page.bytes()))
-        .open()
-        .unwrap();
     {
-        let gpu = Arc::new(own_kernels(&driver).unwrap());
-        let model = runtime.open_parsed(files.header().clone()).unwrap();
-        let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
-        let model = Arc::new(CudaModel::load(&files, weights, gpu).unwrap());
-        let mut session = CudaSession::new(model, 40, 16, KvType::F16).unwrap();
+        let mut session = session_in(&driver, &files, page, bytes / 2 / page.bytes(), KvType::F16, true);
+        let runtime = session.runtime.clone();
         let mut sampler = Sampler::greedy();
         session.next(&[1], &mut sampler).unwrap();
         let (captures, launches) = (fake.calls("cuStreamBeginCapture_v2"), fake.calls("cuGraphLaunch"));
@@ -338,8 +316,9 @@ fn a_hundred_thousand_evictions_need_no_second_capture() {
         }
         assert_eq!(fake.calls("cuStreamBeginCapture_v2"), captures, "captured again within {passes} passes");
         assert!(fake.calls("cuGraphLaunch") - launches >= passes * spec.layers, "{passes} passes were no graphs");
+        session.session.take();
+        runtime.close().unwrap();
     }
-    runtime.close().unwrap();
     driver.finish();
 }
 
