@@ -45,7 +45,7 @@ impl Defaults {
         Penalties { presence, frequency, repetition, bias: asked.bias.clone() }
     }
 
-    /// Bytes of memory that choosing takes of a sequence of so many tokens.
+    /// Bytes of memory that choosing takes for a sequence of `tokens` tokens.
     pub fn bytes(&self, asked: &Sampling, tokens: usize) -> usize {
         match self.penalties(asked) == Penalties::default() {
             true => 0,
