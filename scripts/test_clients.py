@@ -333,7 +333,7 @@ class OtherClients(OfOneServer):
 
 class Tenants(OfOneServer):
     KEYS = {"few": "key-of-few-answers", "slow": "key-of-few-tokens", "free": "key-without-quotas"}
-    QUOTAS = {"few": {"concurrency": 1}, "slow": {"tokens_per_minute": 1}, "free": {}}
+    QUOTAS = {"few": {"concurrency": 1}, "slow": {"tokens_per_minute": 1}, "free": {"operator": True}}
 
     @classmethod
     def setUpClass(cls):
@@ -353,6 +353,9 @@ class Tenants(OfOneServer):
         for path in ("/metrics", "/pages", "/v1/models"):
             self.assertEqual(self.serve.get(path)[0], 401)
             self.assertEqual(self.serve.get(path, self.KEYS["free"])[0], 200)
+        # What all tenants do is for operators.
+        for path, status in (("/metrics", 403), ("/pages", 403), ("/v1/models", 200)):
+            self.assertEqual(self.serve.get(path, self.KEYS["slow"])[0], status)
         for path in ("/health", "/ready", "/"):
             self.assertEqual(self.serve.get(path)[0], 200)
         self.assertTrue(said(chat(self.serve.client(self.KEYS["free"]), QUESTION, max_tokens=4)))
