@@ -40,6 +40,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
 use crate::memory::Region;
+use crate::model::Models;
 use crate::runs::Homes;
 use crate::tables::Tables;
 use crate::uffd::{Features, Mechanism, Uffd, may_be_uncounted};
@@ -123,8 +124,8 @@ impl DeviceFactory for Faulting {
             }
         };
         let (page_size, tables) = (settings.page_size, Tables::new());
-        let (layout, turn) = (Mutex::default(), Mutex::default());
-        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, tables });
+        let (layout, turn, models) = (Mutex::default(), Mutex::default(), Mutex::default());
+        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, models, tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -248,6 +249,8 @@ pub struct Core {
     /// Held while the number of mapped files changes between none and some, with what follows from that. No thread that
     /// holds another lock of this device asks for it.
     turn: Mutex<()>,
+    /// The models whose files are mapped. Locked before any other lock of this device.
+    pub models: Mutex<Models>,
     pub tables: Tables,
 }
 
@@ -433,46 +436,56 @@ impl Core {
         }
     }
 
-    /// As [`want`](Self::want), of pages of the range that begins at `start`.
-    pub fn want_all(&self, start: u64, offsets: &[u64]) {
-        if let Some(range) = self.layout.lock().range_mut(start) {
-            range.wanted.extend(offsets.iter().map(|offset| start + offset));
+    /// As [`want`](Self::want), of several pages.
+    pub fn want_all(&self, pages: &[u64]) {
+        let mut layout = self.layout.lock();
+        for page in pages {
+            if let Some(range) = layout.range_mut(*page) {
+                range.wanted.insert(*page);
+            }
         }
     }
 
-    /// As [`do_not_want`](Self::do_not_want), of pages of the range that begins at `start`.
-    pub fn want_no_more<'a>(&self, start: u64, offsets: impl Iterator<Item = &'a u64>) {
-        if let Some(range) = self.layout.lock().range_mut(start) {
-            offsets.for_each(|offset| _ = range.wanted.remove(&(start + offset)));
+    /// As [`do_not_want`](Self::do_not_want), of several pages.
+    pub fn want_no_more<'a>(&self, pages: impl Iterator<Item = &'a u64>) {
+        let mut layout = self.layout.lock();
+        for page in pages {
+            if let Some(range) = layout.range_mut(*page) {
+                range.wanted.remove(page);
+            }
         }
     }
 
-    /// Publishes pages that are pinned and not published yet, of the range that begins at `start`.
+    /// Publishes pages that are pinned and not published yet.
     ///
     /// # Errors
     /// What the kernel says.
-    pub fn show_all(&self, start: u64, offsets: &[u64]) -> Result<()> {
+    pub fn show_all(&self, pages: &[u64]) -> Result<()> {
         let mut layout = self.layout.lock();
         let frame_of = |layout: &Layout, page: u64| {
-            layout.range(start).and_then(|range| range.occupants.get(&page).copied()).map(FrameId::new)
+            layout.range(page).and_then(|range| range.occupants.get(&page).copied()).map(FrameId::new)
         };
-        let hidden: Vec<_> = offsets
+        let hidden: Vec<_> = pages
             .iter()
-            .map(|offset| start + offset)
-            .filter_map(|page| Some((frame_of(&layout, page)?, DeviceAddress::new(page))))
+            .filter_map(|page| Some((frame_of(&layout, *page)?, DeviceAddress::new(*page))))
             .filter(|(frame, _)| !layout.frames[frame.index()].published)
             .collect();
-        if let Some(range) = layout.range_mut(start).filter(|_| hidden.len() > 1) {
-            range.wanted.extend(hidden.iter().map(|(_, page)| page.get()));
+        if hidden.len() > 1 {
+            for (_, page) in &hidden {
+                if let Some(range) = layout.range_mut(page.get()) {
+                    range.wanted.insert(page.get());
+                }
+            }
             self.publish_together(&mut layout, &hidden);
         }
-        for page in offsets.iter().map(|offset| start + offset) {
-            let occupant = layout.range(start).and_then(|range| range.occupants.get(&page).copied());
-            let Some(frame) = occupant else { return Err(Self::no_such_address(DeviceAddress::new(page))) };
+        for page in pages.iter().copied() {
+            let Some(frame) = frame_of(&layout, page) else {
+                return Err(Self::no_such_address(DeviceAddress::new(page)));
+            };
             // A thread that began to wait before it was published is woken by that, or by the thread of faults.
-            if !layout.frames[frame as usize].published {
-                self.publish(&mut layout, FrameId::new(frame), page, false)?;
-            } else if let Some(range) = layout.range_mut(start) {
+            if !layout.frames[frame.index()].published {
+                self.publish(&mut layout, frame, page, false)?;
+            } else if let Some(range) = layout.range_mut(page) {
                 range.wanted.remove(&page);
             }
         }

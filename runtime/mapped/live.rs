@@ -147,11 +147,57 @@ pub struct Part {
     pub experts: Option<HeldExperts>,
 }
 
+/// What is known of the order in which a program uses a model's files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// None yet.
+    #[default]
+    Looking,
+    /// The headers' order of layers is followed.
+    OfHeaders,
+    /// An order that was learned in an earlier run is followed.
+    Kept,
+    /// An order was found, in this pass over the files.
+    Found { pass: u64 },
+    /// Uses have had no order that could be found.
+    NoneFound,
+}
+
+impl Order {
+    /// In words, behind "the order of use".
+    pub fn words(self) -> String {
+        match self {
+            Self::Looking => "was not found: no pass was repeated".to_owned(),
+            Self::OfHeaders => "is that of the layers, by the headers".to_owned(),
+            Self::Kept => "is known from an earlier run".to_owned(),
+            Self::Found { pass } => format!("was found in pass {pass}"),
+            Self::NoneFound => "was not found: passes differ".to_owned(),
+        }
+    }
+}
+
+/// What a file shares with the others of its model.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Whole {
+    /// Tells the models of a process apart.
+    pub id: u64,
+    /// Files that the model has, and how many of them are mapped.
+    pub files: u64,
+    pub mapped: u64,
+    pub order: Order,
+    /// Why the file is alone, although its name is that of a part of a model.
+    pub alone: Option<String>,
+}
+
 /// A mapped file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct File {
     /// Without its folder.
     pub name: String,
+    /// The model that it is, or is a part of.
+    #[serde(default)]
+    pub whole: Whole,
     pub held: Held,
     /// The file from its first page on, in equal stretches: how much of each is in memory, in percent.
     pub cells: Vec<u8>,

@@ -1,6 +1,6 @@
 //! A file as a slice.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File};
 use std::future::Future;
@@ -10,35 +10,32 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-use outcore::format::{self, ModelHeader, TensorHeader};
+use outcore::format;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{
-    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, RuntimeBuilder, Tensor, Tier, Walker,
+    Bytes, DeviceBudget, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, RuntimeBuilder, Tensor, Tier,
 };
 use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts, LayerExperts};
 use crate::faults::{self, FLOOR, Handler, Held, Pins, Request};
-use crate::foresight::Foresight;
 use crate::layers::{self, Layers, There};
 use crate::live;
+use crate::model::{self, Model, UNTOLD_MAX};
 use crate::options::MapOptions;
-use crate::order;
+use crate::outline::Outline;
+use crate::remembered::Identity;
 use crate::telling::Tell;
-use crate::uses::{Uses, run};
 
 /// The name of the only tensor of a file that is opened as bytes.
 const BYTES: &str = format::BYTES;
-
-/// How many pages that were published last stay pinned at most, where pages are used one by one.
-const KEPT: usize = 16;
 
 /// Frames that a runtime has at least where a file is mapped. Two of them are left to touches.
 pub const LEAST_FRAMES: u64 = 4;
@@ -56,28 +53,18 @@ const IN_FLIGHT: u64 = 8 << 20;
 /// Faults between looks at whether the walker follows an order.
 const LOOK: u64 = 32;
 
-/// Uses of experts that nobody told of, after which it is believed that nobody tells.
-const UNTOLD_MAX: u64 = 64;
-
 #[derive(Debug)]
 struct Pages {
     runtime: Runtime,
     core: Arc<Core>,
     start: u64,
-    /// Uses of this mapping that have an order.
-    uses: Uses,
-    /// Uses of experts: they have none.
-    drawn: Walker,
+    /// What it shares with the other files of its model.
+    model: Arc<Model>,
+    /// Its number there, and the number of its first page in the row.
+    file: usize,
+    first: u32,
+    /// The experts in this file.
     experts: Experts,
-    /// The first page of each expert. It is hidden after use, so that each use of the expert is seen.
-    firsts: HashSet<u32>,
-    /// Uses of experts since one was [told of](Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
-    untold: AtomicU64,
-    /// Offsets of the pages that are [expected](Mapped::expect_experts).
-    expected: Mutex<Vec<u64>>,
-    foresight: Mutex<Foresight>,
-    /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
-    foresees: AtomicBool,
     /// The file's name, without its folder.
     name: String,
     layers: Layers,
@@ -85,13 +72,9 @@ struct Pages {
     hints: AtomicU64,
     told: AtomicU64,
     touched: AtomicU64,
-    /// Faults so far.
-    faults: AtomicU64,
     /// The whole file.
     bytes: Tensor,
     page: u64,
-    /// Frames of the runtime at the last look: its budget may change.
-    frames: AtomicUsize,
     failure: Mutex<Option<Error>>,
     tell: OnceLock<fn(&Error)>,
     private: bool,
@@ -100,27 +83,24 @@ struct Pages {
 }
 
 impl Pages {
-    fn run(&self, first: u32, end: u32) -> Option<Tensor> {
-        run(&self.bytes, self.page, first, end)
+    /// The number in the row of the page that begins here.
+    fn number(&self, offset: u64) -> u32 {
+        self.first + (offset / self.page) as u32
     }
 
-    /// Pages in ascending order, as few tensors.
-    fn runs(&self, pages: &[u32]) -> Vec<Tensor> {
-        pages.chunk_by(|a, b| a + 1 == *b).filter_map(|run| self.run(*run.first()?, run.last()? + 1)).collect()
-    }
-
+    /// Where pages of this file begin, by their numbers.
     fn offsets(&self, pages: &[u32]) -> Vec<u64> {
-        pages.iter().map(|page| u64::from(*page) * self.page).collect()
+        pages.iter().map(|page| u64::from(page - self.first) * self.page).collect()
     }
 
-    /// The pin of pages in ascending order, by one of the walkers. A page that was `touched` may have a frame that
-    /// guards of the program leave.
+    /// The pin of pages of this file in ascending order, by one of the walkers. A page that was `touched` may have a
+    /// frame that guards of the program leave.
     fn request(&self, pages: &[u32], of_expert: bool, touched: bool) -> Option<Request> {
-        let (tensors, offsets) = (self.runs(pages), self.offsets(pages));
+        let (tensors, offsets) = (self.model.members.runs(pages), self.offsets(pages));
         // Owned by the request, which outlives this call.
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
+            let walker = if of_expert { &this.model.drawn } else { this.model.uses.walker() };
             let request = walker.pin_set(&tensors);
             let pins = if touched { request.never_refused().await } else { request.await };
             pins.map(Pins::Read)
@@ -128,159 +108,73 @@ impl Pages {
         Some(Request { pages: offsets, writes: false, pins })
     }
 
-    fn check_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
-        let has = |expert: &&u32| self.experts.has(ExpertId { layer, expert: **expert });
-        experts.iter().find(|expert| !has(expert)).map_or(Ok(()), |unknown| {
-            let message = format!("the file has no expert {unknown} in layer {layer}");
-            Err(Error::new(ErrorKind::InvalidArgument, message)
-                .remedy("tell of experts that the router of this model can choose"))
-        })
-    }
-
-    fn check_layers(&self, layers: &[LayerExperts<'_>]) -> Result<()> {
-        layers.iter().try_for_each(|LayerExperts { layer, experts }| self.check_experts(*layer, experts))
-    }
-
-    /// These experts are told of, whose pages begin at `offsets`. What is used next is what the program expects, if it
-    /// does; or all of the next layer, if it is most of this one, as batches of many tokens use it; or what followed
-    /// before.
-    fn look_ahead(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, offsets: &[u64]) {
-        let mut foresight = self.foresight.lock();
-        foresight.used(now.layer, now.experts);
-        let is_most = || {
-            let of_layer = self.experts.in_layer(now.layer).count();
-            of_layer > 0 && now.experts.len() * 4 >= of_layer * 3
-        };
-        let worth = if let Some(next) = next {
-            self.foresees.store(false, Ordering::Relaxed);
-            self.worth_a_read(&mut foresight, next)
-        } else if is_most() {
-            let layer = now.layer.saturating_add(1);
-            vec![(layer, self.experts.in_layer(layer).collect())]
-        } else if let Some((layer, experts)) = foresight.after_used().filter(|_| self.foresees.load(Ordering::Relaxed))
-        {
-            self.worth_a_read(&mut foresight, &[LayerExperts { layer, experts: &experts }])
-        } else {
-            return;
-        };
-        drop(foresight);
-        self.expect(&worth, offsets);
-    }
-
-    /// What of a prediction is worth a read.
-    fn worth_a_read(&self, foresight: &mut Foresight, layers: &[LayerExperts<'_>]) -> Vec<(u32, Vec<u32>)> {
-        let is_there = |id| {
-            // Not at an end, where a neighbour may have brought the page.
-            let place = self.experts.pieces(id).next().map(|piece| piece.start.midpoint(piece.end));
-            place.is_none_or(|at| self.core.has_frame(self.address((at / self.page) as u32)))
-        };
-        let worth = foresight.predicts(layers, is_there);
-        layers.iter().map(|layer| layer.layer).zip(worth).collect()
-    }
-
-    /// These experts are likely to be used soon, in this order of layers, and nothing else is. The pages that begin at
-    /// `now`, ascending, are waited for already.
-    fn expect(&self, layers: &[(u32, Vec<u32>)], now: &[u64]) {
-        let (mut pages, mut left) = (Vec::new(), self.may_keep());
-        for (layer, experts) in layers {
-            let of_layer = self.pages_of_experts(*layer, experts, left);
-            left -= of_layer.len();
-            pages.extend(of_layer);
-        }
-        let offsets = self.offsets(&pages);
-        // Published as soon as they are there, which costs the program nothing then. If uses are not told of, the first
-        // page of each stays hidden, so that its use is seen.
-        let told = self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX;
-        let seen = |offset: &u64| told || !self.firsts.contains(&((offset / self.page) as u32));
-        let shown: Vec<u64> = offsets.into_iter().filter(seen).collect();
-        let mut expected = self.expected.lock();
-        if pages.is_empty() && expected.is_empty() {
-            return;
-        }
-        self.core.want_no_more(self.start, expected.iter().filter(|page| now.binary_search(page).is_err()));
-        self.core.want_all(self.start, &shown);
-        *expected = shown;
-        // Wakers of the program's may run in what follows, and may tell of experts themselves.
-        drop(expected);
-        self.drawn.expect(&self.runs(&pages));
-    }
-
-    /// The pages of these experts of a layer, ascending, as far as they are not more than `most`.
-    fn pages_of_experts(&self, layer: u32, experts: &[u32], most: usize) -> Vec<u32> {
-        let mut pages = BTreeSet::new();
-        for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
-            let of_expert = self.experts.pages(id, self.page);
-            if pages.len() + of_expert.iter().filter(|page| !pages.contains(*page)).count() > most {
-                break;
-            }
-            pages.extend(of_expert);
-        }
-        pages.into_iter().collect()
-    }
-
-    fn count_frames(&self) {
-        let frames = self.runtime.stats().device_frames;
-        self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
-    }
-
-    fn address(&self, index: u32) -> u64 {
-        self.start + u64::from(index) * self.page
-    }
-
     /// There is a fault on this page, of an expert or not.
-    fn count_fault(&self, index: u32, of_expert: bool) {
-        if self.faults.fetch_add(1, Ordering::Relaxed) % LOOK == LOOK - 1 {
-            self.count_frames();
+    fn count_fault(&self, page: u32, of_expert: bool) {
+        let faults = self.model.faults.fetch_add(1, Ordering::Relaxed);
+        if faults % LOOK == LOOK - 1 {
+            self.model.count_frames(&self.runtime);
         }
         if !of_expert {
-            self.tell_of_the_unseen(index);
+            self.tell_of_the_unseen(page, (faults + 1).is_multiple_of(LOOK));
         }
     }
 
-    /// There is a fault on this page. Tells the policy of the pages that were used since the fault before.
-    fn tell_of_the_unseen(&self, index: u32) {
-        let was_there = self.core.is_published(self.address(index));
-        for passed in self.uses.fault(index, was_there, |page| self.core.is_published(self.address(page))) {
-            if let Some(page) = self.run(passed, passed + 1) {
+    /// There is a fault on this page. Tells the policy of the pages that were used since the fault before, and looks now
+    /// and then which order is followed.
+    fn tell_of_the_unseen(&self, page: u32, look: bool) {
+        let Model { members, uses, .. } = &*self.model;
+        let is_published = |page| members.address(page).is_some_and(|address| self.core.is_published(address));
+        let was_there = is_published(page);
+        for passed in uses.fault(page, was_there, is_published) {
+            if let Some(page) = members.run(passed..passed + 1) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
-                let mut request = pin!(self.uses.walker().pin(&page));
+                let mut request = pin!(uses.walker().pin(&page));
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
         if !was_there {
-            self.uses
-                .look_at_some(|page| self.core.hide(self.address(page), || self.pins(u64::from(page) * self.page) > 0));
+            uses.look_at_some(|page| {
+                let pins = || members.run(page..page + 1).map_or(0, |page| page.pins());
+                members.address(page).is_some_and(|address| self.core.hide(address, || pins() > 0))
+            });
         }
-        if self.faults.load(Ordering::Relaxed).is_multiple_of(LOOK) {
-            self.uses.look(&self.runtime, self.frames.load(Ordering::Relaxed));
+        if look {
+            uses.look(&self.runtime, self.model.frames.load(Ordering::Relaxed));
+        }
+    }
+
+    /// Notes that an expert is used which nobody has told of; what follows it is expected.
+    fn foresee(&self, expert: ExpertId) {
+        let (model, core) = (&*self.model, &*self.core);
+        let untold = model.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
+        if !untold || !model.foresees.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut foresight = model.foresight.lock();
+        let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
+        let worth = next.map(|(layer, experts)| {
+            model.worth_a_read(core, &mut foresight, &[LayerExperts { layer, experts: &experts }])
+        });
+        drop(foresight);
+        if let Some(worth) = worth {
+            model.expect(core, &worth, &[]);
         }
     }
 }
 
 impl Handler for Pages {
     fn requests(&self, offset: u64) -> Vec<Request> {
-        let page = (offset / self.page) as u32;
+        let page = self.number(offset);
         let expert = self.experts.at(offset);
         self.count_fault(page, expert.is_some());
         let mut requests = Vec::from_iter(self.request(&[page], expert.is_some(), true));
         // A pin of several pages would wait for those that are written.
         if let Some(expert) = expert.filter(|_| !self.private) {
             self.touched.fetch_add(1, Ordering::Relaxed);
-            let untold = self.untold.fetch_add(1, Ordering::Relaxed) > UNTOLD_MAX;
-            if untold && self.foresees.load(Ordering::Relaxed) {
-                let mut foresight = self.foresight.lock();
-                let next = if foresight.touched(expert) { foresight.after_touched() } else { None };
-                let worth = next.map(|(layer, experts)| {
-                    self.worth_a_read(&mut foresight, &[LayerExperts { layer, experts: &experts }])
-                });
-                drop(foresight);
-                if let Some(worth) = worth {
-                    self.expect(&worth, &[]);
-                }
-            }
-            let all = self.experts.pages(expert, self.page);
-            if all.len() > 1 && all.len() <= self.frames.load(Ordering::Relaxed) / 8 {
+            self.foresee(expert);
+            let all: Vec<u32> = self.experts.pages(expert, self.page).iter().map(|page| self.first + page).collect();
+            if all.len() > 1 && all.len() <= self.model.frames.load(Ordering::Relaxed) / 8 {
                 requests.extend(self.request(&all, true, false));
             }
         }
@@ -288,12 +182,12 @@ impl Handler for Pages {
     }
 
     fn request_to_write(&self, offset: u64) -> Option<Request> {
-        let page = (offset / self.page) as u32;
+        let page = self.number(offset);
         let of_expert = self.experts.at(offset).is_some();
         self.count_fault(page, of_expert);
-        let (tensor, this) = (self.run(page, page + 1)?, self.own.upgrade()?);
+        let (tensor, this) = (self.model.members.run(page..page + 1)?, self.own.upgrade()?);
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.drawn } else { this.uses.walker() };
+            let walker = if of_expert { &this.model.drawn } else { this.model.uses.walker() };
             walker.pin_set_mut(std::slice::from_ref(&tensor)).never_refused().await.map(Pins::Write)
         });
         Some(Request { pages: self.offsets(&[page]), writes: true, pins })
@@ -308,33 +202,31 @@ impl Handler for Pages {
     }
 
     fn hides(&self, page: u64) -> bool {
-        let index = (page / self.page) as u32;
+        let number = self.number(page);
         if self.experts.at(page).is_some() {
-            return self.untold.load(Ordering::Relaxed) > UNTOLD_MAX && self.firsts.contains(&index);
+            return !self.model.is_told() && self.model.firsts.contains(&number);
         }
-        self.uses.let_go(index)
+        self.model.uses.let_go(number)
     }
 
     fn shown(&self, page: u64, took: Duration) {
         if self.experts.at(page).is_none() {
-            self.uses.shown(took);
+            self.model.uses.shown(took);
         }
     }
 
     fn pins(&self, page: u64) -> u32 {
-        let index = (page / self.page) as u32;
-        self.run(index, index + 1).map_or(0, |page| page.pins())
+        let number = self.number(page);
+        self.model.members.run(number..number + 1).map_or(0, |page| page.pins())
     }
 
     fn may_keep(&self) -> usize {
-        let frames = self.frames.load(Ordering::Relaxed);
-        // Beside the pages of turns, and one that is on its way.
-        if self.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(1) }
+        self.model.may_keep()
     }
 
     fn turns(&self) -> usize {
         // Each has two pages: a quarter of the frames, and half where there are four.
-        (self.frames.load(Ordering::Relaxed) / 8).max(1)
+        (self.model.frames.load(Ordering::Relaxed) / 8).max(1)
     }
 
     fn failed(&self, offset: Option<u64>, error: Error) -> Tell {
@@ -381,22 +273,14 @@ impl Wake for Unpark {
     }
 }
 
-/// The header of the model that a file is, or is a part of, and the tensors that lie in the file.
-fn model_of(path: &Path) -> Option<(ModelHeader, u32)> {
-    // What is no model has no order, and a part of a model whose other parts are missing is none.
-    let header = format::open(path).ok()?;
-    let path = path.canonicalize().ok()?;
-    let file = header.files.iter().position(|file| file.path.canonicalize().is_ok_and(|other| other == path))?;
-    Some((header, file as u32))
-}
-
 /// The page size for this model: `None` if it has no experts, so that the runtime's own choice fits.
 ///
 /// A file keeps experts beside each other, and the pages at both ends of a matrix bring parts of its neighbours. With
 /// an eighth of a matrix to a page these are a tenth of what is read.
 fn page_size_for(path: &Path) -> Option<PageSize> {
-    let (header, file) = model_of(path)?;
-    let piece = Experts::of(header.tensors.iter().filter(|tensor| tensor.file == file)).largest_piece()?;
+    let file = fs::metadata(path).ok()?;
+    let (outline, _) = Outline::of(path, Identity::of(&file), PageSize::DEFAULT.bytes());
+    let piece = outline.experts.largest_piece()?;
     let page = (piece / 8).max(1).next_power_of_two().clamp(EXPERT_PAGE_LEAST, EXPERT_PAGE_MOST);
     PageSize::new(Bytes::new(page)).ok()
 }
@@ -522,8 +406,13 @@ impl Mapped {
         {
             return Err(replaced(path));
         }
-        let model = if private { runtime.open_private(header)? } else { runtime.open_parsed(header)? };
-        let bytes = model.tensor(BYTES)?;
+        let found = fs::metadata(path).ok().filter(|found| {
+            let same = |file: &format::ModelFile| outcore::rules::had_state(file, found);
+            header.files.iter().all(same)
+        });
+        let Some(found) = found.map(|found| Identity::of(&found)) else { return Err(replaced(path)) };
+        let opened = if private { runtime.open_private(header)? } else { runtime.open_parsed(header)? };
+        let bytes = opened.tensor(BYTES)?;
         let start = bytes.address();
         let Some(core) = device::find(start) else {
             let message = format!("files are mapped on the device {NAME}, and this runtime has another");
@@ -536,44 +425,27 @@ impl Mapped {
             core.make_private(start)?;
         }
         let page = core.page();
-        let drawn = runtime.walker()?;
-        let model = model_of(path);
-        let tensors: Vec<&TensorHeader> = match &model {
-            Some((header, file)) => header.tensors.iter().filter(|tensor| tensor.file == *file).collect(),
-            None => Vec::new(),
-        };
-        // A model whose output is its embedding uses that as a matrix, after the last layer.
-        let has_output = model.iter().any(|(header, _)| {
-            header.tensors.iter().any(|tensor| outcore::rules::role(&tensor.name) == outcore::rules::Role::Output)
-        });
+        let (model, file) = model::join(runtime, &core, (path, found), &bytes, private, options)?;
+        model.frames.store(frames as usize, Ordering::Relaxed);
+        let tensors = model.outline.tensors(file);
         let experts = Experts::of(tensors.iter().copied());
         let layers = Layers::of(&tensors, &experts);
-        let order = order::of(&tensors, has_output).into_iter().filter(|range| range.end <= bytes.size().get());
-        let order: Vec<Tensor> = order.map(|range| bytes.rows(range)).collect::<Result<_>>()?;
-        drawn.unordered();
-        let place = options.place(path, page, bytes.size().get().div_ceil(page) as u32);
-        let uses = Uses::new(runtime, &bytes, &order, place)?;
+        drop(tensors);
         let pages = Arc::new_cyclic(|own| Pages {
             runtime: runtime.clone(),
             core: core.clone(),
             start,
-            uses,
-            drawn,
-            firsts: experts.firsts(page).collect(),
+            file,
+            first: model.outline.row.first(file),
+            model,
             experts,
-            untold: AtomicU64::new(UNTOLD_MAX + 1),
-            expected: Mutex::default(),
-            foresight: Mutex::default(),
-            foresees: AtomicBool::new(true),
             name: path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned(),
             layers,
             hints: AtomicU64::new(0),
             told: AtomicU64::new(0),
             touched: AtomicU64::new(0),
-            faults: AtomicU64::new(0),
             bytes,
             page,
-            frames: AtomicUsize::new(frames as usize),
             failure: Mutex::new(None),
             tell: OnceLock::new(),
             private,
@@ -589,23 +461,42 @@ impl Mapped {
         Ok(Self { pages, core, start, len })
     }
 
-    /// Whether the file has experts of a mixture.
+    /// Whether the file, or another one of its model, has experts of a mixture.
     pub fn has_experts(&self) -> bool {
-        !self.pages.experts.is_empty()
+        !self.pages.model.outline.experts.is_empty()
     }
 
-    /// Whether the file has this expert of a mixture, by the layer's and the expert's number in the model.
+    /// Whether the file's model has this expert of a mixture, by the layer's and the expert's number in the model.
     pub fn has_expert(&self, layer: u32, expert: u32) -> bool {
-        self.pages.experts.has(ExpertId { layer, expert })
+        self.pages.model.outline.experts.has(ExpertId { layer, expert })
+    }
+
+    /// Whether both are files of one model, which share an order of use and what is known of experts: parts that are
+    /// named by one index, or by one name with their number and count (`model-00001-of-00004.gguf`), mapped in the same
+    /// way on one runtime.
+    pub fn is_of_model_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.pages.model, &other.pages.model)
+    }
+
+    /// What the file shares with the others of its model.
+    pub fn whole(&self) -> live::Whole {
+        let model = &self.pages.model;
+        live::Whole {
+            id: Arc::as_ptr(model) as u64,
+            files: model.outline.files.len() as u64,
+            mapped: model.members.count() as u64,
+            order: model.uses.order(),
+            alone: model.outline.alone.clone(),
+        }
     }
 
     /// These experts of a layer are used next, in this order: for programs that know what the router has chosen.
     ///
-    /// All that is missing of them is read at once. The call returns when it is there, so that the products that follow
+    /// All that is missing of them is read at once, in all files of the model that are mapped. The call returns when it is there, so that the products that follow
     /// meet no fault. Together they may have a quarter of the frames: what is more comes when it is touched.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no such expert: see
     ///   [`has_expert`](Self::has_expert);
     /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if guards have held the frames for so long that they may be the
     ///   caller's own;
@@ -620,68 +511,68 @@ impl Mapped {
     /// disk goes on with these as soon as it has no more of `now` to read.
     ///
     /// # Errors
-    /// As for both. If `next` has an expert that the file has not, nothing is read.
+    /// As for both. If `next` has an expert that the model has not, nothing is read.
     pub fn expert_hint_before(&self, now: LayerExperts<'_>, next: &[LayerExperts<'_>]) -> Result<()> {
-        self.pages.check_layers(next)?;
+        self.pages.model.check_layers(next)?;
         self.hint(now, Some(next))
     }
 
     fn hint(&self, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>) -> Result<()> {
-        let (known, LayerExperts { layer, experts }) = (&self.pages, now);
-        known.check_experts(layer, experts)?;
+        let LayerExperts { layer, experts } = now;
+        let (known, core) = (&*self.pages, &*self.core);
+        let model = &*known.model;
+        model.check_experts(layer, experts)?;
         outcore::rules::may_wait("experts")?;
         // Tokens of a batch may name the same ones.
         let mut seen = HashSet::new();
         let experts: Vec<u32> = experts.iter().copied().filter(|expert| seen.insert(*expert)).collect();
         let (now, experts) = (LayerExperts { layer, experts: &experts }, &experts);
-        known.count_frames();
-        let pages = known.pages_of_experts(layer, experts, known.may_keep());
-        known.untold.store(0, Ordering::Relaxed);
+        model.count_frames(&known.runtime);
+        let pages = model.pages_of_experts(layer, experts, model.may_keep());
+        model.untold.store(0, Ordering::Relaxed);
         known.hints.fetch_add(1, Ordering::Relaxed);
         known.told.fetch_add(experts.len() as u64, Ordering::Relaxed);
-        let (tensors, offsets) = (known.runs(&pages), known.offsets(&pages));
-        self.core.want_all(self.start, &offsets);
-        let mut request = pin!(known.drawn.pin_set(&tensors));
+        let addresses = model.addresses(&pages);
+        core.want_all(&addresses);
+        // Most experts lie in one file. Pages of two files are held apart.
+        let file = |page: &u32| model.members.row().place(*page).0;
+        let parts: Vec<&[u32]> = pages.chunk_by(|a, b| file(a) == file(b)).collect();
+        let tensors: Vec<Vec<Tensor>> = parts.iter().map(|pages| model.members.runs(pages)).collect();
+        let mut requests: Vec<_> = tensors.iter().map(|tensors| Box::pin(model.drawn.pin_set(tensors))).collect();
         // What is needed goes to the disk before what is expected.
-        let begun = match tensors.is_empty() {
-            true => None,
-            false => Some(request.as_mut().poll(&mut Context::from_waker(Waker::noop()))),
-        };
-        known.look_ahead(now, next, &offsets);
-        let Some(begun) = begun else { return Ok(()) };
-        let missing = || offsets.iter().filter(|page| !self.core.has_frame(self.start + **page)).count();
-        let come = match begun {
-            Poll::Ready(result) => Some(result),
-            Poll::Pending => wait_for(request, missing),
-        };
-        let shown = come
-            .unwrap_or_else(|| {
-                let frames = known.frames.load(Ordering::Relaxed);
+        let mut context = Context::from_waker(Waker::noop());
+        let begun: Vec<_> = requests.iter_mut().map(|request| request.as_mut().poll(&mut context)).collect();
+        model.look_ahead(core, now, next, &addresses);
+        let missing = || addresses.iter().filter(|page| !core.has_frame(**page)).count();
+        let come = requests.into_iter().zip(begun).map(|(request, begun)| match begun {
+            Poll::Ready(result) => result,
+            Poll::Pending => wait_for(request, missing).unwrap_or_else(|| {
+                let frames = model.frames.load(Ordering::Relaxed);
                 let message = format!(
                     "these experts of layer {layer} need {} pages, {} of which have waited for frames for {} s: others \
                      have them pinned, of {frames} frames in all",
-                    offsets.len(),
+                    addresses.len(),
                     missing(),
                     WAIT_MAX.as_secs()
                 );
                 Err(Error::new(ErrorKind::WouldDeadlock, message)
                     .remedy("let guards go before you tell of experts, or raise the device budget"))
-            })
-            .and_then(|pins| self.core.show_all(self.start, &offsets).map(|()| pins));
-        match shown {
-            Ok(pins) => {
-                let handler: Weak<dyn Handler> = known.own.clone();
-                let held = Held { range: self.start, pages: offsets, handler, told: true, _pins: Pins::Read(pins) };
-                self.core.bell().keeper().keep(&self.core, held, known.may_keep());
-                // So that the thread sees that something is kept, and lets it go in time.
-                self.core.bell().ring();
-                Ok(())
-            }
-            Err(error) => {
-                self.core.want_no_more(self.start, offsets.iter());
-                Err(error)
-            }
+            }),
+        });
+        let shown = come.collect::<Result<Vec<_>>>().and_then(|pins| core.show_all(&addresses).map(|()| pins));
+        let pins = shown.inspect_err(|_| core.want_no_more(addresses.iter()))?;
+        for (pages, pins) in parts.into_iter().zip(pins) {
+            let addresses = model.addresses(pages);
+            let Some((handler, range)) = addresses.first().and_then(|first| core.handler(*first)) else { continue };
+            let pages = addresses.iter().map(|page| page - range).collect();
+            let held = Held { range, pages, handler, told: true, _pins: Pins::Read(pins) };
+            core.bell().keeper().keep(core, held, model.may_keep());
         }
+        if !addresses.is_empty() {
+            // So that the thread sees that something is kept, and lets it go in time.
+            core.bell().ring();
+        }
+        Ok(())
     }
 
     /// These experts of the layers to come are likely to be used, in this order of layers: for programs that predict
@@ -696,24 +587,25 @@ impl Mapped {
     /// right lately, nothing is read.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the file has no such expert: see
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no such expert: see
     /// [`has_expert`](Self::has_expert).
     pub fn expect_experts(&self, layers: &[LayerExperts<'_>]) -> Result<()> {
-        let known = &self.pages;
-        known.check_layers(layers)?;
-        known.foresees.store(false, Ordering::Relaxed);
-        known.count_frames();
-        let worth = known.worth_a_read(&mut known.foresight.lock(), layers);
-        known.expect(&worth, &[]);
+        let (model, core) = (&*self.pages.model, &*self.core);
+        model.check_layers(layers)?;
+        model.foresees.store(false, Ordering::Relaxed);
+        model.count_frames(&self.pages.runtime);
+        let worth = model.worth_a_read(core, &mut model.foresight.lock(), layers);
+        model.expect(core, &worth, &[]);
         Ok(())
     }
 
     /// Whether experts are expected by what followed before, as they are unless the program has
     /// [predicted](Self::expect_experts) some itself.
     pub fn foresee(&self, on: bool) {
-        self.pages.foresees.store(on, Ordering::Relaxed);
+        let model = &*self.pages.model;
+        model.foresees.store(on, Ordering::Relaxed);
         if !on {
-            self.pages.expect(&[], &[]);
+            model.expect(&self.core, &[], &[]);
         }
     }
 
@@ -723,18 +615,18 @@ impl Mapped {
         self.core.bell().keeper().let_go();
     }
 
-    /// Pages of this file that stay pinned after [`let_go`](Self::let_go), at most.
+    /// Pages of this file's model that stay pinned after [`let_go`](Self::let_go), at most.
     pub fn most_pinned(&self) -> u64 {
-        let Pages { experts, page, .. } = &*self.pages;
-        let of_experts = experts.ids().map(|id| experts.pages(id, *page).len());
+        let (experts, page) = (&self.pages.model.outline.experts, self.pages.page);
+        let of_experts = experts.ids().map(|id| experts.pages(id, page).len());
         2 * of_experts.max().unwrap_or(1) as u64
     }
 
-    /// Keeps the order in which the program uses the file for the next start, if it was learned, in the user's cache
-    /// folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
+    /// Keeps the order in which the program uses the file, and the others of its model, for the next start, if it was
+    /// learned, in the user's cache folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
     /// this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
-        self.pages.uses.keep(&self.pages.runtime);
+        self.pages.model.uses.keep(&self.pages.runtime);
     }
 
     /// How the use of experts was known so far. All zero for a file without experts.
@@ -761,6 +653,7 @@ impl Mapped {
             .collect();
         live::File {
             name: self.pages.name.clone(),
+            whole: self.whole(),
             held: layers::held(&(0..len), &there, *page),
             cells: layers::cells(&each),
             parts: layers.look(experts, &there, *page),
@@ -822,6 +715,7 @@ impl Drop for Mapped {
             return;
         }
         self.keep_order();
+        self.pages.model.uses.leave(self.pages.file);
         let Self { core, pages, start, .. } = self;
         core.in_turn(|| {
             core.leave(*start);

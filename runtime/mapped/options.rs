@@ -1,10 +1,11 @@
 //! How a file is mapped.
 
-use std::fs::{self, Metadata};
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 
 use outcore::{Result, Runtime};
 
+use crate::outline::Outline;
 use crate::remembered::Place;
 use crate::{Mapped, MappedMut};
 
@@ -39,7 +40,8 @@ impl MapOptions {
     /// Whether the order in which the program uses the file is kept for the next start once it was learned, and an
     /// order that was kept is followed from the start. So it is, unless told.
     ///
-    /// An order is kept for a file as it is now: after a change of it, it is learned anew. If the program does not
+    /// Files that are parts of one model have one order. It is kept for the files as they are now: after a change of one,
+    /// it is learned anew. If the program does not
     /// follow it, it is dropped as soon as that is seen. A note takes at most 1 MiB; the folder has at most 64 of them,
     /// each for at most 90 days.
     #[must_use]
@@ -79,8 +81,15 @@ impl MapOptions {
         Mapped::open_with(runtime, path.as_ref(), self, true).map(MappedMut)
     }
 
-    pub(crate) fn place(&self, path: &Path, page: u64, pages: u32) -> Option<Place> {
-        let metadata = fs::metadata(path).ok().filter(|_| self.keep_order)?;
-        Place::of(&metadata, page, pages, self.folder.clone())
+    /// Whether these keep orders as others do: then they may share one.
+    pub(crate) fn keeps_as(&self, other: &Self) -> bool {
+        (self.keep_order, &self.folder) == (other.keep_order, &other.folder)
+    }
+
+    pub(crate) fn place(&self, outline: &Outline, page: u64) -> Option<Place> {
+        if !self.keep_order {
+            return None;
+        }
+        Place::of(&outline.files, page, outline.row.len(), self.folder.clone())
     }
 }

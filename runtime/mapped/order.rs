@@ -23,12 +23,12 @@ fn place(name: &str, is_output: bool) -> Option<(u64, u32)> {
     }
 }
 
-/// Byte ranges of the tensors of one file, in that order.
-pub fn of(tensors: &[&TensorHeader], has_output: bool) -> Vec<Range<u64>> {
+/// Byte ranges of the tensors of a model in that order, each in a file.
+pub fn of(tensors: &[TensorHeader], has_output: bool) -> Vec<(usize, Range<u64>)> {
     let placed = tensors.iter().filter_map(|tensor| Some((place(&tensor.name, !has_output)?, tensor)));
     let mut placed: Vec<_> = placed.collect();
-    placed.sort_by_key(|(place, tensor)| (*place, tensor.offset));
-    placed.into_iter().map(|(_, tensor)| tensor.offset..tensor.end()).collect()
+    placed.sort_by_key(|(place, tensor)| (*place, tensor.file, tensor.offset));
+    placed.into_iter().map(|(_, tensor)| (tensor.file as usize, tensor.offset..tensor.end())).collect()
 }
 
 #[cfg(test)]

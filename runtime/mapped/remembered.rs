@@ -28,7 +28,7 @@ const CHANGE: usize = 8;
 /// Most uses in an order: the recogniser remembers no more.
 pub const USES_MOST: u64 = 1 << 18;
 
-/// A file's note, and where it is.
+/// The note of a file, or of files that belong together, and where it is.
 #[derive(Clone, Debug)]
 pub struct Place {
     path: PathBuf,
@@ -44,15 +44,37 @@ struct Note {
     orders: Vec<Vec<u32>>,
 }
 
+/// One state of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    device: u64,
+    inode: u64,
+    /// Bytes.
+    pub len: u64,
+    /// When it was written last, in seconds and nanoseconds.
+    changed: (i64, i64),
+}
+
+impl Identity {
+    pub fn of(file: &Metadata) -> Self {
+        let changed = (file.mtime(), file.mtime_nsec());
+        Self { device: file.dev(), inode: file.ino(), len: file.len(), changed }
+    }
+}
+
 impl Place {
-    /// Of a file of so many pages of `page` bytes. `None` where there is no folder for notes.
-    pub fn of(file: &Metadata, page: u64, pages: u32, folder: Option<PathBuf>) -> Option<Self> {
+    /// Of files whose pages of `page` bytes have numbers below `pages`. `None` where there is no folder for notes.
+    pub fn of(files: &[Identity], page: u64, pages: u32, folder: Option<PathBuf>) -> Option<Self> {
         let folder = folder.or_else(notes::folder)?;
-        let (device, inode) = (file.dev(), file.ino());
-        // One note for a file, whatever becomes of its bytes.
-        let path = folder.join(format!("{PREFIX}{device:x}-{inode:x}-{page:x}.json"));
-        let changed = format!("{}.{:09}", file.mtime(), file.mtime_nsec());
-        Some(Self { path, file: format!("{device:x}:{inode:x} {} {changed} {page}", file.len()), pages })
+        let Identity { device, inode, .. } = files.first()?;
+        let count = if files.len() > 1 { format!("-{}", files.len()) } else { String::new() };
+        // One note for the files, whatever becomes of their bytes.
+        let path = folder.join(format!("{PREFIX}{device:x}-{inode:x}-{page:x}{count}.json"));
+        let one = |Identity { device, inode, len, changed: (seconds, nanoseconds) }: &Identity| {
+            format!("{device:x}:{inode:x} {len} {seconds}.{nanoseconds:09}")
+        };
+        let all: Vec<String> = files.iter().map(one).collect();
+        Some(Self { path, file: format!("{} {page}", all.join(" ")), pages })
     }
 
     /// The orders that were kept; none that names a page which the file has not.
@@ -194,8 +216,12 @@ mod tests {
 
     const PAGES: u32 = 1000;
 
+    fn identity(of: &Path) -> Identity {
+        Identity::of(&fs::metadata(of).unwrap())
+    }
+
     fn place(folder: &Path, of: &Path) -> Place {
-        Place::of(&fs::metadata(of).unwrap(), 4096, PAGES, Some(folder.into())).unwrap()
+        Place::of(&[identity(of)], 4096, PAGES, Some(folder.into())).unwrap()
     }
 
     fn scene() -> (tempfile::TempDir, PathBuf, Place) {
@@ -225,7 +251,7 @@ mod tests {
         let (folder, file, before) = scene();
         before.write(&[vec![1, 2, 3]]).unwrap();
         let notes = folder.path().join("cache/outcore");
-        let now = |page: u64| Place::of(&fs::metadata(&file).unwrap(), page, PAGES, Some(notes.clone())).unwrap();
+        let now = |page: u64| Place::of(&[identity(&file)], page, PAGES, Some(notes.clone())).unwrap();
         assert_eq!(now(4096).read().len(), 1);
         assert!(now(8192).read().is_empty(), "other pages");
         let open = File::options().write(true).open(&file).unwrap();
@@ -296,7 +322,7 @@ mod tests {
         // Nor are there more notes than that, however many files are mapped.
         let notes = folder.path().join("cache/outcore");
         for page in 0..NOTES_MOST as u64 + 20 {
-            let place = Place::of(&fs::metadata(&file).unwrap(), 4096 << (page % 8) | page, PAGES, Some(notes.clone()));
+            let place = Place::of(&[identity(&file)], 4096 << (page % 8) | page, PAGES, Some(notes.clone()));
             place.unwrap().write(&[vec![1]]).unwrap();
         }
         assert!(fs::read_dir(&notes).unwrap().count() <= NOTES_MOST);

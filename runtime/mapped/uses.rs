@@ -1,6 +1,10 @@
-//! What is known of the order in which a program uses a file: which order is followed, which were learned, and what is
-//! done to learn of one.
+//! What is known of the order in which a program uses files that belong together: which order is followed, which were
+//! learned, and what is done to learn of one.
+//!
+//! Pages go by their numbers in the files' [row](crate::row).
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,8 +14,10 @@ use outcore::{Result, Runtime, Tensor, Walker};
 use parking_lot::Mutex;
 
 use crate::followed::Followed;
+use crate::live::Order;
 use crate::looks::Looks;
 use crate::remembered::{self, Place, USES_MOST};
+use crate::row::Members;
 
 /// The fewest uses of a pass that is kept although it came but once, and the part of the cycle behind it that it has at
 /// least.
@@ -39,61 +45,46 @@ struct State {
     looks: Looks,
     /// Whether the policy looks for no order.
     unordered: bool,
+    /// Whether files were mapped since an order was declared.
+    has_more: bool,
+    /// Whether a file has left since: the order that is followed lacks its pages.
+    has_less: bool,
+    /// Uses so far, and what is known of their order: now, and by what was declared.
+    uses: u64,
+    order: Order,
+    declared: Order,
 }
 
 #[derive(Debug)]
 pub struct Uses {
-    /// The uses of this mapping that have an order.
+    /// The uses of these files that have an order.
     walker: Walker,
-    bytes: Tensor,
+    members: Arc<Members>,
+    /// The bytes that a pass is likely to use, as headers tell, each in a file.
+    header: Vec<(usize, Range<u64>)>,
     opened: Instant,
     /// Where orders are kept.
     place: Option<Place>,
     state: Mutex<State>,
     /// Whether a thread writes orders down.
-    writing: std::sync::Arc<AtomicBool>,
-}
-
-/// Pages that follow one another, of a file; `None` behind its end.
-pub fn run(bytes: &Tensor, page: u64, first: u32, end: u32) -> Option<Tensor> {
-    let first = u64::from(first) * page;
-    let end = (u64::from(end) * page).min(bytes.size().get());
-    if first < end { bytes.rows(first..end).ok() } else { None }
-}
-
-fn tensors(bytes: &Tensor, page: u64, order: &[u32]) -> Vec<Tensor> {
-    let runs = order.chunk_by(|a, b| a.checked_add(1) == Some(*b));
-    runs.filter_map(|pages| run(bytes, page, *pages.first()?, pages.last()? + 1)).collect()
+    writing: Arc<AtomicBool>,
 }
 
 impl Uses {
-    /// Of a file with the order that its header gives, if any. An order that was kept comes before that.
+    /// Of files with the order that their headers give, if any. An order that was kept comes before that.
     ///
     /// # Errors
     /// As for [`Runtime::walker`].
-    pub fn new(runtime: &Runtime, bytes: &Tensor, header: &[Tensor], place: Option<Place>) -> Result<Self> {
-        let page = bytes.page_size().bytes();
-        let pages = u32::try_from(bytes.size().get().div_ceil(page)).unwrap_or(u32::MAX);
+    pub fn new(
+        runtime: &Runtime,
+        members: &Arc<Members>,
+        header: Vec<(usize, Range<u64>)>,
+        place: Option<Place>,
+    ) -> Result<Self> {
         let orders = place.as_ref().map_or_else(Vec::new, Place::read);
-        let walker = runtime.walker()?;
-        let known = match orders.split_first() {
-            None => {
-                walker.plan(header);
-                of_header(bytes, header)
-            }
-            Some((last, others)) => {
-                walker.know(header);
-                for order in others.iter().rev() {
-                    walker.know(&tensors(bytes, page, order));
-                }
-                walker.plan(&tensors(bytes, page, last));
-                last.clone()
-            }
-        };
-        let looks = Looks::new(pages, !known.is_empty());
-        let followed = Followed::new(known, 0);
+        let looks = Looks::new(members.row().len(), !header.is_empty() || !orders.is_empty());
         let state = State {
-            followed,
+            followed: Followed::new(Vec::new(), 0),
             serial: 0,
             first: Vec::new(),
             seen: Vec::new(),
@@ -102,15 +93,77 @@ impl Uses {
             kept: 0,
             looks,
             unordered: false,
+            has_more: false,
+            has_less: false,
+            uses: 0,
+            order: Order::Looking,
+            declared: Order::Looking,
         };
         Ok(Self {
-            walker,
-            bytes: bytes.clone(),
+            walker: runtime.walker()?,
+            members: members.clone(),
+            header,
             opened: Instant::now(),
             place,
             state: Mutex::new(state),
             writing: Default::default(),
         })
+    }
+
+    /// A file is mapped. Returns whether it was not before; if it was, nothing changes.
+    ///
+    /// As soon as all files are mapped, the order of all is declared. Until then what is known of those that are is
+    /// declared when they are used.
+    pub fn join(&self, file: usize, bytes: &Tensor) -> bool {
+        if !self.members.join(file, bytes) {
+            return false;
+        }
+        let mut state = self.state.lock();
+        state.has_more = true;
+        if self.members.count() == self.members.row().files() {
+            self.declare(&mut state);
+        }
+        true
+    }
+
+    /// A file is mapped no more. What is followed from here on lacks its pages, so it is not kept at the end.
+    pub fn leave(&self, file: usize) {
+        self.members.leave(file);
+        self.state.lock().has_less = true;
+    }
+
+    /// Declares the order that was kept, or else the one that headers tell, of the files that are mapped.
+    fn declare(&self, state: &mut State) {
+        (state.has_more, state.has_less) = (false, false);
+        let header: Vec<Tensor> =
+            self.header.iter().filter_map(|(file, bytes)| self.members.bytes(*file, bytes.clone())).collect();
+        let is_mapped = |page: &u32| self.members.address(*page).is_some();
+        let (known, order): (Vec<u32>, Order) = match state.orders.split_first() {
+            None => {
+                self.walker.plan(&header);
+                let of_header = self.header.iter().flat_map(|(file, bytes)| self.members.pages(*file, bytes));
+                let mut known: Vec<u32> = of_header.filter(is_mapped).collect();
+                known.dedup();
+                (known, Order::OfHeaders)
+            }
+            Some((last, others)) => {
+                self.walker.know(&header);
+                for order in others.iter().rev() {
+                    self.walker.know(&self.members.runs(order));
+                }
+                self.walker.plan(&self.members.runs(last));
+                (last.iter().copied().filter(is_mapped).collect(), Order::Kept)
+            }
+        };
+        state.declared = if known.is_empty() { Order::Looking } else { order };
+        state.order = state.declared;
+        state.followed = Followed::new(known, 0);
+        state.serial = 0;
+    }
+
+    /// What is known of the order.
+    pub fn order(&self) -> Order {
+        self.state.lock().order
     }
 
     pub fn walker(&self) -> &Walker {
@@ -125,6 +178,7 @@ impl Uses {
     /// since the fault before; `there` says whether the program sees a page.
     pub fn fault(&self, page: u32, was_there: bool, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let mut state = self.state.lock();
+        state.uses += 1;
         if state.first.len() < FIRST {
             state.first.push(page);
         }
@@ -132,7 +186,9 @@ impl Uses {
             state.seen.push(page);
         }
         state.looks.fault(page, was_there, self.now());
-        state.followed.passed(page, there)
+        let passed = state.followed.passed(page, there);
+        state.uses += passed.len() as u64;
+        passed
     }
 
     /// A page that was used is let go. Returns whether it is to be hidden.
@@ -160,6 +216,10 @@ impl Uses {
     pub fn look(&self, runtime: &Runtime, frames: usize) {
         let place = self.place_of(runtime);
         let mut state = self.state.lock();
+        // An order that was learned is better than what headers tell.
+        if state.has_more && place.is_none_or(|place| place.declared) {
+            return self.declare(&mut state);
+        }
         state.looks.follows(place.is_some(), frames, self.now());
         // A few uses of many seem to have an order where they have none: those that need a read may be a walk over the
         // file, while pages that are there are used in between.
@@ -171,6 +231,7 @@ impl Uses {
             }
         }
         let Some(place) = place else {
+            state.order = if state.unordered { Order::NoneFound } else { Order::Looking };
             if !state.looks.is_learning() {
                 state.seen = Vec::new();
             }
@@ -182,12 +243,17 @@ impl Uses {
             return;
         };
         if place.order != state.serial {
-            state.followed = Followed::new(self.walker.order_of(&self.bytes), place.next as usize);
+            state.followed = Followed::new(self.followed_order(), place.next as usize);
             state.serial = place.order;
+            state.order = match place.declared {
+                true => state.declared,
+                false => Order::Found { pass: state.uses.div_ceil(place.pages.max(1)).max(1) },
+            };
         }
         let seen = std::mem::take(&mut state.seen);
         self.keep_a_pass(&mut state, &seen, place.pages as usize);
         if place.expected >= place.pages && state.kept != place.order && !place.declared {
+            state.has_less = false;
             self.add(&mut state, place);
             if self.write_soon(Self::written(&state)) {
                 state.is_new = false;
@@ -204,7 +270,7 @@ impl Uses {
             && state.orders.len() < remembered::ORDERS_MOST
             && !state.orders.iter().any(known)
         {
-            self.walker.know(&tensors(&self.bytes, self.bytes.page_size().bytes(), pass));
+            self.walker.know(&self.members.runs(pass));
             state.orders.push(pass.to_vec());
             state.is_new = true;
         }
@@ -215,9 +281,17 @@ impl Uses {
         mine.and_then(|stats| stats.places.first().copied())
     }
 
+    /// The order that is followed, of the files that are mapped.
+    fn followed_order(&self) -> Vec<u32> {
+        let mapped = self.members.mapped();
+        let bytes: Vec<Tensor> = mapped.iter().map(|(_, bytes)| bytes.clone()).collect();
+        let number = |(at, page): (usize, u32)| Some(self.members.row().first(mapped.get(at)?.0) + page);
+        self.walker.order_in(&bytes).into_iter().filter_map(number).collect()
+    }
+
     /// Adds the order that is followed to those that are kept.
     fn add(&self, state: &mut State, place: WalkerPlace) {
-        let order = self.walker.order_of(&self.bytes);
+        let order = self.followed_order();
         state.kept = place.order;
         if !order.is_empty() {
             remembered::add(&mut state.orders, order);
@@ -258,7 +332,7 @@ impl Uses {
         let followed = self.place_of(runtime).filter(|followed| !followed.declared);
         let orders = {
             let mut state = self.state.lock();
-            if let Some(followed) = followed.filter(|followed| followed.order != state.kept) {
+            if let Some(followed) = followed.filter(|followed| followed.order != state.kept && !state.has_less) {
                 self.add(&mut state, followed);
             }
             std::mem::take(&mut state.is_new).then(|| Self::written(&state))
@@ -273,16 +347,4 @@ fn write(place: &Place, orders: &[Vec<u32>]) {
     if let Err(cause) = place.write(orders) {
         tracing::debug!(%cause, "an order that was learned is not kept for the next start");
     }
-}
-
-/// The pages of the tensors, in turn.
-fn of_header(bytes: &Tensor, header: &[Tensor]) -> Vec<u32> {
-    let page = bytes.page_size().bytes();
-    let pages_of = |tensor: &Tensor| {
-        let first = tensor.address() - bytes.address();
-        (first / page) as u32..(first + tensor.size().get()).div_ceil(page) as u32
-    };
-    let mut known: Vec<u32> = header.iter().flat_map(pages_of).collect();
-    known.dedup();
-    known
 }

@@ -1,5 +1,6 @@
 //! Walkers: passes in progress.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -7,7 +8,8 @@ use super::member::Walking;
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::compute::ComputeStream;
 use crate::error::Result;
-use crate::ids::{PageId, WalkerId};
+use crate::ids::{PageId, SegmentId, WalkerId};
+use crate::pager::PageRun;
 use crate::shared::Shared;
 use crate::tensor::Tensor;
 
@@ -117,16 +119,30 @@ impl Walker {
     ///
     /// A program may keep it, and [declare](Self::plan) it the next time.
     pub fn order_of(&self, tensor: &Tensor) -> Vec<u32> {
+        self.order_in(std::slice::from_ref(tensor)).into_iter().map(|(_, page)| page).collect()
+    }
+
+    /// As [`order_of`](Self::order_of), of the pages that any of these tensors has a part of: the tensor's place among
+    /// them, and the page, counted from the tensor's first one. Of tensors of one allocation that share a page, one is
+    /// named.
+    pub fn order_in(&self, tensors: &[Tensor]) -> Vec<(usize, u32)> {
         let Walking { id, shared } = &*self.walking;
-        if !tensor.is_of(shared) {
+        let mut runs: HashMap<SegmentId, Vec<(usize, PageRun)>> = HashMap::new();
+        for (at, tensor) in tensors.iter().enumerate().filter(|(_, tensor)| tensor.is_of(shared)) {
+            let run = tensor.run();
+            runs.entry(run.segment).or_default().push((at, run));
+        }
+        if runs.is_empty() {
             return Vec::new();
         }
-        let run = tensor.run();
         let order = shared.engine.recorded(|pager| pager.order_of(*id)).unwrap_or_default();
-        let of_segment = order.into_iter().filter(|page| page.segment == run.segment);
-        let (first, count) = (run.first.index(), run.count as usize);
-        let place = |page: PageId| page.index.index().checked_sub(first).filter(|place| *place < count);
-        of_segment.filter_map(place).map(|place| place as u32).collect()
+        let place = |page: PageId| {
+            runs.get(&page.segment)?.iter().find_map(|(at, run)| {
+                let nth = page.index.index().checked_sub(run.first.index())?;
+                (nth < run.count as usize).then_some((*at, nth as u32))
+            })
+        };
+        order.into_iter().filter_map(place).collect()
     }
 
     /// Opens a [scope](crate::Scope), whose pins are uses of this walker.

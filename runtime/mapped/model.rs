@@ -1,0 +1,252 @@
+//! What the mapped files of one model share: one order of use, one walker, and what is known of its experts.
+
+use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker};
+use parking_lot::Mutex;
+
+use crate::device::Core;
+use crate::experts::{ExpertId, LayerExperts};
+use crate::foresight::Foresight;
+use crate::options::MapOptions;
+use crate::outline::Outline;
+use crate::remembered::Identity;
+use crate::row::Members;
+use crate::uses::Uses;
+
+/// Uses of experts that nobody told of, after which it is believed that nobody tells.
+pub const UNTOLD_MAX: u64 = 64;
+/// Outlines that are kept while no file of theirs is mapped: a program may map one file after the other.
+const OUTLINES_MAX: usize = 8;
+
+/// A model of which files are mapped on a runtime. A file that is no part of one is a model of its own.
+#[derive(Debug)]
+pub struct Model {
+    pub outline: Arc<Outline>,
+    /// The files that are mapped.
+    pub members: Arc<Members>,
+    /// Uses that have an order.
+    pub uses: Uses,
+    /// Uses of experts: they have none.
+    pub drawn: Walker,
+    /// The first page of each expert. It is hidden after use, so that each use of the expert is seen.
+    pub firsts: HashSet<u32>,
+    /// Uses of experts since one was [told of](crate::Mapped::expert_hint); more than [`UNTOLD_MAX`] if none was.
+    pub untold: AtomicU64,
+    /// Addresses of the pages that are [expected](crate::Mapped::expect_experts).
+    expected: Mutex<Vec<u64>>,
+    pub foresight: Mutex<Foresight>,
+    /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
+    pub foresees: AtomicBool,
+    /// Faults so far.
+    pub faults: AtomicU64,
+    /// Frames of the runtime at the last look: its budget may change.
+    pub frames: AtomicUsize,
+    private: bool,
+    options: MapOptions,
+}
+
+/// The models of a device.
+#[derive(Debug, Default)]
+pub struct Models {
+    /// What headers told lately, so that a model of many files is read once.
+    outlines: VecDeque<Arc<Outline>>,
+    live: Vec<Weak<Model>>,
+}
+
+/// Finds the model that has this file, which was mapped as `bytes`, and adds the file to it. Files that are mapped to be
+/// written are apart from others, and so is a file that the model has already. Returns the file's number in the model.
+///
+/// # Errors
+/// As for [`Runtime::walker`].
+pub fn join(
+    runtime: &Runtime,
+    core: &Core,
+    (path, identity): (&Path, Identity),
+    bytes: &Tensor,
+    private: bool,
+    options: &MapOptions,
+) -> Result<(Arc<Model>, usize)> {
+    let has = |outline: &Outline| outline.files.iter().position(|file| *file == identity);
+    let known = core.models.lock().outlines.iter().find_map(|outline| Some((outline.clone(), has(outline)?)));
+    let (outline, file) = known.unwrap_or_else(|| {
+        // Other files may be mapped meanwhile: their headers are read here.
+        let (outline, file) = Outline::of(path, identity, core.page());
+        (Arc::new(outline), file)
+    });
+    let mut models = core.models.lock();
+    // What was read last comes first: of a model of which a file was replaced, that is what is true.
+    models.outlines.retain(|other| !Arc::ptr_eq(other, &outline));
+    models.outlines.push_front(outline.clone());
+    models.outlines.truncate(OUTLINES_MAX);
+    models.live.retain(|model| model.strong_count() > 0);
+    for model in models.live.iter().filter_map(Weak::upgrade) {
+        let fits = model.outline.files == outline.files && model.private == private && model.options.keeps_as(options);
+        if fits && model.uses.join(file, bytes) {
+            return Ok((model, file));
+        }
+    }
+    let model = Arc::new(Model::new(runtime, core, outline, private, options)?);
+    model.uses.join(file, bytes);
+    models.live.push(Arc::downgrade(&model));
+    Ok((model, file))
+}
+
+impl Model {
+    fn new(runtime: &Runtime, core: &Core, outline: Arc<Outline>, private: bool, options: &MapOptions) -> Result<Self> {
+        let page = core.page();
+        let members = Arc::new(Members::new(outline.row.clone(), page));
+        let place = options.place(&outline, page);
+        let uses = Uses::new(runtime, &members, outline.order.clone(), place)?;
+        let drawn = runtime.walker()?;
+        drawn.unordered();
+        let firsts = outline.experts.firsts(page).collect();
+        Ok(Self {
+            outline,
+            members,
+            uses,
+            drawn,
+            firsts,
+            untold: AtomicU64::new(UNTOLD_MAX + 1),
+            expected: Mutex::default(),
+            foresight: Mutex::default(),
+            foresees: AtomicBool::new(true),
+            faults: AtomicU64::new(0),
+            frames: AtomicUsize::new(0),
+            private,
+            options: options.clone(),
+        })
+    }
+
+    pub fn count_frames(&self, runtime: &Runtime) {
+        let frames = runtime.stats().device_frames;
+        self.frames.store((frames.used + frames.free) as usize, Ordering::Relaxed);
+    }
+
+    /// Pages that stay pinned behind their use at most.
+    pub fn may_keep(&self) -> usize {
+        /// Where pages are used one by one.
+        const KEPT: usize = 16;
+        let frames = self.frames.load(Ordering::Relaxed);
+        // Beside the pages of turns, and one that is on its way.
+        if self.outline.experts.is_empty() { (frames / 16).clamp(2, KEPT) } else { (frames / 4).max(1) }
+    }
+
+    /// Whether uses of experts are told of.
+    pub fn is_told(&self) -> bool {
+        self.untold.load(Ordering::Relaxed) <= UNTOLD_MAX
+    }
+
+    /// Where the pages of the row are, as far as their files are mapped.
+    pub fn addresses(&self, pages: &[u32]) -> Vec<u64> {
+        pages.iter().filter_map(|page| self.members.address(*page)).collect()
+    }
+
+    pub fn check_experts(&self, layer: u32, experts: &[u32]) -> Result<()> {
+        let has = |expert: &&u32| self.outline.experts.has(ExpertId { layer, expert: **expert });
+        experts.iter().find(|expert| !has(expert)).map_or(Ok(()), |unknown| {
+            let message = format!("the model has no expert {unknown} in layer {layer}");
+            Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("tell of experts that the router of this model can choose"))
+        })
+    }
+
+    pub fn check_layers(&self, layers: &[LayerExperts<'_>]) -> Result<()> {
+        layers.iter().try_for_each(|LayerExperts { layer, experts }| self.check_experts(*layer, experts))
+    }
+
+    /// These experts are told of, whose pages are at `addresses`. What is used next is what the program expects, if it
+    /// does; or all of the next layer, if it is most of this one, as batches of many tokens use it; or what followed
+    /// before.
+    pub fn look_ahead(&self, core: &Core, now: LayerExperts<'_>, next: Option<&[LayerExperts<'_>]>, addresses: &[u64]) {
+        let mut foresight = self.foresight.lock();
+        foresight.used(now.layer, now.experts);
+        let experts = &self.outline.experts;
+        let is_most = || {
+            let of_layer = experts.in_layer(now.layer).count();
+            of_layer > 0 && now.experts.len() * 4 >= of_layer * 3
+        };
+        let worth = if let Some(next) = next {
+            self.foresees.store(false, Ordering::Relaxed);
+            self.worth_a_read(core, &mut foresight, next)
+        } else if is_most() {
+            let layer = now.layer.saturating_add(1);
+            vec![(layer, experts.in_layer(layer).collect())]
+        } else if let Some((layer, experts)) = foresight.after_used().filter(|_| self.foresees.load(Ordering::Relaxed))
+        {
+            self.worth_a_read(core, &mut foresight, &[LayerExperts { layer, experts: &experts }])
+        } else {
+            return;
+        };
+        drop(foresight);
+        self.expect(core, &worth, addresses);
+    }
+
+    /// What of a prediction is worth a read.
+    pub fn worth_a_read(
+        &self,
+        core: &Core,
+        foresight: &mut Foresight,
+        layers: &[LayerExperts<'_>],
+    ) -> Vec<(u32, Vec<u32>)> {
+        let is_there = |id| {
+            // Not at an end, where a neighbour may have brought the page.
+            let place = self.outline.experts.pieces(id).next().map(|piece| piece.start.midpoint(piece.end));
+            let address = place.and_then(|at| self.members.address((at / self.members.page()) as u32));
+            address.is_none_or(|address| core.has_frame(address))
+        };
+        let worth = foresight.predicts(layers, is_there);
+        layers.iter().map(|layer| layer.layer).zip(worth).collect()
+    }
+
+    /// These experts are likely to be used soon, in this order of layers, and nothing else is. The pages at `now` are
+    /// waited for already.
+    pub fn expect(&self, core: &Core, layers: &[(u32, Vec<u32>)], now: &[u64]) {
+        let (mut pages, mut left) = (Vec::new(), self.may_keep());
+        for (layer, experts) in layers {
+            let of_layer = self.pages_of_experts(*layer, experts, left);
+            left -= of_layer.len();
+            pages.extend(of_layer);
+        }
+        // Published as soon as they are there, which costs the program nothing then. If uses are not told of, the first
+        // page of each stays hidden, so that its use is seen.
+        let told = self.is_told();
+        let seen = |page: &&u32| told || !self.firsts.contains(*page);
+        let shown: Vec<u64> = pages.iter().filter(seen).filter_map(|page| self.members.address(*page)).collect();
+        let mut expected = self.expected.lock();
+        if pages.is_empty() && expected.is_empty() {
+            return;
+        }
+        let now: HashSet<u64> = now.iter().copied().collect();
+        core.want_no_more(expected.iter().filter(|page| !now.contains(page)));
+        core.want_all(&shown);
+        *expected = shown;
+        // Wakers of the program's may run in what follows, and may tell of experts themselves.
+        drop(expected);
+        self.drawn.expect(&self.members.runs(&pages));
+    }
+
+    /// The pages of these experts of a layer, ascending, as far as they are not more than `most`, and their files are
+    /// mapped.
+    pub fn pages_of_experts(&self, layer: u32, experts: &[u32], most: usize) -> Vec<u32> {
+        let mut pages = BTreeSet::new();
+        for id in experts.iter().map(|expert| ExpertId { layer, expert: *expert }) {
+            let of_expert = self.pages_of(id);
+            if pages.len() + of_expert.iter().filter(|page| !pages.contains(*page)).count() > most {
+                break;
+            }
+            pages.extend(of_expert);
+        }
+        pages.into_iter().collect()
+    }
+
+    /// The pages that hold an expert, in all files that are mapped.
+    pub fn pages_of(&self, id: ExpertId) -> Vec<u32> {
+        let mut pages = self.outline.experts.pages(id, self.members.page());
+        pages.retain(|page| self.members.address(*page).is_some());
+        pages
+    }
+}

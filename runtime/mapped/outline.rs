@@ -1,0 +1,131 @@
+//! What the headers of a model's files tell before anything is used: which files belong together, in which order a pass
+//! is likely to use them, and where experts lie.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use outcore::format::{self, ModelHeader, TensorHeader};
+use outcore::rules::{Role, role};
+
+use crate::experts::Experts;
+use crate::order;
+use crate::remembered::Identity;
+use crate::row::Row;
+
+/// Indexes of a folder that are looked at.
+const INDEXES_MAX: usize = 16;
+
+/// A model in one file or in several; a file of any other kind is alone, and nothing is told of it.
+#[derive(Debug)]
+pub struct Outline {
+    /// The files as they were when their headers were read.
+    pub files: Vec<Identity>,
+    /// Their pages.
+    pub row: Row,
+    /// The bytes that a pass is likely to use, in order: each in a file.
+    pub order: Vec<(usize, Range<u64>)>,
+    /// The experts of all files. Each byte is counted from the first page of the row.
+    pub experts: Experts,
+    /// Why a file that is named as a part of a model is alone.
+    pub alone: Option<String>,
+    tensors: Vec<TensorHeader>,
+}
+
+impl Outline {
+    /// Of the model that has this file, in the state that was found, and the file's number in it. Pages have `page`
+    /// bytes.
+    pub fn of(path: &Path, found: Identity, page: u64) -> (Self, usize) {
+        let read = format::open(path);
+        let is_part = is_part(path);
+        let alone = match &read {
+            Err(error) if is_part => Some(error.to_string()),
+            Ok(_) if is_part => Some("its model's index does not name it, or its model's files changed".to_owned()),
+            _ => None,
+        };
+        let Ok(header) = read else { return (Self::alone(found, page, alone), 0) };
+        if let (1, format::Metadata::Safetensors(_)) = (header.files.len(), &header.metadata)
+            && let Some(whole) = indexes(path).iter().find_map(|index| {
+                let header = format::open(index).ok()?;
+                Self::together(header, found, page)
+            })
+        {
+            return whole;
+        }
+        Self::together(header, found, page).unwrap_or_else(|| (Self::alone(found, page, alone), 0))
+    }
+
+    /// `None` if the file is none of the header's, or if a file has changed since the header was read.
+    fn together(header: ModelHeader, found: Identity, page: u64) -> Option<(Self, usize)> {
+        let identity = |file: &format::ModelFile| {
+            let now = fs::metadata(&file.path).ok().filter(|now| outcore::rules::had_state(file, now))?;
+            Some(Identity::of(&now))
+        };
+        let files: Vec<Identity> = header.files.iter().map(identity).collect::<Option<_>>()?;
+        let number = files.iter().position(|file| *file == found)?;
+        // A file that is named twice is two files to the header, and would have to be mapped twice.
+        if files.iter().enumerate().any(|(at, file)| files[..at].contains(file)) {
+            return None;
+        }
+        let row = Row::of(files.iter().map(|file| file.len.div_ceil(page)))?;
+        let tensors = header.tensors;
+        // A model whose output is its embedding uses that as a matrix, after the last layer.
+        let has_output = tensors.iter().any(|tensor| role(&tensor.name) == Role::Output);
+        let order = order::of(&tensors, has_output);
+        let in_row = |tensor: &TensorHeader| {
+            let start = u64::from(row.first(tensor.file as usize)) * page;
+            TensorHeader { offset: start + tensor.offset, ..tensor.clone() }
+        };
+        let of_experts = |tensor: &&TensorHeader| matches!(role(&tensor.name), Role::Layer { expert: Some(_), .. });
+        let in_row: Vec<TensorHeader> = tensors.iter().filter(of_experts).map(in_row).collect();
+        let experts = Experts::of(in_row.iter());
+        Some((Self { files, row, order, experts, alone: None, tensors }, number))
+    }
+
+    /// Of a file that has no others, and of whose use nothing is known.
+    fn alone(file: Identity, page: u64, alone: Option<String>) -> Self {
+        // A file of more pages than there are numbers cannot be opened.
+        let row = Row::of([file.len.div_ceil(page)]).unwrap_or_default();
+        let (order, tensors) = (Vec::new(), Vec::new());
+        Self { files: vec![file], row, order, experts: Experts::default(), alone, tensors }
+    }
+
+    /// The tensors of a file.
+    pub fn tensors(&self, file: usize) -> Vec<&TensorHeader> {
+        self.tensors.iter().filter(|tensor| tensor.file as usize == file).collect()
+    }
+}
+
+/// The indexes of safetensors models beside a file, which may be one of their shards whatever its name is.
+fn indexes(path: &Path) -> Vec<PathBuf> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_index = |path: &PathBuf| path.to_string_lossy().ends_with(".safetensors.index.json");
+    entries.filter(is_index).take(INDEXES_MAX).collect()
+}
+
+/// Whether the file's name is that of a part of a model (`name-00001-of-00004.gguf`).
+fn is_part(path: &Path) -> bool {
+    let name = path.file_stem().unwrap_or_default().to_string_lossy();
+    let digits = |text: &str| text.len() >= 4 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let Some((before, count)) = name.rsplit_once("-of-") else { return false };
+    let has_number = before.rsplit_once('-').is_some_and(|(_, number)| digits(number));
+    has_number && digits(count) && count.parse() != Ok(1_u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::is_part;
+
+    #[test]
+    fn parts_are_known_by_their_names() {
+        for name in ["a-00001-of-00004.gguf", "x/model-00002-of-00003.safetensors", "a-b-0001-of-2000.gguf"] {
+            assert!(is_part(Path::new(name)), "{name}");
+        }
+        for name in ["model.gguf", "a-of-b.gguf", "best-of-00002.gguf", "a-1-of-2.gguf", "a-00001-of-00001.gguf", ""] {
+            assert!(!is_part(Path::new(name)), "{name}");
+        }
+    }
+}
