@@ -190,6 +190,35 @@ pub struct Whole {
     pub alone: Option<String>,
 }
 
+/// Models that are told of by name; others are counted.
+const MODELS_TOLD: usize = 3;
+
+/// In words: the order in which the files of these names are used, once for each model. Empty without files.
+pub fn told_of_order<'a>(files: impl IntoIterator<Item = (&'a str, &'a Whole)>) -> String {
+    let mut models: Vec<(&str, &Whole)> = Vec::new();
+    for (name, whole) in files {
+        if !models.iter().any(|(_, known)| known.id == whole.id) {
+            models.push((name, whole));
+        }
+    }
+    let one = |(name, whole): &(&str, &Whole)| {
+        let Whole { files, mapped, order, alone, .. } = whole;
+        let of = match (*files, models.len()) {
+            (1, 1) => String::new(),
+            (1, _) => format!(" of {name}"),
+            (files, _) if mapped < &files => format!(" of {mapped} files (their model has {files})"),
+            (files, _) => format!(" of {files} files, one model,"),
+        };
+        let alone = alone.as_ref().map_or(String::new(), |why| format!(" {name} counts as a model of its own: {why}."));
+        format!("The order of use{of} {}.{alone}", order.words())
+    };
+    let mut all: Vec<String> = models.iter().take(MODELS_TOLD).map(one).collect();
+    if models.len() > MODELS_TOLD {
+        all.push(format!("There are {} more models.", models.len() - MODELS_TOLD));
+    }
+    all.join(" ")
+}
+
 /// A mapped file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct File {
@@ -328,6 +357,11 @@ impl Snapshot {
         }
     }
 
+    /// In words: the order in which files are used. Empty without files.
+    pub fn told_of_order(&self) -> String {
+        told_of_order(self.files.iter().map(|file| (&*file.name, &file.whole)))
+    }
+
     /// In words: how the routing of a mixture was known. Empty if there is none.
     pub fn told_of_experts(&self) -> String {
         let Experts { hints, told, touched } = self.experts;
@@ -425,6 +459,31 @@ mod tests {
         assert!(taken < 3000 && all.len() <= Samples::MAX && all.len() > Samples::MAX / 3, "{taken}, {}", all.len());
         assert!(all[0].at == 0.0 && all.last().is_some_and(|last| last.at > 9900.0));
         assert!(all.is_sorted_by(|a, b| a.at < b.at));
+    }
+
+    #[test]
+    fn the_order_is_told_once_for_each_model() {
+        let whole = |id, files, mapped, order| Whole { id, files, mapped, order, alone: None };
+        let (found, kept) = (whole(1, 4, 4, Order::Found { pass: 2 }), whole(2, 1, 1, Order::Kept));
+        assert_eq!(told_of_order([]), "");
+        assert_eq!(told_of_order([("a", &kept)]), "The order of use is known from an earlier run.");
+        assert_eq!(
+            told_of_order([("a", &found), ("b", &found), ("c", &kept)]),
+            "The order of use of 4 files, one model, was found in pass 2. The order of use of c is known from an \
+             earlier run."
+        );
+        let less = Whole { alone: Some("x is missing".into()), ..whole(3, 1, 1, Order::Looking) };
+        assert_eq!(
+            told_of_order([("a", &less)]),
+            "The order of use was not found: no pass was repeated. a counts as a model of its own: x is missing."
+        );
+        assert_eq!(
+            told_of_order([("a", &whole(4, 4, 3, Order::OfHeaders))]),
+            "The order of use of 3 files (their model has 4) is that of the layers, by the headers."
+        );
+        let many: Vec<Whole> = (0..5).map(|id| whole(id, 1, 1, Order::Kept)).collect();
+        let told = told_of_order(many.iter().map(|whole| ("a", whole)));
+        assert!(told.ends_with("There are 2 more models."), "{told}");
     }
 
     #[test]

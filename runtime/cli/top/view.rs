@@ -52,6 +52,10 @@ impl View {
                 if now.planned { ", which follows an order" } else { "" },
             ),
         ));
+        let order = now.told_of_order();
+        if !order.is_empty() {
+            all.push(("order", printable(&order)));
+        }
         let told = |found: Option<f64>| found.map_or("nothing".to_owned(), rate);
         all.push((
             "read",
@@ -217,7 +221,7 @@ impl Report for View {
 
 #[cfg(test)]
 pub mod tests {
-    use outcore_mapped::live::{Experts, File, Memory, Optimum, Part, Routing, Stall};
+    use outcore_mapped::live::{Experts, File, Memory, Optimum, Order, Part, Routing, Stall, Whole};
 
     use super::*;
 
@@ -241,7 +245,13 @@ pub mod tests {
             held: held(10, 5, 1),
             experts: Some(HeldExperts { count: 4, held: held(20, 10, 0), cells: vec![0, 50, 100, 70] }),
         });
-        let file = |name: &str, parts| File { name: name.into(), held: held(100, 50, 10), cells: vec![0, 100], parts };
+        let file = |name: &str, parts| File {
+            name: name.into(),
+            whole: Whole { id: name.len() as u64, files: 1, mapped: 1, order: Order::OfHeaders, alone: None },
+            held: held(100, 50, 10),
+            cells: vec![0, 100],
+            parts,
+        };
         let now = Snapshot {
             process: 77,
             page_bytes: 2 << 20,
@@ -271,6 +281,7 @@ pub mod tests {
             "llama-cli -m a.gguf (77)\n",
             "700.0 MiB of 900.0 MiB",
             "60.0 MiB of 64.0 MiB in use, 2.0 MiB each; policy model, which follows an order",
+            "The order of use of a\\u{1b}.gguf is that of the layers, by the headers. The order of use of plain is",
             "2.0 GiB/s now (4.0 GiB/s while reading); 5.0 GiB in all",
             "0.50 now, 0.67 in all; best possible 0.75 (of the first 2000 uses, where there were 0.60)",
             "500 a second: 250 there, 0 read ahead, 0 on their way, 250 absent",

@@ -436,8 +436,10 @@ pub fn map(request: &Request) -> Option<u64> {
     let start = mapped.as_ptr() as u64;
     slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), None);
     HAS_EXPERTS.fetch_or(mapped.has_experts(), Ordering::Relaxed);
+    // Of the files of a model, the first one's are those of all.
+    let known = files.iter().find(|known| known.mapped.is_of_model_of(&mapped)).map(|known| known.routers.clone());
     let by_routers = mapped.has_experts() && prediction() == Prediction::Best;
-    let routers = Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() });
+    let routers = known.unwrap_or_else(|| Arc::new(if by_routers { Routers::of(&path) } else { Routers::default() }));
     mapped.foresee(prediction() != Prediction::Off);
     pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
     files.push(Known { identity, path, mapped, routers, given, slot, refused: false });
@@ -643,24 +645,26 @@ pub struct RouterInput {
     pub tokens: usize,
 }
 
-/// The only mapped file that fits. Of two models nobody knows which one is meant: their experts come as they are
-/// touched. Nothing in a child by `fork`, which has a copy of this, and reads the files themselves.
-fn only_file(fits: impl Fn(&Known) -> bool) -> Option<(Arc<Mapped>, Arc<Routers>)> {
+/// The files that the program has mapped of the only model that fits, with their numbers in it. Of two models nobody
+/// knows which one is meant: their experts come as they are touched. Nothing in a child by `fork`, which has a copy of
+/// this, and reads the files themselves.
+fn only_model(fits: impl Fn(&Known) -> bool) -> Option<(Vec<(Option<u32>, Arc<Mapped>)>, Arc<Routers>)> {
     let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
     // One that the program has unmapped is not meant.
-    let mut found = files.iter().filter(|known| !known.given.is_empty() && fits(known));
-    let one = found.next()?;
-    if found.next().is_some() {
+    let found: Vec<&Known> = files.iter().filter(|known| !known.given.is_empty() && fits(known)).collect();
+    let first = found.first()?;
+    if !found.iter().all(|known| known.mapped.is_of_model_of(&first.mapped)) {
         routing::two_models();
         return None;
     }
-    Some((one.mapped.clone(), one.routers.clone()))
+    let number = |known: &&Known| (first.routers.file(&known.path), known.mapped.clone());
+    Some((found.iter().map(number).collect(), first.routers.clone()))
 }
 
 /// Whether what the router of this layer is given tells of the experts of the next one.
 pub fn can_predict(layer: u32) -> bool {
-    calls::ours(|| only_file(|known| known.routers.know_what_follows(layer)).map(drop)).is_some()
+    calls::ours(|| only_model(|known| known.routers.know_what_follows(layer)).map(drop)).is_some()
 }
 
 /// The program uses these experts of a layer next, `used` for each token. Returns when they are there. `input` is what
@@ -672,10 +676,12 @@ pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterIn
 
 fn expect(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
     let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
-    let Some((one, routers)) = only_file(has_all) else { return };
+    let Some((files, routers)) = only_model(has_all) else { return };
+    let Some((_, one)) = files.first() else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     let input = input.filter(|input| input.layer == layer);
-    let next = input.map(|input| routers.predict(&one, layer, &input.numbers, input.tokens, used));
+    let bytes = |number| files.iter().find(|(file, _)| *file == Some(number)).map(|(_, mapped)| &***mapped);
+    let next = input.map(|input| routers.predict(&bytes, layer, &input.numbers, input.tokens, used));
     // A model whose experts end here has no others to expect.
     let _ = match next.filter(|next| !next.is_empty() && next.iter().all(|expert| one.has_expert(layer + 1, *expert))) {
         Some(next) => one

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use outcore::DType;
 use outcore::format::{self, TensorHeader};
@@ -17,19 +17,26 @@ const TOKENS_MAX: usize = 4;
 /// Elements of a router that are looked at: larger ones would take as long as the layer itself.
 const ELEMENTS_MAX: u64 = 1 << 22;
 
-/// A tensor of 32-bit numbers in the file, by its bytes.
+/// The bytes of a model's files, by their numbers; `None` of one that is not mapped.
+pub type Files<'a> = dyn Fn(u32) -> Option<&'a [u8]> + 'a;
+
+/// A tensor of 32-bit numbers: its file, and its bytes there.
 #[derive(Debug)]
-struct Numbers(Range<usize>);
+struct Numbers(u32, Range<usize>);
 
 impl Numbers {
     fn of(tensor: &TensorHeader) -> Option<Self> {
         let whole = tensor.dtype == DType::F32 && tensor.len <= 4 * ELEMENTS_MAX;
         whole.then_some(())?;
-        Some(Self(usize::try_from(tensor.offset).ok()?..usize::try_from(tensor.end()).ok()?))
+        Some(Self(tensor.file, usize::try_from(tensor.offset).ok()?..usize::try_from(tensor.end()).ok()?))
     }
 
-    fn read<'a>(&self, file: &'a [u8]) -> Option<impl ExactSizeIterator<Item = f32> + 'a> {
-        let (numbers, _) = file.get(self.0.clone())?.as_chunks::<4>();
+    fn bytes<'a>(&self, files: &Files<'a>) -> Option<&'a [u8]> {
+        files(self.0)?.get(self.1.clone())
+    }
+
+    fn read<'a>(&self, files: &Files<'a>) -> Option<impl ExactSizeIterator<Item = f32> + 'a> {
+        let (numbers, _) = self.bytes(files)?.as_chunks::<4>();
         Some(numbers.iter().map(|bytes| f32::from_le_bytes(*bytes)))
     }
 }
@@ -45,19 +52,21 @@ struct Router {
     scale: Option<Numbers>,
 }
 
-/// The routers of a model's file, by layer.
+/// The routers of a model, by layer.
 #[derive(Debug, Default)]
-pub struct Routers(HashMap<u32, Router>);
+pub struct Routers {
+    all: HashMap<u32, Router>,
+    /// The model's files, in the order of their numbers.
+    files: Vec<PathBuf>,
+}
 
 impl Routers {
-    /// Of one file of a model; empty if it has no routers of a kind that is understood.
+    /// Of the model that has this file; empty if it has no routers of a kind that is understood.
     pub fn of(path: &Path) -> Self {
         let (mut all, Ok(header)) = (HashMap::<u32, Router>::new(), format::open(path)) else { return Self::default() };
-        let Ok(path) = path.canonicalize() else { return Self::default() };
-        let is_here = |file: u32| {
-            header.files.get(file as usize).and_then(|file| file.path.canonicalize().ok()).is_some_and(|of| of == path)
-        };
-        for tensor in header.tensors.iter().filter(|tensor| is_here(tensor.file)) {
+        let files: Option<Vec<PathBuf>> = header.files.iter().map(|file| file.path.canonicalize().ok()).collect();
+        let Some(files) = files else { return Self::default() };
+        for tensor in &header.tensors {
             let Some((layer, inside)) = tensor.name.strip_prefix("blk.").and_then(|name| name.split_once('.')) else {
                 continue;
             };
@@ -71,34 +80,39 @@ impl Routers {
             }
         }
         all.retain(|_, router| router.rows.is_some());
-        Self(all)
+        Self { all, files }
+    }
+
+    /// The number of a file of the model.
+    pub fn file(&self, path: &Path) -> Option<u32> {
+        self.files.iter().position(|file| file == path).map(|at| at as u32)
     }
 
     /// Whether something can be said of the experts of the layer behind this one.
     pub fn know_what_follows(&self, layer: u32) -> bool {
-        layer.checked_add(1).is_some_and(|next| self.0.contains_key(&next))
+        layer.checked_add(1).is_some_and(|next| self.all.contains_key(&next))
     }
 
     /// The experts that the layer behind `layer` is likely to choose, the most likely first, `used` for each token, if
     /// the router of `layer` was given `inputs`, one after the other, for `tokens` tokens. Empty if nothing can be
     /// said.
-    pub fn predict(&self, file: &[u8], layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
-        self.scores(file, layer, inputs, tokens, used).unwrap_or_default()
+    pub fn predict(&self, files: &Files<'_>, layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Vec<u32> {
+        self.scores(files, layer, inputs, tokens, used).unwrap_or_default()
     }
 
-    fn scores(&self, file: &[u8], layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Option<Vec<u32>> {
+    fn scores(&self, files: &Files<'_>, layer: u32, inputs: &[f32], tokens: usize, used: usize) -> Option<Vec<u32>> {
         if tokens == 0 || tokens > TOKENS_MAX || !inputs.len().is_multiple_of(tokens) {
             return None;
         }
-        let (next, width) = (self.0.get(&layer.checked_add(1)?)?, inputs.len() / tokens);
+        let (next, width) = (self.all.get(&layer.checked_add(1)?)?, inputs.len() / tokens);
         let rows = next.rows.as_ref().filter(|_| width > 0)?;
         let scales = |of: Option<&Router>| -> Option<Vec<f32>> {
-            let scale: Vec<f32> = of?.scale.as_ref()?.read(file)?.collect();
+            let scale: Vec<f32> = of?.scale.as_ref()?.read(files)?.collect();
             (scale.len() == width).then_some(scale)
         };
         // What the layer before was given, as if the next layer's normalisation had made it.
         let mut inputs = inputs.to_vec();
-        if let (Some(old), Some(new)) = (scales(self.0.get(&layer)), scales(Some(next))) {
+        if let (Some(old), Some(new)) = (scales(self.all.get(&layer)), scales(Some(next))) {
             for input in inputs.chunks_mut(width) {
                 for ((input, old), new) in input.iter_mut().zip(&old).zip(&new) {
                     *input *= if *old == 0.0 { 1.0 } else { new / old };
@@ -106,14 +120,14 @@ impl Routers {
             }
         }
         let mut found = Vec::new();
-        let matrix = rows.read(file)?;
+        let matrix = rows.read(files)?;
         if !matrix.len().is_multiple_of(width) {
             return None;
         }
         let experts = matrix.len() / width;
-        let bias: Option<Vec<f32>> = next.bias.as_ref().and_then(|bias| bias.read(file)).map(Iterator::collect);
+        let bias: Option<Vec<f32>> = next.bias.as_ref().and_then(|bias| bias.read(files)).map(Iterator::collect);
         let bias = bias.filter(|bias| bias.len() == experts);
-        let bytes = file.get(rows.0.clone())?;
+        let bytes = rows.bytes(files)?;
         for input in inputs.chunks(width) {
             let mut scores: Vec<(f32, u32)> = (0..experts)
                 .map(|expert| {

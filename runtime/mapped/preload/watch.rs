@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Runtime, Stats};
 use outcore_mapped::Mapped;
-use outcore_mapped::live::{Counts, Memory, Optimum, Run, Samples, Snapshot, rate};
+use outcore_mapped::live::{self, Counts, Memory, Optimum, Run, Samples, Snapshot, rate};
 use parking_lot::{Condvar, Mutex};
 
 use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
@@ -200,14 +200,16 @@ impl Watch {
         end.memory = self.memory(&stats);
         files.iter().for_each(|(_, mapped)| end.experts += mapped.experts());
         end.routing = routing::state(end.experts);
+        let wholes: Vec<_> = files.iter().map(|(path, mapped)| (name(path), mapped.whole())).collect();
+        let order = live::told_of_order(wholes.iter().map(|(name, whole)| (&**name, whole)));
         let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
-            return say(&what_was_read(&names, &stats, &end));
+            return say(&what_was_read(&names, &stats, &end, &order));
         };
         self.write(&mut seen, runtime);
         if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
             seen.count_anonymous(&stats, held);
         }
-        let mut text = what_was_read(&names, &stats, &end);
+        let mut text = what_was_read(&names, &stats, &end, &order);
         if let Limit::Pages(_) = self.limit {
             text += &format!("\nThe budget was {}.", stats.device.1);
         }
@@ -263,7 +265,7 @@ fn name(path: &Path) -> String {
 }
 
 /// What was read and how pages were found, a line for each of these.
-fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> String {
+fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot, order: &str) -> String {
     let named: Vec<String> =
         files.iter().take(3).map(|(path, len)| format!("{} ({})", name(path), Bytes::new(*len))).collect();
     let more = if files.len() > 3 { format!(" and {} more files", files.len() - 3) } else { String::new() };
@@ -289,6 +291,9 @@ fn what_was_read(files: &[(PathBuf, u64)], stats: &Stats, end: &Snapshot) -> Str
             folder.unwrap_or_default(),
             traffic.disk_written
         );
+    }
+    if !order.is_empty() {
+        text += &format!("\n{order}");
     }
     let causes = stats.stalls.iter().filter(|stall| stall.count > 0);
     let causes: Vec<String> =

@@ -1,0 +1,395 @@
+//! The promise: a model in several files is used as one in one file is, and files that only look like parts of a model
+//! give the right bytes all the same.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore_mapped::live::Order;
+use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped};
+use outcore_testkit::harness::Rng;
+
+const PAGE: u64 = 16 << 10;
+
+/// The byte at this place of a model's tensors, wherever they lie.
+fn byte(at: u64) -> u8 {
+    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// A runtime of so many frames; `None` where the kernel has no such userfaultfd, which is said.
+fn runtime(frames: u64) -> Option<Runtime> {
+    let device = match Faulting::new() {
+        Ok(device) => device,
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            return None;
+        }
+    };
+    let builder = Runtime::builder().device(device).page_size(PageSize::new(Bytes::new(PAGE)).unwrap());
+    let builder = builder.device_budget(Bytes::new(frames * PAGE)).policy(PolicyKind::Model);
+    Some(builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).open().unwrap())
+}
+
+/// A tensor: its file, where it begins there, and where its bytes begin among those of all tensors.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    file: usize,
+    offset: u64,
+    byte: u64,
+    len: u64,
+}
+
+/// A model of tensors with these names and lengths, the same number of them in each file.
+struct Model {
+    files: Vec<PathBuf>,
+    places: Vec<Place>,
+}
+
+/// Writes such a model as safetensors, with an index if `indexed`.
+fn write(folder: &Path, stem: &str, tensors: &[(String, u64)], files: usize, indexed: bool) -> Model {
+    let (mut model, mut of_tensor) = (Model { files: Vec::new(), places: Vec::new() }, BTreeMap::new());
+    let mut at = 0;
+    for (file, tensors) in tensors.chunks(tensors.len().div_ceil(files)).enumerate() {
+        let name = match files {
+            1 => format!("{stem}.safetensors"),
+            _ => format!("{stem}-{:05}-of-{files:05}.safetensors", file + 1),
+        };
+        let mut end = 0;
+        let entries = tensors.iter().map(|(tensor, len)| {
+            of_tensor.insert(tensor.clone(), name.clone());
+            end += len;
+            let (rows, start) = (len / PAGE, end - len);
+            format!("\"{tensor}\":{{\"dtype\":\"U8\",\"shape\":[{rows},{PAGE}],\"data_offsets\":[{start},{end}]}}")
+        });
+        let header = format!("{{{}}}", entries.collect::<Vec<_>>().join(","));
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        for (_, len) in tensors {
+            model.places.push(Place { file, offset: bytes.len() as u64, byte: at, len: *len });
+            bytes.extend((at..at + len).map(byte));
+            at += len;
+        }
+        let path = folder.join(&name);
+        fs::write(&path, bytes).unwrap();
+        model.files.push(path);
+    }
+    if indexed {
+        index(&folder.join(format!("{stem}.safetensors.index.json")), &of_tensor);
+    }
+    model
+}
+
+fn index(path: &Path, of_tensor: &BTreeMap<String, String>) {
+    let entries = of_tensor.iter().map(|(tensor, file)| format!("\"{tensor}\":\"{file}\""));
+    fs::write(path, format!("{{\"weight_map\":{{{}}}}}", entries.collect::<Vec<_>>().join(","))).unwrap();
+}
+
+/// Layers whose names sort otherwise than they are used, of five pages each.
+fn layers(count: u64) -> Vec<(String, u64)> {
+    let mut layers: Vec<u64> = (0..count).collect();
+    layers.sort_by_key(|layer| layer.to_string());
+    let of_layer = |layer| {
+        let name = |part| format!("model.layers.{layer}.{part}.weight");
+        [(name("mlp.up_proj"), 3 * PAGE), (name("self_attn.q_proj"), 2 * PAGE)]
+    };
+    layers.into_iter().flat_map(of_layer).collect()
+}
+
+/// The tensors in the order in which a pass uses them.
+fn in_order(tensors: &[(String, u64)]) -> Vec<usize> {
+    let place = |at: &usize| {
+        let name = &tensors[*at].0;
+        let layer: u64 = name.split('.').nth(2).unwrap().parse().unwrap();
+        (layer, u64::from(!name.contains("self_attn")))
+    };
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    order.sort_by_key(place);
+    order
+}
+
+impl Model {
+    fn map(&self, options: &MapOptions, runtime: &Runtime) -> Vec<Mapped> {
+        self.files.iter().map(|path| options.open(runtime, path).unwrap()).collect()
+    }
+
+    /// Looks at a byte of each page of a tensor.
+    fn uses(&self, mapped: &[Mapped], tensor: usize) {
+        let place = self.places[tensor];
+        for at in (0..place.len).step_by(PAGE as usize / 2) {
+            assert_eq!(mapped[place.file][(place.offset + at) as usize], byte(place.byte + at), "{place:?}");
+        }
+    }
+
+    /// Uses tensors in this order. Returns how many uses found their page neither there nor on its way.
+    fn pass(&self, runtime: &Runtime, mapped: &[Mapped], order: &[usize]) -> u64 {
+        let before = runtime.stats().pager.faults;
+        order.iter().for_each(|tensor| self.uses(mapped, *tensor));
+        runtime.stats().pager.faults - before
+    }
+}
+
+#[test]
+fn a_model_in_several_files_is_used_as_in_one() {
+    let folder = folder();
+    let tensors = layers(64);
+    let order = in_order(&tensors);
+    let mut ratios = Vec::new();
+    for (files, indexed) in [(1, false), (4, true), (4, false), (16, true)] {
+        let model = write(folder.path(), &format!("m{files}{indexed}"), &tensors, files, indexed);
+        let Some(runtime) = runtime(110) else { return };
+        let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+        let whole = mapped[0].whole();
+        assert_eq!((whole.files, whole.mapped, whole.order), (files as u64, files as u64, Order::OfHeaders));
+        assert!(mapped.iter().all(|other| other.is_of_model_of(&mapped[0]) && other.whole() == whole));
+        let faults: Vec<u64> = (0..6).map(|_| model.pass(&runtime, &mapped, &order)).collect();
+        // The headers give the order, so all but the first pages come before they are touched.
+        assert!(faults.iter().all(|faults| *faults < 30), "{files} files: {faults:?}");
+        ratios.push(runtime.stats().hit_ratio());
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+    // 110 of some 320 pages stay, but for those that stream.
+    assert!(ratios.iter().all(|ratio| (ratio - ratios[0]).abs() < 0.04 && *ratio > 0.2), "{ratios:?}");
+}
+
+#[test]
+fn an_order_across_files_is_learned_and_known_the_next_time() {
+    let folder = folder();
+    let tensors = layers(60);
+    let model = write(folder.path(), "model", &tensors, 4, true);
+    let mut random = Rng::new(7);
+    let mut order = in_order(&tensors);
+    for at in (1..order.len()).rev() {
+        order.swap(at, random.below(at as u64 + 1) as usize);
+    }
+    let notes = folder.path().join("notes");
+    let start = |passes: usize| {
+        let runtime = runtime(100)?;
+        let mapped = model.map(&MapOptions::new().orders_in(&notes), &runtime);
+        let before = mapped[1].whole().order;
+        let faults: Vec<u64> = (0..passes).map(|_| model.pass(&runtime, &mapped, &order)).collect();
+        let known = mapped[1].whole().order;
+        drop(mapped);
+        runtime.close().unwrap();
+        Some((before, known, faults))
+    };
+    let Some((before, found, faults)) = start(6) else { return };
+    assert_eq!(before, Order::OfHeaders);
+    assert!(matches!(found, Order::Found { pass: 1..=3 }), "{found:?}");
+    assert!(faults[3..].iter().all(|faults| *faults < 17), "{faults:?}");
+    // One note, of all files.
+    assert_eq!(fs::read_dir(&notes).unwrap().count(), 1);
+    let (before, _, faults) = start(2).unwrap();
+    assert_eq!(before, Order::Kept);
+    assert!(faults.iter().all(|faults| *faults < 17), "{faults:?}");
+    // A file that is replaced makes another model of it.
+    let bytes = fs::read(&model.files[2]).unwrap();
+    fs::remove_file(&model.files[2]).unwrap();
+    fs::write(&model.files[2], bytes).unwrap();
+    assert_eq!(start(1).unwrap().0, Order::OfHeaders);
+}
+
+/// Files that join late, leave, and come again, while others are used.
+#[test]
+fn files_join_and_leave_in_any_order() {
+    let folder = folder();
+    let tensors = layers(32);
+    let model = write(folder.path(), "model", &tensors, 8, true);
+    let order = in_order(&tensors);
+    let Some(runtime) = runtime(60) else { return };
+    let options = MapOptions::new().orders_in(folder.path().join("notes"));
+    let mut random = Rng::new(3);
+    let mut mapped: Vec<Vec<Mapped>> = (0..8).map(|_| Vec::new()).collect();
+    for round in 0..60 {
+        let file = random.below(8) as usize;
+        match random.below(3) {
+            0 => drop(mapped[file].pop()),
+            _ if mapped[file].len() < 3 => mapped[file].push(options.open(&runtime, &model.files[file]).unwrap()),
+            _ => {}
+        }
+        for tensor in &order {
+            let place = model.places[*tensor];
+            // Of a file that is mapped several times, any mapping.
+            let Some(one) = mapped[place.file].get(round % mapped[place.file].len().max(1)) else { continue };
+            let at = random.below(place.len);
+            assert_eq!(one[(place.offset + at) as usize], byte(place.byte + at), "{place:?} in round {round}");
+        }
+    }
+    // Each mapping of a file is in a model of its own, with those of other files.
+    let count = mapped.iter().map(Vec::len).max().unwrap();
+    let mut ids: Vec<u64> = mapped.iter().flatten().map(|mapped| mapped.whole().id).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    assert!(ids.len() >= count && ids.len() <= 8, "{ids:?}, {count}");
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_only_looks_like_a_part_is_alone_and_reads_right() {
+    let tensors = layers(16);
+    let order = in_order(&tensors);
+    let reads = |model: &Model, mapped: &[Mapped]| {
+        order.iter().filter(|tensor| model.places[**tensor].file < mapped.len()).for_each(|at| model.uses(mapped, *at));
+    };
+    let Some(runtime) = runtime(30) else { return };
+    let options = MapOptions::new().keep_order(false);
+    let why = |mapped: &Mapped| mapped.whole().alone.unwrap_or_default();
+
+    // A shard is missing.
+    let folder = folder();
+    let mut model = write(folder.path(), "model", &tensors, 4, true);
+    fs::remove_file(model.files.pop().unwrap()).unwrap();
+    let mapped = model.map(&options, &runtime);
+    assert!(mapped.iter().all(|one| one.whole().files == 1), "{:?}", mapped[0].whole());
+    assert!(why(&mapped[0]).contains("model-00004-of-00004.safetensors"), "{}", why(&mapped[0]));
+    reads(&model, &mapped);
+    drop(mapped);
+
+    // Shards of two models in one folder: each has its own.
+    let folder = self::folder();
+    let (one, other) = (write(folder.path(), "a", &tensors, 4, false), write(folder.path(), "b", &tensors, 4, true));
+    let (ones, others) = (one.map(&options, &runtime), other.map(&options, &runtime));
+    assert!((0..4).all(|at| ones[at].is_of_model_of(&ones[0]) && others[at].is_of_model_of(&others[0])));
+    assert!(!ones[0].is_of_model_of(&others[0]));
+    reads(&one, &ones);
+    reads(&other, &others);
+    drop((ones, others));
+
+    // Names that say nothing, and an index that names them.
+    let folder = self::folder();
+    let (mut model, mut names) = (write(folder.path(), "model", &tensors, 2, false), BTreeMap::new());
+    for (path, name) in model.files.iter_mut().zip(["first.safetensors", "second.safetensors"]) {
+        let to = folder.path().join(name);
+        fs::rename(&path, &to).unwrap();
+        *path = to;
+    }
+    for (tensor, place) in tensors.iter().zip(&model.places) {
+        names.insert(tensor.0.clone(), ["first.safetensors", "second.safetensors"][place.file].to_owned());
+    }
+    index(&folder.path().join("any.safetensors.index.json"), &names);
+    let mapped = model.map(&options, &runtime);
+    assert_eq!((mapped[0].whole().files, mapped[1].is_of_model_of(&mapped[0])), (2, true));
+    reads(&model, &mapped);
+    drop(mapped);
+
+    // An index that names a file outside of the folder.
+    names.values_mut().filter(|name| **name == "second.safetensors").for_each(|name| *name = "../x/second".to_owned());
+    index(&folder.path().join("any.safetensors.index.json"), &names);
+    let Some(other) = self::runtime(30) else { return };
+    let mapped = model.map(&options, &other);
+    assert_eq!((mapped[0].whole().files, mapped[1].is_of_model_of(&mapped[0])), (1, false));
+    reads(&model, &mapped);
+    drop(mapped);
+    other.close().unwrap();
+
+    // One shard under two names.
+    let folder = self::folder();
+    let model = write(folder.path(), "model", &tensors, 2, false);
+    fs::remove_file(&model.files[1]).unwrap();
+    fs::hard_link(&model.files[0], &model.files[1]).unwrap();
+    let mapped = model.map(&options, &runtime);
+    assert!(!mapped[1].is_of_model_of(&mapped[0]) && !why(&mapped[0]).is_empty(), "{:?}", mapped[0].whole());
+    order.iter().filter(|at| model.places[**at].file == 0).for_each(|at| model.uses(&mapped, *at));
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// A program maps one shard, and reads the others in another way: nothing of these is read ahead.
+#[test]
+fn of_files_that_are_not_mapped_nothing_is_read() {
+    let folder = folder();
+    let tensors = layers(40);
+    let model = write(folder.path(), "model", &tensors, 4, true);
+    let order: Vec<usize> = in_order(&tensors);
+    let Some(runtime) = runtime(30) else { return };
+    let mapped = [MapOptions::new().keep_order(false).open(&runtime, &model.files[0]).unwrap()];
+    let here: Vec<usize> = order.iter().copied().filter(|tensor| model.places[*tensor].file == 0).collect();
+    for _ in 0..4 {
+        for tensor in &order {
+            let place = model.places[*tensor];
+            if place.file == 0 {
+                model.uses(&mapped, *tensor);
+            } else {
+                let mut read = vec![0; place.len as usize];
+                File::open(&model.files[place.file]).unwrap().read_exact_at(&mut read, place.offset).unwrap();
+                assert!(read.iter().zip(place.byte..).all(|(found, at)| *found == byte(at)));
+            }
+        }
+    }
+    let whole = mapped[0].whole();
+    assert_eq!((whole.files, whole.mapped), (4, 1));
+    // The file has 50 pages of tensors, of which passes use all.
+    assert_eq!(here.len(), 20);
+    assert!(runtime.stats().traffic.disk_read.get() <= 4 * 54 * PAGE, "{:?}", runtime.stats().traffic);
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
+/// A layer's matrices lie in two files, as they do where a shard ends in the middle of a layer.
+#[test]
+fn experts_come_whole_from_two_files() {
+    const EXPERTS: u64 = 16;
+    let folder = folder();
+    let tensors: Vec<(String, u64)> = (0..6)
+        .flat_map(|layer| {
+            (0..EXPERTS).flat_map(move |expert| {
+                let name = move |part| format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight");
+                [(name("up_proj"), 3 * PAGE), (name("down_proj"), 3 * PAGE)]
+            })
+        })
+        .collect();
+    // The order in files: all of `up` of a layer, then all of `down`, so that each of four files ends within a layer.
+    let mut sorted = tensors.clone();
+    sorted.sort_by_key(|(name, _)| {
+        let part: Vec<&str> = name.split('.').collect();
+        (part[2].parse::<u64>().unwrap(), part[6].starts_with("down"), part[5].parse::<u64>().unwrap())
+    });
+    let model = write(folder.path(), "model", &sorted, 4, true);
+    let at = |layer: u64, expert: u64, part: &str| {
+        let name = format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight");
+        sorted.iter().position(|(tensor, _)| *tensor == name).unwrap()
+    };
+    let [up, down] = ["up_proj", "down_proj"].map(|part| model.places[at(1, 5, part)].file);
+    assert_ne!(up, down, "the second layer lies in two files");
+    let Some(runtime) = runtime(160) else { return };
+    let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+    assert!(mapped.iter().all(|one| one.has_experts() && one.has_expert(5, 15) && !one.has_expert(6, 0)));
+    let mut random = Rng::new(1);
+    for round in 0..30 {
+        for layer in 0..6 {
+            let experts = [random.below(EXPERTS), random.below(EXPERTS)];
+            let told = experts.map(|expert| expert as u32);
+            // Any file of the model may be asked.
+            let one = &mapped[random.below(4) as usize];
+            match round % 2 {
+                0 => one.expert_hint(layer as u32, &told).unwrap(),
+                _ => {
+                    let next = LayerExperts { layer: (layer as u32 + 1) % 6, experts: &[3, 4] };
+                    one.expert_hint_before(LayerExperts { layer: layer as u32, experts: &told }, &[next]).unwrap();
+                }
+            }
+            for expert in experts {
+                for part in ["up_proj", "down_proj"] {
+                    model.uses(&mapped, at(layer, expert, part));
+                }
+            }
+        }
+    }
+    let counted =
+        mapped.iter().map(Mapped::experts).fold(Default::default(), |mut sum: outcore_mapped::live::Experts, one| {
+            sum += one;
+            sum
+        });
+    assert_eq!((counted.hints, counted.touched), (30 * 6, 0), "{counted:?}");
+    drop(mapped);
+    runtime.close().unwrap();
+}
