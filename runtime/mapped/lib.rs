@@ -38,6 +38,7 @@ mod outline;
 mod remembered;
 mod row;
 mod runs;
+mod scan;
 mod tables;
 mod telling;
 mod turns;

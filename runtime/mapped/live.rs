@@ -156,6 +156,8 @@ pub enum Order {
     Looking,
     /// The headers' order of layers is followed.
     OfHeaders,
+    /// The files are used from their first bytes to their last ones.
+    ByOffset,
     /// An order that was learned in an earlier run is followed.
     Kept,
     /// An order was found, in this pass over the files.
@@ -170,6 +172,7 @@ impl Order {
         match self {
             Self::Looking => "was not found: no pass was repeated".to_owned(),
             Self::OfHeaders => "is that of the layers, by the headers".to_owned(),
+            Self::ByOffset => "is that of the bytes in the files".to_owned(),
             Self::Kept => "is known from an earlier run".to_owned(),
             Self::Found { pass } => format!("was found in pass {pass}"),
             Self::NoneFound => "was not found: passes differ".to_owned(),

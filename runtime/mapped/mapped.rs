@@ -172,6 +172,10 @@ impl Handler for Pages {
         // A pin of several pages would wait for those that are written.
         if let Some(expert) = expert.filter(|_| !self.private) {
             self.touched.fetch_add(1, Ordering::Relaxed);
+            // Of a scan, what follows is the next page: the expert's other matrices are used much later.
+            if self.model.expert_scan.lock().used(page, expert) {
+                return requests;
+            }
             self.foresee(expert);
             let all: Vec<u32> = self.experts.pages(expert, self.page).iter().map(|page| self.first + page).collect();
             if all.len() > 1 && all.len() <= self.model.frames.load(Ordering::Relaxed) / 8 {

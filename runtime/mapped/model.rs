@@ -15,6 +15,7 @@ use crate::options::MapOptions;
 use crate::outline::Outline;
 use crate::remembered::Identity;
 use crate::row::Members;
+use crate::scan::ExpertScan;
 use crate::uses::Uses;
 
 /// Uses of experts that nobody told of, after which it is believed that nobody tells.
@@ -39,6 +40,7 @@ pub struct Model {
     /// Addresses of the pages that are [expected](crate::Mapped::expect_experts).
     expected: Mutex<Vec<u64>>,
     pub foresight: Mutex<Foresight>,
+    pub expert_scan: Mutex<ExpertScan>,
     /// Whether experts are expected by what followed before: not if the program predicts what its router will choose.
     pub foresees: AtomicBool,
     /// Faults so far.
@@ -113,6 +115,7 @@ impl Model {
             untold: AtomicU64::new(UNTOLD_MAX + 1),
             expected: Mutex::default(),
             foresight: Mutex::default(),
+            expert_scan: Mutex::default(),
             foresees: AtomicBool::new(true),
             faults: AtomicU64::new(0),
             frames: AtomicUsize::new(0),

@@ -18,6 +18,7 @@ use crate::live::Order;
 use crate::looks::Looks;
 use crate::remembered::{self, Place, USES_MOST};
 use crate::row::Members;
+use crate::scan::Scan;
 
 /// The fewest uses of a pass that is kept although it came but once, and the part of the cycle behind it that it has at
 /// least.
@@ -26,6 +27,9 @@ const PASS_PART: usize = 4;
 
 /// Uses from the first one on that tell where a program begins.
 const FIRST: usize = 64;
+
+/// How often a program may change between an order of layers and one of bytes: each change costs as much as a plan.
+const CHANGES_MAX: u32 = 32;
 
 #[derive(Debug)]
 struct State {
@@ -53,6 +57,10 @@ struct State {
     uses: u64,
     order: Order,
     declared: Order,
+    /// Beside the order that headers tell, as long as no better one is known.
+    scan: Option<Scan>,
+    /// How often another one of the two was declared.
+    changes: u32,
 }
 
 #[derive(Debug)]
@@ -98,6 +106,8 @@ impl Uses {
             uses: 0,
             order: Order::Looking,
             declared: Order::Looking,
+            scan: None,
+            changes: 0,
         };
         Ok(Self {
             walker: runtime.walker()?,
@@ -155,9 +165,20 @@ impl Uses {
                 (last.iter().copied().filter(is_mapped).collect(), Order::Kept)
             }
         };
+        state.scan = (order == Order::OfHeaders).then(|| Scan::beside(&known));
         state.declared = if known.is_empty() { Order::Looking } else { order };
         state.order = state.declared;
         state.followed = Followed::new(known, 0);
+        state.serial = 0;
+    }
+
+    /// The program goes through the files by offset, and not by layers.
+    fn declare_by_offset(&self, state: &mut State) {
+        let mapped = self.members.mapped();
+        let pages = mapped.iter().flat_map(|(file, _)| self.members.row().of_file(*file)).collect();
+        self.walker.plan(&mapped.into_iter().map(|(_, bytes)| bytes).collect::<Vec<_>>());
+        (state.declared, state.order) = (Order::ByOffset, Order::ByOffset);
+        state.followed = Followed::new(pages, 0);
         state.serial = 0;
     }
 
@@ -184,6 +205,15 @@ impl Uses {
         }
         if state.looks.is_learning() && state.seen.last() != Some(&page) && (state.seen.len() as u64) < USES_MOST {
             state.seen.push(page);
+        }
+        let by_offset = state.scan.as_mut().and_then(|scan| scan.used(page));
+        if by_offset == Some(state.declared == Order::OfHeaders) && state.declared != Order::Looking {
+            state.changes += 1;
+            match by_offset {
+                _ if state.changes > CHANGES_MAX => state.scan = None,
+                Some(true) => self.declare_by_offset(&mut state),
+                _ => self.declare(&mut state),
+            }
         }
         state.looks.fault(page, was_there, self.now());
         let passed = state.followed.passed(page, there);
@@ -247,7 +277,10 @@ impl Uses {
             state.serial = place.order;
             state.order = match place.declared {
                 true => state.declared,
-                false => Order::Found { pass: state.uses.div_ceil(place.pages.max(1)).max(1) },
+                false => {
+                    state.scan = None;
+                    Order::Found { pass: state.uses.div_ceil(place.pages.max(1)).max(1) }
+                }
             };
         }
         let seen = std::mem::take(&mut state.seen);

@@ -197,6 +197,32 @@ fn an_order_across_files_is_learned_and_known_the_next_time() {
     assert_eq!(start(1).unwrap().0, Order::OfHeaders);
 }
 
+/// Whoever reads a model from its first byte to its last one reads each once, whatever its layers are called.
+#[test]
+fn a_scan_by_offset_reads_little_twice() {
+    let folder = folder();
+    for (count, files) in [(64, 1), (256, 1), (256, 4)] {
+        let tensors = layers(count);
+        let model = write(folder.path(), &format!("model{count}"), &tensors, files, true);
+        for frames in [60, 300] {
+            let Some(runtime) = runtime(frames) else { return };
+            let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+            let mut bytes = 0;
+            for (file, path) in mapped.iter().zip(&model.files) {
+                let read = fs::read(path).unwrap();
+                assert!(file[..] == read[..]);
+                bytes += read.len() as u64;
+            }
+            let read = runtime.stats().traffic.disk_read.get();
+            eprintln!("{count} layers, {files} files, {frames} frames: {:.3}", read as f64 / bytes as f64);
+            // A few reads ahead are in vain until it is noticed.
+            assert!(read <= bytes + bytes / 20 + 8 * PAGE, "{count}, {files}, {frames}: {read} of {bytes}");
+            drop(mapped);
+            runtime.close().unwrap();
+        }
+    }
+}
+
 /// Files that join late, leave, and come again, while others are used.
 #[test]
 fn files_join_and_leave_in_any_order() {
@@ -334,25 +360,44 @@ fn of_files_that_are_not_mapped_nothing_is_read() {
     runtime.close().unwrap();
 }
 
+const EXPERTS: u64 = 16;
+
+/// Layers of experts with two matrices each. In files, all of `up` of a layer come first, then all of `down`.
+fn experts(layers: u64) -> Vec<(String, u64)> {
+    let of_layer = |layer| {
+        let of_part = move |part| {
+            (0..EXPERTS)
+                .map(move |expert| (format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight"), 3 * PAGE))
+        };
+        ["up_proj", "down_proj"].into_iter().flat_map(of_part)
+    };
+    (0..layers).flat_map(of_layer).collect()
+}
+
+#[test]
+fn a_scan_over_experts_reads_little_twice() {
+    let folder = folder();
+    let model = write(folder.path(), "model", &experts(12), 2, true);
+    for frames in [60, 300] {
+        let Some(runtime) = runtime(frames) else { return };
+        let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+        let bytes: u64 = mapped.iter().map(|file| file.len() as u64).sum();
+        for (file, path) in mapped.iter().zip(&model.files) {
+            assert!(file[..] == fs::read(path).unwrap());
+        }
+        let read = runtime.stats().traffic.disk_read.get();
+        eprintln!("{frames} frames: {:.3}", read as f64 / bytes as f64);
+        assert!(read <= bytes + bytes / 20 + 8 * PAGE, "{frames}: {read} of {bytes}");
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
 /// A layer's matrices lie in two files, as they do where a shard ends in the middle of a layer.
 #[test]
 fn experts_come_whole_from_two_files() {
-    const EXPERTS: u64 = 16;
     let folder = folder();
-    let tensors: Vec<(String, u64)> = (0..6)
-        .flat_map(|layer| {
-            (0..EXPERTS).flat_map(move |expert| {
-                let name = move |part| format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight");
-                [(name("up_proj"), 3 * PAGE), (name("down_proj"), 3 * PAGE)]
-            })
-        })
-        .collect();
-    // The order in files: all of `up` of a layer, then all of `down`, so that each of four files ends within a layer.
-    let mut sorted = tensors.clone();
-    sorted.sort_by_key(|(name, _)| {
-        let part: Vec<&str> = name.split('.').collect();
-        (part[2].parse::<u64>().unwrap(), part[6].starts_with("down"), part[5].parse::<u64>().unwrap())
-    });
+    let sorted = experts(6);
     let model = write(folder.path(), "model", &sorted, 4, true);
     let at = |layer: u64, expert: u64, part: &str| {
         let name = format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight");
