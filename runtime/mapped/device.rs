@@ -39,6 +39,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::faults::{Bell, FaultThread, Handler};
+use crate::in_turn::Turns;
 use crate::memory::Region;
 use crate::model::Models;
 use crate::runs::Homes;
@@ -124,8 +125,9 @@ impl DeviceFactory for Faulting {
             }
         };
         let (page_size, tables) = (settings.page_size, Tables::new());
-        let (layout, turn, models) = (Mutex::default(), Mutex::default(), Mutex::default());
-        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, models, tables });
+        let (layout, turn) = (Mutex::default(), Mutex::default());
+        let (models, turns) = (Mutex::default(), Mutex::default());
+        let core = Arc::new(Core { page_size, mechanism, uffd, lost, bell, layout, turn, models, turns, tables });
         let faults = FaultThread::start(&core)?;
         let mut open = OPEN.lock();
         open.retain(|core| core.strong_count() > 0);
@@ -251,6 +253,8 @@ pub struct Core {
     turn: Mutex<()>,
     /// The models whose files are mapped. Locked before any other lock of this device.
     pub models: Mutex<Models>,
+    /// Whether they are used in turn.
+    pub turns: Mutex<Turns>,
     pub tables: Tables,
 }
 

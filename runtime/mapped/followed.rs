@@ -35,6 +35,11 @@ impl Followed {
         Self { order, places, at, stray: None }
     }
 
+    /// Uses of the order; none if there is none.
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
     /// through the order forwards; none if it has gone elsewhere. `there` says whether the program sees a page: one
     /// that it does not see it did not use, or there would have been a fault. So a program that has come from the fault

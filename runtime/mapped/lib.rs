@@ -26,6 +26,7 @@ mod experts;
 mod faults;
 mod followed;
 mod foresight;
+mod in_turn;
 mod layers;
 pub mod live;
 mod looks;

@@ -158,6 +158,8 @@ pub enum Order {
     OfHeaders,
     /// The files are used from their first bytes to their last ones.
     ByOffset,
+    /// Files are used in turn, a pass over each.
+    InTurn,
     /// An order that was learned in an earlier run is followed.
     Kept,
     /// An order was found, in this pass over the files.
@@ -172,6 +174,7 @@ impl Order {
         match self {
             Self::Looking => "was not found: no pass was repeated".to_owned(),
             Self::OfHeaders => "is that of the layers, by the headers".to_owned(),
+            Self::InTurn => "is one file after the other".to_owned(),
             Self::ByOffset => "is that of the bytes in the files".to_owned(),
             Self::Kept => "is known from an earlier run".to_owned(),
             Self::Found { pass } => format!("was found in pass {pass}"),
@@ -180,11 +183,13 @@ impl Order {
     }
 }
 
-/// What a file shares with the others of its model.
+/// What a file shares with the others of its model, and with those that are used in turn with it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Whole {
-    /// Tells the models of a process apart.
+    /// Tells the orders of use of a process apart.
     pub id: u64,
+    /// Files that have this order: those of the model, and of models that are used in turn with it.
+    pub ordered: u64,
     /// Files that the model has, and how many of them are mapped.
     pub files: u64,
     pub mapped: u64,
@@ -205,8 +210,9 @@ pub fn told_of_order<'a>(files: impl IntoIterator<Item = (&'a str, &'a Whole)>) 
         }
     }
     let one = |(name, whole): &(&str, &Whole)| {
-        let Whole { files, mapped, order, alone, .. } = whole;
+        let Whole { files, mapped, order, alone, ordered, .. } = whole;
         let of = match (*files, models.len()) {
+            _ if ordered > files => format!(" of {ordered} files that are used in turn"),
             (1, 1) => String::new(),
             (1, _) => format!(" of {name}"),
             (files, _) if mapped < &files => format!(" of {mapped} files (their model has {files})"),
@@ -466,7 +472,7 @@ mod tests {
 
     #[test]
     fn the_order_is_told_once_for_each_model() {
-        let whole = |id, files, mapped, order| Whole { id, files, mapped, order, alone: None };
+        let whole = |id, files, mapped, order| Whole { id, ordered: files, files, mapped, order, alone: None };
         let (found, kept) = (whole(1, 4, 4, Order::Found { pass: 2 }), whole(2, 1, 1, Order::Kept));
         assert_eq!(told_of_order([]), "");
         assert_eq!(told_of_order([("a", &kept)]), "The order of use is known from an earlier run.");
@@ -483,6 +489,11 @@ mod tests {
         assert_eq!(
             told_of_order([("a", &whole(4, 4, 3, Order::OfHeaders))]),
             "The order of use of 3 files (their model has 4) is that of the layers, by the headers."
+        );
+        let turns = Whole { ordered: 3, ..whole(5, 1, 1, Order::InTurn) };
+        assert_eq!(
+            told_of_order([("a", &turns), ("b", &turns)]),
+            "The order of use of 3 files that are used in turn is one file after the other."
         );
         let many: Vec<Whole> = (0..5).map(|id| whole(id, 1, 1, Order::Kept)).collect();
         let told = told_of_order(many.iter().map(|whole| ("a", whole)));

@@ -100,7 +100,8 @@ impl Pages {
         // Owned by the request, which outlives this call.
         let this = self.own.upgrade().filter(|_| !tensors.is_empty())?;
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.model.drawn } else { this.model.uses.walker() };
+            let part = this.model.part();
+            let walker = if of_expert { &this.model.drawn } else { part.uses.walker() };
             let request = walker.pin_set(&tensors);
             let pins = if touched { request.never_refused().await } else { request.await };
             pins.map(Pins::Read)
@@ -122,11 +123,13 @@ impl Pages {
     /// There is a fault on this page. Tells the policy of the pages that were used since the fault before, and looks now
     /// and then which order is followed.
     fn tell_of_the_unseen(&self, page: u32, look: bool) {
-        let Model { members, uses, .. } = &*self.model;
+        let part = self.model.part();
+        let (uses, members, page) = (&*part.uses, part.uses.members(), page + part.page);
         let is_published = |page| members.address(page).is_some_and(|address| self.core.is_published(address));
         let was_there = is_published(page);
-        for passed in uses.fault(page, was_there, is_published) {
-            if let Some(page) = members.run(passed..passed + 1) {
+        let unseen = uses.fault(page, was_there, is_published);
+        for passed in &unseen {
+            if let Some(page) = members.run(*passed..passed + 1) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
                 let mut request = pin!(uses.walker().pin(&page));
@@ -141,6 +144,12 @@ impl Pages {
         }
         if look {
             uses.look(&self.runtime, self.model.frames.load(Ordering::Relaxed));
+        }
+        let in_turn = self.core.turns.lock().used(part.id(), 1 + unseen.len() as u64, uses.pass());
+        if let Some(orders) = in_turn
+            && let Err(error) = model::use_in_turn(&self.runtime, &self.core, &orders)
+        {
+            tracing::debug!(%error, "files that are used in turn keep their own orders");
         }
     }
 
@@ -191,7 +200,8 @@ impl Handler for Pages {
         self.count_fault(page, of_expert);
         let (tensor, this) = (self.model.members.run(page..page + 1)?, self.own.upgrade()?);
         let pins = Box::pin(async move {
-            let walker = if of_expert { &this.model.drawn } else { this.model.uses.walker() };
+            let part = this.model.part();
+            let walker = if of_expert { &this.model.drawn } else { part.uses.walker() };
             walker.pin_set_mut(std::slice::from_ref(&tensor)).never_refused().await.map(Pins::Write)
         });
         Some(Request { pages: self.offsets(&[page]), writes: true, pins })
@@ -210,12 +220,13 @@ impl Handler for Pages {
         if self.experts.at(page).is_some() {
             return !self.model.is_told() && self.model.firsts.contains(&number);
         }
-        self.model.uses.let_go(number)
+        let part = self.model.part();
+        part.uses.let_go(number + part.page)
     }
 
     fn shown(&self, page: u64, took: Duration) {
         if self.experts.at(page).is_none() {
-            self.model.uses.shown(took);
+            self.model.part().uses.shown(took);
         }
     }
 
@@ -484,12 +495,13 @@ impl Mapped {
 
     /// What the file shares with the others of its model.
     pub fn whole(&self) -> live::Whole {
-        let model = &self.pages.model;
+        let (model, part) = (&self.pages.model, self.pages.model.part());
         live::Whole {
-            id: Arc::as_ptr(model) as u64,
+            id: part.id(),
+            ordered: part.uses.members().row().files() as u64,
             files: model.outline.files.len() as u64,
             mapped: model.members.count() as u64,
-            order: model.uses.order(),
+            order: part.uses.order(),
             alone: model.outline.alone.clone(),
         }
     }
@@ -630,7 +642,7 @@ impl Mapped {
     /// learned, in the user's cache folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
     /// this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
-        self.pages.model.uses.keep(&self.pages.runtime);
+        self.pages.model.part().uses.keep(&self.pages.runtime);
     }
 
     /// How the use of experts was known so far. All zero for a file without experts.
@@ -719,7 +731,7 @@ impl Drop for Mapped {
             return;
         }
         self.keep_order();
-        self.pages.model.uses.leave(self.pages.file);
+        self.pages.model.leave(&self.core, self.pages.file);
         let Self { core, pages, start, .. } = self;
         core.in_turn(|| {
             core.leave(*start);

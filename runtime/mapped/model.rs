@@ -6,15 +6,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::device::Core;
 use crate::experts::{ExpertId, LayerExperts};
 use crate::foresight::Foresight;
+use crate::live::Order;
 use crate::options::MapOptions;
 use crate::outline::Outline;
 use crate::remembered::Identity;
-use crate::row::Members;
+use crate::row::{Members, Row};
 use crate::scan::ExpertScan;
 use crate::uses::Uses;
 
@@ -23,6 +24,22 @@ pub const UNTOLD_MAX: u64 = 64;
 /// Outlines that are kept while no file of theirs is mapped: a program may map one file after the other.
 const OUTLINES_MAX: usize = 8;
 
+/// What of an order of use is a model's: all, unless models are used in turn.
+#[derive(Clone, Debug)]
+pub struct Part {
+    pub uses: Arc<Uses>,
+    /// The number of the model's first file there, and of its first page.
+    pub file: usize,
+    pub page: u32,
+}
+
+impl Part {
+    /// Tells orders of use apart, while they live.
+    pub fn id(&self) -> u64 {
+        Arc::as_ptr(&self.uses) as u64
+    }
+}
+
 /// A model of which files are mapped on a runtime. A file that is no part of one is a model of its own.
 #[derive(Debug)]
 pub struct Model {
@@ -30,7 +47,7 @@ pub struct Model {
     /// The files that are mapped.
     pub members: Arc<Members>,
     /// Uses that have an order.
-    pub uses: Uses,
+    part: RwLock<Part>,
     /// Uses of experts: they have none.
     pub drawn: Walker,
     /// The first page of each expert. It is hidden after use, so that each use of the expert is seen.
@@ -87,29 +104,67 @@ pub fn join(
     models.live.retain(|model| model.strong_count() > 0);
     for model in models.live.iter().filter_map(Weak::upgrade) {
         let fits = model.outline.files == outline.files && model.private == private && model.options.keeps_as(options);
-        if fits && model.uses.join(file, bytes) {
+        if fits && model.join(file, bytes) {
             return Ok((model, file));
         }
     }
     let model = Arc::new(Model::new(runtime, core, outline, private, options)?);
-    model.uses.join(file, bytes);
+    model.join(file, bytes);
     models.live.push(Arc::downgrade(&model));
     Ok((model, file))
+}
+
+/// Those of these numbers are used in turn: they have one order from now on. If files are just being mapped or dropped,
+/// nothing happens, and it is seen again.
+///
+/// # Errors
+/// As for [`Runtime::walker`].
+pub fn use_in_turn(runtime: &Runtime, core: &Core, orders: &[u64]) -> Result<()> {
+    // The thread of faults waits for nobody who may wait for a page.
+    let Some(models) = core.models.try_lock() else { return Ok(()) };
+    let live: Vec<Arc<Model>> = models.live.iter().filter_map(Weak::upgrade).collect();
+    let (mut all, mut files, mut header, mut pages) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for order in orders {
+        let mut of_order: Vec<(Part, Arc<Model>)> = live.iter().map(|model| (model.part(), model.clone())).collect();
+        of_order.retain(|(part, _)| part.id() == *order);
+        of_order.sort_by_key(|(part, _)| part.file);
+        let Some((Part { uses, .. }, _)) = of_order.first() else { return Ok(()) };
+        header.extend(uses.known_order().into_iter().map(|(file, bytes)| (pages.len() + file, bytes)));
+        for (_, model) in of_order {
+            files.extend(&model.outline.files);
+            pages.extend(model.outline.files.iter().map(|file| file.len.div_ceil(core.page())));
+            all.push(model);
+        }
+    }
+    let Some(row) = Row::of(pages) else { return Ok(()) };
+    let place = all.first().and_then(|model| model.options.place(&files, &row, core.page()));
+    let members = Arc::new(Members::new(row, core.page()));
+    let uses = Arc::new(Uses::new(runtime, &members, header, Order::InTurn, place)?);
+    let mut file = 0;
+    for model in all {
+        for (number, bytes) in model.members.mapped() {
+            uses.join(file + number, &bytes);
+        }
+        *model.part.write() = Part { uses: uses.clone(), file, page: members.row().first(file) };
+        file += model.outline.files.len();
+    }
+    uses.begin();
+    Ok(())
 }
 
 impl Model {
     fn new(runtime: &Runtime, core: &Core, outline: Arc<Outline>, private: bool, options: &MapOptions) -> Result<Self> {
         let page = core.page();
         let members = Arc::new(Members::new(outline.row.clone(), page));
-        let place = options.place(&outline, page);
-        let uses = Uses::new(runtime, &members, outline.order.clone(), place)?;
+        let place = options.place(&outline.files, &outline.row, page);
+        let uses = Arc::new(Uses::new(runtime, &members, outline.order.clone(), Order::OfHeaders, place)?);
         let drawn = runtime.walker()?;
         drawn.unordered();
         let firsts = outline.experts.firsts(page).collect();
         Ok(Self {
             outline,
             members,
-            uses,
+            part: RwLock::new(Part { uses, file: 0, page: 0 }),
             drawn,
             firsts,
             untold: AtomicU64::new(UNTOLD_MAX + 1),
@@ -122,6 +177,33 @@ impl Model {
             private,
             options: options.clone(),
         })
+    }
+
+    /// What of an order of use is this model's.
+    pub fn part(&self) -> Part {
+        self.part.read().clone()
+    }
+
+    /// A file is mapped. Returns whether it was not before; if it was, nothing changes.
+    fn join(&self, file: usize, bytes: &Tensor) -> bool {
+        let part = self.part();
+        let is_new = part.uses.join(part.file + file, bytes);
+        // The same members, unless models are used in turn.
+        if is_new {
+            self.members.join(file, bytes);
+        }
+        is_new
+    }
+
+    /// A file is mapped no more.
+    pub fn leave(&self, core: &Core, file: usize) {
+        // What is used in turn changes under this lock.
+        let models = core.models.lock();
+        let part = self.part();
+        part.uses.leave(part.file + file);
+        self.members.leave(file);
+        drop(models);
+        core.turns.lock().forget();
     }
 
     pub fn count_frames(&self, runtime: &Runtime) {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use outcore::{Result, Runtime};
 
-use crate::outline::Outline;
-use crate::remembered::Place;
+use crate::remembered::{Identity, Place};
+use crate::row::Row;
 use crate::{Mapped, MappedMut};
 
 /// How a file is [mapped](Mapped::open), where that is not to be as usual.
@@ -86,10 +86,10 @@ impl MapOptions {
         (self.keep_order, &self.folder) == (other.keep_order, &other.folder)
     }
 
-    pub(crate) fn place(&self, outline: &Outline, page: u64) -> Option<Place> {
+    pub(crate) fn place(&self, files: &[Identity], row: &Row, page: u64) -> Option<Place> {
         if !self.keep_order {
             return None;
         }
-        Place::of(&outline.files, page, outline.row.len(), self.folder.clone())
+        Place::of(files, page, row.len(), self.folder.clone())
     }
 }

@@ -89,6 +89,16 @@ impl Members {
         }
     }
 
+    /// The bytes of these pages, as few ranges, each in a file that is mapped.
+    pub fn ranges(&self, pages: &[u32]) -> Vec<(usize, Range<u64>)> {
+        let of_run = |run: &[u32]| {
+            let ((file, first), bytes) = (self.row.place(*run.first()?), self.run(*run.first()?..run.last()? + 1)?);
+            let start = u64::from(first) * self.page;
+            Some((file, start..start + bytes.size().get()))
+        };
+        pages.chunk_by(|a, b| a.checked_add(1) == Some(*b)).filter_map(of_run).collect()
+    }
+
     /// How many files are mapped.
     pub fn count(&self) -> usize {
         self.mapped.read().iter().flatten().count()

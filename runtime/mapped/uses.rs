@@ -68,8 +68,9 @@ pub struct Uses {
     /// The uses of these files that have an order.
     walker: Walker,
     members: Arc<Members>,
-    /// The bytes that a pass is likely to use, as headers tell, each in a file.
+    /// The bytes that a pass is likely to use, each in a file, and what tells that.
     header: Vec<(usize, Range<u64>)>,
+    told_by: Order,
     opened: Instant,
     /// Where orders are kept.
     place: Option<Place>,
@@ -79,7 +80,7 @@ pub struct Uses {
 }
 
 impl Uses {
-    /// Of files with the order that their headers give, if any. An order that was kept comes before that.
+    /// Of files with the order that is `told_by` their headers, say. An order that was kept comes before that.
     ///
     /// # Errors
     /// As for [`Runtime::walker`].
@@ -87,6 +88,7 @@ impl Uses {
         runtime: &Runtime,
         members: &Arc<Members>,
         header: Vec<(usize, Range<u64>)>,
+        told_by: Order,
         place: Option<Place>,
     ) -> Result<Self> {
         let orders = place.as_ref().map_or_else(Vec::new, Place::read);
@@ -113,6 +115,7 @@ impl Uses {
             walker: runtime.walker()?,
             members: members.clone(),
             header,
+            told_by,
             opened: Instant::now(),
             place,
             state: Mutex::new(state),
@@ -136,6 +139,14 @@ impl Uses {
         true
     }
 
+    /// Declares what is known of the files that are mapped, if some are not.
+    pub fn begin(&self) {
+        let mut state = self.state.lock();
+        if state.has_more {
+            self.declare(&mut state);
+        }
+    }
+
     /// A file is mapped no more. What is followed from here on lacks its pages, so it is not kept at the end.
     pub fn leave(&self, file: usize) {
         self.members.leave(file);
@@ -154,7 +165,7 @@ impl Uses {
                 let of_header = self.header.iter().flat_map(|(file, bytes)| self.members.pages(*file, bytes));
                 let mut known: Vec<u32> = of_header.filter(is_mapped).collect();
                 known.dedup();
-                (known, Order::OfHeaders)
+                (known, self.told_by)
             }
             Some((last, others)) => {
                 self.walker.know(&header);
@@ -185,6 +196,30 @@ impl Uses {
     /// What is known of the order.
     pub fn order(&self) -> Order {
         self.state.lock().order
+    }
+
+    /// The files.
+    pub fn members(&self) -> &Arc<Members> {
+        &self.members
+    }
+
+    /// The bytes that a pass uses in order, as well as that is known: what is followed now; or else what headers tell;
+    /// or else all of them by offset.
+    pub fn known_order(&self) -> Vec<(usize, Range<u64>)> {
+        let followed = self.followed_order();
+        if !followed.is_empty() {
+            return self.members.ranges(&followed);
+        }
+        if !self.header.is_empty() {
+            return self.header.clone();
+        }
+        let all = self.members.mapped().into_iter();
+        all.map(|(file, bytes)| (file, 0..bytes.size().get())).collect()
+    }
+
+    /// Uses of a pass, if an order is followed, or was declared.
+    pub fn pass(&self) -> Option<u64> {
+        Some(self.state.lock().followed.len() as u64).filter(|uses| *uses > 0)
     }
 
     pub fn walker(&self) -> &Walker {

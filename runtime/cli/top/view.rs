@@ -247,7 +247,14 @@ pub mod tests {
         });
         let file = |name: &str, parts| File {
             name: name.into(),
-            whole: Whole { id: name.len() as u64, files: 1, mapped: 1, order: Order::OfHeaders, alone: None },
+            whole: Whole {
+                id: name.len() as u64,
+                ordered: 1,
+                files: 1,
+                mapped: 1,
+                order: Order::OfHeaders,
+                alone: None,
+            },
             held: held(100, 50, 10),
             cells: vec![0, 100],
             parts,

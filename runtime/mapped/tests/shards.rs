@@ -438,3 +438,73 @@ fn experts_come_whole_from_two_files() {
     drop(mapped);
     runtime.close().unwrap();
 }
+
+/// Models of one file each, which one thread uses in turn.
+#[test]
+fn files_that_are_used_in_turn_have_one_order() {
+    let folder = folder();
+    let tensors = layers(16);
+    let order = in_order(&tensors);
+    let models: Vec<Model> = (0..4).map(|n| write(folder.path(), &format!("model{n}"), &tensors, 1, false)).collect();
+    let raw: Vec<PathBuf> = (0..4)
+        .map(|n| {
+            let path = folder.path().join(format!("raw{n}"));
+            fs::write(&path, (0..80 * PAGE).map(byte).collect::<Vec<u8>>()).unwrap();
+            path
+        })
+        .collect();
+    for is_model in [true, false] {
+        let Some(runtime) = runtime(110) else { return };
+        let options = MapOptions::new().orders_in(folder.path().join("notes"));
+        let mapped: Vec<Vec<Mapped>> = match is_model {
+            true => models.iter().map(|model| model.map(&options, &runtime)).collect(),
+            false => raw.iter().map(|path| vec![options.open(&runtime, path).unwrap()]).collect(),
+        };
+        let ratio = |passes: u64| {
+            let before = runtime.stats().pager;
+            for _ in 0..passes {
+                for (file, model) in mapped.iter().zip(&models) {
+                    match is_model {
+                        true => order.iter().for_each(|tensor| model.uses(file, *tensor)),
+                        false => (0..80)
+                            .rev()
+                            .for_each(|page| assert_eq!(file[0][(page * PAGE) as usize], byte(page * PAGE))),
+                    }
+                }
+            }
+            let now = runtime.stats().pager;
+            (now.hits - before.hits) as f64 / (now.uses - before.uses).max(1) as f64
+        };
+        let learning = ratio(4);
+        let whole = mapped[0][0].whole();
+        assert_eq!(whole.ordered, 4, "{whole:?}");
+        assert!(mapped.iter().all(|file| file[0].whole().id == whole.id));
+        let found = ratio(4);
+        // Of 320 pages 110 have frames, some of which stream.
+        assert!(found > 0.22, "{is_model}: {learning:.3}, {found:.3}");
+        eprintln!("{is_model}: {learning:.3} {found:.3}");
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
+/// Two threads go over a file each: these have nothing to do with one another.
+#[test]
+fn files_of_two_threads_keep_their_orders() {
+    let folder = folder();
+    let tensors = layers(32);
+    let order = in_order(&tensors);
+    let models: Vec<Model> = (0..2).map(|n| write(folder.path(), &format!("model{n}"), &tensors, 1, false)).collect();
+    let Some(runtime) = runtime(120) else { return };
+    let options = MapOptions::new().keep_order(false);
+    let mapped: Vec<Vec<Mapped>> = models.iter().map(|model| model.map(&options, &runtime)).collect();
+    std::thread::scope(|scope| {
+        for (model, files) in models.iter().zip(&mapped) {
+            scope.spawn(|| (0..20).for_each(|_| order.iter().for_each(|tensor| model.uses(files, *tensor))));
+        }
+    });
+    assert_eq!(mapped[0][0].whole().ordered, 1);
+    assert!(runtime.stats().hit_ratio() > 0.2, "{:?}", runtime.stats().pager);
+    drop(mapped);
+    runtime.close().unwrap();
+}
