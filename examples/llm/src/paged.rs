@@ -19,7 +19,7 @@ pub struct PagedWeights {
     runtime: Runtime,
     tensors: Vec<Tiled>,
     waited: AtomicU64,
-    /// Whether everything fits.
+    /// Whether everything fitted the device budget that there was when the weights were opened.
     whole: bool,
     declared: Mutex<Declared>,
     cancelled: Arc<AtomicBool>,
@@ -172,10 +172,10 @@ impl PagedWeights {
         Frames { count: stats.device.1.get() / page, page, wanted: stats.waiting > 0 }
     }
 
-    /// Whether everything fits the device budget that there was when the weights were opened.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a session on a GPU pins everything then"))]
-    pub(crate) fn is_whole(&self) -> bool {
-        self.whole
+    /// How many rows of a tensor fit in `pages` pages wherever they begin; at least one.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU is divided by them"))]
+    pub(crate) fn rows_within(&self, tensor: TensorId, pages: u64) -> Result<u64> {
+        Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
     /// The runtime.

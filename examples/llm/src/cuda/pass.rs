@@ -69,7 +69,7 @@ impl CudaSession {
     pub(super) fn embed(&self, range: Range<u32>, m: u32) -> Result<()> {
         let (model, embedding) = (&*self.model, &self.model.arch.embedding);
         let (rows, k) = (embedding.rows as u32, embedding.cols as u32);
-        let weights = (model.schedule.address(embedding, 0), embedding.dtype);
+        let weights = (self.schedule.address(embedding, 0), embedding.dtype);
         let tokens = self.inputs.tokens(m) + 4 * u64::from(range.start);
         let to = self.at.x + u64::from(range.start) * embedding.cols * FLOAT;
         model.gpu.kernels.embed(weights, rows, k, tokens, to, range.end - range.start)
@@ -77,7 +77,7 @@ impl CudaSession {
 
     /// Decodes a norm or a bias to its slot.
     fn decode(&self, info: &WeightInfo, slot: usize) -> Result<()> {
-        let from = self.model.schedule.address(info, 0);
+        let from = self.schedule.address(info, 0);
         self.model.gpu.kernels.decode(info.dtype, from, self.at.slot(slot), info.cols as u32)
     }
 
@@ -89,7 +89,7 @@ impl CudaSession {
             return Ok(Some((self.at.slot(slot), WeightType::F32)));
         }
         if matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16) {
-            return Ok(Some((model.schedule.address(info, 0), info.dtype)));
+            return Ok(Some((self.schedule.address(info, 0), info.dtype)));
         }
         self.decode(info, slot)?;
         Ok(Some((self.at.slot(slot), WeightType::F32)))
@@ -137,7 +137,7 @@ impl CudaSession {
             });
             matrices.push(Matrix {
                 dtype: info.dtype,
-                weights: model.schedule.address(info, rows.start),
+                weights: self.schedule.address(info, rows.start),
                 rows: (rows.end - rows.start) as u32,
                 bias,
                 out: self.out(work, *nth) + rows.start * FLOAT,

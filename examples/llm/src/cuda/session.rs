@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
 use outcore::{Bytes, ErrorKind, StreamPin};
+use parking_lot::Mutex;
 
 use super::failed::failed;
 use super::gpu::{Adopted, Gpu, Locked, copy_in, copy_out, thread_time};
@@ -31,7 +32,7 @@ use crate::dtype::KvType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::model::{PassCounts, PassTime, Timing};
-use crate::paged::PagedWeights;
+use crate::paged::{Frames, PagedWeights};
 use crate::paged_kv::PagedKeys;
 use crate::sampler::Sampler;
 use crate::weights::{Step, Weights};
@@ -46,7 +47,8 @@ const LOOK_EVERY: u64 = 8;
 pub struct CudaModel {
     pub(super) arch: Architecture,
     pub(super) weights: Arc<PagedWeights>,
-    pub(super) schedule: Schedule,
+    /// The last one that was made.
+    schedule: Mutex<Arc<Schedule>>,
     /// The GPU's stream as the weights' runtime knows it.
     stream: Adopted,
     pub(super) gpu: Arc<Gpu>,
@@ -78,8 +80,17 @@ impl CudaModel {
             Ok(values)
         })?;
         let stream = Adopted::new(&gpu, weights.runtime())?;
-        let schedule = Schedule::new(&arch, &weights)?;
+        let schedule = Mutex::new(Arc::new(Schedule::new(&arch, &weights, weights.frames())?));
         Ok(Self { arch, weights, schedule, stream, gpu, frequencies })
+    }
+
+    /// How a pass is divided where there are `frames`: made again if the last one does not suit them.
+    fn schedule(&self, frames: Frames) -> Result<Arc<Schedule>> {
+        let mut schedule = self.schedule.lock();
+        if !schedule.suits(frames) {
+            *schedule = Arc::new(Schedule::new(&self.arch, &self.weights, frames)?);
+        }
+        Ok(schedule.clone())
     }
 
     /// Sizes and constants.
@@ -105,10 +116,14 @@ pub(super) enum Keys {
 ///
 /// If the device budget holds all weights of the model, the session pins them once, as soon as they are there, and not
 /// in every pass. They stay pinned until the session is [parked](Self::park) or dropped, or until a pass finds that the
-/// budget became too small, or that somebody waits for frames. Without that, weights are pinned layer by layer.
+/// budget became too small, or that somebody waits for frames. Without that, weights are pinned layer by layer, or in
+/// parts of a layer, as many at a time as the budget allows when a pass begins.
 pub struct CudaSession {
     pub(super) keys: Keys,
     pub(super) model: Arc<CudaModel>,
+    /// How passes are divided, for the frames that there were when the session last looked, and how many these were.
+    pub(super) schedule: Arc<Schedule>,
+    frames: u64,
     /// Addresses within `memory`.
     pub(super) at: Places,
     memory: CudaSlice<u8>,
@@ -227,8 +242,11 @@ impl CudaSession {
             Keys::Plain(_) => 0,
             Keys::Paged(paged) => paged.keys.sequence().len() as usize,
         };
+        let frames = model.weights.frames();
         let mut session = Self {
             keys,
+            schedule: model.schedule(frames)?,
+            frames: frames.count,
             at: places.at(base),
             memory,
             resident: None,
@@ -475,16 +493,17 @@ impl CudaSession {
             self.finish()?;
         }
         self.begin_span()?;
-        self.keep_all()?;
+        self.look()?;
+        let schedule = self.schedule.clone();
         let c = model.config();
         let positions = 2 * (c.layers * c.kv_heads * c.head_dim * (past + tokens.len())) as u64;
         self.counts.passes += 1;
-        let read = model.schedule.bytes + positions * self.keys.element_bytes();
+        let read = schedule.bytes + positions * self.keys.element_bytes();
         self.counts.read = self.counts.read + Bytes::new(read);
         self.send(tokens, span)?;
         let resident = self.resident.is_some();
         if resident && matches!(self.keys, Keys::Plain(_)) {
-            return self.resident_pass(model, span);
+            return self.resident_pass(model, &schedule, span);
         }
         let mut waited = Duration::ZERO;
         if resident {
@@ -494,11 +513,11 @@ impl CudaSession {
             let mut order: Vec<Step> = tokens.iter().map(|token| model.arch.embedding_step(*token)).collect();
             order.sort_unstable_by_key(|step| step.1.start);
             order.dedup();
-            order.extend_from_slice(&model.schedule.cycle);
+            order.extend_from_slice(&schedule.cycle);
             model.weights.will_use(&order);
             self.pin_and_embed(model, tokens)?;
         }
-        for (nth, segment) in model.schedule.segments.iter().enumerate() {
+        for (nth, segment) in schedule.segments.iter().enumerate() {
             let pin = if resident { None } else { self.pin(model, &segment.parts)? };
             waited += self.segment(model, nth, segment, span)?;
             drop(pin);
@@ -528,12 +547,12 @@ impl CudaSession {
     }
 
     /// A pass with all weights pinned, and keys and values in the session's memory.
-    fn resident_pass(&mut self, model: &CudaModel, span: Span) -> Result<Duration> {
+    fn resident_pass(&mut self, model: &CudaModel, schedule: &Schedule, span: Span) -> Result<Duration> {
         model.weights.check_cancelled()?;
         let launch = |session: &Self| {
             session.embed(0..span.m, span.m)?;
             let each = |segment| session.launch(segment, span, Blocks::Pinned).map(drop);
-            model.schedule.segments.iter().try_for_each(each)
+            schedule.segments.iter().try_for_each(each)
         };
         if !self.is_one_graph(span) {
             launch(self)?;
@@ -562,8 +581,8 @@ impl CudaSession {
         let as_graph = self.uses_graphs && span.m == 1;
         let (mut pinned, mut waited) = (None, Duration::ZERO);
         if let (Keys::Paged(paged), Some(layer)) = (&self.keys, attends) {
-            let pages = if self.resident.is_some() { model.schedule.all_pages } else { segment.pages };
-            if !as_graph || !paged.fits(span, pages, model.schedule.frames) {
+            let pages = if self.resident.is_some() { self.schedule.all_pages } else { segment.pages };
+            if !as_graph || !paged.fits(span, pages, self.frames) {
                 return self.launch(segment, span, Blocks::InWaves);
             }
             let (blocks, time) = paged.pin(layer, span)?;
@@ -584,7 +603,7 @@ impl CudaSession {
 
     fn segment_graph(&mut self, model: &CudaModel, nth: usize, segment: &Segment, span: Span) -> Result<()> {
         if self.graphs.segments.is_empty() {
-            self.graphs.segments.resize_with(model.schedule.segments.len(), || None);
+            self.graphs.segments.resize_with(self.schedule.segments.len(), || None);
         }
         if self.graphs.segments.get(nth).is_some_and(Option::is_none) {
             let captured = Graph::capture(&model.gpu, || self.launched(segment, span))?;
@@ -619,7 +638,7 @@ impl CudaSession {
 
     /// The embeddings of `tokens` to `x`, as many at a time as a segment's frames hold.
     fn pin_and_embed(&mut self, model: &CudaModel, tokens: &[u32]) -> Result<()> {
-        let schedule = &model.schedule;
+        let schedule = self.schedule.clone();
         let mut first = 0;
         while first < tokens.len() {
             let (mut count, mut parts, mut used) = (0, Vec::new(), HashSet::new());
@@ -641,19 +660,36 @@ impl CudaSession {
         Ok(())
     }
 
-    /// Pins all weights for the session if they fit and are there; ends these pins where they are in the way.
-    fn keep_all(&mut self) -> Result<()> {
-        let model = self.model.clone();
-        let looks = self.resident.is_none() || self.counts.passes.is_multiple_of(LOOK_EVERY);
-        if !model.weights.is_whole() || !looks {
+    /// Looks how many frames there are, for the pass that begins.
+    fn look(&mut self) -> Result<()> {
+        if self.resident.is_some() && !self.counts.passes.is_multiple_of(LOOK_EVERY) {
             return Ok(());
         }
+        let frames = self.model.weights.frames();
+        self.divide(frames)?;
+        self.keep_all(frames)
+    }
+
+    /// Has passes divided for `frames`. Earlier passes have ended.
+    fn divide(&mut self, frames: Frames) -> Result<()> {
+        let schedule = self.model.schedule(frames)?;
+        if !schedule.launches_as(&self.schedule) {
+            self.model.gpu.context.bind_to_thread().map_err(|e| failed("drop the graphs of passes", e))?;
+            self.graphs.pass = None;
+            self.graphs.segments.clear();
+        }
+        (self.schedule, self.frames) = (schedule, frames.count);
+        Ok(())
+    }
+
+    /// Pins all weights for the session if they fit and are there; ends these pins where they are in the way.
+    fn keep_all(&mut self, frames: Frames) -> Result<()> {
+        let (model, schedule) = (self.model.clone(), self.schedule.clone());
         let blocks = match &self.keys {
             Keys::Plain(_) => 0,
             Keys::Paged(paged) => paged.pages,
         };
-        let frames = model.weights.frames();
-        if frames.wanted || frames.count < model.schedule.all_pages + blocks {
+        if frames.wanted || frames.count < schedule.all_pages + blocks {
             self.resident = None;
             return Ok(());
         }
@@ -661,7 +697,7 @@ impl CudaSession {
             return Ok(());
         }
         let runtime = model.weights.runtime();
-        let mut request = pin!(runtime.pin_device_on(&model.schedule.all, &model.stream));
+        let mut request = pin!(runtime.pin_device_on(&schedule.all, &model.stream));
         self.resident = match request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(pin)) => {
                 self.counts.pins += 1;

@@ -111,7 +111,7 @@ pub(super) struct Segment {
     layer: Option<usize>,
 }
 
-/// How a pass is divided, for weights that are not all pinned.
+/// How a pass is divided, for weights that are not all pinned. It is made for a number of frames.
 #[derive(Debug)]
 pub(super) struct Schedule {
     pub segments: Vec<Segment>,
@@ -123,9 +123,7 @@ pub(super) struct Schedule {
     pub bytes: u64,
     /// Where each tensor begins.
     addresses: Vec<u64>,
-    /// Frames that there were when the weights were bound.
-    pub frames: u64,
-    /// Frames that a segment has at most, as far as tiles are so small.
+    /// Frames that a segment has at most, as far as rows are so short.
     pub most: u64,
     /// Frames that [all](Self::all) take.
     pub all_pages: u64,
@@ -140,19 +138,25 @@ fn pages_of(parts: &[Tensor], page: u64) -> impl Iterator<Item = u64> + '_ {
     })
 }
 
+/// Frames that a segment has at most, of `frames`.
+fn most_of(frames: u64) -> u64 {
+    (frames / SEGMENT_PART).max(SEGMENT_LEAST.min(frames))
+}
+
 impl Schedule {
+    /// For as many frames.
+    ///
     /// # Errors
-    /// `Unsupported` for weights that begin where the kernels cannot read them.
-    pub fn new(arch: &Architecture, weights: &PagedWeights) -> Result<Self> {
-        let Frames { count: frames, page, .. } = weights.frames();
+    /// `Unsupported` for weights that begin where the kernels cannot read them; `Cancelled` if passes are given up.
+    pub fn new(arch: &Architecture, weights: &PagedWeights, frames: Frames) -> Result<Self> {
+        let page = frames.page;
         let mut schedule = Self {
             segments: Vec::new(),
             cycle: Vec::new(),
             all: Vec::new(),
             bytes: 0,
             addresses: Vec::new(),
-            frames,
-            most: (frames / SEGMENT_PART).max(SEGMENT_LEAST.min(frames)),
+            most: most_of(frames.count),
             all_pages: 0,
             page,
         };
@@ -186,6 +190,16 @@ impl Schedule {
         Ok(schedule)
     }
 
+    /// Whether segments may be no larger and no smaller with as many frames.
+    pub fn suits(&self, frames: Frames) -> bool {
+        self.most == most_of(frames.count)
+    }
+
+    /// Whether the other one launches the same, segment by segment: addresses never change.
+    pub fn launches_as(&self, other: &Self) -> bool {
+        self.segments.iter().map(|segment| &segment.pieces).eq(other.segments.iter().map(|segment| &segment.pieces))
+    }
+
     /// Finds the weights.
     fn find(&mut self, arch: &Architecture, weights: &PagedWeights) -> Result<()> {
         let works = Work::all(arch.layers.len());
@@ -212,7 +226,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// A work in pieces of at most as many pages as a segment, as far as tiles are so small, with the weights of each.
+    /// A work in pieces of at most as many pages as a segment, as far as rows are so short, with the weights of each.
     fn pieces(&self, work: Work, arch: &Architecture, weights: &PagedWeights) -> Result<Vec<(Piece, Vec<Step>)>> {
         let (vectors, matrices) = (work.vectors(arch), work.matrices(arch));
         let whole = |info: &WeightInfo| (info.id, 0..info.rows);
@@ -225,11 +239,15 @@ impl Schedule {
             .into_iter()
             .enumerate()
             .filter_map(|(slot, vector)| vector.map(|vector| (Piece::Stage(work, slot), vec![whole(vector)])));
-        let rows = matrices.iter().enumerate().flat_map(|(nth, info)| {
+        let mut pieces: Vec<(Piece, Vec<Step>)> = staged.collect();
+        for (nth, info) in matrices.iter().enumerate() {
+            // Where the weights were opened with more frames, their own tiles may be too large.
+            let most = weights.rows_within(info.id, self.most)?.min(weights.tile_rows(info.id));
             let tile = |rows: Range<u64>| (Piece::Rows(work, nth, rows.clone()), vec![(info.id, rows)]);
-            tiles(info, weights.tile_rows(info.id)).map(tile).collect::<Vec<_>>()
-        });
-        Ok(staged.chain(rows).chain([(Piece::Rest(work), Vec::new())]).collect())
+            pieces.extend(tiles(info, most).map(tile));
+        }
+        pieces.push((Piece::Rest(work), Vec::new()));
+        Ok(pieces)
     }
 
     /// Where a tensor's row begins.

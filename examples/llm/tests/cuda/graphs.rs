@@ -355,3 +355,49 @@ fn a_budget_can_shrink_below_a_model_that_a_session_has_pinned() {
     drop((session, runtime));
     driver.finish();
 }
+
+/// Between two passes the budget may become less than a layer takes, or than one matrix, and then more again. Passes
+/// are divided for the frames that there are, and graphs are captured again for another division only.
+#[test]
+fn passes_are_divided_for_the_frames_that_there_are() {
+    /// For the whole model.
+    const WHOLE: u64 = 64;
+    /// A layer takes about ten, most of its matrices two or more, and a segment has a third of them.
+    const SOME: u64 = 16;
+    const LEAST: u64 = 3;
+    let Some(driver) = driver("passes_are_divided_for_the_frames_that_there_are") else { return };
+    let Some(fake) = &driver.fake else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let page = page_size(&driver, Bytes::kib(64));
+    let files = gguf(folder.path(), &small(Arch::Qwen2, WeightType::Q8_0));
+    let want = logits(&mut session_in(&driver, &files, page, WHOLE, KvType::F16, false));
+    for budgets in [[WHOLE, LEAST, SOME, WHOLE], [LEAST, WHOLE, LEAST, SOME]] {
+        let mut session = session_in(&driver, &files, page, budgets[0], KvType::F16, true);
+        let runtime = session.runtime.clone();
+        for frames in budgets {
+            // Weights that are pinned for the session would hold up a smaller budget.
+            session.park().unwrap();
+            runtime.set_device_budget(Bytes::new(frames * page.bytes())).unwrap();
+            let what = format!("{frames} frames of {budgets:?}");
+            let again = |session: &mut OnGpu| {
+                session.truncate(0).unwrap();
+                let before = session.counts();
+                assert!(logits(session) == want, "{what}");
+                session.counts() - before
+            };
+            let first = again(&mut session);
+            assert!(first.graph_launches > 0, "{what}: {first:?}");
+            if frames == WHOLE {
+                // Each pass asks for what is not there yet.
+                let resident = (0..100).any(|_| again(&mut session).pins == 0);
+                assert!(resident, "{what}: the model never stays");
+            }
+            let captures = fake.calls("cuStreamBeginCapture_v2");
+            let counts = again(&mut session);
+            assert_eq!(fake.calls("cuStreamBeginCapture_v2"), captures, "{what}: captured again");
+            assert_eq!(counts.pins == 0, frames == WHOLE, "{what}: {counts:?}");
+        }
+        assert!(runtime.stats().pager.evictions > 0);
+    }
+    driver.finish();
+}
