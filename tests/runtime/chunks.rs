@@ -3,12 +3,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use harness::{AnyDevice, Devices, Fault, Faults, On, check_at_rest, small_pages, watched};
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Verify};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, PolicyKind, Result, RuntimeBuilder, Verify};
 use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use outcore_testkit::{harness, models};
 use parking_lot::{Condvar, Mutex};
@@ -186,47 +185,4 @@ fn a_page_of_which_every_chunk_fails_fails_once(devices: Devices) {
             harness::next_round(on);
         }
     });
-}
-
-/// Prints how long the first page takes whole and in chunks. The link and the disk are emulated, so the figures compare
-/// the two ways and nothing else.
-#[test]
-fn first_page_whole_and_in_chunks() {
-    const LARGE: u64 = 16 << 20;
-    const LINK: u64 = 2_000_000_000;
-    let Some(fake) = small_pages("first_page_whole_and_in_chunks") else { return };
-    fake.set_link(LINK, LINK);
-    let file = models::synthetic(&[LARGE as usize]);
-    let first_page = |chunk: u64| {
-        let runtime = On::Cuda
-            .builder()
-            .page_size(PageSize::new(Bytes::new(LARGE)).unwrap())
-            .chunk(Bytes::new(chunk))
-            .device_budget(Bytes::new(2 * LARGE))
-            .open()
-            .unwrap();
-        let model = runtime.open_model(&file.path).unwrap();
-        let tensor = model.tensor("t0").unwrap().rows(0..1).unwrap();
-        let start = Instant::now();
-        drop(runtime.pin_device(std::slice::from_ref(&tensor)).wait().unwrap());
-        let time = start.elapsed();
-        drop((tensor, model));
-        close(runtime);
-        time
-    };
-    let mut times: [Vec<Duration>; 2] = Default::default();
-    for _ in 0..5 {
-        for (times, chunk) in times.iter_mut().zip([LARGE, 2 << 20]) {
-            times.push(first_page(chunk));
-        }
-    }
-    for (times, how) in times.iter_mut().zip(["whole", "in chunks of 2 MiB"]) {
-        times.sort_unstable();
-        eprintln!("first page of 16 MiB, {how}: {:?} (median of 5), link of 2 GB/s", times[2]);
-    }
-    fake.finish();
-}
-
-fn close(runtime: Runtime) {
-    runtime.close().unwrap();
 }
