@@ -14,6 +14,9 @@ use crate::error::Result;
 
 /// The widest loads of the library's kernels, in bytes: more alignment than this is of no use.
 const WIDEST: u64 = 16;
+/// Shapes that are remembered. A pass of a prompt has some tens: a few matrices by its length, and its tiles of
+/// attention. So those of several lengths stay, and a server that meets every length keeps no more.
+pub(super) const SHAPES: usize = 256;
 /// What the address of a workspace is a multiple of, in bytes.
 pub(super) const WORKSPACE_ALIGNMENT: u64 = 256;
 
@@ -125,10 +128,55 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// `None` for shapes that the library has nothing for.
-type Plans = HashMap<Shape, Option<Plan>>;
+/// What is known of a shape.
+struct Known {
+    /// `None` if the library has nothing for it.
+    plan: Option<Plan>,
+    /// By [`Plans::uses`].
+    used: u64,
+}
 
-/// A cuBLASLt handle, and what it chose for the shapes it met.
+/// The shapes that were used last, at most [`SHAPES`].
+#[derive(Default)]
+struct Plans {
+    known: HashMap<Shape, Known>,
+    uses: u64,
+    /// The library does not support products of several batches: it is not asked for those of other shapes.
+    without_batches: bool,
+}
+
+impl Plans {
+    fn keep(&mut self, shape: Shape, plan: Option<Plan>) {
+        // Whoever comes here has asked the library, which takes longer than to look at all shapes.
+        if self.known.len() >= SHAPES
+            && let Some(oldest) = self.known.iter().min_by_key(|(_, known)| known.used).map(|(shape, _)| *shape)
+        {
+            self.known.remove(&oldest);
+        }
+        self.known.insert(shape, Known { plan, used: self.uses });
+    }
+
+    /// Remembers that the library has nothing for a product.
+    fn refuse(&mut self, shape: Shape, call: &Call, error: &CublasError) {
+        // Batches differ in extents only, and lie as the library wants them: what does not support one does not support
+        // the others.
+        if shape.batches > 1 && is_unsupported(error) {
+            if !std::mem::replace(&mut self.without_batches, true) {
+                tracing::warn!(?call, ?error, "cuBLASLt has no products of several batches: own kernels attend");
+            }
+        } else {
+            tracing::warn!(?call, ?error, "cuBLASLt has no kernel for a product: own kernels multiply");
+        }
+        self.keep(shape, None);
+    }
+}
+
+/// Whether the library does not do such a thing at all, maybe because it is older than the GPU.
+fn is_unsupported(error: &CublasError) -> bool {
+    matches!(error.0, cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED | cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH)
+}
+
+/// A cuBLASLt handle, and what it chose for the shapes it met last.
 pub(super) struct Gemm {
     /// Dropped before the handle.
     plans: Mutex<Plans>,
@@ -172,13 +220,20 @@ impl Gemm {
 
     /// What the library chose for a product, now or earlier.
     fn planned<'a>(&self, plans: &'a mut Plans, call: &Call, workspace: Workspace) -> Option<&'a Plan> {
-        let plan = plans.entry(Shape::of(call, workspace.bytes)).or_insert_with_key(|shape| {
-            let refused = |error: &_| {
-                tracing::warn!(?call, ?error, "cuBLASLt has no kernel for a product: own kernels multiply");
-            };
-            self.plan(shape).inspect_err(refused).ok()
-        });
-        plan.as_ref()
+        let shape = Shape::of(call, workspace.bytes);
+        plans.uses += 1;
+        if !plans.known.contains_key(&shape) {
+            if shape.batches > 1 && plans.without_batches {
+                return None;
+            }
+            match self.plan(&shape) {
+                Ok(plan) => plans.keep(shape, Some(plan)),
+                Err(error) => plans.refuse(shape, call, &error),
+            }
+        }
+        let known = plans.known.get_mut(&shape)?;
+        known.used = plans.uses;
+        known.plan.as_ref()
     }
 
     /// Queues a product; `false`, and nothing is queued, if the library has no kernel for it.
@@ -213,13 +268,8 @@ impl Gemm {
         match queued {
             Ok(()) => Ok(true),
             // What the library knows only now: it is older than the GPU.
-            Err(
-                error @ CublasError(
-                    cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED | cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH,
-                ),
-            ) => {
-                tracing::warn!(?call, ?error, "cuBLASLt does not multiply on this GPU: own kernels do");
-                plans.insert(Shape::of(call, workspace.bytes), None);
+            Err(error) if is_unsupported(&error) => {
+                plans.refuse(Shape::of(call, workspace.bytes), call, &error);
                 Ok(false)
             }
             Err(error) => Err(refused(call, error)),

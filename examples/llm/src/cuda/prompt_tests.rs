@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use super::super::gemm::Workspace;
+use std::sync::Mutex;
+
+use super::super::gemm::{SHAPES, Workspace};
 use super::super::gpu::Gpu;
 use super::super::tests::{Memory, emulated, get, is_plain, numbers, once, put, room, rows_of};
 use super::*;
@@ -347,6 +349,106 @@ fn cublaslt_chooses_once_for_a_shape() {
         assert_eq!(library.heuristics(), 0);
         Case { m: 13, ..case }.run(gpu);
         assert_eq!(library.heuristics(), 1);
+    });
+}
+
+/// Products of one matrix with `m` vectors, in so many batches.
+fn call(m: u32, batches: u32) -> (Call, Workspace) {
+    let of = |address, ld: u32, rows: u32| Rows { address, ld, stride: u64::from(ld * rows) };
+    let call = Call {
+        half: Half::F16,
+        batches,
+        a: of(0x1000, 64, 16),
+        a_is_turned: false,
+        x: of(0x10_0000, 64, m),
+        out: of(0x100_0000, 16, m),
+        rows: 16,
+        k: 64,
+        m,
+        accumulate: false,
+    };
+    (call, Workspace { address: 0, bytes: 0 })
+}
+
+/// A server meets prompts of every length.
+#[test]
+fn of_many_shapes_those_used_last_are_remembered() {
+    with_library("of_many_shapes_those_used_last_are_remembered", |gpu, library| {
+        let Some(library) = library else { return };
+        let gemm = Gemm::open(&gpu.stream).unwrap();
+        let has = |m| {
+            let (call, workspace) = call(m, 1);
+            assert!(gemm.has(&call, workspace), "{m} vectors");
+        };
+        let (shapes, left) = (SHAPES as u32, library.left());
+        library.heuristics();
+        (1..=shapes).for_each(has);
+        let kept = library.left();
+        assert!(kept > left);
+        has(1);
+        assert_eq!(library.heuristics(), SHAPES as u64, "the first one was forgotten");
+        (shapes + 1..2 * shapes).for_each(has);
+        assert_eq!((library.left(), library.heuristics()), (kept, SHAPES as u64 - 1));
+        // The one of the first that was used again; the one behind it was not.
+        has(1);
+        assert_eq!(library.heuristics(), 0, "what was used last was forgotten");
+        has(2);
+        assert_eq!((library.left(), library.heuristics()), (kept, 1));
+        drop(gemm);
+        assert_eq!(library.left(), left - 1);
+    });
+}
+
+/// What is logged as a warning while `body` runs.
+fn warnings(body: impl FnOnce()) -> Vec<String> {
+    let said = Arc::new(Mutex::new(Vec::new()));
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::WARN)
+        .with_writer(Mutex::new(Said(said.clone())))
+        .finish();
+    tracing::subscriber::with_default(subscriber, body);
+    let said = std::mem::take(&mut *said.lock().unwrap());
+    String::from_utf8(said).unwrap().lines().map(str::to_owned).collect()
+}
+
+struct Said(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Said {
+    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend(text);
+        Ok(text.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A library without products of batches is asked once for them, whatever their shapes are, and one warning says so. Of
+/// other products it is asked for each shape.
+#[test]
+fn what_the_library_does_not_support_is_asked_for_once() {
+    with_library("what_the_library_does_not_support_is_asked_for_once", |gpu, library| {
+        let Some(library) = library else { return };
+        let gemm = Gemm::open(&gpu.stream).unwrap();
+        let has = |m, batches| {
+            let (call, workspace) = call(m, batches);
+            gemm.has(&call, workspace)
+        };
+        assert!(has(9, 4));
+        library.heuristics();
+        library.refuse(4);
+        let said = warnings(|| assert!((10..20).all(|m| !has(m, 4) && !has(m, 2))));
+        assert!(said.len() == 1 && said[0].contains("no products of several batches"), "{said:?}");
+        assert_eq!(library.heuristics(), 1);
+        // What it has had a kernel for, it has: a prompt whose attention has begun goes on.
+        assert!(has(9, 4) && (10..20).all(|m| has(m, 1)));
+        assert_eq!(library.heuristics(), 10);
+        library.refuse(2);
+        let said = warnings(|| assert!((20..23).all(|m| !has(m, 1) && !has(m, 1))));
+        assert!(said.len() == 3 && said.iter().all(|line| line.contains("has no kernel for a product")), "{said:?}");
+        assert_eq!(library.heuristics(), 3);
+        library.refuse(0);
+        assert!(!has(10, 4) && has(23, 1));
     });
 }
 
