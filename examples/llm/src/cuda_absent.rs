@@ -159,6 +159,14 @@ impl CudaSession {
         match self.0 {}
     }
 
+    /// Forgets tokens.
+    ///
+    /// # Errors
+    /// None in this build.
+    pub fn truncate(&mut self, _len: usize) -> Result<()> {
+        match self.0 {}
+    }
+
     /// Whether passes of one token are launched as graphs.
     pub fn use_graphs(&mut self, _whether: bool) {
         match self.0 {}

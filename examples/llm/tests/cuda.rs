@@ -38,11 +38,15 @@ use outcore_llm::{
 use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use serde_json::Value;
 
-/// The program, which cargo puts into the folder above that of the tests. It is found from the place of this test,
-/// which is packed for other machines too and must not hold a path of the machine that built it.
 fn generate_program() -> PathBuf {
+    program("generate")
+}
+
+/// A program, which cargo puts into the folder above that of the tests. It is found from the place of this test, which
+/// is packed for other machines too and must not hold a path of the machine that built it.
+fn program(name: &str) -> PathBuf {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    deps.parent().unwrap().join("generate")
+    deps.parent().unwrap().join(name)
 }
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
@@ -311,12 +315,17 @@ fn real_model(test: &str) -> Option<PathBuf> {
 
 /// `generate` with the emulated driver and the kernels in it; its caches in `folder`.
 fn generate(folder: &Path, args: &[&str]) -> Option<Command> {
+    on_emulated("generate", folder, args)
+}
+
+/// A program in the same way.
+fn on_emulated(name: &str, folder: &Path, args: &[&str]) -> Option<Command> {
     let Some(driver) = driver_library() else {
-        skipped("generate", "emulated", "the emulated CUDA driver is not beside this test");
+        skipped(name, "emulated", "the emulated CUDA driver is not beside this test");
         return None;
     };
-    let kernels = kernel_library("generate")?;
-    let mut command = Command::new(generate_program());
+    let kernels = kernel_library(name)?;
+    let mut command = Command::new(program(name));
     command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG").env("XDG_CACHE_HOME", folder);
     command.env("LD_PRELOAD", format!("{}:{}", driver.display(), kernels.display()));
     Some(command)
@@ -511,6 +520,46 @@ fn generate_reports_what_a_token_takes_of_a_gpu() {
     let [_, _, _, _, no_graphs, no_nodes, ..] = per_token(&launches);
     assert_eq!((no_graphs, no_nodes), (Some(0.0), Some(0.0)), "{launches}");
     assert!(per_token(&launches)[7] > per_token(&graphs)[7], "as many launches with graphs: {graphs}");
+}
+
+/// The limits of a token of a resident model, as the in-core baseline counts them from end to end.
+#[test]
+fn llm_bench_counts_few_launches_and_one_wait_a_token() {
+    const TOKENS: usize = 3;
+    let Some(kernels) = ptx_file("llm_bench_counts_few_launches_and_one_wait_a_token") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    let spec = Spec { vocab: 300, ..spec(Arch::Qwen3, WeightType::F16) };
+    spec.write_gguf(&model).unwrap();
+    let tokens = TOKENS.to_string();
+    let args = [model.to_str().unwrap(), "--ids", "5,9,2", "--tokens", &tokens, "--json"];
+    let run = |more: &[&str]| {
+        let mut command = on_emulated("llm-bench", folder.path(), &[&args[..], more].concat())?;
+        Some(json_of(&command.output().unwrap()))
+    };
+    let on_gpu = ["--cuda", "0", "--kernels", kernels.to_str().unwrap()];
+    let Some(graphs) = run(&on_gpu) else { return };
+    let launches = run(&[&on_gpu[..], &["--no-graphs"]].concat()).unwrap();
+    let host = run(&[]).unwrap();
+    let counts = |run: &Value| {
+        ["launches", "graph_launches", "synchronisations", "pins"]
+            .map(|field| run["per_token"][field].as_f64().unwrap())
+    };
+    let [none, graph_launches, waits, pins] = counts(&graphs);
+    assert!(none == 0.0 && graph_launches > 0.0 && graph_launches <= 3.0, "{graphs}");
+    assert_eq!([waits, pins], [1.0, 0.0], "{graphs}");
+    let [each, graph_launches, waits, pins] = counts(&launches);
+    // Beside the layers: the embedding, the logits, the choice.
+    assert!(each > 3.0 && each - 3.0 <= (7 * spec.layers) as f64, "{launches}");
+    assert_eq!([graph_launches, waits, pins], [0.0, 1.0, 0.0], "{launches}");
+    assert!(host["per_token"].is_null() && host["device"] == "host" && graphs["device"] == "cuda:0", "{host}");
+    assert_eq!(graphs["tokens"].as_array().map(Vec::len), Some(1 + TOKENS), "{graphs}");
+    assert!(launches["tokens"] == graphs["tokens"] && host["tokens"] == graphs["tokens"], "{launches}, {host}");
+    for run in [&graphs, &launches, &host] {
+        for field in ["prefill_tok_s", "decode_tok_s", "decode_tok_s_median"] {
+            assert!(run[field].as_f64() > Some(0.0), "{field}: {run}");
+        }
+    }
 }
 
 /// Raises a flag when `left` pages have been mapped.

@@ -404,6 +404,7 @@ fn warnings(body: impl FnOnce()) -> Vec<String> {
     let said = Arc::new(Mutex::new(Vec::new()));
     let subscriber = tracing_subscriber::fmt()
         .with_max_level(tracing::Level::WARN)
+        .with_ansi(false)
         .with_writer(Mutex::new(Said(said.clone())))
         .finish();
     tracing::subscriber::with_default(subscriber, body);
