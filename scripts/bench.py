@@ -180,6 +180,11 @@ def outcore_run():
     return by_script("bench_mapped.py", ["--rounds", "1", "--tokens", "8"])
 
 
+def shards():
+    """A model in one file, in 4 and in 16, under `outcore run`."""
+    return by_script("bench_shards.py", ["--rounds", "1", "--only", "numpy"])
+
+
 def serve():
     """`serve` beside llama.cpp's server."""
     return by_script("bench_serve.py", ["--rounds", "1", "crowd-in-core", "streams-64"])
@@ -333,6 +338,7 @@ def main(names):
             results["libcachesim"] = libcachesim(folder)
         if not names or "outcore_run" in names:
             results["outcore_run"] = outcore_run()
+            results["shards"] = shards()
         if not names or "serve" in names:
             results["serve"] = serve()
         small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 
 version=0.3.36
 libcachesim=0.3.5
+gguf=0.19.0 # splits models for scripts/bench_shards.py
 python=${PYTHON:-python3}
 venv=${OUTCORE_PEERS:-.venv}
 peer=$venv/bin/llama-peer
@@ -35,10 +36,13 @@ if [ "$(uname -m)" = x86_64 ]; then
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "$python cannot make the virtual environment $venv"
-if [ "$("$venv/bin/python" -m pip show libcachesim 2>/dev/null | sed -n 's/^Version: //p')" != "$libcachesim" ]; then
-    "$venv/bin/python" -m pip install "libcachesim==$libcachesim" ||
-        fail "libcachesim $libcachesim could not be had; it needs the package index"
-fi
+for package in "libcachesim $libcachesim" "gguf $gguf"; do
+    read -r name wanted <<<"$package"
+    if [ "$("$venv/bin/python" -m pip show "$name" 2>/dev/null | sed -n 's/^Version: //p')" != "$wanted" ]; then
+        "$venv/bin/python" -m pip install "$name==$wanted" ||
+            fail "$name $wanted could not be had; it needs the package index"
+    fi
+done
 if [ "$("$venv/bin/python" -m pip show llama-cpp-python 2>/dev/null | sed -n 's/^Version: //p')" != "$version" ]; then
     # Support for pictures is not needed, and would be half of the build.
     CMAKE_ARGS="-DLLAVA_BUILD=OFF $cpu ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip install --no-binary llama-cpp-python "llama-cpp-python==$version" ||

@@ -1,8 +1,8 @@
 //! Files that a program uses in turn, one pass over each after the other, without their being parts of one model.
 //!
-//! Each of them repeats its own order, but while one is used the others stand still: only together do they have an order
-//! in which it is known what comes next. Two threads that go over a file each are something else: their uses mix, and
-//! a turn of one of them is short.
+//! Each of them repeats its own order, but while one is used the others stand still: only together do they have an
+//! order in which it is known what comes next. Two threads that go over a file each are something else: their uses mix,
+//! and a turn of one of them is short.
 
 use std::collections::VecDeque;
 

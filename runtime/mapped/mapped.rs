@@ -120,8 +120,8 @@ impl Pages {
         }
     }
 
-    /// There is a fault on this page. Tells the policy of the pages that were used since the fault before, and looks now
-    /// and then which order is followed.
+    /// There is a fault on this page. Tells the policy of the pages that were used since the fault before, and looks
+    /// now and then which order is followed.
     fn tell_of_the_unseen(&self, page: u32, look: bool) {
         let part = self.model.part();
         let (uses, members, page) = (&*part.uses, part.uses.members(), page + part.page);
@@ -508,8 +508,9 @@ impl Mapped {
 
     /// These experts of a layer are used next, in this order: for programs that know what the router has chosen.
     ///
-    /// All that is missing of them is read at once, in all files of the model that are mapped. The call returns when it is there, so that the products that follow
-    /// meet no fault. Together they may have a quarter of the frames: what is more comes when it is touched.
+    /// All that is missing of them is read at once, in all files of the model that are mapped. The call returns when it
+    /// is there, so that the products that follow meet no fault. Together they may have a quarter of the frames: what
+    /// is more comes when it is touched.
     ///
     /// # Errors
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no such expert: see
@@ -639,8 +640,8 @@ impl Mapped {
     }
 
     /// Keeps the order in which the program uses the file, and the others of its model, for the next start, if it was
-    /// learned, in the user's cache folder. Dropping the mapping does so too, and so does the runtime once the order has held for one more pass:
-    /// this is for programs that end without either. See [`MapOptions::keep_order`].
+    /// learned, in the user's cache folder. Dropping the mapping does so too, and so does the runtime once the order
+    /// has held for one more pass: this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
         self.pages.model.part().uses.keep(&self.pages.runtime);
     }

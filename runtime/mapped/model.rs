@@ -76,8 +76,9 @@ pub struct Models {
     live: Vec<Weak<Model>>,
 }
 
-/// Finds the model that has this file, which was mapped as `bytes`, and adds the file to it. Files that are mapped to be
-/// written are apart from others, and so is a file that the model has already. Returns the file's number in the model.
+/// Finds the model that has this file, which was mapped as `bytes`, and adds the file to it. Files that are mapped to
+/// be written are apart from others, and so is a file that the model has already. Returns the file's number in the
+/// model.
 ///
 /// # Errors
 /// As for [`Runtime::walker`].

@@ -40,10 +40,9 @@ impl MapOptions {
     /// Whether the order in which the program uses the file is kept for the next start once it was learned, and an
     /// order that was kept is followed from the start. So it is, unless told.
     ///
-    /// Files that are parts of one model have one order. It is kept for the files as they are now: after a change of one,
-    /// it is learned anew. If the program does not
-    /// follow it, it is dropped as soon as that is seen. A note takes at most 1 MiB; the folder has at most 64 of them,
-    /// each for at most 90 days.
+    /// Files that are parts of one model have one order. It is kept for the files as they are now: after a change of
+    /// one, it is learned anew. If the program does not follow it, it is dropped as soon as that is seen. A note takes
+    /// at most 1 MiB; the folder has at most 64 of them, each for at most 90 days.
     #[must_use]
     pub fn keep_order(mut self, keep: bool) -> Self {
         self.keep_order = keep;

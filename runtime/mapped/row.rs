@@ -5,8 +5,8 @@ use std::ops::Range;
 use outcore::Tensor;
 use parking_lot::RwLock;
 
-/// How files lie in the row. Behind each file one number is left out, so that pages whose numbers follow one another lie
-/// in one file.
+/// How files lie in the row. Behind each file one number is left out, so that pages whose numbers follow one another
+/// lie in one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Row {
     /// The number of each file's first page.

@@ -1,7 +1,7 @@
 //! Tells whoever goes through a model's files by offset from whoever goes through them by layers.
 //!
-//! Within a tensor both use the same pages, one behind the other. They differ where the order of layers leaves the order
-//! of bytes: there one use tells.
+//! Within a tensor both use the same pages, one behind the other. They differ where the order of layers leaves the
+//! order of bytes: there one use tells.
 
 use std::collections::{HashMap, HashSet};
 

@@ -120,7 +120,7 @@ pub unsafe extern "C" fn mmap(
             return found as *mut c_void;
         }
     }
-    if fd >= 0 && flags & libc::MAP_ANONYMOUS == 0 && len as u64 >= pool::LEAST {
+    if fd >= 0 && flags & libc::MAP_ANONYMOUS == 0 && len as u64 >= pool::LEAST_PART {
         opens::mapped_elsewhere(fd);
     }
     let arguments = [address as u64, len as u64, prot as u64, flags as u64, fd as i64 as u64, offset as u64];

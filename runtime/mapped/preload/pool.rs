@@ -27,8 +27,16 @@ use crate::settings::{Settings, settings};
 use crate::watch::{self, Watch};
 use crate::{answer, calls, interrupts, memory, opens, routing};
 
-/// Files smaller than this are left to the kernel.
+/// Models smaller than this are left to the kernel.
 pub const LEAST: u64 = 32 << 20;
+/// So are files smaller than this of a model in several files.
+pub const LEAST_PART: u64 = 1 << 20;
+
+/// The least that a file has, by its name, which is not left to the kernel: the files of a model are about as long as
+/// each other.
+fn least(path: &Path) -> u64 {
+    (LEAST / limit::shards(path)).max(LEAST_PART)
+}
 
 /// What is mapped. A file stays mapped when the program unmaps it: programs map files anew, and then its pages are
 /// there. It goes when its place is needed.
@@ -315,7 +323,7 @@ pub fn follow_forks() {
 /// The path of a large model file; `None` for everything else.
 pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let metadata = file.metadata().ok()?;
-    if !metadata.is_file() || metadata.len() < LEAST {
+    if !metadata.is_file() || metadata.len() < LEAST_PART {
         return None;
     }
     let mut first = [0; 9];
@@ -328,7 +336,7 @@ pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
         return None;
     }
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
-    Some((path, metadata))
+    (metadata.len() >= least(&path)).then_some((path, metadata))
 }
 
 /// Whether a descriptor may only read: what it maps can be written by nobody who has it.
@@ -341,12 +349,12 @@ fn only_reads(fd: c_int) -> bool {
 /// The address at which the bytes of an open file from `offset` on are, if it is one that is mapped here.
 pub fn map(request: &Request) -> Option<u64> {
     let Request { fd, len, offset, writable, private } = *request;
-    if len < LEAST || !offset.is_multiple_of(page_size()) || in_a_child() {
+    if len < LEAST_PART || !offset.is_multiple_of(page_size()) || in_a_child() {
         return None;
     }
     // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
     let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
-    let (path, metadata) = model(&file)?;
+    let (path, metadata) = model(&file).filter(|(path, _)| len >= least(path))?;
     let _beginning = Beginning::new();
     let settings = settings()?;
     follow_the_process();
