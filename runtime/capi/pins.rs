@@ -113,7 +113,7 @@ const NO_BYTES: Piece = Piece { address: 0, len: 0 };
 
 impl From<PinSet<Read>> for outcore_guard {
     fn from(set: PinSet<Read>) -> Self {
-        let mut pieces = (0..set.count()).filter_map(|at| set.bytes(at)).map(Piece::of);
+        let mut pieces = (0..set.count()).filter_map(|at| set.bytes(at).ok()).map(Piece::of);
         let (first, others) = (pieces.next().unwrap_or(NO_BYTES), pieces.collect());
         Self { first, others, writes: false, _kept: Kept::Set(set) }
     }

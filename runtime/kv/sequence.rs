@@ -65,7 +65,7 @@ impl Drop for Part {
 ///         let (nth, token) = sequence.place(position);
 ///         for part in [KvPart::Keys, KvPart::Values] {
 ///             let row = pool.layout().row(place, part, token).ok_or("no such row")?;
-///             bytes.bytes_mut(nth).ok_or("no such block")?[row].fill(layer as u8);
+///             bytes.bytes_mut(nth)?[row].fill(layer as u8);
 ///         }
 ///     }
 /// }

@@ -215,9 +215,12 @@ impl<A: Access> PinSet<A> {
     }
 
     /// The bytes of the `index`th tensor of the set.
-    pub fn bytes(&self, index: usize) -> Option<&[u8]> {
-        let piece = self.pieces.get(index)?;
-        Some(slice(self, piece.start, piece.len))
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the set has no such tensor.
+    pub fn bytes(&self, index: usize) -> Result<&[u8]> {
+        let piece = self.pieces.get(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
+        Ok(slice(self, piece.start, piece.len))
     }
 
     /// The bytes of the `index`th tensor of the set as values.
@@ -225,15 +228,18 @@ impl<A: Access> PinSet<A> {
     /// # Errors
     /// As [`PinGuard::view`]; also [`InvalidArgument`](ErrorKind::InvalidArgument) if the set has no such tensor.
     pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
-        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
-        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+        bytemuck::try_cast_slice(self.bytes(index)?).map_err(cast_error::<T>)
     }
 }
 
 impl PinSet<Write> {
-    /// The bytes of the `index`th tensor of the set, for writing.
-    pub fn bytes_mut(&mut self, index: usize) -> Option<&mut [u8]> {
-        self.all_mut().nth(index)
+    /// The bytes of the `index`th tensor of the set, for writing: as [`PinGuard::bytes_mut`], of one of several.
+    ///
+    /// # Errors
+    /// As [`PinSet::bytes`].
+    pub fn bytes_mut(&mut self, index: usize) -> Result<&mut [u8]> {
+        let count = self.count();
+        self.all_mut().nth(index).ok_or_else(|| no_such_tensor(index, count))
     }
 
     /// The bytes of every tensor of the set, in order, for writing. So results computed from some tensors can be
@@ -256,9 +262,7 @@ impl PinSet<Write> {
     /// # Errors
     /// As [`PinSet::view`].
     pub fn view_mut<T: AnyBitPattern + NoUninit>(&mut self, index: usize) -> Result<&mut [T]> {
-        let count = self.count();
-        let bytes = self.bytes_mut(index).ok_or_else(|| no_such_tensor(index, count))?;
-        bytemuck::try_cast_slice_mut(bytes).map_err(cast_error::<T>)
+        bytemuck::try_cast_slice_mut(self.bytes_mut(index)?).map_err(cast_error::<T>)
     }
 }
 

@@ -796,7 +796,11 @@ fn a_set_is_written_as_a_unit() {
                 assert_eq!(all.map(|bytes| bytes.len()).collect::<Vec<_>>(), [12_000, 0]);
                 assert_eq!(guard.view::<u32>(1).unwrap(), guard.view::<u32>(0).unwrap());
                 assert_eq!(guard.view::<u64>(9).unwrap_err().kind(), ErrorKind::InvalidArgument);
-                assert!(guard.bytes_mut(4).is_none() && guard.bytes_mut(3).unwrap().is_empty());
+                let error = guard.bytes_mut(4).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                assert!(error.to_string().contains("no tensor 4 in a set of 4"), "{error}");
+                assert_eq!(guard.bytes(4).unwrap_err().kind(), ErrorKind::InvalidArgument);
+                assert!(guard.bytes_mut(3).unwrap().is_empty());
             }
             for n in 0..8 {
                 let set = [row(&a, n), row(&b, n)];

@@ -89,7 +89,7 @@ impl Real {
             let blocks = sequence.read(group, positions.clone())?;
             let guard = blocks.pin().wait()?;
             each_row(sequence, group, &positions, |nth, place, layer, position, part| {
-                let found = guard.bytes(nth).and_then(|bytes| bytes.get(place));
+                let found = guard.bytes(nth)?.get(place);
                 self.contents.row(position, layer, part, &mut self.row);
                 if found == Some(&self.row[..]) {
                     return Ok(());
@@ -115,7 +115,7 @@ impl Real {
             let mut blocks = sequence.write(group, positions.clone())?;
             let mut guard = blocks.pin().wait()?;
             each_row(sequence, group, &positions, |nth, place, layer, position, part| {
-                if let Some(row) = guard.bytes_mut(nth - first).and_then(|bytes| bytes.get_mut(place)) {
+                if let Some(row) = guard.bytes_mut(nth - first)?.get_mut(place) {
                     self.contents.row(position, layer, part, row);
                 }
                 Ok(())

@@ -362,7 +362,7 @@ macro_rules! readable_sets {
         impl $pinned {
             pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
                 match self {
-                    Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
+                    Self::Slices(guard) => Ok(guard.bytes(index).ok().map(Cow::from)),
                     Self::Copies(guard, lengths) => {
                         let Some(len) = lengths.get(index).copied() else { return Ok(None) };
                         copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
