@@ -25,7 +25,7 @@ pub struct Options {
     /// columns, or libCacheSim's oracleGeneral or csv; each may be packed by gzip or zstd (docs/trace-format.md)
     #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
     trace: Option<PathBuf>,
-    /// The trace's form: capture, mooncake, text or oracle-general. Default: what the file shows
+    /// The trace's form: capture, mooncake, text, oracle-general or lis. Default: what the file shows
     #[arg(long, value_name = "FORM", conflicts_with = "workload")]
     format: Option<TraceForm>,
     /// The column of ids in a text of several: its number, from 1, or its name in the first line

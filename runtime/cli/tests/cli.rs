@@ -889,7 +889,8 @@ fn policies_reads_the_forms_of_others() {
     let record = |id: &u64| [&0u32.to_le_bytes()[..], &id.to_le_bytes(), &[0; 12]].concat();
     let records: Vec<u8> = ids.iter().flat_map(record).collect();
     let with_names = format!("time,obj_id,size\n{table}");
-    let forms: [(&str, &[u8], &[&str]); 4] = [
+    let lis: String = ids.iter().enumerate().map(|(at, id)| format!("{id} 1 0 {at}\n")).collect();
+    let forms: [(&str, &[u8], &[&str]); 5] = [
         ("ids.txt", lines.as_bytes(), &[]),
         ("table.csv", table.as_bytes(), &["--column", "2"]),
         ("names.csv", with_names.as_bytes(), &[]),
@@ -970,13 +971,14 @@ fn policies_refuses_bad_input() {
         (String::new(), "is empty"),
         ("9".repeat(20 << 20), "longer than 16 MiB"),
         ("1,2\n3,4\n".to_owned(), "say which column"),
-        ("a\0b".to_owned(), "name its form: capture, mooncake, text, oracle-general"),
+        ("a\0b".to_owned(), "name its form: capture, mooncake, text, oracle-general, lis"),
     ] {
         fs::write(&path, bad).unwrap();
         refused(&run("10", "lru"), 1, &[part, "made.jsonl"]);
     }
     refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["read the trace"]);
     refused(&["policies", "--workload", "kv", "--column", "2"], 2, &["--column", "--workload"]);
+        ("P1.lis", lis.as_bytes(), &[]),
     refused(&["policies", "--trace", trace, "--format", "paper"], 2, &["\"paper\"", "mooncake"]);
     refused(&["policies", "--trace", trace, "--column", "0"], 2, &["\"0\"", "from 1"]);
 }

@@ -22,11 +22,14 @@ pub enum TraceForm {
     Text,
     /// libCacheSim's `oracleGeneral`: 24 bytes a use.
     OracleGeneral,
+    /// The traces of the paper on ARC: a line has the first block of a request, how many consecutive blocks it
+    /// accesses, a number that is ignored, and the request's number.
+    Lis,
 }
 
 impl TraceForm {
     /// All forms.
-    pub const ALL: [Self; 4] = [Self::Capture, Self::Mooncake, Self::Text, Self::OracleGeneral];
+    pub const ALL: [Self; 5] = [Self::Capture, Self::Mooncake, Self::Text, Self::OracleGeneral, Self::Lis];
 
     /// Its name.
     pub const fn name(self) -> &'static str {
@@ -35,6 +38,7 @@ impl TraceForm {
             Self::Mooncake => "mooncake",
             Self::Text => "text",
             Self::OracleGeneral => "oracle-general",
+            Self::Lis => "lis",
         }
     }
 }

@@ -3,6 +3,7 @@
 mod captured;
 mod forms;
 mod input;
+mod lis;
 mod mooncake;
 mod numbers;
 mod oracle;

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use super::forms::{OpColumn, TraceForm, TraceOptions, failed};
 use super::input::{opened, start, started, unpacked};
-use super::{Progress, Trace, captured, mooncake, oracle, table};
+use super::{Progress, Trace, captured, lis, mooncake, oracle, table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sim::capture;
 
 impl Trace {
     /// Reads a trace's file. What it is packed by, and its [form](TraceForm) where `options` name none, follow from its
-    /// first bytes; `oracleGeneral`, which has no mark, from the file's name.
+    /// first bytes; of `oracleGeneral` and `.lis`, which have no mark, also from the file's name.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read;
@@ -57,6 +57,7 @@ impl Trace {
             TraceForm::Mooncake => mooncake::read(input, name, options.read_only, progress)?.end(),
             TraceForm::Text => table::read(input, name, options, progress)?.end(),
             TraceForm::OracleGeneral => oracle::read(input, name, progress)?.end(),
+            TraceForm::Lis => lis::read(input, name, progress)?.end(),
         }
     }
 }
@@ -82,6 +83,12 @@ fn form_of(start: &[u8], name: &str) -> Result<TraceForm> {
         let what = format!("the trace {name} is neither a capture nor a text");
         let forms = TraceForm::ALL.map(TraceForm::name).join(", ");
         return Err(Error::new(ErrorKind::Format, what).remedy(format!("name its form: {forms}")));
+    }
+    // Other texts have four numbers a line too, and mean something else by them.
+    let name = [".gz", ".zst"].into_iter().find_map(|end| file.strip_suffix(end)).unwrap_or(&file);
+    let mut lines = start.split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
+    if name.ends_with(".lis") && lines.next().is_some_and(|line| lis::numbers(line).is_some()) {
+        return Ok(TraceForm::Lis);
     }
     Ok(TraceForm::Text)
 }
