@@ -10,15 +10,18 @@ use crate::error::{Error, ErrorKind};
 
 /// A number of bytes.
 ///
-/// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"`. Decimal units (`MB`) are powers of ten, binary units (`MiB`)
-/// powers of two. A bare `K`, `M`, `G`, `T`, `P` or `E` is binary, as memory sizes usually are. Serialized as a number
-/// of bytes.
+/// Parses `"32MiB"`, `"1.5 GiB"`, `"1000MB"`, `"512B"`. Decimal units (`MB`) are powers of ten, binary units (`MiB`)
+/// powers of two. A bare `K`, `M`, `G`, `T`, `P` or `E` is binary, as memory sizes usually are. A number without a unit
+/// is bytes, if it is 0 or at least 4096, the smallest page. A number between is refused: its unit was forgotten.
+/// Serialized as a number of bytes.
 ///
 /// ```
 /// # extern crate outcore_pager as outcore;
 /// use outcore::Bytes;
 /// assert_eq!("32MiB".parse::<Bytes>()?, Bytes::mib(32));
 /// assert_eq!("1.5G".parse::<Bytes>()?, Bytes::mib(1536));
+/// assert_eq!("65536".parse::<Bytes>()?, Bytes::kib(64));
+/// assert!("700".parse::<Bytes>().is_err()); // 700MB, or 700MiB?
 /// assert_eq!(Bytes::mib(98).to_string(), "98.0 MiB");
 /// # Ok::<(), outcore::Error>(())
 /// ```
@@ -90,7 +93,15 @@ impl FromStr for Bytes {
         let trimmed = text.trim();
         let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = trimmed.split_at(split);
+        let least = f64::from(1_u32 << PageSize::MIN_LOG2);
+        let unitless = || {
+            let what = format!("size {text:?} has no unit, and {number} bytes are less than the smallest page");
+            Error::new(ErrorKind::InvalidArgument, what)
+                .remedy(format!("write {number}MB or {number}MiB; {number}B if bytes are meant"))
+        };
         let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+            // Nearly always a unit was forgotten.
+            "" if number.parse::<f64>().is_ok_and(|n| n > 0.0 && n < least) => return Err(unitless()),
             "" | "b" => 1,
             "k" | "kib" => 1 << 10,
             "m" | "mib" => 1 << 20,
@@ -347,6 +358,20 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
+
+    #[test]
+    fn a_small_number_without_a_unit_is_refused() {
+        for text in ["700", " 1.5 ", "1", "4095"] {
+            let error = text.parse::<Bytes>().unwrap_err();
+            let number = text.trim();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let remedy = format!("write {number}MB or {number}MiB; {number}B if bytes are meant");
+            assert!(error.to_string().contains(text) && error.advice() == Some(&*remedy), "{error}");
+        }
+        for (text, bytes) in [("0", 0), ("700B", 700), ("4096", 4096), ("1073741824", 1 << 30)] {
+            assert_eq!(text.parse::<Bytes>().unwrap().get(), bytes);
+        }
+    }
 
     #[test]
     fn regression_sizes_that_are_too_large_are_called_that() {
