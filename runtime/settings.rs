@@ -168,6 +168,16 @@ fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
     allowed.filter(|larger| budget.get() / larger.bytes() >= FRAMES_LEAST).unwrap_or(page)
 }
 
+/// Why pages are as large as usual.
+fn usual_reason(usual: &str) -> String {
+    format!("{usual}; the device budget has room for at least {FRAMES_LEAST} such pages")
+}
+
+/// Why pages are smaller than usual.
+fn smaller_reason(budget: Bytes) -> String {
+    format!("a device budget of {budget} has room for fewer than {FRAMES_LEAST} larger pages")
+}
+
 impl Wanted {
     /// The bytes that reads which nobody waits for have in flight: twice what the disk reads in the time it takes to
     /// begin, or half of what it needed for its rate by measurement. More would be a burst: the reads end together.
@@ -234,9 +244,9 @@ impl Wanted {
             return chosen(fits, format!("one expert's part of a tensor is {piece}: {part}"));
         }
         if fits == usual {
-            return chosen(usual, format!("the usual size, of which the device budget holds {FRAMES_LEAST}"));
+            return chosen(usual, usual_reason("the usual size"));
         }
-        chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
+        chosen(fits, smaller_reason(budget))
     }
 
     /// Chooses the page size of a device with memory of its own.
@@ -250,8 +260,9 @@ impl Wanted {
         };
         let value = linked_page_within(budget, self.usual);
         let reason = match value == self.usual {
-            true => format!("the usual size of this device, of which the budget holds {FRAMES_LEAST}"),
-            false => format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"),
+            true if budget.get() / value.bytes() >= FRAMES_LEAST => usual_reason("the usual size of this device"),
+            true => "the usual size of this device".to_owned(),
+            false => smaller_reason(budget),
         };
         Chosen { value, reason: reason.into() }
     }
@@ -289,7 +300,7 @@ impl Wanted {
         };
         let bytes = |pages: u32| Bytes::new(u64::from(pages) * page.bytes());
         let reason = match self.lookahead {
-            Lookahead::Auto => format!("{needs}; at least {AHEAD_LEAST}, within a part of {tier}"),
+            Lookahead::Auto => format!("{needs}; at least {AHEAD_LEAST}, but only a part of {tier}"),
             _ => "asked for".to_owned(),
         };
         let lookahead = Chosen { value: bytes(pages), reason: reason.into() };
@@ -338,6 +349,9 @@ mod tests {
         assert_eq!(page(Bytes::mib(24), Some(DISK)), Bytes::mib(2));
         assert_eq!(page(Bytes::mib(23), Some(DISK)), Bytes::mib(1));
         assert_eq!(page(Bytes::mib(6), None), Bytes::kib(512));
+        let reason = |mib| wanted(Bytes::mib(mib), Some(DISK)).page_size().reason;
+        assert_eq!(&*reason(24), "the usual size; the device budget has room for at least 12 such pages");
+        assert_eq!(&*reason(23), "a device budget of 23.0 MiB has room for fewer than 12 larger pages");
         for budget in [0, 1, 4096, 100_000] {
             assert_eq!(page(Bytes::new(budget), Some(DISK)), Bytes::kib(64), "{budget}");
         }
@@ -361,6 +375,11 @@ mod tests {
             assert_eq!(of(Ok(Bytes::mib(budget))).value.bytes(), page << 20, "{budget} MiB");
         }
         assert_eq!(of(Err("why")).value, usual);
+        assert!(of(Ok(Bytes::mib(192))).reason.contains("at least 12 such pages"));
+        assert!(of(Ok(Bytes::mib(1))).reason.contains("fewer than 12 larger pages"));
+        let usual = PageSize::DEFAULT;
+        let few = Wanted { linked: true, usual, ..wanted(Bytes::mib(4), None) }.page_size();
+        assert_eq!(&*few.reason, "the usual size of this device");
     }
 
     /// A page is never smaller than the kernel's limit on frames allows, whatever else it should be.
