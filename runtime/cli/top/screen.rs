@@ -107,7 +107,7 @@ fn wanted(key: KeyEvent) -> Wanted {
 fn draw(frame: &mut Frame<'_>, view: &View, first: usize) {
     let dim = Style::new().add_modifier(Modifier::DIM);
     let title = Line::from(vec![
-        Span::styled(format!(" {} ", view.now.process), Style::new().add_modifier(Modifier::REVERSED)),
+        Span::styled(format!(" process {} ", view.now.process), Style::new().add_modifier(Modifier::REVERSED)),
         Span::styled(format!(" {}", view.program), Style::new().add_modifier(Modifier::BOLD)),
     ]);
     let area = frame.area();
@@ -121,24 +121,31 @@ fn draw(frame: &mut Frame<'_>, view: &View, first: usize) {
     }
     let height = u16::try_from(pairs.len()).unwrap_or(u16::MAX).min(area.height / 2 + 1);
     let pairs = Paragraph::new(pairs);
+    let cells = view.lines().iter().any(view::Line::has_cells);
     let rows = [
         Constraint::Length(1),
         Constraint::Length(height),
         Constraint::Length(1),
         Constraint::Min(0),
+        Constraint::Length(u16::from(cells)),
         Constraint::Length(1),
     ];
-    let [top, middle, _, below, bottom] = Layout::vertical(rows).areas(area);
+    let [top, middle, _, below, of_cells, bottom] = Layout::vertical(rows).areas(area);
     frame.render_widget(Paragraph::new(title), top);
     frame.render_widget(pairs, middle);
     let hidden = files(frame, below, view, first);
-    let keys =
-        |sign: char, name: &'static str, style: Style| [Span::styled(format!(" {sign}"), style), Span::raw(name)];
-    let mut legend = Vec::new();
-    legend.extend(keys(view::SIGNS[0], " used ", used()));
-    legend.extend(keys(view::SIGNS[1], " read ahead ", ahead()));
-    let more =
-        if hidden > 0 || first > 0 { format!("  {hidden} more lines: arrows and page keys") } else { String::new() };
+    let said = |sign: char, says: &str, style: Style| {
+        [Span::styled(format!(" {sign}"), style), Span::raw(format!(" {says} "))]
+    };
+    if cells {
+        let shades = view::SHADES.into_iter().zip(view::SHADES_SAY);
+        let shades = shades.flat_map(|(sign, says)| said(sign, says, used()));
+        let legend = [Span::raw(format!(" {}", view::CELLS))].into_iter().chain(shades);
+        frame.render_widget(Paragraph::new(Line::from_iter(legend)), of_cells);
+    }
+    let signs = view::SIGNS.into_iter().zip(view::SIGNS_SAY).zip([used(), ahead(), dim]);
+    let mut legend: Vec<_> = signs.flat_map(|((sign, says), style)| said(sign, says, style)).collect();
+    let more = if hidden > 0 || first > 0 { format!("  {hidden} more lines: arrows") } else { String::new() };
     legend.push(Span::styled(format!("  q quits{more}"), dim));
     frame.render_widget(Paragraph::new(Line::from(legend)), bottom);
 }
@@ -197,7 +204,7 @@ fn drawn(line: &view::Line, bar: usize) -> Line<'static> {
         let style = match (&line.bar, at) {
             (Bar::Held(_), 1) => ahead(),
             (Bar::Held(_), 2) => Style::new().add_modifier(Modifier::DIM),
-            _ => used(),
+            (Bar::Held(_) | Bar::Cells(_), _) => used(),
         };
         width += count;
         spans.push(Span::styled(std::iter::repeat_n(sign, count).collect::<String>(), style));
@@ -230,6 +237,16 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
         assert!(!text.contains("more lines"), "{text}");
+        // Every sign is explained.
+        for width in [80, 120] {
+            let text = shown(width, 30, 0);
+            for legend in
+                ["# used  = read ahead  . not in memory   q quits", "of each cell in memory: . none  - to 1/3"]
+            {
+                assert!(text.contains(legend), "{legend:?} is not in\n{text}");
+            }
+            assert!(text.contains("= to 2/3  + more  # all"), "{text}");
+        }
         // Nine lines of files do not fit; what is above can be left.
         assert!(shown(80, 16, 0).contains("more lines"));
         assert!(shown(80, 16, 4).contains("layer 2"));

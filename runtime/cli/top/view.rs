@@ -19,7 +19,13 @@ pub struct View {
 /// Signs of a bar: used, read ahead, not in memory.
 pub const SIGNS: [char; 3] = ['\u{2588}', '\u{2592}', '\u{b7}'];
 /// Signs of a cell, from nothing in memory to all.
-const SHADES: [char; 5] = ['\u{b7}', '\u{2591}', '\u{2592}', '\u{2593}', '\u{2588}'];
+pub const SHADES: [char; 5] = ['\u{b7}', '\u{2591}', '\u{2592}', '\u{2593}', '\u{2588}'];
+/// What the signs of a bar say.
+pub const SIGNS_SAY: [&str; 3] = ["used", "read ahead", "not in memory"];
+/// What the signs of cells say, in a line that a terminal of 80 columns has room for. A cell is an expert, or a part of
+/// a file.
+pub const CELLS: &str = "of each cell in memory:";
+pub const SHADES_SAY: [&str; 5] = ["none", "to 1/3", "to 2/3", "more", "all"];
 /// Width of a bar in the text.
 const BAR: usize = 40;
 
@@ -147,6 +153,10 @@ impl Line {
         let ahead = if held.ahead > 0 { format!(", {} of it read ahead", size(held.ahead)) } else { String::new() };
         Self { name, bar, told, ahead, depth }
     }
+
+    pub fn has_cells(&self) -> bool {
+        matches!(self.bar, Bar::Cells(_))
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -206,6 +216,7 @@ impl Report for View {
         // Cells are as many as they are.
         let wide = |line: &Line| if let Bar::Cells(cells) = &line.bar { cells.len() } else { BAR };
         let width = lines.iter().map(wide).max().unwrap_or(BAR);
+        let cells = lines.iter().any(Line::has_cells);
         for line in lines {
             table.row([
                 format!("{}{}", "  ".repeat(line.depth), line.name),
@@ -213,7 +224,13 @@ impl Report for View {
                 line.told + &line.ahead,
             ]);
         }
-        text += &format!("\n  {} used  {} read ahead  {} not in memory\n", SIGNS[0], SIGNS[1], SIGNS[2]);
+        let said = |signs: &[char], say: &[&str]| {
+            Vec::from_iter(signs.iter().zip(say).map(|(sign, say)| format!("{sign} {say}"))).join("  ")
+        };
+        text += &format!("\n  {}\n", said(&SIGNS, &SIGNS_SAY));
+        if cells {
+            text += &format!("  {CELLS} {}\n", said(&SHADES, &SHADES_SAY));
+        }
         text += table.text().trim_start_matches('\n');
         text
     }
@@ -297,6 +314,8 @@ pub mod tests {
             "a\\u{1b}.gguf   ####################====................  60.0 MiB of 100.0 MiB (60.0 %), 10.0 MiB of it",
             "      4 experts  .=#+",
             "    pages        .#",
+            "\n  # used  = read ahead  . not in memory\n",
+            "  of each cell in memory: . none  - to 1/3  = to 2/3  + more  # all\n",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
