@@ -382,8 +382,21 @@ pub struct Mapped {
 impl Mapped {
     /// Maps a whole open file on a runtime of this process's own, in place of `memmap2::Mmap::map`.
     ///
-    /// The runtime is opened by the first call, and stays. It may use half of the memory that is available then, for
-    /// all files that are mapped so. Programs that want another budget open a runtime, and call [`open`](Self::open).
+    /// The runtime is opened by the first call, and stays. Its pages may take half of the memory that the process may
+    /// still use then (of its control group, or of the machine), but leave 256 MiB of that free: one budget for all
+    /// files that are mapped so, by [`MappedMut::map`] too. Pages take memory as they are touched. Programs that want
+    /// another budget open a runtime, and call [`open`](Self::open).
+    ///
+    /// An error converts to an [`std::io::Error`] and back, so a program that handles those of `memmap2` needs no
+    /// change:
+    ///
+    /// ```no_run
+    /// fn weights(path: &str) -> std::io::Result<outcore_mapped::Mapped> {
+    ///     Ok(outcore_mapped::Mapped::map(&std::fs::File::open(path)?)?)
+    /// }
+    /// # weights("model.gguf").map(drop).map_err(outcore::Error::from)?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As for [`open`](Self::open), and [`NotFound`](ErrorKind::NotFound) if the file has no name any more, because it
