@@ -201,10 +201,18 @@ impl StdError for Error {
 /// characters count, because names in files may be of any length.
 #[doc(hidden)]
 pub fn closest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    nearest(name, names).into_iter().next()
+}
+
+/// The names in the order of [`closest`].
+#[doc(hidden)]
+pub fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     const COMPARED: usize = 128;
     let start = |text: &str| text.chars().take(COMPARED).collect::<Vec<_>>();
     let wanted = start(name);
-    names.into_iter().min_by_key(|other| strsim::generic_damerau_levenshtein(&wanted, &start(other)))
+    let mut names: Vec<&str> = names.into_iter().collect();
+    names.sort_by_cached_key(|other| strsim::generic_damerau_levenshtein(&wanted, &start(other)));
+    names
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use super::experts::Experts;
 use super::shape::Shape;
-use crate::error::{Error, ErrorKind, Result, closest};
+use crate::error::{Error, ErrorKind, Result, nearest};
 use crate::ids::Bytes;
 use outcore::DType;
 
@@ -67,6 +67,9 @@ const LLAMA: KnownModel = KnownModel {
 const LLAMA_70B: KnownModel = KnownModel { layers: 80, hidden: 8192, heads: 64, ffn: Dense(28_672), ..LLAMA };
 const QWEN2: KnownModel = KnownModel { vocab: 152_064, biases: true, ..LLAMA };
 const QWEN3: KnownModel = KnownModel { vocab: 151_936, head_norms: OfHead, context: 40_960, ..LLAMA };
+
+/// So many names are offered in place of one that is not known.
+const OFFERED: usize = 3;
 
 impl KnownModel {
     /// All of them.
@@ -139,17 +142,17 @@ impl KnownModel {
     /// The model of this name, in any case.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none. The remedy names the closest, and all.
+    /// [`ErrorKind::NotFound`] if there is none. The remedy names the closest three, and all.
     pub fn find(name: &str) -> Result<Self> {
         let lower = name.to_lowercase();
         if let Some(found) = Self::ALL.into_iter().find(|model| model.name == lower) {
             return Ok(found);
         }
         let all = Self::ALL.map(|model| model.name);
-        let near = closest(&lower, all).map_or_else(String::new, |near| format!("the closest name is {near}; "));
+        let near = nearest(&lower, all).into_iter().take(OFFERED).collect::<Vec<_>>().join(", ");
         let error =
             Error::new(ErrorKind::NotFound, format!("{name:?} is neither a file nor a model that is known by name"));
-        Err(error.remedy(format!("{near}known are {}", all.join(", "))))
+        Err(error.remedy(format!("the closest names are {near}; all are {}", all.join(", "))))
     }
 
     /// Its name.
@@ -258,6 +261,7 @@ mod tests {
             assert!(model.shape(DType::F32).checked().is_ok());
         }
         let error = KnownModel::find("llama-3.3-7b").unwrap_err().to_string();
-        assert!(error.contains("the closest name is llama-3.") && error.contains("qwen3-8b"), "{error}");
+        let near = "the closest names are llama-3.3-70b, llama-3.2-1b, llama-3.2-3b; all are llama-3.2-1b";
+        assert!(error.contains(near) && error.contains("qwen3-8b"), "{error}");
     }
 }
