@@ -101,6 +101,8 @@ pub struct Run {
     pub compute_s: Option<f64>,
     /// Seconds of a pass, simulated.
     pass: Option<f64>,
+    /// Seconds of it in which nothing computes because pages are missing.
+    waited: f64,
     /// Tokens of a pass or a step, of all sequences together.
     pub tokens: u64,
 }
@@ -129,6 +131,13 @@ impl Run {
     /// Seconds of a pass or a step, simulated. `None` if nothing moves and the compute time is not known.
     pub fn pass_s(&self) -> Option<f64> {
         self.pass
+    }
+
+    /// Seconds of a pass or a step in which nothing computes because pages are missing, simulated. The rest is
+    /// computing, with the fixed time of its steps, and slower where it shares the memory with reads. `None` as for
+    /// [`pass_s`](Self::pass_s).
+    pub fn waited_s(&self) -> Option<f64> {
+        self.pass.map(|_| self.waited)
     }
 
     /// The cause of the longest time.
@@ -283,6 +292,7 @@ pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> R
         disk_s: pass.disk_s,
         compute_s,
         pass: pass_s,
+        waited: pass.waited,
         tokens: job.tokens(),
     };
     Ok(Forecast { memory, least_device, run: Some(run) })

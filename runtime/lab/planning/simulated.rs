@@ -66,8 +66,9 @@ pub(super) struct Placed {
 /// What a pass moves once the first passes are over. Times are in seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Pass {
-    /// How long it takes.
+    /// How long it takes, and how much of that nothing is computed because pages are missing.
     pub(super) seconds: f64,
+    pub(super) waited: f64,
     pub(super) filled: f64,
     pub(super) copied_down: f64,
     pub(super) disk_read: f64,
@@ -205,10 +206,13 @@ pub(super) fn pass(job: &Job, memory: &Memory, resources: &Resources, placed: &P
     let seconds = |of: fn(&Moved) -> Duration| sum(&|moved| of(moved).as_secs_f64() * faster);
     let (disk_read, disk_written) = (bytes(|moved| moved.disk_read), bytes(|moved| moved.disk_written));
     let (link_in, link_out) = (bytes(|moved| moved.link_in), bytes(|moved| moved.link_out));
+    let time_of = |passes: &[Duration]| passes.iter().map(Duration::as_secs_f64).sum::<f64>() * faster * times;
+    let waits: Vec<_> = done.moved[steady.clone()].iter().map(|moved| moved.waited).collect();
     let gpu = machine.link.is_some();
     let [up, down] = [seconds(|moved| moved.link_in_busy), seconds(|moved| moved.link_out_busy)];
     Ok(Pass {
-        seconds: done.passes[steady.clone()].iter().map(Duration::as_secs_f64).sum::<f64>() * faster * times,
+        seconds: time_of(&done.passes[steady.clone()]),
+        waited: time_of(&waits),
         // Without a link, what comes from the disk comes right into the device tier.
         filled: if gpu { link_in } else { link_in + disk_read },
         copied_down: if gpu { link_out } else { link_out + disk_written },

@@ -104,6 +104,8 @@ fn what_is_missing_comes_over_the_links_of_its_tier() {
     assert_eq!(found.bottleneck(), Some(Bottleneck::Disk));
     near(found.pass_s().unwrap(), bytes(found.disk_read) / 2e9);
     near(found.link_s.unwrap(), bytes(found.filled) / 20e9);
+    // It computes in no time, so far as is known.
+    assert_eq!(found.waited_s(), found.pass_s());
 
     // Tiers are exclusive: the host's frames add to the device's.
     let with_host = run(&job, &resources(48, 60, "2GB/s", Some("20GB/s")));
@@ -126,6 +128,24 @@ fn what_takes_about_as_long_as_the_bottleneck_is_named() {
     let found = [0.4, 0.6, 1.5, 2.5].map(|share| (at(disk * share).bottleneck(), at(disk * share).beside()));
     let (compute, disk) = (Some(Bottleneck::Compute), Some(Bottleneck::Disk));
     assert_eq!(found, [(disk, None), (disk, compute), (compute, disk), (compute, None)]);
+}
+
+/// A pass computes or waits for pages. What it waits goes on beside computing.
+#[test]
+fn a_pass_is_computing_and_waiting() {
+    let at = |compute: f64| {
+        run(&infer(), &Resources { compute: Some(Compute::Seconds(compute)), ..resources(48, 0, "2GB/s", None) })
+    };
+    let disk = at(0.001).disk_s;
+    for share in [0.4, 1.0, 2.5] {
+        let found = at(disk * share);
+        let (pass, waited) = (found.pass_s().unwrap(), found.waited_s().unwrap());
+        // Computing is slower while the disk reads into the same memory. A part of the job stands for all of it.
+        assert!(waited >= 0.0 && pass - waited >= 0.95 * disk * share, "{share}: {waited} of {pass}");
+    }
+    let share = |found: &Run| found.waited_s().unwrap() / found.pass_s().unwrap();
+    let [quick, even, slow] = [0.001, disk, 2.5 * disk].map(|compute| share(&at(compute)));
+    assert!(quick > 0.95 && quick > even && slow < 0.01, "{quick} {even} {slow}");
 }
 
 #[test]

@@ -780,6 +780,7 @@ impl<'a> World<'a> {
             link_out,
             link_in_busy,
             link_out_busy,
+            waited: Duration::from_nanos(self.stalls.iter().flatten().map(|(_, time)| time).sum::<Nanos>() / devices),
         }
     }
 

@@ -37,6 +37,8 @@ pub struct Moved {
     pub link_in_busy: Duration,
     /// Time of the copies from the device.
     pub link_out_busy: Duration,
+    /// Time in which nothing was computed because pages were missing. The rest of a pass is computing.
+    pub waited: Duration,
 }
 
 impl Moved {
@@ -49,6 +51,7 @@ impl Moved {
             link_out: self.link_out.saturating_sub(before.link_out),
             link_in_busy: self.link_in_busy.saturating_sub(before.link_in_busy),
             link_out_busy: self.link_out_busy.saturating_sub(before.link_out_busy),
+            waited: self.waited.saturating_sub(before.waited),
         }
     }
 }
