@@ -4,10 +4,9 @@ use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
-use outcore::machine::{self, HugePages, LimitSource, Machine};
+use outcore::machine::{self, HugePages, Machine};
 use outcore::rules::HostDevice;
 use outcore::stats::Settings;
 use outcore::store::{DiskProfile, QueueDepth, probe_backend, probe_file};
@@ -16,6 +15,7 @@ use serde::Serialize;
 
 use super::Report;
 use super::cuda;
+use super::here::{self, TRIAL, WRITE_TIME};
 use super::library;
 use super::output::{Table, rate, size};
 use super::probe::LatencyReport;
@@ -23,8 +23,8 @@ use super::trial::TrialFile;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The directory whose disk is examined. Default: the current one and the one for temporary files. Deletes what
-    /// earlier runs stored about that disk's speed, so that the next run measures it anew
+    /// The directory whose disk is examined. Default: the current one and the one for temporary files. If runs have
+    /// noted how fast an examined disk is, that note is deleted: the next run measures the disk anew
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// One JSON object instead of tables
@@ -44,6 +44,9 @@ pub struct Diagnosis {
     huge_pages: HugePageModes,
     mappings: Mappings,
     memcpy_bytes_per_second: u64,
+    /// Of several threads together.
+    memcpy_threads: usize,
+    memcpy_of_threads_bytes_per_second: u64,
     io: Io,
     mapped_files: MappedFiles,
     directories: Vec<Directory>,
@@ -132,11 +135,11 @@ struct Gpus {
     page_tables_for_free_memory_bytes: Option<u64>,
 }
 
-/// How long a trial file is written, how long it is read, and its largest size. Two directories then take at most two
-/// seconds, whatever the disk.
-const WRITE_TIME: Duration = Duration::from_millis(300);
+/// How long a trial file is read. Two directories then take at most two seconds, whatever the disk.
 const READ_SECONDS: f64 = 0.3;
-const TRIAL: Bytes = Bytes::mib(256);
+/// What became of the note that runs keep of an examined disk: it may have been measured beside other work.
+const NOTE_DELETED: &str = "these four follow from the disk as measured now. If earlier runs had noted how fast it is, \
+                            that note is deleted: the next run measures the disk anew";
 /// CAP_IPC_LOCK's bit.
 const IPC_LOCK: u32 = 14;
 
@@ -167,6 +170,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
                 .collect()
         }
     };
+    let (copied, memcpy_threads) = here::copies(machine.cpus, free);
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let capabilities = capabilities.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
@@ -180,11 +184,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
             limit_bytes: machine.memory.limit.get(),
             used_bytes: machine.memory.usage.get(),
             headroom_bytes: free.get(),
-            limited_by: match &machine.memory.source {
-                LimitSource::CgroupV1(folder) => format!("cgroup v1 {}", folder.display()),
-                LimitSource::CgroupV2(folder) => format!("cgroup v2 {}", folder.display()),
-                _ => "the machine".to_owned(),
-            },
+            limited_by: here::limited_by(&machine.memory),
             lockable_bytes: machine.lockable.map(Bytes::get),
             may_lock_all: machine.lockable.is_none() || capabilities >> IPC_LOCK & 1 == 1,
         },
@@ -199,6 +199,8 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
                 .saturating_mul(PageSize::DEFAULT.bytes()),
         },
         memcpy_bytes_per_second: machine::memcpy_bandwidth(Bytes::mib(64)).get(),
+        memcpy_threads,
+        memcpy_of_threads_bytes_per_second: copied.get(),
         io,
         mapped_files: mapped_files(),
         directories,
@@ -420,7 +422,12 @@ impl Report for Diagnosis {
         let text =
             format!("{} limit ({}), {} free", size(memory.limit_bytes), memory.limited_by, size(memory.headroom_bytes));
         facts.pair("memory", text);
-        facts.pair("memcpy", format!("{}, one thread", rate(self.memcpy_bytes_per_second)));
+        let (one, all) = (rate(self.memcpy_bytes_per_second), rate(self.memcpy_of_threads_bytes_per_second));
+        let at_once = match self.memcpy_threads {
+            1 => String::new(),
+            threads => format!(", {all} by {threads} at once"),
+        };
+        facts.pair("memcpy", format!("{one} by one thread{at_once}"));
         let limit = memory.lockable_bytes.map_or_else(|| "unlimited".to_owned(), size);
         let lock = if memory.may_lock_all && memory.lockable_bytes.is_some() {
             format!("{limit} by limit, all by CAP_IPC_LOCK")
@@ -475,7 +482,7 @@ impl Report for Diagnosis {
                 facts.pair("", format!("{} filled ahead: {}", ahead.value, ahead.reason));
                 facts.pair("", format!("{} reads ahead at once: {}", depth.value, depth.reason));
                 facts.pair("", format!("steps of {}: {}", settings.step.value, settings.step.reason));
-                facts.pair("", "measured now; what earlier runs stored about this disk was deleted".to_owned());
+                facts.pair("", NOTE_DELETED);
             }
         }
         if self.gpus.found.is_empty() {

@@ -12,6 +12,7 @@ mod config;
 mod cuda;
 mod curve;
 mod doctor;
+mod here;
 mod inspect;
 mod kv;
 mod library;

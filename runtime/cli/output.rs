@@ -63,6 +63,18 @@ impl Table {
     }
 }
 
+/// Formats a number of any size with about three digits.
+pub fn digits(n: f64) -> String {
+    match n {
+        n if n >= 100.0 => format!("{n:.0}"),
+        n if n >= 10.0 => format!("{n:.1}"),
+        n if n >= 1.0 => format!("{n:.2}"),
+        n if n >= 0.01 => format!("{n:.3}"),
+        0.0 => "0".to_owned(),
+        n => format!("{n:.1e}"),
+    }
+}
+
 pub fn size(bytes: u64) -> String {
     Bytes::new(bytes).to_string()
 }

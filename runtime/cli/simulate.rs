@@ -1,4 +1,4 @@
-//! `outcore simulate`: forecasts how long passes over a model take on a machine that is only described.
+//! `outcore simulate`: forecasts how long passes over a model take on a machine that is only described, or on this one.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,9 @@ use outcore_lab::sim::{
 };
 use serde::Serialize;
 
+use super::here::{self, Here, Source};
 use super::named;
-use super::output::{Side, Table, percent, printable, size};
+use super::output::{Side, Table, digits, percent, printable, size};
 use super::{Report, page_size};
 
 /// The options of `outcore simulate`.
@@ -42,9 +43,10 @@ pub struct Options {
     /// name, else all
     #[arg(long, value_name = "N")]
     experts_used: Option<u32>,
-    /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one (docs/simulator.md)
+    /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one
+    /// (docs/simulator.md). Default: this machine, as measured now
     #[arg(long, value_name = "NAME|FILE")]
-    machine: String,
+    machine: Option<String>,
     /// The policy, which decides which pages stay: one of those of `outcore policies`
     #[arg(long, value_name = "NAME", default_value = "plan")]
     policy: AnyPolicy,
@@ -114,6 +116,9 @@ fn params(text: &str) -> Result<u64> {
 pub struct Found {
     model: String,
     machine: String,
+    /// Where this machine's numbers come from; none of a machine that is only described.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    sources: Vec<Source>,
     devices: NonZeroU32,
     policy: &'static str,
     page_bytes: u64,
@@ -128,6 +133,8 @@ pub struct Found {
     first_pass_s: f64,
     median_pass_s: f64,
     passes_s: Vec<f64>,
+    /// Of one sequence, which gets a token by each pass: by the median pass.
+    tokens_per_s: f64,
     total_s: f64,
     hit_ratio: f64,
     stall_s: f64,
@@ -242,6 +249,8 @@ struct Model {
     weights: Vec<ClassBytes>,
     /// The files' names, by segment.
     files: Vec<String>,
+    /// The file on whose disk most of it is.
+    file: Option<PathBuf>,
 }
 
 impl Model {
@@ -256,8 +265,17 @@ impl Model {
 }
 
 pub fn run(options: &Options) -> Result<Found> {
-    let machine = MachineModel::find(&options.machine)?;
+    let named = options.machine.as_deref().map(MachineModel::find).transpose()?;
     let model = model(options)?;
+    let (machine, sources) = match named {
+        Some(machine) => (machine, Vec::new()),
+        None => {
+            let remedy = "name a machine with --machine, or run this in a folder on a disk";
+            let here = Here::measure(model.file.as_deref(), None, remedy)?;
+            let sources = here.found();
+            (here.machine, sources)
+        }
+    };
     let device_budget = options.device_budget.unwrap_or(Bytes::new(machine.device_memory.get() / 10 * 9));
     let step_pages = match options.step {
         None => None,
@@ -279,7 +297,7 @@ pub fn run(options: &Options) -> Result<Found> {
         ..Settings::new(device_budget, options.host_budget)
     };
     let done = sim::simulate(&model.workload, &machine, &settings)?;
-    Ok(found(options, &machine, &settings, model, done))
+    Ok(Found { sources, ..found(options, &machine, &settings, model, done) })
 }
 
 fn model(options: &Options) -> Result<Model> {
@@ -294,6 +312,7 @@ fn model(options: &Options) -> Result<Model> {
             workload: Workload::of_model(&header, options.experts_used)?,
             weights: ClassBytes::of_model(&header),
             files: header.files.iter().map(|file| name(&file.path)).collect(),
+            file: here::largest(&header),
         });
     }
     let Options { params, layers, .. } = *options;
@@ -310,6 +329,7 @@ fn model(options: &Options) -> Result<Model> {
         name: format!("{params} parameters of {} in {layers} layers", dtype.name()),
         weights: vec![ClassBytes::new(class, workload.bytes())],
         files: vec!["layers".to_owned()],
+        file: None,
         workload,
     })
 }
@@ -335,6 +355,7 @@ fn named_model(name: String, mut shape: Shape, options: &Options) -> Result<Mode
         name: format!("{name} in {}", shape.dtype),
         weights: weights.map(|(class, bytes)| ClassBytes::new(class, bytes)).collect(),
         files: vec![name],
+        file: None,
         workload,
     })
 }
@@ -356,6 +377,7 @@ fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: 
         model_bytes: model.workload.bytes(),
         model: model.name,
         machine: machine.name.clone(),
+        sources: Vec::new(),
         devices: machine.devices,
         policy: settings.policy.name(),
         page_bytes: settings.page_size.bytes(),
@@ -369,6 +391,7 @@ fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: 
         first_pass_s: done.first().as_secs_f64(),
         median_pass_s: done.median().as_secs_f64(),
         passes_s: done.passes.iter().map(std::time::Duration::as_secs_f64).collect(),
+        tokens_per_s: 1.0 / done.median().as_secs_f64().max(1e-9),
         total_s: done.time.as_secs_f64(),
         hit_ratio: done.hit_ratio(),
         stall_s: done.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum(),
@@ -403,6 +426,9 @@ impl Report for Found {
         let mut about = Table::pairs();
         about.pair("model", format!("{}, {} pages of {}", size(self.model_bytes), self.pages, size(self.page_bytes)));
         about.pair("devices", format!("{}, each with {} frames", self.devices, self.frames));
+        for source in &self.sources {
+            about.pair(source.what, printable(&source.from));
+        }
         about.pair("host tiers", format!("{} frames each", self.host_frames));
         about.pair("policy", self.policy);
         about.pair("largest step", format!("{} pages of a device", self.unit_pages));
@@ -411,6 +437,7 @@ impl Report for Found {
             about.pair("median of the others", seconds(self.median_pass_s));
         }
         about.pair("passes", self.passes_s.len().to_string());
+        about.pair("speed", format!("{} tok/s: a pass gives one sequence a token", digits(self.tokens_per_s)));
         about.pair("hits", format!("{} of {} uses", percent(self.hits, self.uses), self.uses));
         let of_all = match self.devices.get() {
             1 => String::new(),

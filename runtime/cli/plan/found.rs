@@ -2,8 +2,9 @@
 
 use outcore::Bytes;
 use outcore_lab::planning::{self, Compute, Forecast, Job, Memory, Outcome, Resources, Run, Target, Work};
-use outcore_lab::sim::MachineModel;
 use serde::Serialize;
+
+use super::super::here::Source;
 
 /// The result of `outcore plan`.
 #[derive(Debug, Serialize)]
@@ -36,6 +37,14 @@ pub struct Model {
     #[serde(rename = "model")]
     pub file: Option<String>,
     pub format: Option<&'static str>,
+}
+
+/// Where the resources come from.
+#[derive(Debug)]
+pub struct Supply {
+    /// The machine's name; none if options give all of them.
+    pub machine: Option<String>,
+    pub sources: Vec<Source>,
 }
 
 #[derive(Debug, Serialize)]
@@ -81,6 +90,8 @@ pub struct JobReport {
 #[derive(Debug, Serialize)]
 pub struct ResourcesReport {
     pub machine: Option<String>,
+    /// Where the numbers below come from.
+    pub sources: Vec<Source>,
     pub device_bytes: u64,
     pub host_bytes: u64,
     pub disk_bytes_per_second: u64,
@@ -153,6 +164,8 @@ pub struct PassReport {
     pub disk_s: f64,
     /// Simulated; none if nothing moves and the compute time is not known.
     pub pass_s: Option<f64>,
+    /// How long nothing computes in a pass because pages are missing, simulated. The rest is computing.
+    pub waited_s: Option<f64>,
     pub bottleneck: Option<&'static str>,
     /// A resource that takes more than half as long as the bottleneck.
     pub beside: Option<&'static str>,
@@ -201,7 +214,7 @@ impl From<&Outcome> for ChangeReport {
 impl Plan {
     pub fn new(
         model: Model,
-        machine: Option<&MachineModel>,
+        supply: Supply,
         job: &Job,
         resources: &Resources,
         forecast: &Forecast,
@@ -214,7 +227,7 @@ impl Plan {
             assumed: job.shape.assumed.clone(),
             shape: ShapeReport::of(job),
             job: JobReport::from(job),
-            resources: ResourcesReport::of(machine, resources),
+            resources: ResourcesReport::of(supply, resources),
             memory: MemoryReport::of(job, &forecast.memory),
             fit: fit(run),
             least_device_bytes: forecast.least_device.get(),
@@ -273,7 +286,7 @@ impl From<&Job> for JobReport {
 }
 
 impl ResourcesReport {
-    fn of(machine: Option<&MachineModel>, resources: &Resources) -> Self {
+    fn of(supply: Supply, resources: &Resources) -> Self {
         let disk = resources.disk.bytes_per_second().get();
         let (compute_s, computes) = match resources.compute {
             Some(Compute::Seconds(seconds)) => (Some(seconds), None),
@@ -281,7 +294,8 @@ impl ResourcesReport {
             _ => (None, None),
         };
         Self {
-            machine: machine.map(|machine| machine.name.clone()),
+            machine: supply.machine,
+            sources: supply.sources,
             device_bytes: resources.device.get(),
             host_bytes: resources.host.get(),
             disk_bytes_per_second: disk,
@@ -362,6 +376,7 @@ impl PassReport {
             link_s: run.link_s,
             disk_s: run.disk_s,
             pass_s: run.pass_s(),
+            waited_s: run.waited_s(),
             bottleneck: run.bottleneck().map(planning::Bottleneck::name),
             beside: run.beside().map(planning::Bottleneck::name),
             tokens: run.tokens,

@@ -4,7 +4,7 @@
 mod found;
 mod text;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -18,8 +18,9 @@ use outcore_lab::planning::{
 use outcore_lab::sim::MachineModel;
 
 use super::config::config_beside;
+use super::here::{self, Here, Source};
 use super::named;
-use found::{Model, Plan};
+use found::{Model, Plan, Supply};
 
 /// The options of `outcore plan`.
 #[derive(Debug, Args)]
@@ -76,18 +77,19 @@ pub struct Options {
     expert_ffn: Option<u64>,
     /// The machine, as in `outcore simulate`: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that
     /// describes one (docs/simulator.md). It supplies what the options below leave out: memory, bandwidths and the
-    /// speed of computing
+    /// speed of computing. Default: this machine, as measured now, unless --device-memory and --disk are both given
     #[arg(long, value_name = "NAME|FILE")]
     machine: Option<String>,
-    /// The device's memory, such as 24GiB: a GPU's, or this process's where there is none
-    #[arg(long, value_name = "SIZE", required_unless_present = "machine")]
-    #[arg(value_parser = some_memory, allow_hyphen_values = true)]
+    /// The device's memory, such as 24GiB: a GPU's, or this process's where there is none. Default: the machine's; of
+    /// this machine, what is free
+    #[arg(long, value_name = "SIZE", value_parser = some_memory, allow_hyphen_values = true)]
     device_memory: Option<Bytes>,
     /// The host's memory beside the device's; 0 for no host tier. Default: the machine's, or 0
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     host_memory: Option<Bytes>,
-    /// Bandwidth of the disk for reads and for writes, such as 2GB/s; `outcore probe` measures it
-    #[arg(long, value_name = "BANDWIDTH", required_unless_present = "machine", allow_hyphen_values = true)]
+    /// Bandwidth of the disk for reads and for writes, such as 2GB/s. Default: the machine's; of this machine, that of
+    /// the model's disk, or of the current folder's
+    #[arg(long, value_name = "BANDWIDTH", allow_hyphen_values = true)]
     disk: Option<Bandwidth>,
     /// Bandwidth of the link between host and GPU in each direction, such as 25GB/s; none where the device is the host
     #[arg(long, value_name = "BANDWIDTH", allow_hyphen_values = true)]
@@ -174,7 +176,7 @@ const CONTEXT: u64 = 4096;
 
 /// Reads the header, if there is a file, and computes the plan.
 pub fn run(options: &Options) -> Result<Plan> {
-    let (mut shape, format) = shape(options)?;
+    let (mut shape, format, file) = shape(options)?;
     let context = match (options.context, shape.context) {
         (Some(asked), made_for) => {
             if let Some(made_for) = made_for.filter(|made_for| asked > *made_for) {
@@ -194,29 +196,102 @@ pub fn run(options: &Options) -> Result<Plan> {
         Work::Infer { kv: options.kv }
     };
     let mut job = Job { shape, work, context, batch: options.batch, headroom_percent: options.headroom };
-    let machine = options.machine.as_deref().map(MachineModel::find).transpose()?;
-    let resources = resources(options, machine.as_ref(), &mut job)?;
+    let hardware = Hardware::of(options, file.as_deref())?;
+    let resources = resources(options, &hardware, &mut job)?;
+    let supply = Supply {
+        machine: hardware.machine().map(|machine| machine.name.clone()),
+        sources: hardware.sources(options, &resources),
+    };
     let forecast = planning::forecast(&job, &resources)?;
     let changes = planning::advice(&job, &resources, &forecast)?;
     let target = options.target.map(|wanted| planning::target(&job, &resources, &forecast, wanted)).transpose()?;
     let model = Model { file: options.model.as_ref().map(|path| path.display().to_string()), format };
-    Ok(Plan::new(model, machine.as_ref(), &job, &resources, &forecast, &changes, target.as_ref()))
+    Ok(Plan::new(model, supply, &job, &resources, &forecast, &changes, target.as_ref()))
+}
+
+/// Where resources come from that options do not give.
+enum Hardware {
+    Machine(MachineModel),
+    Here(Box<Here>),
+    /// Options give all that is needed.
+    Options,
+}
+
+impl Hardware {
+    /// The machine that was named, or else this one if memory or disk are not given.
+    fn of(options: &Options, file: Option<&Path>) -> Result<Self> {
+        if let Some(name) = &options.machine {
+            return MachineModel::find(name).map(Self::Machine);
+        }
+        if options.device_memory.is_some() && options.disk.is_some() {
+            return Ok(Self::Options);
+        }
+        if options.device_memory.is_none() && options.link.is_some() {
+            let what = "--link is a GPU's, and how much memory that has is not measured".to_owned();
+            return Err(wrong(what, "give --device-memory too, or the machine's name or file with --machine"));
+        }
+        let remedy = "give --disk, such as 2GB/s, or the machine's name or file with --machine";
+        Here::measure(file, options.disk, remedy).map(|here| Self::Here(Box::new(here)))
+    }
+
+    fn machine(&self) -> Option<&MachineModel> {
+        match self {
+            Self::Machine(machine) => Some(machine),
+            Self::Here(here) => Some(&here.machine),
+            Self::Options => None,
+        }
+    }
+
+    /// Says where each of the resources comes from.
+    fn sources(&self, options: &Options, resources: &Resources) -> Vec<Source> {
+        let of = |what, given: Option<&str>, measured: Option<&Source>| match (given, self, measured) {
+            (Some(option), ..) => Some(Source::new(what, format!("given by {option}"))),
+            (None, Self::Machine(machine), _) => Some(Source::new(what, format!("machine {}", machine.name))),
+            (None, _, Some(measured)) => Some(Source::new(what, measured.from.as_str())),
+            _ => None,
+        };
+        let here = match self {
+            Self::Here(here) => Some(&**here),
+            _ => None,
+        };
+        let memory = here.map(|here| &here.memory);
+        let disk = here.map(|here| &here.disk);
+        let computing = here.map(|here| &here.computing);
+        let sources = [
+            of("device memory", options.device_memory.map(|_| "--device-memory"), memory),
+            of("host memory", options.host_memory.map(|_| "--host-memory"), memory)
+                .filter(|_| options.host_memory.is_some() || resources.host > Bytes::ZERO),
+            of("disk", options.disk.map(|_| "--disk"), disk),
+            of("link", options.link.map(|_| "--link"), None).filter(|_| resources.link.is_some()),
+            of("computing", options.compute.map(|_| "--compute"), computing).filter(|_| resources.compute.is_some()),
+        ];
+        sources.into_iter().flatten().collect()
+    }
 }
 
 /// Returns the machine's resources, or those that options give in their place. Adds to the assumptions what is not
 /// accounted for.
-fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -> Result<Resources> {
+fn resources(options: &Options, hardware: &Hardware, job: &mut Job) -> Result<Resources> {
     let missing = |option: &str| {
         wrong(format!("neither {option} nor --machine is given"), "give the option, or the machine's name or file")
     };
-    let known = machine.map(Resources::of).transpose()?;
+    let machine = hardware.machine();
+    let mut known = machine.map(Resources::of).transpose()?;
+    let here = matches!(hardware, Hardware::Here(_));
+    if let (Hardware::Here(here), Some(known), Some(_)) = (hardware, &mut known, options.link) {
+        // The device is a GPU: this machine's memory is the host's, and how fast the GPU computes is not known.
+        (known.host, known.compute) = (here.machine.host_memory, None);
+    }
     let device = options.device_memory.or(known.map(|known| known.device)).ok_or_else(|| missing("--device-memory"))?;
     let disk = options.disk.or(known.map(|known| known.disk)).ok_or_else(|| missing("--disk"))?;
     let assumed = &mut job.shape.assumed;
-    if machine.is_none() && options.compute.is_none() {
+    if options.compute.is_none() && known.is_none_or(|known| known.compute.is_none()) {
         assumed.push("computing is not counted: --machine or --compute says how long it takes".to_owned());
     }
-    if let Some(machine) = machine {
+    if here && options.disk.is_none() {
+        assumed.push("writes to the disk are as fast as reads".to_owned());
+    }
+    if let Some(machine) = machine.filter(|_| !here || options.link.is_none()) {
         let name = &machine.name;
         if machine.devices.get() > 1 {
             assumed.push(format!(
@@ -228,10 +303,13 @@ fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -
             assumed.push(format!("no host tier: {name} has one memory for both (--host-memory)"));
         }
         if machine.compute.flops.is_none() && options.compute.is_none() {
-            assumed.push(format!(
-                "{name} does not say compute.flops_per_second: {}",
-                if options.train { "how long a step computes is not known" } else { "computing is reading memory" }
-            ));
+            let why = match here {
+                true => "the rate of operations is not measured".to_owned(),
+                false => format!("{name} does not say compute.flops_per_second"),
+            };
+            let then =
+                if options.train { "how long a step computes is not known" } else { "computing is reading memory" };
+            assumed.push(format!("{why}: {then}"));
         }
     }
     Ok(Resources {
@@ -251,7 +329,8 @@ fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -
     })
 }
 
-fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
+/// Returns the model's shape, the format of its file, and the file on whose disk most of it is.
+fn shape(options: &Options) -> Result<(Shape, Option<&'static str>, Option<PathBuf>)> {
     if let Some(parameters) = options.params {
         let given = Given {
             parameters,
@@ -269,11 +348,11 @@ fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
                 ffn: options.expert_ffn,
             }),
         };
-        return Ok((Shape::estimate(&given)?, None));
+        return Ok((Shape::estimate(&given)?, None, None));
     }
     let path = options.model.clone().unwrap_or_default();
     if let Some(shape) = named::shape(&path, options.dtype)? {
-        return Ok((shape, None));
+        return Ok((shape, None, None));
     }
     let header = format::open(&path)?;
     let (config, format) = match (&header.metadata, header.files.first()) {
@@ -281,5 +360,5 @@ fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
         _ => (None, "GGUF"),
     };
     let shape = Shape::of(&header, config.as_deref()).map_err(|error| error.context(path.display()))?;
-    Ok((shape, Some(format)))
+    Ok((shape, Some(format), here::largest(&header)))
 }

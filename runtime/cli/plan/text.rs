@@ -3,20 +3,9 @@
 use outcore_lab::planning::Parameters;
 
 use super::super::Report;
-use super::super::output::{Side, Table, percent, printable, rate, size};
+use super::super::here::Source;
+use super::super::output::{Side, Table, digits, percent, printable, rate, size};
 use super::found::{ChangeReport, PassReport, Plan};
-
-/// Formats a number of any size with about three digits.
-fn digits(n: f64) -> String {
-    match n {
-        n if n >= 100.0 => format!("{n:.0}"),
-        n if n >= 10.0 => format!("{n:.1}"),
-        n if n >= 1.0 => format!("{n:.2}"),
-        n if n >= 0.01 => format!("{n:.3}"),
-        0.0 => "0".to_owned(),
-        n => format!("{n:.1e}"),
-    }
-}
 
 /// Formats a large number with the prefix of its unit.
 fn thousands(n: f64) -> String {
@@ -91,6 +80,9 @@ impl Plan {
         let work = if self.training() { "training" } else { "inference" };
         facts.pair("job", format!("{work}, context {}, batch {}, {how}", job.context, job.batch));
         facts.pair("resources", self.resources_text());
+        for (at, source) in self.sources_text().into_iter().enumerate() {
+            facts.pair(if at == 0 { "from" } else { "" }, source);
+        }
         for (at, assumed) in self.assumed.iter().enumerate() {
             facts.pair(if at == 0 { "assumed" } else { "" }, assumed.as_str());
         }
@@ -113,6 +105,16 @@ impl Plan {
         parts.extend(resources.flops_per_second.map(|flops| format!("{}FLOP/s", thousands(flops as f64))));
         let machine = resources.machine.as_ref().map_or_else(String::new, |name| format!("{}: ", printable(name)));
         machine + &parts.join(", ")
+    }
+
+    /// Returns a line for each source of the resources.
+    fn sources_text(&self) -> Vec<String> {
+        let sources = self.resources.sources.chunk_by(|one, other| one.from == other.from);
+        let line = |of_one: &[Source]| {
+            let what: Vec<_> = of_one.iter().map(|source| source.what).collect();
+            of_one.first().map(|source| format!("{}: {}", what.join(", "), printable(&source.from)))
+        };
+        sources.filter_map(line).collect()
     }
 
     /// Returns a table of activations by checkpointing setting; none for inference.
@@ -168,6 +170,11 @@ impl Plan {
             moves.row(["link".to_owned(), both(pass.filled_bytes, pass.copied_down_bytes), time(seconds)]);
         }
         moves.row(["disk".to_owned(), both(pass.disk_read_bytes, pass.disk_written_bytes), time(pass.disk_s)]);
+        // What is above overlaps. These two add up to the pass.
+        let computing = pass.pass_s.zip(pass.waited_s).map(|(pass, waited)| pass - waited);
+        moves.row(["computing, with steps".to_owned(), String::new(), computing.map_or_else(unknown, time)]);
+        moves.row(["waiting for pages".to_owned(), String::new(), pass.waited_s.map_or_else(unknown, time)]);
+        moves.row([format!("the whole {}", self.pass_name()), String::new(), pass.pass_s.map_or_else(unknown, time)]);
         moves
     }
 
@@ -266,9 +273,7 @@ impl Report for Plan {
                     verdict.pair("scratch file", format!("{} on disk", size(recommended.scratch_file_bytes)));
                 }
                 text += &verdict.text();
-                if self.fit != "resident" || pass.compute_s.is_some() {
-                    text += &format!("\n{}", self.moves(pass).text());
-                }
+                text += &format!("\n{}", self.moves(pass).text());
             }
             _ => {
                 verdict.pair(

@@ -460,6 +460,17 @@ fn plan_predicts_on_a_machine() {
     for part in ["one of the 8 devices of dgx-h200", "tok/s, bound by", "989 TFLOP/s", "kernels are slower"] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
+    // What a pass does adds up to it.
+    let parts = run(&["--device-memory", "40GB"])["pass"].clone();
+    let of = |key: &str| parts[key].as_f64().unwrap();
+    assert!(of("waited_s") > 0.0 && of("pass_s") - of("waited_s") >= 0.95 * of("compute_s"), "{parts}");
+    let streams = text(&["plan", "--params", "69B", "--machine", "h200", "--device-memory", "40GB"]);
+    let resident = text(&["plan", "--params", "1B", "--device-memory", "40GB", "--disk", "1GB/s"]);
+    for part in ["compute, by memory", "link", "disk", "computing, with steps", "waiting for pages", "the whole pass"] {
+        assert!(streams.contains(part), "{part:?} is not in\n{streams}");
+    }
+    assert!(resident.contains("the whole pass") && resident.contains("not known"), "{resident}");
+    assert!(resident.contains("device memory: given by --device-memory"), "{resident}");
     let table = text(&["plan", "--params", "1B", "--machine", "laptop", "--target", "1"]);
     for part in ["laptop has one memory for both", "1.00 tok/s are within what the machine can"] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
@@ -690,8 +701,6 @@ fn plan_refuses_machines_and_experts_that_cannot_be() {
     let on = |more: &[&'static str]| [&["plan", "--params", "7B", "--machine", "rtx4090"], more].concat();
     refused(&described(&["--machine", "h20"]), 1, &["\"h20\"", "rtx4090", "the closest name is h200"]);
     refused(&described(&["--machine", "none.json"]), 1, &["none.json", "check the path"]);
-    refused(&described(&["--device-memory", "8GiB"]), 2, &["--disk"]);
-    refused(&described(&["--disk", "1GB/s"]), 2, &["--device-memory"]);
     refused(
         &on(&["--experts", "8", "--active-experts", "9"]),
         1,
@@ -765,7 +774,11 @@ fn plan_refuses_bad_input() {
     }
     refused(&["plan", string(&path), "--device-memory", "0", "--disk", "1GB/s"], 2, &["0 bytes", "24GiB"]);
     refused(&["plan", string(&path), "--device-memory", "1GiB", "--disk", "2GB"], 2, &["2GB", "2GB/s"]);
-    refused(&["plan", string(&path), "--device-memory", "1GiB"], 2, &["--disk"]);
+    refused(&["plan", string(&path), "--link", "20GB/s"], 1, &["--link", "--device-memory"]);
+    for budget in ["700", "4095"] {
+        let parts = ["has no unit", &format!("{budget}MB"), &format!("{budget}MiB")];
+        refused(&["plan", string(&path), "--device-memory", budget, "--disk", "1GB/s"], 2, &parts);
+    }
     refused(&["plan", "--device-memory", "1GiB", "--disk", "2GB/s"], 2, &["MODEL"]);
     let described = |more: &[&'static str]| [&["plan", "--device-memory", "1GiB", "--disk", "2GB/s"], more].concat();
     refused(&described(&["--params", "70 dozen"]), 2, &["70 dozen", "7B"]);
@@ -785,7 +798,11 @@ fn plan_refuses_bad_input() {
         1,
         &["none", "path"],
     );
-    refused(&["plan", "llama-3.3-7b", "--machine", "h200"], 1, &["llama-3.3-7b", "closest name", "qwen3-8b"]);
+    let near = "the closest names are llama-3.3-70b, llama-3.2-1b, llama-3.2-3b";
+    refused(&["plan", "llama-3.3-7b", "--machine", "h200"], 1, &["llama-3.3-7b", near, "qwen3-8b"]);
+    // Nothing is measured for a model that is not known.
+    refused(&["plan", "llama-3.3-7b"], 1, &["llama-3.3-7b", near]);
+    refused(&["simulate", "llama-3.3-7b"], 1, &["llama-3.3-7b", near]);
     refused(&["plan", "gone.gguf", "--machine", "h200"], 1, &["gone.gguf", "path"]);
     refused(&with(&["--dtype", "q4_k"]), 1, &["small.gguf", "leave --dtype out"]);
     for len in [5, 30, 400, whole.len() - 1] {
@@ -810,6 +827,72 @@ fn plan_refuses_bad_input() {
     ] {
         fs::write(&path, bytes).unwrap();
         refused(&good, 1, &parts);
+    }
+}
+
+/// Where no machine is named, memory, disk and copies of this one are measured, and each number says where it comes
+/// from. What a run has noted of the disk is used, until `doctor` deletes it.
+#[test]
+fn this_machine_is_one() {
+    let (dir, cache) = (scratch(), scratch());
+    let path = dir.path().join("small.gguf");
+    // So many bytes say how fast their disk is.
+    fs::write(&path, [small_llama(2, "").bytes(), vec![7; 40 << 20]].concat()).unwrap();
+    let run = |arguments: &[&str]| {
+        let output = program().env("XDG_CACHE_HOME", cache.path()).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    let examine = || run(&["doctor", "--dir", string(dir.path()), "--json"])["directories"][0].clone();
+    let disk = examine();
+    let given = ["plan", string(&path), "--disk", "1GB/s", "--json"];
+    let from = |found: &Value, what: &str| {
+        let sources = found["resources"]["sources"].as_array().unwrap().clone();
+        let source = sources.iter().find(|source| source["what"] == what);
+        source.unwrap_or_else(|| panic!("{what}: {found}"))["from"].as_str().unwrap().to_owned()
+    };
+    let found = run(&given);
+    assert_eq!(
+        (from(&found, "disk"), &found["resources"]["machine"]),
+        ("given by --disk".into(), &"this machine".into())
+    );
+    assert!(from(&found, "device memory").starts_with("what is free now of "), "{found}");
+    assert!(from(&found, "computing").contains("copies") || from(&found, "computing").contains("copy"), "{found}");
+    for rate in ["device_bytes", "disk_bytes_per_second", "memory_bytes_per_second"] {
+        assert!(found["resources"][rate].as_u64().unwrap() > 0, "{rate}: {found}");
+    }
+    // The memory of a GPU is another, and the machine's is the host's.
+    let gpu = run(&[&given[..], &["--device-memory", "1GiB", "--link", "9GB/s"]].concat());
+    assert_eq!(gpu["resources"]["machine"], Value::Null, "nothing is left to measure");
+
+    let asked = ["plan", string(&path), "--json"];
+    let simulated = ["simulate", string(&path), "--device-budget", "1MiB", "--page-size", "4KiB", "--json"];
+    if disk["in_memory"] == true || disk["direct"] == false {
+        return refused(&asked, 1, &["cannot be measured", "--disk", "--machine"]);
+    }
+    let measured = format!("measured now, by reading {}", path.canonicalize().unwrap().display());
+    assert_eq!(from(&run(&asked), "disk"), measured);
+    let gpu = run(&["plan", string(&path), "--device-memory", "1GiB", "--link", "9GB/s", "--json"]);
+    assert!(from(&gpu, "disk").starts_with("noted by an earlier run, of the disk that has "), "{gpu}");
+    assert!(gpu["resources"]["host_bytes"].as_u64().unwrap() > 0, "{gpu}");
+    assert!(from(&gpu, "host memory").starts_with("what is free now"), "{gpu}");
+    assert!(gpu["pass"]["compute_s"].is_null() && gpu["resources"]["memory_bytes_per_second"].is_null(), "{gpu}");
+    let found = run(&simulated);
+    assert_eq!(found["machine"], "this machine");
+    let sources = found["sources"].to_string();
+    for part in ["what is free now", "a read begins after", "noted by an earlier run", "a step takes 20 us"] {
+        assert!(sources.contains(part), "{part:?} is not in {sources}");
+    }
+    examine();
+    assert_eq!(from(&run(&asked), "disk"), measured, "doctor deletes the note");
+
+    // A model that is no file is taken to be in the current folder, and nothing is left there.
+    let folder = scratch();
+    let output = program().current_dir(folder.path()).args(["plan", "smollm2-135m"]).output().unwrap();
+    let table = String::from_utf8(output.stdout).unwrap();
+    assert!(fs::read_dir(folder.path()).unwrap().next().is_none());
+    for part in ["this machine: ", "device memory: what is free now", "disk: ", "computing: ", "waiting for pages"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
 }
 
@@ -895,6 +978,7 @@ fn policies_reads_the_forms_of_others() {
         ("table.csv", table.as_bytes(), &["--column", "2"]),
         ("names.csv", with_names.as_bytes(), &[]),
         ("w01.oracleGeneral.bin", &records, &[]),
+        ("P1.lis", lis.as_bytes(), &[]),
     ];
     let found = forms.map(|(name, bytes, more)| {
         let path = dir.path().join(name);
@@ -978,7 +1062,6 @@ fn policies_refuses_bad_input() {
     }
     refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["read the trace"]);
     refused(&["policies", "--workload", "kv", "--column", "2"], 2, &["--column", "--workload"]);
-        ("P1.lis", lis.as_bytes(), &[]),
     refused(&["policies", "--trace", trace, "--format", "paper"], 2, &["\"paper\"", "mooncake"]);
     refused(&["policies", "--trace", trace, "--column", "0"], 2, &["\"0\"", "from 1"]);
 }
@@ -995,6 +1078,8 @@ fn simulate_tells_how_long_passes_take_elsewhere() {
     assert_eq!(found["machine"], "rtx4090");
     assert_eq!(found["passes_s"].as_array().unwrap().len(), 3);
     let seconds = |name: &str| found[name].as_f64().unwrap();
+    let (speed, pass) = (seconds("tokens_per_s"), seconds("median_pass_s"));
+    assert!((speed * pass - 1.0).abs() < 1e-9 && found["sources"].is_null(), "{found}");
     // 14 GB less the resident part, over a disk of 7.45 GB/s. The first pass reads everything.
     assert!((1.8..2.2).contains(&seconds("first_pass_s")), "{found}");
     assert!((1.0..1.5).contains(&seconds("median_pass_s")), "{found}");
@@ -1005,7 +1090,7 @@ fn simulate_tells_how_long_passes_take_elsewhere() {
     assert_eq!(with("7"), with("7"));
     assert_ne!(with("7"), with("8"));
     let table = text(&simulated(&["--device-budget", "6GB"]));
-    for part in ["7000000000 parameters of BF16", "median of the others", "host to device", "late prefetch"] {
+    for part in ["7000000000 parameters of BF16", "median of the others", "tok/s", "host to device", "late prefetch"] {
         assert!(table.contains(part), "{part}: {table}");
     }
 }
@@ -1919,6 +2004,10 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     assert_eq!(mapped["works"].as_bool().unwrap(), mapped["why_not"].is_null(), "{mapped}");
     assert_eq!(mapped["library"].is_string(), mapped["why_no_library"].is_null(), "{mapped}");
     let table = text(&["doctor"]);
+    assert!(found["memcpy_of_threads_bytes_per_second"].as_u64().unwrap() > 0, "{found}");
+    assert!(table.contains("by one thread"), "{table}");
+    // Of the disks that were measured it says what became of their notes.
+    assert_eq!(table.contains("steps of"), table.contains("the next run measures the disk anew"), "{table}");
     let chosen = mapped["mechanism"].as_str().unwrap_or("does not work");
     assert_eq!(mapped["works"].as_bool().unwrap(), ["UFFDIO_MOVE", "UFFDIO_COPY"].contains(&chosen), "{mapped}");
     assert!(table.contains("mapped files") && table.contains("userfaultfd") && table.contains(chosen), "{table}");
