@@ -22,6 +22,8 @@ mod report;
 mod routing;
 #[path = "run/settings.rs"]
 mod settings;
+#[path = "run/shards.rs"]
+mod shards;
 #[path = "run/signals.rs"]
 mod signals;
 #[path = "run/starts.rs"]

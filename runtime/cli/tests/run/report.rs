@@ -31,7 +31,7 @@ fn a_few_lines_say_what_was_read_and_what_waited() {
     let path = model(folder.path(), 40 << 20);
     let (status, told) = program("", &path);
     assert!(status.success(), "{told}");
-    let begins = ["1 file(s) mapped", "Pages were used", "Waiting took", "The budget was"];
+    let begins = ["1 file(s) mapped", "Pages were used", "The order of use", "Waiting took", "The budget was"];
     assert_eq!(told.lines().count(), begins.len(), "{told}");
     let is_begun = |(line, begin): (&str, &str)| line.starts_with(&format!("outcore: {begin}"));
     assert!(told.lines().zip(begins).all(is_begun), "{told}");

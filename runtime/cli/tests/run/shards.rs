@@ -1,0 +1,102 @@
+//! The promise: a model in several files is one model to `outcore run`, and what only looks like one reads right.
+
+use std::fs;
+use std::path::Path;
+
+use super::{can_run, outcore};
+
+/// Goes over the layers of a safetensors model in so many files, again and again, and compares what it finds.
+const PROGRAM: &str = r#"
+import json, mmap, sys
+
+folder, stem, count, passes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+places = []
+for n in range(count):
+    name = f"{folder}/{stem}.safetensors" if count == 1 else f"{folder}/{stem}-{n + 1:05}-of-{count:05}.safetensors"
+    try:
+        file = open(name, "rb")
+    except FileNotFoundError:
+        continue
+    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end = 8 + int.from_bytes(data[:8], "little")
+    for tensor, at in json.loads(data[8:end]).items():
+        start, stop = at["data_offsets"]
+        places.append((int(tensor.split(".")[2]), data, end + start, end + stop))
+places.sort(key=lambda place: place[0])
+for _ in range(passes):
+    for layer, data, start, stop in places:
+        found = data[start:stop:4096]
+        assert found == bytes([layer + 1]) * len(found), f"layer {layer}"
+print("all is equal")
+"#;
+
+const LAYERS: usize = 48;
+
+/// A model of layers of 1 MiB, each of which has bytes of its number, in so many files.
+fn write(folder: &Path, stem: &str, count: usize) {
+    // As `save_file` sorts them: layer 10 comes before layer 2.
+    let mut layers: Vec<usize> = (0..LAYERS).collect();
+    layers.sort_by_key(usize::to_string);
+    for (n, layers) in layers.chunks(LAYERS / count).enumerate() {
+        let tensors = layers.iter().enumerate().map(|(at, layer)| {
+            let (start, end) = (at << 20, (at + 1) << 20);
+            let name = format!("model.layers.{layer}.mlp.up_proj.weight");
+            format!("\"{name}\":{{\"dtype\":\"U8\",\"shape\":[1048576],\"data_offsets\":[{start},{end}]}}")
+        });
+        let header = format!("{{{}}}", tensors.collect::<Vec<_>>().join(","));
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        layers.iter().for_each(|layer| bytes.resize(bytes.len() + (1 << 20), *layer as u8 + 1));
+        let name = match count {
+            1 => format!("{stem}.safetensors"),
+            _ => format!("{stem}-{:05}-of-{count:05}.safetensors", n + 1),
+        };
+        fs::write(folder.join(name), bytes).unwrap();
+    }
+}
+
+/// What the library says at the end of a run over a model in so many files.
+fn said(folder: &Path, stem: &str, count: usize, passes: usize) -> String {
+    let arguments = ["run", "--budget", "20MiB", "--no-kept-order", "--", "python3", "-c", PROGRAM];
+    let output =
+        outcore().args(arguments).arg(folder).args([stem, &count.to_string(), &passes.to_string()]).output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && output.stdout == b"all is equal\n", "{:?}: {told}", output.status);
+    told
+}
+
+fn hits(told: &str) -> f64 {
+    told.split_once("hit ratio ").and_then(|(_, rest)| rest.split_once(')')).unwrap().0.parse().unwrap()
+}
+
+#[test]
+fn a_model_in_several_files_has_one_order() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut ratios = Vec::new();
+    for count in [1, 4, 16] {
+        write(folder.path(), &format!("m{count}"), count);
+        let told = said(folder.path(), &format!("m{count}"), count, 8);
+        let of = if count == 1 { String::new() } else { format!(" of {count} files, one model,") };
+        let order = format!("The order of use{of} is that of the layers, by the headers.");
+        assert!(told.contains(&order) && told.contains(&format!("{count} file(s) mapped")), "{told}");
+        ratios.push(hits(&told));
+    }
+    // A file that is alone in its cycle would have next to none.
+    assert!(ratios.iter().all(|ratio| (ratio - ratios[0]).abs() < 0.06 && *ratio > 0.15), "{ratios:?}");
+}
+
+#[test]
+fn a_part_without_the_others_is_alone_and_the_reason_is_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    write(folder.path(), "model", 2);
+    fs::remove_file(folder.path().join("model-00002-of-00002.safetensors")).unwrap();
+    let told = said(folder.path(), "model", 2, 2);
+    let reason = "model-00001-of-00002.safetensors counts as a model of its own: ";
+    assert!(told.contains(reason) && told.contains("model-00002-of-00002.safetensors"), "{told}");
+}
