@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
+use axum::http::{HeaderValue, Uri};
 use clap::{Parser, ValueEnum};
 use outcore::store::IoBackend;
 use outcore::{Bytes, PolicyKind};
@@ -26,6 +27,18 @@ fn number(text: &str, least: f32, most: f32) -> Result<f32, String> {
 
 fn within<const LEAST: u8, const MOST: u8>(text: &str) -> Result<f32, String> {
     number(text, LEAST.into(), MOST.into())
+}
+
+/// An origin as browsers send it (RFC 6454): scheme, host, and a port if it is not the scheme's.
+fn origin(text: &str) -> Result<HeaderValue, String> {
+    let is_origin = |uri: &Uri| {
+        let parts = uri.scheme_str().zip(uri.authority());
+        parts.is_some_and(|(scheme, authority)| text == format!("{scheme}://{authority}") && !text.contains('@'))
+    };
+    if text != "*" && !text.parse().is_ok_and(|uri| is_origin(&uri)) {
+        return Err("give an origin such as https://chat.example or http://localhost:3000, without a path, or *".into());
+    }
+    HeaderValue::from_str(text).map_err(|error| error.to_string())
 }
 
 fn repetition(text: &str) -> Result<f32, String> {
@@ -115,6 +128,10 @@ pub struct Args {
     /// A name by which browsers may reach the server without a token, besides localhost; may be given several times.
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
+    /// An origin, such as https://chat.example, whose web pages may use the server; `*` is any. May be given several
+    /// times.
+    #[arg(long, value_name = "ORIGIN", value_parser = origin)]
+    pub allow_origin: Vec<HeaderValue>,
     /// Drafts what follows by looking up the prompt, where that pays: the same answers, in fewer passes.
     #[arg(long)]
     pub speculate: bool,

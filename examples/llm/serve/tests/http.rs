@@ -512,6 +512,39 @@ fn regression_every_host_header_has_to_be_local() {
 }
 
 #[test]
+fn pages_of_other_origins_may_ask_if_they_are_named() {
+    let of = |header: &str, answer: &Answer| answer.header(header).map(ToOwned::to_owned);
+    let preflight = |origin: &str| {
+        format!(
+            "OPTIONS {TEXT} HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\nAccess-Control-Request-Method: POST\r\n\
+             Access-Control-Request-Headers: authorization,content-type,x-stainless-lang\r\n\r\n"
+        )
+    };
+    let ask = |origin: &str| format!("GET /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: {origin}\r\n\r\n");
+    let (here, elsewhere) = ("https://chat.example", "https://evil.example");
+    let strict = Server::start();
+    strict.ask(preflight(here)).assert_error(405, INVALID, None, Some("method_not_supported"));
+    assert_eq!(of("access-control-allow-origin", &strict.ask(ask(here))), None);
+
+    let origins = ["--allow-origin", here, "--allow-origin", "http://localhost:3000"];
+    let named = Server::with(&origins, Tenants::single(None).unwrap(), |_| {});
+    let answer = named.ask(preflight(here));
+    assert_eq!((answer.status, of("access-control-allow-origin", &answer).as_deref()), (200, Some(here)));
+    assert!(of("access-control-allow-headers", &answer).is_some_and(|all| all.contains("x-stainless-lang")));
+    assert!(of("access-control-allow-methods", &answer).is_some_and(|all| all.contains("POST")));
+    let answer = named.ask(ask("http://localhost:3000"));
+    assert_eq!(
+        (answer.status, of("access-control-allow-origin", &answer).as_deref()),
+        (200, Some("http://localhost:3000"))
+    );
+    for request in [preflight(elsewhere), ask(elsewhere)] {
+        assert_eq!(of("access-control-allow-origin", &named.ask(request)), None);
+    }
+    let any = Server::with(&["--allow-origin", "*"], Tenants::single(None).unwrap(), |_| {});
+    assert_eq!(of("access-control-allow-origin", &any.ask(ask(elsewhere))).as_deref(), Some("*"));
+}
+
+#[test]
 fn unknown_fields_are_ignored_unless_they_are_to_be_refused() {
     let body = r#"{"prompt": [1], "max_tokens": 1, "wings": 2}"#;
     assert_eq!(Server::start().post(TEXT, body).status, 200);

@@ -20,6 +20,7 @@ use axum::routing::{get, post};
 use http_body_util::BodyExt;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use crate::args::{Args, UnknownFields};
 use crate::error::ApiError;
@@ -77,6 +78,8 @@ pub struct App {
     pub unknown_fields: UnknownFields,
     /// Names by which the server may be reached without a token.
     pub hosts: Vec<String>,
+    /// Origins whose pages may use the server; `*` is any.
+    pub origins: Vec<HeaderValue>,
     /// Fields that the log has named.
     named: Mutex<HashSet<String>>,
 }
@@ -115,7 +118,7 @@ pub fn router(app: Arc<App>) -> Router {
         )
         .code("unknown_url")
     };
-    Router::new()
+    let router = Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
         .route("/v1/models", get(models))
@@ -127,7 +130,24 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/", get(page))
         .fallback(nowhere)
         .method_not_allowed_fallback(wrong_method)
-        .with_state(app)
+        .with_state(app.clone());
+    // Without this, a preflight is what any request with an unknown method is.
+    if app.origins.is_empty() { router } else { router.layer(cors(&app.origins)) }
+}
+
+/// Which pages of other origins browsers let use the server. They need a token all the same where there are tokens.
+fn cors(origins: &[HeaderValue]) -> CorsLayer {
+    let allowed = match origins.iter().any(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => AllowOrigin::list(origins.iter().cloned()),
+    };
+    CorsLayer::new()
+        .allow_origin(allowed)
+        .allow_methods([Method::GET, Method::POST])
+        // Clients for browsers send headers of their own (`x-stainless-...`).
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER])
+        .max_age(Duration::from_secs(3600))
 }
 
 impl App {
@@ -149,6 +169,7 @@ impl App {
             created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
             unknown_fields: args.unknown_fields,
             hosts: args.allow_host.clone(),
+            origins: args.allow_origin.clone(),
             named: Mutex::default(),
         }
     }
