@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request as HttpRequest, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use futures_util::{StreamExt, stream};
 use http_body_util::BodyExt;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -219,13 +220,19 @@ const NAMED_MOST: usize = 256;
 /// What is logged for a request that nobody waited for to the end, as some servers do.
 const LEFT: u16 = 499;
 
-/// Logs a request, and counts it, when its answer begins or its client has gone.
+/// Logs a request, and counts it, when its answer has been sent or its client has gone.
 struct Logged {
     app: Arc<App>,
     path: &'static str,
     tenant: String,
     since: Instant,
     status: u16,
+}
+
+impl Logged {
+    fn sent(&mut self, status: u16) {
+        self.status = status;
+    }
 }
 
 impl Drop for Logged {
@@ -325,9 +332,23 @@ async fn create(
             () = gone => Err(ApiError::refused(LEFT, "The client has gone.")),
         }
     };
-    let response = answering.await.unwrap_or_else(IntoResponse::into_response);
-    logged.status = response.status().as_u16();
-    response
+    let (parts, body) = answering.await.unwrap_or_else(IntoResponse::into_response).into_parts();
+    let status = parts.status.as_u16();
+    if body.size_hint().exact().is_some() {
+        logged.sent(status);
+        return Response::from_parts(parts, body);
+    }
+    // A client that goes before the end of a stream has not waited for its answer.
+    let sent = stream::unfold((body.into_data_stream(), logged), move |(mut data, mut logged)| async move {
+        match data.next().await {
+            Some(piece) => Some((piece, (data, logged))),
+            None => {
+                logged.sent(status);
+                None
+            }
+        }
+    });
+    Response::from_parts(parts, Body::from_stream(sent))
 }
 
 async fn chat_completions(State(app): Shared, http: HttpRequest) -> Response {
