@@ -103,7 +103,7 @@ mkdir -p "$stubs"
 cc -shared -fPIC -w -Wl,-soname,libcuda.so.1 -o "$stubs/libcuda.so" "$stubs/cuda.c"
 ln -sf libcuda.so "$stubs/libcuda.so.1"
 
-# Assertions would hold paths of this machine.
+# Assertions would hold paths of this machine, and so would the places where the linker found its libraries.
 build=$folder/build names="-fmacro-prefix-map=$root=llama.cpp -fmacro-prefix-map=$toolkit=cuda"
 cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
     -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DGGML_CUDA_FA=OFF -DGGML_NATIVE=OFF -DLLAMA_CURL=OFF \
@@ -112,7 +112,7 @@ cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_
     -DCMAKE_EXE_LINKER_FLAGS="-L$stubs -Wl,-rpath-link,$toolkit/lib -Wl,-rpath-link,$stubs" \
     -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
     -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
-    -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="llama-cpp-python-$version" || fail "CMake could not configure llama.cpp"
+    -DCMAKE_SKIP_RPATH=ON -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="llama-cpp-python-$version" || fail "CMake could not configure llama.cpp"
 if [ -n "$configure" ]; then
     echo "configured in $build"
     exit 0

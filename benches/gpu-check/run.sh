@@ -94,6 +94,11 @@ fi
 for need in python3 timeout; do
     command -v "$need" >/dev/null || { echo "run.sh: $need is missing" >&2; exit 1; }
 done
+# Programs come packed, so that the folder is small. They are unpacked once.
+if [ ! -d "$here/bin" ] && [ -f "$here/bin.tar.gz" ] && ! python3 -m tarfile -e "$here/bin.tar.gz" "$here"; then
+    echo "run.sh: $here/bin.tar.gz was not unpacked; this user has to be able to write there, and it takes 70 MB" >&2
+    exit 1
+fi
 if ! gpu=$("$probe" gpu 2>&1); then
     echo "run.sh: no GPU can be used here, so nothing was measured:" >&2
     echo "$gpu" >&2

@@ -63,8 +63,7 @@ impl Turns {
         let rounds = if known { ROUNDS } else { ROUNDS_UNKNOWN };
         let last = past.get(past.len().checked_sub(round * rounds)?..)?;
         let (first, others) = last.split_at(round);
-        let in_turn = round >= 2
-            && round <= FILES_MAX
+        let in_turn = (2..=FILES_MAX).contains(&round)
             && first.iter().enumerate().all(|(at, turn)| first[..at].iter().all(|other| other.of != turn.of))
             && last.iter().all(Turn::may_be_a_pass)
             && others.iter().enumerate().all(|(at, turn)| turn.is_as(&first[at % round]));

@@ -19,9 +19,13 @@ pub fn folder() -> PathBuf {
     of_build.unwrap_or_else(std::env::temp_dir)
 }
 
-/// The root of the repository.
-pub fn repository() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+/// The root of the repository in which the test runs: Cargo names the folder of the test's package. Not the folder in
+/// which it was compiled, because test programs that are packed for another machine hold no path of this one.
+pub fn repository() -> PathBuf {
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+    let here = package.or_else(|| std::env::current_dir().ok()).unwrap_or_default();
+    let root = here.ancestors().find(|folder| folder.join("runtime/testkit").is_dir());
+    root.map_or_else(|| here.clone(), Path::to_path_buf)
 }
 
 pub fn synthetic(lengths: &[usize]) -> Synthetic {

@@ -150,6 +150,9 @@ fn the_source_of_the_kernels_computes_what_the_model_does() {
     let (program, here) = (folder.path().join("kernels"), models::repository());
     let kernels = format!("-DKERNELS=\"{}\"", here.join("tests/soak/kernels.cu").display());
     let source = here.join("tests/soak/kernels.cpp");
+    if !source.exists() {
+        return skipped(test, "the sources", "the program runs without its repository");
+    }
     let built =
         Command::new("c++").args(["-std=c++17", "-O1"]).arg(kernels).arg("-o").arg(&program).arg(source).output();
     let built = match built {

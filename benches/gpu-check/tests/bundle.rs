@@ -104,6 +104,24 @@ fn said(output: &Output) -> String {
 }
 
 #[test]
+fn programs_that_are_packed_are_unpacked_once() {
+    let bundle = Bundle::new();
+    let mut pack = Command::new("tar");
+    // A link would lead to this machine's folder.
+    pack.arg("-C").arg(bundle.folder.path()).args(["--dereference", "-czf"]).arg(bundle.path("bin.tar.gz")).arg("bin");
+    assert!(pack.status().unwrap().success());
+    fs::remove_dir_all(bundle.path("bin")).unwrap();
+    for _ in 0..2 {
+        let output = bundle.run(&["--only", "machine"], &[]);
+        assert_eq!(bundle.results()["parts"]["machine"]["status"], "ok", "{}", said(&output));
+    }
+    fs::remove_dir_all(bundle.path("bin")).unwrap();
+    fs::write(bundle.path("bin.tar.gz"), "no archive").unwrap();
+    let output = bundle.run(&["--only", "machine"], &[]);
+    assert!(output.status.code() == Some(1) && said(&output).contains("was not unpacked"), "{}", said(&output));
+}
+
+#[test]
 fn parts_run_and_their_results_are_written_and_nothing_else_stays() {
     let bundle = Bundle::new();
     let output = bundle.run(&["--only", "machine,copies,events,lock,disk"], &[]);
