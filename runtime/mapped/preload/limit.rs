@@ -91,7 +91,9 @@ impl Limit {
             Memory::Left => {
                 let limit = MemoryLimit::detect().ok()?;
                 let free = limit.free().get().saturating_add(cached(&limit.source));
-                Self::Process(Gauge::open()?.read()?.resident + free / 10 * 9)
+                let held = Gauge::open()?.read()?;
+                // What the process has of files, its libraries for one, is in the page cache, and counted there.
+                Self::Process(held.resident.saturating_sub(held.of_files) + free / 10 * 9)
             }
         })
     }

@@ -225,6 +225,37 @@ fn without_a_size_the_control_group_is_the_limit() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "mapped\n", "{told}");
 }
 
+/// What the process had of files counted twice, as its own and as page cache that can go. The limit came out above that
+/// of the control group, and the kernel ended the program.
+#[test]
+fn regression_files_of_the_process_count_once() {
+    if !can_run() {
+        return;
+    }
+    const BESIDE: &str = r#"
+libraries = open(sys.argv[1] + ".other", "rb")
+other = mmap.mmap(libraries.fileno(), 0, access=mmap.ACCESS_READ)
+assert sum(other[at] for at in range(0, len(other), 4096)) == 0
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(folder.path(), 150 << 20);
+    File::create(folder.path().join("model.gguf.other")).unwrap().set_len(60 << 20).unwrap();
+    let program = format!("import mmap, sys\n{BESIDE}{PASS}passes()");
+    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"))
+        .args(["140MiB", env!("CARGO_BIN_EXE_outcore"), "run", "--", "python3", "-c", &program])
+        .arg(&path)
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    if output.status.code() == Some(77) {
+        return eprintln!("SKIPPED: {told}");
+    }
+    assert!(output.status.success() && told.contains("oom_kills=0"), "{told}");
+    let (_, rest) = told.split_once("The process held at most ").unwrap_or_else(|| panic!("{told}"));
+    let limit = rest.split_once(" of ").and_then(|(_, rest)| rest.split_once(" MiB,")).unwrap().0;
+    assert!(limit.parse::<f64>().unwrap() < 140.0, "{told}");
+}
+
 #[test]
 fn only_files_that_match_are_mapped() {
     if !can_run() {
