@@ -104,6 +104,12 @@ struct Pool {
     once: Mutex<Vec<(PathBuf, u64)>>,
 }
 
+/// Files that stay the kernel's for one reason are named up to here: a model may have thousands.
+const LEFT_LINES: usize = 3;
+/// How many did for want of a slot, of a descriptor, and for another reason.
+static WITHOUT_SLOT: AtomicUsize = AtomicUsize::new(0);
+static WITHOUT_DESCRIPTOR: AtomicUsize = AtomicUsize::new(0);
+static OTHERWISE: AtomicUsize = AtomicUsize::new(0);
 /// Further files are not told of at the end.
 const ONCE_MAX: usize = 1024;
 
@@ -401,29 +407,39 @@ pub fn map(request: &Request) -> Option<u64> {
         known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
-    let left = |why: &str| say(&format!("{} stays the kernel's: {why}", path.display()));
+    let left = |said: &AtomicUsize, why: &str| match said.fetch_add(1, Ordering::Relaxed) {
+        0..LEFT_LINES => say(&format!("{} stays the kernel's: {why}", path.display())),
+        LEFT_LINES => say(&format!("further files stay the kernel's too, and are not named: {why}")),
+        _ => {}
+    };
     let Some(slot) = free_slot() else {
-        left(&format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"));
+        left(
+            &WITHOUT_SLOT,
+            &format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"),
+        );
         return None;
     };
     if fs::metadata(&path).map(|found| self::identity(&found)).ok() != Some(identity) {
-        left("its name leads to another file by now; replace models only when no program opens them");
+        left(&OTHERWISE, "its name leads to another file by now; replace models only when no program opens them");
         return None;
     }
     let own = match opened_anew(fd, identity) {
         Ok(own) => own,
         Err(cause) if matches!(cause.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-            left("this process has no file descriptor left; raise `ulimit -n`");
+            left(&WITHOUT_DESCRIPTOR, "this process has no file descriptor left; raise `ulimit -n`");
             return None;
         }
         Err(cause) => {
-            left(&format!("it cannot be opened once more ({cause}); leave it as it is, and let this user read it"));
+            left(
+                &OTHERWISE,
+                &format!("it cannot be opened once more ({cause}); leave it as it is, and let this user read it"),
+            );
             return None;
         }
     };
     // It is opened by its name, which may lead elsewhere since it was asked for.
     let options = MapOptions::new().keep_order(settings.keep_order).only(metadata.clone());
-    let refused = |error: &Error| left(&error.to_string());
+    let refused = |error: &Error| left(&OTHERWISE, &error.to_string());
     let mut given = Given::default();
     given.add(offset, len);
     if writable {

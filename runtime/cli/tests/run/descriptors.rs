@@ -1,7 +1,7 @@
 //! Descriptors of the program and of the library, and what hangs on them.
 
 use super::calls::{equal, equal_while_opening};
-use super::can_run;
+use super::{can_run, outcore};
 
 /// What another thread opened while the runtime was opened was taken for the library's: to close it failed.
 #[test]
@@ -172,4 +172,47 @@ for turn in range(3):
 "#,
     );
     assert!(told.contains("1 file(s) mapped") && !told.contains("first read the file"), "{told}");
+}
+
+/// A line for each of some thousand files said the same.
+#[test]
+fn regression_of_many_files_that_stay_the_kernels_three_are_named() {
+    if !can_run() {
+        return;
+    }
+    const MANY: &str = r#"
+import ctypes, mmap, os, resource, sys
+
+c = ctypes.CDLL(None, use_errno=True)
+c.mmap.restype = ctypes.c_void_p
+name, files, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit or most, most))
+views = []
+for number in range(files):
+    shard = f"{name}-{number}"
+    with open(shard, "wb") as file:
+        file.write(b"GGUF" + number.to_bytes(8, "little"))
+        file.truncate(33 << 20)
+    fd = os.open(shard, os.O_RDONLY)
+    views.append(c.mmap(None, ctypes.c_size_t(33 << 20), mmap.PROT_READ, mmap.MAP_PRIVATE, fd, ctypes.c_long(0)))
+    os.close(fd)
+assert [int.from_bytes(ctypes.string_at(view + 4, 8), "little") for view in views] == list(range(files))
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let name = folder.path().join("model.gguf");
+    for (files, limit, why) in [("280", "0", "256 files are mapped already"), ("100", "150", "no file descriptor left")]
+    {
+        let output = outcore()
+            .args(["run", "--budget", "16MiB", "--", "python3", "-c", MANY])
+            .args([name.as_os_str(), files.as_ref(), limit.as_ref()])
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{told}");
+        let lines: Vec<&str> = told.lines().filter(|line| line.contains(why)).collect();
+        assert_eq!(lines.len(), 4, "{files}: {told}");
+        assert!(lines[..3].iter().all(|line| line.contains(" stays the kernel's: ")), "{files}: {told}");
+        assert!(lines[3].starts_with("outcore: further files stay the kernel's too"), "{files}: {told}");
+    }
 }
