@@ -10,6 +10,8 @@ use std::process::{Command, Output};
 
 #[path = "run/calls.rs"]
 mod calls;
+#[path = "run/copies.rs"]
+mod copies;
 #[path = "run/descriptors.rs"]
 mod descriptors;
 #[path = "run/memmap.rs"]

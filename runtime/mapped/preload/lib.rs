@@ -8,7 +8,9 @@
 mod answer;
 mod begin;
 mod calls;
+mod copies;
 mod descriptors;
+mod engine;
 mod fragments;
 mod interrupts;
 mod limit;

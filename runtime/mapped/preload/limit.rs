@@ -2,6 +2,7 @@
 //! process's resident memory is measured a few dozen times a second, and the budget follows.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::settings::{Memory, Settings};
 
 /// Between two measurements; the shorter one while the program's memory grows.
 pub const CALM: Duration = Duration::from_millis(20);
-const GROWING: Duration = Duration::from_millis(5);
+pub const GROWING: Duration = Duration::from_millis(5);
 /// Growth of the program's memory, in bytes a second, from which on it is measured more often.
 const FAST: f64 = 16e6;
 /// Of the program's own memory, the most within this time counts: frames that just come or go are counted at another
@@ -137,6 +138,38 @@ impl Limit {
     }
 }
 
+/// The most that this process may hold.
+#[derive(Clone, Debug)]
+pub struct Ceiling {
+    pub bytes: u64,
+    /// What sets it; `None` if it is `--memory`.
+    source: Option<LimitSource>,
+}
+
+impl Ceiling {
+    /// `asked_for` is `--memory`, and `held` what the process holds now.
+    pub fn now(asked_for: Option<u64>, held: Held) -> Option<Self> {
+        let given = asked_for.map(|bytes| Self { bytes, source: None });
+        let found = MemoryLimit::detect().ok().map(|limit| {
+            let left = limit.free().get().saturating_add(cached(&limit.source));
+            let own = held.resident.saturating_sub(held.of_files);
+            Self { bytes: left.saturating_add(own).min(limit.limit.get()), source: Some(limit.source) }
+        });
+        given.into_iter().chain(found).min_by_key(|ceiling| ceiling.bytes)
+    }
+}
+
+impl fmt::Display for Ceiling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = Bytes::new(self.bytes);
+        match &self.source {
+            None => write!(f, "--memory is {bytes}"),
+            Some(LimitSource::Machine) => write!(f, "the machine leaves it {bytes}: the kernel may end it"),
+            Some(_) => write!(f, "its control group leaves it {bytes}: the kernel may end it"),
+        }
+    }
+}
+
 /// Addresses for threads of the runtime, and for the heaps of 64 MiB that the C library gives them.
 const FOR_THREADS: u64 = 768 << 20;
 
@@ -186,7 +219,7 @@ pub fn shards(path: &Path) -> u64 {
     name.rsplit_once("-of-").and_then(|(_, rest)| number(rest)).unwrap_or(1).max(1)
 }
 
-fn reserve(limit: u64, growth: f64) -> u64 {
+pub fn reserve(limit: u64, growth: f64) -> u64 {
     (limit / RESERVE_PART).clamp(RESERVE.0, RESERVE.1) + ((growth * AHEAD) as u64).min(limit / AHEAD_PART)
 }
 
@@ -204,6 +237,8 @@ pub struct Follower {
     /// The smallest and the largest budget there was, and whether the program itself left less than the least.
     pub range: (u64, u64),
     pub short: bool,
+    /// The program's own memory and the least of pages, once they were more than the limit together.
+    pub outgrown: Option<(u64, u64)>,
 }
 
 impl Follower {
@@ -217,7 +252,14 @@ impl Follower {
             failed: false,
             range: (budget, budget),
             short: false,
+            outgrown: None,
         }
+    }
+
+    /// The least that pages take, with so many of them `pinned`.
+    pub fn least(page: u64, pinned: u64) -> u64 {
+        // With less, faults would wait for frames that nobody lets go.
+        (pinned + BESIDE_PINNED) * page
     }
 
     /// Looks at a measurement, and changes the budget where it must, but not to less than holds what is `pinned`.
@@ -235,9 +277,11 @@ impl Follower {
         self.growth = growing.max(self.growth * 0.5_f64.powf(elapsed));
         let own = self.looks.iter().map(|(_, own)| *own).max().unwrap_or(own);
         let target = self.limit.saturating_sub(own).saturating_sub(reserve(self.limit, self.growth));
-        // With less, faults would wait for frames that nobody lets go.
-        let floor = (pinned + BESIDE_PINNED) * page;
+        let floor = Self::least(page, pinned);
         self.short |= target < floor;
+        if self.outgrown.is_none() && own.saturating_add(floor) > self.limit {
+            self.outgrown = Some((own, floor));
+        }
         let target = target.max(floor);
         if target < self.budget {
             self.still_since = now;

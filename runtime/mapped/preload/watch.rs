@@ -11,11 +11,13 @@ use outcore_mapped::Mapped;
 use outcore_mapped::live::{self, Counts, Memory, Optimum, Run, Samples, Snapshot, rate};
 use parking_lot::{Condvar, Mutex};
 
-use crate::limit::{self, CALM, Follower, Gauge, Held, Limit};
+use crate::copies::{Copies, Look};
+use crate::engine::Engine;
+use crate::limit::{self, CALM, Ceiling, Follower, GROWING, Gauge, Held, Limit};
 use crate::opens;
 use crate::pool::{self, say};
 use crate::routing;
-use crate::settings::Settings;
+use crate::settings::{self, Settings};
 use crate::timeline::Timeline;
 
 /// Between two writes of the timeline. What is kept in between are a few thousand spans.
@@ -40,22 +42,34 @@ struct Seen {
     anonymous: Option<(u64, u64)>,
     /// Bytes of all mapped files.
     of_files: u64,
+    copies: Copies,
 }
 
 impl Seen {
+    /// Whether the program still reads its files for the first time.
+    fn is_first_pass(&self, stats: &Stats) -> bool {
+        self.anonymous.is_some() && (stats.traffic.disk_read.get() as f64) < self.of_files as f64 * FIRST_PASS
+    }
+
     fn count_anonymous(&mut self, stats: &Stats, held: Held) {
-        if let Some((_, most)) = &mut self.anonymous
-            && (stats.traffic.disk_read.get() as f64) < self.of_files as f64 * FIRST_PASS
+        if self.is_first_pass(stats)
+            && let Some((_, most)) = &mut self.anonymous
         {
-            let own = held.resident.saturating_sub(held.of_files);
-            *most = (*most).max(own.saturating_sub(limit::in_frames(stats)));
+            *most = (*most).max(own_memory(stats, held));
         }
     }
+}
+
+/// The program's own memory: what is neither of files nor in frames.
+fn own_memory(stats: &Stats, held: Held) -> u64 {
+    held.resident.saturating_sub(held.of_files).saturating_sub(limit::in_frames(stats))
 }
 
 #[derive(Debug)]
 pub struct Watch {
     limit: Limit,
+    /// What `--memory` was.
+    asked_for: Option<u64>,
     gauge: Option<Gauge>,
     report: Option<PathBuf>,
     opened: Instant,
@@ -88,9 +102,20 @@ impl Watch {
             // However short the run is, it has a beginning and an end.
             samples.push(Counts::of(&runtime.stats(), Duration::ZERO));
         }
-        let seen = Seen { timeline, samples, written: Instant::now(), anonymous: None, of_files: 0 };
+        let seen = Seen {
+            timeline,
+            samples,
+            written: Instant::now(),
+            anonymous: None,
+            of_files: 0,
+            copies: Copies::default(),
+        };
         let this = Arc::new(Self {
             limit,
+            asked_for: match settings.memory {
+                settings::Memory::Process(bytes) => Some(bytes),
+                settings::Memory::Pages(_) | settings::Memory::Left => None,
+            },
             gauge: Gauge::open(),
             report,
             opened: Instant::now(),
@@ -128,14 +153,49 @@ impl Watch {
         let frames = limit::in_frames(&stats);
         let Some(held) = self.gauge.as_ref().and_then(Gauge::read) else { return CALM };
         seen.count_anonymous(&stats, held);
+        let reads = self.look_for_copies(&mut seen, &stats, held);
+        let warning = seen.copies.warning(|| Ceiling::now(self.asked_for, held));
+        let copies = seen.copies.is_said();
+        drop(seen);
+        // Before all that waits for a disk, and without a lock: whoever reads this may wait for one.
+        warning.iter().for_each(|line| say(line));
+        let mut seen = self.seen.lock();
         self.sample(&mut seen, &stats);
         if seen.written.elapsed() >= WRITE {
             self.write(&mut seen, runtime);
         }
         drop(seen);
+        let soon = if reads && !copies { GROWING } else { CALM };
         let (page, pinned) = (stats.page_size.bytes(), self.pinned.load(Ordering::Relaxed));
         let mut follower = self.follower.lock();
-        follower.as_mut().map_or(CALM, |follower| follower.look(runtime, held, frames, page, pinned))
+        let Some(of_limit) = follower.as_mut() else { return soon };
+        let before = of_limit.outgrown;
+        let pause = of_limit.look(runtime, held, frames, page, pinned);
+        let outgrown = of_limit.outgrown.filter(|_| before.is_none() && !copies);
+        drop(follower);
+        if let (Some((own, least)), Some(asked_for)) = (outgrown, self.asked_for) {
+            say(&format!(
+                "--memory {} is too small: the program itself takes {}, and pages of its files at least {}; give it more \
+                 than {}",
+                Bytes::new(asked_for),
+                Bytes::new(own),
+                Bytes::new(least),
+                Bytes::new(own + least)
+            ));
+        }
+        pause.min(soon)
+    }
+
+    /// Returns whether the program reads its files for the first time.
+    fn look_for_copies(&self, seen: &mut Seen, stats: &Stats, held: Held) -> bool {
+        let pages = match self.limit {
+            Limit::Pages(budget) => budget,
+            Limit::Process(_) => Follower::least(stats.page_size.bytes(), self.pinned.load(Ordering::Relaxed)),
+        };
+        // Several threads that touch one page use it several times, and what was read ahead is not used yet.
+        let used = (stats.pager.uses * stats.page_size.bytes()).min(stats.traffic.disk_read.get());
+        let look = Look { own: own_memory(stats, held), used, of_files: seen.of_files, pages };
+        seen.is_first_pass(stats) && seen.copies.look(look)
     }
 
     /// How long the runtime has been open.
@@ -179,8 +239,10 @@ impl Watch {
         let mut seen = self.seen.lock();
         seen.of_files += len;
         if let (None, Some(held)) = (seen.anonymous, self.gauge.as_ref().and_then(Gauge::read)) {
-            let own = held.resident.saturating_sub(held.of_files).saturating_sub(limit::in_frames(&stats));
+            let own = own_memory(&stats, held);
             seen.anonymous = Some((own, own));
+            // What it has before it reads.
+            self.look_for_copies(&mut seen, &stats, held);
         }
     }
 
@@ -208,6 +270,7 @@ impl Watch {
         self.write(&mut seen, runtime);
         if let Some(held) = self.gauge.as_ref().and_then(Gauge::read) {
             seen.count_anonymous(&stats, held);
+            self.look_for_copies(&mut seen, &stats, held);
         }
         let mut text = what_was_read(&names, &stats, &end, &order);
         if let Limit::Pages(_) = self.limit {
@@ -235,9 +298,9 @@ impl Watch {
         {
             let grown = most - before;
             text += &format!(" While the program first read the file, its own memory grew by {}", Bytes::new(grown));
-            text += match grown > seen.of_files / COPIED_PART {
-                true => ": it copied weights (llama.cpp does to repack them; `--no-repack` keeps them in the file).",
-                false => ".",
+            text += &match seen.copies.copied() > seen.of_files / COPIED_PART {
+                true => format!(": it copied weights. {}", Engine::of_this_process().remedy()),
+                false => ".".to_owned(),
             };
         }
         if seen.timeline.is_some() {

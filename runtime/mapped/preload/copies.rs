@@ -1,0 +1,118 @@
+//! Engines that copy weights into memory of their own.
+//!
+//! outcore takes pages of files away, and no memory of the program's. An engine that copies what it reads takes as much
+//! as the files have, whatever the limit, and the kernel ends it without a word. So it is said before: as soon as the
+//! program's own memory has grown with what it read, and would exceed the limit before all files are read.
+
+use outcore::Bytes;
+
+use crate::engine::Engine;
+use crate::limit::{self, Ceiling};
+
+/// The fewest bytes that count as copied: less is no reason to worry.
+const LEAST: u64 = 32 << 20;
+/// And the least part of the room that the program had: an engine may copy some weights, and leave the others.
+const ROOM_PART: u64 = 4;
+/// Copies are at least one byte in so many that were read: pages at the edges of tensors are read twice. What grows
+/// beside a longer walk over the files is no copy.
+const READ_PART: u64 = 3;
+/// The limit is looked up again when so much more was copied, as a part of what was copied before.
+const AGAIN_PART: u64 = 16;
+/// Growth counts as copied up to this many times what was read meanwhile: weights become wider, as 16 bits become 32.
+const WIDER: u64 = 2;
+
+/// One measurement.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    /// The program's own memory.
+    pub own: u64,
+    /// Bytes of the pages that the program has read so far.
+    pub used: u64,
+    /// Bytes of all mapped files.
+    pub of_files: u64,
+    /// The least that pages take beside the program's own memory.
+    pub pages: u64,
+}
+
+/// Follows the program's own memory while it first reads its files.
+#[derive(Debug, Default)]
+pub struct Copies {
+    /// The program's own memory before it read anything.
+    before: u64,
+    /// The most that it was.
+    highest: u64,
+    last: Option<Look>,
+    /// What was read between the two measurements before: memory may be measured a moment later than what fills it.
+    read_before: u64,
+    /// How much that has grown with what was read.
+    copied: u64,
+    /// The limit, and how much was copied when it was last looked up.
+    ceiling: Option<Ceiling>,
+    looked_up: u64,
+    is_said: bool,
+}
+
+impl Copies {
+    /// Whether the line was said.
+    pub fn is_said(&self) -> bool {
+        self.is_said
+    }
+
+    /// How much was copied.
+    pub fn copied(&self) -> u64 {
+        self.copied
+    }
+
+    /// Takes a measurement. Returns whether the program reads on, so that the next one is to come soon.
+    pub fn look(&mut self, look: Look) -> bool {
+        let Some(last) = self.last.replace(look) else {
+            (self.before, self.highest) = (look.own, look.own);
+            return false;
+        };
+        let read = look.used.saturating_sub(last.used);
+        // Frames are counted a moment before they have memory, so what is measured is often too little: only what is
+        // more than ever before has grown. So copies that last a moment count once. Memory that grows while nothing is
+        // read holds no copies: keys and values, for one.
+        self.copied += look.own.saturating_sub(self.highest).min((read + self.read_before) * WIDER);
+        self.highest = self.highest.max(look.own);
+        self.read_before = read;
+        read > 0
+    }
+
+    /// What the process would hold at the end of its files, if it copies on as it did so far and that comes too near to
+    /// `most`. There is memory that is measured nowhere, and pages of the program's own code must stay too.
+    fn would_hold(&self, most: u64) -> Option<u64> {
+        let Look { used, of_files, pages, .. } = self.last?;
+        let room = most.saturating_sub(self.before).saturating_sub(pages);
+        if self.copied < LEAST.max(room / ROOM_PART) || self.copied < used / READ_PART {
+            return None;
+        }
+        let more = of_files.saturating_sub(used) as f64 * self.copied as f64 / used.max(1) as f64;
+        let held = self.highest.saturating_add(more as u64).saturating_add(pages);
+        (held.saturating_add(limit::reserve(most, 0.0)) > most).then_some(held)
+    }
+
+    /// The line to be said now, if it is to be said. `ceiling` reads files of the kernel's, so it is called seldom, and
+    /// only where something was copied.
+    pub fn warning(&mut self, ceiling: impl FnOnce() -> Option<Ceiling>) -> Option<String> {
+        let Look { used, of_files, .. } = self.last?;
+        if self.is_said || self.copied < LEAST || self.copied < used / READ_PART {
+            return None;
+        }
+        if self.ceiling.is_none() || self.copied > self.looked_up + self.looked_up / AGAIN_PART {
+            (self.looked_up, self.ceiling) = (self.copied, ceiling());
+        }
+        let ceiling = self.ceiling.as_ref()?;
+        let held = self.would_hold(ceiling.bytes)?;
+        self.is_said = true;
+        Some(format!(
+            "the program copies weights into memory of its own: {} so far, of {} that it has read. At the end of {} of \
+             files it would hold {}, and {ceiling}. {}",
+            Bytes::new(self.copied),
+            Bytes::new(used),
+            Bytes::new(of_files),
+            Bytes::new(held),
+            Engine::of_this_process().remedy(),
+        ))
+    }
+}
