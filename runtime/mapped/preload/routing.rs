@@ -9,7 +9,7 @@
 //! all of it out: what experts cost that nobody tells of can then be measured.
 
 use std::collections::HashSet;
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -19,6 +19,7 @@ use outcore_mapped::live::{Experts, Routing};
 use parking_lot::Mutex;
 
 use crate::calls::{do_ours, ours};
+use crate::engine::libraries;
 use crate::pool::{self, RouterInput};
 
 /// What ggml calls for each tensor: with `ask`, whether it is wanted; without, that it is computed. `false` ends the
@@ -117,7 +118,8 @@ fn value_of(name: &str, known: &[&str]) -> Option<usize> {
 }
 
 /// A function of the libraries that are loaded, behind this one. A library that was loaded by `dlopen` without
-/// RTLD_GLOBAL is found too.
+/// RTLD_GLOBAL is found too. ggml may lie in a library of another name, but not in the program itself: the program
+/// calls its own functions, and no others.
 fn find(name: &CStr) -> Option<*mut c_void> {
     let own = ggml_backend_sched_set_eval_callback as *const () as *mut c_void;
     // SAFETY: a plain question.
@@ -125,27 +127,23 @@ fn find(name: &CStr) -> Option<*mut c_void> {
     if !next.is_null() && next != own {
         return Some(next);
     }
-    unsafe extern "C" fn collect(info: *mut libc::dl_phdr_info, _size: usize, names: *mut c_void) -> c_int {
-        // SAFETY: the linker's own string, and the list that `find` passed.
-        let (name, names) = unsafe { ((*info).dlpi_name, &mut *names.cast::<Vec<CString>>()) };
-        if !name.is_null() {
-            // SAFETY: a string that ends, as the linker promises.
-            names.push(unsafe { CStr::from_ptr(name) }.to_owned());
-        }
-        0
-    }
-    let mut names: Vec<CString> = Vec::new();
-    // SAFETY: `collect` has the signature, and the list outlives the call.
-    unsafe { libc::dl_iterate_phdr(Some(collect), ptr::from_mut(&mut names).cast()) };
-    names.iter().filter(|name| name.to_bytes().windows(4).any(|part| part == b"ggml")).find_map(|library| {
-        // SAFETY: only a library that is loaded already is opened. The handle stays: the library stays as long.
+    let (named, others): (Vec<CString>, Vec<CString>) =
+        libraries().into_iter().partition(|name| name.to_bytes().windows(4).any(|part| part == b"ggml"));
+    named.iter().chain(&others).filter(|library| !library.is_empty()).find_map(|library| {
+        // SAFETY: only a library that is loaded already is opened. Where the function is, the handle stays: the library
+        // stays as long.
         let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return None;
         }
         // SAFETY: a handle that is open, and a string that ends.
         let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
-        Some(found).filter(|found| !found.is_null() && *found != own)
+        let found = Some(found).filter(|found| !found.is_null() && *found != own);
+        if found.is_none() {
+            // SAFETY: the handle that was opened above.
+            unsafe { libc::dlclose(handle) };
+        }
+        found
     })
 }
 

@@ -149,6 +149,27 @@ fn experts_that_a_router_chose_are_read_before_they_are_used() {
     assert!(told.contains("Experts came by 1 faults."), "{told}");
 }
 
+/// Bindings have ggml in a library of their own name.
+#[test]
+fn routing_is_read_where_ggml_is_in_a_library_of_another_name() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let ggml = folder.path().join("ggml.c");
+    std::fs::write(&ggml, GGML).unwrap();
+    let Some(binding) = library(folder.path(), "binding", LLAMA, &[ggml.to_str().unwrap()]) else { return };
+    let path = mixture(folder.path());
+    let output = outcore()
+        .args(["run", "--budget", "40MiB", "--", "python3", "-c", PROGRAM])
+        .args([&path, &binding])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "0 1 0\n", "{told}");
+    assert!(told.contains("The router's choice was read 1 times, of 3 experts"), "{told}");
+}
+
 /// Of two models nobody knows which one a layer is of. Their experts come by faults, and that is said.
 #[test]
 fn two_mixtures_in_one_process_are_told() {
