@@ -669,10 +669,16 @@ pub struct RouterInput {
     pub tokens: usize,
 }
 
-/// The files that the program has mapped of the only model that fits, with their numbers in it. Of two models nobody
+/// Files that are mapped of a model, with their numbers in it, and its routers.
+struct OfModel {
+    files: Vec<(Option<u32>, Arc<Mapped>)>,
+    routers: Arc<Routers>,
+}
+
+/// What the program has mapped of the only model that fits. Of two models nobody
 /// knows which one is meant: their experts come as they are touched. Nothing in a child by `fork`, which has a copy of
 /// this, and reads the files themselves.
-fn only_model(fits: impl Fn(&Known) -> bool) -> Option<(Vec<(Option<u32>, Arc<Mapped>)>, Arc<Routers>)> {
+fn only_model(fits: impl Fn(&Known) -> bool) -> Option<OfModel> {
     let pool = POOL.get()?.as_ref().filter(|_| !in_a_child())?;
     let files = pool.files.lock();
     // One that the program has unmapped is not meant.
@@ -683,7 +689,7 @@ fn only_model(fits: impl Fn(&Known) -> bool) -> Option<(Vec<(Option<u32>, Arc<Ma
         return None;
     }
     let number = |known: &&Known| (first.routers.file(&known.path), known.mapped.clone());
-    Some((found.iter().map(number).collect(), first.routers.clone()))
+    Some(OfModel { files: found.iter().map(number).collect(), routers: first.routers.clone() })
 }
 
 /// Whether what the router of this layer is given tells of the experts of the next one.
@@ -700,7 +706,7 @@ pub fn experts(layer: u32, experts: &[u32], used: usize, input: Option<&RouterIn
 
 fn expect(layer: u32, experts: &[u32], used: usize, input: Option<&RouterInput>) {
     let has_all = |known: &Known| experts.iter().all(|expert| known.mapped.has_expert(layer, *expert));
-    let Some((files, routers)) = only_model(has_all) else { return };
+    let Some(OfModel { files, routers }) = only_model(has_all) else { return };
     let Some((_, one)) = files.first() else { return };
     // What could not be read now is tried again when it is touched, and is a signal if that fails too.
     let input = input.filter(|input| input.layer == layer);
