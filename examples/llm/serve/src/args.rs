@@ -128,7 +128,7 @@ pub struct Args {
     /// A name by which browsers may reach the server without a token, besides localhost; may be given several times.
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
-    /// An origin, such as https://chat.example, whose web pages may use the server; `*` is any. May be given several
+    /// An origin, such as `https://chat.example`, whose web pages may use the server; `*` is any. May be given several
     /// times.
     #[arg(long, value_name = "ORIGIN", value_parser = origin)]
     pub allow_origin: Vec<HeaderValue>,
