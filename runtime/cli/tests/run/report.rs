@@ -325,14 +325,14 @@ fn programs_that_do_not_take_the_library_are_told_and_run() {
     };
     let Some(usual) = build("usual", &[]) else { return eprintln!("SKIPPED: there is no C compiler (cc)") };
     let [expected, told] = run(&usual);
-    assert!(told.contains("1 file(s) mapped") && told.lines().count() == 4, "{told}");
+    assert!(told.contains("1 file(s) mapped") && told.lines().count() == 5, "{told}");
     // A script is what runs it.
     let script = folder.path().join("script");
     let line = format!("#!/usr/bin/env -S {} \n", usual.display());
     std::fs::write(&script, line).unwrap();
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     let [said, told] = run(&script);
-    assert!(said == expected && told.contains("1 file(s) mapped") && told.lines().count() == 4, "{told}");
+    assert!(said == expected && told.contains("1 file(s) mapped") && told.lines().count() == 5, "{told}");
     with_capabilities(&usual, &path, &expected);
     let Some(alone) = build("alone", &["-static"]) else {
         return eprintln!("SKIPPED: the C library cannot be linked statically here");
