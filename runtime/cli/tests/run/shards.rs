@@ -84,8 +84,8 @@ fn a_model_in_several_files_has_one_order() {
         assert!(told.contains(&order) && told.contains(&format!("{count} file(s) mapped")), "{told}");
         ratios.push(hits(&told));
     }
-    // Files that are alone in their cycles would have next to none. Each of 16 files ends in the middle of a page, and a
-    // page takes a frame however much of it is a file's: that makes 32 pages of 24.
+    // Files that are alone in their cycles would have next to none. Each of 16 files ends in the middle of a page, and
+    // a page takes a frame however much of it is a file's: that makes 32 pages of 24.
     assert!((ratios[1] - ratios[0]).abs() < 0.08 && ratios.iter().all(|ratio| *ratio > 0.15), "{ratios:?}");
 }
 
