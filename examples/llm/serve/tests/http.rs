@@ -776,7 +776,8 @@ fn what_a_client_leaves_behind_is_free_again() {
     // None of them was written to its end, streams that had begun among them.
     assert!(server.metric("outcore_generated_tokens_total") < 16_000);
     let until = std::time::Instant::now() + support::PATIENCE;
-    while server.metric(&format!("outcore_requests_total{{path=\"{TEXT}\",status=\"499\"}}")) < 6 {
+    // The one that left before its answer began may have left before its request was read.
+    while server.metric(&format!("outcore_requests_total{{path=\"{TEXT}\",status=\"499\"}}")) < 5 {
         assert!(std::time::Instant::now() < until, "{}", server.get("/metrics").text());
         std::thread::yield_now();
     }
