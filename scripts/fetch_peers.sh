@@ -19,6 +19,7 @@ source=benches/compare/llama_cpp.c
 ggml_peer=$venv/bin/ggml-peer
 ggml_source=benches/compare/ggml_matmul.c
 server=$venv/bin/llama-server
+server_libraries=$venv/lib/llama-server
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { echo "fetch_peers: $*" >&2; exit 1; }
@@ -73,17 +74,26 @@ build_server() {
     root=$work/llama_cpp_python-$version/vendor/llama.cpp
     "$python" -m venv "$work/tools" && "$work/tools/bin/python" -m pip install -q cmake ninja ||
         fail "cmake and ninja could not be had; they need the package index"
-    # One program without libraries of its own. Its page for browsers is not in the package, and is not needed.
-    # shellcheck disable=SC2086
+    # With shared libraries, as llama.cpp builds it unless told otherwise: of a program that has ggml linked in,
+    # `outcore run` cannot read what a mixture's router chose. Its page for browsers is not in the package, and is not
+    # needed.
+    # shellcheck disable=SC2016,SC2086
     PATH=$work/tools/bin:$PATH "$work/tools/bin/cmake" -S "$root" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-        -DBUILD_SHARED_LIBS=OFF $cpu -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_TESTS=OFF \
-        -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+        -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON \
+        '-DCMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/../lib/llama-server' $cpu -DLLAMA_BUILD_SERVER=ON \
+        -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+        -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="llama-cpp-python-$version" ${CMAKE_ARGS:-} &&
         "$work/tools/bin/cmake" --build "$work/build" --target llama-server || fail "llama-server could not be built"
+    rm -rf "$server_libraries"
+    mkdir -p "$server_libraries"
+    cp -P "$work"/build/bin/lib*.so* "$server_libraries"
     install "$work/build/bin/llama-server" "$server"
 }
+# Earlier ones had no libraries of their own.
+has_libraries() { [ -e "$server_libraries/libllama.so" ]; }
 case $("$server" --version 2>&1 || true) in
-    *"llama-cpp-python-$version)"*) ;;
+    *"llama-cpp-python-$version)"*) has_libraries || build_server ;;
     *) build_server ;;
 esac
 echo "$peer, $ggml_peer and $server are there"
