@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -86,6 +87,27 @@ fn outcore_within(seconds: u32) -> Command {
     command.args(["-s", "KILL", &seconds.to_string()]).arg(outcore.get_program());
     command.envs(outcore.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command
+}
+
+/// The program by `outcore run`, in a control group, and what it says on standard error; `None` where there can be no
+/// such group, which is said.
+fn in_group<A: AsRef<OsStr>>(
+    limit: &str,
+    options: &[&str],
+    program: impl AsRef<OsStr>,
+    arguments: impl IntoIterator<Item = A>,
+) -> Option<(Output, String)> {
+    let outcore = outcore();
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"));
+    command.arg(limit).arg(outcore.get_program()).arg("run").args(options).arg("--").arg(program).args(arguments);
+    command.envs(outcore.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.code() == Some(77) {
+        eprintln!("SKIPPED: {said}");
+        return None;
+    }
+    Some((output, said))
 }
 
 /// Whether the library lies beside the program: `scripts/test.sh` builds it. Says so if it does not.

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,36 +12,13 @@ use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_mapped::{Faulting, MapOptions, Mapped};
 use outcore_testkit::harness::Rng;
 
-const PAGE: u64 = 16 << 10;
-
-/// The byte at this place of every file here that has no header.
-fn byte(at: u64) -> u8 {
-    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
-}
-
-fn folder() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
+use common::{PAGE, byte, folder, runtime};
 
 fn file(folder: &Path, pages: u32) -> PathBuf {
     let path = folder.join("file");
     let bytes: Vec<u8> = (0..u64::from(pages) * PAGE).map(byte).collect();
     fs::write(&path, bytes).unwrap();
     path
-}
-
-/// A runtime of so many frames; `None` where the kernel has no such userfaultfd, which is said.
-fn runtime(frames: u64) -> Option<Runtime> {
-    let device = match Faulting::new() {
-        Ok(device) => device,
-        Err(error) => {
-            eprintln!("SKIPPED: {error}");
-            return None;
-        }
-    };
-    let builder = Runtime::builder().device(device).page_size(PageSize::new(Bytes::new(PAGE)).unwrap());
-    let builder = builder.device_budget(Bytes::new(frames * PAGE)).policy(PolicyKind::Model);
-    Some(builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).open().unwrap())
 }
 
 /// Uses pages in this order. Returns how many of the uses found their page neither there nor on its way.

@@ -3,40 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore::Runtime;
 use outcore_mapped::live::Order;
-use outcore_mapped::{Faulting, LayerExperts, MapOptions, Mapped};
+use outcore_mapped::{LayerExperts, MapOptions, Mapped};
 use outcore_testkit::harness::Rng;
 
-const PAGE: u64 = 16 << 10;
-
-/// The byte at this place of a model's tensors, wherever they lie.
-fn byte(at: u64) -> u8 {
-    (at.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
-}
-
-fn folder() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-/// A runtime of so many frames; `None` where the kernel has no such userfaultfd, which is said.
-fn runtime(frames: u64) -> Option<Runtime> {
-    let device = match Faulting::new() {
-        Ok(device) => device,
-        Err(error) => {
-            eprintln!("SKIPPED: {error}");
-            return None;
-        }
-    };
-    let builder = Runtime::builder().device(device).page_size(PageSize::new(Bytes::new(PAGE)).unwrap());
-    let builder = builder.device_budget(Bytes::new(frames * PAGE)).policy(PolicyKind::Model);
-    Some(builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).open().unwrap())
-}
+use common::{PAGE, byte, folder, runtime};
 
 /// A tensor: its file, where it begins there, and where its bytes begin among those of all tensors.
 #[derive(Clone, Copy, Debug)]
@@ -197,28 +176,33 @@ fn an_order_across_files_is_learned_and_known_the_next_time() {
     assert_eq!(start(1).unwrap().0, Order::OfHeaders);
 }
 
-/// Whoever reads a model from its first byte to its last one reads each once, whatever its layers are called.
+/// Whoever reads a model from its first byte to its last one reads each once, whatever its layers are called. `false`
+/// where nothing can be mapped.
+fn a_scan_reads_little_twice(model: &Model, what: &str) -> bool {
+    for frames in [60, 300] {
+        let Some(runtime) = runtime(frames) else { return false };
+        let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+        let bytes: u64 = mapped.iter().map(|file| file.len() as u64).sum();
+        for (file, path) in mapped.iter().zip(&model.files) {
+            assert!(file[..] == fs::read(path).unwrap());
+        }
+        let read = runtime.stats().traffic.disk_read.get();
+        eprintln!("{what}, {frames} frames: {:.3}", read as f64 / bytes as f64);
+        // A few reads ahead are in vain until it is noticed.
+        assert!(read <= bytes + bytes / 20 + 8 * PAGE, "{what}, {frames}: {read} of {bytes}");
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+    true
+}
+
 #[test]
 fn a_scan_by_offset_reads_little_twice() {
     let folder = folder();
     for (count, files) in [(64, 1), (256, 1), (256, 4)] {
-        let tensors = layers(count);
-        let model = write(folder.path(), &format!("model{count}"), &tensors, files, true);
-        for frames in [60, 300] {
-            let Some(runtime) = runtime(frames) else { return };
-            let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
-            let mut bytes = 0;
-            for (file, path) in mapped.iter().zip(&model.files) {
-                let read = fs::read(path).unwrap();
-                assert!(file[..] == read[..]);
-                bytes += read.len() as u64;
-            }
-            let read = runtime.stats().traffic.disk_read.get();
-            eprintln!("{count} layers, {files} files, {frames} frames: {:.3}", read as f64 / bytes as f64);
-            // A few reads ahead are in vain until it is noticed.
-            assert!(read <= bytes + bytes / 20 + 8 * PAGE, "{count}, {files}, {frames}: {read} of {bytes}");
-            drop(mapped);
-            runtime.close().unwrap();
+        let model = write(folder.path(), &format!("model{count}"), &layers(count), files, true);
+        if !a_scan_reads_little_twice(&model, &format!("{count} layers, {files} files")) {
+            return;
         }
     }
 }
@@ -281,7 +265,7 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     drop(mapped);
 
     // Shards of two models in one folder: each has its own.
-    let folder = self::folder();
+    let folder = common::folder();
     let (one, other) = (write(folder.path(), "a", &tensors, 4, false), write(folder.path(), "b", &tensors, 4, true));
     let (ones, others) = (one.map(&options, &runtime), other.map(&options, &runtime));
     assert!((0..4).all(|at| ones[at].is_of_model_of(&ones[0]) && others[at].is_of_model_of(&others[0])));
@@ -291,7 +275,7 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     drop((ones, others));
 
     // Names that say nothing, and an index that names them.
-    let folder = self::folder();
+    let folder = common::folder();
     let (mut model, mut names) = (write(folder.path(), "model", &tensors, 2, false), BTreeMap::new());
     for (path, name) in model.files.iter_mut().zip(["first.safetensors", "second.safetensors"]) {
         let to = folder.path().join(name);
@@ -310,7 +294,7 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     // An index that names a file outside of the folder.
     names.values_mut().filter(|name| **name == "second.safetensors").for_each(|name| *name = "../x/second".to_owned());
     index(&folder.path().join("any.safetensors.index.json"), &names);
-    let Some(other) = self::runtime(30) else { return };
+    let Some(other) = common::runtime(30) else { return };
     let mapped = model.map(&options, &other);
     assert_eq!((mapped[0].whole().files, mapped[1].is_of_model_of(&mapped[0])), (1, false));
     reads(&model, &mapped);
@@ -318,7 +302,7 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     other.close().unwrap();
 
     // One shard under two names.
-    let folder = self::folder();
+    let folder = common::folder();
     let model = write(folder.path(), "model", &tensors, 2, false);
     fs::remove_file(&model.files[1]).unwrap();
     fs::hard_link(&model.files[0], &model.files[1]).unwrap();
@@ -377,20 +361,7 @@ fn experts(layers: u64) -> Vec<(String, u64)> {
 #[test]
 fn a_scan_over_experts_reads_little_twice() {
     let folder = folder();
-    let model = write(folder.path(), "model", &experts(12), 2, true);
-    for frames in [60, 300] {
-        let Some(runtime) = runtime(frames) else { return };
-        let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
-        let bytes: u64 = mapped.iter().map(|file| file.len() as u64).sum();
-        for (file, path) in mapped.iter().zip(&model.files) {
-            assert!(file[..] == fs::read(path).unwrap());
-        }
-        let read = runtime.stats().traffic.disk_read.get();
-        eprintln!("{frames} frames: {:.3}", read as f64 / bytes as f64);
-        assert!(read <= bytes + bytes / 20 + 8 * PAGE, "{frames}: {read} of {bytes}");
-        drop(mapped);
-        runtime.close().unwrap();
-    }
+    a_scan_reads_little_twice(&write(folder.path(), "model", &experts(12), 2, true), "experts");
 }
 
 /// A layer's matrices lie in two files, as they do where a shard ends in the middle of a layer.

@@ -66,21 +66,6 @@ fn hollow(folder: &Path, name: &str, mib: u64) -> PathBuf {
     path
 }
 
-/// The program by `outcore run`, in a control group; `None` where there can be none, which is said.
-fn in_group(limit: &str, options: &[&str], engine: &Path, arguments: &[&str]) -> Option<(Output, String)> {
-    let outcore = outcore();
-    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"));
-    command.arg(limit).arg(outcore.get_program()).arg("run").args(options).arg("--").arg(engine).args(arguments);
-    command.envs(outcore.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let output = command.output().unwrap();
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    if output.status.code() == Some(77) {
-        eprintln!("SKIPPED: {told}");
-        return None;
-    }
-    Some((output, told))
-}
-
 const NAMED: &str = "the program copies weights into memory of its own";
 
 #[test]
@@ -103,7 +88,7 @@ fn an_engine_that_copies_weights_is_named_before_it_is_killed() {
         let (library, remedy) = (&libraries[turn % 3], remedies[turn % 3]);
         // Pages give way as the program grows, or keep what they were given.
         let options: &[&str] = if turn < 5 { &[] } else { &["--budget", "40MiB"] };
-        let Some((output, told)) = in_group("200MiB", options, &engine, &[path, "copies", library]) else { return };
+        let Some((output, told)) = in_group("200MiB", options, &engine, [path, "copies", library]) else { return };
         assert!(!output.status.success() && told.contains("oom_kills=1"), "{turn}: {told}");
         let lines: Vec<&str> = told.lines().filter(|line| line.starts_with("outcore: ")).collect();
         assert_eq!(lines.len(), 1, "{turn}: {told}");

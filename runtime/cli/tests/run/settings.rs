@@ -212,15 +212,9 @@ fn without_a_size_the_control_group_is_the_limit() {
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), 150 << 20);
-    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"))
-        .args(["120MiB", env!("CARGO_BIN_EXE_outcore"), "run", "--", "python3", "-c", &format!("{PASS}{MAPPED}")])
-        .arg(&path)
-        .output()
-        .unwrap();
-    let told = String::from_utf8_lossy(&output.stderr);
-    if output.status.code() == Some(77) {
-        return eprintln!("SKIPPED: {told}");
-    }
+    let program = format!("{PASS}{MAPPED}");
+    let arguments = [OsStr::new("-c"), program.as_ref(), path.as_ref()];
+    let Some((output, told)) = in_group("120MiB", &[], "python3", arguments) else { return };
     assert!(output.status.success() && told.contains("oom_kills=0"), "{told}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "mapped\n", "{told}");
 }
@@ -241,15 +235,8 @@ assert sum(other[at] for at in range(0, len(other), 4096)) == 0
     let path = model(folder.path(), 150 << 20);
     File::create(folder.path().join("model.gguf.other")).unwrap().set_len(60 << 20).unwrap();
     let program = format!("import mmap, sys\n{BESIDE}{PASS}passes()");
-    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/cgroup_run.sh"))
-        .args(["140MiB", env!("CARGO_BIN_EXE_outcore"), "run", "--", "python3", "-c", &program])
-        .arg(&path)
-        .output()
-        .unwrap();
-    let told = String::from_utf8_lossy(&output.stderr);
-    if output.status.code() == Some(77) {
-        return eprintln!("SKIPPED: {told}");
-    }
+    let arguments = [OsStr::new("-c"), program.as_ref(), path.as_ref()];
+    let Some((output, told)) = in_group("140MiB", &[], "python3", arguments) else { return };
     assert!(output.status.success() && told.contains("oom_kills=0"), "{told}");
     let (_, rest) = told.split_once("The process held at most ").unwrap_or_else(|| panic!("{told}"));
     let limit = rest.split_once(" of ").and_then(|(_, rest)| rest.split_once(" MiB,")).unwrap().0;
