@@ -235,6 +235,20 @@ impl Layout {
         (address - start < range.region.len()).then_some(range)
     }
 
+    /// A thread waits for this page, or will.
+    fn want(&mut self, page: u64) {
+        if let Some(range) = self.range_mut(page) {
+            range.wanted.insert(page);
+        }
+    }
+
+    /// Nobody waits for this page.
+    fn do_not_want(&mut self, page: u64) {
+        if let Some(range) = self.range_mut(page) {
+            range.wanted.remove(&page);
+        }
+    }
+
     fn home(&self, address: u64) -> Option<&Region> {
         self.homes.iter().find(|region| (region.start()..region.start() + region.len()).contains(&address))
     }
@@ -435,29 +449,19 @@ impl Core {
 
     /// A thread waits for this page: it is published as soon as it is filled.
     pub fn want(&self, page: u64) {
-        if let Some(range) = self.layout.lock().range_mut(page) {
-            range.wanted.insert(page);
-        }
+        self.layout.lock().want(page);
     }
 
     /// As [`want`](Self::want), of several pages.
     pub fn want_all(&self, pages: &[u64]) {
         let mut layout = self.layout.lock();
-        for page in pages {
-            if let Some(range) = layout.range_mut(*page) {
-                range.wanted.insert(*page);
-            }
-        }
+        pages.iter().for_each(|page| layout.want(*page));
     }
 
     /// As [`do_not_want`](Self::do_not_want), of several pages.
     pub fn want_no_more<'a>(&self, pages: impl Iterator<Item = &'a u64>) {
         let mut layout = self.layout.lock();
-        for page in pages {
-            if let Some(range) = layout.range_mut(*page) {
-                range.wanted.remove(page);
-            }
-        }
+        pages.for_each(|page| layout.do_not_want(*page));
     }
 
     /// Publishes pages that are pinned and not published yet.
@@ -475,11 +479,7 @@ impl Core {
             .filter(|(frame, _)| !layout.frames[frame.index()].published)
             .collect();
         if hidden.len() > 1 {
-            for (_, page) in &hidden {
-                if let Some(range) = layout.range_mut(page.get()) {
-                    range.wanted.insert(page.get());
-                }
-            }
+            hidden.iter().for_each(|(_, page)| layout.want(page.get()));
             self.publish_together(&mut layout, &hidden);
         }
         for page in pages.iter().copied() {
@@ -489,8 +489,8 @@ impl Core {
             // A thread that began to wait before it was published is woken by that, or by the thread of faults.
             if !layout.frames[frame.index()].published {
                 self.publish(&mut layout, frame, page, false)?;
-            } else if let Some(range) = layout.range_mut(page) {
-                range.wanted.remove(&page);
+            } else {
+                layout.do_not_want(page);
             }
         }
         Ok(())
@@ -498,9 +498,7 @@ impl Core {
 
     /// Nobody waits for this page any more.
     pub fn do_not_want(&self, page: u64) {
-        if let Some(range) = self.layout.lock().range_mut(page) {
-            range.wanted.remove(&page);
-        }
+        self.layout.lock().do_not_want(page);
     }
 
     /// Publishes a page that is pinned, for the threads that wait for it. To be `written`, it is pinned for that.
@@ -1020,11 +1018,7 @@ impl Device for FaultingDevice {
                     let _ = self.core.publish(&mut layout, FrameId::new(id), page, false);
                 }
                 // It is pinned for a stream, and its fill has not ended.
-                _ => {
-                    if let Some(range) = layout.range_mut(page) {
-                        range.wanted.insert(page);
-                    }
-                }
+                _ => layout.want(page),
             }
         }
     }

@@ -70,7 +70,7 @@ impl Turns {
         in_turn.then(|| first.iter().map(|turn| turn.of).collect())
     }
 
-    /// What has this number is used no more, or by another one.
+    /// A file is mapped no more: what came before tells nothing, and its number may be another one's.
     pub fn forget(&mut self) {
         *self = Self::default();
     }

@@ -45,6 +45,13 @@ pub struct Held {
     pub of_files: u64,
 }
 
+impl Held {
+    /// What is neither of files nor shared. What a process has of files is in the page cache too, and counted there.
+    pub fn own(self) -> u64 {
+        self.resident.saturating_sub(self.of_files)
+    }
+}
+
 /// Reads `/proc/self/statm`. It stays open, so that no descriptor is needed later.
 #[derive(Debug)]
 pub struct Gauge(File);
@@ -93,8 +100,7 @@ impl Limit {
                 let limit = MemoryLimit::detect().ok()?;
                 let free = limit.free().get().saturating_add(cached(&limit.source));
                 let held = Gauge::open()?.read()?;
-                // What the process has of files, its libraries for one, is in the page cache, and counted there.
-                Self::Process(held.resident.saturating_sub(held.of_files) + free / 10 * 9)
+                Self::Process(held.own() + free / 10 * 9)
             }
         })
     }
@@ -113,7 +119,7 @@ impl Limit {
         let fits = match self {
             Self::Pages(budget) => all <= budget,
             Self::Process(limit) => {
-                let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, |held| held.resident - held.of_files);
+                let own = Gauge::open().and_then(|gauge| gauge.read()).map_or(0, Held::own);
                 all.saturating_add(own).saturating_add(reserve(limit, 0.0)) <= limit
             }
         };
@@ -152,8 +158,7 @@ impl Ceiling {
         let given = asked_for.map(|bytes| Self { bytes, source: None });
         let found = MemoryLimit::detect().ok().map(|limit| {
             let left = limit.free().get().saturating_add(cached(&limit.source));
-            let own = held.resident.saturating_sub(held.of_files);
-            Self { bytes: left.saturating_add(own).min(limit.limit.get()), source: Some(limit.source) }
+            Self { bytes: left.saturating_add(held.own()).min(limit.limit.get()), source: Some(limit.source) }
         });
         given.into_iter().chain(found).min_by_key(|ceiling| ceiling.bytes)
     }

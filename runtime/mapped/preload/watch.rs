@@ -62,7 +62,7 @@ impl Seen {
 
 /// The program's own memory: what is neither of files nor in frames.
 fn own_memory(stats: &Stats, held: Held) -> u64 {
-    held.resident.saturating_sub(held.of_files).saturating_sub(limit::in_frames(stats))
+    held.own().saturating_sub(limit::in_frames(stats))
 }
 
 #[derive(Debug)]
