@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes a GGUF model once more, as so many files: split_gguf.py MODEL FOLDER FILES
+"""Splits a GGUF model into N files: split_gguf.py MODEL FOLDER N
 
-The files are named as llama.cpp names them, FOLDER/MODEL-00001-of-0000N.gguf. Needs the package `gguf`, which
-`make peers` installs.
+The files are named as llama.cpp names them, FOLDER/MODEL-00001-of-0000N.gguf. The model stays. Needs the package
+`gguf`, which `make peers` installs.
 """
 
 import sys

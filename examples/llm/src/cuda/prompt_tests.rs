@@ -352,7 +352,7 @@ fn cublaslt_chooses_once_for_a_shape() {
     });
 }
 
-/// Products of one matrix with `m` vectors, in so many batches.
+/// A call of `batches` products of a matrix with `m` vectors.
 fn call(m: u32, batches: u32) -> (Call, Workspace) {
     let of = |address, ld: u32, rows: u32| Rows { address, ld, stride: u64::from(ld * rows) };
     let call = Call {
