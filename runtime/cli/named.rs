@@ -5,6 +5,14 @@ use std::path::Path;
 use outcore::{DType, Error, ErrorKind, Result};
 use outcore_lab::planning::{KnownModel, Shape};
 
+/// The name of a model as hubs have it, `owner/name`, without the owner. `None` if there is a folder of the owner's name:
+/// then it is a file there.
+fn without_owner(name: &str) -> Option<&str> {
+    let (owner, name) = name.split_once('/')?;
+    let is_owner = !owner.is_empty() && !owner.starts_with(['.', '~']) && !Path::new(owner).exists();
+    (is_owner && !name.is_empty() && !name.contains('/')).then_some(name)
+}
+
 /// Returns the shape of the model of this name, with all weights of `dtype`, or of bf16; `None` if it is a file. A file
 /// comes before a name, and what looks like a file is one.
 ///
@@ -15,7 +23,8 @@ pub fn shape(path: &Path, dtype: Option<DType>) -> Result<Option<Shape>> {
         let ends = ["gguf", "safetensors", "json"];
         name.contains('/') || path.extension().is_some_and(|end| ends.iter().any(|known| end == *known))
     };
-    if let Some(name) = path.to_str().filter(|name| !path.exists() && !like_a_file(name)) {
+    let name = path.to_str().filter(|_| !path.exists()).map(|name| without_owner(name).unwrap_or(name));
+    if let Some(name) = name.filter(|name| !like_a_file(name)) {
         return Ok(Some(KnownModel::find(name)?.shape(dtype.unwrap_or(DType::BF16))));
     }
     if let Some(dtype) = dtype {

@@ -49,8 +49,10 @@ impl GenerationDefaults {
             let number = find(names)?.as_f64().filter(|number| (least..=most).contains(number));
             number.map(|number| number as f32)
         };
+        // Hugging Face's name for the likeliest token always.
+        let greedy = find(["do_sample", "do_sample"]) == Some(&Value::Bool(false));
         Self {
-            temperature: number(["temperature", "temp"], 0.0, 2.0),
+            temperature: if greedy { Some(0.0) } else { number(["temperature", "temp"], 0.0, 2.0) },
             top_k: find(["top_k", "top_k"]).and_then(Value::as_i64).map(|most| usize::try_from(most).unwrap_or(0)),
             top_p: number(["top_p", "top_p"], 0.0, 1.0),
             min_p: number(["min_p", "min_p"], 0.0, 1.0),
@@ -72,6 +74,8 @@ mod tests {
         let wanted =
             GenerationDefaults { temperature: Some(0.6), top_k: Some(0), min_p: Some(0.25), ..Default::default() };
         assert_eq!(found, wanted);
+        let config = json!({ "do_sample": false, "temperature": 0.6 });
+        assert_eq!(GenerationDefaults::from(|[name, _]| config.get(name)).temperature, Some(0.0));
         let metadata = json!({ "temp": 1, "top_k": 64, "top_p": 0.5, "penalty_repeat": 1.5 });
         let found = GenerationDefaults::from(|[_, name]| metadata.get(name));
         let wanted = GenerationDefaults {

@@ -245,7 +245,7 @@ fn a_seed_decides_what_chance_does() {
 
 #[test]
 fn the_last_line_holds_what_the_contract_names() {
-    let args = ["--model", text(&MODELS.small), "--prompt", "Hello there", "--tokens", "5", "--chat"];
+    let args = ["--model", text(&MODELS.small), "--prompt", "Hello there", "--max-tokens", "5", "--chat"];
     let run = json_of(&args);
     for key in ["model", "device", "policy", "io", "text", "logits_xxh3"] {
         assert!(run[key].is_string(), "{key}: {}", run[key]);

@@ -1192,6 +1192,12 @@ fn simulate_reads_real_headers_and_machine_files() {
 fn simulate_refuses_bad_input() {
     refused(&["simulate", "m", "--machine", "h20"], 1, &["\"h20\"", "rtx4090", "the closest name is h200"]);
     refused(&["simulate", "m", "--machine", "h200"], 1, &["\"m\" is neither a file nor a model", "llama-3.3-70b"]);
+    // As hubs name models.
+    refused(
+        &["plan", "meta-llama/Llama-3.3-7B", "--machine", "h200"],
+        1,
+        &["\"Llama-3.3-7B\" is neither", "llama-3.3-70b"],
+    );
     refused(&["simulate", "m.gguf", "--machine", "h200"], 1, &["m.gguf", "check the path"]);
     let dense = ["simulate", "llama-3.2-1b", "--machine", "h200", "--experts-used", "2"];
     refused(&dense, 1, &["llama-3.2-1b has no experts"]);

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 
+use axum::http::uri::Authority;
 use axum::http::{HeaderValue, Uri};
 use clap::{Parser, ValueEnum};
 use outcore::store::IoBackend;
@@ -39,6 +40,13 @@ fn origin(text: &str) -> Result<HeaderValue, String> {
         return Err("give an origin such as https://chat.example or http://localhost:3000, without a path, or *".into());
     }
     HeaderValue::from_str(text).map_err(|error| error.to_string())
+}
+
+fn host_name(text: &str) -> Result<String, String> {
+    if !text.parse().is_ok_and(|authority: Authority| authority.host() == text) {
+        return Err("give a name such as chat.example, without a scheme and a port".into());
+    }
+    Ok(text.to_owned())
 }
 
 fn repetition(text: &str) -> Result<f32, String> {
@@ -126,7 +134,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t)]
     pub unknown_fields: UnknownFields,
     /// A name by which browsers may reach the server without a token, besides localhost; may be given several times.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = host_name)]
     pub allow_host: Vec<String>,
     /// An origin, such as `https://chat.example`, whose web pages may use the server; `*` is any. May be given several
     /// times.
@@ -151,4 +159,32 @@ pub struct Args {
     /// How files are read: auto, io_uring, threads or buffered.
     #[arg(long, default_value = "auto")]
     pub io: IoBackend,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::Args;
+
+    fn parsed(option: &str, value: &str) -> Option<Args> {
+        Args::try_parse_from(["serve", "--model", "m", "--memory", "1GiB", option, value]).ok()
+    }
+
+    #[test]
+    fn an_answers_length_has_two_names() {
+        for option in ["--tokens", "--max-tokens"] {
+            assert_eq!(parsed(option, "7").and_then(|args| args.max_tokens), Some(7), "{option}");
+        }
+    }
+
+    #[test]
+    fn hosts_are_names_without_ports() {
+        for name in ["chat.example", "10.0.0.7", "[fe80::1]"] {
+            assert_eq!(parsed("--allow-host", name).map(|args| args.allow_host), Some(vec![name.to_owned()]));
+        }
+        for name in ["", "chat.example:8080", "http://chat.example", "a@chat.example", "chat.example/"] {
+            assert!(parsed("--allow-host", name).is_none(), "{name}");
+        }
+    }
 }
