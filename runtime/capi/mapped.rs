@@ -66,7 +66,7 @@ pub extern "C" fn outcore_mapped_length(mapped: *const outcore_mapped) -> usize 
     quiet(0, || Ok(held(mapped, "mapped")?.mapped.len()))
 }
 
-/// 1 if a mapped file has this expert of a mixture, by the layer's and the expert's number in the model; else 0.
+/// 1 if the model of a mapped file has this expert, by the layer's and the expert's number in the model; else 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_mapped_has_expert(mapped: *const outcore_mapped, layer: u32, expert: u32) -> i32 {
     quiet(0, || Ok(i32::from(held(mapped, "mapped")?.mapped.has_expert(layer, expert))))
@@ -76,7 +76,7 @@ pub extern "C" fn outcore_mapped_has_expert(mapped: *const outcore_mapped, layer
 /// All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
 /// the frames: what is more comes when it is touched.
 ///
-/// Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file; those of
+/// Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; those of
 /// `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_expert_hint(
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn outcore_mapped_expert_hint_before(
 /// Together they may have a quarter of the frames: what is more is left out. Each is compared with what is told later,
 /// and what is seldom right is not read.
 ///
-/// Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
+/// Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_expect_experts(
     mapped: *const outcore_mapped,

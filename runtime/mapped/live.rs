@@ -158,8 +158,9 @@ pub enum Order {
     OfHeaders,
     /// The files are used from their first bytes to their last ones.
     ByOffset,
-    /// Files are used in turn, a pass over each.
-    InTurn,
+    /// Files are used in turn, a pass over each. That was found in this pass over all of them, or is known from an
+    /// earlier run.
+    InTurn { pass: Option<u64> },
     /// An order that was learned in an earlier run is followed.
     Kept,
     /// An order was found, in this pass over the files.
@@ -174,7 +175,8 @@ impl Order {
         match self {
             Self::Looking => "was not found: no pass was repeated".to_owned(),
             Self::OfHeaders => "is that of the layers, by the headers".to_owned(),
-            Self::InTurn => "is one file after the other".to_owned(),
+            Self::InTurn { pass: Some(pass) } => format!("is one file after the other, found in pass {pass}"),
+            Self::InTurn { pass: None } => "is one file after the other, as in an earlier run".to_owned(),
             Self::ByOffset => "is that of the bytes in the files".to_owned(),
             Self::Kept => "is known from an earlier run".to_owned(),
             Self::Found { pass } => format!("was found in pass {pass}"),
@@ -194,6 +196,8 @@ pub struct Whole {
     pub files: u64,
     pub mapped: u64,
     pub order: Order,
+    /// Uses of pages so far that have an order.
+    pub uses: u64,
     /// Why the file is alone, although its name is that of a part of a model.
     pub alone: Option<String>,
 }
@@ -201,12 +205,16 @@ pub struct Whole {
 /// Models that are told of by name; others are counted.
 const MODELS_TOLD: usize = 3;
 
-/// In words: the order in which the files of these names are used, once for each model. Empty without files.
+/// In words: the order in which the files of these names are used, once for each model. Of a file that is mapped in two
+/// ways, what was used more counts. Empty without files.
 pub fn told_of_order<'a>(files: impl IntoIterator<Item = (&'a str, &'a Whole)>) -> String {
     let mut models: Vec<(&str, &Whole)> = Vec::new();
     for (name, whole) in files {
-        if !models.iter().any(|(_, known)| known.id == whole.id) {
-            models.push((name, whole));
+        let same = models.iter_mut().find(|(known, other)| other.id == whole.id || *known == name);
+        match same {
+            Some(known) if known.1.id != whole.id && known.1.uses < whole.uses => *known = (name, whole),
+            Some(_) => {}
+            None => models.push((name, whole)),
         }
     }
     let one = |(name, whole): &(&str, &Whole)| {
@@ -472,7 +480,8 @@ mod tests {
 
     #[test]
     fn the_order_is_told_once_for_each_model() {
-        let whole = |id, files, mapped, order| Whole { id, ordered: files, files, mapped, order, alone: None };
+        let whole =
+            |id, files, mapped, order| Whole { id, ordered: files, files, mapped, order, uses: id, alone: None };
         let (found, kept) = (whole(1, 4, 4, Order::Found { pass: 2 }), whole(2, 1, 1, Order::Kept));
         assert_eq!(told_of_order([]), "");
         assert_eq!(told_of_order([("a", &kept)]), "The order of use is known from an earlier run.");
@@ -490,13 +499,18 @@ mod tests {
             told_of_order([("a", &whole(4, 4, 3, Order::OfHeaders))]),
             "The order of use of 3 files (their model has 4) is that of the layers, by the headers."
         );
-        let turns = Whole { ordered: 3, ..whole(5, 1, 1, Order::InTurn) };
+        let turns = Whole { ordered: 3, ..whole(5, 1, 1, Order::InTurn { pass: Some(3) }) };
         assert_eq!(
             told_of_order([("a", &turns), ("b", &turns)]),
-            "The order of use of 3 files that are used in turn is one file after the other."
+            "The order of use of 3 files that are used in turn is one file after the other, found in pass 3."
         );
+        // One file, to be read and to be written privately.
+        let (less, more) = (whole(1, 1, 1, Order::Looking), whole(2, 1, 1, Order::Found { pass: 2 }));
+        for files in [[("a", &less), ("a", &more)], [("a", &more), ("a", &less)]] {
+            assert_eq!(told_of_order(files), "The order of use was found in pass 2.");
+        }
         let many: Vec<Whole> = (0..5).map(|id| whole(id, 1, 1, Order::Kept)).collect();
-        let told = told_of_order(many.iter().map(|whole| ("a", whole)));
+        let told = told_of_order(["a", "b", "c", "d", "e"].into_iter().zip(&many));
         assert!(told.ends_with("There are 2 more models."), "{told}");
     }
 

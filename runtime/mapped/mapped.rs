@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::future::Future;
 use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::AsRawFd;
@@ -146,10 +146,8 @@ impl Pages {
             uses.look(&self.runtime, self.model.frames.load(Ordering::Relaxed));
         }
         let in_turn = self.core.turns.lock().used(part.id(), 1 + unseen.len() as u64, uses.pass());
-        if let Some(orders) = in_turn
-            && let Err(error) = model::use_in_turn(&self.runtime, &self.core, &orders)
-        {
-            tracing::debug!(%error, "files that are used in turn keep their own orders");
+        if let Some(orders) = in_turn {
+            model::use_in_turn(&self.runtime, &self.core, orders);
         }
     }
 
@@ -345,7 +343,24 @@ fn named(file: &File) -> Result<(PathBuf, MapOptions)> {
     if !named {
         return Err(replaced(&path));
     }
-    Ok((path, MapOptions::new().only(here)))
+    Ok((name_in_hub(&path, &here).unwrap_or(path), MapOptions::new().only(here)))
+}
+
+/// The link by which a file of the cache of Hugging Face's hub is known. There a file is named by its hash, in `blobs`,
+/// and links lead to it from `snapshots/REVISION/`: only their names say which files are parts of one model.
+fn name_in_hub(path: &Path, file: &Metadata) -> Option<PathBuf> {
+    /// Revisions and files that are looked at.
+    const REVISIONS_MAX: usize = 16;
+    const FILES_MAX: usize = 4096;
+    let blobs = path.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "blobs"))?;
+    let entries = |folder: PathBuf| fs::read_dir(folder).into_iter().flatten().flatten();
+    let revisions = entries(blobs.parent()?.join("snapshots")).take(REVISIONS_MAX);
+    let links = revisions.flat_map(|revision| entries(revision.path()).take(FILES_MAX));
+    let leads_here = |link: &PathBuf| {
+        fs::read_link(link).is_ok_and(|target| target.file_name() == path.file_name())
+            && fs::metadata(link).is_ok_and(|found| (found.dev(), found.ino()) == (file.dev(), file.ino()))
+    };
+    links.map(|link| link.path()).find(leads_here)
 }
 
 fn replaced(path: &Path) -> Error {
@@ -515,6 +530,7 @@ impl Mapped {
             files: model.outline.files.len() as u64,
             mapped: model.members.count() as u64,
             order: part.uses.order(),
+            uses: part.uses.count(),
             alone: model.outline.alone.clone(),
         }
     }
@@ -657,6 +673,7 @@ impl Mapped {
     /// has held for one more pass: this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
         self.pages.model.part().uses.keep(&self.pages.runtime);
+        self.pages.model.keep_what_is_true(&self.core);
     }
 
     /// How the use of experts was known so far. All zero for a file without experts.
@@ -840,6 +857,11 @@ impl MappedMut {
     /// As [`Mapped::most_pinned`].
     pub fn most_pinned(&self) -> u64 {
         self.0.most_pinned()
+    }
+
+    /// As [`Mapped::whole`].
+    pub fn whole(&self) -> live::Whole {
+        self.0.whole()
     }
 
     /// As [`Mapped::keep_order`].

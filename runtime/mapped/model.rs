@@ -1,9 +1,10 @@
 //! What the mapped files of one model share: one order of use, one walker, and what is known of its experts.
 
-use std::collections::{BTreeSet, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
+use std::thread;
 
 use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker};
 use parking_lot::{Mutex, RwLock};
@@ -14,7 +15,7 @@ use crate::foresight::Foresight;
 use crate::live::Order;
 use crate::options::MapOptions;
 use crate::outline::Outline;
-use crate::remembered::Identity;
+use crate::remembered::{Identity, InTurn};
 use crate::row::{Members, Row};
 use crate::scan::ExpertScan;
 use crate::uses::Uses;
@@ -65,6 +66,8 @@ pub struct Model {
     /// Frames of the runtime at the last look: its budget may change.
     pub frames: AtomicUsize,
     private: bool,
+    /// Models that were used in turn in an earlier run, of which this was the first.
+    in_turn: Option<InTurn>,
     options: MapOptions,
 }
 
@@ -112,37 +115,77 @@ pub fn join(
     let model = Arc::new(Model::new(runtime, core, outline, private, options)?);
     model.join(file, bytes);
     models.live.push(Arc::downgrade(&model));
+    let live: Vec<Arc<Model>> = models.live.iter().filter_map(Weak::upgrade).collect();
+    join_as_before(runtime, core, &live);
     Ok((model, file))
 }
 
-/// Those of these numbers are used in turn: they have one order from now on. If files are just being mapped or dropped,
-/// nothing happens, and it is seen again.
+/// The orders of these numbers are used in turn: they are joined soon, on a thread of its own, because notes are read and
+/// written then. Whoever calls this waits for nobody.
+pub fn use_in_turn(runtime: &Runtime, core: &Arc<Core>, orders: Vec<u64>) {
+    // They are seen again if they are not joined.
+    core.turns.lock().forget();
+    let (runtime, core) = (runtime.clone(), core.clone());
+    let join = move || {
+        let models = core.models.lock();
+        let live: Vec<Arc<Model>> = models.live.iter().filter_map(Weak::upgrade).collect();
+        match join_in_turn(&runtime, &core, &live, &orders, true) {
+            Ok(Some(joined)) => keep_turns(&core, &joined),
+            // One of them is just being dropped.
+            Ok(None) => {}
+            Err(error) => tracing::debug!(%error, "files that are used in turn keep their own orders"),
+        }
+    };
+    if let Err(cause) = thread::Builder::new().name("outcore-order".to_owned()).spawn(join) {
+        tracing::debug!(%cause, "files that are used in turn are not joined");
+    }
+}
+
+/// Joins the orders of these numbers, of models that are used in turn. Returns the models; `None` if an order is gone.
+/// The caller has the lock of all models. Waits for the disk.
 ///
 /// # Errors
 /// As for [`Runtime::walker`].
-pub fn use_in_turn(runtime: &Runtime, core: &Core, orders: &[u64]) -> Result<()> {
-    // The thread of faults waits for nobody who may wait for a page.
-    let Some(models) = core.models.try_lock() else { return Ok(()) };
-    let live: Vec<Arc<Model>> = models.live.iter().filter_map(Weak::upgrade).collect();
+fn join_in_turn(
+    runtime: &Runtime,
+    core: &Core,
+    live: &[Arc<Model>],
+    orders: &[u64],
+    was_seen: bool,
+) -> Result<Option<Vec<Arc<Model>>>> {
     let (mut all, mut files, mut header, mut pages) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut used, mut of_pass) = (0, 0);
     for order in orders {
-        let mut of_order: Vec<(Part, Arc<Model>)> = live.iter().map(|model| (model.part(), model.clone())).collect();
+        let mut of_order: Vec<(Part, &Arc<Model>)> = live.iter().map(|model| (model.part(), model)).collect();
         of_order.retain(|(part, _)| part.id() == *order);
         of_order.sort_by_key(|(part, _)| part.file);
-        let Some((Part { uses, .. }, _)) = of_order.first() else { return Ok(()) };
-        header.extend(uses.known_order().into_iter().map(|(file, bytes)| (pages.len() + file, bytes)));
-        for (_, model) in of_order {
-            files.extend(&model.outline.files);
-            pages.extend(model.outline.files.iter().map(|file| file.len.div_ceil(core.page())));
-            all.push(model);
+        let Some((Part { uses, .. }, _)) = of_order.first().cloned() else { return Ok(None) };
+        // By their numbers in this order. Models that had part in it may be gone.
+        let mut renumbered = HashMap::new();
+        let before = pages.len();
+        for (part, model) in of_order {
+            let of_model = &model.outline.files;
+            renumbered.extend((0..of_model.len()).map(|number| (part.file + number, files.len() + number)));
+            files.extend(of_model);
+            pages.extend(of_model.iter().map(|file| file.len.div_ceil(core.page())));
+            all.push(model.clone());
         }
+        let known = uses.known_order().into_iter();
+        header.extend(known.filter_map(|(file, bytes)| Some((*renumbered.get(&file)?, bytes))));
+        used += uses.count();
+        of_pass += uses.pass().unwrap_or_else(|| pages[before..].iter().sum());
+        // Its orders are its models' own, if they are used alone another time.
+        uses.keep(runtime);
     }
-    let Some(row) = Row::of(pages) else { return Ok(()) };
-    let place = all.first().and_then(|model| model.options.place(&files, &row, core.page()));
+    let (Some(first), Some(row)) = (all.first(), Row::of(pages)) else { return Ok(None) };
+    let keep_alike = all.iter().all(|model| model.options.keeps_as(&first.options));
+    let place = if keep_alike { first.options.place(&files, &row, core.page()) } else { None };
     let members = Arc::new(Members::new(row, core.page()));
-    let uses = Arc::new(Uses::new(runtime, &members, header, Order::InTurn, place)?);
+    let pass = used.div_ceil(of_pass.max(1)).max(1);
+    let told_by = Order::InTurn { pass: was_seen.then_some(pass) };
+    let uses = Arc::new(Uses::new(runtime, &members, (header, told_by), used, place)?);
     let mut file = 0;
-    for model in all {
+    for model in &all {
         for (number, bytes) in model.members.mapped() {
             uses.join(file + number, &bytes);
         }
@@ -150,7 +193,38 @@ pub fn use_in_turn(runtime: &Runtime, core: &Core, orders: &[u64]) -> Result<()>
         file += model.outline.files.len();
     }
     uses.begin();
-    Ok(())
+    Ok(Some(all))
+}
+
+/// Keeps for the next start that these models are used in turn.
+fn keep_turns(core: &Core, models: &[Arc<Model>]) {
+    let files: Vec<Identity> = models.iter().filter_map(|model| model.outline.files.first().copied()).collect();
+    let place =
+        models.first().zip(files.first()).and_then(|(model, first)| model.options.turns_place(first, core.page()));
+    if let Some(Err(cause)) = place.map(|place| place.write(&files)) {
+        tracing::debug!(%cause, "which files are used in turn is not kept for the next start");
+    }
+}
+
+/// Joins models that were used in turn in an earlier run, as soon as all of them are here. The caller has the lock of
+/// all models.
+fn join_as_before(runtime: &Runtime, core: &Core, live: &[Arc<Model>]) {
+    // Not those that have been joined.
+    let alone = |model: &&Arc<Model>| model.part().uses.members().row().files() == model.outline.files.len();
+    let alone: Vec<&Arc<Model>> = live.iter().filter(alone).collect();
+    for first in &alone {
+        let Some(in_turn) = &first.in_turn else { continue };
+        let like = |model: &&&Arc<Model>| {
+            model.private == first.private && model.options.keeps_as(&first.options) && !model.outline.files.is_empty()
+        };
+        let likely: Vec<(Identity, u64)> =
+            alone.iter().filter(like).map(|model| (model.outline.files[0], model.part().id())).collect();
+        let Some(orders) = in_turn.pick(&likely) else { continue };
+        if let Err(error) = join_in_turn(runtime, core, live, &orders, false) {
+            tracing::debug!(%error, "files that were used in turn before keep their own orders");
+        }
+        return;
+    }
 }
 
 impl Model {
@@ -158,7 +232,9 @@ impl Model {
         let page = core.page();
         let members = Arc::new(Members::new(outline.row.clone(), page));
         let place = options.place(&outline.files, &outline.row, page);
-        let uses = Arc::new(Uses::new(runtime, &members, outline.order.clone(), Order::OfHeaders, place)?);
+        let told = (outline.order.clone(), Order::OfHeaders);
+        let uses = Arc::new(Uses::new(runtime, &members, told, 0, place)?);
+        let turns = outline.files.first().and_then(|first| options.turns_place(first, page));
         let drawn = runtime.walker()?;
         drawn.unordered();
         let firsts = outline.experts.firsts(page).collect();
@@ -176,6 +252,7 @@ impl Model {
             faults: AtomicU64::new(0),
             frames: AtomicUsize::new(0),
             private,
+            in_turn: turns.and_then(|place| place.read()),
             options: options.clone(),
         })
     }
@@ -205,6 +282,17 @@ impl Model {
         self.members.leave(file);
         drop(models);
         core.turns.lock().forget();
+    }
+
+    /// Forgets that this model and others were used in turn in an earlier run, if now they are not.
+    pub fn keep_what_is_true(&self, core: &Core) {
+        let place = || self.options.turns_place(self.outline.files.first()?, core.page());
+        if self.in_turn.is_some()
+            && self.part().uses.order() == Order::NoneFound
+            && let Some(place) = place()
+        {
+            place.forget();
+        }
     }
 
     pub fn count_frames(&self, runtime: &Runtime) {

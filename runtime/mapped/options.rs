@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use outcore::{Result, Runtime};
 
-use crate::remembered::{Identity, Place};
+use crate::remembered::{Identity, Place, TurnsPlace};
 use crate::row::Row;
 use crate::{Mapped, MappedMut};
 
@@ -90,5 +90,13 @@ impl MapOptions {
             return None;
         }
         Place::of(files, page, row.len(), self.folder.clone())
+    }
+
+    /// Where it is kept which models were used in turn, the first of which begins with this file.
+    pub(crate) fn turns_place(&self, file: &Identity, page: u64) -> Option<TurnsPlace> {
+        if !self.keep_order {
+            return None;
+        }
+        TurnsPlace::of(file, page, self.folder.clone())
     }
 }

@@ -5,7 +5,7 @@
 //! nothing until the policy sees that. So what is read here needs to be sound, not true.
 
 use std::collections::HashSet;
-use std::fs::Metadata;
+use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -25,6 +25,8 @@ const AGE_MOST: Duration = Duration::from_secs(90 * 24 * 60 * 60);
 pub const ORDERS_MOST: usize = 4;
 /// Uses in a row that are not those of a period before, at which a cycle has begun.
 const CHANGE: usize = 8;
+/// Most models that are used in turn.
+const TURNS_MOST: usize = 64;
 /// Most uses in an order: the recogniser remembers no more.
 pub const USES_MOST: u64 = 1 << 18;
 
@@ -60,6 +62,75 @@ impl Identity {
         let changed = (file.mtime(), file.mtime_nsec());
         Self { device: file.dev(), inode: file.ino(), len: file.len(), changed }
     }
+
+    /// As it stands in notes.
+    fn text(&self) -> String {
+        let Self { device, inode, len, changed: (seconds, nanoseconds) } = self;
+        format!("{device:x}:{inode:x} {len} {seconds}.{nanoseconds:09}")
+    }
+}
+
+/// Where it is kept which models were used in turn. Each is known by its first file.
+#[derive(Debug)]
+pub struct TurnsPlace {
+    path: PathBuf,
+    first: String,
+}
+
+/// What is written there: the first files of the models, in the order of their turns.
+#[derive(Debug, Serialize, Deserialize)]
+struct TurnsNote {
+    in_turn: Vec<String>,
+}
+
+impl TurnsPlace {
+    /// Of models that begin with this file. `None` where there is no folder for notes.
+    pub fn of(first: &Identity, page: u64, folder: Option<PathBuf>) -> Option<Self> {
+        let folder = folder.or_else(notes::folder)?;
+        let Identity { device, inode, .. } = first;
+        Some(Self {
+            path: folder.join(format!("{PREFIX}{device:x}-{inode:x}-{page:x}-turns.json")),
+            first: first.text(),
+        })
+    }
+
+    /// What was kept. `None` if nothing was for the first file as it is now.
+    pub fn read(&self) -> Option<InTurn> {
+        let note: TurnsNote = serde_json::from_slice(&notes::read(&self.path, NOTE_MOST).ok()?).ok()?;
+        let fits = (2..=TURNS_MOST).contains(&note.in_turn.len()) && note.in_turn[0] == self.first;
+        fits.then_some(InTurn(note.in_turn))
+    }
+
+    /// Nothing is kept any more.
+    pub fn forget(&self) {
+        if let Err(cause) = fs::remove_file(&self.path) {
+            tracing::debug!(%cause, note = %self.path.display(), "a note that is not true stays");
+        }
+    }
+
+    /// Keeps the first files of models, in the order of their turns.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn write(&self, files: &[Identity]) -> io::Result<()> {
+        let note = TurnsNote { in_turn: files.iter().map(Identity::text).collect() };
+        notes::write(&self.path, PREFIX, &serde_json::to_vec(&note)?)?;
+        self.path.parent().into_iter().for_each(|folder| notes::forget_old(folder, PREFIX, AGE_MOST, NOTES_MOST));
+        Ok(())
+    }
+}
+
+/// The first files of models that were used in turn, in that order.
+#[derive(Debug)]
+pub struct InTurn(Vec<String>);
+
+impl InTurn {
+    /// What is used in turn, of what begins with these files; `None` if something is missing.
+    pub fn pick<T: Clone>(&self, all: &[(Identity, T)]) -> Option<Vec<T>> {
+        let texts: Vec<String> = all.iter().map(|(file, _)| file.text()).collect();
+        let of = |wanted: &String| texts.iter().position(|text| text == wanted).map(|at| all[at].1.clone());
+        self.0.iter().map(of).collect()
+    }
 }
 
 impl Place {
@@ -70,10 +141,7 @@ impl Place {
         let count = if files.len() > 1 { format!("-{}", files.len()) } else { String::new() };
         // One note for the files, whatever becomes of their bytes.
         let path = folder.join(format!("{PREFIX}{device:x}-{inode:x}-{page:x}{count}.json"));
-        let one = |Identity { device, inode, len, changed: (seconds, nanoseconds) }: &Identity| {
-            format!("{device:x}:{inode:x} {len} {seconds}.{nanoseconds:09}")
-        };
-        let all: Vec<String> = files.iter().map(one).collect();
+        let all: Vec<String> = files.iter().map(Identity::text).collect();
         Some(Self { path, file: format!("{} {page}", all.join(" ")), pages })
     }
 
@@ -208,7 +276,7 @@ pub fn before_the_cycle(uses: &[u32], period: usize) -> &[u32] {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-    use std::fs::{self, File};
+    use std::fs::File;
     use std::os::unix::fs::{PermissionsExt, symlink};
     use std::path::Path;
 

@@ -40,6 +40,16 @@ impl Scan {
         Self { breaks, before: None, by_offset: 0 }
     }
 
+    /// The page that was used last.
+    pub fn last(&self) -> Option<u32> {
+        self.before.map(|(_, last)| last)
+    }
+
+    /// Beside this order from now on; what was found so far stays.
+    pub fn go_on_beside(&mut self, order: &[u32]) {
+        self.breaks = Self::beside(order).breaks;
+    }
+
     /// This page is used. Returns whether uses go by offset now, once it is known.
     pub fn used(&mut self, page: u32) -> Option<bool> {
         let before = self.before.filter(|(_, last)| *last != page);

@@ -80,15 +80,16 @@ pub struct Uses {
 }
 
 impl Uses {
-    /// Of files with the order that is `told_by` their headers, say. An order that was kept comes before that.
+    /// Of files with the order that is `told_by` their headers, say, after `uses` of them. An order that was kept comes
+    /// before that. Waits for the disk.
     ///
     /// # Errors
     /// As for [`Runtime::walker`].
     pub fn new(
         runtime: &Runtime,
         members: &Arc<Members>,
-        header: Vec<(usize, Range<u64>)>,
-        told_by: Order,
+        (header, told_by): (Vec<(usize, Range<u64>)>, Order),
+        uses: u64,
         place: Option<Place>,
     ) -> Result<Self> {
         let orders = place.as_ref().map_or_else(Vec::new, Place::read);
@@ -105,7 +106,7 @@ impl Uses {
             unordered: false,
             has_more: false,
             has_less: false,
-            uses: 0,
+            uses,
             order: Order::Looking,
             declared: Order::Looking,
             scan: None,
@@ -150,11 +151,18 @@ impl Uses {
     /// A file is mapped no more. What is followed from here on lacks its pages, so it is not kept at the end.
     pub fn leave(&self, file: usize) {
         self.members.leave(file);
-        self.state.lock().has_less = true;
+        let mut state = self.state.lock();
+        state.has_less = true;
+        // So that what is followed is asked for again.
+        state.serial = 0;
     }
 
-    /// Declares the order that was kept, or else the one that headers tell, of the files that are mapped.
+    /// Declares what is known of the files that are mapped: that they are used by offset, if those before were; or the
+    /// order that was kept; or else the one that headers tell.
     fn declare(&self, state: &mut State) {
+        if state.declared == Order::ByOffset {
+            return self.declare_by_offset(state);
+        }
         (state.has_more, state.has_less) = (false, false);
         let header: Vec<Tensor> =
             self.header.iter().filter_map(|(file, bytes)| self.members.bytes(*file, bytes.clone())).collect();
@@ -162,10 +170,7 @@ impl Uses {
         let (known, order): (Vec<u32>, Order) = match state.orders.split_first() {
             None => {
                 self.walker.plan(&header);
-                let of_header = self.header.iter().flat_map(|(file, bytes)| self.members.pages(*file, bytes));
-                let mut known: Vec<u32> = of_header.filter(is_mapped).collect();
-                known.dedup();
-                (known, self.told_by)
+                (self.header_pages(), self.told_by)
             }
             Some((last, others)) => {
                 self.walker.know(&header);
@@ -176,18 +181,45 @@ impl Uses {
                 (last.iter().copied().filter(is_mapped).collect(), Order::Kept)
             }
         };
-        state.scan = (order == Order::OfHeaders).then(|| Scan::beside(&known));
+        state.scan = (order == Order::OfHeaders).then(|| {
+            let mut scan = state.scan.take().unwrap_or_default();
+            scan.go_on_beside(&known);
+            scan
+        });
         state.declared = if known.is_empty() { Order::Looking } else { order };
         state.order = state.declared;
         state.followed = Followed::new(known, 0);
         state.serial = 0;
     }
 
+    /// The pages of the files that are mapped, in the order that headers tell.
+    fn header_pages(&self) -> Vec<u32> {
+        let of_header = self.header.iter().flat_map(|(file, bytes)| self.members.pages(*file, bytes));
+        let mut pages: Vec<u32> = of_header.filter(|page| self.members.address(*page).is_some()).collect();
+        pages.dedup();
+        pages
+    }
+
     /// The program goes through the files by offset, and not by layers.
     fn declare_by_offset(&self, state: &mut State) {
-        let mapped = self.members.mapped();
-        let pages = mapped.iter().flat_map(|(file, _)| self.members.row().of_file(*file)).collect();
-        self.walker.plan(&mapped.into_iter().map(|(_, bytes)| bytes).collect::<Vec<_>>());
+        (state.has_more, state.has_less) = (false, false);
+        if let Some(scan) = &mut state.scan {
+            scan.go_on_beside(&self.header_pages());
+        }
+        let (row, mapped) = (self.members.row(), self.members.mapped());
+        let of_files = mapped.iter().flat_map(|(file, _)| row.of_file(*file));
+        let pages: Vec<u32> = match state.scan.as_ref().and_then(Scan::last) {
+            // What follows the last file is the next one that is mapped, and not the first one again.
+            Some(now) if mapped.len() < row.files() => {
+                let pages: Vec<u32> = of_files.filter(|page| *page >= now).collect();
+                self.walker.plan_once(&self.members.runs(&pages));
+                pages
+            }
+            _ => {
+                self.walker.plan(&mapped.iter().map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>());
+                of_files.collect()
+            }
+        };
         (state.declared, state.order) = (Order::ByOffset, Order::ByOffset);
         state.followed = Followed::new(pages, 0);
         state.serial = 0;
@@ -203,12 +235,15 @@ impl Uses {
         &self.members
     }
 
-    /// The bytes that a pass uses in order, as well as that is known: what is followed now; or else what headers tell;
-    /// or else all of them by offset.
+    /// The bytes that a pass uses in order, as well as that is known: what is followed now; or else what was kept; or
+    /// else what headers tell; or else all of them by offset.
     pub fn known_order(&self) -> Vec<(usize, Range<u64>)> {
         let followed = self.followed_order();
         if !followed.is_empty() {
             return self.members.ranges(&followed);
+        }
+        if let Some(kept) = self.state.lock().orders.first() {
+            return self.members.ranges(kept);
         }
         if !self.header.is_empty() {
             return self.header.clone();
@@ -220,6 +255,11 @@ impl Uses {
     /// Uses of a pass, if an order is followed, or was declared.
     pub fn pass(&self) -> Option<u64> {
         Some(self.state.lock().followed.len() as u64).filter(|uses| *uses > 0)
+    }
+
+    /// Uses so far.
+    pub fn count(&self) -> u64 {
+        self.state.lock().uses
     }
 
     pub fn walker(&self) -> &Walker {
@@ -247,7 +287,10 @@ impl Uses {
             match by_offset {
                 _ if state.changes > CHANGES_MAX => state.scan = None,
                 Some(true) => self.declare_by_offset(&mut state),
-                _ => self.declare(&mut state),
+                _ => {
+                    state.declared = Order::Looking;
+                    self.declare(&mut state);
+                }
             }
         }
         state.looks.fault(page, was_there, self.now());

@@ -969,7 +969,7 @@ const void *outcore_mapped_data(const outcore_mapped *mapped);
 size_t outcore_mapped_length(const outcore_mapped *mapped);
 
 /**
- * 1 if a mapped file has this expert of a mixture, by the layer's and the expert's number in the model; else 0.
+ * 1 if the model of a mapped file has this expert, by the layer's and the expert's number in the model; else 0.
  */
 int32_t outcore_mapped_has_expert(const outcore_mapped *mapped, uint32_t layer, uint32_t expert);
 
@@ -978,7 +978,7 @@ int32_t outcore_mapped_has_expert(const outcore_mapped *mapped, uint32_t layer, 
  * All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
  * the frames: what is more comes when it is touched.
  *
- * Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file; those of
+ * Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; those of
  * `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
  */
 outcore_status outcore_mapped_expert_hint(const outcore_mapped *mapped,
@@ -1006,7 +1006,7 @@ outcore_status outcore_mapped_expert_hint_before(const outcore_mapped *mapped,
  * Together they may have a quarter of the frames: what is more is left out. Each is compared with what is told later,
  * and what is seldom right is not read.
  *
- * Errors: `OUTCORE_INVALID_ARGUMENT` if the file has no such expert, or there is no such mapped file.
+ * Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file.
  */
 outcore_status outcore_mapped_expect_experts(const outcore_mapped *mapped,
                                              const outcore_layer_experts *layers,

@@ -270,6 +270,7 @@ pub mod tests {
                 files: 1,
                 mapped: 1,
                 order: Order::OfHeaders,
+                uses: 0,
                 alone: None,
             },
             held: held(100, 50, 10),

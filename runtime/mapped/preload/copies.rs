@@ -58,6 +58,11 @@ impl Copies {
         self.is_said
     }
 
+    /// Another file was mapped, after all before it were read. What the program has by now is no copy of that one.
+    pub fn begin_again(&mut self) {
+        self.last = None;
+    }
+
     /// How much was copied.
     pub fn copied(&self) -> u64 {
         self.copied

@@ -15,6 +15,7 @@ mod fragments;
 mod interrupts;
 mod limit;
 mod memory;
+mod names;
 mod opens;
 mod pool;
 mod predict;

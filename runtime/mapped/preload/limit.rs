@@ -214,6 +214,14 @@ fn cached(source: &LimitSource) -> u64 {
     text.lines().filter_map(value).sum()
 }
 
+/// How many descriptors this process may have.
+pub fn descriptors() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
+    limit.rlim_cur
+}
+
 /// How many files a model has, by the name of one (`model-00001-of-00003.gguf`).
 pub fn shards(path: &Path) -> u64 {
     let name = path.file_name().unwrap_or_default().to_string_lossy();

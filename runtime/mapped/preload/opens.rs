@@ -19,7 +19,8 @@ use parking_lot::Mutex;
 
 use crate::calls::do_ours;
 use crate::descriptors;
-use crate::pool::{self, Beginning, Identity, LEAST, identity, kernel, say};
+use crate::names;
+use crate::pool::{self, Beginning, Identity, LEAST, LEAST_PART, identity, kernel, say};
 use crate::settings::settings;
 
 /// A model file that was opened, and not mapped so far.
@@ -27,6 +28,8 @@ use crate::settings::settings;
 struct Opened {
     identity: Identity,
     path: PathBuf,
+    /// Not that of a link.
+    own_path: PathBuf,
     /// What the process had read by then.
     read_before: u64,
     process: u32,
@@ -61,32 +64,43 @@ fn read_so_far() -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("rchar:")?.trim().parse().ok())
 }
 
-/// The program has this descriptor now.
-fn noticed(fd: c_int, flags: c_int) {
+/// The program has this descriptor now, of a file with this path from the folder of the descriptor `at`.
+///
+/// # Safety
+/// `path` is a string that ends with a zero byte, if the descriptor is one.
+unsafe fn noticed(fd: c_int, flags: c_int, at: c_int, path: *const c_char) {
     if fd < 0 || flags & libc::O_ACCMODE == libc::O_WRONLY || flags & (libc::O_PATH | libc::O_DIRECTORY) != 0 {
         return;
     }
     // SAFETY: `fstat` writes to the place that lives here; a descriptor that is closed by now is an error.
-    let large = unsafe {
+    let size = unsafe {
         let mut found: libc::stat = std::mem::zeroed();
-        libc::fstat(fd, &mut found) == 0
-            && found.st_mode & libc::S_IFMT == libc::S_IFREG
-            && u64::try_from(found.st_size).is_ok_and(|size| size >= LEAST)
+        let is_file = libc::fstat(fd, &mut found) == 0 && found.st_mode & libc::S_IFMT == libc::S_IFREG;
+        if is_file { u64::try_from(found.st_size).unwrap_or(0) } else { 0 }
     };
-    if large && COUNT.load(Ordering::Relaxed) < OPENED_MAX {
-        do_ours(|| note(fd));
+    if size >= LEAST_PART {
+        do_ours(|| {
+            // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
+            let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
+            if let Some(metadata) = pool::is_model(&file) {
+                // SAFETY: as the caller promised.
+                unsafe { names::opened(&metadata, at, path) };
+            }
+            if size >= LEAST && COUNT.load(Ordering::Relaxed) < OPENED_MAX {
+                note(&file);
+            }
+        });
     }
 }
 
-fn note(fd: c_int) {
+fn note(file: &File) {
     // A child that has nothing of this library says nothing, and what it would wait for here may never come.
     if pool::in_a_child() {
         return;
     }
     let _beginning = Beginning::new();
-    // SAFETY: the caller's descriptor is looked at during this call only, and not closed.
-    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(fd) });
-    let (Some((path, metadata)), Some(read_before)) = (pool::model(&file), read_so_far()) else { return };
+    let (Some((path, metadata)), Some(read_before)) = (pool::model(file), read_so_far()) else { return };
+    let Some(own_path) = pool::own_path(file) else { return };
     if !settings().is_some_and(|settings| settings.may_map(&path)) {
         return;
     }
@@ -100,7 +114,7 @@ fn note(fd: c_int) {
     // A child by fork has its parent's list.
     opened.retain(|opened| opened.process == std::process::id());
     if opened.len() < OPENED_MAX && !opened.iter().any(|opened| opened.identity == identity) {
-        opened.push(Opened { identity, path, read_before, process: std::process::id() });
+        opened.push(Opened { identity, path, own_path, read_before, process: std::process::id() });
         pool::follow_the_process();
     }
     COUNT.store(opened.len(), Ordering::Relaxed);
@@ -153,7 +167,7 @@ pub fn tell_of_raw_calls() {
     }
     let (Some(opened), Ok(maps)) = (OPENED.try_lock(), std::fs::read("/proc/self/maps")) else { return };
     let own = std::process::id();
-    let raw = |opened: &&Opened| opened.process == own && mapped_bytes(&maps, &opened.path) >= LEAST;
+    let raw = |opened: &&Opened| opened.process == own && mapped_bytes(&maps, &opened.own_path) >= LEAST;
     let files: Vec<String> = opened.iter().filter(raw).map(Opened::named).collect();
     if !files.is_empty() {
         say(&format!(
@@ -228,7 +242,7 @@ type FOpen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FI
 
 /// Functions that open a file by name. Each calls the C library's, and looks at what it opened.
 macro_rules! opens {
-    ($($name:ident, $symbol:literal: $signature:ty, ($($argument:ident: $type:ty),*), $flags:ident,
+    ($($name:ident, $symbol:literal: $signature:ty, ($($argument:ident: $type:ty),*), $flags:ident, $path:ident from $at:expr,
         else $number:expr, [$($passed:expr),*];)*) => { $(
         /// # Safety
         /// That of the C library's function of this name.
@@ -244,7 +258,8 @@ macro_rules! opens {
                 unsafe { std::mem::transmute::<*mut c_void, $signature>(next)($($argument),*) }
             };
             descriptors::opened(fd);
-            noticed(fd, $flags);
+            // SAFETY: the caller's path, by which a file was opened.
+            unsafe { noticed(fd, $flags, $at, $path) };
             fd
         }
     )* };
@@ -253,21 +268,21 @@ macro_rules! opens {
 const HERE: u64 = libc::AT_FDCWD as i64 as u64;
 
 opens! {
-    open, c"open": Open, (path: *const c_char, flags: c_int, mode: c_uint), flags,
+    open, c"open": Open, (path: *const c_char, flags: c_int, mode: c_uint), flags, path from libc::AT_FDCWD,
         else libc::SYS_openat, [HERE, path as u64, flags as u64, mode.into(), 0, 0];
-    open64, c"open64": Open, (path: *const c_char, flags: c_int, mode: c_uint), flags,
+    open64, c"open64": Open, (path: *const c_char, flags: c_int, mode: c_uint), flags, path from libc::AT_FDCWD,
         else libc::SYS_openat, [HERE, path as u64, flags as u64, mode.into(), 0, 0];
-    openat, c"openat": OpenAt, (at: c_int, path: *const c_char, flags: c_int, mode: c_uint), flags,
+    openat, c"openat": OpenAt, (at: c_int, path: *const c_char, flags: c_int, mode: c_uint), flags, path from at,
         else libc::SYS_openat, [at as i64 as u64, path as u64, flags as u64, mode.into(), 0, 0];
-    openat64, c"openat64": OpenAt, (at: c_int, path: *const c_char, flags: c_int, mode: c_uint), flags,
+    openat64, c"openat64": OpenAt, (at: c_int, path: *const c_char, flags: c_int, mode: c_uint), flags, path from at,
         else libc::SYS_openat, [at as i64 as u64, path as u64, flags as u64, mode.into(), 0, 0];
-    __open_2, c"__open_2": Open2, (path: *const c_char, flags: c_int), flags,
+    __open_2, c"__open_2": Open2, (path: *const c_char, flags: c_int), flags, path from libc::AT_FDCWD,
         else libc::SYS_openat, [HERE, path as u64, flags as u64, 0, 0, 0];
-    __open64_2, c"__open64_2": Open2, (path: *const c_char, flags: c_int), flags,
+    __open64_2, c"__open64_2": Open2, (path: *const c_char, flags: c_int), flags, path from libc::AT_FDCWD,
         else libc::SYS_openat, [HERE, path as u64, flags as u64, 0, 0, 0];
-    __openat_2, c"__openat_2": OpenAt2, (at: c_int, path: *const c_char, flags: c_int), flags,
+    __openat_2, c"__openat_2": OpenAt2, (at: c_int, path: *const c_char, flags: c_int), flags, path from at,
         else libc::SYS_openat, [at as i64 as u64, path as u64, flags as u64, 0, 0, 0];
-    __openat64_2, c"__openat64_2": OpenAt2, (at: c_int, path: *const c_char, flags: c_int), flags,
+    __openat64_2, c"__openat64_2": OpenAt2, (at: c_int, path: *const c_char, flags: c_int), flags, path from at,
         else libc::SYS_openat, [at as i64 as u64, path as u64, flags as u64, 0, 0, 0];
 }
 
@@ -286,7 +301,8 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         // SAFETY: a stream that was just opened.
         let fd = unsafe { libc::fileno(stream) };
         descriptors::opened(fd);
-        noticed(fd, libc::O_RDONLY);
+        // SAFETY: the caller's path, by which a file was opened.
+        unsafe { noticed(fd, libc::O_RDONLY, libc::AT_FDCWD, path) };
     }
     stream
 }

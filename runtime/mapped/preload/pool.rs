@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use crate::descriptors;
 use crate::fragments::Given;
 use crate::limit::{self, Limit};
+use crate::names;
 use crate::predict::Routers;
 use crate::routing::{Prediction, prediction};
 use crate::settings::{Settings, settings};
@@ -54,6 +55,7 @@ pub struct Known {
 /// A mapping that the program writes. Nobody else sees it, so each has a range of its own.
 struct Private {
     identity: Identity,
+    path: PathBuf,
     mapped: MappedMut,
     given: Given,
     slot: &'static Slot,
@@ -102,6 +104,8 @@ struct Pool {
     private: Mutex<Vec<Private>>,
     /// Names and lengths of what was mapped so far, each once.
     once: Mutex<Vec<(PathBuf, u64)>>,
+    /// Of what was written privately and is unmapped now: names, and what was known of the order of use.
+    ended: Mutex<Vec<(String, live::Whole)>>,
 }
 
 /// Files that stay the kernel's for one reason are named up to here: a model may have thousands.
@@ -198,6 +202,8 @@ impl Slot {
 }
 
 const FILES_MAX: usize = 256;
+/// One in so many of the descriptors that this process may have is taken by a mapped file.
+const DESCRIPTORS_PART: u64 = 4;
 static FOR_CHILDREN: [Slot; FILES_MAX] = [const { Slot::new() }; FILES_MAX];
 
 fn whole_pages(len: u64) -> u64 {
@@ -261,6 +267,7 @@ fn pool(settings: &Settings, limit: Limit, first: &Path) -> Option<&'static Pool
                     files: Mutex::default(),
                     private: Mutex::default(),
                     once: Mutex::default(),
+                    ended: Mutex::default(),
                 })
             }
             Err(error) => {
@@ -326,8 +333,20 @@ pub fn follow_forks() {
     }
 }
 
-/// The path of a large model file; `None` for everything else.
+/// The path of a large model file, by which the program opened it if that is known; `None` for everything else.
 pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
+    let metadata = is_model(file)?;
+    let path = names::of(&metadata).or_else(|| own_path(file))?;
+    (metadata.len() >= least(&path)).then_some((path, metadata))
+}
+
+/// The path of an open file itself, not that of a link.
+pub fn own_path(file: &File) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
+}
+
+/// What the system knows of a model file that is not small; `None` for everything else.
+pub fn is_model(file: &File) -> Option<fs::Metadata> {
     let metadata = file.metadata().ok()?;
     if !metadata.is_file() || metadata.len() < LEAST_PART {
         return None;
@@ -338,11 +357,7 @@ pub fn model(file: &File) -> Option<(PathBuf, fs::Metadata)> {
     let header = u64::from_le_bytes(first[..8].try_into().ok()?);
     let known =
         first.starts_with(b"GGUF") || (first[8] == b'{' && header < metadata.len()) || first.starts_with(b"PK\x03\x04");
-    if !known {
-        return None;
-    }
-    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
-    (metadata.len() >= least(&path)).then_some((path, metadata))
+    known.then_some(metadata)
 }
 
 /// Whether a descriptor may only read: what it maps can be written by nobody who has it.
@@ -413,9 +428,11 @@ pub fn map(request: &Request) -> Option<u64> {
         _ => {}
     };
     let Some(slot) = free_slot() else {
+        let most = files_most();
+        let helps = if most < FILES_MAX { "raise `ulimit -n`" } else { "unmap some" };
         left(
             &WITHOUT_SLOT,
-            &format!("{FILES_MAX} files are mapped already; unmap some, or name those that matter with --match"),
+            &format!("{most} files are mapped already; {helps}, or name those that matter with --match"),
         );
         return None;
     };
@@ -450,7 +467,7 @@ pub fn map(request: &Request) -> Option<u64> {
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
         slot.fill(start, whole_pages(metadata.len()), own.into_raw_fd(), Some(&written));
         pool.has_mapped(&path, metadata.len(), mapped.most_pinned());
-        pool.private.lock().push(Private { identity, mapped, given, slot, _written: written });
+        pool.private.lock().push(Private { identity, path, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
     let opened = descriptors::protecting(|| options.open(&pool.runtime, &path));
@@ -488,8 +505,15 @@ fn opened_anew(fd: c_int, as_it_was: Identity) -> io::Result<File> {
     Ok(unsafe { File::from_raw_fd(high) })
 }
 
+/// How many files may be mapped here. Each takes a descriptor, and the store keeps some of those that it reads by: the
+/// rest is the program's.
+fn files_most() -> usize {
+    usize::try_from(limit::descriptors() / DESCRIPTORS_PART).unwrap_or(FILES_MAX).clamp(1, FILES_MAX)
+}
+
 fn free_slot() -> Option<&'static Slot> {
-    FOR_CHILDREN.iter().find(|slot| slot.descriptor.load(Ordering::Acquire) == 0)
+    let is_free = |slot: &&Slot| slot.descriptor.load(Ordering::Acquire) == 0;
+    FOR_CHILDREN.iter().take(files_most()).find(is_free)
 }
 
 /// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's
@@ -530,6 +554,11 @@ pub fn unmap_private(address: u64, len: u64) -> bool {
     if private[at].given.is_empty() {
         let gone = private.swap_remove(at);
         drop(private);
+        let mut ended = pool.ended.lock();
+        if ended.len() < ONCE_MAX {
+            ended.push((watch::name(&gone.path), gone.mapped.whole()));
+        }
+        drop(ended);
         // First: from here on the addresses are the kernel's, and may be anybody's once they are unmapped.
         gone.slot.clear();
         drop(gone);
@@ -738,13 +767,18 @@ pub fn tell(limit: Duration) {
     let told = match POOL.get() {
         Some(Some(pool)) => named(&pool.files, limit).is_some_and(|named| {
             named.iter().for_each(|(_, mapped)| mapped.keep_order());
+            let mut wholes: Vec<_> = named.iter().map(|(path, mapped)| (watch::name(path), mapped.whole())).collect();
             let private = pool.private.try_lock();
-            private.iter().flat_map(|private| private.iter()).for_each(|known| known.mapped.keep_order());
+            for known in private.iter().flat_map(|private| private.iter()) {
+                known.mapped.keep_order();
+                wholes.push((watch::name(&known.path), known.mapped.whole()));
+            }
             drop(private);
+            wholes.extend(pool.ended.try_lock().iter().flat_map(|ended| ended.iter().cloned()));
             let once = pool.once.try_lock().map(|names| names.clone()).unwrap_or_default();
             let any = !named.is_empty() || !once.is_empty();
             if any {
-                pool.watch.tell(&pool.runtime, &named, once);
+                pool.watch.tell(&pool.runtime, &named, once, &wholes);
             }
             any
         }),

@@ -237,6 +237,10 @@ impl Watch {
         self.pinned.fetch_max(pinned, Ordering::Relaxed);
         let stats = runtime.stats();
         let mut seen = self.seen.lock();
+        // What has grown since the files before were read is no copy of them: keys and values, for one.
+        if len > 0 && !seen.is_first_pass(&stats) {
+            seen.copies.begin_again();
+        }
         seen.of_files += len;
         if let (None, Some(held)) = (seen.anonymous, self.gauge.as_ref().and_then(Gauge::read)) {
             let own = own_memory(&stats, held);
@@ -247,8 +251,14 @@ impl Watch {
     }
 
     /// Ends the measurements, and says what happened. `once` are names and lengths of what was mapped so far,
-    /// privately too.
-    pub fn tell(&self, runtime: &Runtime, files: &[(PathBuf, Arc<Mapped>)], once: Vec<(PathBuf, u64)>) {
+    /// privately too; `wholes` are those of what is mapped now, with the files' names.
+    pub fn tell(
+        &self,
+        runtime: &Runtime,
+        files: &[(PathBuf, Arc<Mapped>)],
+        once: Vec<(PathBuf, u64)>,
+        wholes: &[(String, live::Whole)],
+    ) {
         *self.ended.lock() = true;
         self.end.notify_all();
         let stats = runtime.stats();
@@ -262,7 +272,6 @@ impl Watch {
         end.memory = self.memory(&stats);
         files.iter().for_each(|(_, mapped)| end.experts += mapped.experts());
         end.routing = routing::state(end.experts);
-        let wholes: Vec<_> = files.iter().map(|(path, mapped)| (name(path), mapped.whole())).collect();
         let order = live::told_of_order(wholes.iter().map(|(name, whole)| (&**name, whole)));
         let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
             return say(&what_was_read(&names, &stats, &end, &order));
@@ -323,7 +332,8 @@ impl Watch {
     }
 }
 
-fn name(path: &Path) -> String {
+/// A file's name, without its folder.
+pub fn name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 

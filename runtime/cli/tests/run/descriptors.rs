@@ -201,7 +201,8 @@ assert [int.from_bytes(ctypes.string_at(view + 4, 8), "little") for view in view
 "#;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let name = folder.path().join("model.gguf");
-    for (files, limit, why) in [("280", "0", "256 files are mapped already"), ("100", "150", "no file descriptor left")]
+    for (files, limit, why) in
+        [("280", "0", "256 files are mapped already"), ("100", "150", "37 files are mapped already; raise `ulimit -n`")]
     {
         let output = outcore()
             .args(["run", "--budget", "16MiB", "--", "python3", "-c", MANY])

@@ -10,6 +10,7 @@ const PROGRAM: &str = r#"
 import json, mmap, sys
 
 folder, stem, count, passes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+access = mmap.ACCESS_COPY if "private" in sys.argv[5:] else mmap.ACCESS_READ
 places = []
 for n in range(count):
     name = f"{folder}/{stem}.safetensors" if count == 1 else f"{folder}/{stem}-{n + 1:05}-of-{count:05}.safetensors"
@@ -17,7 +18,7 @@ for n in range(count):
         file = open(name, "rb")
     except FileNotFoundError:
         continue
-    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = mmap.mmap(file.fileno(), 0, access=access)
     end = 8 + int.from_bytes(data[:8], "little")
     for tensor, at in json.loads(data[8:end]).items():
         start, stop = at["data_offsets"]
@@ -57,9 +58,12 @@ fn write(folder: &Path, stem: &str, count: usize) {
 
 /// What the library says at the end of a run over a model in so many files.
 fn said(folder: &Path, stem: &str, count: usize, passes: usize) -> String {
+    said_of(folder, &[stem, &count.to_string(), &passes.to_string()])
+}
+
+fn said_of(folder: &Path, what: &[&str]) -> String {
     let arguments = ["run", "--budget", "20MiB", "--no-kept-order", "--", "python3", "-c", PROGRAM];
-    let output =
-        outcore().args(arguments).arg(folder).args([stem, &count.to_string(), &passes.to_string()]).output().unwrap();
+    let output = outcore().args(arguments).arg(folder).args(what).output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success() && output.stdout == b"all is equal\n", "{:?}: {told}", output.status);
     told
@@ -87,6 +91,78 @@ fn a_model_in_several_files_has_one_order() {
     // Files that are alone in their cycles would have next to none. Each of 16 files ends in the middle of a page, and
     // a page takes a frame however much of it is a file's: that makes 32 pages of 24.
     assert!((ratios[1] - ratios[0]).abs() < 0.08 && ratios.iter().all(|ratio| *ratio > 0.15), "{ratios:?}");
+}
+
+/// Caches name files by their hashes: only the links that a program opens say which files are parts of one model.
+#[test]
+fn regression_files_that_were_opened_by_links_are_one_model() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let [links, files] = ["links", "files"].map(|name| folder.path().join(name));
+    fs::create_dir(&links).unwrap();
+    fs::create_dir(&files).unwrap();
+    write(&links, "model", 4);
+    for (number, link) in fs::read_dir(&links).unwrap().map(|entry| entry.unwrap().path()).enumerate() {
+        let file = files.join(format!("{number}d41d8cd9"));
+        fs::rename(&link, &file).unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+    }
+    let told = said(&links, "model", 4, 6);
+    assert!(told.contains("The order of use of 4 files, one model, is that of the layers, by the headers."), "{told}");
+    assert!(told.contains("model-00001-of-00004.safetensors (12.0 MiB)"), "{told}");
+}
+
+/// As PyTorch maps files.
+#[test]
+fn the_order_of_files_that_are_written_privately_is_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    write(folder.path(), "model", 4);
+    let told = said_of(folder.path(), &["model", "4", "6", "private"]);
+    assert!(told.contains("The order of use of 4 files, one model, is that of the layers, by the headers."), "{told}");
+}
+
+/// A model of many files in a process that may have few descriptors: some of them stay the kernel's, the program has
+/// descriptors left, and all bytes are right.
+#[test]
+fn regression_a_program_has_descriptors_left_beside_a_model_of_many_files() {
+    if !can_run() {
+        return;
+    }
+    const MANY: &str = r#"
+import ctypes, mmap, os, resource, sys
+
+c = ctypes.CDLL(None, use_errno=True)
+c.mmap.restype = ctypes.c_void_p
+folder, count, size = sys.argv[1], int(sys.argv[2]), 2 << 20
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+header = b'{"t%05d":{"dtype":"U8","shape":[2097152],"data_offsets":[0,2097152]}}'
+shards = [f"{folder}/model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
+for n, shard in enumerate(shards):
+    with open(shard, "wb") as file:
+        text = header % n
+        file.write(len(text).to_bytes(8, "little") + text + n.to_bytes(8, "little"))
+        file.truncate(8 + len(text) + size)
+start, views = 8 + len(header % 0), []
+for shard in shards:
+    fd = os.open(shard, os.O_RDONLY)
+    views.append(c.mmap(None, ctypes.c_size_t(start + size), mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(0)))
+    os.close(fd)
+for _ in range(2):
+    assert [int.from_bytes(ctypes.string_at(view + start, 8), "little") for view in views] == list(range(count))
+own = [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]
+print("all is equal")
+"#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let arguments = ["run", "--budget", "20MiB", "--no-kept-order", "--", "python3", "-c", MANY];
+    let output = outcore().args(arguments).arg(folder.path()).arg("300").output().unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && output.stdout == b"all is equal\n", "{:?}: {told}", output.status);
 }
 
 #[test]
