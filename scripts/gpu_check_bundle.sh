@@ -58,8 +58,8 @@ rm -rf "$out" "$peers"
 mkdir -p "$out/bin" "$out/kernels" "$out/previous" "$peers"
 out=$(cd "$out" && pwd) peers=$(cd "$peers" && pwd)
 
-# One set of packages and features, so that nothing is built twice. Test binaries are named with a hash; cargo says where
-# they are.
+# One set of packages and features, so that nothing is built twice. Test binaries are named with a hash; cargo says
+# where they are.
 of=(--profile "$profile" -p outcore -p outcore-llm -p outcore-gpu-check
     --features outcore-gpu-check/cuda,outcore-llm/cuda --message-format json-render-diagnostics)
 {

@@ -5,8 +5,8 @@ use std::path::Path;
 use outcore::{DType, Error, ErrorKind, Result};
 use outcore_lab::planning::{KnownModel, Shape};
 
-/// The name of a model as hubs have it, `owner/name`, without the owner. `None` if there is a folder of the owner's name:
-/// then it is a file there.
+/// The name of a model as hubs have it, `owner/name`, without the owner. `None` if there is a folder of the owner's
+/// name: then it is a file there.
 fn without_owner(name: &str) -> Option<&str> {
     let (owner, name) = name.split_once('/')?;
     let is_owner = !owner.is_empty() && !owner.starts_with(['.', '~']) && !Path::new(owner).exists();

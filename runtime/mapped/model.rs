@@ -120,8 +120,8 @@ pub fn join(
     Ok((model, file))
 }
 
-/// The orders of these numbers are used in turn: they are joined soon, on a thread of its own, because notes are read and
-/// written then. Whoever calls this waits for nobody.
+/// The orders of these numbers are used in turn: they are joined soon, on a thread of its own, because notes are read
+/// and written then. Whoever calls this waits for nobody.
 pub fn use_in_turn(runtime: &Runtime, core: &Arc<Core>, orders: Vec<u64>) {
     // They are seen again if they are not joined.
     core.turns.lock().forget();

@@ -242,8 +242,8 @@ type FOpen = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FI
 
 /// Functions that open a file by name. Each calls the C library's, and looks at what it opened.
 macro_rules! opens {
-    ($($name:ident, $symbol:literal: $signature:ty, ($($argument:ident: $type:ty),*), $flags:ident, $path:ident from $at:expr,
-        else $number:expr, [$($passed:expr),*];)*) => { $(
+    ($($name:ident, $symbol:literal: $signature:ty, ($($argument:ident: $type:ty),*), $flags:ident,
+        $path:ident from $at:expr, else $number:expr, [$($passed:expr),*];)*) => { $(
         /// # Safety
         /// That of the C library's function of this name.
         #[unsafe(no_mangle)]
