@@ -7,8 +7,9 @@ Each program runs in a memory cgroup that counts the page cache too, with caches
 sides are interleaved, and ratios are taken round by round, to one file of the same round. Programs: llama.cpp on split
 GGUF (benches/compare/llama_cpp.c, built by `make peers`), numpy over safetensors in a strict cycle of layers, a
 sequential read of each file, and, without `outcore run`, `generate` and `serve`. With --transformers PYTHON also
-transformers on a dense model; that Python has it and PyTorch. Prints a table in Markdown, and its figures as one line of JSON behind it. Exit status 1:
-a run failed, or made other results than with one file. Models that are missing are made, and stay.
+transformers on a dense model; that Python has it and PyTorch. Prints a table in Markdown, and its figures as one line of
+JSON behind it. Exit status 1: a run failed, or made other results than with one file. Models that are missing are made,
+and stay.
 
 Where llama.cpp, userfaultfd or memory cgroups are not to be had, it says so on standard error, and is no failure.
 """
@@ -75,7 +76,8 @@ while True:
             sys.exit(server.stderr.read().decode())
         time.sleep(0.01)
 def words():
-    status, text = ask("POST", "/v1/completions", {"model": "m", "prompt": "One", "max_tokens": int(sys.argv[1]), "temperature": 0})
+    wanted = {"model": "m", "prompt": "One", "max_tokens": int(sys.argv[1]), "temperature": 0}
+    status, text = ask("POST", "/v1/completions", wanted)
     assert status == 200, text
     return json.loads(text)["choices"][0]["text"]
 words()
@@ -100,7 +102,8 @@ torch.manual_seed(0)
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 ids = torch.tensor([[5, 17, 300, 7]])
 mask = torch.ones_like(ids)
-run = lambda tokens: model.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+exactly = lambda tokens: {"max_new_tokens": tokens, "min_new_tokens": tokens}
+run = lambda tokens: model.generate(ids, attention_mask=mask, do_sample=False, **exactly(tokens))
 run(1)
 begun = time.perf_counter()
 words = run(int(sys.argv[2]))
@@ -263,7 +266,7 @@ def main():
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--only", default="", help="cases whose name has this text")
     options.add_argument("--models", type=Path, default=RELEASE.parent / "bench-models", help="where models are made")
-    options.add_argument("--transformers", type=Path, metavar="PYTHON", help="a Python that has transformers and PyTorch")
+    options.add_argument("--transformers", type=Path, metavar="PYTHON", help="a Python with transformers and PyTorch")
     options = options.parse_args()
     if not can_run():
         return
@@ -274,7 +277,8 @@ def main():
             tell(f"making {folder / name}")
             subprocess.run([RELEASE / "make_model", folder / name, *made_by], check=True, stdout=subprocess.DEVNULL)
     wrong, lines, figures = [], [], []
-    todo = [(case, {files: case.commands(files) for files in FILES}) for case in cases(folder, options.only, options.transformers)]
+    all_cases = cases(folder, options.only, options.transformers)
+    todo = [(case, {files: case.commands(files) for files in FILES}) for case in all_cases]
     # What was just made is on the disk before anything is measured.
     os.sync()
     for case, commands in todo:
