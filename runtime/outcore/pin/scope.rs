@@ -14,8 +14,8 @@ use crate::ids::{Bytes, RequestId, ScopeId};
 use crate::pager::{ScopePriority, ScopeTerms};
 use crate::shared::Shared;
 use crate::tensor::Tensor;
-use crate::transfer::ticket::Ticket;
-use crate::transfer::{Received, Waiting, may_wait};
+use crate::engine::ticket::Ticket;
+use crate::engine::{Received, Waiting, may_wait};
 
 /// Settings of a [`Scope`].
 #[must_use = "no scope is opened before `open` or `reserve`"]

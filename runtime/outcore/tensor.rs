@@ -10,7 +10,7 @@ use crate::ids::{Bytes, PageIndex, PageSize};
 use crate::pager::{Backing, PageRun};
 use crate::segment::Segment;
 use crate::shared::Shared;
-use crate::transfer::Engine;
+use crate::engine::Engine;
 
 /// A handle to a tensor, or to some of its rows. It holds no bytes: [pin](crate::Runtime::pin) it to use them. Its
 /// address stays the same as long as any handle lives.

@@ -20,8 +20,8 @@ use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::store::OwnRead;
 use crate::tensor::Tensor;
-use crate::transfer::ticket::Ticket;
-use crate::transfer::{Received, Waiting, event_at, may_wait, with_own_read};
+use crate::engine::ticket::Ticket;
+use crate::engine::{Received, Waiting, event_at, may_wait, with_own_read};
 
 use smallvec::SmallVec;
 

@@ -124,7 +124,7 @@ proptest! {
 #[test]
 #[ignore = "writes into the tree"]
 fn write_seeds() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../fuzz/corpus/serve_request");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/serve_request");
     std::fs::create_dir_all(&folder).unwrap();
     for (name, value) in ["chat", "text", "ids", "tenants"].iter().zip(valid()) {
         std::fs::write(folder.join(name), value.to_string()).unwrap();
@@ -133,7 +133,7 @@ fn write_seeds() {
 
 #[test]
 fn fuzz_corpus() {
-    let fuzz = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../fuzz");
+    let fuzz = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz");
     let mut requests = 0;
     for folder in ["corpus", "regressions"] {
         let Ok(files) = std::fs::read_dir(fuzz.join(folder).join("serve_request")) else { continue };

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::device::{EventId, RawStream, StreamId, StreamOp};
 use crate::error::{Error, Result};
 use crate::shared::Shared;
-use crate::transfer::{Engine, run_closure};
+use crate::engine::{Engine, run_closure};
 
 struct Inner {
     shared: Arc<Shared>,

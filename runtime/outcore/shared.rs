@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::ids::{Bytes, FileId, PageSize};
 use crate::settings::{Chosen, Settings, Wanted};
 use crate::store::{ScratchFile, ScratchOptions};
-use crate::transfer::Engine;
+use crate::engine::Engine;
 use crate::verify::Verify;
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.

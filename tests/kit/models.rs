@@ -24,7 +24,7 @@ pub fn folder() -> PathBuf {
 pub fn repository() -> PathBuf {
     let package = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
     let here = package.or_else(|| std::env::current_dir().ok()).unwrap_or_default();
-    let root = here.ancestors().find(|folder| folder.join("runtime/testkit").is_dir());
+    let root = here.ancestors().find(|folder| folder.join("tests/kit").is_dir());
     root.map_or_else(|| here.clone(), Path::to_path_buf)
 }
 

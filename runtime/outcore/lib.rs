@@ -55,6 +55,7 @@ mod descriptors;
 pub mod device;
 pub mod dlpack;
 mod dtype;
+mod engine;
 pub mod format;
 mod lookahead;
 pub mod machine;
@@ -68,7 +69,6 @@ mod shared;
 pub mod store;
 mod streams;
 mod tensor;
-mod transfer;
 mod verify;
 
 use pager::{error, ids, sync};
@@ -100,7 +100,7 @@ pub mod stats {
     pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
-    pub use crate::transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
+    pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
 }
 
 /// Which page goes when a frame is needed: the trait of policies, and the names of pages that it speaks of.
@@ -145,7 +145,7 @@ pub mod rules {
     pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
-    pub use crate::transfer::may_wait;
+    pub use crate::engine::may_wait;
 
     /// Whether a file, when its header was read, was the one that this metadata is of, and in the same state.
     pub fn had_state(file: &crate::format::ModelFile, metadata: &std::fs::Metadata) -> bool {
@@ -155,10 +155,10 @@ pub mod rules {
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
+#[doc = include_str!("../../README.md")]
 struct Readme;
 
 /// The programs in the guide to extensions, which run as they stand.
 #[cfg(doctest)]
-#[doc = include_str!("../docs/extending.md")]
+#[doc = include_str!("../../docs/extending.md")]
 struct Extending;

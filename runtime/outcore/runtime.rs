@@ -35,8 +35,8 @@ use crate::store::{
     ScratchRoom, SlotRun, Store, no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
-use crate::transfer::waiting::Waiting;
-use crate::transfer::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
+use crate::engine::waiting::Waiting;
+use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 ///

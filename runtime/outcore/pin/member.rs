@@ -6,7 +6,7 @@ use crate::ids::{ScopeId, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Holdings, PageRun, Purpose};
 use crate::shared::Shared;
-use crate::transfer::Engine;
+use crate::engine::Engine;
 
 /// A walker that has begun. It ends when the last reference is dropped.
 #[derive(Debug)]

@@ -695,7 +695,7 @@ fn wait_until(deadline: Instant) {
     }
 }
 
-/// A device in ordinary memory. See the [device contract](super) and `runtime/device/host.rs`.
+/// A device in ordinary memory. See the [device contract](super) and `runtime/outcore/device/host.rs`.
 ///
 /// ```
 /// use std::sync::Arc;

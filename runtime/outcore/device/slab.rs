@@ -147,7 +147,7 @@ struct Slab {
     slices: Mutex<Vec<(u64, u64)>>,
 }
 
-/// The host tier's memory. See the module's invariants in `runtime/device/slab.rs`.
+/// The host tier's memory. See the module's invariants in `runtime/outcore/device/slab.rs`.
 #[derive(Debug)]
 pub struct HostSlab {
     slab: Arc<Slab>,
