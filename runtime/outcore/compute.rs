@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::device::{EventId, RawStream, StreamId, StreamOp};
+use crate::engine::{Engine, run_closure};
 use crate::error::{Error, Result};
 use crate::shared::Shared;
-use crate::engine::{Engine, run_closure};
 
 struct Inner {
     shared: Arc<Shared>,

@@ -91,6 +91,7 @@ pub use verify::Verify;
 
 /// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
 pub mod stats {
+    pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
     #[doc(inline)]
     pub use crate::ids::{RequestId, ScopeId};
     pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, TraceRows, Traffic};
@@ -100,7 +101,6 @@ pub mod stats {
     pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
-    pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
 }
 
 /// Which page goes when a frame is needed: the trait of policies, and the names of pages that it speaks of.
@@ -139,13 +139,13 @@ pub mod rules {
     pub use crate::descriptors::{made, on_descriptor};
     pub use crate::device::host::HostDevice;
     pub use crate::device::signals::without_signals;
+    pub use crate::engine::may_wait;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
     pub use crate::store::folder;
     pub use crate::store::notes;
     pub use crate::store::queue::{Depth, Lane, Queue};
     pub use crate::store::soon::answer_soon;
-    pub use crate::engine::may_wait;
 
     /// Whether a file, when its header was read, was the one that this metadata is of, and in the same state.
     pub fn had_state(file: &crate::format::ModelFile, metadata: &std::fs::Metadata) -> bool {

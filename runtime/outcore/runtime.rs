@@ -17,6 +17,8 @@ use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, PolicyChoice, RuntimeBuilder, staging_pages};
 use crate::device::{DeviceAddress, DeviceSettings, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
+use crate::engine::waiting::Waiting;
+use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelFile, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
@@ -35,8 +37,6 @@ use crate::store::{
     ScratchRoom, SlotRun, Store, no_descriptor_left, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
-use crate::engine::waiting::Waiting;
-use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 ///

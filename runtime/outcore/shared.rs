@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
+use crate::engine::Engine;
 use crate::ids::{Bytes, FileId, PageSize};
 use crate::settings::{Chosen, Settings, Wanted};
 use crate::store::{ScratchFile, ScratchOptions};
-use crate::engine::Engine;
 use crate::verify::Verify;
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.

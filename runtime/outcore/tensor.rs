@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::dtype::DType;
+use crate::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageIndex, PageSize};
 use crate::pager::{Backing, PageRun};
 use crate::segment::Segment;
 use crate::shared::Shared;
-use crate::engine::Engine;
 
 /// A handle to a tensor, or to some of its rows. It holds no bytes: [pin](crate::Runtime::pin) it to use them. Its
 /// address stays the same as long as any handle lives.

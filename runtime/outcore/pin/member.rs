@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use crate::engine::Engine;
 use crate::ids::{ScopeId, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Holdings, PageRun, Purpose};
 use crate::shared::Shared;
-use crate::engine::Engine;
 
 /// A walker that has begun. It ends when the last reference is dropped.
 #[derive(Debug)]

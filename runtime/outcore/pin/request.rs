@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use super::member::Walking;
 use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
 use crate::device::EventId;
+use crate::engine::ticket::Ticket;
+use crate::engine::{Received, Waiting, event_at, may_wait, with_own_read};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
@@ -20,8 +22,6 @@ use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::store::OwnRead;
 use crate::tensor::Tensor;
-use crate::engine::ticket::Ticket;
-use crate::engine::{Received, Waiting, event_at, may_wait, with_own_read};
 
 use smallvec::SmallVec;
 

@@ -9,13 +9,13 @@ use std::task::{Context, Poll};
 use super::member::{Member, Walking};
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, Write};
 use crate::compute::ComputeStream;
+use crate::engine::ticket::Ticket;
+use crate::engine::{Received, Waiting, may_wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, RequestId, ScopeId};
 use crate::pager::{ScopePriority, ScopeTerms};
 use crate::shared::Shared;
 use crate::tensor::Tensor;
-use crate::engine::ticket::Ticket;
-use crate::engine::{Received, Waiting, may_wait};
 
 /// Settings of a [`Scope`].
 #[must_use = "no scope is opened before `open` or `reserve`"]
