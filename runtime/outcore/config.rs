@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize, SegmentClass};
 use crate::lookahead::Lookahead;
-use crate::machine::MemoryLimit;
+use crate::os::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::settings::{Settings, Wanted};

@@ -51,15 +51,15 @@ extern crate outcore_pager as pager;
 mod budget;
 mod compute;
 mod config;
-mod descriptors;
 pub mod device;
 pub mod dlpack;
 mod dtype;
 mod engine;
 pub mod format;
 mod lookahead;
-pub mod machine;
 mod observe;
+#[doc(hidden)]
+pub mod os;
 pub mod pin;
 mod ranges;
 mod runtime;
@@ -82,6 +82,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use ids::{Bytes, PageSize, Tier};
 pub use lookahead::Lookahead;
 #[doc(inline)]
+pub use os::machine;
+#[doc(inline)]
 pub use pager::{PolicyKind, ScopePriority};
 pub use pin::{DevicePin, PinGuard, PinRequest, PinSet, Read, Scope, ScopeBuilder, StreamPin, Walker, Write};
 pub use runtime::{Model, Runtime, Stats};
@@ -101,6 +103,10 @@ pub mod stats {
     pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
+    #[doc(hidden)]
+    pub use crate::config::staging_pages;
+    #[doc(hidden)]
+    pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
 }
 
 /// Which page goes when a frame is needed: the trait of policies, and the names of pages that it speaks of.
@@ -122,35 +128,13 @@ pub mod testing {
     pub use crate::device::slab::{HostSlab, HostSlabConfig};
     pub use crate::store::contract::Store;
     pub use crate::store::file::{DirectIo, FileUse};
-    pub use crate::store::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};
-    pub use crate::store::own::OwnRead;
+    pub use crate::store::backend::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};
+    pub use crate::store::backend::own_read::OwnRead;
     pub use crate::store::probe::open_store;
     pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 
     /// Whether this build keeps internal assertions and makes evicted ranges inaccessible.
     pub const STRICT: bool = cfg!(feature = "strict");
-}
-
-/// Rules of the runtime that the laboratory and the crates above follow, so that all do the same. Not for programs:
-/// they change without notice.
-#[doc(hidden)]
-pub mod rules {
-    pub use crate::config::staging_pages;
-    pub use crate::descriptors::{made, on_descriptor};
-    pub use crate::device::host::HostDevice;
-    pub use crate::device::signals::without_signals;
-    pub use crate::engine::may_wait;
-    pub use crate::format::names::{Expert, Role, expert, role};
-    pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
-    pub use crate::store::folder;
-    pub use crate::store::notes;
-    pub use crate::store::queue::{Depth, Lane, Queue};
-    pub use crate::store::soon::answer_soon;
-
-    /// Whether a file, when its header was read, was the one that this metadata is of, and in the same state.
-    pub fn had_state(file: &crate::format::ModelFile, metadata: &std::fs::Metadata) -> bool {
-        file.state == crate::format::FileState::of(metadata)
-    }
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

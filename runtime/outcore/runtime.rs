@@ -22,7 +22,7 @@ use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelFile, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
-use crate::machine::MemoryLimit;
+use crate::os::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{

@@ -317,7 +317,7 @@ impl Wanted {
 mod tests {
     use super::*;
     use crate::device::HostDevice;
-    use crate::machine::MAX_MAP_COUNT;
+    use crate::os::machine::MAX_MAP_COUNT;
 
     const DISK: DiskProfile = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
 

@@ -12,9 +12,9 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore_mapped::live::{self, Optimum};
+use outcore_mapped::live::{self, Optimum, Snapshot};
 
-use crate::pool::{self, say};
+use crate::sys::say;
 
 /// How long one who asked may take to read the answer, and how long is waited for a file that is just being mapped.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -24,15 +24,21 @@ const COST: u32 = 50;
 /// The socket: a child by `fork` has it too, until it gives it up.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
+/// What this process does, if it can be said within the time, but for the optimum.
+pub type Look = fn(Duration) -> Option<Snapshot>;
+/// The best that a policy could have done so far.
+pub type Best = fn() -> Option<Optimum>;
+
 /// Begins to answer. All signals are blocked here, and so in the thread.
-pub fn start() {
+pub fn start(look: Look, best: Best) {
     let listener = match listen() {
         Ok(listener) => listener,
         Err(cause) => return say(&format!("`outcore top` will not see this process: {cause}")),
     };
     SOCKET.store(listener.as_raw_fd(), Ordering::Release);
     // Without a thread nobody is answered, and whoever asks is told so.
-    if let Err(cause) = std::thread::Builder::new().name("outcore-answer".to_owned()).spawn(move || serve(&listener)) {
+    let thread = std::thread::Builder::new().name("outcore-answer".to_owned());
+    if let Err(cause) = thread.spawn(move || serve(&listener, look, best)) {
         SOCKET.store(-1, Ordering::Release);
         say(&format!("`outcore top` will not see this process: no thread ({cause}); raise `ulimit -u`"));
     }
@@ -69,7 +75,7 @@ fn what(fd: RawFd) -> Option<(u64, u64)> {
     }
 }
 
-fn serve(listener: &UnixListener) {
+fn serve(listener: &UnixListener, look: Look, best: Best) {
     let own = what(listener.as_raw_fd());
     let (mut optimum, mut next): (Option<Optimum>, _) = (None, Instant::now());
     // The program may have closed the descriptor, and have another socket there by now.
@@ -85,10 +91,10 @@ fn serve(listener: &UnixListener) {
         }
         if Instant::now() >= next {
             let begin = Instant::now();
-            optimum = pool::optimum();
+            optimum = best();
             next = Instant::now() + begin.elapsed() * COST;
         }
-        let Some(mut seen) = pool::look(LIMIT) else { continue };
+        let Some(mut seen) = look(LIMIT) else { continue };
         seen.optimum = optimum;
         let _ = answer(stream, &seen);
     }
@@ -107,7 +113,7 @@ fn may_ask(stream: &UnixStream) -> bool {
     known == 0 && (found.uid == own || found.uid == 0)
 }
 
-fn answer(mut stream: UnixStream, seen: &live::Snapshot) -> std::io::Result<()> {
+fn answer(mut stream: UnixStream, seen: &Snapshot) -> std::io::Result<()> {
     stream.set_write_timeout(Some(LIMIT))?;
     stream.write_all(&serde_json::to_vec(seen)?)
 }

@@ -2,12 +2,12 @@
 
 use std::ffi::CStr;
 
-use crate::{interrupts, pool};
+use crate::{forks, interrupts};
 
 /// Follows forks, and empties the file of `--report`: what an earlier run left there is not taken for this one's. Only
 /// now the program has started for certain.
 extern "C" fn begin() {
-    pool::follow_forks();
+    forks::follow();
     interrupts::prepare();
     // SAFETY: the environment, which no other thread changes: the program has none yet. The value is a C string.
     unsafe {

@@ -2,65 +2,25 @@
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_long, c_uchar, c_uint, c_void};
+use std::sync::atomic::AtomicUsize;
 
-use outcore::rules::without_signals;
-
-use crate::pool::{self, Request, kernel};
-use crate::{descriptors, fragments, opens, written};
-
-thread_local! {
-    /// Whether this thread is in [`ours`]: what this library maps for itself is the kernel's.
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Whether this thread is in [`ours`], where it takes no signals.
-pub fn is_inside() -> bool {
-    INSIDE.try_with(Cell::get).unwrap_or(false)
-}
-
-/// Runs `run`; a panic is the same as "not ours". This thread takes no signals meanwhile: a handler that touches a
-/// mapped page waits for the thread of faults, and that one for the locks that are held here. Threads that are started
-/// here take none for good: no handler of the program's runs on them.
-pub fn ours<T>(run: impl FnOnce() -> Option<T>) -> Option<T> {
-    // While a thread ends, it has no such variable, and maps no model.
-    if INSIDE.try_with(Cell::get).unwrap_or(true) {
-        return None;
-    }
-    without_signals(|| {
-        let _ = INSIDE.try_with(|inside| inside.set(true));
-        let result = pool::without_panic(run);
-        let _ = INSIDE.try_with(|inside| inside.set(false));
-        result
-    })
-}
-
-pub fn do_ours(run: impl FnOnce()) {
-    let _ = ours(|| {
-        run();
-        Some(())
-    });
-}
-
-pub fn set_errno(number: c_int) {
-    // SAFETY: this thread's own errno.
-    unsafe { *libc::__errno_location() = number };
-}
-
-fn errno() -> c_int {
-    // SAFETY: this thread's own errno.
-    unsafe { *libc::__errno_location() }
-}
+use crate::files::LEAST_PART;
+use crate::forks::in_a_child;
+use crate::inside::{do_ours, is_inside_or_ends, ours};
+use crate::map::{Request, map};
+use crate::sys::{errno, kernel, next, page_size, set_errno};
+use crate::{descriptors, fragments, opens, pool, ranges, written};
 
 fn in_range(address: *mut c_void) -> bool {
-    pool::holds(address as u64)
+    ranges::holds(address as u64)
 }
 
 /// The whole pages of a range that has some of a mapped file: its first address and the one behind. `None` if it has
 /// none, or does not begin with a page: then all of it is the kernel's, which refuses the latter and changes nothing.
 fn shared(first: u64, len: usize) -> Option<(u64, u64)> {
-    let page = pool::page_size();
+    let page = page_size();
     let end = (len as u64).checked_next_multiple_of(page).and_then(|len| first.checked_add(len))?;
-    (first.is_multiple_of(page) && pool::overlaps(first, end - first)).then_some((first, end))
+    (first.is_multiple_of(page) && ranges::overlaps(first, end - first)).then_some((first, end))
 }
 
 /// Calls `run` with each part of a range, in turn: its first address, its length, and whether it lies in a mapped file.
@@ -68,7 +28,7 @@ fn shared(first: u64, len: usize) -> Option<(u64, u64)> {
 fn divided((first, end): (u64, u64), mut run: impl FnMut(u64, u64, bool) -> c_int) -> c_int {
     let mut at = first;
     while at < end {
-        let (start, behind) = pool::first_part(at, end).unwrap_or((end, end));
+        let (start, behind) = ranges::first_part(at, end).unwrap_or((end, end));
         for (from, to, is_ours) in [(at, start, false), (start, behind, true)] {
             if from < to {
                 let result = run(from, to - from, is_ours);
@@ -99,7 +59,7 @@ pub unsafe extern "C" fn mmap(
     offset: i64,
 ) -> *mut c_void {
     let fixed = flags & libc::MAP_FIXED != 0;
-    if fixed && flags & libc::MAP_FIXED_NOREPLACE == 0 && pool::overlaps(address as u64, len as u64) {
+    if fixed && flags & libc::MAP_FIXED_NOREPLACE == 0 && ranges::overlaps(address as u64, len as u64) {
         do_ours(|| fragments::refuse_over(address as u64, len as u64));
         set_errno(libc::ENOMEM);
         return libc::MAP_FAILED;
@@ -114,13 +74,13 @@ pub unsafe extern "C" fn mmap(
         let found = ours(|| {
             let offset = u64::try_from(offset).ok()?;
             let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
-            pool::map(&Request { fd, len: len as u64, offset, writable: prot & libc::PROT_WRITE != 0, private })
+            map(&Request { fd, len: len as u64, offset, writable: prot & libc::PROT_WRITE != 0, private })
         });
         if let Some(found) = found {
             return found as *mut c_void;
         }
     }
-    if fd >= 0 && flags & libc::MAP_ANONYMOUS == 0 && len as u64 >= pool::LEAST_PART {
+    if fd >= 0 && flags & libc::MAP_ANONYMOUS == 0 && len as u64 >= LEAST_PART {
         opens::mapped_elsewhere(fd);
     }
     let arguments = [address as u64, len as u64, prot as u64, flags as u64, fd as i64 as u64, offset as u64];
@@ -150,7 +110,7 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> c_int {
     let first = address as u64;
     // SAFETY: as the caller promised.
     let of_kernel = |from: u64, len: u64| unsafe { kernel(libc::SYS_munmap, [from, len, 0, 0, 0, 0]) as c_int };
-    if !pool::overlaps(first, len as u64) {
+    if !ranges::overlaps(first, len as u64) {
         return of_kernel(first, len as u64);
     }
     let Some(range) = shared(first, len).filter(|_| len > 0) else {
@@ -219,7 +179,7 @@ fn returned(call: impl FnOnce() -> c_long) -> c_int {
 
 /// The whole pages that have any of these addresses, if some are a mapped file's. `mlock` and its kin take any address.
 fn shared_by_any(address: *const c_void, len: usize) -> Option<(u64, u64)> {
-    let inside = address as u64 % pool::page_size();
+    let inside = address as u64 % page_size();
     shared(address as u64 - inside, len.checked_add(inside as usize)?)
 }
 
@@ -253,7 +213,7 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: c_uin
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     // It would bring in all pages of the files, and wait for ever where they are more than the frames.
-    if flags & libc::MCL_CURRENT != 0 && pool::holds_any() {
+    if flags & libc::MCL_CURRENT != 0 && ranges::holds_any() {
         do_ours(fragments::refuse_lock);
         set_errno(libc::ENOMEM);
         return -1;
@@ -288,7 +248,7 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: c_int)
         }
         // Pages stay readable, and writable where they were mapped so. Whoever asks for less gets that; a mapping that
         // was read-only stays so, and none can be executed.
-        if prot & libc::PROT_EXEC == 0 && (prot & libc::PROT_WRITE == 0 || pool::is_private(from)) {
+        if prot & libc::PROT_EXEC == 0 && (prot & libc::PROT_WRITE == 0 || ranges::is_private(from)) {
             return 0;
         }
         set_errno(libc::EACCES);
@@ -306,7 +266,7 @@ pub unsafe extern "C" fn mincore(address: *mut c_void, len: usize, vector: *mut 
     };
     let Some(range) = shared(address as u64, len) else { return of_kernel(address as u64, len as u64, vector) };
     divided(range, |from, len, is_ours| {
-        let page = pool::page_size();
+        let page = page_size();
         // SAFETY: the caller's vector has a byte for each page of the range.
         let to = unsafe { vector.add(((from - range.0) / page) as usize) };
         if !is_ours {
@@ -346,7 +306,7 @@ pub unsafe extern "C" fn mremap(
     }
     // A range that begins below a mapped file is not one mapping: it can be cut off only.
     if let Some((first, end)) = shared(old as u64, old_len) {
-        let kept = (new_len as u64).checked_next_multiple_of(pool::page_size()).unwrap_or(u64::MAX);
+        let kept = (new_len as u64).checked_next_multiple_of(page_size()).unwrap_or(u64::MAX);
         if flags & !libc::MREMAP_MAYMOVE == 0 && kept > 0 && kept <= end - first {
             // SAFETY: as the caller promised.
             let cut = kept == end - first
@@ -356,7 +316,7 @@ pub unsafe extern "C" fn mremap(
         set_errno(libc::EFAULT);
         return libc::MAP_FAILED;
     }
-    if fixed && pool::overlaps(wanted, new_len as u64) {
+    if fixed && ranges::overlaps(wanted, new_len as u64) {
         do_ours(|| fragments::refuse_over(wanted, new_len as u64));
         set_errno(libc::ENOMEM);
         return libc::MAP_FAILED;
@@ -402,11 +362,10 @@ pub unsafe extern "C" fn readahead(fd: c_int, offset: i64, count: usize) -> isiz
 
 /// Whether the program closes, or replaces, a descriptor of this library's that it does not know.
 fn is_unknown(fd: c_int) -> bool {
-    if !descriptors::is_ours(fd) || pool::in_a_child() {
+    if !descriptors::is_ours(fd) || in_a_child() {
         return false;
     }
-    let inside = INSIDE.try_with(Cell::get).unwrap_or(true);
-    if inside || descriptors::is_own_thread() {
+    if is_inside_or_ends() || descriptors::is_own_thread() {
         descriptors::release(fd);
         return false;
     }
@@ -434,7 +393,7 @@ pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
         kernel(libc::SYS_close_range, [first.into(), last.into(), flags as i64 as u64, 0, 0, 0]) as c_int
     };
     // `CLOSE_RANGE_CLOEXEC` closes nothing now.
-    if first > last || flags as c_uint & libc::CLOSE_RANGE_CLOEXEC != 0 || !pool::holds_any() {
+    if first > last || flags as c_uint & libc::CLOSE_RANGE_CLOEXEC != 0 || !ranges::holds_any() {
         return of_kernel(first, last);
     }
     let parts = descriptors::others(first, last);
@@ -518,7 +477,7 @@ pub unsafe extern "C" fn pwrite64(fd: c_int, from: *const c_void, len: usize, of
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn writev(fd: c_int, parts: *const libc::iovec, count: c_int) -> isize {
     // SAFETY: as the caller promised.
-    let of_file = pool::holds_any() && unsafe { has_mapped(parts, count as usize) };
+    let of_file = ranges::holds_any() && unsafe { has_mapped(parts, count as usize) };
     if !of_file {
         // SAFETY: as the caller promised.
         return unsafe {
@@ -621,7 +580,7 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags:
     let send = |message: *const libc::msghdr, flags: c_int| unsafe {
         kernel(libc::SYS_sendmsg, [fd as i64 as u64, message as u64, flags as i64 as u64, 0, 0, 0]) as isize
     };
-    if !pool::holds_any() || message.is_null() {
+    if !ranges::holds_any() || message.is_null() {
         return send(message, flags);
     }
     // SAFETY: as the caller promised.
@@ -641,20 +600,6 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const libc::msghdr, flags:
     send(&raw const copied, of_copies(flags))
 }
 
-/// The C library's own function of this name.
-pub fn next(name: &std::ffi::CStr, known: &std::sync::atomic::AtomicUsize) -> usize {
-    use std::sync::atomic::Ordering;
-    match known.load(Ordering::Relaxed) {
-        0 => {
-            // SAFETY: a plain question.
-            let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize;
-            known.store(found, Ordering::Relaxed);
-            found
-        }
-        found => found,
-    }
-}
-
 /// The C library writes large pieces from where they are, by a call of its own.
 ///
 /// # Safety
@@ -662,7 +607,7 @@ pub fn next(name: &std::ffi::CStr, known: &std::sync::atomic::AtomicUsize) -> us
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fwrite(from: *const c_void, size: usize, count: usize, to: *mut libc::FILE) -> usize {
     type Write = unsafe extern "C" fn(*const c_void, usize, usize, *mut libc::FILE) -> usize;
-    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
     let next = next(c"fwrite", &NEXT);
     if next == 0 {
         set_errno(libc::ENOSYS);

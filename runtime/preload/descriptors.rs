@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::rules::on_descriptor;
+use outcore::os::descriptors::on_descriptor;
 
 /// Descriptors from here on are not protected: a process that has so many does not count them up to close them.
 const MOST: usize = 1 << 16;

@@ -3,47 +3,8 @@
 use std::ffi::c_int;
 use std::sync::Once;
 
-use crate::pool::{self, kernel};
-
-/// Parts of a file that the program has mapped, and not given back: first byte and length. A file that is mapped twice
-/// has both.
-#[derive(Debug, Default)]
-pub struct Given(Vec<(u64, u64)>);
-
-impl Given {
-    pub fn add(&mut self, offset: u64, len: u64) {
-        self.0.push((offset, len.next_multiple_of(pool::page_size())));
-    }
-
-    /// Whether the program has nothing of the file any more.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Takes a part away: of each byte that the program has once, or more often, it then has it once less. The part may
-    /// reach over several fragments, and over gaps between them. Returns whether it was another part than was mapped.
-    pub fn take(&mut self, offset: u64, len: u64) -> bool {
-        if let Some(at) = self.0.iter().position(|given| *given == (offset, len)) {
-            self.0.swap_remove(at);
-            return false;
-        }
-        let some = |(from, to): (u64, u64)| (from < to).then(|| (from, to - from));
-        let mut parts = Vec::from_iter(some((offset, offset + len)));
-        while let Some((from, len)) = parts.pop() {
-            let to = from + len;
-            // One that has all of it is split into fewest pieces.
-            let has_all = |(first, len): &(u64, u64)| *first <= from && to <= first + len;
-            let has_some = |(first, len): &(u64, u64)| *first < to && from < first + len;
-            let found = self.0.iter().position(has_all).or_else(|| self.0.iter().position(has_some));
-            let Some((first, whole)) = found.map(|at| self.0.swap_remove(at)) else { continue };
-            let end = first + whole;
-            // What stays of the fragment, and what of the part is to be taken from others.
-            self.0.extend([(first, from), (to, end)].into_iter().filter_map(some));
-            parts.extend([(from, first), (end, to)].into_iter().filter_map(some));
-        }
-        true
-    }
-}
+use crate::sys::{kernel, page_size, say};
+use crate::{pool, ranges};
 
 /// The program has given this part of a mapped file back. Of a whole mapping the pages stay, since programs map files
 /// anew; of a fragment they go, because it is what the program does not need. The addresses stay this library's: the
@@ -57,7 +18,7 @@ pub fn unmap(address: u64, len: u64) {
     pool::with_file(address, |known, runtime| {
         let (start, tensor) = (known.mapped.as_ptr() as u64, known.mapped.tensor());
         let (offset, size, page) = (address - start, tensor.size().get(), tensor.page_size().bytes());
-        if !known.given.take(offset, len.next_multiple_of(pool::page_size())) {
+        if !known.given.take(offset, len.next_multiple_of(page_size())) {
             known.mapped.keep_order();
             return;
         }
@@ -77,7 +38,7 @@ pub fn unmap(address: u64, len: u64) {
 /// # Errors
 /// The number for `errno`.
 pub fn remap(old: u64, old_len: u64, new_len: u64, flags: c_int, wanted: u64) -> Result<u64, c_int> {
-    let page = pool::page_size();
+    let page = page_size();
     let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     let (may_move, fixed) = (flags & libc::MREMAP_MAYMOVE != 0, flags & libc::MREMAP_FIXED != 0);
     let stays = flags & libc::MREMAP_DONTUNMAP != 0;
@@ -93,11 +54,11 @@ pub fn remap(old: u64, old_len: u64, new_len: u64, flags: c_int, wanted: u64) ->
         return Ok(old);
     }
     // What was written is nowhere else.
-    if !may_move || pool::is_private(old) || (fixed && pool::overlaps(wanted, new_len)) {
+    if !may_move || ranges::is_private(old) || (fixed && ranges::overlaps(wanted, new_len)) {
         return Err(libc::ENOMEM);
     }
     // What is moved is the kernel's own mapping of the file from then on.
-    let (start, fd) = pool::descriptor_of(old).ok_or(libc::EFAULT)?;
+    let (start, fd) = ranges::descriptor_of(old).ok_or(libc::EFAULT)?;
     let flags = libc::MAP_PRIVATE | if fixed { libc::MAP_FIXED } else { 0 };
     let arguments = [wanted, new_len, libc::PROT_READ as u64, flags as u64, fd, old - start];
     // SAFETY: a new mapping where the kernel likes, or where the program wants it instead of whatever is there, which
@@ -114,19 +75,17 @@ pub fn remap(old: u64, old_len: u64, new_len: u64, flags: c_int, wanted: u64) ->
 
 /// Says once for each file that nothing is mapped over it.
 pub fn refuse_over(address: u64, len: u64) {
-    let Some(start) = pool::overlapped(address, len) else { return };
-    if pool::is_private(start) {
+    let Some(start) = ranges::overlapped(address, len) else { return };
+    if ranges::is_private(start) {
         static SAID: Once = Once::new();
         return SAID.call_once(|| {
-            pool::say(
-                "the program maps something over a model file that it writes, at a fixed address, and was told that \
-                 there is no memory; leave that file to the kernel with `--match`",
-            );
+            say("the program maps something over a model file that it writes, at a fixed address, and was told that \
+                 there is no memory; leave that file to the kernel with `--match`");
         });
     }
     pool::with_file(start, |known, _| {
         if !std::mem::replace(&mut known.refused, true) {
-            pool::say(&format!(
+            say(&format!(
                 "the program maps something over {} at a fixed address, and was told that there is no memory; leave \
                  that file to the kernel with `--match`",
                 known.path.display()
@@ -139,9 +98,7 @@ pub fn refuse_over(address: u64, len: u64) {
 pub fn refuse_lock() {
     static SAID: Once = Once::new();
     SAID.call_once(|| {
-        pool::say(
-            "the program locks all its memory (mlockall), and was told that there is too little: its model files are \
-             larger",
-        );
+        say("the program locks all its memory (mlockall), and was told that there is too little: its model files are \
+             larger");
     });
 }

@@ -15,8 +15,7 @@ use std::sync::atomic::{AtomicI32, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Once, mpsc};
 use std::time::Duration;
 
-use crate::calls::{next, set_errno};
-use crate::pool::{self, say};
+use crate::sys::{next, say, set_errno};
 
 const SIGNALS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 /// Milliseconds after which a second signal does not wait for the end of what is said, and after which the handler of a
@@ -47,8 +46,12 @@ impl Wake {
     }
 }
 
-/// Has signals that would end the program at once end it later, when a first file is mapped.
-pub fn follow() {
+/// Says what happened; who comes second waits until it was said. The time is how long is waited for a file that is just
+/// being mapped.
+pub type Tell = fn(Duration);
+
+/// Has signals that would end the program at once end it later, when a first file is mapped: `tell` comes before.
+pub fn follow(tell: Tell) {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
         let by_default = SIGNALS.into_iter().filter(|signal| handler(*signal) == libc::SIG_DFL);
@@ -64,7 +67,7 @@ pub fn follow() {
             return;
         }
         let thread = std::thread::Builder::new().name("outcore-signals".to_owned());
-        if let Err(cause) = thread.spawn(serve) {
+        if let Err(cause) = thread.spawn(move || serve(tell)) {
             return say(&format!(
                 "a signal will end the program without a word: no thread ({cause}); raise `ulimit -u`"
             ));
@@ -309,10 +312,10 @@ unsafe fn by_default(signal: c_int) {
 }
 
 /// All signals are blocked here.
-fn serve() {
+fn serve(tell: Tell) {
     // SAFETY: the semaphore was made before this thread.
     while unsafe { libc::sem_wait(WAKE.get()) } != 0 {}
-    tell();
+    tell_in_time(tell);
     let signal = ASKED.load(Ordering::Acquire);
     // SAFETY: the handler is this library's; a plain call. A handler that the program has set by now runs on its
     // threads.
@@ -325,10 +328,10 @@ fn serve() {
 }
 
 /// Says what happened, for as long as whoever sent the signal may be made to wait.
-fn tell() {
+fn tell_in_time(tell: Tell) {
     let (done, told) = mpsc::channel();
     let say = move || {
-        pool::tell(SOON);
+        tell(SOON);
         // Nobody waits any more.
         let _ = done.send(());
     };

@@ -13,8 +13,9 @@ use outcore::{Bytes, PageSize, Runtime, Stats};
 use outcore_mapped::LEAST_FRAMES;
 use parking_lot::Mutex;
 
-use crate::pool::{self, Identity, kernel, page_size, say};
+use crate::files::Identity;
 use crate::settings::{Memory, Settings};
+use crate::sys::{kernel, page_size, say};
 
 /// Between two measurements; the shorter one while the program's memory grows.
 pub const CALM: Duration = Duration::from_millis(20);
@@ -214,33 +215,20 @@ fn cached(source: &LimitSource) -> u64 {
     text.lines().filter_map(value).sum()
 }
 
-/// How many descriptors this process may have.
-pub fn descriptors() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-    limit.rlim_cur
-}
-
-/// How many files a model has, by the name of one (`model-00001-of-00003.gguf`).
-pub fn shards(path: &Path) -> u64 {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let number = |text: &str| {
-        let digits: String = text.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse().ok().filter(|_| digits.len() >= 4)
-    };
-    name.rsplit_once("-of-").and_then(|(_, rest)| number(rest)).unwrap_or(1).max(1)
-}
-
 pub fn reserve(limit: u64, growth: f64) -> u64 {
     (limit / RESERVE_PART).clamp(RESERVE.0, RESERVE.1) + ((growth * AHEAD) as u64).min(limit / AHEAD_PART)
 }
+
+/// Lets frames go that are kept because the program told of their pages.
+pub type LetGo = fn();
 
 /// Keeps the budget to what the program leaves.
 #[derive(Debug)]
 pub struct Follower {
     limit: u64,
     budget: u64,
+    /// Called before a smaller budget.
+    let_go: LetGo,
     /// The program's own memory at the last measurements.
     looks: VecDeque<(Instant, u64)>,
     /// The most growth seen, in bytes a second; half of it is forgotten in each second.
@@ -255,10 +243,11 @@ pub struct Follower {
 }
 
 impl Follower {
-    pub fn new(limit: u64, budget: u64) -> Self {
+    pub fn new(limit: u64, budget: u64, let_go: LetGo) -> Self {
         Self {
             limit,
             budget,
+            let_go,
             looks: VecDeque::with_capacity(LOOKS),
             growth: 0.0,
             still_since: Instant::now(),
@@ -310,7 +299,7 @@ impl Follower {
 
     fn set(&mut self, runtime: &Runtime, budget: u64) {
         if budget < self.budget {
-            pool::let_go();
+            (self.let_go)();
         }
         match runtime.set_device_budget(Bytes::new(budget)) {
             Ok(()) => self.failed = false,

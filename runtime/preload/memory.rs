@@ -16,9 +16,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dlmalloc::Dlmalloc;
-use outcore::rules::without_signals;
+use outcore::os::signals::without_signals;
 
-use crate::calls;
+use crate::inside;
 
 #[global_allocator]
 static MEMORY: Memory = Memory { is_locked: AtomicBool::new(false), heap: UnsafeCell::new(Dlmalloc::new()) };
@@ -48,7 +48,7 @@ fn takes_no_signals() -> bool {
         blocks.set(Some(all));
         all
     };
-    calls::is_inside() || BLOCKS.try_with(asked).unwrap_or(false)
+    inside::is_inside() || BLOCKS.try_with(asked).unwrap_or(false)
 }
 
 /// Changes what this thread blocks, and returns what it blocked before.

@@ -12,15 +12,17 @@ use std::collections::HashSet;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use outcore_mapped::live::{Experts, Routing};
+use outcore_mapped::live::Routing;
 
 use parking_lot::Mutex;
 
-use crate::calls::{do_ours, ours};
 use crate::engine::libraries;
-use crate::pool::{self, RouterInput};
+use crate::experts::{RouterInput, can_predict, experts};
+use crate::inside::{do_ours, ours, without_panic};
+use crate::routing_state::{has_experts, note};
+use crate::settings::reads_routing;
+use crate::sys::say;
 
 /// What ggml calls for each tensor: with `ask`, whether it is wanted; without, that it is computed. `false` ends the
 /// computation in the second case.
@@ -48,74 +50,6 @@ struct Ggml {
 static GGML: OnceLock<Option<Ggml>> = OnceLock::new();
 /// What the last router was given, until it has chosen.
 static INPUT: Mutex<Option<RouterInput>> = Mutex::new(None);
-
-/// `off`: nothing is asked of ggml, and experts come as they are touched.
-const ROUTING: &str = "OUTCORE_RUN_ROUTING";
-
-/// `off`: no experts are predicted. `followed`: they are predicted by what followed before, not by what routers are
-/// given.
-const PREDICTION: &str = "OUTCORE_RUN_PREDICTION";
-/// What was last done about routing, as a number of [`STATES`].
-static STATE: AtomicUsize = AtomicUsize::new(0);
-const STATES: [Routing; 5] =
-    [Routing::NeverAsked, Routing::NoFunctions, Routing::OwnCallback, Routing::Off, Routing::NothingChosen];
-/// Whether hints were left out because two models have such a layer.
-static TWO_MODELS: AtomicBool = AtomicBool::new(false);
-
-fn note(state: Routing) {
-    STATE.store(STATES.iter().position(|known| *known == state).unwrap_or(0), Ordering::Relaxed);
-}
-
-/// Nobody knows which model is meant.
-pub fn two_models() {
-    TWO_MODELS.store(true, Ordering::Relaxed);
-}
-
-/// Whether the choices of the router were read, by what came of it.
-pub fn state(experts: Experts) -> Routing {
-    match (pool::has_experts(), experts.hints) {
-        (false, _) => Routing::NoExperts,
-        (true, 1..) => Routing::Read,
-        (true, 0) if TWO_MODELS.load(Ordering::Relaxed) => Routing::TwoModels,
-        (true, 0) => STATES[STATE.load(Ordering::Relaxed)],
-    }
-}
-
-/// Whether the program's choice of experts is looked at. Read once: ggml is told of its callback before each pass.
-fn is_on() -> bool {
-    static ON: OnceLock<bool> = OnceLock::new();
-    *ON.get_or_init(|| value_of(ROUTING, &["off"]).is_none())
-}
-
-/// How experts are predicted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Prediction {
-    /// By what routers are given, or else by what followed before.
-    Best,
-    /// By what followed before.
-    Followed,
-    Off,
-}
-
-pub fn prediction() -> Prediction {
-    static BY: OnceLock<Prediction> = OnceLock::new();
-    *BY.get_or_init(|| match value_of(PREDICTION, &["off", "followed"]) {
-        None => Prediction::Best,
-        Some(0) => Prediction::Off,
-        Some(_) => Prediction::Followed,
-    })
-}
-
-/// Which of these words a variable of the environment is.
-fn value_of(name: &str, known: &[&str]) -> Option<usize> {
-    let value = std::env::var_os(name)?;
-    let found = known.iter().position(|known| value == **known);
-    if found.is_none() {
-        let known = known.join("` or `");
-        pool::say(&format!("{name}={}: only `{known}` is known, so it is as if it were not set", value.display()));
-    }
-    found
-}
 
 /// A function of the libraries that are loaded, behind this one. A library that was loaded by `dlopen` without
 /// RTLD_GLOBAL is found too. ggml may lie in a library of another name, but not in the program itself: the program
@@ -189,9 +123,9 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
     callback: Callback,
     data: *mut c_void,
 ) {
-    let found = pool::without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && pool::has_experts() && is_on())));
+    let found = without_panic(|| ggml().map(|ggml| (ggml, callback.is_none() && has_experts() && reads_routing())));
     // Before a file with experts is mapped, it does not matter.
-    if pool::has_experts() {
+    if has_experts() {
         note(match found {
             None => Routing::NoFunctions,
             Some(_) if callback.is_some() => Routing::OwnCallback,
@@ -209,7 +143,7 @@ pub unsafe extern "C" fn ggml_backend_sched_set_eval_callback(
         Some((ggml, false)) => unsafe { (ggml.set_callback)(scheduler, callback, data) },
         // Nobody but ggml itself could have called this, so it is there. If it cannot be found, a program that wants to
         // see tensors sees none.
-        None => pool::say("ggml's functions were not found: experts are read as they are touched"),
+        None => say("ggml's functions were not found: experts are read as they are touched"),
     }
 }
 
@@ -220,7 +154,7 @@ fn layer_of(name: &[u8], begins: &[u8]) -> Option<u32> {
 
 unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> bool {
     // Asked: whether the tensor is of interest. Told: whether to go on, always.
-    pool::without_panic(|| {
+    without_panic(|| {
         let ggml = ggml()?;
         // SAFETY: a tensor of ggml's, whose name is a string that ends.
         let name = unsafe { CStr::from_ptr((ggml.name)(tensor)) }.to_bytes();
@@ -229,11 +163,11 @@ unsafe extern "C" fn see(tensor: *mut c_void, ask: bool, _data: *mut c_void) -> 
                 // SAFETY: a tensor that is computed, as ggml promises.
                 let (chosen, used) = unsafe { chosen(ggml, tensor) }?;
                 let input = ours(|| INPUT.lock().take());
-                pool::experts(layer, &chosen, used, input.as_ref());
+                experts(layer, &chosen, used, input.as_ref());
             }
             return Some(());
         }
-        let layer = GIVEN.iter().find_map(|given| layer_of(name, given)).filter(|layer| pool::can_predict(*layer))?;
+        let layer = GIVEN.iter().find_map(|given| layer_of(name, given)).filter(|layer| can_predict(*layer))?;
         if !ask {
             // SAFETY: as above.
             let given = unsafe { given(ggml, tensor, layer) };

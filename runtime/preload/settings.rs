@@ -8,7 +8,7 @@ use glob::Pattern;
 use outcore::{Error, ErrorKind, PolicyKind, Result};
 use outcore_mapped::Mechanism;
 
-use crate::pool::say;
+use crate::sys::say;
 
 const BUDGET: &str = "OUTCORE_RUN_BUDGET";
 const MEMORY: &str = "OUTCORE_RUN_MEMORY";
@@ -22,6 +22,11 @@ const REPORT: &str = "OUTCORE_RUN_REPORT";
 const KEEP_ORDER: &str = "OUTCORE_RUN_KEEP_ORDER";
 /// The process that was asked for. Others are started by it, and write to files of their own.
 const FIRST: &str = "OUTCORE_RUN_FIRST";
+/// `off`: nothing is asked of ggml, and experts come as they are touched.
+const ROUTING: &str = "OUTCORE_RUN_ROUTING";
+/// `off`: no experts are predicted. `followed`: they are predicted by what followed before, not by what routers are
+/// given.
+const PREDICTION: &str = "OUTCORE_RUN_PREDICTION";
 
 /// What memory there is.
 #[derive(Clone, Copy, Debug)]
@@ -106,4 +111,40 @@ pub fn settings() -> Option<&'static Settings> {
     static SETTINGS: OnceLock<Option<Settings>> = OnceLock::new();
     let read = || Settings::read().map_err(|error| say(&format!("files stay the kernel's: {error}"))).ok();
     SETTINGS.get_or_init(read).as_ref()
+}
+
+/// Whether the program's choice of experts is looked at. Read once: ggml is told of its callback before each pass.
+pub fn reads_routing() -> bool {
+    static ON: OnceLock<bool> = OnceLock::new();
+    *ON.get_or_init(|| value_of(ROUTING, &["off"]).is_none())
+}
+
+/// How experts are predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prediction {
+    /// By what routers are given, or else by what followed before.
+    Best,
+    /// By what followed before.
+    Followed,
+    Off,
+}
+
+pub fn prediction() -> Prediction {
+    static BY: OnceLock<Prediction> = OnceLock::new();
+    *BY.get_or_init(|| match value_of(PREDICTION, &["off", "followed"]) {
+        None => Prediction::Best,
+        Some(0) => Prediction::Off,
+        Some(_) => Prediction::Followed,
+    })
+}
+
+/// Which of these words a variable of the environment is.
+fn value_of(name: &str, known: &[&str]) -> Option<usize> {
+    let value = std::env::var_os(name)?;
+    let found = known.iter().position(|known| value == **known);
+    if found.is_none() {
+        let known = known.join("` or `");
+        say(&format!("{name}={}: only `{known}` is known, so it is as if it were not set", value.display()));
+    }
+    found
 }

@@ -13,12 +13,11 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::copies::{Copies, Look};
 use crate::engine::Engine;
-use crate::limit::{self, CALM, Ceiling, Follower, GROWING, Gauge, Held, Limit};
-use crate::opens;
-use crate::pool::{self, say};
-use crate::routing;
+use crate::limit::{self, CALM, Ceiling, Follower, GROWING, Gauge, Held, LetGo, Limit};
 use crate::settings::{self, Settings};
+use crate::sys::say;
 use crate::timeline::Timeline;
+use crate::{opens, routing_state};
 
 /// Between two writes of the timeline. What is kept in between are a few thousand spans.
 const WRITE: Duration = Duration::from_millis(500);
@@ -83,11 +82,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts the thread.
-    pub fn start(runtime: &Runtime, limit: Limit, budget: u64, settings: &Settings) -> Arc<Self> {
+    /// Starts the thread. It calls `let_go` before a smaller budget.
+    pub fn start(runtime: &Runtime, limit: Limit, budget: u64, settings: &Settings, let_go: LetGo) -> Arc<Self> {
         let follower = match limit {
             Limit::Pages(_) => None,
-            Limit::Process(bytes) => Some(Follower::new(bytes, budget)),
+            Limit::Process(bytes) => Some(Follower::new(bytes, budget, let_go)),
         };
         let timeline = settings.report.as_deref().and_then(|path| match Timeline::create(path) {
             Ok(timeline) => Some(timeline),
@@ -251,13 +250,15 @@ impl Watch {
     }
 
     /// Ends the measurements, and says what happened. `once` are names and lengths of what was mapped so far,
-    /// privately too; `wholes` are those of what is mapped now, with the files' names.
+    /// privately too; `wholes` are those of what is mapped now, with the files' names. `looks` tells what is in memory
+    /// of these files, and may wait for so long; it is called where a report is written.
     pub fn tell(
         &self,
         runtime: &Runtime,
         files: &[(PathBuf, Arc<Mapped>)],
         once: Vec<(PathBuf, u64)>,
         wholes: &[(String, live::Whole)],
+        looks: impl FnOnce(Duration) -> Vec<live::File>,
     ) {
         *self.ended.lock() = true;
         self.end.notify_all();
@@ -271,7 +272,7 @@ impl Watch {
         let mut end = Snapshot::of(&stats, self.open_for());
         end.memory = self.memory(&stats);
         files.iter().for_each(|(_, mapped)| end.experts += mapped.experts());
-        end.routing = routing::state(end.experts);
+        end.routing = routing_state::state(end.experts);
         let order = live::told_of_order(wholes.iter().map(|(name, whole)| (&**name, whole)));
         let Some(mut seen) = self.seen.try_lock_for(AT_END) else {
             return say(&what_was_read(&names, &stats, &end, &order));
@@ -314,7 +315,7 @@ impl Watch {
         }
         if seen.timeline.is_some() {
             end.optimum = Optimum::of(runtime);
-            end.files = pool::looks(files, AT_END);
+            end.files = looks(AT_END);
             seen.samples.push(end.counts.clone());
         }
         let run = Run { samples: std::mem::take(&mut seen.samples).into_all(), end };

@@ -5,7 +5,8 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::pool::{self, kernel};
+use crate::ranges;
+use crate::sys::kernel;
 
 /// Bytes that are copied at a time. The copy lies on the stack: a call may come from where nothing can be allocated.
 const PIECE: usize = 16 << 10;
@@ -18,7 +19,7 @@ struct Piece([u8; PIECE]);
 
 /// Whether the kernel would meet pages there that it may not wait for.
 pub fn is_mapped(address: *const c_void, len: usize) -> bool {
-    pool::overlaps(address as u64, len as u64) && !pool::kernel_waits()
+    ranges::overlaps(address as u64, len as u64) && !ranges::kernel_waits()
 }
 
 /// As `write`, whose system call is `call`, with the bytes and the place of the first of them among all.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use outcore::machine::MemoryLimit;
-use outcore::rules::HostDevice;
+use outcore::device::HostDevice;
 use outcore::store::StoreOptions;
 use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvLayout, KvPool};

@@ -48,7 +48,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ballast::{BALLAST, Ballast};
-use super::kernel_pages::{AT_ONCE, KernelPages};
+use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
 use super::stream::Copier;

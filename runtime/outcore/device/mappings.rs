@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine;
+use crate::os::machine;
 
 /// Mappings left to the rest of the process, including those that it makes later.
 pub(super) const LEFT: u64 = 1024;

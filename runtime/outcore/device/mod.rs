@@ -41,12 +41,9 @@
 mod ballast;
 mod factory;
 pub(crate) mod host;
-mod kernel_pages;
 mod link;
 mod mappings;
 pub mod parts;
-mod process;
-pub(crate) mod signals;
 pub(crate) mod slab;
 mod stream;
 pub mod streams;
@@ -62,15 +59,17 @@ use dlpack_ffi::DLDevice;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
-use crate::machine::MemoryLimit;
+use crate::os::machine::MemoryLimit;
 
 #[doc(inline)]
 pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
 pub use factory::{DeviceFactory, DeviceSettings, Host};
-pub(crate) use host::{HostDevice, HostDeviceConfig};
-pub(crate) use kernel_pages::KernelPages;
+#[doc(hidden)]
+pub use host::HostDevice;
+pub(crate) use host::HostDeviceConfig;
+pub(crate) use crate::os::kernel_pages::KernelPages;
 pub use link::{Direction, LinkModel, LinkSchedule};
-pub(crate) use process::Opened;
+pub(crate) use crate::os::process::Opened;
 pub(crate) use slab::{HostSlab, HostSlabConfig};
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.

@@ -20,7 +20,7 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::kernel_pages::{AT_ONCE, KernelPages};
+use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 use super::sys::{self, Region};
 use super::{Device, HostPointer, HostRegion};
 use crate::error::{Error, Result};

@@ -19,7 +19,7 @@ use std::thread::{self, JoinHandle};
 use parking_lot::{Condvar, Mutex};
 
 use super::parts::{BATCH_OPERATIONS_MAX, report, run_call, unknown_event};
-use super::signals::without_signals;
+use crate::os::signals::without_signals;
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use super::mappings::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
+pub(super) use crate::os::kernel_pages::system_page_bytes;
 
 const RESERVE_FLAGS: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
@@ -29,14 +30,6 @@ fn pointer(address: u64) -> *mut c_void {
 
 fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// The kernel's own page size.
-pub(super) fn system_page_bytes() -> u64 {
-    // SAFETY: sysconf has no preconditions.
-    let n = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    // It always answers; if it did not, the largest page of any kernel would do for all.
-    u64::try_from(n).unwrap_or(64 << 10)
 }
 
 /// A reserved address range; unmapped on drop.

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::kernel_pages::KernelPages;
+use crate::os::kernel_pages::KernelPages;
 
 /// Counts what is in each slot of a region.
 #[derive(Debug)]

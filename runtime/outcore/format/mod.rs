@@ -27,8 +27,9 @@ pub(crate) mod names;
 mod open;
 pub mod safetensors;
 
-use names::Expert;
 pub(crate) use open::open_caught;
+#[doc(hidden)]
+pub use names::{Expert, Role, expert, role};
 pub use open::{BYTES, open, open_bytes, open_source};
 
 /// A tensor as a model file declares it.
@@ -89,6 +90,13 @@ pub struct ModelFile {
     /// Its length in bytes when the header was read.
     pub len: u64,
     pub(crate) state: FileState,
+}
+
+impl ModelFile {
+    /// Whether the file of this metadata is the one whose header was read, and in the same state.
+    pub fn had_state(&self, metadata: &std::fs::Metadata) -> bool {
+        self.state == FileState::of(metadata)
+    }
 }
 
 /// Identifies one state of a file, so that a header is not used to read data of another state.

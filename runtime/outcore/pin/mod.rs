@@ -66,6 +66,9 @@ pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
 pub use walker::Walker;
 
+#[doc(hidden)]
+pub use crate::engine::may_wait;
+
 pub(crate) use member::Member;
 
 /// What a guard allows: [`Read`] or [`Write`].

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::IoBackend;
-use super::caught_source::CaughtSource;
-use super::file::FileUse;
-use super::operation::IoOp;
-use super::own::OwnRead;
+use crate::store::IoBackend;
+use crate::store::source::caught::CaughtSource;
+use crate::store::file::FileUse;
+use crate::store::backend::operation::IoOp;
+use crate::store::backend::own_read::OwnRead;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;

@@ -27,14 +27,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::IoBackend;
-use super::caught_source::{CaughtSource, SEE_THE_SOURCE};
-use super::contract::Store;
-use super::descriptors::Descriptors;
-use super::file::{DirectIo, FileUse, OpenFile};
-use super::operation::{Active, IoKind, IoOp};
-use super::own::OwnRead;
-use super::shared::{Driver, Shared, Started, closed, report_late};
+use crate::store::IoBackend;
+use crate::store::source::caught::{CaughtSource, SEE_THE_SOURCE};
+use crate::store::contract::Store;
+use crate::store::file::descriptors::Descriptors;
+use crate::store::file::{DirectIo, FileUse, OpenFile};
+use crate::store::backend::operation::{Active, IoKind, IoOp};
+use crate::store::backend::own_read::OwnRead;
+use crate::store::backend::shared::{Driver, Shared, Started, closed, report_late};
 use crate::device::{Completion, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -45,7 +45,7 @@ struct Files {
     open: HashMap<FileId, Arc<OpenFile>>,
 }
 
-pub(super) struct Engine {
+pub(crate) struct Engine {
     backend: IoBackend,
     direct: DirectIo,
     /// Whether it reads sources, and no files.
@@ -291,9 +291,9 @@ mod tests {
 
     use parking_lot::Condvar;
 
-    use super::super::operation::{CallHook, Injected, IoCall};
-    use super::super::queue::{Depth, Queue};
-    use super::super::uring;
+    use crate::store::backend::operation::{CallHook, Injected, IoCall};
+    use crate::store::backend::queue::{Depth, Queue};
+    use crate::store::backend::uring;
     use super::*;
     use crate::device::{Completions, HostPointer};
 

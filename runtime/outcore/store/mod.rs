@@ -2,40 +2,18 @@
 //! disk needs for its full rate ([`DiskProfile`]), and how that is measured.
 
 // `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only
-// the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs`
-// decides which operation may start. `operation.rs` says what a result from the kernel means. `file.rs` opens files and
-// sees whether they changed; `descriptors.rs` keeps those open that were used last. `folder.rs` is for files that are
-// written and renamed: it opens a folder once.
+// the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`).
+// `backend/queue.rs` decides which operation may start, `backend/operation.rs` what a result from the kernel means.
+// `file/` opens files, sees whether they changed, and keeps those open that were used last.
 
-mod blocks;
-mod caught_source;
-mod changes;
+pub(crate) mod backend;
 pub(crate) mod contract;
-mod descriptors;
-mod disk;
 mod engine;
 pub(crate) mod file;
-#[doc(hidden)]
-pub mod folder;
-mod limits;
-#[doc(hidden)]
-pub mod notes;
-pub(crate) mod operation;
 mod options;
-pub(crate) mod own;
-mod own_ring;
-mod place;
 pub(crate) mod probe;
-mod profile;
-pub(crate) mod queue;
-mod remembered;
 pub(crate) mod scratch;
-mod shared;
-pub(crate) mod soon;
-mod source;
-mod threads;
-mod uring;
-mod with_sources;
+pub(crate) mod source;
 
 use std::fmt;
 use std::str::FromStr;
@@ -47,19 +25,20 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 use crate::pager::Priority;
 
-pub(crate) use self::caught_source::CaughtSource;
+pub(crate) use self::source::caught::CaughtSource;
 pub(crate) use self::contract::Store;
-pub(crate) use self::descriptors::no_descriptor_left;
-pub use self::disk::DiskProfile;
+pub(crate) use self::file::descriptors::no_descriptor_left;
+pub use self::probe::disk::DiskProfile;
 pub(crate) use self::file::FileUse;
 pub use self::file::{DirectAlignment, FileIdentity};
-pub(crate) use self::operation::{IoKind, IoOp};
+pub(crate) use self::backend::operation::{IoKind, IoOp};
 pub use self::options::StoreOptions;
-pub(crate) use self::own::OwnRead;
-pub(crate) use self::place::scratch_on_a_disk;
+pub(crate) use self::backend::own_read::OwnRead;
+pub(crate) use self::scratch::place::scratch_on_a_disk;
 pub use self::probe::{BackendProbe, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
-pub(crate) use self::queue::Depth;
-pub use self::queue::QueueDepth;
+#[doc(hidden)]
+pub use self::backend::queue::{Depth, Lane, Queue};
+pub use self::backend::queue::QueueDepth;
 pub use self::scratch::ScratchAllocation;
 pub(crate) use self::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 pub use self::source::PageSource;

@@ -4,15 +4,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::contract::Store;
-use super::engine::Engine;
-use super::file::DirectIo;
-use super::operation::CallHook;
-use super::own_ring::OwnRings;
-use super::queue::{Depth, Queue, QueueDepth};
-use super::shared::Shared;
-use super::with_sources::WithSources;
-use super::{IoBackend, threads, uring};
+use crate::store::contract::Store;
+use crate::store::engine::Engine;
+use crate::store::file::DirectIo;
+use crate::store::backend::operation::CallHook;
+use crate::store::backend::own_ring::OwnRings;
+use crate::store::backend::queue::{Depth, Queue, QueueDepth};
+use crate::store::backend::shared::Shared;
+use crate::store::source::beside_files::WithSources;
+use crate::store::IoBackend;
+use crate::store::backend::{threads, uring};
 use crate::device::Completions;
 use crate::error::{Error, ErrorKind, Result};
 
