@@ -10,6 +10,6 @@ cd "$(dirname "$0")/.."
 
 scripts/fetch_model.sh || echo "bench: the real model could not be fetched; its rows will be missing"
 cargo build --release -p outcore-llm --bins
-[ ! -e examples/llm/serve/Cargo.toml ] || cargo build --release --manifest-path examples/llm/serve/Cargo.toml --bins
+[ ! -e examples/serve/Cargo.toml ] || cargo build --release --manifest-path examples/serve/Cargo.toml --bins
 OUTCORE_EMBED=0 cargo build --release -p outcore-cli -p outcore-preload
 exec python3 scripts/bench.py "$@"

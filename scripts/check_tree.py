@@ -19,19 +19,21 @@ import tempfile
 
 # Where `unsafe` may stand, and why. A path ending in "/" is a folder.
 UNSAFE_ALLOWED = {
-    "runtime/device/": "reserves, maps and copies raw memory",
-    "runtime/store/": "hands buffers to the kernel",
-    "runtime/streams.rs": "adopts streams of the caller's, whose handles are raw pointers",
-    "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
+    "runtime/outcore/device/": "reserves, maps and copies raw memory",
+    "runtime/outcore/store/": "hands buffers to the kernel",
+    "runtime/outcore/os/": "asks the kernel for limits and page sizes, and blocks signals",
+    "runtime/outcore/streams.rs": "adopts streams of the caller's, whose handles are raw pointers",
+    "runtime/outcore/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/gpu/": "copies raw memory, and has a driver copy it",
     "runtime/cuda/": "calls the CUDA driver",
     "runtime/mapped/": "reserves raw memory, calls userfaultfd, and gives a file's pages as a slice",
+    "runtime/preload/": "replaces functions of the C library: raw pointers from C, and calls of the kernel",
     "runtime/capi/": "reads what C lends for a call, and writes to the places that it names",
-    "runtime/testkit/hooked.rs": "hands on the adoption of a stream",
-    "runtime/testkit/planted.rs": "hands calls on to the CUDA driver, but for those that a planted defect changes",
+    "tests/kit/hooked.rs": "hands on the adoption of a stream",
+    "tests/kit/planted.rs": "hands calls on to the CUDA driver, but for those that a planted defect changes",
     "tests/soak/gpu.rs": "launches kernels, and has memory and streams of its own",
-    "runtime/testkit/sim.rs": "a simulated device copies raw memory",
-    "runtime/pin/": "pin guards turn a pinned page's address into a slice",
+    "tests/kit/sim.rs": "a simulated device copies raw memory",
+    "runtime/outcore/pin/": "pin guards turn a pinned page's address into a slice",
     "examples/memmap2.rs": "maps a file by memmap2, as engines do",
     "runtime/cli/tests/run/memmap.rs": "maps a file by memmap2, as engines do",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
@@ -48,8 +50,8 @@ UNSAFE_ALLOWED = {
     "tests/device/cuda_reaper.rs": "has streams of its own adopted",
     "tests/device/cuda_streams.rs": "launches kernels on streams of its own, and has them adopted",
     "tests/runtime/dlpack.rs": "reads and writes through C structures",
-    "runtime/testkit/fake_cuda.rs": "calls the emulated driver's C functions",
-    "runtime/testkit/cuda_calls.rs": "calls the CUDA driver's raw functions",
+    "tests/kit/fake_cuda.rs": "calls the emulated driver's C functions",
+    "tests/kit/cuda_calls.rs": "calls the CUDA driver's raw functions",
     "tests/device/emulator.rs": "launches kernels, and follows a device address to see the fault",
     "tests/device/emulator_judge.rs": "launches kernels and makes the raw driver calls that are wrong",
     "tests/device/suite.rs": "reads and writes device memory through raw addresses",
@@ -354,14 +356,27 @@ def links(path, text, root):
 
 # ---- import circles ----
 
-# The folders that are a crate's sources. Folders of crates of their own within them do not count.
-CRATES = ["runtime", "runtime/pager", "runtime/gpu", "runtime/cuda", "runtime/lab", "runtime/capi", "runtime/cli", "examples/llm/src"]
+def roots_of(files):
+    """The roots of the tree's crates, which are not those of tests, benches and examples; `files` are the tree's Rust
+    sources and manifests by path."""
+    for path, text in files.items():
+        folder, _, name = path.rpartition("/")
+        if name != "Cargo.toml":
+            continue
+        sections = re.split(r"^\[+([\w.-]+)\]+", text, flags=re.M)
+        named = dict(zip(sections[1::2], sections[2::2]))
+        roots = [re.search(r'^path = "(.*)"', named.get(kind, ""), re.M) for kind in ("lib", "bin")]
+        roots = [root.group(1) for root in roots if root] or ["src/lib.rs", "src/main.rs"]
+        for root in roots:
+            root = f"{folder}/{root}" if folder else root
+            if root in files:
+                yield root
 
 
 def module_of(crate, path):
-    """The module path of a source file, as a tuple; the crate's root is ()."""
+    """The module path of a source file, as a tuple."""
     parts = path[len(crate) + 1 : -len(".rs")].split("/")
-    return tuple(parts[:-1] if parts[-1] in ("mod", "lib", "main") else parts)
+    return tuple(parts[:-1] if parts[-1] == "mod" else parts)
 
 
 def paths_of(tree, prefix=()):
@@ -385,9 +400,9 @@ def paths_of(tree, prefix=()):
                 return
 
 
-def imports(module, code, modules, exported):
+def imports(module, code, modules, exported, own):
     """The modules that a module's code names, outside of its tests. A parent that passes a child's name on does not
-    count as its user, and who takes the name from the parent uses the child."""
+    count as its user, and who takes the name from the parent uses the child. `own` is what the root defines."""
     found = set()
     for hit in re.finditer(r"\b(?:use\s+)?((?:crate|super)\s*::[\w:\s]*(?:\{[^;]*?\}(?=\s*;))?)", code):
         for path in paths_of(hit.group(1)):
@@ -399,18 +414,34 @@ def imports(module, code, modules, exported):
                 base, rest = base + (rest[0],), rest[1:]
             if rest:
                 base = exported.get((base, rest[0]), base)
-            if base and base != module:
+            # What the root only passes on is not its own.
+            if base != module and (base or (rest and rest[0] in own)):
                 found.add(base)
     return found
 
 
+def used_by_root(code, modules):
+    """The modules that a root uses itself. What it passes on does not count."""
+    code = re.sub(r"\bpub(?:\([\w ]+\))?\s+use\b[^;]*;|\bmod\s+\w+\s*;", "", code)
+    return {(name,) for name in re.findall(r"(?<![:\w])(?:self\s*::\s*)?(\w+)\s*::", code) if (name,) in modules}
+
+
+# What a root defines, and others can name.
+ITEM = re.compile(r"^(?:pub(?:\([\w ]+\))?\s+)?(?:unsafe\s+|const\s+|async\s+)*(?:struct|enum|trait|fn|type|const|static|union)\s+(\w+)", re.M)
+
+
 def circles(files):
-    """(path, what) of each circle of a crate's modules; `files` are the tree's Rust sources by path."""
-    for crate in CRATES:
-        inner = tuple(f"{other}/" for other in CRATES if other.startswith(crate + "/"))
+    """(path, what) of each circle of a crate's modules; `files` are the tree's Rust sources and manifests by path."""
+    roots = list(roots_of(files))
+    folders = {root.rpartition("/")[0] for root in roots}
+    for root in roots:
+        crate = root.rpartition("/")[0]
+        inner = tuple(f"{other}/" for other in folders if other.startswith(crate + "/"))
         ours = {p: t for p, t in files.items() if p.startswith(crate + "/") and not p.startswith(inner or ("\0",))}
-        ours = {p: t for p, t in ours.items() if "/tests/" not in p and "/src/bin/" not in p}
-        modules = {module_of(crate, p): p for p in ours}
+        ours = {p: t for p, t in ours.items() if p.endswith(".rs") and "/tests/" not in p and "/bin/" not in p}
+        # A program beside a library is another crate.
+        ours = {p: t for p, t in ours.items() if p == root or p not in roots and not p.endswith("/build.rs")}
+        modules = {() if p == root else module_of(crate, p): p for p in ours}
         codes = {m: without_tests(split_rust(ours[p])[0]) for m, p in modules.items()}
         exported = {}
         for module, code in codes.items():
@@ -418,7 +449,9 @@ def circles(files):
                 if module + (hit.group(1),) in modules:
                     for path in paths_of(hit.group(2)):
                         exported[(module, path[-1])] = module + (hit.group(1),)
-        edges = {m: imports(m, code, modules, exported) & set(modules) for m, code in codes.items() if m}
+        own = set(ITEM.findall(codes[()]))
+        edges = {m: imports(m, code, modules, exported, own) & set(modules) for m, code in codes.items()}
+        edges[()] |= used_by_root(codes[()], modules)
         # Whatever uses nothing that is left, or is used by nothing that is left, is in no circle.
         left = set(edges)
         while True:
@@ -429,7 +462,7 @@ def circles(files):
             left -= free
         if left:
             first = min(left)
-            names = ", ".join("::".join(m) for m in sorted(left))
+            names = ", ".join("::".join(m) or "the root" for m in sorted(left))
             yield modules[first], f"modules that import each other in a circle are among {names}"
 
 
@@ -489,7 +522,7 @@ def check(root):
             yield f"{path}:1: ascii: not UTF-8"
             continue
         yield from check_text(path, text, root)
-        if path.endswith(".rs"):
+        if path.endswith((".rs", "/Cargo.toml")) or path == "Cargo.toml":
             sources[path] = text
     for path, what in circles(sources):
         yield f"{path}:1: circle: {what}"
@@ -503,27 +536,27 @@ BAD = [
     ("unsafe-place", "runtime/pager/table.rs", "fn f() {\n    // SAFETY: x\n    unsafe { g() }\n}\n"),
     ("unsafe-place", "tests/model.rs", "unsafe fn f() {}\n"),
     ("unsafe-place", "runtime/devices.rs", "unsafe fn f() {}\n"),
-    ("unsafe-reason", "runtime/device/host.rs", "fn f() {\n    unsafe { g() }\n}\n"),
-    ("unsafe-reason", "runtime/device/host.rs", "// SAFETY: for f only\nfn f() {\n    g();\n    unsafe { g() }\n}\n"),
-    ("unsafe-reason", "runtime/device/host.rs", 'fn f() {\n    g("SAFETY: no");\n    unsafe { g() }\n}\n'),
-    ("unsafe-reason", "runtime/store/mod.rs", "struct P;\nunsafe impl Send for P {}\n"),
-    ("architecture", "runtime/ranges.rs", '#[cfg(target_arch = "x86_64")]\nfn f() {}\n'),
-    ("architecture", "runtime/ranges.rs", "use std::arch::x86_64::*;\n"),
+    ("unsafe-reason", "runtime/outcore/device/host.rs", "fn f() {\n    unsafe { g() }\n}\n"),
+    ("unsafe-reason", "runtime/outcore/device/host.rs", "// SAFETY: for f only\nfn f() {\n    g();\n    unsafe { g() }\n}\n"),
+    ("unsafe-reason", "runtime/outcore/device/host.rs", 'fn f() {\n    g("SAFETY: no");\n    unsafe { g() }\n}\n'),
+    ("unsafe-reason", "runtime/outcore/store/mod.rs", "struct P;\nunsafe impl Send for P {}\n"),
+    ("architecture", "runtime/outcore/ranges.rs", '#[cfg(target_arch = "x86_64")]\nfn f() {}\n'),
+    ("architecture", "runtime/outcore/ranges.rs", "use std::arch::x86_64::*;\n"),
     ("architecture", "examples/llm/src/model.rs", 'fn f() -> bool { is_x86_feature_detected!("avx2") }\n'),
-    ("architecture", "runtime/ranges.rs", 'fn f() { asm!("nop") }\n'),
+    ("architecture", "runtime/outcore/ranges.rs", 'fn f() { asm!("nop") }\n'),
     ("pager-pure", "runtime/pager/table.rs", "use std::{sync::Arc, time::Instant};\n"),
     ("pager-pure", "runtime/pager/table.rs", "fn f() { std::thread::yield_now(); }\n"),
     ("pager-pure", "runtime/pager/table.rs", "#[cfg(test)]\nmod tests { use std::fs; }\nuse std::fs;\n"),
     ("words", "docs/a.md", "Look in /home/me/outcore.\n"),
-    ("words", "runtime/lib.rs", "fn f() { todo!() }\n"),
-    ("words", "runtime/lib.rs", "// FIXME later\n"),
+    ("words", "runtime/outcore/lib.rs", "fn f() { todo!() }\n"),
+    ("words", "runtime/outcore/lib.rs", "// FIXME later\n"),
     ("words", "README.md", "A blazingly quick runtime.\n"),
     ("words", "docs/a.md", "See http://10.0.0.7/x.\n"),
-    ("ascii", "runtime/lib.rs", "// a \u2014 b\n"),
+    ("ascii", "runtime/outcore/lib.rs", "// a \u2014 b\n"),
     ("ascii", "docs/a.md", "a\r\n"),
-    ("columns", "runtime/lib.rs", "// " + "word " * 24 + "\n"),
-    ("columns", "runtime/lib.rs", f'/// "{"quoted " * 18}"\nfn f() {{}}\n'),
-    ("columns", "runtime/lib.rs", "fn f() { g(" + "1, " * 40 + "); }\n"),
+    ("columns", "runtime/outcore/lib.rs", "// " + "word " * 24 + "\n"),
+    ("columns", "runtime/outcore/lib.rs", f'/// "{"quoted " * 18}"\nfn f() {{}}\n'),
+    ("columns", "runtime/outcore/lib.rs", "fn f() { g(" + "1, " * 40 + "); }\n"),
     ("columns", "scripts/a.py", '"""' + "word " * 24 + '"""\n# ' + "word " * 24 + "\n"),
     ("columns", "scripts/a.sh", "# " + "word " * 24 + "\n"),
     ("columns", "docs/a.md", "word " * 24 + "words\n"),
@@ -531,19 +564,19 @@ BAD = [
     ("links", "docs/a.md", "See [a](a.md#nowhere).\n\n# Somewhere\n"),
 ]
 GOOD = [
-    ("runtime/device/host.rs", "fn f() {\n    // SAFETY: g is pure; kept by h.\n    let x = h(\n        unsafe { g() },\n    );\n}\n"),
-    ("runtime/device/host.rs", "// SAFETY: only an address.\nunsafe impl Send for P {}\n"),
-    ("runtime/device/host.rs", "fn f() -> u8 {\n    unsafe {\n        // SAFETY: inside, on the next line.\n        g()\n    }\n}\n"),
-    ("runtime/pin/host.rs", "// SAFETY: pinned.\nlet s = unsafe { slice(p, n) };\n"),
-    ("runtime/lib.rs", "// unsafe { in a comment }\nconst S: &str = \"unsafe { x }\";\nconst R: &str = r#\"unsafe \" { y }\"#;\n"),
-    ("runtime/lib.rs", "fn f<'a>(x: &'a str) -> char { 'u' }\n/* /* unsafe */ { */\n"),
+    ("runtime/outcore/device/host.rs", "fn f() {\n    // SAFETY: g is pure; kept by h.\n    let x = h(\n        unsafe { g() },\n    );\n}\n"),
+    ("runtime/outcore/device/host.rs", "// SAFETY: only an address.\nunsafe impl Send for P {}\n"),
+    ("runtime/outcore/device/host.rs", "fn f() -> u8 {\n    unsafe {\n        // SAFETY: inside, on the next line.\n        g()\n    }\n}\n"),
+    ("runtime/outcore/pin/host.rs", "// SAFETY: pinned.\nlet s = unsafe { slice(p, n) };\n"),
+    ("runtime/outcore/lib.rs", "// unsafe { in a comment }\nconst S: &str = \"unsafe { x }\";\nconst R: &str = r#\"unsafe \" { y }\"#;\n"),
+    ("runtime/outcore/lib.rs", "fn f<'a>(x: &'a str) -> char { 'u' }\n/* /* unsafe */ { */\n"),
     ("examples/llm/src/kernels.rs", '#[cfg(target_arch = "x86_64")]\nuse std::arch::x86_64::*;\n'),
-    ("runtime/lib.rs", "// target_arch in a comment\nconst S: &str = \"asm!\";\n"),
+    ("runtime/outcore/lib.rs", "// target_arch in a comment\nconst S: &str = \"asm!\";\n"),
     ("runtime/pager/table.rs", "//! [`Store`](crate::store::Store)\nuse std::{collections::BTreeMap, fmt};\nuse slab::Slab;\n"),
     ("runtime/pager/table.rs", "use super::state::Word;\n#[cfg(test)]\nmod tests {\n    use std::time::Instant;\n    use proptest::prelude::*;\n}\n"),
     ("runtime/pager/table.rs", "#[cfg(all(test, loom))]\nmod loom_word { use loom::thread; use crate::store::Store; }\n"),
     ("docs/a.md", "# Some `thing` here\n\n[up](#some-thing-here) [web](https://example.org/x) `[no](none.md)`\n"),
-    ("runtime/lib.rs", f'const S: &str = "{"long_word " * 20}";\n//! | {"a cell " * 20} |\n'),
+    ("runtime/outcore/lib.rs", f'const S: &str = "{"long_word " * 20}";\n//! | {"a cell " * 20} |\n'),
     ("scripts/a.py", f'S = "{"a long text " * 12}"\n'),
     ("docs/a.md", f'| {"a cell " * 20} |\n\n[a]: https://example.org/{"a" * 120}\n\n{{"bench": "{"x" * 120}"}}\n'),
     ("docs/a.md", "Bytes \u00d7 \u00b5s, 2\u00b2; http://127.0.0.1:8080/x; target/tmp/x\n"),
@@ -566,14 +599,30 @@ def self_test():
     with tempfile.TemporaryDirectory() as root:
         if not list(check(root)):
             failures.append("an empty tree passed")
-    line = {"runtime/a.rs": "use crate::b::B;", "runtime/b/mod.rs": "mod c;\npub use c::C;", "runtime/b/c.rs": "use crate::d;"}
-    if list(circles({**line, "runtime/d.rs": "fn f() {}\n#[cfg(test)]\nmod tests { use crate::a::A; }"})):
-        failures.append("modules in a line were taken for a circle")
-    if not list(circles({**line, "runtime/d.rs": "use crate::b::C;"})):
-        failures.append("a circle passed: b::c, d")
+    line = {
+        "c/Cargo.toml": '[package]\nname = "c"\n[lib]\npath = "lib.rs"\n',
+        "c/lib.rs": "mod a;\nmod b;\nmod d;\npub use a::A;",
+        "c/a.rs": "use crate::b::B;",
+        "c/b/mod.rs": "mod c;\npub use c::C;",
+        "c/b/c.rs": "use crate::d;",
+        "c/d.rs": "fn f() {}\n#[cfg(test)]\nmod tests { use crate::a::A; }",
+    }
+    if list(circles(line)):
+        failures.append(f"modules in a line were taken for a circle: {list(circles(line))}")
+    of_root = line["c/lib.rs"] + "\npub struct Root;\n"
+    uses_a = {"c/a.rs": "use crate::b::C;", "c/d.rs": "use crate::Root;"}
+    for name, circle in [
+        ("b::c, d", {"c/d.rs": "use crate::b::C;"}),
+        ("the root, d", {"c/lib.rs": of_root + "fn f() { d::f() }", "c/d.rs": "use crate::Root;"}),
+        ("the root, a, b::c, d", {**uses_a, "c/lib.rs": of_root + "use a::A;"}),
+    ]:
+        if not list(circles({**line, **circle})):
+            failures.append(f"a circle passed: {name}")
+    if list(circles({**line, "c/lib.rs": of_root, "c/d.rs": "use crate::Root;"})):
+        failures.append("a root that uses nothing was taken for a part of a circle")
     for failure in failures:
         print(failure)
-    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 3 - len(failures)} passed, {len(failures)} failed")
+    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 6 - len(failures)} passed, {len(failures)} failed")
     return 1 if failures else 0
 
 

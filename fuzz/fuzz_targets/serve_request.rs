@@ -5,13 +5,13 @@
 
 use libfuzzer_sys::fuzz_target;
 
-#[path = "../../examples/llm/serve/src/error.rs"]
+#[path = "../../examples/serve/src/error.rs"]
 mod error;
-#[path = "../../examples/llm/serve/tests/requests/fuzzed.rs"]
+#[path = "../../examples/serve/tests/requests/fuzzed.rs"]
 mod fuzzed;
-#[path = "../../examples/llm/serve/src/request.rs"]
+#[path = "../../examples/serve/src/request.rs"]
 mod request;
-#[path = "../../examples/llm/serve/src/tenants.rs"]
+#[path = "../../examples/serve/src/tenants.rs"]
 mod tenants;
 
 fuzz_target!(|input: &[u8]| {

@@ -18,7 +18,7 @@ fn main() {
     }
     let Some(root) = env::var_os("CARGO_MANIFEST_DIR").map(|here| Path::new(&here).join("../..")) else { return };
     // A packed crate has no other one beside it.
-    if !root.join("runtime/mapped/preload/Cargo.toml").is_file() {
+    if !root.join("runtime/preload/Cargo.toml").is_file() {
         return;
     }
     for source in ["runtime", "Cargo.toml", "Cargo.lock"] {

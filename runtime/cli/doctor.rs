@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use outcore::machine::{self, HugePages, Machine};
-use outcore::rules::HostDevice;
+use outcore::device::HostDevice;
 use outcore::stats::Settings;
 use outcore::store::{DiskProfile, QueueDepth, probe_backend, probe_file};
 use outcore::{Bytes, Error, IoBackend, PageSize, Result, Runtime};
 use serde::Serialize;
 
-use super::Report;
 use super::cuda;
 use super::here::{self, TRIAL, WRITE_TIME};
 use super::library;
 use super::output::{Table, rate, size};
+use super::printed::Report;
 use super::probe::LatencyReport;
 use super::trial::TrialFile;
 

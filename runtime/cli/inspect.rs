@@ -9,10 +9,11 @@ use outcore::format::{self, Metadata, ModelHeader, TensorHeader};
 use outcore::{Bytes, PageSize, Result};
 use serde::Serialize;
 
+use super::arguments::page_size;
 use super::config::config_beside;
 use super::output::{Side, Table, percent, printable, size};
+use super::printed::Report;
 use super::residency::{self, row_bytes};
-use super::{Report, page_size};
 
 #[derive(Debug, Args)]
 pub struct Options {

@@ -10,7 +10,8 @@ use outcore_kv::{StoreKey, StoreReport};
 use serde::Serialize;
 
 use super::output::Table;
-use super::{Report, replay};
+use super::printed::Report;
+use super::replay;
 
 #[derive(Debug, Args)]
 pub struct Options {

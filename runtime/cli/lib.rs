@@ -4,6 +4,7 @@
 //! line was not understood. `outcore run` has the program's, 127 if there is no such program, and 126 if it cannot be
 //! executed.
 
+mod arguments;
 mod bar;
 mod comparison;
 mod config;
@@ -21,6 +22,7 @@ mod named;
 mod output;
 mod plan;
 mod policies;
+mod printed;
 mod probe;
 mod replay;
 mod report;
@@ -34,10 +36,10 @@ use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use outcore::{Bytes, PageSize, Result};
 use outcore_lab::sim::AnyPolicy;
 pub use outcore_lab::sim::OwnPolicy;
-use serde::Serialize;
+
+use printed::render;
 
 /// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can
 /// be.
@@ -70,11 +72,6 @@ enum Command {
     Kv(kv::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
     Top(top::Options),
-}
-
-/// The result of a command, which can be printed as a JSON object or as text.
-trait Report: Serialize {
-    fn text(&self) -> String;
 }
 
 /// Reads the arguments of the process, does what they say, and writes what was found.
@@ -149,16 +146,8 @@ fn command(own: &[OwnPolicy]) -> clap::Command {
         })
 }
 
-fn render(report: &impl Report, json: bool) -> serde_json::Result<String> {
-    if json { serde_json::to_string(report).map(|line| line + "\n") } else { Ok(report.text()) }
-}
-
 fn fail(message: &str) -> ExitCode {
     // If standard error is closed, nobody can be told.
     drop(writeln!(std::io::stderr(), "outcore: {message}"));
     ExitCode::FAILURE
-}
-
-fn page_size(text: &str) -> Result<PageSize> {
-    PageSize::new(text.parse::<Bytes>()?)
 }

@@ -13,10 +13,12 @@ use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::synthetic::{Workload, WorkloadKind};
 use outcore_lab::sim::{AnyPolicy, Column, Counts, OpColumn, OwnPolicy, Progress, Trace, TraceForm, TraceOptions};
 
+use super::arguments::page_size;
 use super::bar::Bar;
 use super::comparison::{Capacity, Class, Found, Outcome, Point, Ratio};
+use super::curve;
 use super::output::{Side, Table, printable, size};
-use super::{Report, curve, page_size};
+use super::printed::Report;
 
 /// The options of `outcore policies`.
 #[derive(Debug, Args)]

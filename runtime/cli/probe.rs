@@ -8,9 +8,10 @@ use outcore::store::{FileProbe, QueueDepth, probe_file};
 use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, Result};
 use serde::Serialize;
 
+use super::arguments::page_size;
 use super::output::{Side, Table, microseconds, percent, rate, size};
+use super::printed::Report;
 use super::trial::TrialFile;
-use super::{Report, page_size};
 
 #[derive(Debug, Args)]
 pub struct Options {

@@ -15,10 +15,11 @@ use outcore_lab::sim::{
 };
 use serde::Serialize;
 
+use super::arguments::page_size;
 use super::here::{self, Here, Source};
 use super::named;
 use super::output::{Side, Table, digits, percent, printable, size};
-use super::{Report, page_size};
+use super::printed::Report;
 
 /// The options of `outcore simulate`.
 #[derive(Debug, Args)]

@@ -6,19 +6,24 @@
 
 mod key;
 mod layout;
+mod options;
 mod permit;
 mod pool;
 mod sequence;
+mod shared;
 mod side_by_side;
+mod state;
 mod store;
 mod tables;
 mod turns;
 
 pub use key::{BlockKey, Fingerprint, TenantId, Token};
 pub use layout::{KvLayout, KvPart, KvShape};
+pub use options::{ActiveOptions, TenantOptions};
 pub use permit::{Permit, PermitFuture, PermitRequest};
-pub use pool::{ActiveOptions, KvPool, KvStats, TenantOptions, TenantStats};
+pub use pool::{KvStats, TenantStats};
 pub use sequence::{ReadBlocks, Sequence, WriteBlocks};
+pub use shared::KvPool;
 pub use store::{
     Admission, Clock, Put, Store, StoreKey, StoreOptions, StoreReport, StoreStats, StoredBlock, has_parts_of_a_store,
     inspect, verify,

@@ -12,14 +12,21 @@ use outcore::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::key::TenantId;
-use crate::pool::Shared;
 use crate::turns::{Answer, Counts, Granted, Refusal, RequestId, Turn, Turns};
 
 /// Blocks that may be active, and who has them or waits for them.
-#[derive(Debug)]
 pub struct Permits {
+    /// Tokens of a block.
+    block_tokens: u32,
     state: Mutex<State>,
     start: Instant,
+}
+
+/// Without the state: a tenant's request that is printed shows nothing of other tenants.
+impl fmt::Debug for Permits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Permits").field("block_tokens", &self.block_tokens).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug)]
@@ -29,9 +36,15 @@ struct State {
 }
 
 impl Permits {
-    pub fn new() -> Self {
+    /// Those of a pool whose blocks are of so many tokens. None may be active yet.
+    pub fn new(block_tokens: u32) -> Self {
         let state = State { turns: Turns::new(0, 0), waiting: HashMap::new() };
-        Self { state: Mutex::new(state), start: Instant::now() }
+        Self { block_tokens, state: Mutex::new(state), start: Instant::now() }
+    }
+
+    /// Blocks of a sequence of so many tokens.
+    pub fn blocks_for(&self, tokens: u64) -> u32 {
+        u32::try_from(tokens.div_ceil(u64::from(self.block_tokens))).unwrap_or(u32::MAX)
     }
 
     fn now(&self) -> Duration {
@@ -39,12 +52,12 @@ impl Permits {
     }
 
     /// Changes the state, and gives permits to those to whom it grants some.
-    fn change(&self, pool: &Arc<Shared>, change: impl FnOnce(&mut State, Duration) -> Vec<Granted>) {
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, Duration) -> Vec<Granted>) {
         let mut state = self.state.lock();
         let granted = change(&mut state, self.now());
         let to = |(tenant, id, blocks)| {
             let sender = state.waiting.remove(&id)?;
-            Some((sender, Permit { pool: pool.clone(), tenant, blocks }))
+            Some((sender, Permit { permits: self.clone(), tenant, blocks }))
         };
         let sent: Vec<_> = granted.into_iter().filter_map(to).collect();
         drop(state);
@@ -54,19 +67,19 @@ impl Permits {
         }
     }
 
-    pub fn resize(&self, pool: &Arc<Shared>, blocks: u32, reserve: u32) {
-        self.change(pool, |state, now| state.turns.resize(blocks, reserve, now));
+    pub fn resize(self: &Arc<Self>, blocks: u32, reserve: u32) {
+        self.change(|state, now| state.turns.resize(blocks, reserve, now));
     }
 
     /// What a tenant may have. If that is refused, returns how many blocks all static shares would be.
-    pub fn set(&self, pool: &Arc<Shared>, tenant: TenantId, turn: Turn) -> std::result::Result<(), u64> {
+    pub fn set(self: &Arc<Self>, tenant: TenantId, turn: Turn) -> std::result::Result<(), u64> {
         let reserved = {
             let turns = &self.state.lock().turns;
             let all = u64::from(turn.reserved) + turns.reserved_by_others(tenant);
             if turn.reserved > 0 && all > u64::from(turns.blocks()) { Err(all) } else { Ok(()) }
         };
         reserved?;
-        self.change(pool, |state, now| state.turns.set(tenant, turn, now));
+        self.change(|state, now| state.turns.set(tenant, turn, now));
         Ok(())
     }
 
@@ -74,8 +87,8 @@ impl Permits {
         self.state.lock().turns.grow(tenant, blocks, self.now())
     }
 
-    pub fn forget(&self, pool: &Arc<Shared>, tenant: TenantId) {
-        self.change(pool, |state, now| state.turns.forget(tenant, now));
+    pub fn forget(self: &Arc<Self>, tenant: TenantId) {
+        self.change(|state, now| state.turns.forget(tenant, now));
     }
 
     /// Blocks that may be active, blocks that are, and requests that wait.
@@ -93,14 +106,14 @@ impl Permits {
         self.state.lock().turns.estimate(tenant, of, blocks, self.now())
     }
 
-    pub fn ask(&self, pool: &Arc<Shared>, tenant: TenantId, blocks: u32) -> Result<PermitRequest> {
+    pub fn ask(self: &Arc<Self>, tenant: TenantId, blocks: u32) -> Result<PermitRequest> {
         let mut state = self.state.lock();
         let progress = match state.turns.ask(tenant, blocks, self.now()) {
-            Answer::Granted => Progress::Granted(Permit { pool: pool.clone(), tenant, blocks }),
+            Answer::Granted => Progress::Granted(Permit { permits: self.clone(), tenant, blocks }),
             Answer::Waits(id) => {
                 let (sender, receiver) = oneshot::channel();
                 state.waiting.insert(id, sender);
-                Progress::Waits(Place { pool: pool.clone(), tenant, id }, receiver)
+                Progress::Waits(Place { permits: self.clone(), tenant, id }, receiver)
             }
             Answer::Refused(refusal) => {
                 let estimate = state.turns.estimate(tenant, None, blocks, self.now());
@@ -138,7 +151,7 @@ fn refused(tenant: TenantId, blocks: u32, refusal: Refusal, all: u32, estimate: 
 
 /// Leave for a sequence to be active, with so many blocks. It is given back when this is dropped.
 pub struct Permit {
-    pool: Arc<Shared>,
+    permits: Arc<Permits>,
     tenant: TenantId,
     blocks: u32,
 }
@@ -162,34 +175,35 @@ impl Permit {
     /// passes those who do: a sequence that goes on comes before one that has yet to begin. Returns whether the permit
     /// is for so many tokens. If not, one of the active sequences has to be [parked](crate::Sequence::park).
     pub fn grow(&mut self, tokens: u64) -> bool {
-        let wanted = self.pool.blocks_for(tokens);
+        let wanted = self.permits.blocks_for(tokens);
         let Some(more) = wanted.checked_sub(self.blocks).filter(|more| *more > 0) else { return true };
-        let grown = self.pool.permits.grow(self.tenant, more);
+        let grown = self.permits.grow(self.tenant, more);
         self.blocks += if grown { more } else { 0 };
         grown
     }
-    pub(crate) fn is_of(&self, pool: &Arc<Shared>) -> bool {
-        Arc::ptr_eq(&self.pool, pool)
+    /// Whether these gave it.
+    pub(crate) fn is_of(&self, permits: &Arc<Permits>) -> bool {
+        Arc::ptr_eq(&self.permits, permits)
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.pool.permits.change(&self.pool, |state, now| state.turns.give_back(self.tenant, self.blocks, now));
+        self.permits.change(|state, now| state.turns.give_back(self.tenant, self.blocks, now));
     }
 }
 
 /// A place in the line. It is given up when this is dropped.
 #[derive(Debug)]
 struct Place {
-    pool: Arc<Shared>,
+    permits: Arc<Permits>,
     tenant: TenantId,
     id: RequestId,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.pool.permits.change(&self.pool, |state, now| match state.waiting.remove(&self.id) {
+        self.permits.change(|state, now| match state.waiting.remove(&self.id) {
             Some(_) => state.turns.cancel(self.tenant, self.id, now),
             // It was granted: a permit that nobody took is dropped with the receiver.
             None => Vec::new(),
@@ -230,8 +244,8 @@ impl PermitRequest {
     /// How long it will take, by the blocks that came back lately. `None` if none did.
     pub fn estimate(&self) -> Option<Duration> {
         match &self.0 {
-            Progress::Waits(Place { pool, tenant, id }, _) if !self.is_granted() => {
-                pool.permits.estimate(*tenant, Some(*id), 0)
+            Progress::Waits(Place { permits, tenant, id }, _) if !self.is_granted() => {
+                permits.estimate(*tenant, Some(*id), 0)
             }
             _ => Some(Duration::ZERO),
         }

@@ -9,7 +9,8 @@ use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Scope, 
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
-use crate::pool::{KvPool, Shared, State};
+use crate::shared::{KvPool, Shared};
+use crate::state::State;
 use crate::tables::{BlockId, Known, Link, Realm};
 
 /// Blocks that a sequence shares with its forks, behind those of `before`. They are let go when the last of these ends.
@@ -402,7 +403,7 @@ impl Sequence {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a permit of another tenant or pool;
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one of fewer blocks than the sequence has. Then it goes back.
     pub fn activate(&mut self, permit: Permit) -> Result<()> {
-        if permit.tenant() != self.tenant || !permit.is_of(&self.pool.0) {
+        if permit.tenant() != self.tenant || !permit.is_of(&self.pool.0.permits) {
             let (of, tenant) = (permit.tenant().get(), self.tenant.get());
             let message = format!("a permit of tenant {of}, for a sequence of tenant {tenant} of a pool");
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("use one of the same tenant and pool"));

@@ -12,5 +12,5 @@ pub mod planning;
 pub mod residency;
 pub mod sim;
 
-use outcore::{device, format, machine, rules, store};
+use outcore::{device, format, machine, store};
 use outcore_pager::{self as pager, error, ids, random};

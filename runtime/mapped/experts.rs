@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use outcore::format::TensorHeader;
-use outcore::rules::{Expert, Role, role};
+use outcore::format::{Expert, Role, role};
 
 /// One expert of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -4,8 +4,9 @@
 //!
 //! The thread never waits for a page: it polls the requests it has made, and the store's threads wake it. It touches
 //! no mapped range. It takes only outcore's own locks, and no thread that holds one of these touches a mapped range. It
-//! writes to no stream of the program's, and waits for nobody who does ([`Teller`]); its events go to no subscriber of
-//! `tracing`, which may hold a lock that a faulting thread has. It takes no signals: a handler may touch a page.
+//! writes to no stream of the program's, and waits for nobody who does ([`super::telling`]); its events go to no
+//! subscriber of `tracing`, which may hold a lock that a faulting thread has. It takes no signals: a handler may touch
+//! a page.
 //!
 //! It takes memory from the allocator of the program that links this crate. So a handler of a signal must touch no
 //! mapped page in such a program: it may have interrupted a thread that has the allocator's lock, or one of outcore's.
@@ -37,26 +38,24 @@
 //!
 //! [`Runtime::keep_frames`]: outcore::Runtime
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::future::Future;
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, JoinHandle, ThreadId};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use outcore::rules::without_signals;
-use outcore::{Error, ErrorKind, PinSet, Result, Write};
+use outcore::os::signals::without_signals;
+use outcore::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::bell::{Bell, Command};
 use crate::device::Core;
-use crate::telling::{Tell, Teller};
+use crate::handler::{Handler, Request};
+use crate::keeper::Held;
 use crate::turns::{AT_ONCE, Fault, Turns};
 use crate::uffd;
 
@@ -72,224 +71,6 @@ const AGAIN_MAX: Duration = Duration::from_millis(50);
 
 /// After this time without an event, pages are kept no more: what waits for frames may wait for just these.
 const QUIET: Duration = Duration::from_millis(100);
-
-/// What keeps pages where they are.
-#[derive(Debug)]
-#[expect(dead_code, reason = "held, and never looked at")]
-pub enum Pins {
-    Read(PinSet),
-    /// Nobody else has pins of these pages, and they are dirty.
-    Write(PinSet<Write>),
-}
-
-/// Pages of a range that are used together.
-pub struct Request {
-    /// Where they begin in the range, ascending. Each is published as soon as it is filled.
-    pub pages: Vec<u64>,
-    /// Whether they are to be written.
-    pub writes: bool,
-    /// The pin of all of them.
-    pub pins: Pin<Box<dyn Future<Output = Result<Pins>> + Send>>,
-}
-
-/// Who answers for the pages of a range.
-pub trait Handler: Send + Sync + fmt::Debug {
-    /// What is to be asked for because the byte `offset` of the range was touched: first the page that holds it, alone.
-    /// Nothing if the range has no such page.
-    fn requests(&self, offset: u64) -> Vec<Request>;
-    /// The same for a write, in a range that is private: one page.
-    fn request_to_write(&self, offset: u64) -> Option<Request>;
-    /// Whether the range is private, so that it may be written.
-    fn is_private(&self) -> bool;
-    /// This page is about to be written.
-    fn will_be_written(&self, offset: u64);
-    /// Whether this page is hidden again when it is let go, so that its next use is seen.
-    fn hides(&self, page: u64) -> bool;
-    /// How many pins the page has. Takes no lock.
-    fn pins(&self, page: u64) -> u32;
-    /// A hidden page was shown to a thread that touched it, which took this long.
-    fn shown(&self, page: u64, took: Duration);
-    /// How many pages may be kept pinned behind their use, whatever range they are of.
-    fn may_keep(&self) -> usize;
-    /// How many threads may be served at once.
-    fn turns(&self) -> usize;
-    /// The fill of the page failed: the thread that touched it gets SIGBUS. Without an offset, no page can be filled.
-    /// Returns what tells the program; it is called on another thread.
-    fn failed(&self, offset: Option<u64>, error: Error) -> Tell;
-}
-
-/// Pages that were published, and are pinned for the moment.
-pub struct Held {
-    pub range: u64,
-    /// Where they begin in the range.
-    pub pages: Vec<u64>,
-    pub handler: Weak<dyn Handler>,
-    /// Whether they are kept because the program told of them, and not because a thread waited for them.
-    pub told: bool,
-    /// Held, and never looked at.
-    pub _pins: Pins,
-}
-
-#[derive(Default)]
-struct Kept {
-    held: VecDeque<Held>,
-    /// Addresses of the pages of turns, which are not let go.
-    guarded: Vec<u64>,
-}
-
-impl Kept {
-    /// A page of a turn is held alone too. A set of pages would keep others with it, until no frame is left.
-    fn is_guarded(&self, held: &Held) -> bool {
-        matches!(held.pages[..], [page] if self.guarded.contains(&(held.range + page)))
-    }
-}
-
-/// The pages that were published last.
-#[derive(Default)]
-pub struct Keeper(Mutex<Kept>);
-
-impl Keeper {
-    /// Keeps these pages, and lets the oldest go while more than `most` are kept; never the ones that are added.
-    pub fn keep(&self, core: &Core, held: Held, most: usize) {
-        // Pins and handlers are dropped without the lock: that may wake whoever waits for frames.
-        let (mut gone, mut handlers) = (Vec::new(), Vec::new());
-        {
-            let mut kept = self.0.lock();
-            kept.held.push_back(held);
-            let mut pages: usize = kept.held.iter().map(|held| held.pages.len()).sum();
-            let mut at = 0;
-            while pages > most && at + 1 < kept.held.len() {
-                if kept.is_guarded(&kept.held[at]) {
-                    at += 1;
-                    continue;
-                }
-                let Some(old) = kept.held.remove(at) else { break };
-                pages -= old.pages.len();
-                gone.push(old);
-            }
-            for old in &gone {
-                let Some(handler) = old.handler.upgrade() else { continue };
-                let again =
-                    |page: &u64| kept.held.iter().any(|held| held.range == old.range && held.pages.contains(page));
-                for page in old.pages.iter().filter(|page| handler.hides(**page) && !again(page)) {
-                    // One pin is the keeper's own.
-                    core.hide(old.range + page, || handler.pins(*page) > 1);
-                }
-                handlers.push(handler);
-            }
-        }
-    }
-
-    /// Lets all pages go but those of the last two faults. A thread that has a turn, and not used its pages yet, asks
-    /// for them again.
-    pub fn let_go(&self) {
-        self.drop_all(|held| held.told);
-        let gone: Vec<Held> = {
-            let mut kept = self.0.lock();
-            let old = kept.held.len().saturating_sub(2);
-            kept.held.drain(..old).collect()
-        };
-        drop(gone);
-    }
-
-    /// The pages at these addresses are not let go from now on; others are.
-    fn guard(&self, pages: Vec<u64>) {
-        self.0.lock().guarded = pages;
-    }
-
-    /// Lets go of a page that is to be written: a pin for writing waits for all others.
-    fn let_write(&self, range: u64, page: u64) {
-        self.drop_all(|held| held.range == range && held.pages.contains(&page));
-    }
-
-    /// As [`guard`](Self::guard), and all other pages are let go.
-    fn keep_only(&self, pages: Vec<u64>) {
-        let gone: VecDeque<Held> = {
-            let mut kept = self.0.lock();
-            kept.guarded = pages;
-            let held = std::mem::take(&mut kept.held);
-            let (stay, gone) = held.into_iter().partition(|held| kept.is_guarded(held));
-            kept.held = stay;
-            gone
-        };
-        drop(gone);
-    }
-
-    fn forget(&self, range: u64) {
-        self.drop_all(|held| held.range == range);
-    }
-
-    fn drop_all(&self, which: impl Fn(&Held) -> bool) {
-        let gone: VecDeque<Held> = {
-            let mut kept = self.0.lock();
-            let (gone, others) = kept.held.drain(..).partition(which);
-            kept.held = others;
-            gone
-        };
-        drop(gone);
-    }
-
-    fn is_empty(&self) -> bool {
-        self.0.lock().held.is_empty()
-    }
-
-    fn clear(&self) {
-        let gone = std::mem::take(&mut *self.0.lock());
-        drop(gone);
-    }
-}
-
-/// What is asked of the thread.
-enum Command {
-    /// End all that concerns the range that begins here, and answer.
-    Forget(u64, mpsc::Sender<()>),
-}
-
-/// Wakes the thread out of its `poll`.
-pub struct Bell {
-    event: OwnedFd,
-    closing: AtomicBool,
-    commands: Mutex<VecDeque<Command>>,
-    thread: OnceLock<ThreadId>,
-    /// The process that has the thread: a child by `fork` has none.
-    process: u32,
-    keeper: Keeper,
-    teller: Teller,
-}
-
-impl Bell {
-    /// # Errors
-    /// `Io` without a file descriptor or a thread.
-    pub fn new() -> Result<Arc<Self>> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
-            Error::io("make an event for the thread of faults", io::Error::from(cause))
-                .remedy("raise the limit on open files (ulimit -n)")
-        })?;
-        outcore::rules::made(&event);
-        let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
-        let process = std::process::id();
-        let (keeper, teller) = (Keeper::default(), Teller::start()?);
-        Ok(Arc::new(Self { event, closing, commands, thread, process, keeper, teller }))
-    }
-
-    pub fn keeper(&self) -> &Keeper {
-        &self.keeper
-    }
-
-    pub fn teller(&self) -> &Teller {
-        &self.teller
-    }
-
-    /// Whether this is the process that has the thread, and no child of it by `fork`.
-    pub fn is_at_home(&self) -> bool {
-        self.process == std::process::id()
-    }
-
-    pub fn ring(&self) {
-        // A full counter is as good as a ring; nothing else can fail.
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-}
 
 /// One request's waker.
 struct Rung {
@@ -352,7 +133,7 @@ impl FaultThread {
             starving: false,
         };
         let serve = move || {
-            outcore::rules::answer_soon();
+            outcore::os::soon::answer_soon();
             let none = tracing::subscriber::NoSubscriber::new();
             tracing::subscriber::with_default(none, || {
                 let why = match catch_unwind(AssertUnwindSafe(|| worker.run())) {
@@ -425,7 +206,7 @@ impl Drop for Worker {
         // Commands that come from now on are answered by nobody, and those that are there have nothing left to end.
         self.bell.closing.store(true, Ordering::Release);
         self.pending.clear();
-        self.bell.keeper.clear();
+        self.bell.keeper().clear();
         self.obey(None);
     }
 }
@@ -452,7 +233,7 @@ impl Worker {
             }
             self.starving &= !(self.turns.is_line_empty() && self.pending.is_empty());
             if self.bell.closing.load(Ordering::Acquire) {
-                self.bell.keeper.clear();
+                self.bell.keeper().clear();
                 if !core.has_handlers() {
                     return Ok(());
                 }
@@ -464,7 +245,7 @@ impl Worker {
             ];
             let longest = self.turns.until_next(Instant::now());
             // An interrupted poll looks again.
-            let quiet = (!bell.keeper.is_empty() || !self.pending.is_empty()).then_some(QUIET);
+            let quiet = (!bell.keeper().is_empty() || !self.pending.is_empty()).then_some(QUIET);
             let now = Instant::now();
             let later = self.later.iter().map(|later| later.at.saturating_duration_since(now)).min();
             let longest = longest.into_iter().chain(quiet).chain(later).min();
@@ -472,7 +253,7 @@ impl Worker {
             if poll(&mut fds, longest.as_ref()) != Ok(0) {
                 last = Instant::now();
             } else if last.elapsed() >= QUIET {
-                if self.waits_for_frames(&core) { self.starve(&core) } else { bell.keeper.clear() }
+                if self.waits_for_frames(&core) { self.starve(&core) } else { bell.keeper().clear() }
             }
             let _ = rustix::io::read(&bell.event, &mut [0; 8]);
         }
@@ -505,14 +286,14 @@ impl Worker {
             pending.request.pages.iter().for_each(|page| core.want(pending.range + page));
         }
         self.later.retain(|later| pages.contains(&(later.fault.address - later.fault.address % core.page())));
-        self.bell.keeper.keep_only(pages);
+        self.bell.keeper().keep_only(pages);
     }
 
     /// The pages of turns stay, and others go as there are more of them.
     fn keep_turns(&self) {
         match self.starving {
-            true => self.bell.keeper.keep_only(self.turns.pages()),
-            false => self.bell.keeper.guard(self.turns.pages()),
+            true => self.bell.keeper().keep_only(self.turns.pages()),
+            false => self.bell.keeper().guard(self.turns.pages()),
         }
     }
 
@@ -530,10 +311,10 @@ impl Worker {
         // What panicked may panic again.
         let quietly = |run: &mut dyn FnMut()| drop(catch_unwind(AssertUnwindSafe(run)));
         quietly(&mut || self.pending.clear());
-        quietly(&mut || self.bell.keeper.clear());
+        quietly(&mut || self.bell.keeper().clear());
         let Some(core) = self.core.upgrade() else { return };
         for handler in core.handlers() {
-            quietly(&mut || self.bell.teller.tell(handler.failed(None, why.clone())));
+            quietly(&mut || self.bell.teller().tell(handler.failed(None, why.clone())));
         }
         // Faults that were read before come again.
         core.wake_all();
@@ -567,7 +348,7 @@ impl Worker {
                 Command::Forget(range, tell) => {
                     self.pending.retain(|pending| pending.range != range);
                     self.turns.keep(|address| core.is_some_and(|core| core.handler(address).is_some()));
-                    self.bell.keeper.forget(range);
+                    self.bell.keeper().forget(range);
                     let _ = tell.send(());
                 }
             }
@@ -628,7 +409,7 @@ impl Worker {
             return;
         }
         if writes && asked.is_private() {
-            self.bell.keeper.let_write(range, page - range);
+            self.bell.keeper().let_write(range, page - range);
             match asked.request_to_write(address - range) {
                 Some(request) => self.ask(range, handler, request, fault, failed),
                 None => {
@@ -705,11 +486,7 @@ impl Worker {
                 Ok(pins) => {
                     request.pages.iter().for_each(|page| self.ended(core, range + page));
                     let most = answers.filter(|_| !self.starving).map_or(1, |answers| answers.may_keep());
-                    self.bell.keeper.keep(
-                        core,
-                        Held { range, pages: request.pages, handler, told: false, _pins: pins },
-                        most,
-                    );
+                    core.keep(Held { range, pages: request.pages, handler, told: false, _pins: pins }, most);
                 }
                 // Of several pages nobody knows which one failed. Whoever touches that one asks for it alone.
                 Err(error) if request.pages.len() > 1 => {
@@ -729,7 +506,7 @@ impl Worker {
                 Err(error) => {
                     for page in request.pages {
                         if let Some(answers) = &answers {
-                            self.bell.teller.tell(answers.failed(Some(page), error.clone()));
+                            self.bell.teller().tell(answers.failed(Some(page), error.clone()));
                         }
                         if writes {
                             core.give_up(range + page);
@@ -753,6 +530,7 @@ mod tests {
     use outcore_testkit::harness::{Scene, is_child, scene_ended, until};
 
     use super::*;
+    use crate::telling::Tell;
     use crate::{Faulting, Mapped, MappedMut, Mechanism, device};
 
     const PAGE: usize = 64 << 10;

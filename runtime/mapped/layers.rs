@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use outcore::format::TensorHeader;
-use outcore::rules::{Role, role};
+use outcore::format::{Role, role};
 
 use crate::experts::{ExpertId, Experts};
 use crate::live::{CELLS_MAX, Held, HeldExperts, PARTS_MAX, Part};

@@ -21,12 +21,17 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod bell;
 mod device;
+mod expected;
 mod experts;
 mod faults;
 mod followed;
 mod foresight;
+mod handler;
 mod in_turn;
+mod joined;
+mod keeper;
 mod layers;
 pub mod live;
 mod looks;
@@ -38,7 +43,6 @@ mod order;
 mod outline;
 mod remembered;
 mod row;
-mod runs;
 mod scan;
 mod tables;
 mod telling;

@@ -25,10 +25,13 @@ use parking_lot::Mutex;
 
 use crate::device::{self, Core, Faulting, NAME};
 use crate::experts::{ExpertId, Experts, LayerExperts};
-use crate::faults::{self, FLOOR, Handler, Held, Pins, Request};
+use crate::faults::{self, FLOOR};
+use crate::handler::{Handler, Pins, Request};
+use crate::joined;
+use crate::keeper::Held;
 use crate::layers::{self, Layers, There};
 use crate::live;
-use crate::model::{self, Model, UNTOLD_MAX};
+use crate::model::{Model, UNTOLD_MAX};
 use crate::options::MapOptions;
 use crate::outline::Outline;
 use crate::remembered::Identity;
@@ -147,7 +150,7 @@ impl Pages {
         }
         let in_turn = self.core.turns.lock().used(part.id(), 1 + unseen.len() as u64, uses.pass());
         if let Some(orders) = in_turn {
-            model::use_in_turn(&self.runtime, &self.core, orders);
+            joined::use_in_turn(&self.runtime, &self.core, orders);
         }
     }
 
@@ -433,7 +436,7 @@ impl Mapped {
         Self::open_with(runtime, path.as_ref(), &MapOptions::new(), false)
     }
 
-    pub(crate) fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions, private: bool) -> Result<Self> {
+    fn open_with(runtime: &Runtime, path: &Path, options: &MapOptions, private: bool) -> Result<Self> {
         let frames = runtime.stats().device_frames;
         let frames = frames.used + frames.free;
         if frames < LEAST_FRAMES {
@@ -445,12 +448,12 @@ impl Mapped {
         let header = format::open_bytes(path)?;
         // The name may lead elsewhere since it was asked for. From here on this state of the file is compared.
         if let Some(wanted) = &options.file
-            && !header.files.iter().all(|file| outcore::rules::had_state(file, wanted))
+            && !header.files.iter().all(|file| file.had_state(wanted))
         {
             return Err(replaced(path));
         }
         let found = fs::metadata(path).ok().filter(|found| {
-            let same = |file: &format::ModelFile| outcore::rules::had_state(file, found);
+            let same = |file: &format::ModelFile| file.had_state(found);
             header.files.iter().all(same)
         });
         let Some(found) = found.map(|found| Identity::of(&found)) else { return Err(replaced(path)) };
@@ -468,7 +471,7 @@ impl Mapped {
             core.make_private(start)?;
         }
         let page = core.page();
-        let (model, file) = model::join(runtime, &core, (path, found), &bytes, private, options)?;
+        let (model, file) = joined::join(runtime, &core, (path, found), &bytes, private, options)?;
         model.frames.store(frames as usize, Ordering::Relaxed);
         let tensors = model.outline.tensors(file);
         let experts = Experts::of(tensors.iter().copied());
@@ -568,7 +571,7 @@ impl Mapped {
         let (known, core) = (&*self.pages, &*self.core);
         let model = &*known.model;
         model.check_experts(layer, experts)?;
-        outcore::rules::may_wait("experts")?;
+        outcore::pin::may_wait("experts")?;
         // Tokens of a batch may name the same ones.
         let mut seen = HashSet::new();
         let experts: Vec<u32> = experts.iter().copied().filter(|expert| seen.insert(*expert)).collect();
@@ -612,7 +615,7 @@ impl Mapped {
             let Some((handler, range)) = addresses.first().and_then(|first| core.handler(*first)) else { continue };
             let pages = addresses.iter().map(|page| page - range).collect();
             let held = Held { range, pages, handler, told: true, _pins: Pins::Read(pins) };
-            core.bell().keeper().keep(core, held, model.may_keep());
+            core.keep(held, model.may_keep());
         }
         if !addresses.is_empty() {
             // So that the thread sees that something is kept, and lets it go in time.
@@ -673,7 +676,7 @@ impl Mapped {
     /// has held for one more pass: this is for programs that end without either. See [`MapOptions::keep_order`].
     pub fn keep_order(&self) {
         self.pages.model.part().uses.keep(&self.pages.runtime);
-        self.pages.model.keep_what_is_true(&self.core);
+        self.pages.model.keep_what_is_true();
     }
 
     /// How the use of experts was known so far. All zero for a file without experts.
@@ -821,7 +824,7 @@ impl Written {
 ///
 /// Dropping it loses what was written. A child by `fork` does not have the range. What is read into it with `O_DIRECT`
 /// may be lost: such writes are no faults.
-pub struct MappedMut(pub(crate) Mapped);
+pub struct MappedMut(Mapped);
 
 impl MappedMut {
     /// Maps a whole open file on a runtime of this process's own, which [`Mapped::map`] uses too.
@@ -922,5 +925,23 @@ impl AsRef<[u8]> for MappedMut {
 impl AsMut<[u8]> for MappedMut {
     fn as_mut(&mut self) -> &mut [u8] {
         self
+    }
+}
+
+impl MapOptions {
+    /// As [`Mapped::open`].
+    ///
+    /// # Errors
+    /// As for [`Mapped::open`].
+    pub fn open(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<Mapped> {
+        Mapped::open_with(runtime, path.as_ref(), self, false)
+    }
+
+    /// As [`MappedMut::open`].
+    ///
+    /// # Errors
+    /// As for [`MappedMut::open`].
+    pub fn open_private(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<MappedMut> {
+        Mapped::open_with(runtime, path.as_ref(), self, true).map(MappedMut)
     }
 }

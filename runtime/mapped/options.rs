@@ -1,15 +1,12 @@
 //! How a file is mapped.
 
 use std::fs::Metadata;
-use std::path::{Path, PathBuf};
-
-use outcore::{Result, Runtime};
+use std::path::PathBuf;
 
 use crate::remembered::{Identity, Place, TurnsPlace};
 use crate::row::Row;
-use crate::{Mapped, MappedMut};
 
-/// How a file is [mapped](Mapped::open), where that is not to be as usual.
+/// How a file is [mapped](crate::Mapped::open), where that is not to be as usual.
 ///
 /// ```no_run
 /// # use outcore_mapped::{MapOptions, builder_for};
@@ -32,7 +29,7 @@ impl Default for MapOptions {
 }
 
 impl MapOptions {
-    /// As [`Mapped::open`] does it.
+    /// As [`Mapped::open`](crate::Mapped::open) does it.
     pub fn new() -> Self {
         Self { keep_order: true, folder: None, file: None }
     }
@@ -62,22 +59,6 @@ impl MapOptions {
     pub fn only(mut self, file: Metadata) -> Self {
         self.file = Some(file);
         self
-    }
-
-    /// As [`Mapped::open`].
-    ///
-    /// # Errors
-    /// As for [`Mapped::open`].
-    pub fn open(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<Mapped> {
-        Mapped::open_with(runtime, path.as_ref(), self, false)
-    }
-
-    /// As [`MappedMut::open`].
-    ///
-    /// # Errors
-    /// As for [`MappedMut::open`].
-    pub fn open_private(&self, runtime: &Runtime, path: impl AsRef<Path>) -> Result<MappedMut> {
-        Mapped::open_with(runtime, path.as_ref(), self, true).map(MappedMut)
     }
 
     /// Whether these keep orders as others do: then they may share one.

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use outcore::format::TensorHeader;
-use outcore::rules::{Role, role};
+use outcore::format::{Role, role};
 
 /// A tensor's place in the order: layers in turn, then what comes behind them. `is_output` is whether the embedding is
 /// also the output.

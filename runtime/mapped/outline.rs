@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
-use outcore::rules::{Role, role};
+use outcore::format::{Role, role};
 
 use crate::experts::Experts;
 use crate::order;
@@ -58,7 +58,7 @@ impl Outline {
     /// `None` if the file is none of the header's, or if a file has changed since the header was read.
     fn together(header: ModelHeader, found: Identity, page: u64) -> Option<(Self, usize)> {
         let identity = |file: &format::ModelFile| {
-            let now = fs::metadata(&file.path).ok().filter(|now| outcore::rules::had_state(file, now))?;
+            let now = fs::metadata(&file.path).ok().filter(|now| file.had_state(now))?;
             Some(Identity::of(&now))
         };
         let files: Vec<Identity> = header.files.iter().map(identity).collect::<Option<_>>()?;

@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use outcore::rules::notes;
+use outcore::os::notes;
 use serde::{Deserialize, Serialize};
 
 /// The beginning of the names of our files in the folder.

@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use outcore::rules::without_signals;
+use outcore::os::signals::without_signals;
 use outcore::{Error, Result};
 
 /// How long a signal waits for its reason to be told.

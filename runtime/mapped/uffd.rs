@@ -277,7 +277,7 @@ impl Uffd {
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        outcore::rules::made(&fd);
+        outcore::os::descriptors::made(&fd);
         Ok(Self {
             fd,
             protects: false,

@@ -10,23 +10,14 @@
 
 use super::line::{Class, Line, Room, Source, Turn, Wanted};
 use super::policy::Want;
-use super::request::{Purpose, ScopePriority, Terms, pages_of};
+use super::request::{Purpose, Request, ScopePriority, Stage, Stand, Terms};
+use super::runs::pages_of;
 use super::scope::Scope;
 use super::state::{Claim, State, TryPin};
 use super::table::PageEntry;
 use super::{Effects, Granted, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// Holds nothing, and stands in lines.
-    Queued,
-    /// Holds pins or locks of some pages, and waits for the fills of the others.
-    Filling,
-    /// Waits until the device tier fits the budget.
-    Shrinking,
-}
 
 /// A move that takes too long.
 struct LateMove<'a> {
@@ -38,20 +29,6 @@ struct LateMove<'a> {
     error: &'a Error,
 }
 
-/// Where a request stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Stand {
-    Nowhere,
-    /// In the line for frames. `wanted` is the least it wants, and `joined` the line's count when it joined.
-    Frames {
-        wanted: Wanted,
-        source: Source,
-        joined: u64,
-    },
-    /// In the lines of these pages, each with the line's count when it joined. The first page is in its way.
-    Pages(Vec<(PageId, u64)>),
-}
-
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocked {
@@ -61,39 +38,6 @@ enum Blocked {
         room: u32,
     },
     Page(PageId),
-}
-
-#[derive(Debug)]
-pub(super) struct Request {
-    runs: Vec<PageRun>,
-    terms: Terms,
-    /// Frames to set aside for its scope, if it is a request for a purse; otherwise 0.
-    frames: u32,
-    turn: Turn,
-    stage: Stage,
-    stand: Stand,
-    /// How often it was passed in lines that it has left.
-    passed: u32,
-    /// How many fills it waits for.
-    remaining: u32,
-    /// How many of these fills the device has not taken up.
-    untaken: u32,
-    /// Frames that it has spent of its scope's purse.
-    spent: u32,
-    /// Pages claimed for it of those its scope was opened for. 0 once its scope holds them.
-    claimed: u32,
-    cause: WaitCause,
-    serial: u32,
-}
-
-impl Request {
-    fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
-        self.runs.clone().into_iter().flat_map(PageRun::pages)
-    }
-
-    fn writes(&self) -> bool {
-        self.terms.purpose == Purpose::Write
-    }
 }
 
 impl Pager {

@@ -3,10 +3,11 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::moves::MoveRecord;
+use super::moving::MoveRecord;
 use super::state::State;
+use super::stats::Tails;
 use super::table::PageEntry;
-use super::{Pager, Place, Priority, Tails};
+use super::{Pager, Place, Priority};
 use crate::ids::{PageId, PageIndex, RequestId, SegmentId};
 
 macro_rules! ensure {

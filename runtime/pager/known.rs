@@ -2,8 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::PageRun;
-use super::request::pages_of;
+use super::runs::{PageRun, pages_of};
 use crate::ids::{PageId, RequestId};
 
 /// What the search knows of a scope that waits.

@@ -1,19 +1,12 @@
 //! Filling pages before they are used: because of hints, and because the policy's plan says that they come next.
 
+use super::hint::Hint;
 use super::policy::Want;
 use super::{Effects, PageRun, Pager, Priority};
 use crate::ids::{PageId, WalkerId};
 
 /// The most hints that are kept. Later ones are dropped.
 const HINTS_MAX: usize = 4096;
-
-/// A page that may be used soon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Hint {
-    pub(super) page: PageId,
-    /// The walker that [expects](Pager::expect) to use it; `None` for a hint that stays until there is room.
-    of: Option<WalkerId>,
-}
 
 impl Pager {
     /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped if there is no frame for it.

@@ -1,10 +1,12 @@
 //! Moves: how they are started, and what follows when they end.
 
+use super::fill::Fill;
+use super::moving::MoveRecord;
 use super::state::{BeginEvict, Claim, State};
 use super::table::{Entry, PageEntry};
-use super::{Effects, Fill, Move, Pager, Place, Priority};
+use super::{Effects, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
+use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId};
 use crate::steps::step;
 
 /// How many write backs of one page may fail in a row while somebody waits for its frame and there is no other. Then
@@ -15,18 +17,6 @@ const URGENT_ATTEMPTS: u8 = 3;
 const ATTEMPTS: u8 = 8;
 /// For how many events the next write back is put off after the first failure.
 const PUT_OFF: u64 = 64;
-
-/// A move in flight, or waiting for its staging buffer.
-#[derive(Debug)]
-pub(super) struct MoveRecord {
-    pub(super) page: PageId,
-    pub(super) from: Place,
-    pub(super) to: Place,
-    pub(super) priority: Priority,
-    pub(super) staging: Option<StagingId>,
-    pub(super) started: bool,
-    pub(super) serial: u32,
-}
 
 impl Pager {
     pub(super) fn entry(&mut self, page: PageId) -> &mut Entry {

@@ -14,20 +14,6 @@ use crate::ids::{FrameId, HostFrameId, PageId};
 /// pinned, a victim costs at most this many looks, not one for each pinned page.
 const LOOKS: usize = 32;
 
-/// What is known of victims since a search offered every resident page and none could go.
-///
-/// # Invariant
-///
-/// After such a search, a resident page that is not listed here cannot go. Only an event that lists the page changes
-/// that. Either the page is pinned and `wanted`, so the end of the pin is [told](Pager::released); or a move uses the
-/// page or its host copy, and ends. A page that becomes resident is listed, because its pins carry no mark.
-#[derive(Debug, Default)]
-pub(super) struct Barren {
-    /// Pages that may go, or whose pins may carry no mark, in the order in which they were listed. `None` if there was
-    /// no such search.
-    heard: Option<VecDeque<PageId>>,
-}
-
 /// The state in which a victim was taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taken {

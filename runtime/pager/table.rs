@@ -1,8 +1,44 @@
 //! The pages of one segment: their words, and what may change only under the latch.
 
-use super::state::{PageWords, State};
-use super::{Backing, PageView};
-use crate::ids::{FrameId, HostFrameId, PageIndex};
+use super::state::{PageWords, Snapshot, State};
+use crate::ids::{FrameId, HostFrameId, PageIndex, Tier};
+
+/// Where a segment's pages come from when no tier holds them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// A model file. Every page is always on disk, and none is ever dirty.
+    File,
+    /// Read-write memory: zero bytes until written, in the scratch file after the first write back.
+    ReadWrite,
+    /// A model file of which a program writes its own copy: every page is always on disk, in the model file until the
+    /// first write back, in the scratch file after it.
+    CopyOnWrite,
+}
+
+/// Where a page is, for snapshots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageView {
+    /// The device tier's state.
+    pub device: Snapshot,
+    /// The device frame, if the page has one.
+    pub frame: Option<FrameId>,
+    /// Whether the host tier holds a valid copy.
+    pub host: bool,
+    /// Whether the disk holds a valid copy.
+    pub disk: bool,
+}
+
+impl PageView {
+    /// The fastest tier that has the page's bytes. `Disk` for a page that no tier has, because nothing was written to
+    /// it yet.
+    pub fn tier(&self) -> Tier {
+        match self.host {
+            _ if self.device.is_resident() => Tier::Device,
+            true => Tier::Host,
+            false => Tier::Disk,
+        }
+    }
+}
 
 /// Where a page's bytes are, and flags that its word does not have: the device frame plus one, the host frame plus one,
 /// and the flags with the counts of failures. 12 bytes. A page of a file that was never used is all zeros, so that a

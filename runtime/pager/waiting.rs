@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::admit::Stage;
 use super::line::{Class, Turn};
+use super::request::Stage;
+use super::runs::pages_of;
 use super::{Holdings, PageWord, PageWords, Pager, Purpose, State};
 use crate::ids::{PageId, PageIndex, RequestId, ScopeId, SegmentId};
 
@@ -150,7 +151,7 @@ impl Pager {
             scope: scope.map(|scope| (scope, label())),
             holds: turn.class == Class::Growing,
             first: runs.first().and_then(|run| run.pages().next()),
-            pages: super::request::pages_of(runs),
+            pages: pages_of(runs),
             purpose,
             waits_for,
             holders: Vec::new(),

@@ -15,7 +15,7 @@ use cudarc::nvrtc::Ptx;
 use outcore::device::RawStream;
 use outcore::{ComputeStream, Runtime};
 
-use crate::{Failure, Result};
+use crate::failure::{Failure, Result};
 
 /// The kernels' text.
 pub const KERNELS: &str = include_str!("kernels.ptx");

@@ -9,6 +9,7 @@
 //! The verdict needs nothing but the sums, so it is the same on a real driver, which judges nothing, and on the
 //! emulated one of `tests/fake-cuda`. There the kernels are functions of the host (`outcore_testkit::soak_kernels`).
 
+mod failure;
 mod gpu;
 mod model;
 
@@ -26,39 +27,13 @@ use outcore::{Bytes, ComputeStream, DType, DevicePin, Model, Runtime, StreamPin,
 use outcore_pager::random::{Random, nth};
 use parking_lot::Mutex;
 
+use failure::Result;
 use gpu::{Gpu, Room, wait_for};
 use model::{Stamp, Unit};
 
+pub use failure::Failure;
 pub use gpu::KERNELS;
 pub use model::{stamped, sum_of, weight};
-
-type Result<T = ()> = std::result::Result<T, Failure>;
-
-/// Why the soak could not go on. Wrong sums are no failure: they are what it finds.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Failure {
-    /// There is no such GPU.
-    #[error("there is no GPU {0}: the CUDA driver sees {1}")]
-    NoGpu(u32, usize),
-    /// outcore refused a call.
-    #[error(transparent)]
-    Outcore(#[from] outcore::Error),
-    /// The driver refused a call.
-    #[error("{what}: {code}")]
-    Driver {
-        /// What the call was for.
-        what: &'static str,
-        /// The driver's name of the error.
-        code: String,
-    },
-    /// The model's file cannot be read, or does not suit.
-    #[error("the soak's model file {0}")]
-    File(String),
-    /// A thread of the soak panicked.
-    #[error("a thread of the soak panicked")]
-    Panicked,
-}
 
 /// When to end, unless a wrong sum ends it before.
 #[derive(Clone, Copy, Debug)]

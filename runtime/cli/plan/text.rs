@@ -2,9 +2,9 @@
 
 use outcore_lab::planning::Parameters;
 
-use super::super::Report;
 use super::super::here::Source;
 use super::super::output::{Side, Table, digits, percent, printable, rate, size};
+use super::super::printed::Report;
 use super::found::{ChangeReport, PassReport, Plan};
 
 /// Formats a large number with the prefix of its unit.

@@ -7,8 +7,8 @@ use outcore_lab::sim::ServerRequest;
 use serde::Serialize;
 
 use super::{Served, Setup};
-use crate::Report;
 use crate::output::{Side, Table, percent, size};
+use crate::printed::Report;
 
 /// Where blocks were found. `disk` is the runtime's scratch file.
 pub const TIERS: [&str; 4] = ["device", "host", "disk", "store"];

@@ -24,9 +24,10 @@ use outcore_pager::random;
 
 pub use self::found::Found;
 use self::found::{Ended, Tally};
+use super::arguments::page_size;
 use super::bar::Bar;
 use super::config::config_beside;
-use super::{named, page_size};
+use super::named;
 
 /// Most blocks of a pool, and most groups of blocks: the tables take up to 1 KiB of memory for each block, and a
 /// pager's some 50 bytes for each group of it.

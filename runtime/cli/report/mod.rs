@@ -22,8 +22,8 @@ use outcore::Result;
 use outcore_lab::output::{Input, NewFile};
 use serde::Serialize;
 
-use super::Report;
 use super::output::{printable, size};
+use super::printed::Report;
 use input::Inputs;
 use outcore_lab::sim::OwnPolicy;
 

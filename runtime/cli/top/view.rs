@@ -3,8 +3,8 @@
 use outcore_mapped::live::{Counts, Held, HeldExperts, Snapshot, rate};
 use serde::Serialize;
 
-use crate::Report;
 use crate::output::{Side, Table, percent, printable, size};
+use crate::printed::Report;
 
 /// A process at one time, and what happened in the interval before.
 #[derive(Debug, Serialize)]

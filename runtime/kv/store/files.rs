@@ -10,8 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-pub use outcore::rules::folder::Access;
-use outcore::rules::folder::Folder;
+pub use outcore::os::folder::Access;
+use outcore::os::folder::Folder;
 use parking_lot::Mutex;
 use rustix::fs::{FallocateFlags, fallocate};
 

@@ -24,7 +24,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::rules::folder::Folder;
+use outcore::os::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::{Mutex, MutexGuard};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::path::Path;
 
-use outcore::rules::folder::Folder;
+use outcore::os::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 
 use super::files::{Access, Files, LOCK, OpenFile};

@@ -13,7 +13,8 @@ use crate::ids::{Bytes, PageSize};
 use crate::machine;
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
-use crate::rules::{HUGE_PAGES_LEAST, HostDevice, page_within};
+use crate::device::HostDevice;
+use outcore::stats::{HUGE_PAGES_LEAST, page_within};
 use outcore::Lookahead;
 
 /// The most that a request pins where not everything fits: tiles as large as the example's.

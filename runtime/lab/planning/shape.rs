@@ -9,7 +9,7 @@ use super::experts::Experts;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
 use crate::ids::Bytes;
-use crate::rules::expert;
+use crate::format::expert;
 use outcore::DType;
 
 /// The sizes of a transformer that its memory and its time depend on. All counts are from 1 up.

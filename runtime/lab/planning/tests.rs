@@ -4,8 +4,8 @@ use super::*;
 use crate::error::ErrorKind;
 use crate::ids::{Bytes, PageSize};
 use crate::machine;
-use crate::rules::HostDevice;
-use crate::rules::page_within;
+use outcore::device::HostDevice;
+use outcore::stats::page_within;
 use crate::sim::MachineModel;
 use outcore::DType;
 

@@ -36,7 +36,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageId, PageSize, SegmentId};
 use crate::pager::{PageUse, PageUses};
-use crate::rules::expert;
+use crate::format::expert;
 
 /// The first bytes of every file. The first one is not text; the last one shows whether a transfer changed line ends.
 pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";

@@ -31,7 +31,7 @@ use super::trace::{Progress, Trace, TraceWriter};
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::format::ModelHeader;
 use crate::ids::PageSize;
-use crate::rules::{Expert, expert};
+use crate::format::{Expert, expert};
 
 /// The kinds of synthetic workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

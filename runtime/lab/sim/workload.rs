@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Metadata, ModelHeader, TensorHeader};
 use crate::ids::SegmentClass;
 use crate::pager::Backing;
-use crate::rules::{Expert, Role, role};
+use crate::format::{Expert, Role, role};
 use outcore::DType;
 
 /// A range of bytes of a segment, used together.

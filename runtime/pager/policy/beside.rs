@@ -6,8 +6,10 @@
 
 use super::auto::{AutoPolicy, Learned};
 use super::division::{Division, Gift, Holding};
+use super::kv::KvPolicy;
+use super::lirs::LirsPolicy;
 use super::outside::Outside;
-use super::{Policy, PolicyKind, Take, Want};
+use super::{Policy, Take, Want};
 use crate::bits::Bits;
 use crate::ids::{PageId, SegmentClass, SegmentId};
 use crate::numbers::PageNumbers;
@@ -44,10 +46,18 @@ pub(super) struct Beside {
     learned: Option<Learned>,
 }
 
+/// The policy of a side's small caches. They show what frames are worth to it, not which pages stay.
+fn model_of(side: usize) -> Box<dyn Policy> {
+    match side {
+        // Swept pages have hits with a part of their frames, as plans have, and it need not be told the order.
+        NAMED => Box::<LirsPolicy>::default(),
+        _ => Box::<KvPolicy>::default(),
+    }
+}
+
 impl Beside {
     pub(super) fn new(sizes: Sizes, numbers: &PageNumbers) -> Self {
-        // Swept pages have hits with a part of their frames, as plans have, and it need not be told the order.
-        let division = Division::new([PolicyKind::Lirs, PolicyKind::Kv], SAMPLED_PAGES);
+        let division = Division::new(SAMPLED_PAGES);
         let (policy, ordered, learned) = (None, Bits::default(), None);
         let mut this = Self { division, room: 0, floors: [0; 2], sizes, policy, ordered, learned };
         this.fit(numbers);
@@ -72,7 +82,7 @@ impl Beside {
     fn fit(&mut self, numbers: &PageNumbers) {
         self.division.fit(self.sizes.frames, numbers.end() as u64);
         let all = numbers.segments().map(|(segment, pages)| (segment, SegmentClass::Other, pages));
-        [NAMED, UNNAMED].into_iter().for_each(|side| self.division.watch(side, all.clone()));
+        [NAMED, UNNAMED].into_iter().for_each(|side| self.division.watch(side, all.clone(), || model_of(side)));
     }
 
     pub(super) fn room(&self) -> u32 {
@@ -236,6 +246,7 @@ impl Beside {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+    use super::super::PolicyKind;
     use super::super::bare::BareCache;
     use super::*;
     use crate::ids::PageIndex;

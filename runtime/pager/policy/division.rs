@@ -16,7 +16,7 @@
 //! below 0: E. S. Page, "Continuous inspection schemes", Biometrika 41(1/2), 1954. This crate's own: the sample
 //! takes pages of a segment at equal distances, because chains and sweeps use them in order.
 
-use super::PolicyKind;
+use super::Policy;
 use super::bare::BareCache;
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 
@@ -59,8 +59,6 @@ impl Miniature {
 
 #[derive(Debug)]
 struct Group {
-    /// The policy of its small caches. They show what frames are worth to it, not which pages stay.
-    model: PolicyKind,
     /// Small caches, the `n`-th with `n + 1` parts of all frames; none while the group is not watched.
     small: Vec<Miniature>,
 }
@@ -101,8 +99,8 @@ pub(super) struct Division<const N: usize> {
 
 impl<const N: usize> Division<N> {
     /// Of more than `sampled_pages` pages, at most twice as many are in the sample.
-    pub(super) fn new(models: [PolicyKind; N], sampled_pages: u64) -> Self {
-        let groups = models.map(|model| Group { model, small: Vec::new() });
+    pub(super) fn new(sampled_pages: u64) -> Self {
+        let groups = std::array::from_fn(|_| Group { small: Vec::new() });
         let leads = vec![0.0; N * N * PARTS as usize];
         Self { frames: 0, sampled_pages, shift: 0, groups, uses: 0, leads, sampled: Vec::new() }
     }
@@ -126,19 +124,20 @@ impl<const N: usize> Division<N> {
         }
     }
 
-    /// Counts a group's uses from now on, unless it does so already. Its segments are these.
+    /// Counts a group's uses from now on, unless it does so already. Its segments are these. `model` makes a policy for
+    /// a small cache of the group: what it shows is what frames are worth to the group, not which of its pages stay.
     pub(super) fn watch(
         &mut self,
         group: usize,
         segments: impl Iterator<Item = (SegmentId, SegmentClass, u32)> + Clone,
+        model: impl Fn() -> Box<dyn Policy>,
     ) {
         if !self.groups[group].small.is_empty() {
             return;
         }
-        let model = self.groups[group].model;
         let small = (1..=PARTS).map(|parts| {
             let frames = (u64::from(self.frames >> self.shift) * u64::from(parts) / u64::from(PARTS)) as u32;
-            let mut cache = BareCache::of_a_sample(model.build(), frames);
+            let mut cache = BareCache::of_a_sample(model(), frames);
             for (segment, class, pages) in segments.clone() {
                 if let Some(sampled) = self.sampled_of(segment, pages) {
                     cache.segment(segment, class, sampled);

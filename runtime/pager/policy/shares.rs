@@ -5,6 +5,10 @@
 
 use super::auto::AutoPolicy;
 use super::division::{Division, Holding};
+use super::kv::KvPolicy;
+use super::lirs::LirsPolicy;
+use super::plan::PlanPolicy;
+use super::s3fifo::S3FifoPolicy;
 use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
 use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
 use crate::numbers::{PageNumbers, fit};
@@ -71,18 +75,18 @@ fn own(class: SegmentClass) -> Box<dyn Policy> {
     match class {
         // Sweeps, experts in demand, conversations, contexts that are longer than their share: by turns.
         SegmentClass::Weights | SegmentClass::KeysAndValues => Box::new(AutoPolicy::of(class)),
-        _ => model_of(class).build(),
+        _ => model_of(class),
     }
 }
 
 /// The policy of a class's small caches. They show what frames are worth to it, not which pages stay.
-const fn model_of(class: SegmentClass) -> PolicyKind {
+fn model_of(class: SegmentClass) -> Box<dyn Policy> {
     match class {
-        SegmentClass::KeysAndValues => PolicyKind::Kv,
-        SegmentClass::Other => PolicyKind::S3Fifo,
+        SegmentClass::KeysAndValues => Box::<KvPolicy>::default(),
+        SegmentClass::Other => Box::<S3FifoPolicy>::default(),
         // Swept over and over: the pages that stay must not depend on recency. Like a plan, LIRS keeps a part of swept
         // pages; it need not be told the order.
-        _ => PolicyKind::Lirs,
+        _ => Box::<LirsPolicy>::default(),
     }
 }
 
@@ -105,7 +109,7 @@ impl Default for SharesPolicy {
             parts: SegmentClass::ALL.map(part),
             floors: [0; CLASSES],
             sizes: (0, 0, 0),
-            division: Division::new(SegmentClass::ALL.map(model_of), SAMPLED_PAGES),
+            division: Division::new(SAMPLED_PAGES),
             divided: false,
             coming: None,
             walker: WalkerId::DEFAULT,
@@ -185,7 +189,8 @@ impl SharesPolicy {
                     let (of, pages) = (*known)?;
                     (of as usize == class).then_some((SegmentId(number as u32), of, pages))
                 };
-                self.division.watch(class, self.segments.iter().enumerate().filter_map(known));
+                let segments = self.segments.iter().enumerate().filter_map(known);
+                self.division.watch(class, segments, || model_of(SegmentClass::ALL[class]));
             }
             self.resized(class);
         }
@@ -276,7 +281,7 @@ impl SharesPolicy {
         }
         let after = planners.is_empty();
         if before != after {
-            self.swap(class, if after { own(SegmentClass::ALL[class]) } else { PolicyKind::Plan.build() });
+            self.swap(class, if after { own(SegmentClass::ALL[class]) } else { Box::new(PlanPolicy::new()) });
         }
     }
 

@@ -1,9 +1,11 @@
 //! cuBLASLt for tests, on the CPU. See README.md for what it refuses and how it computes.
 //!
-//! `objects` holds handles and descriptors, `rules` says which products exist and which algorithm they get, `product`
-//! runs one on a stream of the emulated driver. This file has the functions that programs and tests call.
+//! `descriptors` has what programs say of a product, `rules` says which products exist and which algorithm they get,
+//! `product` runs one on a stream of the emulated driver, and `objects` holds what programs have made. This file has
+//! the functions that programs and tests call.
 
 mod abi;
+mod descriptors;
 mod objects;
 mod product;
 mod rules;
@@ -11,7 +13,8 @@ mod rules;
 use std::ffi::{c_int, c_void};
 
 use abi::*;
-use objects::{Desc, Layout, Object, Preference, lock};
+use descriptors::{Desc, Layout, Preference};
+use objects::{Object, lock};
 use product::{Driver, Job};
 
 fn status(outcome: Outcome) -> Status {

@@ -1,4 +1,4 @@
-//! Handles and descriptors, by number. A number is never used again.
+//! The objects that programs have made, by number. A number is never used again.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -6,39 +6,9 @@ use std::sync::LazyLock;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::abi::*;
+use crate::descriptors::{Desc, Layout, Preference};
 use crate::product::Module;
 use crate::rules::Shape;
-
-#[derive(Clone, Copy)]
-pub struct Desc {
-    pub compute: u32,
-    pub scale: u32,
-    /// Of A and of B.
-    pub transposed: [bool; 2],
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Layout {
-    pub kind: u32,
-    pub rows: u64,
-    pub cols: u64,
-    pub ld: i64,
-    pub batch: u64,
-    pub stride: i64,
-}
-
-#[derive(Clone, Copy)]
-pub struct Preference {
-    pub workspace: u64,
-    /// Of A, B, C and D, in bytes.
-    pub alignments: [u64; 4],
-}
-
-impl Default for Preference {
-    fn default() -> Self {
-        Self { workspace: 0, alignments: [256; 4] }
-    }
-}
 
 pub enum Object {
     Handle(Module),

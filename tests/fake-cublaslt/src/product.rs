@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_void};
 use half::{bf16, f16};
 
 use crate::abi::*;
-use crate::objects::Layout;
+use crate::descriptors::Layout;
 use crate::rules::Shape;
 
 const KERNEL: &CStr = c"fakecublaslt_matmul";

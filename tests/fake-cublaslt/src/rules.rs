@@ -1,7 +1,7 @@
 //! Which products there are, and which algorithm each gets.
 
 use crate::abi::*;
-use crate::objects::{Desc, Layout, Preference};
+use crate::descriptors::{Desc, Layout, Preference};
 
 /// What an algorithm of this library begins with.
 const MARK: u64 = 0x6c74_616c_676f;

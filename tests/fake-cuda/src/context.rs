@@ -1,52 +1,14 @@
 //! Initialisation, devices, contexts, and the names of errors.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::ffi::c_char;
 
 use crate::abi::*;
+use crate::capture;
 use crate::driver::{Driver, Need, enter};
 use crate::exports::print_at_exit;
+use crate::state::contexts::{Context, STACK};
+use crate::state::streams::PRIORITY_GREATEST;
 use crate::stream;
-
-/// The contexts there are.
-#[derive(Default)]
-pub struct Contexts {
-    live: HashMap<u64, Context>,
-    /// For each device, the handle of its primary context and how often that is retained.
-    primary: HashMap<i32, (u64, u32)>,
-}
-
-struct Context {
-    device: i32,
-    primary: bool,
-}
-
-thread_local! {
-    /// The thread's stack of contexts; the last one is current.
-    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
-}
-
-impl Contexts {
-    /// The calling thread's current context, if it is still alive.
-    pub fn current(&self) -> Option<u64> {
-        STACK.with_borrow(|stack| stack.last().copied()).filter(|handle| self.live.contains_key(handle))
-    }
-    /// The current context. Callers have entered with [`Need::Context`], which requires one.
-    pub fn required(&self) -> Outcome<u64> {
-        self.current().ok_or(ERROR_INVALID_CONTEXT)
-    }
-    pub fn device_of(&self, handle: u64) -> Option<i32> {
-        self.live.get(&handle).map(|context| context.device)
-    }
-    pub fn leaks(&self) -> impl Iterator<Item = String> + '_ {
-        let primary = self.primary.iter().filter(|(_, (_, count))| *count > 0);
-        let primary =
-            primary.map(|(device, (_, count))| format!("primary context of device {device}, retained {count} times"));
-        let own = self.live.iter().filter(|(_, context)| !context.primary);
-        primary.chain(own.map(|(handle, context)| format!("context {handle:#x} of device {}", context.device)))
-    }
-}
 
 fn device(driver: &Driver, device: i32) -> Outcome<i32> {
     let known = usize::try_from(device).is_ok_and(|device| device < driver.config.devices);
@@ -87,7 +49,6 @@ fn attribute(driver: &Driver, which: i32) -> i32 {
 }
 
 const UUID: [u8; 16] = *b"outcore-fake-0\0\0";
-const PRIORITY_GREATEST: i32 = -5;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: u32) -> CuResult {
@@ -349,11 +310,6 @@ pub extern "C" fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32
     })
 }
 
-/// A priority as the driver keeps it: silently clamped into the range.
-pub fn clamp_priority(priority: i32) -> i32 {
-    priority.clamp(PRIORITY_GREATEST, 0)
-}
-
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> CuResult {
     enter("cuCtxSynchronize", Need::Context, |driver| {
@@ -362,7 +318,7 @@ pub extern "C" fn cuCtxSynchronize() -> CuResult {
         let captured = driver.streams.iter().filter(|(_, s)| s.context == context && s.capture.is_some());
         let captured: Vec<u64> = captured.map(|(&handle, _)| handle).collect();
         if !captured.is_empty() {
-            captured.into_iter().for_each(|stream| crate::graph::invalidate(driver, stream));
+            captured.into_iter().for_each(|stream| capture::invalidate(driver, stream));
             driver
                 .judge
                 .find("capture", "cuCtxSynchronize was called while a stream was captured, and spoiled the capture");

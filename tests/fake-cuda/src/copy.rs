@@ -3,8 +3,10 @@
 use crate::abi::*;
 use crate::driver::{Guard, Need, enter};
 use crate::judge::{Space, Touch};
+use crate::reach::Reach;
+use crate::state::locked::HostSide;
 use crate::stream;
-use crate::work::{Action, Copy, HostSide, Reach, Work, host_side};
+use crate::work::{Action, Copy, Work};
 
 /// Which side must be device memory; `None` where the addresses themselves say (unified addressing).
 #[derive(Clone, Copy)]
@@ -46,6 +48,28 @@ fn reach(copies: &[Copy]) -> Vec<Reach> {
         ]
     };
     copies.iter().flat_map(both).collect()
+}
+
+/// How host memory stands, with a finding where an asynchronous call should not have been given it.
+fn host_side(driver: &mut Guard, name: &str, address: u64, len: u64) -> Outcome<HostSide> {
+    let side = driver.locked.covers(address, len, driver.contexts.current());
+    match side {
+        HostSide::Locked => {}
+        HostSide::Pageable => {
+            let text = format!(
+                "{name} was given {len} bytes of host memory that is not page-locked for this context; it copies synchronously"
+            );
+            driver.judge.find("pageable", &text);
+        }
+        HostSide::Mixed => {
+            let text = format!(
+                "{name} was given {len} bytes of host memory that is only partly page-locked, or of two allocations"
+            );
+            driver.judge.find("pageable", &text);
+            return Err(ERROR_INVALID_VALUE);
+        }
+    }
+    Ok(side)
 }
 
 /// An asynchronous copy, or several that are not ordered among each other.

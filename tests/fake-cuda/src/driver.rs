@@ -9,15 +9,15 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::abi::*;
 use crate::clock::{Clock, HOST};
-use crate::context::Contexts;
-use crate::event::Event;
-use crate::graph::Graphs;
 use crate::inject::{self, Config, Injection, Link};
 use crate::judge::{Judge, Op, Touch};
-use crate::locked::Locked;
-use crate::memory::Memory;
-use crate::module::Modules;
-use crate::stream::{Stream, Timeline};
+use crate::state::contexts::Contexts;
+use crate::state::events::Event;
+use crate::state::graphs::Graphs;
+use crate::state::locked::Locked;
+use crate::state::memory::Memory;
+use crate::state::modules::Modules;
+use crate::state::streams::{Stream, Timeline};
 
 /// The whole state. It has one lock, because the emulation is about order and not about speed.
 pub struct Driver {
@@ -264,8 +264,9 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
         driver.judge.find("context", &format!("{name} was called on a thread without a current context"));
         return ERROR_INVALID_CONTEXT;
     }
-    if let Err(code) = crate::graph::check_allowed(&mut driver, name) {
-        return code;
+    if driver.graphs.forbid(name) {
+        driver.judge.find("capture", &format!("{name} was called while a capture forbade it, and spoiled the capture"));
+        return ERROR_STREAM_CAPTURE_UNSUPPORTED;
     }
     match body(&mut driver) {
         Ok(()) => SUCCESS,

@@ -4,32 +4,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::abi::*;
-use crate::clock::{Clock, TimelineId};
+use crate::capture;
 use crate::driver::{Driver, Guard, Need, enter, wait_until};
-use crate::graph::{self, CapturedPoint};
+use crate::state::events::{Event, Point};
 use crate::stream;
 use crate::work::{Action, Work};
-
-pub struct Event {
-    context: u64,
-    timed: bool,
-    point: Point,
-    serial: u64,
-}
-
-/// What was last recorded. Waiting takes a copy: a later record changes nothing for who already waits.
-#[derive(Clone)]
-pub enum Point {
-    /// Never recorded: complete, and waiting for it is no wait.
-    Nothing,
-    Stream {
-        timeline: TimelineId,
-        number: u64,
-        clock: Clock,
-        time: Arc<OnceLock<Instant>>,
-    },
-    Captured(CapturedPoint),
-}
 
 const BLOCKING_SYNC: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
@@ -87,7 +66,7 @@ fn record(name: &'static str, handle: u64, stream: u64) -> CuResult {
     enter(name, Need::Context, |driver| {
         let timed = find(driver, name, handle)?.timed;
         let stream = stream::find(driver, name, stream)?;
-        let point = if let Some(point) = graph::captured_point(driver, stream) {
+        let point = if let Some(point) = capture::captured_point(driver, stream) {
             Point::Captured(point)
         } else {
             let time = Arc::new(OnceLock::new());
@@ -154,7 +133,7 @@ pub extern "C" fn cuStreamWaitEvent(stream: u64, handle: u64, _flags: u32) -> Cu
         let (timeline, capturing) =
             driver.streams.get(&stream).map(|s| (s.timeline, s.capture.is_some())).ok_or(ERROR_INVALID_HANDLE)?;
         match point {
-            Point::Captured(point) => graph::join(driver, stream, point),
+            Point::Captured(point) => capture::join(driver, stream, point),
             _ if capturing => {
                 // A graph cannot depend on what was not captured; an event never recorded is no dependency.
                 if matches!(point, Point::Nothing) { Ok(()) } else { Err(ERROR_STREAM_CAPTURE_ISOLATION) }

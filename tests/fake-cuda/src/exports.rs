@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::abi::*;
 use crate::driver::{Driver, lock, notify, reset, wait_at_most, wait_briefly};
 use crate::judge::{Space, Touch};
-use crate::module::{Declare, RunKernel, running_launch, running_reach};
-use crate::work::Reach;
+use crate::launch::{Declare, RunKernel, running_launch, running_reach};
+use crate::reach::Reach;
 use crate::{event, graph, stream};
 
 /// Back to the start: nothing queued runs, every object is gone, findings and counts are empty.

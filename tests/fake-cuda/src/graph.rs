@@ -4,168 +4,18 @@
 //! orders CUDA may choose. The judge sees each captured stream as a timeline of its own, so branches that nothing
 //! orders are still found to race.
 
-use std::cell::Cell;
-use std::collections::HashMap;
 use std::ffi::c_char;
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use crate::abi::*;
-use crate::clock::{Clock, TimelineId};
-use crate::driver::{Driver, Guard, Need, enter};
+use crate::capture::capture_of;
+use crate::clock::Clock;
+use crate::driver::{Driver, Need, enter};
 use crate::judge::Op;
-use crate::stream::{self, Timeline};
+use crate::state::graphs::{Capture, Executable, MODE, MODE_GLOBAL, MODE_RELAXED, MODE_THREAD_LOCAL};
+use crate::state::streams::Timeline;
+use crate::stream;
 use crate::work::Work;
-
-pub type CaptureId = u64;
-
-#[derive(Default)]
-pub struct Graphs {
-    captures: HashMap<CaptureId, Capture>,
-    graphs: HashMap<u64, Arc<Vec<Node>>>,
-    executables: HashMap<u64, Executable>,
-}
-
-struct Capture {
-    origin: u64,
-    mode: u32,
-    thread: ThreadId,
-    nodes: Vec<Node>,
-    /// For each captured stream: the nodes its next node comes after.
-    after: Vec<Vec<usize>>,
-    invalid: bool,
-}
-
-struct Node {
-    branch: usize,
-    work: Work,
-    after: Vec<usize>,
-}
-
-struct Executable {
-    graph: Arc<Vec<Node>>,
-    branches: Vec<TimelineId>,
-    /// Launches of one executable follow each other.
-    last: Option<(TimelineId, u64, Clock)>,
-}
-
-/// What an event recorded in a capturing stream stands for.
-#[derive(Clone)]
-pub struct CapturedPoint {
-    capture: CaptureId,
-    after: Vec<usize>,
-}
-
-fn capture_of(driver: &Driver, stream: u64) -> Option<(CaptureId, usize)> {
-    driver.streams.get(&stream)?.capture
-}
-
-/// Where a capturing stream stands; `None` if it does not capture.
-pub fn captured_point(driver: &Driver, stream: u64) -> Option<CapturedPoint> {
-    let (id, branch) = capture_of(driver, stream)?;
-    let capture = driver.graphs.captures.get(&id)?;
-    Some(CapturedPoint { capture: id, after: capture.after[branch].clone() })
-}
-
-/// Adds work to the graph that the stream captures.
-pub fn capture(driver: &mut Guard, stream: u64, work: Work) -> Outcome {
-    let (id, branch) = capture_of(driver, stream).ok_or(ERROR_INVALID_HANDLE)?;
-    let capture = driver.graphs.captures.get_mut(&id).ok_or(ERROR_STREAM_CAPTURE_INVALIDATED)?;
-    if capture.invalid {
-        return Err(ERROR_STREAM_CAPTURE_INVALIDATED);
-    }
-    let node = capture.nodes.len();
-    let after = std::mem::replace(&mut capture.after[branch], vec![node]);
-    capture.nodes.push(Node { branch, work, after });
-    Ok(())
-}
-
-/// A stream waits for a captured event: it joins the capture.
-pub fn join(driver: &mut Guard, stream: u64, point: CapturedPoint) -> Outcome {
-    let branch = match capture_of(driver, stream) {
-        Some((id, _)) if id != point.capture => return Err(ERROR_STREAM_CAPTURE_MERGE),
-        Some((_, branch)) => Some(branch),
-        None => None,
-    };
-    let Some(capture) = driver.graphs.captures.get_mut(&point.capture) else { return Err(ERROR_CAPTURED_EVENT) };
-    let branch = branch.unwrap_or(capture.after.len());
-    if branch == capture.after.len() {
-        capture.after.push(Vec::new());
-    }
-    for node in point.after {
-        if !capture.after[branch].contains(&node) {
-            capture.after[branch].push(node);
-        }
-    }
-    if let Some(stream) = driver.streams.get_mut(&stream) {
-        stream.capture = Some((point.capture, branch));
-    }
-    Ok(())
-}
-
-/// A call that is not allowed while capturing spoils the capture.
-pub fn invalidate(driver: &mut Guard, stream: u64) {
-    if let Some((id, _)) = capture_of(driver, stream)
-        && let Some(capture) = driver.graphs.captures.get_mut(&id)
-    {
-        capture.invalid = true;
-    }
-}
-
-const MODE_GLOBAL: u32 = 0;
-const MODE_THREAD_LOCAL: u32 = 1;
-const MODE_RELAXED: u32 = 2;
-
-thread_local! {
-    /// How captures elsewhere limit what this thread may call.
-    static MODE: Cell<u32> = const { Cell::new(MODE_GLOBAL) };
-}
-
-/// Calls that are "potentially unsafe" while a stream is captured: they wait, ask, or take and give memory. The
-/// documentation names some of them; the others are taken to be meant.
-const UNSAFE: &[&str] = &[
-    "cuCtxSynchronize",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuMemAlloc_v2",
-    "cuMemCreate",
-    "cuMemFree_v2",
-    "cuMemFreeHost",
-    "cuMemHostAlloc",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuMemMap",
-    "cuMemRelease",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuMemcpyDtoH_v2",
-    "cuMemcpyHtoD_v2",
-    "cuStreamQuery",
-    "cuStreamSynchronize",
-];
-
-/// Refuses a call that captures forbid this thread; they are spoiled by it.
-pub fn check_allowed(driver: &mut Driver, name: &str) -> Outcome {
-    let mode = MODE.get();
-    if driver.graphs.captures.is_empty() || mode == MODE_RELAXED || !UNSAFE.contains(&name) {
-        return Ok(());
-    }
-    let here = std::thread::current().id();
-    let forbids = |capture: &&mut Capture| {
-        (capture.thread == here && capture.mode != MODE_RELAXED)
-            || (mode == MODE_GLOBAL && capture.thread != here && capture.mode == MODE_GLOBAL)
-    };
-    let mut forbidden = false;
-    for capture in driver.graphs.captures.values_mut().filter(forbids) {
-        capture.invalid = true;
-        forbidden = true;
-    }
-    if !forbidden {
-        return Ok(());
-    }
-    driver.judge.find("capture", &format!("{name} was called while a capture forbade it, and spoiled the capture"));
-    Err(ERROR_STREAM_CAPTURE_UNSUPPORTED)
-}
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuThreadExchangeStreamCaptureMode(mode: Out<u32>) -> CuResult {

@@ -1,142 +1,16 @@
 //! Modules, functions and launches. Code is not run: a launch runs the host function that a test registered under the
 //! kernel's name, which also says beforehand what the kernel will read and write.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_char;
-use std::fs::File;
 use std::sync::Arc;
 
 use crate::abi::*;
-use crate::clock::Clock;
-use crate::driver::{Guard, Need, enter, lock};
-use crate::judge::Op;
+use crate::driver::{Guard, Need, enter};
+use crate::launch::Launch;
+use crate::state::modules::Function;
 use crate::stream;
-use crate::work::{Action, Reach, Work};
-
-#[derive(Default)]
-pub struct Modules {
-    modules: HashMap<u64, HashMap<String, Vec<usize>>>,
-    functions: HashMap<u64, Function>,
-    kernels: HashMap<String, Kernel>,
-}
-
-struct Function {
-    module: u64,
-    name: String,
-    /// The sizes of the parameters.
-    sizes: Vec<usize>,
-    context: u64,
-}
-
-/// What a test registers: `declare` is called at the launch, `run` on the stream's thread.
-#[derive(Clone, Copy)]
-struct Kernel {
-    declare: Declare,
-    run: RunKernel,
-    argument: usize,
-}
-
-pub type Declare = extern "C" fn(launch: *const RawLaunch, sink: *mut libc::c_void, argument: usize);
-pub type RunKernel = extern "C" fn(launch: *const RawLaunch, argument: usize);
-
-/// A launch as the registered functions see it.
-#[repr(C)]
-pub struct RawLaunch {
-    pub grid: [u32; 3],
-    pub block: [u32; 3],
-    pub shared: u32,
-    pub count: u32,
-    /// `count` pointers to the parameters' bytes.
-    pub parameters: *const *const u8,
-    /// `count` sizes.
-    pub sizes: *const usize,
-}
-
-/// A launch with its own copy of the parameters.
-pub struct Launch {
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
-    parameters: Vec<Vec<u8>>,
-    kernel: Kernel,
-    reach: Vec<Reach>,
-}
-
-thread_local! {
-    /// What the kernel that this thread runs has declared.
-    static RUNNING: RefCell<Vec<Reach>> = const { RefCell::new(Vec::new()) };
-    /// The launch that this thread runs.
-    static LATE: RefCell<Option<Late>> = const { RefCell::new(None) };
-}
-
-/// A launch as the judge knows it, for what its kernel finds out only while it runs.
-pub struct Late {
-    pub op: Op,
-    pub clock: Clock,
-    /// What had been submitted to each timeline when the launch was. Operations behind that are ordered, if at all,
-    /// behind the launch.
-    pub submitted: Vec<u64>,
-}
-
-/// Gives `look` the launch that this thread runs; `None` outside of kernels.
-pub fn running_launch<T>(look: impl FnOnce(&Late) -> T) -> Option<T> {
-    LATE.with_borrow(|late| late.as_ref().map(look))
-}
-
-/// Looks at what the running kernel has declared.
-pub fn running_reach<T>(look: impl FnOnce(&[Reach]) -> T) -> T {
-    RUNNING.with_borrow(|reach| look(reach))
-}
-
-impl Launch {
-    fn with_raw<T>(&self, f: impl FnOnce(*const RawLaunch) -> T) -> T {
-        let pointers: Vec<*const u8> = self.parameters.iter().map(|bytes| bytes.as_ptr()).collect();
-        let sizes: Vec<usize> = self.parameters.iter().map(Vec::len).collect();
-        let raw = RawLaunch {
-            grid: self.grid,
-            block: self.block,
-            shared: self.shared,
-            count: pointers.len() as u32,
-            parameters: pointers.as_ptr(),
-            sizes: sizes.as_ptr(),
-        };
-        f(&raw)
-    }
-    fn declare(&mut self) {
-        let mut reach: Vec<Reach> = Vec::new();
-        self.with_raw(|raw| (self.kernel.declare)(raw, (&raw mut reach).cast(), self.kernel.argument));
-        self.reach = reach;
-    }
-    pub fn run(&self, late: Late) -> Outcome {
-        let gate = lock().config.gate.take();
-        // A pipe that cannot be opened holds nothing up.
-        if let Some(mut pipe) = gate.and_then(|path| File::open(path).ok()) {
-            let _ = std::io::copy(&mut pipe, &mut std::io::sink());
-        }
-        RUNNING.set(self.reach.clone());
-        LATE.set(Some(late));
-        self.with_raw(|raw| (self.kernel.run)(raw, self.kernel.argument));
-        LATE.set(None);
-        Ok(())
-    }
-}
-
-impl Modules {
-    pub fn register(&mut self, name: String, declare: Declare, run: RunKernel, argument: usize) {
-        self.kernels.insert(name, Kernel { declare, run, argument });
-    }
-    pub fn leaks(&self) -> Vec<String> {
-        self.modules
-            .values()
-            .map(|module| {
-                let mut names: Vec<&str> = module.keys().map(String::as_str).collect();
-                names.sort_unstable();
-                format!("module with {}", names.join(", "))
-            })
-            .collect()
-    }
-}
+use crate::work::{Action, Work};
 
 /// The entries of a PTX text with the sizes of their parameters; `None` if it is not PTX.
 fn parse(text: &str) -> Option<HashMap<String, Vec<usize>>> {
@@ -296,9 +170,8 @@ fn launch(name: &'static str, function: u64, config: LaunchConfig, parameters: &
             return Err(ERROR_LAUNCH_FAILED);
         };
         let LaunchConfig { grid, block, shared, .. } = config;
-        let mut launch = Launch { grid, block, shared, parameters: bytes, kernel, reach: Vec::new() };
-        launch.declare();
-        let reach = launch.reach.clone();
+        let launch = Launch::declared(grid, block, shared, bytes, kernel);
+        let reach = launch.reach().to_vec();
         stream::submit(
             driver,
             stream,

@@ -1,82 +1,13 @@
 //! Streams: queues of work, a thread each, and what the host may ask of them.
 
-use std::collections::VecDeque;
-
 use crate::abi::*;
+use crate::capture;
 use crate::clock::{Clock, HOST, TimelineId};
-use crate::context::clamp_priority;
 use crate::driver::{Driver, Guard, Need, enter, lock, notify, wait, wait_until};
-use crate::graph::CaptureId;
 use crate::inject::WORK;
 use crate::judge::Op;
+use crate::state::streams::{Run, Stream, Task, Timeline, What, clamp_priority};
 use crate::work::{Action, Work};
-
-pub type Run = Box<dyn FnOnce() -> Outcome + Send>;
-
-/// A sequence of numbered operations: a stream, a branch of a launched graph, or the host.
-pub struct Timeline {
-    pub label: String,
-    /// The context of a stream, which may be destroyed while its work goes on; 0 for what is not a stream.
-    pub context: u64,
-    pub submitted: u64,
-    pub completed: u64,
-    /// Tasks that have not ended, without those of a graph's nodes: what counts against the depth of a queue.
-    pending: u64,
-    queue: VecDeque<Task>,
-    /// The clock of the last operation submitted.
-    pub tail: Clock,
-    pub held: bool,
-    pub closing: bool,
-    has_worker: bool,
-}
-
-struct Task {
-    number: u64,
-    what: What,
-    /// The operation of a graph's branch that this is.
-    branch: Option<(TimelineId, u64)>,
-}
-
-enum What {
-    Nothing,
-    WaitFor(TimelineId, u64),
-    Run(Run),
-}
-
-impl Timeline {
-    pub fn new(label: String, context: u64) -> Self {
-        Self {
-            label,
-            context,
-            submitted: 0,
-            completed: 0,
-            pending: 0,
-            queue: VecDeque::new(),
-            tail: Clock::default(),
-            held: false,
-            closing: false,
-            has_worker: false,
-        }
-    }
-    /// Drops what is queued; nothing of it will run.
-    pub fn abandon(&mut self) {
-        self.queue.clear();
-        self.completed = self.submitted;
-        self.pending = 0;
-    }
-}
-
-pub struct Stream {
-    pub timeline: TimelineId,
-    pub context: u64,
-    /// Synchronises implicitly with the legacy default stream.
-    pub blocking: bool,
-    flags: u32,
-    priority: i32,
-    pub capture: Option<(CaptureId, usize)>,
-    /// A default stream: not the program's to destroy.
-    default: bool,
-}
 
 const LEGACY: u64 = 1;
 const PER_THREAD: u64 = 2;
@@ -185,14 +116,14 @@ pub fn submit(driver: &mut Guard, handle: u64, work: Work) -> Outcome {
     wait_for_room(driver, handle)?;
     let captured = captured_implicitly(driver, handle);
     if !captured.is_empty() {
-        captured.into_iter().for_each(|stream| crate::graph::invalidate(driver, stream));
+        captured.into_iter().for_each(|stream| capture::invalidate(driver, stream));
         let what =
             "on the legacy default stream, while a stream was captured that it waits for; the capture is spoiled";
         driver.judge.find("capture", &format!("{} was put {what}", work.what));
         return Err(ERROR_STREAM_CAPTURE_IMPLICIT);
     }
     if driver.streams.get(&handle).is_some_and(|stream| stream.capture.is_some()) {
-        return crate::graph::capture(driver, handle, work);
+        return capture::capture(driver, handle, work);
     }
     let Some(timeline) = driver.streams.get(&handle).map(|stream| stream.timeline) else {
         return Err(ERROR_INVALID_HANDLE);
@@ -399,7 +330,7 @@ fn timeline_of(driver: &mut Guard, name: &str, handle: u64) -> Outcome<TimelineI
     let handle = find(driver, name, handle)?;
     match driver.streams.get(&handle) {
         Some(Stream { capture: Some(_), .. }) => {
-            crate::graph::invalidate(driver, handle);
+            capture::invalidate(driver, handle);
             Err(ERROR_STREAM_CAPTURE_UNSUPPORTED)
         }
         Some(stream) => Ok(stream.timeline),

@@ -13,7 +13,7 @@ use crate::pager::pin::{self, Pinned};
 use crate::pager::{
     AccessLog, Backing, Effects, Gate, Move, PageRun, PageWords, Pager, Purpose, Recorded, Recorder, WaitCause,
 };
-use crate::rules::{Lane, Queue};
+use crate::store::{Lane, Queue};
 
 /// A move under way.
 #[derive(Debug)]

@@ -36,8 +36,8 @@ use crate::pager::{
     AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Purpose, Submitted, Terms,
 };
 use crate::random::Random;
-use crate::rules::staging_pages;
-use crate::rules::{Depth, Queue};
+use crate::store::{Depth, Queue};
+use outcore::stats::staging_pages;
 use outcore::stats::{StallStats, WaitCause};
 
 pub use settings::{Computing, Settings};

@@ -1,0 +1,61 @@
+//! What guards and requests hold of their scope and of their walker.
+
+use std::sync::Arc;
+
+use crate::engine::Engine;
+use crate::ids::{ScopeId, WalkerId};
+use crate::pager::pin::Words;
+use crate::pager::{Holdings, PageRun, Purpose};
+use crate::shared::Shared;
+
+/// A walker that has begun. It ends when the last reference is dropped.
+#[derive(Debug)]
+pub(crate) struct Walking {
+    pub(super) id: WalkerId,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Drop for Walking {
+    fn drop(&mut self) {
+        self.shared.engine.with(|pager, fx| pager.end_walker(self.id, fx));
+    }
+}
+
+/// The part of a scope that its guards share.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) id: ScopeId,
+    pub(crate) holdings: Arc<Holdings>,
+    pub(super) shared: Arc<Shared>,
+    /// The walker whose uses its pins are; the default walker if there is none.
+    pub(super) walker: Option<Arc<Walking>>,
+}
+
+impl Member {
+    pub(super) fn walker_id(&self) -> WalkerId {
+        self.walker.as_ref().map_or(WalkerId::DEFAULT, |walker| walker.id)
+    }
+
+    /// How many pages it has pinned. 0 in a child by `fork`, where a thread that the child does not have may hold the
+    /// lock.
+    pub(super) fn pages(&self) -> u32 {
+        if self.shared.engine.is_at_home() { self.holdings.pages() } else { 0 }
+    }
+
+    /// Pins resident pages without the latch, and notes that the scope holds them. `runs` are the runs of `words`.
+    pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], runs: &[PageRun], purpose: Purpose) -> bool {
+        let asked: u32 = runs.iter().map(|run| run.count).sum();
+        // More than the scope was opened for is an error; the pager words it.
+        if !self.holdings.claim(asked) {
+            return false;
+        }
+        if !engine.try_pin(words, purpose, self.walker_id()) {
+            self.holdings.unclaim(asked);
+            return false;
+        }
+        if self.holdings.add(runs, purpose == Purpose::Write) {
+            engine.with(|pager, fx| pager.holds_more(self.id, fx));
+        }
+        true
+    }
+}

@@ -1,0 +1,290 @@
+//! Scopes: what one task holds and may still ask for.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::member::{Member, Walking};
+use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, Write};
+use crate::compute::ComputeStream;
+use crate::engine::ticket::Ticket;
+use crate::engine::{Received, Waiting, may_wait};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, RequestId, ScopeId};
+use crate::pager::{ScopePriority, ScopeTerms};
+use crate::shared::Shared;
+use crate::tensor::Tensor;
+
+/// Settings of a [`Scope`].
+#[must_use = "no scope is opened before `open` or `reserve`"]
+#[derive(Clone, Debug)]
+pub struct ScopeBuilder {
+    shared: Arc<Shared>,
+    label: String,
+    priority: ScopePriority,
+    walker: Option<Arc<Walking>>,
+}
+
+impl ScopeBuilder {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, label: String::new(), priority: ScopePriority::default(), walker: None }
+    }
+
+    pub(super) fn of_walker(walker: &Arc<Walking>) -> Self {
+        Self { walker: Some(walker.clone()), ..Self::new(walker.shared.clone()) }
+    }
+
+    /// Sets a name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
+    pub fn label(self, label: impl Into<String>) -> Self {
+        Self { label: label.into(), ..self }
+    }
+
+    /// Sets which of several waiting scopes is served first. The default is interactive.
+    pub fn priority(self, priority: ScopePriority) -> Self {
+        Self { priority, ..self }
+    }
+
+    fn start(self, at_most: Option<u32>) -> Result<Scope> {
+        let Self { shared, label, priority, walker } = self;
+        let terms = ScopeTerms { label, priority, at_most };
+        let (id, holdings) = shared.engine.change(|pager, _| pager.open_scope(terms))?;
+        Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
+    }
+
+    /// Opens a scope that grows: it pins what it needs when it needs it. If scopes would wait for each other for ever,
+    /// one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
+    ///
+    /// # Errors
+    /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
+    pub fn open(self) -> Result<Scope> {
+        self.start(None)
+    }
+
+    /// Opens a scope that pins at most `most` bytes at a time, counted in whole pages, a page once for each pin of it.
+    ///
+    /// It is admitted as a unit. It waits in line, holding nothing, until its frames can be set aside. Afterwards its
+    /// pins wait only for reads, for writers of the same pages, and for frames of [its own pins that end behind a
+    /// stream](Scope#guards-that-end-behind-a-stream). Scopes that all reserve never get `WouldDeadlock` for want of
+    /// frames. Frames that are set aside and not pinned lie idle: reserve what is needed, and drop the scope when it is
+    /// done.
+    pub fn reserve(self, most: Bytes) -> ScopeRequest {
+        let pages = self.shared.page_size().pages_for(most.get());
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        ScopeRequest { pages, state: Opening::Start(Some(self)) }
+    }
+}
+
+#[derive(Debug)]
+enum Opening {
+    Start(Option<ScopeBuilder>),
+    Waiting { scope: Option<Scope>, id: RequestId, ticket: Arc<Ticket> },
+    Done,
+}
+
+/// A request for a scope with frames set aside: await it, or call [`wait`](Self::wait). Dropping it withdraws the
+/// request.
+#[must_use = "no scope is opened until this is awaited or waited for"]
+#[derive(Debug)]
+pub struct ScopeRequest {
+    pages: u32,
+    state: Opening,
+}
+
+impl ScopeRequest {
+    fn start(&mut self) -> Result<Option<Scope>> {
+        let Opening::Start(builder) = &mut self.state else { return Ok(None) };
+        let Some(builder) = builder.take() else { return Err(ended()) };
+        self.state = Opening::Done;
+        let scope = builder.start(Some(self.pages))?;
+        match scope.member.shared.engine.reserve(scope.member.id, self.pages)? {
+            Received::Ready(_) => Ok(Some(scope)),
+            Received::Waiting(Waiting { id, ticket, .. }) => {
+                self.state = Opening::Waiting { scope: Some(scope), id, ticket };
+                Ok(None)
+            }
+        }
+    }
+
+    /// # Errors
+    /// As for [`Engine::usable`]. In a child by `fork` no result comes, and a thread that the child does not have may
+    /// hold the ticket's lock.
+    fn usable(&self) -> Result<()> {
+        let Opening::Waiting { scope: Some(scope), .. } = &self.state else { return Ok(()) };
+        scope.member.shared.engine.usable()
+    }
+
+    fn finish(&mut self, result: Result<crate::pager::Granted>) -> Result<Scope> {
+        let Opening::Waiting { scope: Some(scope), .. } = std::mem::replace(&mut self.state, Opening::Done) else {
+            return Err(ended());
+        };
+        result.map(|_| scope)
+    }
+
+    /// Blocks until the frames are set aside.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if there can never be so many; [`Closed`](ErrorKind::Closed);
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream.
+    pub fn wait(mut self) -> Result<Scope> {
+        if let Some(scope) = self.start()? {
+            return Ok(scope);
+        }
+        let Opening::Waiting { ticket, .. } = &self.state else { return Err(ended()) };
+        let ticket = ticket.clone();
+        self.usable()?;
+        may_wait("a scope")?;
+        match ticket.wait(None) {
+            Some(result) => self.finish(result),
+            None => Err(ended()),
+        }
+    }
+}
+
+impl Future for ScopeRequest {
+    type Output = Result<Scope>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.start() {
+            Ok(Some(scope)) => return Poll::Ready(Ok(scope)),
+            Ok(None) => {}
+            Err(error) => return Poll::Ready(Err(error)),
+        }
+        let Opening::Waiting { ticket, .. } = &self.state else { return Poll::Ready(Err(ended())) };
+        let ticket = ticket.clone();
+        self.usable()?;
+        match ticket.poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(result)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for ScopeRequest {
+    fn drop(&mut self) {
+        if let Opening::Waiting { scope: Some(scope), id, ticket } = &self.state {
+            // Frames that it may have been granted return with the scope.
+            let _ = scope.member.shared.engine.cancel(*id, ticket);
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::InvalidArgument, "a request for a scope was polled after it ended")
+        .remedy("make another one: each becomes one scope, or one error")
+}
+
+/// What one task holds and may still ask for: the unit of admission and of deadlock detection.
+///
+/// A task that holds guards and asks for more pins them in a scope. Its first pins, or what it
+/// [reserves](ScopeBuilder::reserve), wait in line. What it asks for while it holds guards passes the line, because
+/// others may wait for these guards. If scopes come to wait for each other, one of them gets an error at once, with the
+/// sizes and a remedy, and keeps what it holds. Guards of one scope should not wait for each other's end: a task that
+/// goes on pinning while another one unpins needs two scopes.
+///
+/// A scope can be sent to other threads and held across `.await`. Dropping it gives back what was set aside for it.
+/// Guards may outlive it: their pages stay pinned, and count as pins outside of scopes.
+///
+/// # Guards that end behind a stream
+///
+/// A [`StreamPin`](crate::StreamPin) that is dropped, or a guard given to
+/// [`unpin_after`](crate::DevicePin::unpin_after), leaves the scope at once. Its pages are unpinned when the stream has
+/// got that far. Whoever needs these pages or their frames before that, the scope included, waits for the stream;
+/// nobody gets `WouldDeadlock` or `BudgetTooSmall` because of them. What a scope [reserved](ScopeBuilder::reserve) is
+/// still enough: a frame spent on such a page comes back when the stream has passed, and the scope's next pin waits for
+/// that.
+///
+/// A [view for other libraries](crate::DevicePin::into_dlpack) is a guard of the scope like others until its consumer
+/// gives it back. Then it ends at once, or behind the stream that was named.
+///
+/// ```
+/// use outcore::{Bytes, DType, ErrorKind, Runtime};
+///
+/// let runtime = Runtime::builder().device_budget(Bytes::mib(8)).open()?;
+/// let tensors: Vec<_> = (0..4).map(|_| runtime.alloc(DType::U8, &[4 << 20])).collect::<Result<_, _>>()?;
+///
+/// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
+/// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
+/// // The budget is used up, and each holds what the other needs.
+/// std::thread::scope(|threads| {
+///     let waits = threads.spawn(|| one.pin(&tensors[2]).wait().map(drop));
+///     let tells = other.pin(&tensors[3]).wait().map(drop).map_err(|error| error.kind());
+///     // The scope that got the error lets go, and the other one goes on.
+///     match tells {
+///         Err(kind) => assert_eq!(kind, ErrorKind::WouldDeadlock),
+///         Ok(()) => unreachable!("the younger scope gives up"),
+///     }
+///     drop(b);
+///     waits.join().unwrap()
+/// })?;
+/// drop(a);
+/// # Ok::<(), outcore::Error>(())
+/// ```
+pub struct Scope {
+    member: Arc<Member>,
+}
+
+impl Scope {
+    /// The scope's number, as [`Runtime::waiting`](crate::Runtime::waiting) shows it.
+    pub fn id(&self) -> ScopeId {
+        self.member.id
+    }
+
+    /// Bytes of the pages it has pinned, a page once for each pin. 0 in a child by `fork`.
+    pub fn held(&self) -> Bytes {
+        Bytes::new(u64::from(self.member.pages()) * self.member.shared.page_size().bytes())
+    }
+
+    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime is
+    /// [refused](crate::ErrorKind::InvalidArgument), here and in the methods below.
+    pub fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
+        PinRequest::of_scope(HostPin::new(tensor), &self.member)
+    }
+
+    /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
+    pub fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
+        PinRequest::of_scope(HostPin::new(tensor), &self.member)
+    }
+
+    /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
+    pub fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
+        PinRequest::of_scope(HostPins::new(tensors), &self.member)
+    }
+
+    /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
+    pub fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
+        PinRequest::of_scope(HostPins::new(tensors), &self.member)
+    }
+
+    /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
+    pub fn pin_device<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
+        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
+    }
+
+    /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
+    pub fn pin_device_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
+        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
+    }
+
+    /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
+    pub fn pin_device_on<'a>(
+        &'a self,
+        tensors: &'a [Tensor],
+        stream: &'a ComputeStream,
+    ) -> PinRequest<'a, DevicePinsOn<'a>> {
+        PinRequest::of_scope(DevicePinsOn::new(tensors, stream), &self.member)
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        self.member.shared.engine.with(|pager, fx| pager.close_scope(self.member.id, fx));
+    }
+}
+
+impl fmt::Debug for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Scope({:?}, {} pages pinned)", self.member.id, self.member.pages())
+    }
+}
