@@ -7,9 +7,9 @@ Each program runs in a memory cgroup that counts the page cache too, with caches
 sides are interleaved, and ratios are taken round by round, to one file of the same round. Programs: llama.cpp on split
 GGUF (benches/compare/llama_cpp.c, built by `make peers`), numpy over safetensors in a strict cycle of layers, a
 sequential read of each file, and, without `outcore run`, `generate` and `serve`. With --transformers PYTHON also
-transformers on a dense model; that Python has it and PyTorch. Prints a table in Markdown, and its figures as one line of
-JSON behind it. Exit status 1: a run failed, or made other results than with one file. Models that are missing are made,
-and stay.
+transformers on a dense model; that Python has it and PyTorch. Prints a table in Markdown, and its figures as one line
+of JSON behind it. Exit status 1: a run failed, or made other results than with one file. Models that are missing are
+made, and stay.
 
 Where llama.cpp, userfaultfd or memory cgroups are not to be had, it says so on standard error, and is no failure.
 """

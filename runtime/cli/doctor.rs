@@ -6,8 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use outcore::machine::{self, HugePages, Machine};
 use outcore::device::HostDevice;
+use outcore::machine::{self, HugePages, Machine};
 use outcore::stats::Settings;
 use outcore::store::{DiskProfile, QueueDepth, probe_backend, probe_file};
 use outcore::{Bytes, Error, IoBackend, PageSize, Result, Runtime};

@@ -93,6 +93,8 @@ pub use verify::Verify;
 
 /// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
 pub mod stats {
+    #[doc(hidden)]
+    pub use crate::config::staging_pages;
     pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
     #[doc(inline)]
     pub use crate::ids::{RequestId, ScopeId};
@@ -103,8 +105,6 @@ pub mod stats {
     pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
-    #[doc(hidden)]
-    pub use crate::config::staging_pages;
     #[doc(hidden)]
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
 }
@@ -126,10 +126,10 @@ pub mod policy {
 pub mod testing {
     pub use crate::device::host::{HostDevice, HostDeviceConfig};
     pub use crate::device::slab::{HostSlab, HostSlabConfig};
-    pub use crate::store::contract::Store;
-    pub use crate::store::file::{DirectIo, FileUse};
     pub use crate::store::backend::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};
     pub use crate::store::backend::own_read::OwnRead;
+    pub use crate::store::contract::Store;
+    pub use crate::store::file::{DirectIo, FileUse};
     pub use crate::store::probe::open_store;
     pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 

@@ -22,8 +22,8 @@ use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelFile, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
-use crate::os::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
+use crate::os::machine::MemoryLimit;
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{
     Backing, ClassStats, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats,

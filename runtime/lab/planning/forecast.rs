@@ -8,14 +8,14 @@ use super::policy::recommend;
 use super::resources::Resources;
 use super::shape::Shape;
 use super::simulated::{self, Extent, Pass, Placed};
+use crate::device::HostDevice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::machine;
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
-use crate::device::HostDevice;
-use outcore::stats::{HUGE_PAGES_LEAST, page_within};
 use outcore::Lookahead;
+use outcore::stats::{HUGE_PAGES_LEAST, page_within};
 
 /// The most that a request pins where not everything fits: tiles as large as the example's.
 const TILE: Bytes = Bytes::mib(8);

@@ -7,9 +7,9 @@ use serde_json::Value;
 use super::declared::{Declared, DeclaredExperts, values_of};
 use super::experts::Experts;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::expert;
 use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
 use crate::ids::Bytes;
-use crate::format::expert;
 use outcore::DType;
 
 /// The sizes of a transformer that its memory and its time depend on. All counts are from 1 up.

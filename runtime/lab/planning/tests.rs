@@ -4,10 +4,10 @@ use super::*;
 use crate::error::ErrorKind;
 use crate::ids::{Bytes, PageSize};
 use crate::machine;
-use outcore::device::HostDevice;
-use outcore::stats::page_within;
 use crate::sim::MachineModel;
 use outcore::DType;
+use outcore::device::HostDevice;
+use outcore::stats::page_within;
 
 fn llama_70b(work: Work) -> Job {
     let given = Given {

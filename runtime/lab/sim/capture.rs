@@ -33,10 +33,10 @@ use integer_encoding::{VarInt, VarIntReader};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::expert;
 use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageId, PageSize, SegmentId};
 use crate::pager::{PageUse, PageUses};
-use crate::format::expert;
 
 /// The first bytes of every file. The first one is not text; the last one shows whether a transfer changed line ends.
 pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";

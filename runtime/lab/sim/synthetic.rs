@@ -30,8 +30,8 @@ use super::capture::TensorClass;
 use super::trace::{Progress, Trace, TraceWriter};
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::format::ModelHeader;
-use crate::ids::PageSize;
 use crate::format::{Expert, expert};
+use crate::ids::PageSize;
 
 /// The kinds of synthetic workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

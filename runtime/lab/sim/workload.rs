@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::{Expert, Role, role};
 use crate::format::{Metadata, ModelHeader, TensorHeader};
 use crate::ids::SegmentClass;
 use crate::pager::Backing;
-use crate::format::{Expert, Role, role};
 use outcore::DType;
 
 /// A range of bytes of a segment, used together.

@@ -48,7 +48,6 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ballast::{BALLAST, Ballast};
-use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
 use super::stream::Copier;
@@ -58,6 +57,7 @@ use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
+use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 use crate::ranges::FreeRanges;
 
 /// The warmer touches this many bytes at a time. It is the longest that a `map` waits for the warmer, unless a huge

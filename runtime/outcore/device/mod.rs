@@ -63,13 +63,13 @@ use crate::os::machine::MemoryLimit;
 
 #[doc(inline)]
 pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
+pub(crate) use crate::os::kernel_pages::KernelPages;
+pub(crate) use crate::os::process::Opened;
 pub use factory::{DeviceFactory, DeviceSettings, Host};
 #[doc(hidden)]
 pub use host::HostDevice;
 pub(crate) use host::HostDeviceConfig;
-pub(crate) use crate::os::kernel_pages::KernelPages;
 pub use link::{Direction, LinkModel, LinkSchedule};
-pub(crate) use crate::os::process::Opened;
 pub(crate) use slab::{HostSlab, HostSlabConfig};
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.

@@ -20,11 +20,11 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 use super::sys::{self, Region};
 use super::{Device, HostPointer, HostRegion};
 use crate::error::{Error, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
+use crate::os::kernel_pages::{AT_ONCE, KernelPages};
 
 /// The locker touches and locks this much at a time. [`HostSlab::give_back`] and drop wait for at most this.
 const SLICE_BYTES: u64 = AT_ONCE;

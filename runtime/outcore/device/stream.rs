@@ -19,9 +19,9 @@ use std::thread::{self, JoinHandle};
 use parking_lot::{Condvar, Mutex};
 
 use super::parts::{BATCH_OPERATIONS_MAX, report, run_call, unknown_event};
-use crate::os::signals::without_signals;
 use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
+use crate::os::signals::without_signals;
 
 /// Completions are reported after at most this many bytes: about as many as are copied in the time a waiter takes to
 /// wake up. Or after [`BATCH_OPERATIONS_MAX`] operations.

@@ -18,9 +18,9 @@ use super::chunks::move_of;
 use super::waiting::Waiting;
 use super::{Engine, Inside, Marked, Stage, log};
 use crate::device::Token;
-use crate::os::signals::without_signals;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, RequestId};
+use crate::os::signals::without_signals;
 use crate::pager::{Place, WaitsFor};
 
 /// How often it does its periodic work.

@@ -27,9 +27,9 @@ pub(crate) mod names;
 mod open;
 pub mod safetensors;
 
-pub(crate) use open::open_caught;
 #[doc(hidden)]
 pub use names::{Expert, Role, expert, role};
+pub(crate) use open::open_caught;
 pub use open::{BYTES, open, open_bytes, open_source};
 
 /// A tensor as a model file declares it.

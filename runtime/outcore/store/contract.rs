@@ -6,15 +6,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::store::IoBackend;
-use crate::store::source::caught::CaughtSource;
-use crate::store::file::FileUse;
-use crate::store::backend::operation::IoOp;
-use crate::store::backend::own_read::OwnRead;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 use crate::pager::Priority;
+use crate::store::IoBackend;
+use crate::store::backend::operation::IoOp;
+use crate::store::backend::own_read::OwnRead;
+use crate::store::file::FileUse;
+use crate::store::source::caught::CaughtSource;
 
 /// Reads and writes pages of files. There is one, in `engine.rs`, over three backends.
 ///

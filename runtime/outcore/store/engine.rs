@@ -27,18 +27,18 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::store::IoBackend;
-use crate::store::source::caught::{CaughtSource, SEE_THE_SOURCE};
-use crate::store::contract::Store;
-use crate::store::file::descriptors::Descriptors;
-use crate::store::file::{DirectIo, FileUse, OpenFile};
-use crate::store::backend::operation::{Active, IoKind, IoOp};
-use crate::store::backend::own_read::OwnRead;
-use crate::store::backend::shared::{Driver, Shared, Started, closed, report_late};
 use crate::device::{Completion, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 use crate::pager::Priority;
+use crate::store::IoBackend;
+use crate::store::backend::operation::{Active, IoKind, IoOp};
+use crate::store::backend::own_read::OwnRead;
+use crate::store::backend::shared::{Driver, Shared, Started, closed, report_late};
+use crate::store::contract::Store;
+use crate::store::file::descriptors::Descriptors;
+use crate::store::file::{DirectIo, FileUse, OpenFile};
+use crate::store::source::caught::{CaughtSource, SEE_THE_SOURCE};
 
 struct Files {
     next: u32,
@@ -291,11 +291,11 @@ mod tests {
 
     use parking_lot::Condvar;
 
+    use super::*;
+    use crate::device::{Completions, HostPointer};
     use crate::store::backend::operation::{CallHook, Injected, IoCall};
     use crate::store::backend::queue::{Depth, Queue};
     use crate::store::backend::uring;
-    use super::*;
-    use crate::device::{Completions, HostPointer};
 
     /// Holds up whoever opens a file again, while it is shut.
     #[derive(Default)]

@@ -25,23 +25,23 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 use crate::pager::Priority;
 
-pub(crate) use self::source::caught::CaughtSource;
-pub(crate) use self::contract::Store;
-pub(crate) use self::file::descriptors::no_descriptor_left;
-pub use self::probe::disk::DiskProfile;
-pub(crate) use self::file::FileUse;
-pub use self::file::{DirectAlignment, FileIdentity};
 pub(crate) use self::backend::operation::{IoKind, IoOp};
-pub use self::options::StoreOptions;
 pub(crate) use self::backend::own_read::OwnRead;
-pub(crate) use self::scratch::place::scratch_on_a_disk;
-pub use self::probe::{BackendProbe, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
+pub use self::backend::queue::QueueDepth;
 #[doc(hidden)]
 pub use self::backend::queue::{Depth, Lane, Queue};
-pub use self::backend::queue::QueueDepth;
+pub(crate) use self::contract::Store;
+pub(crate) use self::file::FileUse;
+pub(crate) use self::file::descriptors::no_descriptor_left;
+pub use self::file::{DirectAlignment, FileIdentity};
+pub use self::options::StoreOptions;
+pub use self::probe::disk::DiskProfile;
+pub use self::probe::{BackendProbe, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
 pub use self::scratch::ScratchAllocation;
+pub(crate) use self::scratch::place::scratch_on_a_disk;
 pub(crate) use self::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 pub use self::source::PageSource;
+pub(crate) use self::source::caught::CaughtSource;
 #[doc(inline)]
 pub use crate::ids::FileId;
 

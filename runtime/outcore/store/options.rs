@@ -4,18 +4,18 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::store::contract::Store;
-use crate::store::engine::Engine;
-use crate::store::file::DirectIo;
+use crate::device::Completions;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::IoBackend;
 use crate::store::backend::operation::CallHook;
 use crate::store::backend::own_ring::OwnRings;
 use crate::store::backend::queue::{Depth, Queue, QueueDepth};
 use crate::store::backend::shared::Shared;
-use crate::store::source::beside_files::WithSources;
-use crate::store::IoBackend;
 use crate::store::backend::{threads, uring};
-use crate::device::Completions;
-use crate::error::{Error, ErrorKind, Result};
+use crate::store::contract::Store;
+use crate::store::engine::Engine;
+use crate::store::file::DirectIo;
+use crate::store::source::beside_files::WithSources;
 
 /// How a runtime reads and writes files: the backend, how much at once, how long closing waits.
 #[derive(Clone)]

@@ -7,13 +7,13 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::store::source::caught::SEE_THE_SOURCE;
-use crate::store::file::OpenFile;
-use crate::store::{IO_ALIGNMENT, MAX_REPEATS};
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 use crate::pager::Priority;
+use crate::store::file::OpenFile;
+use crate::store::source::caught::SEE_THE_SOURCE;
+use crate::store::{IO_ALIGNMENT, MAX_REPEATS};
 
 /// What an operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::device::Completion;
+use crate::error::Result;
 use crate::store::backend::operation::Active;
 use crate::store::backend::own_ring::{Answer, OwnRing};
 use crate::store::backend::queue::Lane;
 use crate::store::backend::shared::{Driver, Ended, Shared, closed, report_late};
-use crate::device::Completion;
-use crate::error::Result;
 
 /// How long a caller stays with its read. After that it waits and is told of a timeout as other callers are.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use io_uring::{IoUring, opcode, types};
 use parking_lot::Mutex;
 
-use crate::store::backend::operation::Active;
 use crate::os::descriptors;
+use crate::store::backend::operation::Active;
 
 /// Pause before trying again after the kernel has refused a submission.
 const BACK_OFF: Duration = Duration::from_millis(1);

@@ -20,9 +20,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use crate::store::Priority;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::Priority;
 
 /// Most started operations that are not demand, at the default depth.
 const AHEAD: u32 = 8;

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::store::file::OpenFile;
-use crate::store::backend::operation::{Active, CallHook, IoKind};
-use crate::store::backend::own_ring::OwnRings;
-use crate::store::backend::queue::{Lane, Queue};
-use crate::os::soon::answer_soon;
-use crate::os::signals::without_signals;
 use crate::device::{Completion, Completions, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
+use crate::os::signals::without_signals;
+use crate::os::soon::answer_soon;
+use crate::store::backend::operation::{Active, CallHook, IoKind};
+use crate::store::backend::own_ring::OwnRings;
+use crate::store::backend::queue::{Lane, Queue};
+use crate::store::file::OpenFile;
 
 /// What a backend adds to the engine: threads that serve [`Shared`], and a way to reach them.
 pub(crate) trait Driver: Send + Sync + fmt::Debug {
@@ -286,13 +286,13 @@ mod tests {
     use std::fs::{self, File};
     use std::ptr::NonNull;
 
-    use crate::store::file::descriptors::Descriptors;
-    use crate::store::file::{DirectIo, FileUse};
-    use crate::store::backend::operation::IoOp;
-    use crate::store::backend::queue::Depth;
     use super::*;
     use crate::device::HostPointer;
     use crate::pager::Priority;
+    use crate::store::backend::operation::IoOp;
+    use crate::store::backend::queue::Depth;
+    use crate::store::file::descriptors::Descriptors;
+    use crate::store::file::{DirectIo, FileUse};
 
     struct Nobody;
 

@@ -10,12 +10,12 @@ use std::time::Instant;
 
 use parking_lot::Condvar;
 
-use crate::store::source::caught::CaughtSource;
+use crate::error::{Error, ErrorKind, Result};
 use crate::store::backend::operation::Active;
 use crate::store::backend::queue::Lane;
 use crate::store::backend::shared::{Driver, Ended, Shared, Started};
+use crate::store::source::caught::CaughtSource;
 use crate::store::{Completion, IoKind};
-use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
 struct Threads {

@@ -35,14 +35,14 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use parking_lot::{Condvar, Mutex};
 use slab::Slab;
 
-use crate::store::file::OpenFile;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::FileId;
+use crate::os::descriptors;
 use crate::store::backend::operation::Active;
 use crate::store::backend::queue::Lane;
 use crate::store::backend::shared::{Driver, Ended, Shared, Started};
+use crate::store::file::OpenFile;
 use crate::store::{Completion, Depth, IoKind};
-use crate::os::descriptors;
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::FileId;
 
 /// Slots in the table of registered files. Further files use plain descriptors.
 const FIXED_FILES: u32 = 1024;

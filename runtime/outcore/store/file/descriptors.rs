@@ -16,8 +16,8 @@ use std::sync::{Arc, OnceLock};
 use lru::LruCache;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::store::file::changes::Changes;
 use crate::os::limits::most_descriptors;
+use crate::store::file::changes::Changes;
 
 /// The descriptors of one store.
 pub(crate) struct Descriptors {
@@ -127,9 +127,9 @@ mod tests {
     use std::fs;
     use std::path::Path;
 
-    use crate::store::file::{DirectIo, FileUse, OpenFile};
     use super::*;
     use crate::error::ErrorKind;
+    use crate::store::file::{DirectIo, FileUse, OpenFile};
 
     #[test]
     fn files_used_last_stay_open_and_others_are_opened_again() {

@@ -13,12 +13,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::store::IO_ALIGNMENT;
-use crate::store::source::caught::CaughtSource;
-use crate::store::file::changes::Watch;
-use crate::store::file::descriptors::{Descriptors, Number};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
+use crate::store::IO_ALIGNMENT;
+use crate::store::file::changes::Watch;
+use crate::store::file::descriptors::{Descriptors, Number};
+use crate::store::source::caught::CaughtSource;
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

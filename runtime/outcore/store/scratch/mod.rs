@@ -36,13 +36,13 @@ use parking_lot::{Condvar, Mutex};
 #[cfg(any(test, feature = "testing"))]
 use twox_hash::XxHash3_64;
 
-use crate::os::limits::effective_user;
-use crate::store::file::{file_system, filesystem_name, is_memory, is_remote};
-use crate::os::limits::longest_file;
-use crate::store::backend::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::os::limits::effective_user;
+use crate::os::limits::longest_file;
 use crate::ranges::FreeRanges;
+use crate::store::backend::operation::{CallHook, Injected, RoomCall, RoomKind};
+use crate::store::file::{file_system, filesystem_name, is_memory, is_remote};
 
 /// Room is taken and given back in slices of this many bytes. The kernel holds up reads and writes of a file while it
 /// changes the file's room; they go on between two slices.
@@ -765,8 +765,8 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use crate::store::backend::operation::IoCall;
     use super::*;
+    use crate::store::backend::operation::IoCall;
 
     fn scratch(directory: &Path) -> ScratchFile {
         ScratchFile::create(directory, PageSize::new(Bytes::kib(64)).unwrap()).unwrap()

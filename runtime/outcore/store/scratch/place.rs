@@ -4,15 +4,12 @@
 //! kept in memory.
 
 use std::env;
-use std::fs;
-use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::os::cache::{cache, cache_folder, make_cache_folder};
-use crate::store::scratch::{ScratchFile, ScratchOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PageSize;
+use crate::os::cache::{cache, cache_folder, make_cache_folder};
+use crate::store::scratch::{ScratchFile, ScratchOptions};
 
 /// Folders to try, the best first: `TMPDIR` if it is set; the user's cache folder ([XDG Base Directory
 /// Specification](https://specifications.freedesktop.org/basedir-spec/latest/)); `/var/tmp`, which outlives a restart
@@ -110,9 +107,11 @@ fn first_on_a_disk<T>(
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
-    use crate::os::limits::effective_user;
     use crate::ids::Bytes;
+    use crate::os::limits::effective_user;
 
     #[test]
     fn folders_come_in_their_order() {

@@ -7,17 +7,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crate::store::IoBackend;
-use crate::store::source::caught::CaughtSource;
-use crate::store::contract::Store;
-use crate::store::engine::Engine;
-use crate::store::file::FileUse;
-use crate::store::backend::operation::IoOp;
-use crate::store::backend::own_read::OwnRead;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 use crate::pager::Priority;
+use crate::store::IoBackend;
+use crate::store::backend::operation::IoOp;
+use crate::store::backend::own_read::OwnRead;
+use crate::store::contract::Store;
+use crate::store::engine::Engine;
+use crate::store::file::FileUse;
+use crate::store::source::caught::CaughtSource;
 
 /// The files that are sources have this bit, and the others do not.
 const SOURCE: u32 = 1 << 31;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::store::MAX_REPEATS;
 use crate::store::source::PageSource;
-use crate::error::{Error, ErrorKind, Result, caught};
 
 /// The remedy for errors of a source's own.
 pub(crate) const SEE_THE_SOURCE: &str = "see what the source says: it is not a file of this machine";
