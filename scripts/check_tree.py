@@ -535,7 +535,7 @@ def check(root):
 BAD = [
     ("unsafe-place", "runtime/pager/table.rs", "fn f() {\n    // SAFETY: x\n    unsafe { g() }\n}\n"),
     ("unsafe-place", "tests/model.rs", "unsafe fn f() {}\n"),
-    ("unsafe-place", "runtime/devices.rs", "unsafe fn f() {}\n"),
+    ("unsafe-place", "runtime/outcore/devices.rs", "unsafe fn f() {}\n"),
     ("unsafe-reason", "runtime/outcore/device/host.rs", "fn f() {\n    unsafe { g() }\n}\n"),
     ("unsafe-reason", "runtime/outcore/device/host.rs", "// SAFETY: for f only\nfn f() {\n    g();\n    unsafe { g() }\n}\n"),
     ("unsafe-reason", "runtime/outcore/device/host.rs", 'fn f() {\n    g("SAFETY: no");\n    unsafe { g() }\n}\n'),
