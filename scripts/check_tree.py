@@ -21,7 +21,11 @@ import tempfile
 UNSAFE_ALLOWED = {
     "runtime/outcore/device/": "reserves, maps and copies raw memory",
     "runtime/outcore/store/": "hands buffers to the kernel",
-    "runtime/outcore/os/": "asks the kernel for limits and page sizes, and blocks signals",
+    "runtime/outcore/os/kernel_pages.rs": "asks the kernel for its page size",
+    "runtime/outcore/os/limits.rs": "asks the kernel for limits",
+    "runtime/outcore/os/process.rs": "has a page that is zeroed in children",
+    "runtime/outcore/os/signals.rs": "blocks signals",
+    "runtime/outcore/os/soon.rs": "asks the kernel to run a thread soon",
     "runtime/outcore/streams.rs": "adopts streams of the caller's, whose handles are raw pointers",
     "runtime/outcore/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/gpu/": "copies raw memory, and has a driver copy it",
@@ -364,13 +368,12 @@ def roots_of(files):
         if name != "Cargo.toml":
             continue
         sections = re.split(r"^\[+([\w.-]+)\]+", text, flags=re.M)
-        named = dict(zip(sections[1::2], sections[2::2]))
-        roots = [re.search(r'^path = "(.*)"', named.get(kind, ""), re.M) for kind in ("lib", "bin")]
-        roots = [root.group(1) for root in roots if root] or ["src/lib.rs", "src/main.rs"]
-        for root in roots:
-            root = f"{folder}/{root}" if folder else root
-            if root in files:
-                yield root
+        named = [section for kind, section in zip(sections[1::2], sections[2::2]) if kind in ("lib", "bin")]
+        roots = [hit.group(1) for section in named for hit in [re.search(r'^path\s*=\s*"(.*)"', section, re.M)] if hit]
+        prefix = f"{folder}/" if folder else ""
+        programs = re.compile(re.escape(prefix) + r"src/bin/[^/]+(?:\.rs|/main\.rs)")
+        roots = [prefix + root for root in (*roots, "src/lib.rs", "src/main.rs")] + list(filter(programs.fullmatch, files))
+        yield from dict.fromkeys(root for root in roots if root in files)
 
 
 def module_of(crate, path):
@@ -438,17 +441,21 @@ def circles(files):
         crate = root.rpartition("/")[0]
         inner = tuple(f"{other}/" for other in folders if other.startswith(crate + "/"))
         ours = {p: t for p, t in files.items() if p.startswith(crate + "/") and not p.startswith(inner or ("\0",))}
-        ours = {p: t for p, t in ours.items() if p.endswith(".rs") and "/tests/" not in p and "/bin/" not in p}
+        ours = {p: t for p, t in ours.items() if p.endswith(".rs") and "/tests/" not in p}
         # A program beside a library is another crate.
         ours = {p: t for p, t in ours.items() if p == root or p not in roots and not p.endswith("/build.rs")}
         modules = {() if p == root else module_of(crate, p): p for p in ours}
         codes = {m: without_tests(split_rust(ours[p])[0]) for m, p in modules.items()}
         exported = {}
         for module, code in codes.items():
-            for hit in re.finditer(r"\bpub(?:\([\w ]+\))?\s+use\s+(?:self\s*::\s*)?(\w+)\s*::\s*([^;]*);", code):
-                if module + (hit.group(1),) in modules:
-                    for path in paths_of(hit.group(2)):
-                        exported[(module, path[-1])] = module + (hit.group(1),)
+            for hit in re.finditer(r"\buse\s+([^;]*);", code):
+                for path in paths_of(hit.group(1)):
+                    base = () if path[:1] == ("crate",) else module
+                    rest = list(path[path[:1] in (("crate",), ("self",)) :])
+                    while rest and base + (rest[0],) in modules:
+                        base, rest = base + (rest[0],), rest[1:]
+                    if rest and base != module:
+                        exported[(module, path[-1])] = base
         own = set(ITEM.findall(codes[()]))
         edges = {m: imports(m, code, modules, exported, own) & set(modules) for m, code in codes.items()}
         edges[()] |= used_by_root(codes[()], modules)
@@ -613,6 +620,12 @@ def self_test():
     uses_a = {"c/a.rs": "use crate::b::C;", "c/d.rs": "use crate::Root;"}
     for name, circle in [
         ("b::c, d", {"c/d.rs": "use crate::b::C;"}),
+        ("b::c, d by a nested name", {"c/b/mod.rs": "mod c;\nmod e;\npub use e::{self, C};", "c/b/e.rs": "pub use super::c::C;",
+                                      "c/a.rs": "", "c/b/c.rs": "use crate::d;", "c/d.rs": "use crate::b::c::C;"}),
+        ("in a program", {"c/Cargo.toml": '[package]\nname = "c"\n', "c/src/bin/x/main.rs": "mod a;\nmod b;",
+                          "c/src/bin/x/a.rs": "use crate::b;", "c/src/bin/x/b.rs": "use crate::a;"}),
+        ("in a library beside a program", {"c/Cargo.toml": '[[bin]]\npath = "src/p.rs"\n', "c/src/lib.rs": "mod a;\nmod b;",
+                                           "c/src/p.rs": "", "c/src/a.rs": "use crate::b;", "c/src/b.rs": "use crate::a;"}),
         ("the root, d", {"c/lib.rs": of_root + "fn f() { d::f() }", "c/d.rs": "use crate::Root;"}),
         ("the root, a, b::c, d", {**uses_a, "c/lib.rs": of_root + "use a::A;"}),
     ]:
@@ -622,7 +635,7 @@ def self_test():
         failures.append("a root that uses nothing was taken for a part of a circle")
     for failure in failures:
         print(failure)
-    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 6 - len(failures)} passed, {len(failures)} failed")
+    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 9 - len(failures)} passed, {len(failures)} failed")
     return 1 if failures else 0
 
 

@@ -138,6 +138,12 @@ fn join_in_turn(
 
 /// Keeps for the next start that these models are used in turn.
 fn keep_turns(core: &Core, models: &[Arc<Model>]) {
+    let like = |first: &Arc<Model>| {
+        models.iter().all(|model| model.private == first.private && model.options.keeps_as(&first.options))
+    };
+    if !models.first().is_some_and(like) {
+        return;
+    }
     let files: Vec<Identity> = models.iter().filter_map(|model| model.outline.files.first().copied()).collect();
     let place =
         models.first().zip(files.first()).and_then(|(model, first)| model.options.turns_place(first, core.page()));

@@ -196,6 +196,8 @@ pub struct Whole {
     pub files: u64,
     pub mapped: u64,
     pub order: Order,
+    /// Device and inode of the model's first file.
+    pub first: (u64, u64),
     /// Uses of pages so far that have an order.
     pub uses: u64,
     /// Why the file is alone, although its name is that of a part of a model.
@@ -210,7 +212,7 @@ const MODELS_TOLD: usize = 3;
 pub fn told_of_order<'a>(files: impl IntoIterator<Item = (&'a str, &'a Whole)>) -> String {
     let mut models: Vec<(&str, &Whole)> = Vec::new();
     for (name, whole) in files {
-        let same = models.iter_mut().find(|(known, other)| other.id == whole.id || *known == name);
+        let same = models.iter_mut().find(|(_, other)| other.id == whole.id || other.first == whole.first);
         match same {
             Some(known) if known.1.id != whole.id && known.1.uses < whole.uses => *known = (name, whole),
             Some(_) => {}
@@ -480,8 +482,16 @@ mod tests {
 
     #[test]
     fn the_order_is_told_once_for_each_model() {
-        let whole =
-            |id, files, mapped, order| Whole { id, ordered: files, files, mapped, order, uses: id, alone: None };
+        let whole = |id, files, mapped, order| Whole {
+            id,
+            ordered: files,
+            files,
+            mapped,
+            order,
+            first: (0, id),
+            uses: id,
+            alone: None,
+        };
         let (found, kept) = (whole(1, 4, 4, Order::Found { pass: 2 }), whole(2, 1, 1, Order::Kept));
         assert_eq!(told_of_order([]), "");
         assert_eq!(told_of_order([("a", &kept)]), "The order of use is known from an earlier run.");
@@ -505,10 +515,14 @@ mod tests {
             "The order of use of 3 files that are used in turn is one file after the other, found in pass 3."
         );
         // One file, to be read and to be written privately.
-        let (less, more) = (whole(1, 1, 1, Order::Looking), whole(2, 1, 1, Order::Found { pass: 2 }));
+        let more = whole(2, 1, 1, Order::Found { pass: 2 });
+        let less = Whole { first: more.first, ..whole(1, 1, 1, Order::Looking) };
         for files in [[("a", &less), ("a", &more)], [("a", &more), ("a", &less)]] {
             assert_eq!(told_of_order(files), "The order of use was found in pass 2.");
         }
+        // Two files of one name.
+        let others = [("a", &whole(1, 1, 1, Order::Looking)), ("a", &more)].map(|(name, whole)| (name, whole.clone()));
+        assert_eq!(told_of_order(others.iter().map(|(name, whole)| (*name, whole))).matches("of a ").count(), 2);
         let many: Vec<Whole> = (0..5).map(|id| whole(id, 1, 1, Order::Kept)).collect();
         let told = told_of_order(["a", "b", "c", "d", "e"].into_iter().zip(&many));
         assert!(told.ends_with("There are 2 more models."), "{told}");

@@ -445,7 +445,10 @@ impl Mapped {
                 Error::new(ErrorKind::BudgetTooSmall, message).remedy("raise the budget, or choose smaller pages")
             );
         }
-        let header = format::open_bytes(path)?;
+        // Pages are read by the name of the file itself: a link may lead elsewhere later.
+        let is_link = !path.starts_with("/proc") && fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
+        let own_path = if is_link { fs::canonicalize(path).ok() } else { None };
+        let header = format::open_bytes(own_path.as_deref().unwrap_or(path))?;
         // The name may lead elsewhere since it was asked for. From here on this state of the file is compared.
         if let Some(wanted) = &options.file
             && !header.files.iter().all(|file| file.had_state(wanted))
@@ -533,6 +536,7 @@ impl Mapped {
             files: model.outline.files.len() as u64,
             mapped: model.members.count() as u64,
             order: part.uses.order(),
+            first: model.outline.files.first().map_or((0, 0), Identity::file),
             uses: part.uses.count(),
             alone: model.outline.alone.clone(),
         }

@@ -30,9 +30,9 @@ pub struct Part {
 }
 
 impl Part {
-    /// Tells orders of use apart, while they live.
+    /// Tells orders of use apart, also from those that are gone.
     pub fn id(&self) -> u64 {
-        Arc::as_ptr(&self.uses) as u64
+        self.uses.serial()
     }
 }
 

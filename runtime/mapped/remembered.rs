@@ -58,6 +58,11 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// Device and inode.
+    pub fn file(&self) -> (u64, u64) {
+        (self.device, self.inode)
+    }
+
     pub fn of(file: &Metadata) -> Self {
         let changed = (file.mtime(), file.mtime_nsec());
         Self { device: file.dev(), inode: file.ino(), len: file.len(), changed }
@@ -127,9 +132,13 @@ pub struct InTurn(Vec<String>);
 impl InTurn {
     /// What is used in turn, of what begins with these files; `None` if something is missing.
     pub fn pick<T: Clone>(&self, all: &[(Identity, T)]) -> Option<Vec<T>> {
-        let texts: Vec<String> = all.iter().map(|(file, _)| file.text()).collect();
-        let of = |wanted: &String| texts.iter().position(|text| text == wanted).map(|at| all[at].1.clone());
-        self.0.iter().map(of).collect()
+        // Each once: a file may be mapped several times.
+        let mut left: Vec<(String, &T)> = all.iter().map(|(file, what)| (file.text(), what)).collect();
+        let mut take = |wanted: &String| {
+            let at = left.iter().position(|(text, _)| text == wanted)?;
+            Some(left.remove(at).1.clone())
+        };
+        self.0.iter().map(&mut take).collect()
     }
 }
 
@@ -299,6 +308,35 @@ mod tests {
         let notes = folder.path().join("cache/outcore");
         let place = place(&notes, &file);
         (folder, file, place)
+    }
+
+    #[test]
+    fn models_in_turn_are_kept_and_each_is_picked_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<Identity> = ["a", "b"]
+            .map(|name| {
+                let path = folder.path().join(name);
+                fs::write(&path, name).unwrap();
+                identity(&path)
+            })
+            .to_vec();
+        let place = TurnsPlace::of(&files[0], 4096, Some(folder.path().join("notes"))).unwrap();
+        assert!(place.read().is_none());
+        place.write(&files).unwrap();
+        let in_turn = place.read().unwrap();
+        assert_eq!(in_turn.pick(&[(files[1], 1), (files[0], 0)]), Some(vec![0, 1]));
+        assert_eq!(in_turn.pick(&[(files[0], 0)]), None);
+        // One file that was mapped twice.
+        place.write(&[files[0], files[0]]).unwrap();
+        let in_turn = place.read().unwrap();
+        assert_eq!(in_turn.pick(&[(files[0], 0)]), None);
+        assert_eq!(in_turn.pick(&[(files[0], 0), (files[0], 7)]), Some(vec![0, 7]));
+        // What was kept for another state of the file is not true of this one.
+        fs::write(folder.path().join("a"), "longer").unwrap();
+        let now = TurnsPlace::of(&identity(&folder.path().join("a")), 4096, Some(folder.path().join("notes"))).unwrap();
+        assert!(now.read().is_none());
+        place.forget();
+        assert!(place.read().is_none());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -65,6 +65,7 @@ struct State {
 
 #[derive(Debug)]
 pub struct Uses {
+    serial: u64,
     /// The uses of these files that have an order.
     walker: Walker,
     members: Arc<Members>,
@@ -112,7 +113,9 @@ impl Uses {
             scan: None,
             changes: 0,
         };
+        static SERIAL: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
+            serial: SERIAL.fetch_add(1, Ordering::Relaxed),
             walker: runtime.walker()?,
             members: members.clone(),
             header,
@@ -255,6 +258,11 @@ impl Uses {
     /// Uses of a pass, if an order is followed, or was declared.
     pub fn pass(&self) -> Option<u64> {
         Some(self.state.lock().followed.len() as u64).filter(|uses| *uses > 0)
+    }
+
+    /// No other one of this process has it.
+    pub fn serial(&self) -> u64 {
+        self.serial
     }
 
     /// Uses so far.

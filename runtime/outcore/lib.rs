@@ -93,6 +93,7 @@ pub use verify::Verify;
 
 /// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
 pub mod stats {
+    // For the crates beside outcore, and not for programs: it changes without notice.
     #[doc(hidden)]
     pub use crate::config::staging_pages;
     pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
@@ -105,6 +106,7 @@ pub mod stats {
     pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
     pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
     pub use crate::settings::{Chosen, Settings};
+    // For the crates beside outcore, and not for programs: it changes without notice.
     #[doc(hidden)]
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::moving::MoveRecord;
+use super::move_record::MoveRecord;
 use super::state::State;
 use super::stats::Tails;
 use super::table::PageEntry;

@@ -1,7 +1,7 @@
 //! What a step of the pager has its caller do.
 
 use super::granted::Granted;
-use super::moving::{Move, Priority};
+use super::move_record::{Move, Priority};
 use crate::error::Result;
 use crate::ids::{FrameId, MoveId, RequestId, SegmentId};
 

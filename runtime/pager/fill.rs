@@ -1,6 +1,6 @@
 //! A fill: the way of a page's bytes into the device tier, and who waits for it.
 
-use super::moving::Priority;
+use super::move_record::Priority;
 use crate::error::Error;
 use crate::ids::{FillPoint, MoveId, RequestId};
 

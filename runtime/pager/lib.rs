@@ -53,8 +53,8 @@ mod line;
 mod links;
 mod lookahead;
 mod members;
+mod move_record;
 mod moves;
-mod moving;
 mod numbers;
 mod order;
 mod pager;
@@ -90,7 +90,7 @@ pub use ids::{
     SegmentClass, SegmentId, StagingId, Tier, WalkerId,
 };
 pub use line::PASSES_MAX;
-pub use moving::{Move, Place, Priority};
+pub use move_record::{Move, Place, Priority};
 pub use pager::Pager;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};

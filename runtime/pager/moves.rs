@@ -1,7 +1,7 @@
 //! Moves: how they are started, and what follows when they end.
 
 use super::fill::Fill;
-use super::moving::MoveRecord;
+use super::move_record::MoveRecord;
 use super::state::{BeginEvict, Claim, State};
 use super::table::{Entry, PageEntry};
 use super::{Effects, Move, Pager, Place, Priority};

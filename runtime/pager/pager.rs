@@ -16,7 +16,7 @@ use super::frames::{DeviceFrames, HostFrames, StagingRing};
 use super::hint::Hint;
 use super::line::{FrameLine, Line, PASSES_MAX};
 use super::members::Members;
-use super::moving::{MoveRecord, Priority};
+use super::move_record::{MoveRecord, Priority};
 use super::numbers::PageNumbers;
 use super::pin::Gate;
 use super::policy::Policy;

@@ -1,4 +1,5 @@
-//! The functions of the C library that are replaced.
+//! The functions of the C library that are replaced, but for those that open files (`open_calls.rs`) and those that set
+//! what signals do (`interrupts.rs`).
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_long, c_uchar, c_uint, c_void};

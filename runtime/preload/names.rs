@@ -10,6 +10,7 @@ use std::fs::{self, Metadata};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -21,6 +22,8 @@ struct Named {
 }
 
 static NAMED: Mutex<VecDeque<Named>> = Mutex::new(VecDeque::new());
+/// How long other threads are waited for.
+const LOCK_MOST: Duration = Duration::from_millis(50);
 /// The oldest of more are forgotten.
 const NAMED_MAX: usize = 4096;
 
@@ -46,8 +49,8 @@ pub unsafe fn opened(file: &Metadata, at: c_int, path: *const c_char) {
     if !fs::symlink_metadata(&link).is_ok_and(|found| found.is_symlink()) {
         return;
     }
-    // A signal handler may open a file while this thread is here.
-    let Some(mut named) = NAMED.try_lock() else { return };
+    // Other threads have it for a moment; one that is not in this child, for ever.
+    let Some(mut named) = NAMED.try_lock_for(LOCK_MOST) else { return };
     let file = (file.dev(), file.ino());
     named.retain(|known| known.file != file);
     named.truncate(NAMED_MAX - 1);
@@ -57,6 +60,6 @@ pub unsafe fn opened(file: &Metadata, at: c_int, path: *const c_char) {
 /// The link by which this file was opened last, if it still leads there.
 pub fn of(file: &Metadata) -> Option<PathBuf> {
     let id = (file.dev(), file.ino());
-    let link = NAMED.try_lock()?.iter().find(|known| known.file == id)?.link.clone();
+    let link = NAMED.try_lock_for(LOCK_MOST)?.iter().find(|known| known.file == id)?.link.clone();
     fs::metadata(&link).is_ok_and(|found| (found.dev(), found.ino()) == id).then_some(link)
 }

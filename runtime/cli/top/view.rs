@@ -270,6 +270,7 @@ pub mod tests {
                 files: 1,
                 mapped: 1,
                 order: Order::OfHeaders,
+                first: (0, name.len() as u64),
                 uses: 0,
                 alone: None,
             },

@@ -66,6 +66,7 @@ pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
 pub(crate) use crate::os::kernel_pages::KernelPages;
 pub(crate) use crate::os::process::Opened;
 pub use factory::{DeviceFactory, DeviceSettings, Host};
+// For the crates beside outcore, and not for programs: it changes without notice.
 #[doc(hidden)]
 pub use host::HostDevice;
 pub(crate) use host::HostDeviceConfig;

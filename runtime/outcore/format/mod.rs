@@ -27,6 +27,7 @@ pub(crate) mod names;
 mod open;
 pub mod safetensors;
 
+// For the crates beside outcore, and not for programs: it changes without notice.
 #[doc(hidden)]
 pub use names::{Expert, Role, expert, role};
 pub(crate) use open::open_caught;
@@ -94,6 +95,7 @@ pub struct ModelFile {
 
 impl ModelFile {
     /// Whether the file of this metadata is the one whose header was read, and in the same state.
+    #[doc(hidden)]
     pub fn had_state(&self, metadata: &std::fs::Metadata) -> bool {
         self.state == FileState::of(metadata)
     }

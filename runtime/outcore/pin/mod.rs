@@ -66,6 +66,7 @@ pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
 pub use walker::Walker;
 
+// For the crates beside outcore, and not for programs: it changes without notice.
 #[doc(hidden)]
 pub use crate::engine::may_wait;
 

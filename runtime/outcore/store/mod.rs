@@ -2,7 +2,7 @@
 //! disk needs for its full rate ([`DiskProfile`]), and how that is measured.
 
 // `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only
-// the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`).
+// the loop that takes operations off the queue and gives them to the kernel (`backend/uring.rs`, `backend/threads.rs`).
 // `backend/queue.rs` decides which operation may start, `backend/operation.rs` what a result from the kernel means.
 // `file/` opens files, sees whether they changed, and keeps those open that were used last.
 
@@ -28,6 +28,7 @@ use crate::pager::Priority;
 pub(crate) use self::backend::operation::{IoKind, IoOp};
 pub(crate) use self::backend::own_read::OwnRead;
 pub use self::backend::queue::QueueDepth;
+// For the crates beside outcore, and not for programs: it changes without notice.
 #[doc(hidden)]
 pub use self::backend::queue::{Depth, Lane, Queue};
 pub(crate) use self::contract::Store;

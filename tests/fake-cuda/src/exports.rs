@@ -1,4 +1,4 @@
-//! What tests call. `control.rs`, beside this crate's sources, has a typed function for each.
+//! What tests call. `tests/kit/fake_cuda.rs` has a typed function for each.
 
 use std::ffi::c_char;
 use std::sync::Once;

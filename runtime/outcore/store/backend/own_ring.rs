@@ -1,4 +1,4 @@
-//! Rings with at most one operation, for reads that callers carry out themselves (`own.rs`).
+//! Rings with at most one operation, for reads that callers carry out themselves (`own_read.rs`).
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 //!
 //! # Invariants
 //!
-//! 1. A file that is opened again is the one it was: its identity is compared before anything is read (`file.rs`).
+//! 1. A file that is opened again is the one it was: its identity is compared before anything is read (`mod.rs`).
 //! 2. An operation that has begun holds its descriptor. So a file that is closed to make room is closed when the last
 //!    such operation has ended. One that waits holds none.
 //! 3. The lock is held for no call of the kernel.

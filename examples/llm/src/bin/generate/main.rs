@@ -263,7 +263,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let page_size = runtime.stats().page_size;
     let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
-    let about = format!("generate --model {} --device-budget {}", model_name(&args.model), budgets.device);
+    let about = format!("generate --model {} --device-budget {}", source::name(&args.model), budgets.device);
     let capture = outputs.capture.map(|file| Capture::begin(file, &runtime, &model, page_size, &about)).transpose()?;
     let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
     let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
@@ -568,11 +568,6 @@ impl<'a> Generation<'a> {
         self.done.logits_hash = self.hash.as_ref().map(std::hash::Hasher::finish);
         Ok(self.done)
     }
-}
-
-/// A model's name without the folders it is in, which are private.
-fn model_name(model: &std::ffi::OsStr) -> std::borrow::Cow<'_, str> {
-    std::path::Path::new(model).file_name().unwrap_or(model).to_string_lossy()
 }
 
 fn check_prompt(prompt: &[u32], tokens: usize, config: &Config) -> Result<()> {

@@ -29,7 +29,7 @@ impl Watch {
                 header.tensors.iter().find(|tensor| tensor.file == at).map(|tensor| model.tensor(&tensor.name));
             let Some(Ok(tensor)) = tensor else { continue };
             files.push(PagedFile {
-                name: super::model_name(file.path.as_os_str()).into_owned(),
+                name: crate::source::name(file.path.as_os_str()).into_owned(),
                 bytes: file.len,
                 pages: runtime.snapshot(&tensor).pages.len() as u64,
             });

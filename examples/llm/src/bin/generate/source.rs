@@ -1,13 +1,19 @@
 //! Where a model comes from: a path, or the Hugging Face hub.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 #[cfg(feature = "hub")]
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use outcore::{Error, ErrorKind, Result};
 #[cfg(any(feature = "hub", test))]
 use outcore_llm::BESIDE;
+
+/// A model's name without the folders it is in, which are private.
+pub fn name(model: &OsStr) -> Cow<'_, str> {
+    Path::new(model).file_name().unwrap_or(model).to_string_lossy()
+}
 
 /// The model's path; fetched first if `name` is `hf:owner/repo[:file]`.
 pub fn resolve(name: &OsStr) -> Result<PathBuf> {
