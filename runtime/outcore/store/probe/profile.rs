@@ -414,7 +414,7 @@ mod tests {
     /// A file that is mostly a hole, and one whose room was taken in advance: reading them reads no disk.
     #[test]
     fn regression_holes_and_room_that_was_never_written_are_not_measured() {
-        let test = "store::profile::tests::regression_holes_and_room_that_was_never_written_are_not_measured";
+        let test = "store::probe::profile::tests::regression_holes_and_room_that_was_never_written_are_not_measured";
         outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("model");
@@ -503,7 +503,7 @@ mod tests {
 
     #[test]
     fn regression_those_that_ask_at_once_get_one_answer() {
-        let test = "store::profile::tests::regression_those_that_ask_at_once_get_one_answer";
+        let test = "store::probe::profile::tests::regression_those_that_ask_at_once_get_one_answer";
         outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = file_of(folder.path(), 40 * MIB);
@@ -524,7 +524,7 @@ mod tests {
     #[test]
     fn regression_disks_that_do_not_answer_cost_a_second_together() {
         const ASKED: usize = 8;
-        let test = "store::profile::tests::regression_disks_that_do_not_answer_cost_a_second_together";
+        let test = "store::probe::profile::tests::regression_disks_that_do_not_answer_cost_a_second_together";
         outcore_testkit::harness::alone(test, || {
             let folder = tempfile::tempdir().unwrap();
             let path = file_of(folder.path(), 40 * MIB);
