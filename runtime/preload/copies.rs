@@ -11,8 +11,9 @@ use crate::limit::{self, Ceiling};
 
 /// The fewest bytes that count as copied: less is no reason to worry.
 const LEAST: u64 = 32 << 20;
-/// And the least part of the room that the program had: an engine may copy some weights, and leave the others.
-const ROOM_PART: u64 = 4;
+/// And the least part of the room that the program had: an engine may copy some weights, and leave the others; and
+/// what is allocated in the moment of the first reads counts as copied, up to [`WIDER`] times what these read.
+const ROOM_PART: u64 = 3;
 /// Copies are at least one byte in so many that were read: pages at the edges of tensors are read twice. What grows
 /// beside a longer walk over the files is no copy.
 const READ_PART: u64 = 3;

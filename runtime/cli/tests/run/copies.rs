@@ -34,8 +34,8 @@ int main(int argc, char **argv) {
             for (size_t byte = 0; byte < step; byte += 4096) sum += copy[byte];
             if (writes) part[7] = 1;
             if (strcmp(what, "copies")) free(copy);
-            // Keys and values: no copies, however many bytes.
-            if (pass == 0 && at == 20) memset(malloc(mib << 20), 1, mib << 20);
+            // Keys and values: no copies, however many bytes. Memory that grows while much is read would look like one.
+            if (pass == 0 && at == 8) memset(malloc(mib << 20), 1, mib << 20);
         }
         if (!strcmp(what, "copies")) break;
     }
