@@ -1,9 +1,5 @@
 //! What a token takes of the host's processor, beside what it takes where every weight is pinned by itself and every
-//! step of the formulas is a launch of its own. It measures, so it runs only when it is asked for:
-//!
-//! ```text
-//! cargo test -p outcore-llm --features cuda --test cuda -- --ignored --nocapture what_a_token_takes_of_the_host
-//! ```
+//! step of the formulas is a launch of its own: processor times of one thread, in one run.
 
 use std::time::Duration;
 
@@ -106,7 +102,6 @@ impl Before {
 }
 
 #[test]
-#[ignore = "measures"]
 fn what_a_token_takes_of_the_host() {
     let Some(driver) = driver("what_a_token_takes_of_the_host") else { return };
     let Some(fake) = &driver.fake else { return };
