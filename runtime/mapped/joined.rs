@@ -47,7 +47,7 @@ pub fn join(
     models.outlines.truncate(OUTLINES_MAX);
     models.live.retain(|model| model.strong_count() > 0);
     for model in models.live.iter().filter_map(Weak::upgrade) {
-        let fits = model.outline.files == outline.files && model.private == private && model.options.keeps_as(options);
+        let fits = model.outline.files == outline.files && model.is_mapped_as(private, options);
         if fits && model.join(file, bytes) {
             return Ok((model, file));
         }
@@ -70,7 +70,7 @@ pub fn use_in_turn(runtime: &Runtime, core: &Arc<Core>, orders: Vec<u64>) {
         let models = core.models.lock();
         let live: Vec<Arc<Model>> = models.live.iter().filter_map(Weak::upgrade).collect();
         match join_in_turn(&runtime, &core, &live, &orders, true) {
-            Ok(Some(joined)) => keep_turns(&core, &joined),
+            Ok(Some(joined)) => keep_turns(&joined),
             // One of them is just being dropped.
             Ok(None) => {}
             Err(error) => tracing::debug!(%error, "files that are used in turn keep their own orders"),
@@ -137,16 +137,10 @@ fn join_in_turn(
 }
 
 /// Keeps for the next start that these models are used in turn.
-fn keep_turns(core: &Core, models: &[Arc<Model>]) {
-    let like = |first: &Arc<Model>| {
-        models.iter().all(|model| model.private == first.private && model.options.keeps_as(&first.options))
-    };
-    if !models.first().is_some_and(like) {
-        return;
-    }
+fn keep_turns(models: &[Arc<Model>]) {
+    let alike = |first: &&Arc<Model>| models.iter().all(|model| model.is_mapped_as(first.private, &first.options));
     let files: Vec<Identity> = models.iter().filter_map(|model| model.outline.files.first().copied()).collect();
-    let place =
-        models.first().zip(files.first()).and_then(|(model, first)| model.options.turns_place(first, core.page()));
+    let place = models.first().filter(alike).and_then(|first| first.turns_place());
     if let Some(Err(cause)) = place.map(|place| place.write(&files)) {
         tracing::debug!(%cause, "which files are used in turn is not kept for the next start");
     }
@@ -160,11 +154,9 @@ fn join_as_before(runtime: &Runtime, core: &Core, live: &[Arc<Model>]) {
     let alone: Vec<&Arc<Model>> = live.iter().filter(alone).collect();
     for first in &alone {
         let Some(in_turn) = &first.in_turn else { continue };
-        let like = |model: &&&Arc<Model>| {
-            model.private == first.private && model.options.keeps_as(&first.options) && !model.outline.files.is_empty()
-        };
+        let alike = alone.iter().filter(|model| model.is_mapped_as(first.private, &first.options));
         let likely: Vec<(Identity, u64)> =
-            alone.iter().filter(like).map(|model| (model.outline.files[0], model.part().id())).collect();
+            alike.filter_map(|model| Some((*model.outline.files.first()?, model.part().id()))).collect();
         let Some(orders) = in_turn.pick(&likely) else { continue };
         if let Err(error) = join_in_turn(runtime, core, live, &orders, false) {
             tracing::debug!(%error, "files that were used in turn before keep their own orders");

@@ -12,7 +12,7 @@ use crate::foresight::Foresight;
 use crate::live::Order;
 use crate::options::MapOptions;
 use crate::outline::Outline;
-use crate::remembered::InTurn;
+use crate::remembered::{InTurn, TurnsPlace};
 use crate::row::Members;
 use crate::scan::ExpertScan;
 use crate::uses::Uses;
@@ -90,11 +90,10 @@ impl Model {
         let place = options.place(&outline.files, &outline.row, page);
         let told = (outline.order.clone(), Order::OfHeaders);
         let uses = Arc::new(Uses::new(runtime, &members, told, 0, place)?);
-        let turns = outline.files.first().and_then(|first| options.turns_place(first, page));
         let drawn = runtime.walker()?;
         drawn.unordered();
         let firsts = outline.experts.firsts(page).collect();
-        Ok(Self {
+        let mut model = Self {
             outline,
             members,
             part: RwLock::new(Part { uses, file: 0, page: 0 }),
@@ -108,9 +107,11 @@ impl Model {
             faults: AtomicU64::new(0),
             frames: AtomicUsize::new(0),
             private,
-            in_turn: turns.and_then(|place| place.read()),
+            in_turn: None,
             options: options.clone(),
-        })
+        };
+        model.in_turn = model.turns_place().and_then(|place| place.read());
+        Ok(model)
     }
 
     /// What of an order of use is this model's.
@@ -134,12 +135,21 @@ impl Model {
         is_new
     }
 
+    /// Whether its files are mapped in this way, and orders of it kept as these options say.
+    pub fn is_mapped_as(&self, private: bool, options: &MapOptions) -> bool {
+        self.private == private && self.options.keeps_as(options)
+    }
+
+    /// Where it is kept which models are used in turn, of which this is the first.
+    pub fn turns_place(&self) -> Option<TurnsPlace> {
+        self.options.turns_place(self.outline.files.first()?, self.members.page())
+    }
+
     /// Forgets that this model and others were used in turn in an earlier run, if now they are not.
     pub fn keep_what_is_true(&self) {
-        let place = || self.options.turns_place(self.outline.files.first()?, self.members.page());
         if self.in_turn.is_some()
             && self.part().uses.order() == Order::NoneFound
-            && let Some(place) = place()
+            && let Some(place) = self.turns_place()
         {
             place.forget();
         }

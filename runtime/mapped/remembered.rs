@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outcore::os::notes;
@@ -119,9 +119,7 @@ impl TurnsPlace {
     /// What the system says.
     pub fn write(&self, files: &[Identity]) -> io::Result<()> {
         let note = TurnsNote { in_turn: files.iter().map(Identity::text).collect() };
-        notes::write(&self.path, PREFIX, &serde_json::to_vec(&note)?)?;
-        self.path.parent().into_iter().for_each(|folder| notes::forget_old(folder, PREFIX, AGE_MOST, NOTES_MOST));
-        Ok(())
+        keep(&self.path, &serde_json::to_vec(&note)?)
     }
 }
 
@@ -212,12 +210,17 @@ impl Place {
         if note.orders.is_empty() {
             return Ok(());
         }
-        notes::write(&self.path, PREFIX, &text)?;
-        if let Some(folder) = self.path.parent() {
-            notes::forget_old(folder, PREFIX, AGE_MOST, NOTES_MOST);
-        }
-        Ok(())
+        keep(&self.path, &text)
     }
+}
+
+/// Writes a note, and removes old ones.
+fn keep(path: &Path, text: &[u8]) -> io::Result<()> {
+    notes::write(path, PREFIX, text)?;
+    if let Some(folder) = path.parent() {
+        notes::forget_old(folder, PREFIX, AGE_MOST, NOTES_MOST);
+    }
+    Ok(())
 }
 
 fn runs_of(order: &[u32]) -> Vec<u32> {
@@ -287,7 +290,6 @@ mod tests {
 
     use std::fs::File;
     use std::os::unix::fs::{PermissionsExt, symlink};
-    use std::path::Path;
 
     use super::*;
 

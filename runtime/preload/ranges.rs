@@ -5,9 +5,10 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
+use outcore::os::limits::most_descriptors;
 use outcore_mapped::Written;
 
-use crate::sys::{self, kernel, whole_pages};
+use crate::sys::{kernel, whole_pages};
 
 /// The range of addresses that all mapped files lie in, so that other calls are told apart without a lock.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
@@ -58,7 +59,7 @@ static FOR_CHILDREN: [Slot; FILES_MAX] = [const { Slot::new() }; FILES_MAX];
 /// How many files may be mapped here. Each takes a descriptor, and the store keeps some of those that it reads by: the
 /// rest is the program's.
 pub fn files_most() -> usize {
-    usize::try_from(sys::most_descriptors() / DESCRIPTORS_PART).unwrap_or(FILES_MAX).clamp(1, FILES_MAX)
+    usize::try_from(most_descriptors() / DESCRIPTORS_PART).unwrap_or(FILES_MAX).clamp(1, FILES_MAX)
 }
 
 pub fn free_slot() -> Option<&'static Slot> {

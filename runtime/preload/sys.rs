@@ -4,23 +4,11 @@ use std::ffi::{CStr, c_int, c_long};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes of a page of the kernel.
-pub fn page_size() -> u64 {
-    // SAFETY: a plain question.
-    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    u64::try_from(size).unwrap_or(4096)
-}
+pub use outcore::os::kernel_pages::system_page_bytes as page_size;
 
 /// This length up to the end of its last page.
 pub fn whole_pages(len: u64) -> u64 {
     len.next_multiple_of(page_size())
-}
-
-/// How many descriptors this process may have.
-pub fn most_descriptors() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-    limit.rlim_cur
 }
 
 /// A system call. It takes all arguments as 64 bits: of shorter ones the C library's `syscall`, whose arguments are

@@ -18,7 +18,7 @@ pub(crate) const AT_ONCE: u64 = 2 << 20;
 const ENTRY_BYTES: u64 = 8;
 
 /// The kernel's own page size.
-pub(crate) fn system_page_bytes() -> u64 {
+pub fn system_page_bytes() -> u64 {
     // SAFETY: sysconf has no preconditions.
     let n = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     // It always answers; if it did not, the largest page of any kernel would do for all.

@@ -8,7 +8,7 @@ pub(crate) fn longest_file() -> u64 {
 }
 
 /// How many descriptors this process may have (RLIMIT_NOFILE).
-pub(crate) fn most_descriptors() -> u64 {
+pub fn most_descriptors() -> u64 {
     // SAFETY: as above.
     limit_of(|limit| unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, limit) })
 }

@@ -4,8 +4,8 @@
 pub(crate) mod cache;
 pub mod descriptors;
 pub mod folder;
-pub(crate) mod kernel_pages;
-pub(crate) mod limits;
+pub mod kernel_pages;
+pub mod limits;
 pub mod machine;
 pub mod notes;
 pub(crate) mod process;
