@@ -2,7 +2,7 @@
 //!
 //! x86-64 has pages of 4 KiB. Kernels for 64-bit ARM are built for 4, 16 or 64 KiB. A page table fills one page, so it
 //! describes 2 MiB, 32 MiB or 512 MiB of addresses; a transparent huge page has as many bytes. All sizes that depend on
-//! this are functions of [`KernelPages`].
+//! this are functions of `KernelPages`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
