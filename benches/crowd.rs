@@ -3,7 +3,8 @@
 //! waker.
 //!
 //! - `reads`, `writes`: each task wants one page.
-//! - `grows`: each task is a scope. It has a page pinned, the same for all, and wants one page more.
+//! - `grows`: each task is a scope. It has a page pinned, the same for all, and wants one page more. If others have all
+//!   frames, it is told; then it lets go, and waits in line for both.
 //! - `shares`: each task wants two pages. For every other task, one of the two is the same page.
 //! - `pairs`, `sets of 4`, `grows by sets of 4`: each task wants two pages, or four, or is a scope that wants four
 //!   more.
@@ -12,8 +13,8 @@
 //! - `in one scope`: all tasks pin in the same scope.
 //! - `beside pins`: up to 8,000 tasks want a page each. There are as many frames, and each holds a page with a pin of
 //!   its own, until all tasks wait.
-//! - The others: up to 16,000 scopes that each hold a page and wait, in ways that make the search for deadlocks
-//!   expensive: see [`Crowd`].
+//! - The others: up to 16,000 scopes that each hold a page and ask for what others hold. They are told; then they let
+//!   go, and wait in line for both: see [`Crowd`].
 //!
 //! Parameters: `--frames` (16), `--most` (100000), `--only` (a part of a case's name).
 
@@ -76,12 +77,23 @@ impl Does {
     ];
 }
 
+/// Whether a scope is to let go and try again: others hold what it asked for.
+fn is_told(asked: &Result<()>) -> bool {
+    matches!(asked, Err(error) if error.kind() == ErrorKind::Busy)
+}
+
 /// A scope that holds one page and wants more.
 fn grows<'a>(runtime: &'a Runtime, holds: &'a Tensor, wants: Vec<Tensor>) -> Pinning<'a> {
     Box::pin(async move {
         let scope = runtime.scope().open()?;
-        let _holds = scope.pin(holds).await?;
-        scope.pin_set(&wants).await.map(drop)
+        let held = scope.pin(holds).await?;
+        let asked = scope.pin_set(&wants).await.map(drop);
+        drop(held);
+        if !is_told(&asked) {
+            return asked;
+        }
+        let all: Vec<Tensor> = wants.into_iter().chain([holds.clone()]).collect();
+        scope.pin_set(&all).await.map(drop)
     })
 }
 
@@ -91,7 +103,6 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     let own =
         (does == Does::GrowsBesideOne).then(|| runtime.alloc(DType::U8, &[count as u64, shared.shape()[1]]).unwrap());
     let one = &runtime.scope().open().unwrap();
-    let _holds = (does == Does::InOneScope).then(|| one.pin(shared).wait().unwrap());
     let tasks: Vec<Option<Pinning<'_>>> = (0..count)
         .map(|number| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
@@ -197,38 +208,32 @@ fn beside_pins(count: u64) -> f64 {
     cpu_seconds() - cpu
 }
 
-/// Scopes that hold and wait.
+/// Scopes that each hold a page and ask for another one.
 #[derive(Clone, Copy, PartialEq)]
 enum Crowd {
-    /// Half of them read one page and wait for another. The others hold one each, and ask to write the page that is
-    /// read.
+    /// Every other one reads one page, and asks for another that somebody writes. The rest hold one each, and ask to
+    /// write the page that is read.
     WritersBesideReaders,
-    /// The first third read one page and wait for another. The last third read a second page, and ask to write the
-    /// first one. The middle third hold a page each, and ask to write the second one.
-    BetweenReadersAndWriters,
-    /// Each asks to write what the next one holds. The first one asks first.
+    /// Each asks to write what the next one holds, and the last one a page that somebody writes. The first one asks
+    /// first.
     Chain,
     /// The same, and the last one asks first.
     ChainFromItsEnd,
-    /// A chain whose last one asks for more frames than are free. A further scope holds these frames, and waits too.
-    ChainShortOfFrames,
-    /// The same, and the last one asks first.
-    ChainShortOfFramesFromItsEnd,
-    /// A chain whose last one asks for what the first one holds, and gets the error for a deadlock.
+    /// Each asks to write what the next one holds, and the last one what the first one holds.
     Circle,
-    /// They hold all frames, and each asks for one more. The last one gets the error for a deadlock.
+    /// All ask to write one page, which somebody writes.
+    OnePage,
+    /// They hold all frames, and each asks for one more.
     ShortOfFrames,
 }
 
 impl Crowd {
-    const ALL: [(Self, &str); 8] = [
+    const ALL: [(Self, &str); 6] = [
         (Self::WritersBesideReaders, "writers beside readers"),
-        (Self::BetweenReadersAndWriters, "between readers and writers"),
         (Self::Chain, "chain"),
         (Self::ChainFromItsEnd, "chain from its end"),
-        (Self::ChainShortOfFrames, "chain short of frames"),
-        (Self::ChainShortOfFramesFromItsEnd, "chain short of frames from its end"),
         (Self::Circle, "circle"),
+        (Self::OnePage, "one page"),
         (Self::ShortOfFrames, "short of frames"),
     ];
 }
@@ -239,92 +244,58 @@ fn budget_of(frames: u64, page: PageSize) -> Bytes {
     Bytes::new(frames * page.bytes() + tables.saturating_sub(16 << 20))
 }
 
-/// Seconds of CPU until `count` scopes, each of which holds a page and waits, have all been served.
+/// A scope that holds the first of these pages, by `held`, and asks for the second one.
+fn asks<'a>(scope: &'a Scope, held: PinGuard, pages: [&'a Tensor; 2], writes: bool) -> Pinning<'a> {
+    Box::pin(async move {
+        let asked = match writes {
+            true => scope.pin_mut(pages[1]).await.map(drop),
+            false => scope.pin(pages[1]).await.map(drop),
+        };
+        drop(held);
+        if !is_told(&asked) {
+            return asked;
+        }
+        let both = pages.map(Tensor::clone);
+        match writes {
+            true => scope.pin_set_mut(&both).await.map(drop),
+            false => scope.pin_set(&both).await.map(drop),
+        }
+    })
+}
+
+/// Seconds of CPU until `count` scopes, each of which holds a page and asks for another one, have all been served.
 fn holding(count: usize, crowd: Crowd) -> f64 {
     let page = PageSize::new(Bytes::kib(4)).unwrap();
-    let frames = match crowd {
-        Crowd::ShortOfFrames => count,
-        Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd => count + 3,
-        _ => count + 16,
-    };
+    let frames = if crowd == Crowd::ShortOfFrames { count } else { count + 16 };
     let budget = budget_of(frames as u64, page);
     let policy = outcore::PolicyKind::Lru;
     let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
     let runtime = builder.open().unwrap();
-    let table = runtime.alloc(DType::U8, &[2 * count as u64 + 8, page.bytes()]).unwrap();
-    let rows: Vec<Tensor> = (0..2 * count as u64 + 8).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    let table = runtime.alloc(DType::U8, &[2 * count as u64 + 2, page.bytes()]).unwrap();
+    let rows: Vec<Tensor> = (0..2 * count as u64 + 2).map(|n| table.rows(n..n + 1).unwrap()).collect();
     let (own, others) = rows.split_at(count);
-    let [awaited, read, written, beside @ .., first, second] = &others[..7] else { return 0.0 };
-    let scopes: Vec<Scope> = (0..=count).map(|_| runtime.scope().open().unwrap()).collect();
-    let part = match crowd {
-        Crowd::WritersBesideReaders => count / 2,
-        _ => count / 3,
+    let [awaited, read, ..] = others else { return 0.0 };
+    let scopes: Vec<Scope> = (0..count).map(|_| runtime.scope().open().unwrap()).collect();
+    // What each holds and what it asks for, and whether to write.
+    let wants = |at: usize| match crowd {
+        Crowd::WritersBesideReaders if at % 2 == 0 => ([read, awaited], false),
+        Crowd::WritersBesideReaders => ([&own[at], read], true),
+        Crowd::Chain | Crowd::ChainFromItsEnd => ([&own[at], own.get(at + 1).unwrap_or(awaited)], true),
+        Crowd::Circle => ([&own[at], &own[(at + 1) % count]], true),
+        Crowd::OnePage => ([&own[at], awaited], true),
+        Crowd::ShortOfFrames => ([&own[at], &others[at]], false),
     };
-    let holds = |at: usize| match crowd {
-        Crowd::WritersBesideReaders | Crowd::BetweenReadersAndWriters if at < part => read,
-        Crowd::BetweenReadersAndWriters if at >= 2 * part => written,
-        _ => &own[at],
-    };
-    let missing = [first.clone(), second.clone()];
-    // Somebody outside of the scopes holds the page that is awaited in the end, unless frames are awaited.
+    // Somebody outside of the scopes writes the page that is awaited, unless frames are awaited.
     let lock = (crowd != Crowd::ShortOfFrames).then(|| runtime.pin_mut(awaited).wait().unwrap());
-    let guards: Vec<_> = (0..count).map(|at| scopes[at].pin(holds(at)).wait().unwrap()).collect();
-    let aside = matches!(crowd, Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd)
-        .then(|| scopes[count].pin_set(beside).wait().unwrap());
-    let mut tasks: Vec<Option<Pinning<'_>>> = Vec::new();
-    if let Some(aside) = aside {
-        let scope = &scopes[count];
-        tasks.push(Some(Box::pin(async move {
-            let _aside = aside;
-            scope.pin(awaited).await.map(drop)
-        })));
-    }
-    let reads = |scope, guard, page| async move {
-        let _guard: PinGuard = guard;
-        let scope: &Scope = scope;
-        scope.pin(page).await.map(drop)
+    let guards: Vec<PinGuard> = (0..count).map(|at| scopes[at].pin(wants(at).0[0]).wait().unwrap()).collect();
+    let task = |(at, held): (usize, PinGuard)| {
+        let (pages, writes) = wants(at);
+        Some(asks(&scopes[at], held, pages, writes))
     };
-    let writes = |scope, guard, page| async move {
-        let _guard: PinGuard = guard;
-        let scope: &Scope = scope;
-        match scope.pin_mut(page).await {
-            Err(error) if error.kind() == ErrorKind::WouldDeadlock => Ok(()),
-            done => done.map(drop),
-        }
-    };
-    let missing = &missing;
-    let mut chain: Vec<Option<Pinning<'_>>> = Vec::new();
-    for (at, guard) in guards.into_iter().enumerate() {
-        let scope = &scopes[at];
-        let last = at + 1 == count;
-        let pinning: Pinning<'_> = match crowd {
-            Crowd::WritersBesideReaders | Crowd::BetweenReadersAndWriters if at < part => {
-                Box::pin(reads(scope, guard, awaited))
-            }
-            Crowd::WritersBesideReaders => Box::pin(writes(scope, guard, read)),
-            Crowd::BetweenReadersAndWriters if at < 2 * part => Box::pin(writes(scope, guard, written)),
-            Crowd::BetweenReadersAndWriters => Box::pin(writes(scope, guard, read)),
-            Crowd::ShortOfFrames => Box::pin(async move {
-                let _guard = guard;
-                match scope.pin(&others[at]).await {
-                    Err(error) if error.kind() == ErrorKind::WouldDeadlock => Ok(()),
-                    done => done.map(drop),
-                }
-            }),
-            _ if !last => Box::pin(writes(scope, guard, &own[at + 1])),
-            Crowd::Circle => Box::pin(writes(scope, guard, &own[0])),
-            Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd => Box::pin(async move {
-                let _guard = guard;
-                scope.pin_set(missing).await.map(drop)
-            }),
-            _ => Box::pin(reads(scope, guard, awaited)),
-        };
-        chain.push(Some(pinning));
+    let mut tasks: Vec<Option<Pinning<'_>>> = guards.into_iter().enumerate().map(task).collect();
+    if crowd == Crowd::ChainFromItsEnd {
+        tasks.reverse();
     }
-    if matches!(crowd, Crowd::ChainFromItsEnd | Crowd::ChainShortOfFramesFromItsEnd) {
-        chain.reverse();
-    }
-    tasks.extend(chain);
     served(tasks, || drop(lock))
 }
 

@@ -49,10 +49,10 @@ impl Server {
             sum = sequence.read(0, known - 1..known)?.pin().await?.view::<u64>(0)?[keys];
         }
         for (row, token) in rows.clone().zip(&tokens).skip(known as usize) {
-            // Frames for both pins are set aside first: requests that have one each could wait for each other for ever.
+            // Frames for both pins are set aside first: who has one pinned does not wait for others, but gets an error.
             let scope = self.pool.runtime().scope().label("sum").reserve(Bytes::kib(2 * 64)).await?;
-            let first = scope.pin(&self.table.rows(rows.start..rows.start + 1)?).await?;
             let other = scope.pin(&self.table.rows(row..row + 1)?).await?;
+            let first = scope.pin(&self.table.rows(rows.start..rows.start + 1)?).await?;
             sum += first.view::<u64>()?.iter().zip(other.view::<u64>()?).map(|(a, b)| a * b).sum::<u64>();
             drop((first, other, scope));
             let position = block_in_place(|| sequence.append(&[*token]))?; // may overwrite another tenant's bytes

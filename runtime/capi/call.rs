@@ -27,8 +27,9 @@ pub enum outcore_status {
     OUTCORE_UNSUPPORTED = 5,
     /// A budget cannot hold what was asked for as one unit.
     OUTCORE_BUDGET_TOO_SMALL = 6,
-    /// Scopes would wait for each other for ever. This request gives up; its scope keeps what it holds.
-    OUTCORE_WOULD_DEADLOCK = 7,
+    /// A scope that holds guards asks for what others hold. It keeps what it holds. Unpin all its guards and try again,
+    /// pin what is needed as one set, or reserve it.
+    OUTCORE_BUSY = 7,
     /// The operating system would not give memory or address space.
     OUTCORE_OUT_OF_MEMORY = 8,
     /// The process would need more memory mappings than the kernel allows it.
@@ -66,7 +67,7 @@ impl From<ErrorKind> for outcore_status {
             ErrorKind::Format => OUTCORE_FORMAT,
             ErrorKind::Unsupported => OUTCORE_UNSUPPORTED,
             ErrorKind::BudgetTooSmall => OUTCORE_BUDGET_TOO_SMALL,
-            ErrorKind::WouldDeadlock => OUTCORE_WOULD_DEADLOCK,
+            ErrorKind::Busy => OUTCORE_BUSY,
             ErrorKind::OutOfMemory => OUTCORE_OUT_OF_MEMORY,
             ErrorKind::TooManyMappings => OUTCORE_TOO_MANY_MAPPINGS,
             ErrorKind::Io => OUTCORE_IO,
@@ -176,7 +177,7 @@ pub extern "C" fn outcore_status_name(status: i32) -> *const c_char {
         c"format",
         c"unsupported",
         c"budget too small",
-        c"would deadlock",
+        c"busy",
         c"out of memory",
         c"too many mappings",
         c"input or output failed",
@@ -295,7 +296,7 @@ mod tests {
             ErrorKind::Format,
             ErrorKind::Unsupported,
             ErrorKind::BudgetTooSmall,
-            ErrorKind::WouldDeadlock,
+            ErrorKind::Busy,
             ErrorKind::OutOfMemory,
             ErrorKind::TooManyMappings,
             ErrorKind::Io,

@@ -76,8 +76,9 @@ pub extern "C" fn outcore_mapped_has_expert(mapped: *const outcore_mapped, layer
 /// All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
 /// the frames: what is more comes when it is touched.
 ///
-/// Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; those of
-/// `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
+/// Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; `OUTCORE_BUSY`
+/// if guards have held the frames for a second; those of `outcore_pin`. Nothing is lost then: what is missing is read
+/// when it is touched.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_mapped_expert_hint(
     mapped: *const outcore_mapped,

@@ -428,9 +428,10 @@ pub extern "C" fn outcore_guard_length_at(guard: *const outcore_guard, index: us
 
 /// Opens a scope, for a task that holds guards and asks for more. `options` may be NULL.
 ///
-/// With `reserve` it waits until so much is set aside; then its pins wait only for reads and for writers. Without, it
-/// pins as it goes; if scopes would wait for each other for ever, one of them gets `OUTCORE_WOULD_DEADLOCK`, keeps what
-/// it holds, and should let go of it.
+/// With `reserve` it waits until so much is set aside, and its pins draw on that. Without, it pins as it goes. While it
+/// holds guards, its pins never wait for guards of others: if these have what a pin asks for, it returns
+/// `OUTCORE_BUSY` at once, and the scope keeps what it holds. Then unpin all its guards and try again, pin what is
+/// needed with `outcore_scope_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
 ///
 /// `*scope` is the caller's, to be closed with `outcore_scope_close`. Guards may outlive it. One scope is for one task:
 /// its pins should not wait for each other's end.
@@ -494,7 +495,8 @@ pub extern "C" fn outcore_scope_held(scope: *const outcore_scope) -> u64 {
 
 /// As `outcore_pin`, in a scope.
 ///
-/// Errors: as for `outcore_pin`; `OUTCORE_WOULD_DEADLOCK`; `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
+/// Errors: as for `outcore_pin`; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames;
+/// `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_scope_pin(
     scope: *const outcore_scope,

@@ -551,8 +551,7 @@ impl Mapped {
     /// # Errors
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no such expert: see
     ///   [`has_expert`](Self::has_expert);
-    /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if guards have held the frames for so long that they may be the
-    ///   caller's own;
+    /// - [`Busy`](ErrorKind::Busy) if guards have held the frames for a second, so that they may be the caller's own;
     /// - those of [`PinRequest::wait`](outcore::pin::PinRequest::wait).
     ///
     /// Nothing is lost then: what is missing is read when it is touched.
@@ -608,7 +607,7 @@ impl Mapped {
                     missing(),
                     WAIT_MAX.as_secs()
                 );
-                Err(Error::new(ErrorKind::WouldDeadlock, message)
+                Err(Error::new(ErrorKind::Busy, message)
                     .remedy("let guards go before you tell of experts, or raise the device budget"))
             }),
         });

@@ -8,13 +8,13 @@
 //! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages. So
 //! readers that come one after the other cannot keep it from having all of them at once.
 
-use super::line::{Class, Line, Room, Source, Turn, Wanted};
+use super::line::{Class, Line, Source, Turn};
 use super::policy::Want;
 use super::request::{Purpose, Request, ScopePriority, Stage, Stand, Terms};
 use super::runs::pages_of;
 use super::scope::Scope;
 use super::state::{Claim, State, TryPin};
-use super::table::PageEntry;
+use super::table::{Entry, PageEntry};
 use super::{Effects, Granted, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};
@@ -32,13 +32,15 @@ struct LateMove<'a> {
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocked {
-    /// Frames are missing. A request that grows can have at most `room`; fewer, if some of these would come from pages
-    /// that it wants itself. `u32::MAX`: the request was short of something else than frames.
+    /// Frames are missing: no request can have more than `room`. `u32::MAX`: it was short of something else.
     Frames {
         room: u32,
     },
     Page(PageId),
 }
+
+/// How many scopes are looked at, at most, to name the one that holds a page.
+const NAMES_LOOKED_AT: usize = 1024;
 
 impl Pager {
     fn request_id(&self, key: usize) -> RequestId {
@@ -106,27 +108,40 @@ impl Pager {
     /// Whether a request is growth.
     #[doc(hidden)]
     pub fn is_growth(&self, id: RequestId) -> bool {
-        self.request_key(id).is_some_and(|key| self.requests[key].turn.class == Class::Growing)
+        self.request_key(id).is_some_and(|key| !self.requests[key].turn.class.is_new())
+    }
+
+    /// For checks: whether a request that stands in a line waits for another holder, although its scope holds pins.
+    pub(super) fn waits_for_a_holder(&self, id: RequestId) -> bool {
+        let Some(key) = self.request_key(id) else { return false };
+        let request = &self.requests[key];
+        let comes = match &request.stand {
+            Stand::Nowhere => true,
+            // It waits for an older one of its scope.
+            Stand::Frames { source: Source::Purse(scope), .. }
+                if self.frame_line.first_of_purse(*scope) != Some(id) =>
+            {
+                true
+            }
+            Stand::Frames { .. } => self.comes_by_moves(key, Blocked::Frames { room: 0 }),
+            // A writer stands in the lines of all its pages. It is tried again when one that moves is there.
+            Stand::Pages(pages) => {
+                let mut in_the_way = pages.iter().filter(|(page, _)| self.is_in_the_way(*page, request)).peekable();
+                in_the_way.peek().is_none() || in_the_way.any(|(page, _)| self.moves_away(*page, request))
+            }
+        };
+        self.holds(request.terms.scope) && !comes
     }
 
     /// Whether a request waits for frames, and the pages in whose lines it stands.
     #[doc(hidden)]
     pub fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
-        self.request_stand(id).map(|(_, frames, pages)| (frames.is_some(), pages))
+        self.request_stand(id).map(|(_, frames, pages)| (frames, pages))
     }
 
     /// Whether a request stands in the line for frames.
     pub(super) fn waits_for_frames(&self, id: RequestId) -> bool {
         self.request_key(id).is_some_and(|key| matches!(self.requests[key].stand, Stand::Frames { .. }))
-    }
-
-    /// For checks: how many frames a request that waits for its scope's purse lacks there. It is tried only when a
-    /// frame comes to the purse.
-    pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
-        let request = &self.requests[self.request_key(id)?];
-        let Stand::Frames { source: Source::Purse(_), .. } = request.stand else { return None };
-        let purse = self.scope(request.terms.scope).map_or(0, Scope::may_spend);
-        Some(i64::from(self.absent_of(request.pages())) - i64::from(purse))
     }
 
     /// How many frames a request wants beyond those its scope has set aside.
@@ -137,39 +152,29 @@ impl Pager {
         (self.absent_of(request.pages()) + request.frames).saturating_sub(purse)
     }
 
-    /// For checks, of a request that waits for frames: the least it wants, how many it lacks, the absent pages it
-    /// watches, and the pages it keeps.
-    pub(super) fn watches(&self, id: RequestId) -> Option<(u32, u32, Vec<PageId>, &[PageId])> {
-        let request = &self.requests[self.request_key(id)?];
-        let Stand::Frames { wanted, .. } = &request.stand else { return None };
-        let pages = request.pages().filter(|page| self.is_watched(*page, id)).collect();
-        Some((wanted.least, self.absent_of(request.pages()) + request.frames, pages, &wanted.kept))
-    }
-
-    /// For checks: whether a request that waits for frames stands behind one that must not be passed again.
-    pub(super) fn waits_behind(&self, id: RequestId) -> bool {
-        let stand = self.request_key(id).map(|key| &self.requests[key].stand);
-        matches!(stand, Some(Stand::Frames { source: Source::Behind, .. }))
-    }
-
     /// For checks: whether a request that waits for frames is not listed under its source.
     pub(super) fn is_misplaced(&self, id: RequestId) -> bool {
         let Some(key) = self.request_key(id) else { return false };
-        let Request { turn, terms, stand: Stand::Frames { wanted, source, .. }, .. } = &self.requests[key] else {
-            return false;
-        };
-        let right = self.source_of(key);
-        // Exceptions: a request that now stands behind another one learns so when it is looked at. The purse that a
-        // scope reserves is not its own before all frames are there.
-        let later = (*source, right) == (Source::New, Source::Behind)
-            || self.scope(terms.scope).is_some_and(|scope| scope.reserving.is_some());
-        *source != right && !later || !self.frame_line.is_listed(*turn, wanted, *source)
+        let Request { turn, terms, stand: Stand::Frames { source, .. }, .. } = self.requests[key] else { return false };
+        // Exception: the purse that a scope reserves is not its own before all frames are there.
+        let later = self.scope(terms.scope).is_some_and(|scope| scope.reserving.is_some());
+        source != self.source_of(key) && !later || !self.frame_line.is_listed(turn, source)
     }
 
     /// For checks: whether a request that waits for frames could go on now.
     pub(super) fn could_go_on(&self, id: RequestId) -> bool {
         let Some(key) = self.request_key(id) else { return false };
-        let Request { terms, turn, frames, stand: Stand::Frames { .. }, .. } = self.requests[key] else { return false };
+        let Request { terms, turn, frames, stand: Stand::Frames { source, .. }, .. } = self.requests[key] else {
+            return false;
+        };
+        let is_tried = match source {
+            Source::First => true,
+            Source::Purse(scope) => self.frame_line.first_of_purse(scope) == Some(id),
+            Source::New | Source::Reserving => self.frame_line.tried(true).contains(&id),
+        };
+        if !is_tried {
+            return false;
+        }
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let writes = terms.purpose == Purpose::Write;
         let is_there = |page: &PageId| {
@@ -184,7 +189,7 @@ impl Pager {
         }
         let needed = missing + frames;
         let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
-        if declared > 0 && !terms.never_refused {
+        if declared > 0 {
             return needed <= purse;
         }
         if frames > 0 && !self.may_declare(frames) {
@@ -195,11 +200,6 @@ impl Pager {
         let floor = if terms.never_refused { 0 } else { self.floor };
         let spent = purse.min(missing);
         self.frames.free_count() + self.transit + can_go + spent >= self.promised() + floor + needed
-    }
-
-    /// For checks: watched pages, and by how many requests.
-    pub(super) fn watched(&self) -> impl Iterator<Item = (PageId, usize)> {
-        self.watched.iter().map(|(page, by)| (*page, by.len()))
     }
 
     /// How many times a request was looked at to see whether it can go on.
@@ -213,14 +213,13 @@ impl Pager {
         pages.filter(|page| self.is_absent(*page)).count() as u32
     }
 
-    /// For checks: a request's turn, the least frames it wants if it waits for frames, and the pages in whose lines it
-    /// stands.
-    pub(super) fn request_stand(&self, id: RequestId) -> Option<(Turn, Option<u32>, Vec<PageId>)> {
+    /// A request's turn, whether it waits for frames, and the pages in whose lines it stands.
+    pub(super) fn request_stand(&self, id: RequestId) -> Option<(Turn, bool, Vec<PageId>)> {
         let request = &self.requests[self.request_key(id)?];
         let (frames, pages) = match &request.stand {
-            Stand::Nowhere => (None, Vec::new()),
-            Stand::Frames { wanted, .. } => (Some(wanted.least), Vec::new()),
-            Stand::Pages(pages) => (None, pages.iter().map(|(page, _)| *page).collect()),
+            Stand::Nowhere => (false, Vec::new()),
+            Stand::Frames { .. } => (true, Vec::new()),
+            Stand::Pages(pages) => (false, pages.iter().map(|(page, _)| *page).collect()),
         };
         Some((request.turn, frames, pages))
     }
@@ -229,16 +228,12 @@ impl Pager {
         self.next_serial = self.next_serial.wrapping_add(1);
         self.next_age += 1;
         let id = RequestId(self.requests.vacant_key() as u64 | u64::from(self.next_serial) << 32);
-        let grows = stage == Stage::Queued && self.begins_to_wait(terms.scope, id);
-        let class = match terms.scope {
-            _ if terms.never_refused || grows => Class::Growing,
-            Some(_) => class_of(self.scope(terms.scope).map_or(terms.priority, |scope| scope.priority)),
-            None => class_of(terms.priority),
-        };
+        let growth = if stage == Stage::Queued { self.begins_to_wait(terms.scope, id) } else { None };
+        let class = growth.unwrap_or_else(|| self.class_beside_growth(&terms));
         for run in &runs {
             self.segments[run.segment.index()].requests += 1;
         }
-        let claimed = if terms.never_refused { 0 } else { pages_of(&runs) as u32 };
+        let claimed = pages_of(&runs) as u32;
         self.requests.insert(Request {
             runs,
             terms,
@@ -255,6 +250,15 @@ impl Pager {
             serial: self.next_serial,
         });
         id
+    }
+
+    /// How urgent a request is that is no growth.
+    fn class_beside_growth(&self, terms: &Terms) -> Class {
+        match self.scope(terms.scope).map_or(terms.priority, |scope| scope.priority) {
+            _ if terms.never_refused => Class::Growing,
+            ScopePriority::Interactive => Class::Interactive,
+            ScopePriority::Batch => Class::Batch,
+        }
     }
 
     fn remove_request(&mut self, key: usize) -> Request {
@@ -275,7 +279,8 @@ impl Pager {
     ///
     /// # Errors
     /// - `BudgetTooSmall`: the pages can never be resident together, or are more than the scope was opened for.
-    /// - `WouldDeadlock`: the scope's own pins are in the way.
+    /// - `Busy`: the scope holds pins, and others hold what it asks for, or its own pins are in the way.
+    /// - `InvalidArgument`: the request can never be refused, and has a scope.
     /// - `Poisoned`: the bytes of a page were lost.
     /// - `Closed`: the pager is closing, or the scope has ended.
     pub fn submit(&mut self, runs: &[PageRun], terms: impl Into<Terms>, fx: &mut Effects) -> Result<Submitted> {
@@ -301,7 +306,7 @@ impl Pager {
                 self.missed(page, snapshot.state, writes);
             }
             if snapshot.state == State::Poisoned {
-                self.unclaim(terms.scope, if terms.never_refused { 0 } else { total as u32 });
+                self.unclaim(terms.scope, total as u32);
                 return Err(self.lost_error(page));
             }
         }
@@ -351,16 +356,7 @@ impl Pager {
         self.fill_purses(fx);
         self.retire_frames(fx);
         self.attempt(id, fx);
-        let waits = |pager: &Self| {
-            let request = &pager.requests[pager.request_key(id)?];
-            (request.stage == Stage::Queued).then_some(request.terms.scope)
-        };
         self.pump(fx);
-        if let Some(Some(scope)) = waits(self)
-            && self.break_deadlocks(scope, fx)
-        {
-            self.pump(fx);
-        }
         // A request that is ready at once is returned here, not listed in the effects.
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let (_, result) = fx.done.swap_remove(at);
@@ -441,7 +437,7 @@ impl Pager {
     /// Makes a request wait for nothing and hold nothing.
     fn withdraw(&mut self, id: RequestId, key: usize) {
         match self.requests[key].stage {
-            Stage::Queued => self.step_out(id, key),
+            Stage::Queued => self.step_out(key),
             Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
             Stage::Filling => self.give_up(id, key),
         }
@@ -616,83 +612,6 @@ impl Pager {
         self.may_go(page);
     }
 
-    /// A page is no longer absent. Each request that watches it watches another absent page instead, or wants one frame
-    /// fewer.
-    pub(super) fn appeared(&mut self, page: PageId) {
-        for id in self.watched.remove(&page).unwrap_or_default() {
-            self.looks += 1;
-            self.came(id, page);
-        }
-    }
-
-    /// A page that this request watches is no longer absent.
-    fn came(&mut self, id: RequestId, page: PageId) {
-        let Some(key) = self.request_key(id) else { return };
-        let request = &self.requests[key];
-        let Stand::Frames { wanted, source, .. } = &request.stand else { return };
-        if *source == Source::New {
-            self.frame_line.looked();
-            if self.frame_line.line.bars(request.turn) {
-                return self.waits_on(id, key, Source::Behind, u32::MAX);
-            }
-        }
-        // In a circle, so that a page which comes and goes is not watched again at once.
-        let behind = request.pages().filter(|other| *other > page);
-        let circle = behind.chain(request.pages().filter(|other| *other < page));
-        let other = circle.into_iter().find(|other| self.is_absent(*other) && !self.is_watched(*other, id));
-        if let Some(other) = other {
-            self.watched.entry(other).or_default().insert(id);
-            return;
-        }
-        let now = Wanted { least: wanted.least.saturating_sub(1), ..wanted.clone() };
-        let source = *source;
-        match source {
-            Source::Purse(scope) => self.purse_filled(scope),
-            _ => self.eased = true,
-        }
-        self.wants(key, now, source);
-    }
-
-    /// Sets the least frames and the source of a request that stands in the line for frames.
-    fn wants(&mut self, key: usize, now: Wanted, from: Source) {
-        let Request { turn, stand: Stand::Frames { wanted, source, .. }, .. } = &mut self.requests[key] else { return };
-        if *wanted != now || *source != from {
-            self.frame_line.changes(*turn, (wanted, *source), (&now, from));
-            (*wanted, *source) = (now, from);
-        }
-    }
-
-    /// Makes a request watch up to `most` of its absent pages. Returns how many it watches.
-    fn watch(&mut self, id: RequestId, key: usize, most: u32) -> u32 {
-        let pages = || self.requests[key].pages();
-        let mut watched = pages().filter(|page| self.is_watched(*page, id)).count() as u32;
-        let absent = pages().filter(|page| self.is_absent(*page) && !self.is_watched(*page, id));
-        let more: Vec<PageId> = absent.take(most.saturating_sub(watched) as usize).collect();
-        for page in more {
-            watched += 1;
-            self.watched.entry(page).or_default().insert(id);
-        }
-        watched
-    }
-
-    fn unwatch(&mut self, id: RequestId, key: usize) {
-        if self.watched.is_empty() {
-            return;
-        }
-        for page in self.requests[key].pages() {
-            if let Some(by) = self.watched.get_mut(&page)
-                && by.remove(&id)
-                && by.is_empty()
-            {
-                self.watched.remove(&page);
-            }
-        }
-    }
-
-    fn is_watched(&self, page: PageId, id: RequestId) -> bool {
-        self.watched.get(&page).is_some_and(|by| by.contains(&id))
-    }
-
     fn is_absent(&self, page: PageId) -> bool {
         self.word(page).load().state == State::Empty
     }
@@ -714,9 +633,9 @@ impl Pager {
         }
     }
 
-    /// Tries the requests in a page's line, in order, until one finds this page in its way. If that is a writer that
-    /// waits for readers, growing readers behind it are still tried: growth waits for those that hold the page, never
-    /// for those that stand before it.
+    /// Tries the requests in a page's line, in order, until one finds this page in its way. Requests of holders are all
+    /// tried: what they wait for may have become another's. If a writer waits for readers, growing readers behind it
+    /// are still tried: growth waits for those that hold the page, never for those that stand before it.
     fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
         // First the oldest request that must not be passed: those before it in the line may not pass it.
         if let Some(id) = self.page_lines.get(&page).and_then(Line::barring) {
@@ -727,13 +646,13 @@ impl Pager {
         loop {
             let Some(line) = self.page_lines.get(&page) else { return };
             let next = if let Some(turn) = behind.filter(|_| beside_readers) {
-                line.next_reader(turn).filter(|(turn, _)| turn.class == Class::Growing)
+                line.next_reader(turn).filter(|(turn, _)| !turn.class.is_new())
             } else {
                 line.next(behind)
             };
             let Some((turn, id)) = next else { return };
             behind = Some(turn);
-            if self.attempt(id, fx) == Some(Blocked::Page(page)) {
+            if self.attempt(id, fx) == Some(Blocked::Page(page)) && turn.class != Class::Holding {
                 let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
                 beside_readers = writes && !self.word(page).load().exclusive;
                 if !beside_readers {
@@ -750,103 +669,257 @@ impl Pager {
         }
     }
 
-    /// Tries the requests that wait for a purse, the one that wants the fewest frames first, while the purse may be
-    /// enough.
-    fn serve_purse(&mut self, scope: ScopeId, fx: &mut Effects) {
-        loop {
-            let purse = self.scope(Some(scope)).map_or(0, Scope::may_spend);
-            let Some(id) = self.frame_line.next_of_purse(scope, purse) else { return };
-            self.attempt(id, fx);
+    /// Tries the requests that wait for a purse, in order, until one stays.
+    fn serve_purse(&mut self, id: ScopeId, fx: &mut Effects) {
+        self.fill_purses(fx);
+        while let Some(request) = self.frame_line.first_of_purse(id) {
+            let blocked = self.attempt(request, fx);
+            if matches!(blocked, Some(Blocked::Frames { .. })) {
+                return;
+            }
         }
     }
 
-    /// Tries the requests for which the frames may be enough. Returns whether one of them went on, or now waits for
+    /// Tries the requests for which there may be frames. Returns whether one of them went on, or now waits for
     /// something else.
     ///
-    /// Growing requests are tried in turn, past each other: none waits for those before it. A request that fails says
-    /// how many frames there can be. Requests that want more are then not tried.
+    /// Requests that pass new ones are all tried, in turn: none waits for those before it. Of new ones, only the first
+    /// few. One that fails says how many frames there can be, and those that want more are then not tried.
     fn serve_frames(&mut self, fx: &mut Effects) -> bool {
-        self.eased = false;
-        if self.frame_line.line.is_empty() {
+        if !std::mem::take(&mut self.eased) || self.frame_line.line.is_empty() {
             return false;
         }
-        self.frame_line.begin();
-        while let Some(id) = self.frame_line.next_to_wake() {
-            let Some(key) = self.request_key(id) else { break };
-            self.looks += 1;
-            self.kept.clear();
-            // It is tried as soon as one frame may be enough.
-            self.waits_on(id, key, Source::New, 0);
-        }
-        let (mut behind, mut room) = (None, None);
-        while let Some((turn, id)) = self.frame_line.next_growing(behind, room.as_ref()) {
+        let mut behind = None;
+        while let Some((turn, id)) = self.frame_line.next_first(behind) {
             behind = Some(turn);
-            if !self.lacks_frames(id, &mut room, fx) {
+            if !matches!(self.attempt(id, fx), Some(Blocked::Frames { .. })) {
+                self.eased = true;
                 return true;
             }
         }
-        let mut room = None;
-        for id in self.frame_line.next_new() {
-            if !self.lacks_frames(id, &mut room, fx) {
+        for (scope, id) in self.frame_line.first_of_purses() {
+            let Some(key) = self.request_key(id) else { continue };
+            // One of its pages may have come, or what brings its frames may have become another's.
+            let purse = self.scope(Some(scope)).map_or(0, Scope::may_spend);
+            let changed = self.absent_of(self.requests[key].pages()) <= purse || self.holds(Some(scope));
+            if changed && !matches!(self.attempt(id, fx), Some(Blocked::Frames { .. })) {
+                self.eased = true;
                 return true;
             }
         }
-        // The least a request wants may be too low. So if it fails, the next one is tried all the same.
-        let mut behind = None;
-        while let Some((place, id)) = self.frame_line.next_least(behind, room.as_ref()) {
-            behind = Some(place);
-            self.frame_line.looked();
-            if !self.lacks_frames(id, &mut room, fx) {
-                return true;
+        let mut room = u32::MAX;
+        for id in self.frame_line.tried(self.declarable() > 0) {
+            let Some(key) = self.request_key(id) else { continue };
+            let request = &self.requests[key];
+            if self.absent_of(request.pages()) + request.frames > room || request.frames > self.declarable() {
+                continue;
             }
-        }
-        let mut behind = None;
-        while let Some((place, id)) = self.frame_line.next_reserving(behind, room.as_ref(), self.declarable()) {
-            behind = Some(place);
-            self.frame_line.looked();
-            if !self.lacks_frames(id, &mut room, fx) {
-                return true;
+            match self.attempt(id, fx) {
+                Some(Blocked::Frames { room: there }) => room = room.min(there),
+                _ => {
+                    self.eased = true;
+                    return true;
+                }
             }
         }
         false
     }
 
-    /// Tries a request. Returns whether it stays for want of frames, and then sets `room` to how many frames there can
-    /// be. `room` stays as it is if the request was short of something else, or can never be refused: such a request
-    /// also has the floor, so its count says nothing about others.
-    fn lacks_frames(&mut self, id: RequestId, room: &mut Option<Room>, fx: &mut Effects) -> bool {
-        let Some(Blocked::Frames { room: frames }) = self.attempt(id, fx) else { return false };
-        if frames < u32::MAX && !self.never_refused(id) {
-            *room = Some(Room { frames, kept: self.kept.clone() });
-        }
-        true
-    }
-
-    /// Admits a request, or puts it in the line of what is in its way. Returns what that is.
+    /// Admits a request, or puts it in the line of what is in its way. Returns what that is. A request whose scope
+    /// holds pins is refused if that is another holder.
     fn attempt(&mut self, id: RequestId, fx: &mut Effects) -> Option<Blocked> {
         let key = self.request_key(id)?;
         self.looks += 1;
-        self.kept.clear();
-        match self.try_admit(id, key, fx) {
-            Ok(()) => None,
-            Err((blocked, cause)) => {
-                let request = &mut self.requests[key];
-                request.cause = earlier(request.cause, cause);
-                self.stand(id, key, blocked);
-                Some(blocked)
-            }
+        let (blocked, cause) = self.try_admit(id, key, fx).err()?;
+        let Request { terms, turn, .. } = self.requests[key];
+        let refused = if self.holds(terms.scope) && !self.comes_by_moves(key, blocked) {
+            self.stats.busy += 1;
+            Some(self.busy(key, blocked))
+        } else {
+            self.never_has(key)
+        };
+        if let Some(error) = refused {
+            self.end(id, error, fx);
+            return None;
         }
+        let request = &mut self.requests[key];
+        request.cause = earlier(request.cause, cause);
+        let class = self.class_of_growth(terms.scope);
+        if turn.class == Class::Holding && class != Some(Class::Holding) {
+            // The scope has let go of all its pins meanwhile.
+            if let Some(scope) = self.scope_mut(terms.scope) {
+                scope.all_hold = false;
+            }
+            self.change_class(id, key, class.unwrap_or_else(|| self.class_beside_growth(&terms)));
+        }
+        self.stand(id, key, blocked);
+        Some(blocked)
+    }
+
+    /// Whether what is in a request's way comes by moves, and by ends of its own scope's pins behind a stream, whatever
+    /// others hold.
+    fn comes_by_moves(&self, key: usize, blocked: Blocked) -> bool {
+        let request = &self.requests[key];
+        let scope = self.scope(request.terms.scope);
+        let Blocked::Frames { .. } = blocked else {
+            let Blocked::Page(page) = blocked else { return false };
+            return self.moves_away(page, request);
+        };
+        let needed = self.absent_of(request.pages()) + request.frames;
+        if let Some(scope) = scope.filter(|scope| scope.declared > 0) {
+            return needed <= scope.comes_to_purse() + scope.owed.min(self.frames_in_moves());
+        }
+        if request.frames > 0 && !self.may_declare(request.frames) {
+            return false;
+        }
+        let there = self.frames.free_count() + self.transit + self.frames_in_moves() + self.frames_behind(scope);
+        there >= self.promised() + self.floor + needed
+    }
+
+    /// Whether a page is in the way of a request.
+    fn is_in_the_way(&self, page: PageId, request: &Request) -> bool {
+        let word = self.word(page).load();
+        match word.state {
+            State::Empty | State::Poisoned => false,
+            State::Filling => self.filling.get(&page).is_some_and(|fill| {
+                fill.failed.is_none() && (fill.locked || request.writes() && (fill.lent || !fill.waiters.is_empty()))
+            }),
+            State::Evicting => true,
+            _ if request.writes() => {
+                word.pins > 0 || word.state == State::WritingBack || self.entry_of(page).copying_out()
+            }
+            _ => word.exclusive || self.entry_of(page).evict_after(),
+        }
+    }
+
+    /// Whether a page that is in the way of a request is so because it moves, or because of pins of the request's own
+    /// scope that end behind a stream.
+    fn moves_away(&self, page: PageId, request: &Request) -> bool {
+        let word = self.word(page).load();
+        let entry = self.entry_of(page);
+        if word.state == State::WritingBack || entry.copying_out() {
+            // Who has pinned it too counts once the move has ended.
+            return true;
+        }
+        if word.pins > 0 {
+            let behind = self.scope(request.terms.scope).map_or(0, |scope| scope.holdings().behind_of(page));
+            return word.pins <= behind && self.filling.get(&page).is_none_or(|fill| fill.waiters.is_empty());
+        }
+        word.state != State::Filling
+    }
+
+    /// Frames of unpinned pages that can go, or be used, once the moves under way have ended.
+    fn frames_in_moves(&self) -> u32 {
+        let comes = |page: PageId| {
+            let word = self.word(page).load();
+            match word.state {
+                State::Filling => self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty() && !fill.lent),
+                State::Clean | State::Dirty | State::WritingBack => {
+                    word.pins == 0 && !self.entry_of(page).evict_after()
+                }
+                _ => false,
+            }
+        };
+        self.moves.iter().filter(|(_, record)| comes(record.page)).count() as u32
+    }
+
+    /// Frames of pages that only pins of this scope hold which end behind a stream.
+    fn frames_behind(&self, scope: Option<&Scope>) -> u32 {
+        let mut pages = scope.map(|scope| scope.holdings().behind()).unwrap_or_default();
+        pages.sort_unstable();
+        // The pins may have ended, and the pager has not been told yet.
+        let only = |pins: &&[PageId]| self.word(pins[0]).load().pins as usize <= pins.len();
+        pages.chunk_by(|a, b| a == b).filter(only).count() as u32
+    }
+
+    /// The error of a request that wants more than its scope has declared.
+    fn never_has(&self, key: usize) -> Option<Error> {
+        let request = &self.requests[key];
+        let scope = self.scope(request.terms.scope).filter(|scope| scope.declared > 0 && scope.reserving.is_none())?;
+        let total = pages_of(&request.runs);
+        let beyond = total > u64::from(scope.declared) && self.absent_of(request.pages()) > scope.declared;
+        beyond.then(|| {
+            let message = format!(
+                "{} has reserved {}, and asks for {}",
+                self.scope_name(request.terms.scope),
+                self.pages_in_words(scope.declared.into()),
+                self.pages_in_words(total)
+            );
+            Error::new(ErrorKind::BudgetTooSmall, message).remedy("reserve more, or pin fewer pages at a time")
+        })
+    }
+
+    /// The error of a request whose scope holds pins, and that would wait for another holder.
+    fn busy(&self, key: usize, blocked: Blocked) -> Error {
+        let request = &self.requests[key];
+        let id = request.terms.scope;
+        let held = self.pages_in_words(self.scope(id).map_or(0, |scope| scope.holdings().pages()).into());
+        let name = self.scope_name(id);
+        let message = match blocked {
+            Blocked::Page(page) => {
+                let what = if request.writes() { "write" } else { "read" };
+                let (index, segment, holder) = (page.index.0, page.segment, self.holder_of(page, id));
+                format!("{name} holds {held} and asks to {what} page {index} of {segment:?}, which {holder}")
+            }
+            Blocked::Frames { .. } => {
+                let wanted = self.absent_of(request.pages()) + request.frames;
+                let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + self.floor);
+                let there = self.scope(id).filter(|scope| scope.declared > 0).map_or(there, |scope| scope.purse);
+                let itself = self.scope(id).map_or(0, |scope| scope.holdings().pages()) + wanted + self.floor;
+                let (wanted, there) = (self.pages_in_words(wanted.into()), self.pages_in_words(there.into()));
+                let budget = self.pages_in_words(self.frames.target.into());
+                if itself > self.frames.target {
+                    let message =
+                        format!("{name} holds {held} itself and asks for {wanted} more, of a budget of {budget}");
+                    return Error::new(ErrorKind::Busy, message)
+                        .remedy("let guards go first, and open a scope of its own for each thread or task");
+                }
+                format!(
+                    "{name} holds {held} and asks for {wanted}, but others hold all but {there} of a budget of {budget}"
+                )
+            }
+        };
+        Error::new(ErrorKind::Busy, message).remedy(
+            "drop the scope's guards and try again, pin what is needed together as a set, or reserve the most that the \
+             scope will need",
+        )
+    }
+
+    /// Who has a page, in words.
+    fn holder_of(&self, page: PageId, asks: Option<ScopeId>) -> String {
+        match self.scope(asks).and_then(|scope| scope.holdings().holds(page)) {
+            Some(true) => return "it has pinned to write itself".to_owned(),
+            Some(false) => return "it has pinned itself".to_owned(),
+            None => {}
+        }
+        let others = self.open_scopes().filter(|(id, _)| Some(*id) != asks).take(NAMES_LOOKED_AT);
+        let holder = others.filter_map(|(id, scope)| Some((id, scope.holdings().holds(page)?)));
+        let written = self.word(page).load().exclusive;
+        match holder.max_by_key(|(_, writes)| *writes) {
+            Some((id, writes)) => {
+                format!("{} has pinned{}", self.scope_name(Some(id)), if writes { " to write" } else { "" })
+            }
+            None if self.filling.contains_key(&page) => "another request is filling".to_owned(),
+            None if written => "a pin outside of scopes has to write".to_owned(),
+            None => "a pin outside of scopes has".to_owned(),
+        }
+    }
+
+    /// For example "3 pages (6.0 MiB)".
+    fn pages_in_words(&self, pages: u64) -> String {
+        let noun = if pages == 1 { "page" } else { "pages" };
+        format!("{pages} {noun} ({})", Bytes::new(pages * self.config.page_bytes))
+    }
+
+    fn entry_of(&self, page: PageId) -> &Entry {
+        &self.segments[page.segment.index()].entries[page.index.index()]
     }
 
     /// Puts a request in line, unless it stands there already.
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            (Stand::Frames { source: before, .. }, Blocked::Frames { room })
-                if *before == source || before.is_new() && source.is_new() =>
-            {
-                return self.waits_on(id, key, source, room);
-            }
+            (Stand::Frames { source: before, .. }, Blocked::Frames { .. }) if *before == source => return,
             (Stand::Pages(pages), Blocked::Page(page))
                 if self.requests[key].writes() || pages.iter().any(|(other, _)| *other == page) =>
             {
@@ -860,15 +933,13 @@ impl Pager {
     /// Puts a request in line, whether it stands in one already or not. Pages and the gate stay closed for it in
     /// between: a pin that passed it then would not be counted.
     fn stand_anew(&mut self, id: RequestId, key: usize, blocked: Blocked, source: Source) {
-        let before = self.leave_lines(id, key);
+        let before = self.leave_lines(key);
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
-            Blocked::Frames { room } => {
-                let wanted = self.wanted_of(id, key, source, &[], room);
+            Blocked::Frames { .. } => {
                 self.gate.close();
-                let joined = self.frame_line.join(turn, id, left, &wanted, source);
-                Stand::Frames { wanted, source, joined }
+                Stand::Frames { source, joined: self.frame_line.join(turn, id, left, source) }
             }
             Blocked::Page(page) => {
                 let pages: Vec<PageId> =
@@ -890,64 +961,39 @@ impl Pager {
         self.open_behind(before);
     }
 
-    /// Updates what a waiting request wants at least, and its source: it is known not to go on with `room` frames.
-    fn waits_on(&mut self, id: RequestId, key: usize, source: Source, room: u32) {
-        let Stand::Frames { wanted, .. } = &self.requests[key].stand else { return };
-        let kept = wanted.kept.clone();
-        if source == Source::Behind {
-            self.unwatch(id, key);
-        }
-        let now = self.wanted_of(id, key, source, &kept, room);
-        self.wants(key, now, source);
-    }
-
-    /// The least that a request wants which does not go on with `room` frames. Makes it watch as many pages.
-    fn wanted_of(&mut self, id: RequestId, key: usize, source: Source, kept: &[PageId], room: u32) -> Wanted {
-        let reserves = self.requests[key].frames > 0;
-        let kept = self.frame_line.kept(source, kept, &self.kept);
-        let own = self.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count() as u32;
-        let enough = match source {
-            // It is not tried at all.
-            Source::Behind => return Wanted { least: 0, kept, reserves },
-            // It is tried only when a frame comes to the purse, or one of these pages comes.
-            Source::Purse(_) => u32::MAX,
-            // It was short of something else than frames.
-            _ if room == u32::MAX => 1,
-            _ => room.saturating_sub(own) + 1,
-        };
-        let least = self.watch(id, key, enough) + self.requests[key].frames;
-        Wanted { least, kept, reserves }
-    }
-
     /// The frames that a request may get.
     fn source_of(&self, key: usize) -> Source {
-        let Request { turn, terms, .. } = &self.requests[key];
+        let Request { turn, terms, frames, .. } = &self.requests[key];
         let declared = self.scope(terms.scope).is_some_and(|scope| scope.declared > 0);
         match (turn.class, terms.scope.filter(|_| declared)) {
-            (Class::Interactive | Class::Batch, _) => self.frame_line.source_of_new(*turn),
-            (Class::Growing, _) if terms.never_refused => Source::Floor,
-            (Class::Growing, Some(scope)) => Source::Purse(scope),
-            (Class::Growing, None) => Source::Growth,
+            (Class::Interactive | Class::Batch, _) if *frames > 0 => Source::Reserving,
+            (Class::Interactive | Class::Batch, _) => Source::New,
+            (Class::Holding | Class::Growing, Some(scope)) => Source::Purse(scope),
+            (Class::Holding | Class::Growing, None) => Source::First,
         }
     }
 
     /// Takes a request out of the lines it stands in.
-    fn step_out(&mut self, id: RequestId, key: usize) {
-        let stand = self.leave_lines(id, key);
+    fn step_out(&mut self, key: usize) {
+        let stand = self.leave_lines(key);
         self.open_behind(stand);
     }
 
     /// Takes a request out of the lines it stands in, and returns where it stood. Pages and the gate stay closed.
-    fn leave_lines(&mut self, id: RequestId, key: usize) -> Stand {
+    fn leave_lines(&mut self, key: usize) -> Stand {
         let turn = self.requests[key].turn;
         let mut passed = 0;
         let stand = std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere);
         self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
         match &stand {
             Stand::Nowhere => {}
-            Stand::Frames { wanted, source, joined } => {
-                passed = self.frame_line.leave(turn, *joined, wanted, *source);
-                self.unwatch(id, key);
+            Stand::Frames { source, joined } => {
+                passed = self.frame_line.leave(turn, *joined, *source);
+                // Requests behind it are tried from now on.
+                self.eased = true;
+                if let Source::Purse(scope) = source {
+                    self.purse_filled(*scope);
+                }
             }
             Stand::Pages(pages) => {
                 for (page, joined) in pages {
@@ -987,7 +1033,7 @@ impl Pager {
 
     /// The line in which a new request for these pages would pass one that must not be passed again.
     fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
-        if turn.class == Class::Growing {
+        if !turn.class.is_new() {
             return None;
         }
         if self.frame_line.line.bars(turn) {
@@ -1046,7 +1092,7 @@ impl Pager {
                         return Ok(());
                     }
                     self.entered(page);
-                    self.appeared(page);
+                    self.eased = true;
                     pinned.push(page);
                 }
                 State::Evicting => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
@@ -1076,11 +1122,8 @@ impl Pager {
         }
         let needed = missing.len() as u32 + frames;
         let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
-        let from_purse = purse.min(missing.len() as u32);
-        // A request that can never be refused uses the floor first, and leaves the purse to the pins it was declared
-        // for.
-        let mut spent = if terms.never_refused { 0 } else { from_purse };
-        if blocked.is_none() && declared > 0 && !terms.never_refused && needed > spent {
+        let spent = purse.min(missing.len() as u32);
+        if blocked.is_none() && declared > 0 && needed > spent {
             // The scope pays from its purse only. What the purse lacks was spent, and comes back before anybody else
             // gets a frame. Otherwise pins that end behind a stream could add up to more than the scope declared.
             let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
@@ -1097,17 +1140,12 @@ impl Pager {
             && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
         {
             if !self.reclaim(Want::Demand, fx) {
-                if spent < from_purse {
-                    let wanted = self.promised() + floor + needed;
-                    spent = from_purse.min(wanted - self.frames.free_count() - self.transit);
-                    continue;
-                }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 // Pages that only this request's own pins keep from being evicted: they could go for others.
                 let own = pinned.iter().copied().filter(|page| self.word(*page).load().pins == 1);
-                self.kept = own.collect();
+                let kept = own.count() as u32;
                 let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + floor);
-                let room = there + self.kept.len() as u32;
+                let room = there + kept;
                 blocked = Some((Blocked::Frames { room }, cause));
             }
         }
@@ -1115,7 +1153,7 @@ impl Pager {
             self.undo(&pinned, writes);
             return Err(blocked);
         }
-        self.step_out(id, key);
+        self.step_out(key);
         self.ends_waiting(terms.scope, id);
         self.frame_line.line.pass(turn);
         for page in &pages {
@@ -1173,30 +1211,33 @@ impl Pager {
             }
             // A search for frames may have met this pin, and its end is not told. A later pin of the page may carry no
             // mark either.
-            self.may_go(*page);
+            self.hear_of(*page);
         }
     }
 
-    /// Makes a waiting request growth, because its scope holds pins now.
-    pub(super) fn make_growing(&mut self, id: RequestId) {
+    /// A waiting request's scope holds pins now: the request goes on, waits for moves, or is refused.
+    pub(super) fn now_holds(&mut self, id: RequestId) {
         let Some(key) = self.request_key(id) else { return };
-        if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
+        if self.requests[key].turn.class == Class::Holding || self.requests[key].stage != Stage::Queued {
             return;
         }
-        // `kept` belongs to the request tried last.
-        self.kept.clear();
+        self.change_class(id, key, Class::Holding);
+        self.nearly.push(id);
+    }
+
+    /// Makes a request more or less urgent. It stands in the same line afterwards.
+    fn change_class(&mut self, id: RequestId, key: usize, class: Class) {
         let blocked = match &self.requests[key].stand {
             Stand::Nowhere => None,
             Stand::Frames { .. } => Some(Blocked::Frames { room: u32::MAX }),
             Stand::Pages(pages) => pages.first().map(|(page, _)| Blocked::Page(*page)),
         };
-        let before = self.leave_lines(id, key);
-        self.requests[key].turn.class = Class::Growing;
+        let before = self.leave_lines(key);
+        self.requests[key].turn.class = class;
         if let Some(blocked) = blocked {
             self.stand_anew(id, key, blocked, self.source_of(key));
         }
         self.open_behind(before);
-        self.nearly.push(id);
     }
 
     /// Spares a victim that is being written back, because an admission wants the page, unless its frame is promised.
@@ -1320,8 +1361,7 @@ impl Pager {
         }
     }
 
-    /// Ends waiting requests that a smaller budget can never hold. Then looks for scopes that the smaller budget makes
-    /// wait for each other.
+    /// Ends waiting requests that a smaller budget can never hold.
     pub(super) fn refuse_oversized(&mut self, fx: &mut Effects) {
         let queued: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage == Stage::Queued as u8).map(|(id, ..)| id).collect();
@@ -1335,7 +1375,6 @@ impl Pager {
                 self.end(id, error, fx);
             }
         }
-        self.look_at_all(fx);
     }
 
     /// Ends every request that stands in a line or waits for a smaller budget.
@@ -1351,13 +1390,6 @@ impl Pager {
     pub(super) fn lines(&self) -> impl Iterator<Item = (Option<PageId>, &Line)> {
         let frames = std::iter::once((None, &self.frame_line.line));
         frames.chain(self.page_lines.iter().map(|(page, line)| (Some(*page), line)))
-    }
-}
-
-fn class_of(priority: ScopePriority) -> Class {
-    match priority {
-        ScopePriority::Interactive => Class::Interactive,
-        ScopePriority::Batch => Class::Batch,
     }
 }
 

@@ -53,8 +53,7 @@ impl Pager {
         ensure!(hidden.is_none(), "{hidden:?} can go, or its pin's end is not told, and no search would find it");
         self.check_fills()?;
         self.check_requests()?;
-        self.check_waiting(untold)?;
-        self.check_members()
+        self.check_waiting(untold)
     }
 
     fn page_ids(&self) -> impl Iterator<Item = PageId> {
@@ -249,12 +248,8 @@ impl Pager {
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
             }
         }
-        for (page, by) in self.watched() {
-            ensure!(self.word(page).load().state == State::Empty, "{page:?} is watched by {by}, and is there");
-        }
         let by_frames: usize = self.request_stages().filter(|(id, ..)| self.waits_for_frames(*id)).count();
         ensure!(self.frame_line.listed() == by_frames, "{by_frames} wait for frames: {:?}", self.frame_line);
-        let mut watching = 0;
         let mut pins: HashMap<PageId, u32> = HashMap::new();
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
@@ -267,35 +262,15 @@ impl Pager {
             let shrinking = self.shrinking.iter().filter(|other| **other == id).count();
             ensure!(shrinking == usize::from(stage == 2), "{id:?} in stage {stage} is in the wrong line");
             let (_, frames, pages) = self.request_stand(id).unwrap_or_else(|| unreachable!("it is live"));
-            let stands = usize::from(frames.is_some()) + pages.len();
+            let stands = usize::from(frames) + pages.len();
             ensure!((stands > 0) == (stage == 0), "{id:?} in stage {stage} stands in {stands} lines");
             for (line, stands_there) in self.lines().map(|(page, line)| match page {
-                None => (line, frames.is_some()),
+                None => (line, frames),
                 Some(page) => (line, pages.contains(&page)),
             }) {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
-            if let Some((least, lacks, watched, kept)) = self.watches(id) {
-                watching += watched.len();
-                // A request that wants more than it lacks would be missed by a search for those that can go on.
-                ensure!(least <= lacks, "{id:?} wants {least} frames at least, and lacks {lacks}");
-                let aside = self.asks(id).map_or(0, |(.., aside)| aside);
-                let behind = self.waits_behind(id);
-                ensure!(
-                    !behind || watched.is_empty() && least == 0,
-                    "{id:?} stands behind another, and watches {watched:?}"
-                );
-                ensure!(
-                    behind || least == watched.len() as u32 + aside,
-                    "{id:?} wants {least} frames, and watches {watched:?}"
-                );
-                let mut wanted = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
-                let own = kept.iter().all(|page| wanted.any(|other| other == *page));
-                ensure!(own, "{id:?} keeps {kept:?}, and does not want all of these, or not in this order");
-            }
-            let lacks = self.lacks_in_purse(id);
-            ensure!(lacks.is_none_or(|lacks| lacks > 0), "{id:?} waits for a purse that has what it wants: {lacks:?}");
             let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);
             ensure!(stage != 1 || remaining > 0 || reserves, "{id:?} waits for nothing");
             let pages = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
@@ -309,8 +284,6 @@ impl Pager {
                 }
             }
         }
-        let all: usize = self.watched().map(|(_, by)| by).sum();
-        ensure!(all == watching, "pages are watched {all} times, and not {watching}");
         for (page, held) in pins {
             let word = self.word(page).load();
             ensure!(word.pins >= held, "{page:?} has {} pins, requests hold {held}", word.pins);
@@ -365,10 +338,19 @@ impl Pager {
     fn check_waiting(&self, untold: &dyn Fn(PageId) -> bool) -> Result<(), String> {
         let all_told = !self.page_ids().any(untold);
         for (id, ..) in self.request_stages().filter(|(id, ..)| self.waits_for_frames(*id)) {
-            let stands =
-                || format!("{:?}, {:?}, watching {:?}", self.asks(id), self.request_stand(id), self.watches(id));
+            let stands = || format!("{:?}, {:?}", self.asks(id), self.request_stand(id));
             ensure!(!self.is_misplaced(id), "{id:?} is not listed under what it waits for: {}", stands());
             ensure!(self.closing || !all_told || !self.could_go_on(id), "{id:?} could go on, and waits: {}", stands());
+        }
+        for (id, ..) in self.request_stages() {
+            // A scope that got lent pages is looked at with the next event, at the latest when their fills end.
+            let waits = all_told && !self.nearly.contains(&id) && self.waits_for_a_holder(id);
+            let stands = || {
+                let stand = self.request_stand(id);
+                let pages = stand.iter().flat_map(|(.., pages)| pages).map(|page| self.word(*page).load());
+                (self.asks(id), pages.collect::<Vec<_>>(), stand.clone())
+            };
+            ensure!(!waits, "{id:?} holds pins and waits for others: {:?}", stands());
         }
         Ok(())
     }
@@ -414,7 +396,6 @@ impl Pager {
             let (turn, frames, pages) = self.request_stand(*id).unwrap_or_else(|| unreachable!("it is live"));
             (turn.class, frames, pages).hash(&mut hasher);
             (self.request_untaken(*id), self.never_refused(*id)).hash(&mut hasher);
-            self.watches(*id).hash(&mut hasher);
         }
         self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         let mut scopes: Vec<_> =

@@ -26,8 +26,9 @@ pub enum ErrorKind {
     Unsupported,
     /// A budget cannot hold what was asked for as one unit.
     BudgetTooSmall,
-    /// Scopes that hold pins would wait for each other forever. This request gives up; its scope keeps what it holds.
-    WouldDeadlock,
+    /// A scope that holds guards asks for what others hold, or for what its own guards exclude. It keeps what it holds.
+    /// Drop all its guards and try again, pin what is needed as one set, or reserve it.
+    Busy,
     /// The operating system or the device would not give memory or address space.
     OutOfMemory,
     /// The process would need more memory mappings than the kernel allows it.
@@ -137,7 +138,7 @@ impl Error {
     /// assert!(!Error::new(ErrorKind::Poisoned, "page 7 is lost").is_transient());
     /// ```
     pub fn is_transient(&self) -> bool {
-        matches!(self.0.kind, ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::DiskFull | ErrorKind::WouldDeadlock)
+        matches!(self.0.kind, ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::DiskFull | ErrorKind::Busy)
     }
 
     /// What the user can do about it.

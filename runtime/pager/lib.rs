@@ -9,8 +9,8 @@
 //! 1. A frame belongs to at most one page. A page has at most one device frame and one host frame.
 //! 2. Frames in use never exceed the budget. A fill starts only when it owns its frame, and its staging buffer where it
 //!    needs one.
-//! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admit`). So two requests never
-//!    wait for each other. [Scopes](scope) may, because they hold pins and ask for more.
+//! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admit`). A request whose
+//!    [scope](scope) holds pins waits for moves only. So no two of them wait for each other.
 //! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`. The frames in purses exist. One frame is on
 //!    its way for each admitted page that has none yet, and for each frame still to be set aside. Where a failure
 //!    breaks this, the pump repairs it by choosing another victim.
@@ -40,7 +40,6 @@ mod by_class;
 #[macro_use]
 mod check;
 mod config;
-mod deadlock;
 mod effects;
 pub mod error;
 mod fill;
@@ -48,11 +47,9 @@ mod frames;
 mod granted;
 mod hint;
 pub mod ids;
-mod known;
 mod line;
 mod links;
 mod lookahead;
-mod members;
 mod move_record;
 mod moves;
 mod numbers;

@@ -229,7 +229,8 @@ impl Pager {
         if !self.took(page, begun, fx) {
             return false;
         }
-        self.appeared(page);
+        // A request that waits for frames may want this page.
+        self.eased = true;
         if priority > Priority::WriteBack {
             self.prefetching += 1;
         }
@@ -658,6 +659,7 @@ impl Pager {
     /// Notes that a discarded frame's memory is back with the system.
     pub fn discarded(&mut self, frame: FrameId, fx: &mut Effects) {
         self.frames.discarded(frame);
+        self.eased = true;
         self.pump(fx);
     }
 

@@ -15,7 +15,6 @@ use super::fill::Fill;
 use super::frames::{DeviceFrames, HostFrames, StagingRing};
 use super::hint::Hint;
 use super::line::{FrameLine, Line, PASSES_MAX};
-use super::members::Members;
 use super::move_record::{MoveRecord, Priority};
 use super::numbers::PageNumbers;
 use super::pin::Gate;
@@ -49,28 +48,19 @@ pub struct Pager {
     pub(super) frame_line: FrameLine,
     /// Requests that wait for pages, by page. No line here is empty.
     pub(super) page_lines: HashMap<PageId, Line>,
-    /// For each watched page, the requests waiting for frames that watch it: see [`FrameLine`]. Watched pages are
-    /// absent.
-    pub(super) watched: HashMap<PageId, BTreeSet<RequestId>>,
-    /// Pages that only the request tried last keeps from being evicted, because it would pin them. Empty unless that
-    /// request failed for want of frames.
-    pub(super) kept: Vec<PageId>,
     /// Pages whose lines are to be served, because something has happened to them.
     pub(super) moved: Vec<PageId>,
     /// Requests to try again because what they wait for has changed, for example the line they stand in.
     pub(super) nearly: Vec<RequestId>,
     /// Scopes whose purses are to be served: a frame has come, or one of their requests wants fewer.
     pub(super) filled: Vec<ScopeId>,
-    /// Whether a request wants fewer frames than when the line for frames was last served.
+    /// Whether there may be more frames than when the line for frames was last served, or a request wants fewer.
     pub(super) eased: bool,
     /// How many times a request was looked at to see whether it can go on.
     pub(super) looks: u64,
     /// Closed while a request waits for frames.
     pub(super) gate: Arc<Gate>,
     pub(super) scopes: Slab<Scope>,
-    pub(super) members: Members,
-    /// Scopes that hold or claim more than when deadlocks were last looked for.
-    pub(super) grown: Vec<ScopeId>,
     /// Frames set aside for scopes that declared them and have not spent them: the sum of all purses.
     pub(super) purses: u32,
     /// Frames on their way to purses.
@@ -157,8 +147,6 @@ impl Pager {
             requests: Slab::new(),
             frame_line: FrameLine::default(),
             page_lines: HashMap::new(),
-            watched: HashMap::new(),
-            kept: Vec::new(),
             moved: Vec::new(),
             nearly: Vec::new(),
             filled: Vec::new(),
@@ -166,8 +154,6 @@ impl Pager {
             looks: 0,
             gate: Arc::new(Gate::default()),
             scopes: Slab::new(),
-            members: Members::default(),
-            grown: Vec::new(),
             purses: 0,
             coming: 0,
             coming_to: BTreeSet::new(),
@@ -400,7 +386,6 @@ impl Pager {
         for waiter in self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default() {
             self.end(waiter, error.clone(), fx);
         }
-        self.appeared(page);
         self.changed(page);
     }
 
@@ -634,6 +619,8 @@ impl Pager {
     /// Does everything that has become possible.
     pub fn pump(&mut self, fx: &mut Effects) {
         self.events += 1;
+        // A page whose write back was put off, and one that a policy has left out, can go without an event of its own.
+        self.eased |= !self.put_off.is_empty() || self.barren.heard.is_none();
         self.release_spoiled(fx);
         self.serve_awaiting(fx);
         self.fill_purses(fx);
@@ -646,13 +633,9 @@ impl Pager {
         // An admission that failed may have left frames free. A page that was evicted may be one that a request waits
         // for.
         self.serve_awaiting(fx);
-        while !(self.moved.is_empty()
-            && self.nearly.is_empty()
-            && self.filled.is_empty()
-            && self.grown.is_empty()
-            && !self.eased)
+        while !(self.moved.is_empty() && self.nearly.is_empty() && self.filled.is_empty())
+            || self.eased && !self.frame_line.line.is_empty()
         {
-            self.look_at_grown(fx);
             self.serve_lines(fx);
             self.serve_awaiting(fx);
         }

@@ -76,6 +76,12 @@ impl Pager {
 
     /// Lists a page that may be able to go: something has happened to it, or it has become resident.
     pub(super) fn may_go(&mut self, page: PageId) {
+        self.eased = true;
+        self.hear_of(page);
+    }
+
+    /// [`may_go`](Self::may_go) for a page that was kept only by a request that was tried in vain.
+    pub(super) fn hear_of(&mut self, page: PageId) {
         let Some(heard) = &mut self.barren.heard else { return };
         heard.push_back(page);
         if heard.len() > self.frames.active().max(64) as usize {
@@ -348,6 +354,7 @@ impl Pager {
         self.config.frames = frames;
         self.policy.resize(frames, self.host.total(), self.config.lookahead);
         let exist = self.frames.grow();
+        self.eased = true;
         self.refuse_oversized(fx);
         self.pump(fx);
         exist

@@ -1,7 +1,7 @@
 //! Requests: what each says of itself (what it is for, whose it is, how urgent), and where it stands.
 
 use super::granted::WaitCause;
-use super::line::{Source, Turn, Wanted};
+use super::line::{Source, Turn};
 use super::runs::PageRun;
 use crate::ids::{PageId, ScopeId, WalkerId};
 
@@ -29,9 +29,8 @@ pub struct Terms {
     pub walker: WalkerId,
     /// The priority of a request without a scope.
     pub priority: ScopePriority,
-    /// Whether the request cannot be refused. Such a request may use the [floor](crate::Pager::set_floor). It does not
-    /// count towards what its scope declared; it spends from the scope's purse only what the floor does not have. It
-    /// waits where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
+    /// Whether the request cannot be refused. Such a request has no scope, and may use the
+    /// [floor](crate::Pager::set_floor). It gets `BudgetTooSmall` only for more pages than there are frames.
     pub never_refused: bool,
 }
 
@@ -67,9 +66,8 @@ pub(super) enum Stage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Stand {
     Nowhere,
-    /// In the line for frames. `wanted` is the least it wants, and `joined` the line's count when it joined.
+    /// In the line for frames. `joined` is the line's count when it joined.
     Frames {
-        wanted: Wanted,
         source: Source,
         joined: u64,
     },

@@ -19,6 +19,11 @@ impl PageRun {
         (self.first.0..self.first.0 + self.count).map(move |n| PageId { segment: self.segment, index: PageIndex(n) })
     }
 
+    /// Whether a page is one of them.
+    pub fn contains(&self, page: PageId) -> bool {
+        page.segment == self.segment && page.index.0.checked_sub(self.first.0).is_some_and(|at| at < self.count)
+    }
+
     /// Sorts runs and joins those that touch or overlap, so that each page appears once.
     pub fn normalize(runs: &mut Vec<PageRun>) {
         let joined = Self::join(runs);

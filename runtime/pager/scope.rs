@@ -1,23 +1,24 @@
 //! Scopes: what one task holds and may still ask for.
 //!
 //! A scope is the unit of admission. Its first pins, or the frames it [reserves](crate::Pager::reserve), are *new* and
-//! wait in line. Requests it makes while it holds pins are *growth*. Growth passes the line, because others may wait
-//! for just these pins.
+//! wait in line. Requests it makes while it holds pins, or has reserved frames, are *growth*: they pass the line,
+//! because others may wait for just these pins.
 //!
-//! A scope that declares how much it will need gets its frames set aside at the start, in a purse. It spends them on
-//! pages that are missing. When the pins end, the purse is filled again before anybody else gets a frame.
+//! A scope that reserves has its frames set aside at the start, in a purse. It spends them on pages that are missing.
+//! When the pins end, the purse is filled again before anybody else gets a frame.
 //!
-//! # Deadlocks
+//! # Who waits for whom
 //!
-//! Only growth holds pins and waits. When growth has to wait, the pager checks each scope that waits and holds pins or
-//! a purse: can it go on once those before it let go of their frames and page locks? If not, one of the scopes that
-//! wait for each other forever gets [`WouldDeadlock`](crate::ErrorKind::WouldDeadlock). A pin outside of scopes is
-//! assumed to end. `deadlock` finds the answer.
+//! 1. A request gets all that it asks for, or waits in line and holds nothing. At most 16 later ones pass it.
+//! 2. A request whose scope holds pins waits for moves, and for pins of its own scope that end behind a stream. It
+//!    never waits for another holder: it is refused with [`Busy`](crate::ErrorKind::Busy).
+//!
+//! So whoever waits for a holder holds no pins, and no two wait for each other. A pin outside of scopes is a scope of
+//! its own that holds nothing; a thread that nests such pins is on its own.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::known::Known;
 use super::request::ScopePriority;
 use super::runs::PageRun;
 use crate::ids::{PageId, RequestId, SegmentId};
@@ -91,14 +92,12 @@ impl Runs {
 struct Held {
     runs: Runs,
     pages: u32,
-    /// Frames that the scope has spent for these runs, out of those it declared.
+    /// Frames that the scope has spent for these runs, out of those it reserved.
     paid: u32,
+    /// Pins that the task has let go of, and that end behind a stream.
+    behind: Runs,
     /// How many requests of the scope wait.
     waiting: u32,
-    /// What changed since the pager counted last, while the scope waits. So a pin costs the pager only what it changes.
-    changes: Vec<((PageRun, bool), Change)>,
-    /// Whether `changes` is incomplete, so that the pager must count anew.
-    uncounted: bool,
 }
 
 /// A run that is held.
@@ -106,41 +105,19 @@ struct Held {
 struct HeldRun {
     run: PageRun,
     exclusive: bool,
-    /// Whether it counts among the pages the scope was opened for. `false` for pins that could not be refused.
-    claimed: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Change {
-    Came,
-    Went,
-}
-
-/// The holdings of a waiting scope, or their changes. The `bool` says whether the run is held exclusively.
-pub(super) enum Counted {
-    Anew(Vec<(PageRun, bool)>),
-    Since(Vec<((PageRun, bool), Change)>),
 }
 
 impl Held {
-    fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.runs.iter().map(|held| (held.run, held.exclusive)).collect()
-    }
-
-    fn changed(&mut self, run: (PageRun, bool), change: Change) {
-        if self.waiting == 0 || self.uncounted {
-            return;
+    /// Removes pins, and what was spent for them. Returns how many pages went.
+    fn remove(&mut self, runs: &[PageRun], exclusive: bool, spent: u32) -> u32 {
+        let before = self.pages;
+        for run in runs {
+            if self.runs.remove(HeldRun { run: *run, exclusive }) {
+                self.pages -= run.count;
+            }
         }
-        if self.changes.len() > self.runs.len() + 16 {
-            self.count_anew();
-        } else {
-            self.changes.push((run, change));
-        }
-    }
-
-    fn count_anew(&mut self) {
-        self.uncounted = true;
-        self.changes.clear();
+        self.paid = self.paid.saturating_sub(spent);
+        before - self.pages
     }
 }
 
@@ -171,22 +148,15 @@ impl Holdings {
     /// pager [look again](crate::Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
-        self.add_paid(runs, exclusive, 0, true)
-    }
-
-    /// [`add`](Self::add) for pins that could [not be refused](super::Terms::never_refused) and so were not claimed.
-    #[must_use]
-    pub fn add_unclaimed(&self, runs: &[PageRun], exclusive: bool) -> bool {
-        self.add_paid(runs, exclusive, 0, false)
+        self.add_paid(runs, exclusive, 0)
     }
 
     /// [`add`](Self::add) for pins on which the scope has spent `spent` frames.
-    pub(super) fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) -> bool {
+    pub(super) fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
         let mut held = self.held.lock();
         for run in runs {
-            held.runs.add(HeldRun { run: *run, exclusive, claimed });
+            held.runs.add(HeldRun { run: *run, exclusive });
             held.pages += run.count;
-            held.changed((*run, exclusive), Change::Came);
         }
         held.paid += spent;
         held.waiting > 0
@@ -195,37 +165,39 @@ impl Holdings {
     /// Drops all pins of a segment that goes. Nobody can end them, because their guards or requests were forgotten.
     pub(super) fn forget(&self, segment: SegmentId, spent: u32) {
         let mut held = self.held.lock();
-        held.count_anew();
         held.paid = held.paid.saturating_sub(spent);
-        let gone = |held: &HeldRun| held.run.segment == segment && held.claimed;
-        self.unclaim(held.runs.iter().filter(gone).map(|held| held.run.count).sum());
-        held.runs.retain(|held| held.run.segment != segment);
+        let stays = |held: &HeldRun| held.run.segment != segment;
+        self.unclaim(held.runs.iter().filter(|held| !stays(held)).map(|held| held.run.count).sum());
+        held.runs.retain(stays);
+        held.behind.retain(stays);
         held.pages = held.runs.iter().map(|held| held.run.count).sum();
     }
 
     /// Removes pins, and what was spent for them. Called before the pins end, so that every page listed here is pinned.
     pub fn remove(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
-        self.take_out(runs, exclusive, spent, true);
+        let gone = self.held.lock().remove(runs, exclusive, spent);
+        self.unclaim(gone);
     }
 
-    /// [`remove`](Self::remove) for pins that could [not be refused](super::Terms::never_refused).
-    pub fn remove_unclaimed(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
-        self.take_out(runs, exclusive, spent, false);
-    }
-
-    fn take_out(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) {
+    /// [`remove`](Self::remove) for pins that end behind a stream. [`passed`](Self::passed) follows, right after they
+    /// have ended.
+    pub fn leave_behind(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
         let mut held = self.held.lock();
-        let before = held.pages;
+        let gone = held.remove(runs, exclusive, spent);
+        runs.iter().for_each(|run| held.behind.add(HeldRun { run: *run, exclusive }));
+        drop(held);
+        self.unclaim(gone);
+    }
+
+    /// The stream has passed, and pins that were [left behind](Self::leave_behind) have ended. Returns whether the
+    /// scope has waiting requests: the pager must then hear of the [end](crate::Pager::released) of these pins.
+    #[must_use]
+    pub fn passed(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        let mut held = self.held.lock();
         for run in runs {
-            if held.runs.remove(HeldRun { run: *run, exclusive, claimed }) {
-                held.pages -= run.count;
-                held.changed((*run, exclusive), Change::Went);
-            }
+            held.behind.remove(HeldRun { run: *run, exclusive });
         }
-        held.paid = held.paid.saturating_sub(spent);
-        if claimed {
-            self.unclaim(before - held.pages);
-        }
+        held.waiting > 0
     }
 
     /// How many pages the scope was opened for. `None` if it did not say.
@@ -247,32 +219,29 @@ impl Holdings {
         self.held.lock().runs.len() == 0
     }
 
+    /// The runs that are held, and whether by a writer.
     pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.held.lock().runs()
+        self.held.lock().runs.iter().map(|held| (held.run, held.exclusive)).collect()
     }
 
-    /// The next [count](Self::count) tells all that the scope holds.
-    pub(super) fn count_anew(&self) {
-        self.held.lock().count_anew();
+    /// Whether a page is held, and if so, whether by a writer.
+    pub(super) fn holds(&self, page: PageId) -> Option<bool> {
+        self.held.lock().runs.iter().find(|held| held.run.contains(page)).map(|held| held.exclusive)
+    }
+
+    /// The pages of pins that end behind a stream, once for each pin.
+    pub(super) fn behind(&self) -> Vec<PageId> {
+        self.held.lock().behind.iter().flat_map(|held| held.run.pages()).collect()
+    }
+
+    /// How many pins of a page end behind a stream.
+    pub(super) fn behind_of(&self, page: PageId) -> u32 {
+        self.held.lock().behind.iter().filter(|held| held.run.contains(page)).count() as u32
     }
 
     pub(super) fn waits(&self, more: bool) {
         let mut held = self.held.lock();
-        if held.waiting == 0 {
-            held.count_anew();
-        }
         held.waiting = if more { held.waiting + 1 } else { held.waiting.saturating_sub(1) };
-    }
-
-    /// What the scope holds: only the changes since the last count, if they are complete. Also what was spent for it.
-    pub(super) fn count(&self) -> (Counted, u32) {
-        let mut held = self.held.lock();
-        let counted = if std::mem::take(&mut held.uncounted) {
-            Counted::Anew(held.runs())
-        } else {
-            Counted::Since(std::mem::take(&mut held.changes))
-        };
-        (counted, held.paid)
     }
 
     /// Frames spent for what the scope holds.
@@ -326,12 +295,8 @@ pub(super) struct Scope {
     pub(super) holdings: Arc<Holdings>,
     /// Its waiting requests.
     pub(super) waiting: BTreeSet<RequestId>,
-    /// What the search for deadlocks knows of it.
-    pub(super) known: Known,
-    /// Whether all its waiting requests are known to be growth.
-    pub(super) all_grow: bool,
-    /// Whether it is listed in `Pager::grown`.
-    pub(super) grown: bool,
+    /// Whether all its waiting requests are known to be those of a holder.
+    pub(super) all_hold: bool,
     pub(super) serial: u32,
 }
 
@@ -350,9 +315,7 @@ impl Scope {
             reserving: None,
             holdings: Arc::new(Holdings::new(at_most)),
             waiting: BTreeSet::new(),
-            known: Known::default(),
-            all_grow: false,
-            grown: false,
+            all_hold: false,
             serial,
         }
     }
@@ -371,10 +334,11 @@ impl Scope {
         if self.reserving.is_some() { 0 } else { self.purse }
     }
 
-    /// Frames that are the scope's beside the pages it holds: in its purse, on their way, owed, or spent for pages that
-    /// it does not hold yet, or holds no longer. Nobody else ever gets one of them.
-    pub(super) fn claim(&self) -> u32 {
-        self.declared.saturating_sub(self.holdings.paid())
+    /// Frames that come to its purse, or are there, whatever others hold: in the purse, on their way, or spent for pins
+    /// that end behind a stream. While it waits for what it declares, all of that is on its way.
+    pub(super) fn comes_to_purse(&self) -> u32 {
+        let spent: u32 = self.paid.iter().map(|(_, frames)| frames).sum();
+        self.purse + self.coming + spent.saturating_sub(self.holdings.paid())
     }
 }
 
@@ -387,7 +351,7 @@ mod tests {
     fn regression_guards_that_go_in_the_order_they_came_are_not_looked_for_among_all() {
         let run = |index: u32| {
             let run = PageRun { segment: SegmentId(0), first: PageIndex(index), count: 1 };
-            HeldRun { run, exclusive: false, claimed: true }
+            HeldRun { run, exclusive: false }
         };
         let mut runs = Runs::default();
         for index in (0..8000).chain(0..8000) {

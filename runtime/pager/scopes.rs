@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::line::Class;
 use super::policy::Want;
 use super::request::{Purpose, Terms};
 use super::runs::{PageRun, pages_of};
@@ -51,7 +52,6 @@ impl Pager {
             let error = Error::new(ErrorKind::Closed, format!("{} has ended", self.scope_name(Some(id))));
             self.end(request, error, fx);
         }
-        let before = self.frames_beside(self.declared);
         let scope = self.scopes.remove(key);
         self.purses -= scope.purse;
         self.coming -= scope.coming;
@@ -59,11 +59,8 @@ impl Pager {
         self.declared -= scope.declared;
         self.coming_to.remove(&key);
         self.owed_to.remove(&key);
-        invariant!(scope.known.is_nothing() && scope.waiting.is_empty(), "{id:?} has ended and waits");
-        if self.frames_beside(self.declared) < before {
-            // A smaller budget takes these frames. For the other scopes it shrinks now.
-            self.look_at_all(fx);
-        }
+        self.eased = true;
+        invariant!(scope.waiting.is_empty(), "{id:?} has ended and waits");
         self.pump(fx);
     }
 
@@ -95,28 +92,19 @@ impl Pager {
             self.coming += frames;
             self.declared += frames;
         }
-        // From now on the scope pays from its purse only, whatever it waits for.
-        self.claims_more(self.scope_id(key));
     }
 
     /// Gives up a request for a purse: nothing is set aside for its scope.
     pub(super) fn unreserve(&mut self, id: Option<ScopeId>) {
         let Some(scope) = self.scope_mut(id) else { return };
-        // The scope may still hold pins and wait for more.
-        scope.holdings.count_anew();
         let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
         let declared = std::mem::take(&mut scope.declared);
         scope.reserving = None;
         let waiting = scope.waiting.clone();
-        let before = self.frames_beside(self.declared);
         self.purses -= purse;
         self.coming -= coming;
         self.declared -= declared;
-        if self.frames_beside(self.declared) < before {
-            // A smaller budget takes these frames. For the other scopes it shrinks now.
-            let all: Vec<ScopeId> = self.open_scopes().map(|(id, _)| id).collect();
-            all.into_iter().for_each(|id| self.claims_more(id));
-        }
+        self.eased = true;
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {
             self.coming_to.remove(&key);
         }
@@ -154,9 +142,13 @@ impl Pager {
         None
     }
 
-    /// Tells that a guard has ended on whose pages its scope had spent `frames` of its purse. Called under the same
-    /// hold of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one before that.
+    /// [`released`](Self::released) for a guard on whose pages its scope had spent `frames` of its purse. Called under
+    /// the same hold of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one
+    /// before that.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            self.changed(page);
+        }
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
             && let Some(at) = scope.paid.iter().position(|other| Some(*other) == paid)
@@ -186,7 +178,7 @@ impl Pager {
             self.owed += frames;
         }
         for key in indebted {
-            self.claims_more(self.scope_id(key));
+            self.purse_filled(self.scope_id(key));
         }
     }
 
@@ -197,8 +189,8 @@ impl Pager {
         invariant!(scope.purse + scope.coming + scope.owed <= scope.declared, "a scope is owed more than it declared");
         self.owed += frames;
         self.owed_to.insert(key);
-        let id = self.scope_id(key);
-        self.claims_more(id);
+        // If others share the pages that were paid for, these frames may not come before the others let go.
+        self.purse_filled(self.scope_id(key));
     }
 
     /// Fills purses that are owed frames, before anybody else gets one and before a smaller budget takes one.
@@ -217,8 +209,6 @@ impl Pager {
             }
             self.coming_to.insert(key);
             (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
-            // Others can hope for one frame fewer.
-            self.look_again(self.scope_id(key));
             self.serve_awaiting(fx);
         }
     }
@@ -255,6 +245,7 @@ impl Pager {
                 .remedy(format!("raise the device budget to at least {need}")));
         }
         self.floor = frames;
+        self.eased = true;
         self.refuse_oversized(fx);
         self.pump(fx);
         Ok(())
@@ -262,7 +253,12 @@ impl Pager {
 
     /// Whether a request of this scope grows it.
     pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
-        self.scope(id).is_some_and(|scope| scope.declared > 0 || !scope.holdings.is_empty())
+        self.scope(id).is_some_and(|scope| scope.declared > 0) || self.holds(id)
+    }
+
+    /// Whether this scope holds pins. Then its requests never wait for other holders.
+    pub(super) fn holds(&self, id: Option<ScopeId>) -> bool {
+        self.scope(id).is_some_and(|scope| !scope.holdings.is_empty())
     }
 
     /// Records a granted request in its scope's holdings, with the frames spent on it.
@@ -272,7 +268,7 @@ impl Pager {
         if let Some(first) = runs.first().filter(|_| spent > 0) {
             scope.paid.push((*first, spent));
         }
-        if scope.holdings.add_paid(runs, exclusive, spent, !terms.never_refused)
+        if scope.holdings.add_paid(runs, exclusive, spent)
             && let Some(id) = id
         {
             self.look_again(id);
@@ -284,50 +280,29 @@ impl Pager {
         self.scope(Some(id)).map(|scope| scope.waiting.iter().copied().collect()).unwrap_or_default()
     }
 
-    /// A scope got more while it waits. Its waiting requests are growth now, and may close a circle.
+    /// A scope got pins while it waits. From now on its waiting requests wait for no other holder.
     fn look_again(&mut self, id: ScopeId) {
-        self.claims_more(id);
         let Some(scope) = self.scope_mut(Some(id)) else { return };
-        if std::mem::replace(&mut scope.all_grow, true) {
+        if std::mem::replace(&mut scope.all_hold, true) {
             return;
         }
         for request in self.waiting_of(id) {
-            self.make_growing(request);
-        }
-    }
-
-    /// A scope claims more: for example, it has let go of a page it had paid for, so it owns the frame again while
-    /// others may hold the page. If the scope waits, that may close a circle.
-    fn claims_more(&mut self, id: ScopeId) {
-        if let Some(scope) = self.scope_mut(Some(id))
-            && !std::mem::replace(&mut scope.grown, true)
-        {
-            self.grown.push(id);
-        }
-    }
-
-    /// Looks for circles closed by scopes that got more while they waited, or that claim more.
-    pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
-        for id in std::mem::take(&mut self.grown) {
-            if let Some(scope) = self.scope_mut(Some(id)) {
-                scope.grown = false;
-            }
-            self.break_deadlocks(id, fx);
+            self.now_holds(request);
         }
     }
 
     /// Claims the pages of a request for its scope. Refuses them if the scope's own pins exclude them, or if they are
-    /// more than the scope was opened for. A request that can never be refused is not claimed: it does not count
-    /// towards what the scope was opened for.
+    /// more than the scope was opened for.
     pub(super) fn claim(&self, terms: &Terms, runs: &[PageRun]) -> Result<(), Error> {
         let Terms { scope: id, purpose, never_refused, .. } = *terms;
         let Some(wanted) = id else { return Ok(()) };
+        if never_refused {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a pin that can never be refused belongs to no scope")
+                .remedy("pin it outside of scopes"));
+        }
         let Some(scope) = self.scope(id) else {
             return Err(Error::new(ErrorKind::Closed, format!("{wanted:?} has ended")).remedy("open another scope"));
         };
-        if never_refused {
-            return Ok(());
-        }
         if let Some(page) = scope.holdings.excludes(runs, purpose == Purpose::Write) {
             let what = if purpose == Purpose::Write { "write" } else { "read" };
             let message = format!(
@@ -336,8 +311,9 @@ impl Pager {
                 page.index.0,
                 page.segment
             );
-            return Err(Error::new(ErrorKind::WouldDeadlock, message)
-                .remedy("drop that guard first, or pin for writing from the start"));
+            return Err(
+                Error::new(ErrorKind::Busy, message).remedy("drop that guard first, or pin for writing from the start")
+            );
         }
         let (asked, holdings) = (pages_of(runs), scope.holdings());
         if !holdings.claim(asked as u32) {
@@ -375,19 +351,25 @@ impl Pager {
         }
     }
 
-    /// Notes that a request of this scope may have to wait. Returns whether it is growth. That is decided here, once
-    /// the pager knows of all the scope's pins; pins that the scope gets later [make it growth](Self::holds_more).
-    pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> bool {
-        let Some(scope) = self.scope_mut(id) else { return false };
+    /// Notes that a request of this scope may have to wait. Returns how urgent it is. That is decided here, once the
+    /// pager knows of all the scope's pins; pins that the scope gets later [count too](Self::holds_more).
+    pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> Option<Class> {
+        let scope = self.scope_mut(id)?;
         let begins = scope.waiting.insert(request);
         invariant!(begins, "{request:?} begins to wait twice");
-        scope.known.begins_to_wait(request);
         scope.holdings.waits(true);
-        let grows = self.grows(id);
+        let class = self.class_of_growth(id);
+        let holds = class == Some(Class::Holding);
         if let Some(scope) = self.scope_mut(id) {
-            scope.all_grow = grows && (scope.all_grow || scope.waiting.len() == 1);
+            scope.all_hold = holds && (scope.all_hold || scope.waiting.len() == 1);
         }
-        grows
+        class
+    }
+
+    /// How urgent a request of this scope is if it is growth.
+    pub(super) fn class_of_growth(&self, id: Option<ScopeId>) -> Option<Class> {
+        let grows = || self.grows(id).then_some(Class::Growing);
+        if self.holds(id) { Some(Class::Holding) } else { grows() }
     }
 
     /// Notes that a request waits no more.
@@ -397,10 +379,6 @@ impl Pager {
             return;
         }
         scope.holdings.waits(false);
-        let all = scope.waiting.is_empty();
-        if let Some(key) = id.and_then(|id| self.scope_key(id)) {
-            self.asks_no_more(key, request, all);
-        }
     }
 
     /// Notes that a waiting scope got more pins without the latch.

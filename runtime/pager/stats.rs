@@ -36,8 +36,9 @@ pub struct PagerStats {
     /// Failed fills that were tried once more, because requests had come to wait for them after their moves had
     /// started.
     pub retried: u64,
-    /// Requests that ended because scopes would have waited for each other forever.
-    pub deadlocks: u64,
+    /// Requests that ended with [`Busy`](crate::ErrorKind::Busy): their scopes hold guards, and others hold what they
+    /// ask for.
+    pub busy: u64,
     /// Pins that took the latch although every page was resident: somebody waited for these pages or for frames, a
     /// writer or a move had one of the pages, or the scope itself had waiting requests. Not counted: the first use of a
     /// page that was filled ahead. That one takes the latch after it has pinned, to begin the next fill.
@@ -60,7 +61,7 @@ impl std::ops::AddAssign for PagerStats {
             write_backs,
             poisoned,
             retried,
-            deadlocks,
+            busy,
             latched_hits,
         } = more;
         self.uses += uses;
@@ -76,7 +77,7 @@ impl std::ops::AddAssign for PagerStats {
         self.write_backs += write_backs;
         self.poisoned += poisoned;
         self.retried += retried;
-        self.deadlocks += deadlocks;
+        self.busy += busy;
         self.latched_hits += latched_hits;
     }
 }

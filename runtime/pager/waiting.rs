@@ -36,7 +36,7 @@ pub struct Waiter {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WaitsFor {
-    /// Nothing but the ends of moves: reads, copies, write backs.
+    /// Nothing but the ends of moves: reads, copies, write backs, and work on streams behind which pins end.
     Moves,
     /// Frames. Others may have the frames of the budget pinned.
     Frames {
@@ -132,7 +132,9 @@ impl Pager {
 
     /// Whether a request waits for anything but moves.
     pub fn waits_for_others(&self, id: RequestId) -> bool {
-        let stands = self.request_stand(id).is_some_and(|(_, frames, pages)| frames.is_some() || !pages.is_empty());
+        let for_others =
+            |(turn, frames, pages): (Turn, bool, Vec<_>)| turn.class != Class::Holding && (frames || !pages.is_empty());
+        let stands = self.request_stand(id).is_some_and(for_others);
         stands || self.shrinking.contains(&id)
     }
 
@@ -141,15 +143,16 @@ impl Pager {
         let runs = self.request_runs(id)?;
         let (scope, purpose) = self.request_terms(id)?;
         let waits_for = match (frames, pages.first()) {
-            (Some(_), _) => WaitsFor::Frames { wanted: self.frames_short(id), budget: self.frames.target },
-            (None, Some(page)) => WaitsFor::Page(*page),
-            (None, None) => WaitsFor::Moves,
+            _ if turn.class == Class::Holding => WaitsFor::Moves,
+            (true, _) => WaitsFor::Frames { wanted: self.frames_short(id), budget: self.frames.target },
+            (false, Some(page)) => WaitsFor::Page(*page),
+            (false, None) => WaitsFor::Moves,
         };
         let label = || self.scope(scope).map(|scope| scope.label().to_string()).unwrap_or_default();
         Some(Waiter {
             id,
             scope: scope.map(|scope| (scope, label())),
-            holds: turn.class == Class::Growing,
+            holds: turn.class == Class::Holding,
             first: runs.first().and_then(|run| run.pages().next()),
             pages: pages_of(runs),
             purpose,

@@ -67,9 +67,10 @@ typedef enum {
    */
   OUTCORE_BUDGET_TOO_SMALL = 6,
   /**
-   * Scopes would wait for each other for ever. This request gives up; its scope keeps what it holds.
+   * A scope that holds guards asks for what others hold. It keeps what it holds. Unpin all its guards and try again,
+   * pin what is needed as one set, or reserve it.
    */
-  OUTCORE_WOULD_DEADLOCK = 7,
+  OUTCORE_BUSY = 7,
   /**
    * The operating system would not give memory or address space.
    */
@@ -822,9 +823,10 @@ size_t outcore_guard_length_at(const outcore_guard *guard, size_t index);
 /**
  * Opens a scope, for a task that holds guards and asks for more. `options` may be NULL.
  *
- * With `reserve` it waits until so much is set aside; then its pins wait only for reads and for writers. Without, it
- * pins as it goes; if scopes would wait for each other for ever, one of them gets `OUTCORE_WOULD_DEADLOCK`, keeps what
- * it holds, and should let go of it.
+ * With `reserve` it waits until so much is set aside, and its pins draw on that. Without, it pins as it goes. While it
+ * holds guards, its pins never wait for guards of others: if these have what a pin asks for, it returns
+ * `OUTCORE_BUSY` at once, and the scope keeps what it holds. Then unpin all its guards and try again, pin what is
+ * needed with `outcore_scope_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
  *
  * `*scope` is the caller's, to be closed with `outcore_scope_close`. Guards may outlive it. One scope is for one task:
  * its pins should not wait for each other's end.
@@ -850,7 +852,8 @@ uint64_t outcore_scope_held(const outcore_scope *scope);
 /**
  * As `outcore_pin`, in a scope.
  *
- * Errors: as for `outcore_pin`; `OUTCORE_WOULD_DEADLOCK`; `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
+ * Errors: as for `outcore_pin`; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames;
+ * `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
  */
 outcore_status outcore_scope_pin(const outcore_scope *scope,
                                  const outcore_tensor *tensor,
@@ -978,8 +981,9 @@ int32_t outcore_mapped_has_expert(const outcore_mapped *mapped, uint32_t layer, 
  * All that is missing of them is read at once. The call returns when it is there. Together they may have a quarter of
  * the frames: what is more comes when it is touched.
  *
- * Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; those of
- * `outcore_pin`. Nothing is lost then: what is missing is read when it is touched.
+ * Errors: `OUTCORE_INVALID_ARGUMENT` if its model has no such expert, or there is no such mapped file; `OUTCORE_BUSY`
+ * if guards have held the frames for a second; those of `outcore_pin`. Nothing is lost then: what is missing is read
+ * when it is touched.
  */
 outcore_status outcore_mapped_expert_hint(const outcore_mapped *mapped,
                                           uint32_t layer,

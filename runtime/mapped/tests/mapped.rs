@@ -37,6 +37,7 @@ in_each_mechanism! {
     a_file_reads_as_it_is_in_four_frames
     sixteen_threads_see_the_files_bytes_in_any_budget
     mappings_pins_and_tensors_share_the_frames
+    a_scope_that_pins_what_is_mapped_leaves_touches_their_frames
     what_cannot_be_mapped_is_refused
     behind_the_end_of_a_file_there_are_zeros
     a_page_of_a_file_that_changed_is_a_signal_and_never_other_bytes
@@ -894,6 +895,32 @@ fn regression_touches_end_though_guards_have_all_frames_that_they_can_have(by: M
     }
 }
 
+/// A scope gets no more than the frames beside those that are kept for touches, and is told so at once.
+fn a_scope_that_pins_what_is_mapped_leaves_touches_their_frames(by: Mechanism) {
+    let folder = folder();
+    let path = file(folder.path(), 20 * PAGE);
+    let Some(builder) = builder(by, 8) else { return };
+    let runtime = builder.open().unwrap();
+    let mapped = Mapped::open(&runtime, &path).unwrap();
+    let pages: Vec<_> = (0..20).map(|at| mapped.tensor().rows(at * PAGE..(at + 1) * PAGE).unwrap()).collect();
+    let too_much = runtime.scope().reserve(Bytes::new(7 * PAGE)).wait().unwrap_err();
+    assert_eq!(too_much.kind(), ErrorKind::BudgetTooSmall, "{too_much}");
+    let scope = runtime.scope().open().unwrap();
+    let mut guards = Vec::new();
+    let told = loop {
+        match scope.pin(&pages[guards.len()]).wait() {
+            Ok(guard) => guards.push(guard),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((told.kind(), guards.len()), (ErrorKind::Busy, 6), "{told}");
+    ends("touches beside a scope", || is_the_files(&mapped, 0, 20 * PAGE));
+    drop(guards);
+    ends("a pin in the scope", || drop(scope.pin(&pages[19]).wait().unwrap()));
+    drop((scope, pages, mapped));
+    runtime.close().unwrap();
+}
+
 /// Guards of whoever tells of experts had the frames that these need.
 fn regression_to_tell_of_experts_beside_own_guards_ends(by: Mechanism) {
     let folder = folder();
@@ -905,7 +932,7 @@ fn regression_to_tell_of_experts_beside_own_guards_ends(by: Mechanism) {
     let guards = all_that_can_be_had(&runtime, &pages);
     assert_eq!(guards.len(), 62);
     let error = ends("to tell of an expert", || mapped.expert_hint(LAYERS as u32 - 1, &[7]).unwrap_err());
-    assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     let text = error.to_string();
     assert!(text.contains("64 frames") && text.contains("let guards go"), "{text}");
     drop(guards);

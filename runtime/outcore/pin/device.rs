@@ -93,7 +93,7 @@ impl Pinned {
     /// Makes these pins end when the stream has got this far. If it is refused, the pins stay.
     ///
     /// The pins leave the scope at once. Whoever waits for them then waits for the stream, which needs nothing of the
-    /// task, so they close no cycle of waiting scopes.
+    /// task.
     fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
         self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
         if let Err(error) = stream.can_mark() {
@@ -104,11 +104,11 @@ impl Pinned {
             tracing::debug!(%error, "ask whether a stream can be marked");
         }
         let pins = self.pins.take();
-        pins.leave_scope();
+        pins.leave_behind();
         stream.mark(move |ended| match ended {
             // A capture has begun since `can_mark`.
             Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
-            _ => pins.unpin(),
+            _ => pins.end_behind(),
         });
         Ok(())
     }

@@ -111,7 +111,7 @@ pub(crate) struct Hold {
     pub(crate) spent: u32,
 }
 
-/// Removes pins that end from their scope. False in a child by `fork`: the guard is a copy there, its pins are the
+/// Removes pins that end now from their scope. False in a child by `fork`: the guard is a copy there, its pins are the
 /// parent's, and a thread that the child does not have may hold the scope's lock.
 fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member, spent: u32) -> bool {
     let at_home = any.shared.engine.is_at_home();
@@ -149,11 +149,10 @@ fn tell_released(any: &Segment, runs: &[PageRun]) {
 fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce() -> bool) {
     any.shared.engine.with(|pager, fx| {
         let wanted = unpin();
-        if let Some(scope) = &hold.scope {
-            pager.unspent(scope.id, runs, hold.spent, fx);
-        }
-        if wanted {
-            pager.released(runs, fx);
+        match &hold.scope {
+            Some(scope) => pager.unspent(scope.id, runs, hold.spent, fx),
+            None if wanted => pager.released(runs, fx),
+            None => {}
         }
     });
 }
@@ -182,25 +181,45 @@ impl Pins {
     }
 
     fn end(&self) {
-        if self.leave_scope() {
-            self.unpin();
+        let stays = match (self.segments.first(), &self.hold.scope) {
+            (Some(any), Some(scope)) => !leaves_its_scope(any, &self.runs, self.exclusive, scope, self.hold.spent),
+            _ => false,
+        };
+        if !stays {
+            self.unpin(|| false);
         }
     }
 
-    /// Removes the pins from the task's scope. The caller unpins now, or when a stream has got that far. False in a
-    /// child by `fork`, where the pins are not this process's.
-    fn leave_scope(&self) -> bool {
-        let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope) else { return true };
-        leaves_its_scope(any, &self.runs, self.exclusive, scope, self.hold.spent)
+    /// Removes the pins from the task's scope. They [end](Self::end_behind) when a stream has got that far. Does
+    /// nothing in a child by `fork`, where the pins are not this process's.
+    fn leave_behind(&self) {
+        if let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope)
+            && any.shared.engine.is_at_home()
+        {
+            scope.holdings.leave_behind(&self.runs, self.exclusive, self.hold.spent);
+        }
     }
 
-    /// Ends pins that have [left](Self::leave_scope) their scope, and returns to the scope what it spent for them.
-    fn unpin(&self) {
+    /// Ends pins that were [left behind](Self::leave_behind): the stream has passed.
+    fn end_behind(&self) {
+        self.unpin(|| self.passed());
+    }
+
+    /// The scope has no such pins any more. Returns whether it has waiting requests.
+    fn passed(&self) -> bool {
+        let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope) else { return false };
+        any.shared.engine.is_at_home() && scope.holdings.passed(&self.runs, self.exclusive)
+    }
+
+    /// Ends pins that have left their scope, and returns to the scope what it spent for them. `told` says whether the
+    /// pager must hear of that even if nobody waits for these pages.
+    fn unpin(&self, told: impl FnOnce() -> bool) {
         let Some(any) = self.segments.first() else { return };
         let unpin_all = || {
             let rows = self.runs.chunk_by(|a, b| a.segment == b.segment).zip(&self.segments);
             let words = rows.flat_map(|(runs, segment)| runs.iter().map(|run| segment.words_of(*run)));
-            words.fold(false, |wanted, words| pin::unpin(words, self.exclusive) | wanted)
+            let wanted = words.fold(false, |wanted, words| pin::unpin(words, self.exclusive) | wanted);
+            told() | wanted
         };
         if self.hold.spent > 0 {
             unpin_paid(any, &self.runs, &self.hold, unpin_all);
@@ -213,6 +232,12 @@ impl Pins {
     /// wrong bytes. The segments are kept too: dropping them would drop the pages.
     fn keep(self, why: &Error) {
         tracing::error!(error = %why, "tensors stay pinned for good: nothing can tell when their use on a stream ends");
+        // Nobody may wait for the end of these pins.
+        if self.passed()
+            && let Some(any) = self.segments.first()
+        {
+            tell_released(any, &self.runs);
+        }
         std::mem::forget(self);
     }
 

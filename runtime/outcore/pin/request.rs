@@ -262,7 +262,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
     /// # Errors
     /// - [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the pages cannot be resident together, or are more than the
     ///   scope was opened for
-    /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if its scope and others would wait for each other for ever
+    /// - [`Busy`](ErrorKind::Busy) if its [scope](crate::Scope) holds guards, and others have the pages or the frames,
+    ///   or the scope's own guards exclude this one
     /// - the error of a fill that failed
     /// - [`TimedOut`](ErrorKind::TimedOut) if a fill takes longer than the [runtime
     ///   waits](crate::RuntimeBuilder::io_timeout)

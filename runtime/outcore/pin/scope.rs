@@ -53,8 +53,9 @@ impl ScopeBuilder {
         Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
     }
 
-    /// Opens a scope that grows: it pins what it needs when it needs it. If scopes would wait for each other for ever,
-    /// one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
+    /// Opens a scope that grows: it pins what it needs when it needs it. This call never waits. While the scope has no
+    /// guards, its pins wait in line, as those outside of scopes do. Once it has some, a pin gets what is free or can
+    /// be evicted, or [`Busy`](ErrorKind::Busy): it never waits for guards of others.
     ///
     /// # Errors
     /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
@@ -64,11 +65,12 @@ impl ScopeBuilder {
 
     /// Opens a scope that pins at most `most` bytes at a time, counted in whole pages, a page once for each pin of it.
     ///
-    /// It is admitted as a unit. It waits in line, holding nothing, until its frames can be set aside. Afterwards its
-    /// pins wait only for reads, for writers of the same pages, and for frames of [its own pins that end behind a
-    /// stream](Scope#guards-that-end-behind-a-stream). Scopes that all reserve never get `WouldDeadlock` for want of
-    /// frames. Frames that are set aside and not pinned lie idle: reserve what is needed, and drop the scope when it is
-    /// done.
+    /// It is admitted as a unit. It waits in line, holding nothing, until its frames can be set aside. Its pins draw on
+    /// these, and on nothing else: what exceeds `most` is [`BudgetTooSmall`](ErrorKind::BudgetTooSmall). While it holds
+    /// guards, a pin is [`Busy`](ErrorKind::Busy) if others have the page and one of the two writes. It is `Busy` for
+    /// want of frames only if others still have a page pinned that the scope brought and let go of: so let go of all
+    /// guards together. Frames that are set aside and not pinned lie idle: reserve what is needed, and drop the scope
+    /// when it is done.
     pub fn reserve(self, most: Bytes) -> ScopeRequest {
         let pages = self.shared.page_size().pages_for(most.get());
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
@@ -175,13 +177,24 @@ fn ended() -> Error {
         .remedy("make another one: each becomes one scope, or one error")
 }
 
-/// What one task holds and may still ask for: the unit of admission and of deadlock detection.
+/// What one task holds and may still ask for: the unit of admission.
 ///
-/// A task that holds guards and asks for more pins them in a scope. Its first pins, or what it
-/// [reserves](ScopeBuilder::reserve), wait in line. What it asks for while it holds guards passes the line, because
-/// others may wait for these guards. If scopes come to wait for each other, one of them gets an error at once, with the
-/// sizes and a remedy, and keeps what it holds. Guards of one scope should not wait for each other's end: a task that
-/// goes on pinning while another one unpins needs two scopes.
+/// A task that holds guards and asks for more pins them in a scope. Two rules say what it waits for:
+///
+/// 1. A pin gets all that it asks for, or stands in line and holds nothing. At most 16 later ones pass it. This is so
+///    for the first pins of a scope, for what it [reserves](ScopeBuilder::reserve), and for pins outside of scopes.
+/// 2. A pin of a scope that holds guards passes the line, because others may wait for these guards. It waits for reads
+///    and write backs under way, and never for guards of others: if they have what it asks for, it gets
+///    [`Busy`](ErrorKind::Busy) at once. So scopes never wait for each other.
+///
+/// After `Busy` the scope keeps what it holds. The same pin may succeed later, but others may be waiting for just these
+/// guards. So drop all of them and try again; or pin what is needed together as [a set](Self::pin_set), or reserve it.
+/// If the scope gets its first guard on one thread while a pin waits on another, that pin goes on at once, waits for
+/// moves, or gets `Busy`.
+///
+/// A task uses one scope, and holds no other guards while it waits there: two tasks that do can wait for each other, as
+/// can two threads that nest pins outside of scopes. [`Runtime::waiting`](crate::Runtime::waiting) shows it. A pin does
+/// not wait for guards of its own scope either: a task that goes on pinning while another one unpins needs two scopes.
 ///
 /// A scope can be sent to other threads and held across `.await`. Dropping it gives back what was set aside for it.
 /// Guards may outlive it: their pages stay pinned, and count as pins outside of scopes.
@@ -190,10 +203,10 @@ fn ended() -> Error {
 ///
 /// A [`StreamPin`](crate::StreamPin) that is dropped, or a guard given to
 /// [`unpin_after`](crate::DevicePin::unpin_after), leaves the scope at once. Its pages are unpinned when the stream has
-/// got that far. Whoever needs these pages or their frames before that, the scope included, waits for the stream;
-/// nobody gets `WouldDeadlock` or `BudgetTooSmall` because of them. What a scope [reserved](ScopeBuilder::reserve) is
-/// still enough: a frame spent on such a page comes back when the stream has passed, and the scope's next pin waits for
-/// that.
+/// got that far. If the scope needs these pages or their frames before that, it waits for the stream. To others they
+/// are guards: who holds nothing waits for them, and a scope that holds guards gets `Busy`. What a scope
+/// [reserved](ScopeBuilder::reserve) is still enough: a frame spent on such a page comes back when the stream has
+/// passed, and the scope's next pin waits for that.
 ///
 /// A [view for other libraries](crate::DevicePin::into_dlpack) is a guard of the scope like others until its consumer
 /// gives it back. Then it ends at once, or behind the stream that was named.
@@ -206,19 +219,15 @@ fn ended() -> Error {
 ///
 /// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
 /// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
-/// // The budget is used up, and each holds what the other needs.
-/// std::thread::scope(|threads| {
-///     let waits = threads.spawn(|| one.pin(&tensors[2]).wait().map(drop));
-///     let tells = other.pin(&tensors[3]).wait().map(drop).map_err(|error| error.kind());
-///     // The scope that got the error lets go, and the other one goes on.
-///     match tells {
-///         Err(kind) => assert_eq!(kind, ErrorKind::WouldDeadlock),
-///         Ok(()) => unreachable!("the younger scope gives up"),
-///     }
-///     drop(b);
-///     waits.join().unwrap()
-/// })?;
-/// drop(a);
+/// // The budget is used up. The other scope would wait for guards while it has one, so it is told at once.
+/// let told = other.pin(&tensors[3]).wait().map(drop).unwrap_err();
+/// assert_eq!(told.kind(), ErrorKind::Busy);
+/// // It lets go of all that it holds. Then the first one, which has a guard too, gets the frames.
+/// drop(b);
+/// let c = one.pin(&tensors[2]).wait()?;
+/// // The other one holds nothing now. While the frames are taken, its pin would wait in line.
+/// drop((a, c));
+/// drop(other.pin(&tensors[3]).wait()?);
 /// # Ok::<(), outcore::Error>(())
 /// ```
 pub struct Scope {

@@ -181,10 +181,9 @@ impl Session<'_> {
     fn refused(&mut self, pages: u64, error: Error) {
         let plan = &self.world.plan;
         match error.kind() {
-            ErrorKind::WouldDeadlock => {
-                // If it only pins weights, others can be in its way only by frames. A scope that declared its needs has
-                // these set aside.
-                assert!(self.most.is_none() || !self.only_weights, "{error:?} in {plan:?}");
+            ErrorKind::Busy => {
+                // Only who holds something is refused, and keeps it.
+                assert!(!self.held.is_empty() || self.elsewhere > 0, "{error:?} in {plan:?}");
                 self.check();
                 self.held.clear();
             }

@@ -368,35 +368,21 @@ fn measure(policy: PolicyKind, plan: bool, held: bool, frames: u32) {
     println!("| {name} | {frames} | {pages} | {held} | {ns} |");
 }
 
-/// Calls of the allocator per scope. Each of `count` scopes holds the same page, and asks for one of 64 others, of
-/// which 16 frames hold a part. With `through_a_writer` all ask for the same page, which a scope that waits has pinned
-/// to write.
+/// Calls of the allocator per scope. Each of `count` scopes asks for one of 64 pages, of which 16 frames hold a part.
+/// With `through_a_writer` all ask for the same page, which a scope has pinned to write.
 fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
     let mut pager = Pager::new(config(16, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 67);
-    touch(&mut pager, &words, segment, 0);
     let mut fx = Effects::default();
     let writes = through_a_writer.then(|| {
         touch(&mut pager, &words, segment, 65);
-        touch(&mut pager, &words, segment, 66);
-        // Page 66 is pinned outside of scopes.
-        assert_eq!(words[66].try_pin(), TryPin::Hit);
         assert!(matches!(words[65].try_write(), outcore_pager::state::TryWrite::Won { .. }));
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
         let _ = holdings.add(&[run(segment, 65)], true);
-        let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
-        assert!(matches!(pager.submit(&[run(segment, 66)], terms, &mut fx), Ok(Submitted::Waiting(_))));
         (scope, holdings)
     });
     let before = CALLS.with(Cell::get);
-    let scopes: Vec<_> = (0..count)
-        .map(|_| {
-            let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-            assert_eq!(words[0].try_pin(), TryPin::Hit);
-            let _ = holdings.add(&[run(segment, 0)], false);
-            (scope, holdings)
-        })
-        .collect();
+    let scopes: Vec<_> = (0..count).map(|_| pager.open_scope(ScopeTerms::default())).collect();
     let mut waits = HashMap::new();
     for (number, (scope, _)) in scopes.iter().enumerate() {
         let page = if through_a_writer { 65 } else { 1 + number as u32 % 64 };
@@ -431,8 +417,8 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
     (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
 }
 
-/// The bug: every completion tried every scope that held something and waited, and each scope that began to wait was
-/// looked for among all of them.
+/// The bug: every completion tried every scope that waited, and each scope that began to wait was looked for among all
+/// of them.
 #[test]
 fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
     for through_a_writer in [false, true] {
@@ -443,19 +429,21 @@ fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
 }
 
 /// Calls of the allocator for each of 20 pins of resident pages. The scope holds `count` pages, and `count` of its
-/// requests wait for a page that somebody else writes.
+/// requests wait to write a page that is being written back.
 fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
     let mut pager = Pager::new(config(count + 32, 0), PolicyKind::Lru.build());
-    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 32);
+    let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Weights, count + 32);
     (0..count + 21).for_each(|index| touch(&mut pager, &words, segment, index));
     let mut fx = Effects::default();
     assert!(matches!(words[0].try_write(), outcore_pager::state::TryWrite::Won { .. }));
+    assert_eq!(words[0].unlock(), Unpin::Done);
+    pager.evict(std::iter::once(PageId { segment, index: PageIndex::new(0) }), &mut fx);
     let (scope, holdings) = pager.open_scope(ScopeTerms::default());
     for index in 21..21 + count {
         assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
         let _ = holdings.add(&[run(segment, index)], false);
     }
-    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
     let waits: Vec<_> = (0..count).map(|_| pager.submit(&[run(segment, 0)], terms, &mut fx).unwrap()).collect();
     assert!(waits.iter().all(|wait| matches!(wait, Submitted::Waiting(_))));
     let (before, latched) = (CALLS.with(Cell::get), pager.stats().latched_hits);
@@ -478,7 +466,7 @@ fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
 fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
     let (few, many) = (calls_of_a_pin_in_a_scope_that_waits(16), calls_of_a_pin_in_a_scope_that_waits(256));
     println!("calls of the allocator for each pin beside 16 held and waiting {few:.0}, beside 256 {many:.0}");
-    assert!(many < 1.5 * few, "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
+    assert!(many < 1.5 * few.max(1.0), "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
 }
 
 /// Completes moves until all requests in `waits` have been served. `served` gets a request's number and the frames
@@ -638,143 +626,8 @@ fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
     }
 }
 
-/// What scopes that hold a page wait for.
-#[derive(Clone, Copy, Debug)]
-enum Waits {
-    /// Half of the scopes read one page and wait for another one. The others ask to write the first page.
-    WritersBesideReaders,
-    /// A third of the scopes read page A and wait for another page. A third ask to write page B. The last third hold
-    /// page B and ask to write page A.
-    Between,
-    /// Each scope asks to write what the next one holds.
-    Chain,
-    ChainFromItsEnd,
-    /// The last scope wants more frames than there are while a scope beside the chain holds some.
-    ChainShortOfFrames,
-    /// The last scope asks for what the first one holds.
-    Circle,
-}
-
-/// Edges between scopes and pages that are looked at, per scope, until each of `count` scopes waits or has been refused
-/// with `WouldDeadlock`.
-fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
-    let short = matches!(waits, Waits::ChainShortOfFrames);
-    let frames = if short { count + 3 } else { count + 16 };
-    let mut pager = Pager::new(config(frames, 0), PolicyKind::Lru.build());
-    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 8);
-    let [read, written, awaited, beside, missing] = [0, 1, 2, 3, 5].map(|n| count + n);
-    let needed = (0..count + 5).filter(|index| !short || ![read, written].contains(index));
-    needed.for_each(|index| touch(&mut pager, &words, segment, index));
-    let mut fx = Effects::default();
-    // This writer is outside of scopes.
-    assert!(matches!(words[awaited as usize].try_write(), outcore_pager::state::TryWrite::Won { .. }));
-    let hold = |pager: &mut Pager, index: u32| {
-        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
-        let _ = holdings.add(&[run(segment, index)], false);
-        (scope, holdings)
-    };
-    let aside = short.then(|| {
-        let (scope, holdings) = hold(&mut pager, beside);
-        assert_eq!(words[beside as usize + 1].try_pin(), TryPin::Hit);
-        let _ = holdings.add(&[run(segment, beside + 1)], false);
-        scope
-    });
-    let part = if matches!(waits, Waits::WritersBesideReaders) { count / 2 } else { count / 3 };
-    let holds = |at: u32| match waits {
-        Waits::WritersBesideReaders | Waits::Between if at < part => read,
-        Waits::Between if at >= 2 * part => written,
-        _ => at,
-    };
-    let asks = |at: u32| match waits {
-        Waits::WritersBesideReaders | Waits::Between if at < part => (run(segment, awaited), Purpose::Read),
-        Waits::Between if at < 2 * part => (run(segment, written), Purpose::Write),
-        Waits::WritersBesideReaders | Waits::Between => (run(segment, read), Purpose::Write),
-        _ if at + 1 < count => (run(segment, at + 1), Purpose::Write),
-        Waits::Circle => (run(segment, 0), Purpose::Write),
-        Waits::ChainShortOfFrames => (PageRun { count: 2, ..run(segment, missing) }, Purpose::Read),
-        _ => (run(segment, awaited), Purpose::Read),
-    };
-    let scopes: Vec<_> = (0..count).map(|at| hold(&mut pager, holds(at))).collect();
-    let before = pager.deadlock_steps();
-    let mut ask = |scope, asked: (PageRun, Purpose)| {
-        let terms = Terms { purpose: asked.1, scope: Some(scope), ..Terms::default() };
-        pager.submit(&[asked.0], terms, &mut fx)
-    };
-    if let Some(scope) = aside {
-        assert!(matches!(ask(scope, (run(segment, awaited), Purpose::Read)), Ok(Submitted::Waiting(_))));
-    }
-    let mut order: Vec<u32> = (0..count).collect();
-    if matches!(waits, Waits::ChainFromItsEnd) {
-        order.reverse();
-    }
-    for at in order {
-        let asked = ask(scopes[at as usize].0, asks(at));
-        let told = matches!(&asked, Err(error) if error.kind() == outcore_pager::error::ErrorKind::WouldDeadlock);
-        assert!(told == (matches!(waits, Waits::Circle) && at + 1 == count), "{waits:?}, {at}: {asked:?}");
-        assert!(told || matches!(asked, Ok(Submitted::Waiting(_))), "{waits:?}, {at}: {asked:?}");
-    }
-    (pager.deadlock_steps() - before) as f64 / f64::from(count)
-}
-
-/// The bug: a request that began to wait looked at all scopes that hold a page it asks for, and a chain was searched
-/// from the wrong end.
-#[test]
-fn regression_those_that_hold_and_wait_cost_each_of_them_the_same() {
-    for waits in [
-        Waits::WritersBesideReaders,
-        Waits::Between,
-        Waits::Chain,
-        Waits::ChainFromItsEnd,
-        Waits::ChainShortOfFrames,
-        Waits::Circle,
-    ] {
-        let few = steps_of_those_that_hold_and_wait(240, waits);
-        let many = steps_of_those_that_hold_and_wait(2400, waits);
-        println!("{waits:?}: edges looked at for each of 240 scopes {few:.1}, of 2400 {many:.1}");
-        assert!(few > 0.0 && many < 1.2 * few, "{waits:?}: for each of 240 scopes {few:.1}, of 2400 {many:.1}");
-    }
-}
-
-/// Edges that are looked at when a scope ends that had declared more than a smaller budget has. The number is per
-/// scope, for `count` other scopes that hold a page and wait.
-fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
-    let mut pager = Pager::new(config(2 * count + 16, 0), PolicyKind::Lru.build());
-    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
-    let mut fx = Effects::default();
-    let (declares, _) = pager.open_scope(ScopeTerms { at_most: Some(count + 10), ..ScopeTerms::default() });
-    assert!(matches!(pager.reserve(declares, count + 10, &mut fx), Ok(Submitted::Ready(_))));
-    (0..=count).for_each(|index| touch(&mut pager, &words, segment, index));
-    assert!(matches!(words[count as usize].try_write(), outcore_pager::state::TryWrite::Won { .. }));
-    for index in 0..count {
-        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
-        let _ = holdings.add(&[run(segment, index)], false);
-        let terms = Terms { scope: Some(scope), ..Terms::default() };
-        assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
-    }
-    pager.set_frames(count + 2, &mut fx);
-    assert!(pager.declared() > count + 2);
-    let before = pager.deadlock_steps();
-    pager.close_scope(declares, &mut fx);
-    assert_eq!(pager.stats().deadlocks, 0);
-    (pager.deadlock_steps() - before) as f64 / f64::from(count)
-}
-
-/// The frames that the scope declared are kept until it ends. Then the budget shrinks for all others, so each of them
-/// is looked at once.
-#[test]
-fn an_end_that_concerns_all_looks_at_each_once() {
-    let (few, many) = (steps_of_an_end_that_concerns_all(200), steps_of_an_end_that_concerns_all(2000));
-    println!("edges looked at for each of 200 scopes {few:.1}, of 2000 {many:.1}");
-    assert!(
-        few > 0.0 && many < 1.2 * few && many < 16.0,
-        "for each of 200 scopes {few:.1}, and for each of 2000 {many:.1}"
-    );
-}
-
 /// Requests in lines that are tried or passed over, per reader. `count` readers let go of a page one after the other,
-/// while `count` scopes that hold another page wait to write it.
+/// while `count` requests wait to write it.
 fn steps_of_readers_that_let_go(count: u32) -> f64 {
     let mut pager = Pager::new(config(count + 1, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
@@ -782,12 +635,8 @@ fn steps_of_readers_that_let_go(count: u32) -> f64 {
     let mut fx = Effects::default();
     let read = &words[count as usize];
     (0..=count).for_each(|_| assert_eq!(read.try_pin(), TryPin::Hit));
-    for index in 0..count {
-        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
-        let _ = holdings.add(&[run(segment, index)], false);
-        let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
-        assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    for _ in 0..count {
+        assert!(matches!(pager.submit(&[run(segment, count)], Purpose::Write, &mut fx), Ok(Submitted::Waiting(_))));
     }
     let before = pager.looks();
     for _ in 0..count {
@@ -805,25 +654,16 @@ fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
     assert!(few > 0.0 && many < 1.2 * few, "for each of 100 readers {few:.1}, and for each of 1000 {many:.1}");
 }
 
-/// Whether each of a crowd is in a scope and holds a page while it waits. The page is the same for all of them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Crowd {
-    Plain,
-    Grows,
-}
-
 /// Requests that are looked at, per request, for `count` requests that each want a set of pages. Until all have asked,
-/// every frame is pinned by others, except the frame of page 0, which can be evicted. In a crowd that grows, each scope
-/// also holds page `frames`.
-fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) -> Vec<u32>, pages: u32) -> f64 {
-    let shared = frames;
+/// every frame is pinned by others, except the frame of page 0, which can be evicted.
+fn looks_of_a_crowd(count: u32, frames: u32, sets: &dyn Fn(u32) -> Vec<u32>, pages: u32) -> f64 {
     let mut pager = Pager::new(config(frames + 1, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, pages);
     let mut fx = Effects::default();
     for index in 0..=frames {
         touch(&mut pager, &words, segment, index);
     }
-    let held: Vec<u32> = (1..frames).chain([shared]).collect();
+    let held: Vec<u32> = (1..=frames).collect();
     held.iter().for_each(|index| assert_eq!(words[*index as usize].try_pin(), TryPin::Hit));
     let runs = |set: &[u32]| {
         let mut runs: Vec<PageRun> = set.iter().map(|index| run(segment, *index)).collect();
@@ -832,17 +672,8 @@ fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) ->
     };
     let before = pager.looks();
     let mut waits = HashMap::new();
-    let mut scopes = Vec::new();
     for number in 0..count {
-        let scope = (crowd == Crowd::Grows).then(|| {
-            let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-            assert_eq!(words[shared as usize].try_pin(), TryPin::Hit);
-            let _ = holdings.add(&[run(segment, shared)], false);
-            scopes.push(holdings);
-            scope
-        });
-        let terms = Terms { scope, ..Terms::default() };
-        match pager.submit(&runs(&sets(number)), terms, &mut fx).unwrap() {
+        match pager.submit(&runs(&sets(number)), Purpose::Read, &mut fx).unwrap() {
             Submitted::Waiting(id) => waits.insert(id, number),
             Submitted::Ready(_) => panic!("nobody has frames for that"),
         };
@@ -853,12 +684,7 @@ fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) ->
         }
     };
     end(&mut pager, &mut fx, &held);
-    until_served(&mut pager, &mut fx, waits, |pager, fx, number, _| {
-        if let Some(holdings) = scopes.get(number as usize) {
-            holdings.remove(&runs(&sets(number)), false, 0);
-        }
-        end(pager, fx, &sets(number));
-    });
+    until_served(&mut pager, &mut fx, waits, |pager, fx, number, _| end(pager, fx, &sets(number)));
     assert_eq!(pager.check_invariants(), Ok(()));
     (pager.looks() - before) as f64 / f64::from(count)
 }
@@ -880,15 +706,13 @@ fn some(number: u32, many: usize, first: u32, of: u32) -> Vec<u32> {
 /// Each of many requests wants a resident page, which all of them want, and an absent page of its own. The bug: all of
 /// them were tried whenever anything happened. The second case has three common pages.
 #[test]
-fn regression_scopes_that_want_a_page_that_is_there_and_one_that_is_not_are_not_all_tried() {
+fn regression_who_wants_a_page_that_is_there_and_one_that_is_not_is_not_always_tried() {
     for (frames, common) in [(3, 1), (5, 3)] {
-        for crowd in [Crowd::Grows, Crowd::Plain] {
-            // The resident page is page 0.
-            let sets = |number: u32| (0..common).map(|n| n * 100).chain([1000 + number]).collect::<Vec<_>>();
-            let [few, many] = [250, 2000].map(|count| looks_of_a_crowd(count, frames, crowd, &sets, 1000 + count));
-            println!("{common} common, {crowd:?}: looks for each of 250 {few:.1}, of 2000 {many:.1}");
-            assert!(many < 1.5 * few && many < 40.0, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
-        }
+        // The resident page is page 0.
+        let sets = |number: u32| (0..common).map(|n| n * 100).chain([1000 + number]).collect::<Vec<_>>();
+        let [few, many] = [250, 2000].map(|count| looks_of_a_crowd(count, frames, &sets, 1000 + count));
+        println!("{common} common: looks for each of 250 {few:.1}, of 2000 {many:.1}");
+        assert!(many < 1.5 * few && many < 40.0, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
     }
 }
 
@@ -897,14 +721,11 @@ fn regression_scopes_that_want_a_page_that_is_there_and_one_that_is_not_are_not_
 /// are looked at. The cost of each stays the same, even where one request takes all frames and nobody passes.
 #[test]
 fn regression_crowds_of_different_sets() {
-    for (many, crowd) in
-        [(2, Crowd::Plain), (2, Crowd::Grows), (4, Crowd::Plain), (4, Crowd::Grows), (16, Crowd::Plain)]
-    {
+    for many in [2, 4, 16] {
         let sets = |number: u32| some(number, many, 17, 64);
-        let [few, more] = [500, 4000].map(|count| looks_of_a_crowd(count, 16, crowd, &sets, 17 + 64));
-        println!("sets of {many}, {crowd:?}: looks for each of 500 {few:.1}, of 4000 {more:.1}");
-        let most = if crowd == Crowd::Plain { 1.5 * few } else { 4000.0 / 16.0 };
-        assert!(more < most, "each of 500 took {few:.1} looks, and each of 4000 {more:.1}");
+        let [few, more] = [500, 4000].map(|count| looks_of_a_crowd(count, 16, &sets, 17 + 64));
+        println!("sets of {many}: looks for each of 500 {few:.1}, of 4000 {more:.1}");
+        assert!(more < 1.5 * few, "each of 500 took {few:.1} looks, and each of 4000 {more:.1}");
     }
 }
 
@@ -953,24 +774,18 @@ fn regression_a_frame_that_comes_to_a_purse_does_not_have_all_requests_of_its_sc
     assert!(many < 1.5 * few, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
 }
 
-/// Requests that are looked at for each end of a reader's pin, while `count` scopes wait to write the same page.
+/// Requests that are looked at for each end of a reader's pin, while `count` requests wait to write the same page.
 fn looks_beside_writers(count: u32) -> f64 {
     let mut pager = Pager::new(config(8, 0), PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Weights, 2);
     let mut fx = Effects::default();
     (0..2).for_each(|index| touch(&mut pager, &words, segment, index));
     assert_eq!(words[0].try_pin(), TryPin::Hit);
-    let mut scope_that_holds = || {
-        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
-        assert_eq!(words[1].try_pin(), TryPin::Hit);
-        let _ = holdings.add(&[run(segment, 1)], false);
-        (scope, holdings)
-    };
-    let writers: Vec<_> = (0..count).map(|_| scope_that_holds()).collect();
-    let (reader, holdings) = scope_that_holds();
-    for (scope, _) in &writers {
-        let terms = Terms { purpose: Purpose::Write, scope: Some(*scope), ..Terms::default() };
-        assert!(matches!(pager.submit(&[run(segment, 0)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    let (reader, holdings) = pager.open_scope(ScopeTerms::default());
+    assert_eq!(words[1].try_pin(), TryPin::Hit);
+    let _ = holdings.add(&[run(segment, 1)], false);
+    for _ in 0..count {
+        assert!(matches!(pager.submit(&[run(segment, 0)], Purpose::Write, &mut fx), Ok(Submitted::Waiting(_))));
     }
     let before = pager.looks();
     for _ in 0..20 {
@@ -984,7 +799,7 @@ fn looks_beside_writers(count: u32) -> f64 {
     (pager.looks() - before) as f64 / 20.0
 }
 
-/// The bug: each event of a page that is read walked over all growing scopes that wait to write it.
+/// The bug: each event of a page that is read walked over all that wait to write it.
 #[test]
 fn regression_readers_beside_many_that_wait_to_write() {
     let (few, many) = (looks_beside_writers(20), looks_beside_writers(1000));

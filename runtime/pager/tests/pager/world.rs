@@ -105,7 +105,7 @@ pub struct Ending {
 
 /// Errors that a request that can never be refused must not get.
 fn is_refusal(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall)
+    matches!(error.kind(), ErrorKind::Busy | ErrorKind::BudgetTooSmall)
 }
 
 #[derive(Debug)]
@@ -129,7 +129,7 @@ pub struct World {
     pub guards: Vec<Guard>,
     pub endings: Vec<Ending>,
     pub failed: Vec<(RequestId, Error)>,
-    /// Scopes that were told that they would wait for others for ever.
+    /// Scopes that were told while they waited that others hold what they want.
     pub told: Vec<ScopeId>,
     pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
     pub released: Vec<SegmentId>,
@@ -172,8 +172,7 @@ pub fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
 
 impl World {
     pub fn new(config: PagerConfig, policy: PolicyKind) -> Self {
-        let (mut pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
-        pager.compare_deadlocks();
+        let (pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
         Self {
             recorder: log.recorder(),
             gate: pager.gate(),
@@ -312,7 +311,7 @@ impl World {
                 Err(error) => {
                     let pages: u32 = runs.iter().map(|run| run.count).sum();
                     assert!(!never_refused || pages > self.budget || !is_refusal(&error), "{error}");
-                    if error.kind() == ErrorKind::WouldDeadlock {
+                    if error.kind() == ErrorKind::Busy {
                         self.told.extend(scope);
                     }
                     self.failed.push((id, error));
@@ -546,7 +545,8 @@ impl World {
     /// Pins without the latch if everything is resident, and otherwise submits a request. `None` if it was refused.
     pub fn pin(&mut self, runs: &[PageRun], purpose: impl Into<Use>, lock_free: bool) -> Option<Result<(), RequestId>> {
         let purpose = purpose.into();
-        let scope = self.scope;
+        // What can never be refused has no scope.
+        let scope = self.scope.filter(|_| !self.never_refused);
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         // A request of a scope that holds something is growth: it passes everybody, and may be passed itself.
         let reserved = |id: &ScopeId| self.reserved.contains(id);
@@ -554,7 +554,7 @@ impl World {
             && !scope.as_ref().is_some_and(reserved)
             && !self.never_refused;
         let never_refused = self.never_refused;
-        let claims = |holdings: &Arc<Holdings>| never_refused || holdings.claim(pages.len() as u32);
+        let claims = |holdings: &Arc<Holdings>| holdings.claim(pages.len() as u32);
         if lock_free && self.holdings(scope).is_none_or(claims) {
             let of = |run: &PageRun| {
                 let first = run.first.get() as usize;
@@ -571,10 +571,7 @@ impl World {
             match pinned {
                 Pinned::All { .. } => {
                     let writes = purpose == Use::Write;
-                    let add = |holdings: &Arc<Holdings>| match never_refused {
-                        true => holdings.add_unclaimed(runs, writes),
-                        false => holdings.add(runs, writes),
-                    };
+                    let add = |holdings: &Arc<Holdings>| holdings.add(runs, writes);
                     if self.holdings(scope).is_some_and(add) {
                         self.with(|pager, fx| pager.holds_more(scope.unwrap(), fx));
                     }
@@ -586,7 +583,7 @@ impl World {
                     return Some(Ok(()));
                 }
                 Pinned::None { wanted } => {
-                    if let Some(holdings) = self.holdings(scope).filter(|_| !never_refused) {
+                    if let Some(holdings) = self.holdings(scope) {
                         holdings.unclaim(pages.len() as u32);
                     }
                     if wanted {
@@ -639,7 +636,7 @@ impl World {
                         let void = |page: &PageId| guards.iter().any(|guard| guard.void.contains(page));
                         assert!(pages.iter().any(void), "{error}");
                     }
-                    ErrorKind::WouldDeadlock => assert!(scope.is_some() && !never_refused, "{error}"),
+                    ErrorKind::Busy => assert!(scope.is_some() && !never_refused, "{error}"),
                     _ => panic!("{error}"),
                 }
                 None
@@ -701,10 +698,10 @@ impl World {
         let mut runs: Vec<PageRun> = guard.pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
         PageRun::normalize(&mut runs);
         if let Some(holdings) = self.holdings(guard.scope) {
-            if guard.never_refused {
-                holdings.remove_unclaimed(&runs, guard.exclusive, guard.spent);
-            } else {
+            if unpins {
                 holdings.remove(&runs, guard.exclusive, guard.spent);
+            } else {
+                holdings.leave_behind(&runs, guard.exclusive, guard.spent);
             }
         }
         let mut ending = Ending { guard, runs, unpinned: None };
@@ -726,14 +723,16 @@ impl World {
     /// The second step: the pins end, and the pager is told if anything depends on it.
     pub fn end(&mut self, at: usize) {
         let ending = self.endings.remove(at);
-        let wanted = ending.unpinned.unwrap_or_else(|| self.unpin_words(&ending));
+        let wanted = ending.unpinned.unwrap_or_else(|| {
+            let wanted = self.unpin_words(&ending);
+            let passed = |holdings: &Arc<Holdings>| holdings.passed(&ending.runs, ending.guard.exclusive);
+            self.holdings(ending.guard.scope).is_some_and(passed) || wanted
+        });
         let Ending { runs, guard: Guard { scope, spent, .. }, .. } = ending;
         if wanted || spent > 0 {
-            self.with(|pager, fx| {
-                if let Some(scope) = scope {
-                    pager.unspent(scope, &runs, spent, fx);
-                }
-                pager.released(&runs, fx);
+            self.with(|pager, fx| match scope.filter(|_| spent > 0) {
+                Some(scope) => pager.unspent(scope, &runs, spent, fx),
+                None => pager.released(&runs, fx),
             });
         } else {
             self.check();
