@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 
+use outcore_lab::sim::ClassUses;
 use serde::{Deserialize, Serialize};
 
 /// The result of `outcore policies`. `outcore report` reads it.
@@ -21,19 +22,11 @@ pub struct Found {
     #[serde(default)]
     pub page_bytes: Option<u64>,
     #[serde(default)]
-    pub classes: Vec<Class>,
+    pub classes: Vec<ClassUses>,
     pub capacities: Vec<Capacity>,
     /// LRU's hit ratios: at every capacity, or at some hundreds that are evenly spaced.
     #[serde(default)]
     pub lru: Vec<Point>,
-}
-
-/// Pages that hold the same kind of thing.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Class {
-    pub class: String,
-    pub pages: u32,
-    pub uses: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

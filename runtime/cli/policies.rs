@@ -15,7 +15,7 @@ use outcore_lab::sim::{AnyPolicy, Column, Counts, OpColumn, OwnPolicy, Progress,
 
 use super::arguments::page_size;
 use super::bar::Bar;
-use super::comparison::{Capacity, Class, Found, Outcome, Point, Ratio};
+use super::comparison::{Capacity, Found, Outcome, Point, Ratio};
 use super::curve;
 use super::output::{Side, Table, printable, size};
 use super::printed::Report;
@@ -271,7 +271,6 @@ pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Found> {
         capacities.push(Capacity { pages, optimum, policies });
     }
     drop(bar);
-    let classes = trace.classes().iter();
     let found = Found {
         trace: name,
         about: trace.about().map(str::to_owned),
@@ -280,9 +279,7 @@ pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Found> {
         writes: trace.writes(),
         passes: trace.passes(),
         page_bytes: page.map(PageSize::bytes),
-        classes: classes
-            .map(|class| Class { class: class.class.clone(), pages: class.pages, uses: class.uses })
-            .collect(),
+        classes: trace.classes().to_vec(),
         lru: points(&hits, uses, &capacities),
         capacities,
     };

@@ -3,15 +3,13 @@
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
 
 use clap::Args;
 use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, Result, format};
 use outcore_lab::planning::Shape;
-use outcore_lab::residency::{PagedFile, Residency};
+use outcore_lab::residency::PagedFile;
 use outcore_lab::sim::{
-    self, AnyPolicy, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind,
-    SpanRecord, TensorClass, Workload,
+    self, AnyPolicy, ClassBytes, Even, Flow, MachineModel, Recorded, Settings, Simulated, TensorClass, Workload,
 };
 use serde::Serialize;
 
@@ -140,11 +138,11 @@ pub struct Found {
     hit_ratio: f64,
     stall_s: f64,
     stalls: Vec<Stall>,
-    disk_read: FlowReport,
-    disk_written: FlowReport,
-    link_in: FlowReport,
-    link_out: FlowReport,
-    compute: FlowReport,
+    disk_read: Flow,
+    disk_written: Flow,
+    link_in: Flow,
+    link_out: Flow,
+    compute: Flow,
     uses: u64,
     hits: u64,
     faults: u64,
@@ -156,8 +154,9 @@ pub struct Found {
     /// Bytes of last pages beyond the files' ends, over all files and devices.
     tail_bytes: u64,
     ceiling: Ceilings,
+    /// Of the first device.
     #[serde(skip_serializing_if = "Option::is_none")]
-    timeline: Option<Timeline>,
+    timeline: Option<Recorded>,
 }
 
 /// What the machine can move, summed over all devices.
@@ -170,77 +169,12 @@ struct Ceilings {
     compute_bytes_per_second: u64,
 }
 
-/// The record of the first device. Times are in nanoseconds.
-#[derive(Debug, Serialize)]
-struct Timeline {
-    lanes: Vec<LaneReport>,
-    residency: Residency,
-    hit_ratio: f64,
-    opt_hit_ratio: f64,
-    ratio_uses: u64,
-    peak_device_frames: u32,
-    peak_host_frames: u32,
-}
-
-#[derive(Debug, Serialize)]
-struct LaneReport {
-    name: &'static str,
-    kinds: Vec<KindReport>,
-    /// Of each span: index of its kind, start, length, and how much of the length was taken. Near spans of a kind may
-    /// be joined.
-    spans: Vec<(usize, u64, u64, u64)>,
-}
-
-#[derive(Debug, Serialize)]
-struct KindReport {
-    name: &'static str,
-    count: u64,
-    ns: u64,
-}
-
 #[derive(Debug, Serialize)]
 struct Stall {
     cause: &'static str,
     tier: &'static str,
     count: u64,
     seconds: f64,
-}
-
-#[derive(Debug, Serialize)]
-struct FlowReport {
-    bytes: u64,
-    busy_s: f64,
-    utilisation: f64,
-}
-
-impl From<Flow> for FlowReport {
-    fn from(flow: Flow) -> Self {
-        Self { bytes: flow.bytes.get(), busy_s: flow.busy.as_secs_f64(), utilisation: flow.utilisation }
-    }
-}
-
-impl Timeline {
-    fn of(recorded: Recorded, files: Vec<PagedFile>) -> Self {
-        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let kind = |kind: &SpanKind| KindReport { name: kind.name, count: kind.count, ns: nanos(kind.time) };
-        let span = |span: &SpanRecord| {
-            (span.kind, nanos(span.start), nanos(span.end.saturating_sub(span.start)), nanos(span.busy))
-        };
-        let lane = |lane: &LaneRecord| LaneReport {
-            name: lane.name,
-            kinds: lane.kinds.iter().map(kind).collect(),
-            spans: lane.spans.iter().map(span).collect(),
-        };
-        Self {
-            lanes: recorded.lanes.iter().map(lane).collect(),
-            residency: Residency { files, ..recorded.residency },
-            hit_ratio: recorded.optimum.actual_ratio(),
-            opt_hit_ratio: recorded.optimum.ratio(),
-            ratio_uses: recorded.optimum.uses,
-            peak_device_frames: recorded.peak_frames,
-            peak_host_frames: recorded.peak_host_frames,
-        }
-    }
 }
 
 /// The model to simulate.
@@ -363,7 +297,10 @@ fn named_model(name: String, mut shape: Shape, options: &Options) -> Result<Mode
 
 fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: Model, mut done: Simulated) -> Found {
     let files = model.files_of_a_device(machine, settings.page_size);
-    let timeline = done.recorded.take().map(|recorded| Timeline::of(recorded, files));
+    let mut timeline = done.recorded.take();
+    if let Some(recorded) = &mut timeline {
+        recorded.residency.files = files;
+    }
     let of_all = |rate: Bytes| rate.get().saturating_mul(u64::from(machine.devices.get()));
     let stalls = done.stalls.iter().flat_map(|stall| {
         stall.tiers.iter().filter(|tier| tier.count > 0).map(|tier| Stall {
@@ -397,11 +334,11 @@ fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: 
         hit_ratio: done.hit_ratio(),
         stall_s: done.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum(),
         stalls,
-        disk_read: done.disk_read.into(),
-        disk_written: done.disk_written.into(),
-        link_in: done.link_in.into(),
-        link_out: done.link_out.into(),
-        compute: done.compute.into(),
+        disk_read: done.disk_read,
+        disk_written: done.disk_written,
+        link_in: done.link_in,
+        link_out: done.link_out,
+        compute: done.compute,
         uses: done.pager.uses,
         hits: done.pager.hits,
         faults: done.pager.faults,
@@ -455,7 +392,7 @@ impl Report for Found {
             ("compute", &self.compute),
         ] {
             let share = format!("{:.1} %", 100.0 * flow.utilisation);
-            flows.row([name.to_owned(), size(flow.bytes), share]);
+            flows.row([name.to_owned(), size(flow.bytes.get()), share]);
         }
         text += "\n";
         text += &flows.text();

@@ -1,7 +1,9 @@
 //! The result of `outcore plan`, as one JSON object.
 
 use outcore::Bytes;
-use outcore_lab::planning::{self, Compute, Forecast, Job, Memory, Outcome, Resources, Run, Target, Work};
+use outcore_lab::planning::{
+    self, Compute, Experts, Forecast, Job, Memory, Outcome, Resources, Run, Shape, Target, Work,
+};
 use serde::Serialize;
 
 use super::super::here::Source;
@@ -49,28 +51,15 @@ pub struct Supply {
 
 #[derive(Debug, Serialize)]
 pub struct ShapeReport {
-    pub parameters: u64,
-    pub dtype: &'static str,
-    pub layers: u64,
-    pub hidden: u64,
-    pub heads: u64,
-    pub kv_heads: u64,
-    pub key_dim: u64,
-    pub value_dim: u64,
-    pub ffn: u64,
-    pub gated: bool,
-    pub vocab: u64,
+    #[serde(flatten)]
+    pub sizes: Shape,
     pub experts: Option<ExpertsReport>,
 }
 
 #[derive(Debug, Serialize)]
 pub struct ExpertsReport {
-    pub count: u64,
-    pub active: u64,
-    pub ffn: u64,
-    pub shared_ffn: u64,
-    pub parameters: u64,
-    pub weights_bytes: u64,
+    #[serde(flatten)]
+    pub sizes: Experts,
     /// How many of the model's parameters a token uses.
     pub active_parameters: u64,
     /// How many of a layer's experts a pass or a step is expected to use.
@@ -245,30 +234,13 @@ impl Plan {
 
 impl ShapeReport {
     fn of(job: &Job) -> Self {
-        let shape = &job.shape;
-        Self {
-            parameters: shape.parameters,
-            dtype: shape.dtype.name(),
-            layers: shape.layers,
-            hidden: shape.hidden,
-            heads: shape.heads,
-            kv_heads: shape.kv_heads,
-            key_dim: shape.key_dim,
-            value_dim: shape.value_dim,
-            ffn: shape.ffn,
-            gated: shape.gated,
-            vocab: shape.vocab,
-            experts: shape.experts.map(|experts| ExpertsReport {
-                count: experts.count,
-                active: experts.active,
-                ffn: experts.ffn,
-                shared_ffn: experts.shared_ffn,
-                parameters: experts.parameters,
-                weights_bytes: experts.weights.get(),
-                active_parameters: shape.active_parameters().round() as u64,
-                used_per_pass: experts.distinct(job.tokens()),
-            }),
-        }
+        let sizes = job.shape.clone();
+        let experts = sizes.experts.map(|experts| ExpertsReport {
+            sizes: experts,
+            active_parameters: sizes.active_parameters().round() as u64,
+            used_per_pass: experts.distinct(job.tokens()),
+        });
+        Self { sizes, experts }
     }
 }
 

@@ -5,7 +5,7 @@ use outcore_lab::planning::Parameters;
 use super::super::here::Source;
 use super::super::output::{Side, Table, digits, percent, printable, rate, size};
 use super::super::printed::Report;
-use super::found::{ChangeReport, PassReport, Plan};
+use super::found::{ChangeReport, PassReport, Plan, ShapeReport};
 
 /// Formats a large number with the prefix of its unit.
 fn thousands(n: f64) -> String {
@@ -33,7 +33,7 @@ impl Plan {
 
     fn facts(&self) -> Table {
         let mut facts = Table::pairs();
-        let shape = &self.shape;
+        let ShapeReport { sizes: shape, experts } = &self.shape;
         let parameters =
             Parameters::new(shape.parameters).map_or_else(|_| shape.parameters.to_string(), |n| n.to_string());
         let what = match (&self.model.file, self.model.format) {
@@ -56,15 +56,15 @@ impl Plan {
                 shape.vocab
             ),
         );
-        if let Some(experts) = &shape.experts {
+        if let Some(experts) = experts {
             let active = Parameters::new(experts.active_parameters)
                 .map_or_else(|_| experts.active_parameters.to_string(), |n| n.to_string());
             facts.pair(
                 "experts",
                 format!(
                     "{} a layer, {} for each token, which uses {active} parameters; evenly drawn, a {} uses {} of them",
-                    experts.count,
-                    experts.active,
+                    experts.sizes.count,
+                    experts.sizes.active,
                     self.pass_name(),
                     digits(experts.used_per_pass)
                 ),

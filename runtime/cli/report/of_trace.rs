@@ -1,6 +1,8 @@
 //! The parts of a trace that was run through policies.
 
-use super::super::comparison::{Capacity, Class, Found, Ratio};
+use outcore_lab::sim::ClassUses;
+
+use super::super::comparison::{Capacity, Found, Ratio};
 use super::super::output::{percent, size};
 use super::bars::{Bars, Unit};
 use super::part::{self, Cell, MEMORY, OPTIMUM, POLICIES, Part, head, ratio};
@@ -84,7 +86,7 @@ fn regrets(found: &Found) -> Part {
 
 fn classes(found: &Found) -> Option<Part> {
     let bytes = found.page_bytes?;
-    let row = |class: &Class| {
+    let row = |class: &ClassUses| {
         let (pages, all) = (u64::from(class.pages), u64::from(found.pages));
         vec![
             Cell::left(class.class.clone()),

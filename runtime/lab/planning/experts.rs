@@ -1,9 +1,11 @@
 //! Mixtures of experts: their sizes, and the part that a pass uses.
 
+use serde::Serialize;
+
 use crate::ids::Bytes;
 
 /// The experts among which each layer's router chooses. A shared expert, which all tokens use, is not one of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Experts {
     /// Experts of each layer, at least 1.
@@ -17,8 +19,10 @@ pub struct Experts {
     /// Parameters of all experts of all layers.
     pub parameters: u64,
     /// Their weights as they are stored.
+    #[serde(rename = "weights_bytes")]
     pub weights: Bytes,
     /// Bytes of one expert in one tensor, where the tensors are known.
+    #[serde(skip)]
     pub piece: Option<Bytes>,
 }
 

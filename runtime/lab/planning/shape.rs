@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::declared::{Declared, DeclaredExperts, values_of};
@@ -13,19 +14,25 @@ use crate::ids::Bytes;
 use outcore::DType;
 
 /// The sizes of a transformer that its memory and its time depend on. All counts are from 1 up.
-#[derive(Clone, Debug, PartialEq, Eq)]
+///
+/// Serialized: the sizes alone, without experts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Shape {
     /// Elements of all tensors; tied tensors count once.
     pub parameters: u64,
     /// The element type that takes most bytes.
+    #[serde(serialize_with = "name")]
     pub dtype: DType,
     /// Bytes of the weights as they are stored.
+    #[serde(skip)]
     pub weights: Bytes,
     /// Bytes of the weights that passes use: all but the embedding, if that is a matrix of its own, because a pass
     /// reads few of its rows. One pass uses only [a part](Self::used_by) of the experts among them.
+    #[serde(skip)]
     pub used: Bytes,
     /// Parameters of the weights that passes use.
+    #[serde(skip)]
     pub used_parameters: u64,
     /// Layers.
     pub layers: u64,
@@ -42,16 +49,23 @@ pub struct Shape {
     /// Elements of the feed-forward layer, or of an expert's if the model gives no other.
     pub ffn: u64,
     /// Experts, if there are any.
+    #[serde(skip)]
     pub experts: Option<Experts>,
-    /// Token ids.
-    pub vocab: u64,
     /// Whether the feed-forward layer has a gate (SwiGLU, GeGLU): three matrices, and no dropout. Without one it has
     /// two, and dropout.
     pub gated: bool,
+    /// Token ids.
+    pub vocab: u64,
     /// The longest sequence that the model was made for, in tokens, if the header says so.
+    #[serde(skip)]
     pub context: Option<u64>,
     /// The estimates and assumptions, one sentence each.
+    #[serde(skip)]
     pub assumed: Vec<String>,
+}
+
+fn name<S: Serializer>(dtype: &DType, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(dtype.name())
 }
 
 /// The largest size that a model may have: products of four sizes and a sequence's length stay below 2^128.

@@ -8,6 +8,9 @@
 
 use std::time::Duration;
 
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
+
 use crate::ids::{PageId, PageIndex, PageSize, SegmentId, Tier};
 use crate::pager::policy::opt::{Optimum, min_hits};
 use crate::pager::{PageUses, Pager, WaitCause};
@@ -16,8 +19,14 @@ use crate::residency::{Residency, Sample};
 /// Nanoseconds since the start.
 type Nanos = u64;
 
+pub(super) fn nanos(time: Duration) -> Nanos {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// The record of one device, and of the disk that all devices share.
-#[derive(Clone, Debug, PartialEq)]
+///
+/// Serialized, times of spans are in nanoseconds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Recorded {
     /// The lanes: compute and stalls first, then links and the disk.
@@ -25,8 +34,10 @@ pub struct Recorded {
     /// Where the device's pages were over time.
     pub residency: Residency,
     /// Hits of the first uses of the device's pages, and hits of Belady's MIN with as many frames on the same uses.
+    #[serde(flatten, serialize_with = "ratios")]
     pub optimum: Optimum,
     /// The most frames of the device tier that were in use after any event.
+    #[serde(rename = "peak_device_frames")]
     pub peak_frames: u32,
     /// The same for the host tier.
     pub peak_host_frames: u32,
@@ -37,8 +48,16 @@ impl Recorded {
     pub const USES_MAX: usize = 1 << 22;
 }
 
+fn ratios<S: Serializer>(optimum: &Optimum, to: S) -> Result<S::Ok, S::Error> {
+    let mut ratios = to.serialize_struct("Optimum", 3)?;
+    ratios.serialize_field("hit_ratio", &optimum.actual_ratio())?;
+    ratios.serialize_field("opt_hit_ratio", &optimum.ratio())?;
+    ratios.serialize_field("ratio_uses", &optimum.uses)?;
+    ratios.end()
+}
+
 /// The spans of one resource.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LaneRecord {
     /// Its name.
@@ -48,21 +67,29 @@ pub struct LaneRecord {
     /// Spans, in order. Where there were more than [`SPANS_MAX`](Self::SPANS_MAX), near ones of a kind are joined.
     pub spans: Vec<SpanRecord>,
     /// Spans of a kind are joined if together they are no longer than this.
+    #[serde(skip)]
     cell: Nanos,
 }
 
 /// Totals of all spans of a kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SpanKind {
     /// Its name.
     pub name: &'static str,
     /// How many spans there were.
     pub count: u64,
     /// The sum of their times.
+    #[serde(rename = "ns", serialize_with = "as_nanos")]
     pub time: Duration,
 }
 
+fn as_nanos<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_u64(nanos(*time))
+}
+
 /// An operation that took time, or several of one kind that were joined.
+///
+/// Serialized: its kind, its start, its length, and how much of the length was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanRecord {
     /// Index of its kind in the lane.
@@ -73,6 +100,13 @@ pub struct SpanRecord {
     pub end: Duration,
     /// How much of the time in between was taken.
     pub busy: Duration,
+}
+
+impl Serialize for SpanRecord {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let [start, len, busy] = [self.start, self.end.saturating_sub(self.start), self.busy].map(nanos);
+        (self.kind, start, len, busy).serialize(to)
+    }
 }
 
 impl LaneRecord {

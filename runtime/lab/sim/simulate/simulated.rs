@@ -2,21 +2,28 @@
 
 use std::time::Duration;
 
+use serde::{Serialize, Serializer};
+
 use crate::ids::Bytes;
 use crate::pager::PagerStats;
 use crate::sim::Recorded;
 use outcore::stats::StallStats;
 
 /// Bytes that moved one way, and how long that took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Flow {
     /// How many bytes moved. Failed operations do not count.
     pub bytes: Bytes,
     /// How long the disk or a link was busy with them: with latencies on a link, without on a disk. The mean over the
     /// devices where each has its own.
+    #[serde(rename = "busy_s", serialize_with = "seconds")]
     pub busy: Duration,
     /// `busy` as a share of all time.
     pub utilisation: f64,
+}
+
+fn seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(time.as_secs_f64())
 }
 
 /// What moved in a pass, over all devices. Times are means of the devices, and those that the moves take by themselves.

@@ -4,10 +4,11 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::client::Walker;
-use super::{Event, Nanos, World, device_frames, internal, invalid, lost_device};
+use super::{Event, World, device_frames, internal, invalid, lost_device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, PageIndex, SegmentClass};
 use crate::pager::{Backing, PageRun, Submitted};
+use crate::sim::recorded::nanos;
 use crate::sim::workload::Span;
 
 /// A moment of a simulation.
@@ -140,10 +141,6 @@ pub struct Guest {
     pub hold: Duration,
     /// Whether all its pages are hinted at before they are used.
     pub hinted: bool,
-}
-
-fn nanos(time: Duration) -> Nanos {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl World<'_> {

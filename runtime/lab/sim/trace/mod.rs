@@ -13,6 +13,8 @@ mod table;
 use std::collections::HashMap;
 use std::num::NonZeroU32;
 
+use serde::{Deserialize, Serialize};
+
 pub use self::forms::{Column, OpColumn, TraceForm, TraceOptions};
 pub use self::mooncake::{ServerRequest, ServerRequests};
 use self::numbers::{BLOCK, Cursor, Numbers, halves};
@@ -31,7 +33,7 @@ pub const LINE_BYTES_MAX: usize = 16 << 20;
 const PAGES_MAX: usize = 1 << 30;
 
 /// How often the pages of a class are used.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ClassUses {
     /// The class, as a capture's header or a workload names it.
