@@ -9,8 +9,8 @@
 //! 1. A frame belongs to at most one page. A page has at most one device frame and one host frame.
 //! 2. Frames in use never exceed the budget. A fill starts only when it owns its frame, and its staging buffer where it
 //!    needs one.
-//! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admit`). A request whose
-//!    [scope](scope) holds pins waits for moves only. So no two of them wait for each other.
+//! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admission`). A request whose
+//!    [scope] holds pins waits for moves only. So no two of them wait for each other.
 //! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`. The frames in purses exist. One frame is on
 //!    its way for each admitted page that has none yet, and for each frame still to be set aside. Where a failure
 //!    breaks this, the pump repairs it by choosing another victim.
@@ -31,52 +31,40 @@
 #[macro_use]
 #[doc(hidden)]
 pub mod sync;
-
-mod access;
-mod admit;
-mod barren;
-mod bits;
-mod by_class;
 #[macro_use]
 mod check;
+
+mod admission;
+mod bits;
+mod by_class;
 mod config;
 mod effects;
 pub mod error;
-mod fill;
-mod frames;
 mod granted;
-mod hint;
 pub mod ids;
-mod line;
 mod links;
-mod lookahead;
 mod move_record;
-mod moves;
 mod numbers;
 mod order;
 mod pager;
-pub mod pin;
 pub mod policy;
 #[doc(hidden)]
 pub mod random;
-mod reclaim;
 mod request;
+mod residency;
 mod runs;
-pub mod scope;
-mod scopes;
-mod spare;
-pub mod state;
 mod stats;
 mod steps;
-mod table;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod victims;
-mod waiting;
+mod usage;
+mod uses;
+mod views;
+mod word;
 
-pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
 #[doc(hidden)]
-pub use admit::closing;
+pub use admission::closing;
+pub use admission::{Holder, PASSES_MAX, Waiter, WaitsFor, WhoWaits, scope};
 pub use by_class::ClassStats;
 pub use config::PagerConfig;
 pub use effects::Effects;
@@ -86,16 +74,15 @@ pub use ids::{
     Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
     SegmentClass, SegmentId, StagingId, Tier, WalkerId,
 };
-pub use line::PASSES_MAX;
 pub use move_record::{Move, Place, Priority};
 pub use pager::Pager;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};
 pub use request::{Purpose, ScopePriority, Terms};
+pub use residency::{Backing, DiskCopy, PageView};
 pub use runs::PageRun;
 pub use scope::{Holdings, ScopeTerms};
-pub use spare::DiskCopy;
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use stats::{FrameStats, PagerStats, WalkerStats};
-pub use table::{Backing, PageView};
-pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
+pub use word::access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
+pub use word::{pin, state};

@@ -46,15 +46,3 @@ pub struct Move {
     /// Urgency at the start; may be raised later.
     pub priority: Priority,
 }
-
-/// A move in flight, or waiting for its staging buffer.
-#[derive(Debug)]
-pub(super) struct MoveRecord {
-    pub(super) page: PageId,
-    pub(super) from: Place,
-    pub(super) to: Place,
-    pub(super) priority: Priority,
-    pub(super) staging: Option<StagingId>,
-    pub(super) started: bool,
-    pub(super) serial: u32,
-}

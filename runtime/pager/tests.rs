@@ -6,9 +6,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::state::Claim;
 use super::steps::STEPS;
 use super::*;
+use crate::state::Claim;
 
 fn pager(frames: u32) -> (Pager, SegmentId, PageWords) {
     pager_with(frames, PolicyKind::Lru.build())
@@ -66,7 +66,7 @@ fn a_page_that_is_condemned_while_it_is_filled_ends_who_waits_for_it() {
     let mut fx = Effects::default();
     let waits = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
     let illegal = words[0].begin_fill().unwrap_err();
-    pager.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal, &mut fx);
+    pager.residency.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal);
     pager.pump(&mut fx);
     assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Internal)));
     assert_eq!((words[0].load().state, pager.stats().poisoned, pager.lost_pages().len()), (State::Poisoned, 1, 1));
@@ -88,7 +88,7 @@ fn a_page_that_is_condemned_ends_who_stands_in_its_line() {
     let mut fx = Effects::default();
     let waits = ask(&mut pager, &[run(s, 0, 2)], Purpose::Write, &mut fx);
     let illegal = words[0].begin_fill().unwrap_err();
-    pager.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal, &mut fx);
+    pager.residency.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal);
     pager.pump(&mut fx);
     assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Poisoned)));
     // The request's lock of the other page is released. The reader's pin remains.
@@ -351,7 +351,9 @@ fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
     bring(&mut pager, 0, &mut fx);
     bring(&mut pager, 1, &mut fx);
     let waits = ask(&mut pager, &[run(s, 1, 2)], Purpose::Read, &mut fx);
-    let wants = |pager: &Pager| Some(pager.frames_short(waits)).filter(|_| pager.waits_for_frames(waits));
+    let wants = |pager: &Pager| {
+        Some(pager.admission.frames_short(&pager.residency, waits)).filter(|_| pager.admission.waits_for_frames(waits))
+    };
     let gate = pager.gate();
     let opened = || gate.opened.load(crate::sync::Ordering::Relaxed);
     assert!(gate.is_closed() && wants(&pager) == Some(1) && opened() == 0);
@@ -461,7 +463,7 @@ fn regression_a_page_that_a_policy_leaves_out_once_is_found_later() {
         *left_out.lock().unwrap() = Some(1);
         let mut fx = Effects::default();
         let waits = ask(&mut pager, &[run(s, 2, 1)], Purpose::Read, &mut fx);
-        assert!(pager.waits_for_frames(waits) && pager.heard().is_none());
+        assert!(pager.admission.waits_for_frames(waits) && pager.residency.heard().is_none());
         *left_out.lock().unwrap() = None;
         pager.pump(&mut fx);
         settle(&mut pager, &mut fx);
@@ -497,7 +499,7 @@ fn regression_victims_of_a_large_unit_are_not_looked_at_after_each_move() {
 fn regression_ids_of_moves_leave_two_bits_however_many_moves_there_were() {
     let (mut pager, s, words) = pager(2);
     for before in [(1 << 20) - 2, (1 << 30) - 2, (1 << 31) - 2, u32::MAX - 2] {
-        pager.next_serial = before;
+        pager.residency.set_move_count(before);
         for page in 0..8 {
             let mut fx = Effects::default();
             ask(&mut pager, &[run(s, page, 1)], Purpose::Read, &mut fx);

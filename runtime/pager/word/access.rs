@@ -62,7 +62,7 @@ impl std::fmt::Debug for Access {
 pub enum Recorded {
     /// There is room.
     Ok,
-    /// The back has just become a quarter full: somebody should [drain](super::Pager::record) the log soon.
+    /// The back has just become a quarter full: somebody should [drain](crate::Pager::record) the log soon.
     High,
     /// The ring was full, and the use was not recorded. The caller drains the log and records the use again.
     Full,
@@ -278,7 +278,7 @@ struct Reader {
 
 /// Which of the recorded uses are told.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part {
+pub(crate) enum Part {
     /// Those of marked threads: few, of many threads. Rarely, a mark is [missing](AccessLog::mark_all).
     Marked,
     /// Those of marked threads, but at most this many slots of each.
@@ -347,7 +347,7 @@ impl AccessLog {
 
     /// Tells the recorded uses, each with its walker and how often it was made in a row, and forgets them. Returns
     /// whether there are more.
-    pub(super) fn drain(&self, part: Part, mut tell: impl FnMut(WalkerId, Access, u32)) -> bool {
+    pub(crate) fn drain(&self, part: Part, mut tell: impl FnMut(WalkerId, Access, u32)) -> bool {
         let all = part == Part::All;
         if !all && self.dirty.load(Ordering::Relaxed) == 0 {
             return false;
@@ -446,7 +446,7 @@ impl PageUses {
     /// The most uses that are kept until they are taken: 12 MiB. The same limit holds for the pages of chains.
     pub const MAX: usize = 1 << 20;
 
-    pub(super) fn push(&mut self, used: PageUse) {
+    pub(crate) fn push(&mut self, used: PageUse) {
         // After a gap nothing is kept, so that what is kept has no gap.
         if self.dropped == 0 && self.uses.len() < Self::MAX {
             self.uses.push(used);
@@ -455,7 +455,7 @@ impl PageUses {
         }
     }
 
-    pub(super) fn push_chain(&mut self, pages: Vec<PageId>) {
+    pub(crate) fn push_chain(&mut self, pages: Vec<PageId>) {
         if self.dropped == 0 && self.in_chains + pages.len() <= Self::MAX {
             self.in_chains += pages.len();
             self.chains.push(PageChain { before: self.uses.len(), pages });

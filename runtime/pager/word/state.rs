@@ -233,7 +233,7 @@ pub struct PageWords {
 }
 
 impl PageWords {
-    pub(super) fn new(pages: usize) -> Self {
+    pub(crate) fn new(pages: usize) -> Self {
         const LINE: usize = 64 / size_of::<PageWord>();
         Self { words: (0..pages + LINE).map(|_| PageWord::default()).collect(), pages }
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::ids::{MoveId, PageId};
+use crate::ids::{MoveId, PageId};
 
 /// Moves in the background that free a frame, oldest first. A page has one such move at most.
 #[derive(Debug, Default)]

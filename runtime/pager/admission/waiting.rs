@@ -3,11 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use super::Admission;
 use super::line::{Class, Turn};
-use super::request::Stage;
-use super::runs::pages_of;
-use super::{Holdings, PageWord, PageWords, Pager, Purpose, State};
+use super::record::Stage;
 use crate::ids::{PageId, PageIndex, RequestId, ScopeId, SegmentId};
+use crate::residency::Residency;
+use crate::runs::pages_of;
+use crate::{Holdings, PageWord, PageWords, Purpose, State};
 
 /// A request that waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,10 +90,10 @@ struct ScopeSeen {
     set_aside: u32,
 }
 
-impl Pager {
+impl Admission {
     /// The waiting requests in the order they are served, and how many there are in all. Lists at most `most`, and in
     /// addition those that wait for a smaller budget.
-    pub fn who_waits(&self, most: usize) -> WhoWaits {
+    pub(crate) fn who_waits(&self, res: &Residency, most: usize) -> WhoWaits {
         let mut ids: Vec<(Turn, RequestId)> = self
             .request_stages()
             .filter(|(_, stage, ..)| *stage != Stage::Shrinking as u8)
@@ -103,8 +105,8 @@ impl Pager {
             ids.truncate(most);
         }
         ids.sort_unstable();
-        let asking = ids.into_iter().filter_map(|(turn, id)| self.waiter(turn, id));
-        let over = self.frames.existing().saturating_sub(self.frames.target);
+        let asking = ids.into_iter().filter_map(|(turn, id)| self.waiter(res, turn, id));
+        let over = res.frames().existing.saturating_sub(res.frames().target);
         let shrinking = self.shrinking.iter().map(|id| Waiter {
             id: *id,
             scope: None,
@@ -112,39 +114,34 @@ impl Pager {
             first: None,
             pages: 0,
             purpose: Purpose::Read,
-            waits_for: WaitsFor::Budget { over, budget: self.frames.target },
+            waits_for: WaitsFor::Budget { over, budget: res.frames().target },
             holders: Vec::new(),
         });
         let waiters: Vec<Waiter> = asking.chain(shrinking).collect();
         // Without a request that waits for others, there are no holders to find.
         let (mut words, mut scopes) = (Vec::new(), Vec::new());
         if waiters.iter().any(|waiter| waiter.waits_for != WaitsFor::Moves) {
-            words.extend(self.segments.iter().map(|(key, table)| (SegmentId(key as u32), table.words.clone())));
+            words.extend(res.words());
             scopes.extend(self.scopes_seen());
         }
         WhoWaits { waiters, total, words, scopes }
     }
 
-    /// [`who_waits`](Self::who_waits) with the [holders](WhoWaits::told) of what they wait for.
-    pub fn waiting(&self, most: usize) -> (Vec<Waiter>, usize) {
-        self.who_waits(most).told()
-    }
-
     /// Whether a request waits for anything but moves.
-    pub fn waits_for_others(&self, id: RequestId) -> bool {
+    pub(crate) fn waits_for_others(&self, id: RequestId) -> bool {
         let for_others =
             |(turn, frames, pages): (Turn, bool, Vec<_>)| turn.class != Class::Holding && (frames || !pages.is_empty());
         let stands = self.request_stand(id).is_some_and(for_others);
         stands || self.shrinking.contains(&id)
     }
 
-    fn waiter(&self, turn: Turn, id: RequestId) -> Option<Waiter> {
+    fn waiter(&self, res: &Residency, turn: Turn, id: RequestId) -> Option<Waiter> {
         let (_, frames, pages) = self.request_stand(id)?;
         let runs = self.request_runs(id)?;
         let (scope, purpose) = self.request_terms(id)?;
         let waits_for = match (frames, pages.first()) {
             _ if turn.class == Class::Holding => WaitsFor::Moves,
-            (true, _) => WaitsFor::Frames { wanted: self.frames_short(id), budget: self.frames.target },
+            (true, _) => WaitsFor::Frames { wanted: self.frames_short(res, id), budget: res.frames().target },
             (false, Some(page)) => WaitsFor::Page(*page),
             (false, None) => WaitsFor::Moves,
         };

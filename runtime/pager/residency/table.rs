@@ -1,7 +1,7 @@
 //! The pages of one segment: their words, and what may change only under the latch.
 
-use super::state::{PageWords, Snapshot, State};
 use crate::ids::{FrameId, HostFrameId, PageIndex, Tier};
+use crate::state::{PageWords, Snapshot, State};
 
 /// Where a segment's pages come from when no tier holds them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,6 +133,8 @@ flags! {
     copying_out set_copying_out = 5;
     /// A write back has failed, and the next one that nobody waits for is put off.
     put_off set_put_off = 6;
+    /// Requests stand in the page's line.
+    waited_for set_waited_for = 7;
 }
 
 #[derive(Debug)]
@@ -142,8 +144,6 @@ pub(super) struct SegmentTable {
     pub(super) entries: Vec<Entry>,
     /// Moves in flight of this segment's pages.
     pub(super) in_flight: u32,
-    /// Runs of live requests in this segment.
-    pub(super) requests: u32,
     /// How many bytes of the last page do not exist.
     pub(super) tail: u64,
     /// Whether nothing refers to the segment any more. It goes when nothing of it is in flight.
@@ -157,15 +157,7 @@ impl SegmentTable {
         if backing == Backing::ReadWrite {
             entries.iter_mut().for_each(|entry: &mut Entry| entry.set_on_disk(false));
         }
-        Self {
-            backing,
-            words: PageWords::new(pages as usize),
-            entries,
-            in_flight: 0,
-            requests: 0,
-            tail: 0,
-            dying: false,
-        }
+        Self { backing, words: PageWords::new(pages as usize), entries, in_flight: 0, tail: 0, dying: false }
     }
 
     /// How many bytes of a page do not exist.

@@ -1,8 +1,8 @@
 //! A fill: the way of a page's bytes into the device tier, and who waits for it.
 
-use super::move_record::Priority;
 use crate::error::Error;
 use crate::ids::{FillPoint, MoveId, RequestId};
+use crate::move_record::Priority;
 
 /// A fill under way.
 #[derive(Debug)]

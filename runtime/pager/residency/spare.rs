@@ -1,8 +1,9 @@
 //! Copies on disk that nobody needs any more.
 
 use super::table::PageEntry;
-use super::{Backing, Effects, Pager, Place};
+use super::{Backing, Residency};
 use crate::ids::{MoveId, PageId};
+use crate::move_record::Place;
 
 /// What a read-write page has in its place on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +17,7 @@ pub enum DiskCopy {
     Moving {
         /// The move.
         id: MoveId,
-        /// Whether it was among the [`Effects::moves`](super::Effects::moves) of a step. If not, it waits for its
+        /// Whether it was among the [`Effects::moves`](crate::Effects::moves) of a step. If not, it waits for its
         /// staging buffer.
         started: bool,
         /// Whether the bytes that it writes are the newest.
@@ -24,10 +25,9 @@ pub enum DiskCopy {
     },
 }
 
-impl Pager {
-    /// What each of these pages has in its place on disk. They are in order, and each is there once. Pages that are not
-    /// read-write are `Needed`. Looks at each page and at each move.
-    pub fn disk_copies(&self, pages: &[PageId]) -> Vec<DiskCopy> {
+impl Residency {
+    /// What each of these pages, which are in order, has in its place on disk.
+    pub(crate) fn disk_copies(&self, pages: &[PageId]) -> Vec<DiskCopy> {
         let mut copies: Vec<DiskCopy> = pages.iter().map(|page| self.disk_copy(*page)).collect();
         for (key, record) in self.moves.iter().filter(|(_, record)| record.to == Place::Disk) {
             if let Ok(at) = pages.binary_search(&record.page) {
@@ -41,10 +41,8 @@ impl Pager {
         copies
     }
 
-    /// Gives up the copies in lower tiers of those pages that were written since these were made, and that no writer
-    /// holds. Otherwise that is done when a page leaves. From now on they are [`DiskCopy::Spare`], also while a writer
-    /// holds the page.
-    pub fn outdate(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) {
+    /// Gives up the copies in lower tiers of those pages that were written since, and that no writer holds.
+    pub(crate) fn outdate(&mut self, pages: impl Iterator<Item = PageId>) {
         for page in pages {
             let Some(table) = self.segments.get(page.segment.index()) else { return };
             let Some(entry) = table.entries.get(page.index.index()) else { return };
@@ -58,8 +56,6 @@ impl Pager {
                 self.outdate_copies(page);
             }
         }
-        // A host frame may be free.
-        self.pump(fx);
     }
 
     fn disk_copy(&self, page: PageId) -> DiskCopy {

@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use super::Priority;
-use super::order::Order;
+use crate::Priority;
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, SegmentId, StagingId};
+use crate::order::Order;
 
 /// Frames of the device tier. A frame is free, owned by a page, being discarded (its memory goes back to the system),
 /// refused (it is to leave the budget, but the system did not take its memory), or retired because the budget shrank.

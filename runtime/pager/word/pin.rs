@@ -1,17 +1,17 @@
 //! The pin: how the runtime, the simulator and the tests pin resident pages without the latch.
 //!
 //! All pages of a request are pinned, or none. The pager hears of each use through `record`. If anything is in the way,
-//! the pins are undone, and the caller [submits](super::Pager::submit) a request, which is decided under the latch. So
+//! the pins are undone, and the caller [submits](crate::Pager::submit) a request, which is decided under the latch. So
 //! no waiting request is passed without being counted: pages that a request waits for are [closed](PageWord::close),
 //! and the [`Gate`] is closed while a request waits for frames.
 
 use smallvec::SmallVec;
 
 use super::access::Access;
-use super::{PageRun, PageWord, Purpose, TryPin, Unpin};
+use super::state::TryWrite;
 use crate::ids::PageId;
-use crate::state::TryWrite;
 use crate::sync::{Alone, AtomicU64, Ordering};
+use crate::{PageRun, PageWord, Purpose, TryPin, Unpin};
 
 /// Says whether a request waits for frames. Then every pin asks under the latch, because it may take away a frame that
 /// could have been given to the request. Every pin reads it. It is written when the first request begins to wait, and
@@ -21,7 +21,7 @@ pub struct Gate {
     closed: Alone<AtomicU64>,
     /// How often it was opened.
     #[cfg(test)]
-    pub(super) opened: AtomicU64,
+    pub(crate) opened: AtomicU64,
 }
 
 impl Gate {
@@ -33,7 +33,7 @@ impl Gate {
         }
     }
 
-    pub(super) fn open(&self) {
+    pub(crate) fn open(&self) {
         self.closed.0.store(0, Ordering::Release);
         #[cfg(test)]
         self.opened.fetch_add(1, Ordering::Relaxed);
@@ -51,13 +51,13 @@ impl Gate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pinned {
     /// Every page is pinned. `reached` means that one of them was filled ahead and had not been used: the pager may
-    /// [look further](super::Pager::pump).
+    /// [look further](crate::Pager::pump).
     All {
         /// See above.
         reached: bool,
     },
     /// No page is pinned. `wanted` means that somebody waits for a page and met a pin of this attempt: the pager must
-    /// be [told](super::Pager::released).
+    /// be [told](crate::Pager::released).
     None {
         /// See above.
         wanted: bool,
@@ -162,7 +162,7 @@ fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
 }
 
 /// Ends the pins of a run. `exclusive` means a writer's. Returns whether somebody waits for that: the pager must then
-/// be [told](super::Pager::released).
+/// be [told](crate::Pager::released).
 #[must_use]
 #[inline]
 pub fn unpin(words: &[PageWord], exclusive: bool) -> bool {
