@@ -107,7 +107,7 @@ impl Pinned {
         pins.leave_behind();
         stream.mark(move |ended| match ended {
             // A capture has begun since `can_mark`.
-            Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep_behind(&error),
             _ => pins.end_behind(),
         });
         Ok(())

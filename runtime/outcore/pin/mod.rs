@@ -232,13 +232,18 @@ impl Pins {
     /// wrong bytes. The segments are kept too: dropping them would drop the pages.
     fn keep(self, why: &Error) {
         tracing::error!(error = %why, "tensors stay pinned for good: nothing can tell when their use on a stream ends");
-        // Nobody may wait for the end of these pins.
-        if self.passed()
-            && let Some(any) = self.segments.first()
+        std::mem::forget(self);
+    }
+
+    /// [`keep`](Self::keep) for pins that were [left behind](Self::leave_behind): their scope does not wait for them.
+    fn keep_behind(self, why: &Error) {
+        if let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope)
+            && any.shared.engine.is_at_home()
+            && scope.holdings.kept(&self.runs, self.exclusive, self.hold.spent)
         {
             tell_released(any, &self.runs);
         }
-        std::mem::forget(self);
+        self.keep(why);
     }
 
     /// Takes the pins and leaves none behind.

@@ -60,8 +60,14 @@ impl Admission {
     pub(super) fn attempt(&mut self, res: &mut Residency, id: RequestId, fx: &mut Effects) -> Option<Blocked> {
         let key = self.request_key(id)?;
         self.looks += 1;
-        let (blocked, cause) = self.try_admit(res, id, key, fx).err()?;
         let Request { terms, turn, .. } = self.requests[key];
+        // The scope may have got pins, or let go of all, or given up what it reserved. Whoever holds pins passes those
+        // that may not be passed again, so that is known before the try.
+        let growth = self.class_of_growth(terms.scope);
+        if growth == Some(Class::Holding) && turn.class != Class::Holding {
+            self.change_class(res, id, key, Class::Holding);
+        }
+        let (blocked, cause) = self.try_admit(res, id, key, fx).err()?;
         let refused = if self.holds(terms.scope) && !self.comes_by_moves(res, key, blocked) {
             self.stats.busy += 1;
             Some(self.busy(res, key, blocked))
@@ -74,13 +80,12 @@ impl Admission {
         }
         let request = &mut self.requests[key];
         request.cause = earlier(request.cause, cause);
-        let class = self.class_of_growth(terms.scope);
-        if turn.class == Class::Holding && class != Some(Class::Holding) {
-            // The scope has let go of all its pins meanwhile.
+        let class = growth.unwrap_or_else(|| self.class_beside_growth(&terms));
+        if !turn.class.is_new() && class != turn.class && class != Class::Holding {
             if let Some(scope) = self.scope_mut(terms.scope) {
                 scope.all_hold = false;
             }
-            self.change_class(res, id, key, class.unwrap_or_else(|| self.class_beside_growth(&terms)));
+            self.change_class(res, id, key, class);
         }
         self.stand(res, id, key, blocked);
         Some(blocked)
@@ -198,6 +203,8 @@ impl Admission {
         self.step_out(res, key);
         self.ends_waiting(terms.scope, id);
         self.frame_line.line.pass(turn);
+        // A holder may have counted on what this request gets, a page that moves for example.
+        self.eased |= self.frame_line.has_others();
         for page in pages {
             if let Some(line) = self.page_lines.get_mut(page) {
                 line.pass(turn);

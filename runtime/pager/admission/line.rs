@@ -246,6 +246,11 @@ impl FrameLine {
         self.line.get(next).map(|id| (next, id))
     }
 
+    /// Whether a request waits that passes new ones, or waits for a purse.
+    pub(super) fn has_others(&self) -> bool {
+        !(self.first.is_empty() && self.with_purse.is_empty())
+    }
+
     /// The oldest request that waits for a scope's purse.
     pub(super) fn first_of_purse(&self, scope: ScopeId) -> Option<RequestId> {
         self.line.get(*self.with_purse.get(&scope)?.first()?)

@@ -28,7 +28,7 @@ impl Admission {
     }
 
     /// Tries the requests in a page's line, in order, until one finds this page in its way. Requests of holders are all
-    /// tried: what they wait for may have become another's. If a writer waits for readers, growing readers behind it
+    /// tried, unless all wait for a copy of the page: what they wait for may have become another's. If a writer waits for readers, growing readers behind it
     /// are still tried: growth waits for those that hold the page, never for those that stand before it.
     fn serve_page(&mut self, res: &mut Residency, page: PageId, fx: &mut Effects) {
         // First the oldest request that must not be passed: those before it in the line may not pass it.
@@ -46,7 +46,10 @@ impl Admission {
             };
             let Some((turn, id)) = next else { return };
             behind = Some(turn);
-            if self.attempt(res, id, fx) == Some(Blocked::Page(page)) && turn.class != Class::Holding {
+            if self.attempt(res, id, fx) == Some(Blocked::Page(page)) {
+                if turn.class == Class::Holding && !res.is_copied(page) {
+                    continue;
+                }
                 let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
                 beside_readers = writes && !res.word(page).load().exclusive;
                 if !beside_readers {
@@ -91,15 +94,19 @@ impl Admission {
                 return true;
             }
         }
+        let mut any = false;
         for (scope, id) in self.frame_line.first_of_purses() {
-            let Some(key) = self.request_key(id) else { continue };
+            let Some(key) = self.request_key(id).filter(|key| self.requests[*key].stage == Stage::Queued) else {
+                continue;
+            };
             // One of its pages may have come, or what brings its frames may have become another's.
             let purse = self.scope(Some(scope)).map_or(0, Scope::may_spend);
             let changed = Self::absent_of(res, self.requests[key].pages()) <= purse || self.holds(Some(scope));
-            if changed && !matches!(self.attempt(res, id, fx), Some(Blocked::Frames { .. })) {
-                self.eased = true;
-                return true;
-            }
+            any |= changed && !matches!(self.attempt(res, id, fx), Some(Blocked::Frames { .. }));
+        }
+        if any {
+            self.eased = true;
+            return true;
         }
         let mut room = u32::MAX;
         for id in self.frame_line.tried(self.declarable(res) > 0) {

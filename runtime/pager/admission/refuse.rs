@@ -10,7 +10,7 @@ use crate::residency::Residency;
 use crate::runs::pages_of;
 
 /// How many scopes are looked at, at most, to name the one that holds a page.
-const NAMES_LOOKED_AT: usize = 1024;
+const NAMES_LOOKED_AT: usize = 64;
 
 impl Admission {
     /// Whether what is in a request's way comes by moves, and by ends of its own scope's pins behind a stream, whatever
@@ -24,7 +24,9 @@ impl Admission {
         };
         let needed = Self::absent_of(res, request.pages()) + request.frames;
         if let Some(scope) = scope.filter(|scope| scope.declared > 0) {
-            return needed <= scope.comes_to_purse() + scope.owed.min(res.frames_in_moves());
+            let lacks = needed.saturating_sub(scope.comes_to_purse());
+            let owed = || scope.owed.min(res.frames_in_moves() + self.frames_behind(res, Some(scope)));
+            return lacks == 0 || scope.owed >= lacks && owed() >= lacks;
         }
         if request.frames > 0 && !self.may_declare(res, request.frames) {
             return false;

@@ -200,6 +200,14 @@ impl Holdings {
         held.waiting > 0
     }
 
+    /// Pins that were [left behind](Self::leave_behind) never end. What was spent for them is not waited for. Returns
+    /// what [`passed`](Self::passed) does.
+    #[must_use]
+    pub fn kept(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
+        self.held.lock().paid += spent;
+        self.passed(runs, exclusive)
+    }
+
     /// How many pages the scope was opened for. `None` if it did not say.
     pub(super) fn at_most(&self) -> Option<u32> {
         self.at_most

@@ -110,6 +110,10 @@ impl DeviceFrames {
             self.bare += 1;
         }
     }
+    /// How many frames are free again as soon as the system has answered.
+    pub(super) fn coming_back(&self) -> u32 {
+        self.discarding.len() as u32 - self.retiring
+    }
     /// Notes that the system has not taken a frame's memory. Returns whether the frame was to leave the budget.
     pub(super) fn discard_refused(&mut self, frame: FrameId) -> bool {
         if !self.discarding.remove(&frame) {

@@ -216,30 +216,43 @@ impl Residency {
     /// scope that end behind a stream. `behind` says how many of those there are.
     pub(crate) fn moves_away(&self, page: PageId, behind: impl FnOnce() -> u32) -> bool {
         let word = self.word(page).load();
-        let entry = self.entry_of(page);
-        if word.state == State::WritingBack || entry.copying_out() {
+        if self.is_copied(page) {
             // Who has pinned it too counts once the move has ended.
             return true;
         }
         if word.pins > 0 {
             return word.pins <= behind() && self.filling.get(&page).is_none_or(|fill| fill.waiters.is_empty());
         }
-        word.state != State::Filling
+        // A fill that nobody waits for any more: it was ahead of use, or its page was lent, and the loan has ended.
+        word.state != State::Filling || self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty())
     }
 
-    /// Frames of unpinned pages that can go, or be used, once the moves under way have ended.
+    /// Whether the page is being copied down or written back.
+    pub(crate) fn is_copied(&self, page: PageId) -> bool {
+        self.word(page).load().state == State::WritingBack || self.entry_of(page).copying_out()
+    }
+
+    /// Frames that can be had once the moves under way have ended: those of unpinned pages that move, those promised to
+    /// fills ahead of use, and those whose memory goes back to the system.
     pub(crate) fn frames_in_moves(&self) -> u32 {
         let comes = |page: PageId| {
             let word = self.word(page).load();
             match word.state {
-                State::Filling => self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty() && !fill.lent),
+                // Pins of a page that is being filled are loans.
+                State::Filling => word.pins == 0 && self.is_filled_ahead(page),
                 State::Clean | State::Dirty | State::WritingBack => {
                     word.pins == 0 && !self.entry_of(page).evict_after()
                 }
                 _ => false,
             }
         };
-        self.moves.iter().filter(|(_, record)| comes(record.page)).count() as u32
+        let moving = self.moves.iter().filter(|(_, record)| comes(record.page)).count();
+        let ahead = self.awaiting.iter().filter(|page| self.is_filled_ahead(**page)).count();
+        (moving + ahead) as u32 + self.frames.coming_back()
+    }
+
+    fn is_filled_ahead(&self, page: PageId) -> bool {
+        self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty())
     }
 
     /// Whether a page is being filled, and if so, whether that waits for a frame, and whether it is for nobody.

@@ -178,6 +178,7 @@ impl Residency {
 
     /// Notes that the system has not taken a frame's memory. Returns whether the frame was to leave the budget.
     pub(crate) fn discard_refused(&mut self, frame: FrameId) -> bool {
+        self.eased = true;
         self.frames.discard_refused(frame)
     }
 

@@ -1688,3 +1688,105 @@ fn a_crowd_in_which_nobody_can_pass_goes_in_order() {
     }
     world.drain();
 }
+
+/// The system refuses the memory of a free frame, so the frame is free again. The bug: who waited for a frame was not
+/// tried.
+#[test]
+fn regression_a_frame_whose_memory_was_refused_is_given_to_who_waits() {
+    let (mut world, s) = world(2, 0, 4);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.with(|pager, fx| assert_eq!(pager.trim(1, fx), 1));
+    let waits = world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.pager.stands(waits).unwrap().0);
+    let frame = world.discards.remove(0);
+    let refused = Error::new(ErrorKind::Device, "refused");
+    world.with(|pager, fx| pager.discard_refused(frame, &refused, fx));
+    settle(&mut world);
+    assert!(!world.waits(waits));
+    world.drain();
+}
+
+/// What a holder wants comes by moves alone, of many kinds. The bug: each of these holders was refused.
+#[test]
+fn regression_a_holder_waits_for_moves_of_every_kind() {
+    let holder = |frames| {
+        let (mut world, s) = world(frames, 0, 8);
+        let scope = world.growing_scope();
+        world.pin(&[run(s, 0, 1)], false, false).unwrap();
+        settle(&mut world);
+        (world, s, scope)
+    };
+    let served = |mut world: World, waits| {
+        assert!(world.waits(waits));
+        settle(&mut world);
+        assert!(!world.waits(waits) && world.pager.stats().busy == 0, "{:?}", world.failed);
+        world.drain();
+    };
+    // A loan of the page has ended before its fill.
+    let (mut world, s, scope) = holder(3);
+    world.scope = None;
+    world.pin(&[run(s, 1, 1)], Use::Stream, false).unwrap().unwrap_err();
+    world.take_up(0);
+    world.begin_to_end(1, false);
+    world.end(0);
+    world.scope = Some(scope);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    served(world, writes);
+    // A fill ahead waits for its frame itself.
+    let (mut world, s, scope) = holder(3);
+    touch(&mut world, s, 2, true);
+    world.scope = None;
+    world.pin(&[run(s, 1, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.with(|pager, fx| pager.prefetch(&[run(s, 4, 1)], fx));
+    world.scope = Some(scope);
+    let reads = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    served(world, reads);
+    // The memory of the last frame goes back to the system.
+    let (mut world, s, _) = holder(2);
+    world.with(|pager, fx| assert_eq!(pager.trim(1, fx), 1));
+    let reads = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    world.discarded(0);
+    served(world, reads);
+}
+
+/// A scope has let go of a page that it paid for, and pins it still by a guard that it did not pay for and that ends
+/// behind a stream. The bug: it was refused, although only its own stream was in the way.
+#[test]
+fn regression_a_purse_waits_for_its_own_scopes_stream_whoever_paid() {
+    let (mut world, s) = world(2, 0, 8);
+    world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
+    world.pin(&[run(s, 0, 1)], Use::Stream, false).unwrap();
+    settle(&mut world);
+    world.pin(&[run(s, 0, 1)], Use::Stream, false).unwrap().unwrap();
+    world.unpin(0);
+    world.pin(&[run(s, 1, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.begin_to_end(0, false);
+    let waits = world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    world.end(0);
+    settle(&mut world);
+    assert!(!world.waits(waits) && world.pager.stats().busy == 0);
+    world.drain();
+}
+
+/// Pins that were to end behind a stream never end. The bug: the scope waited for ever for the frame that it had spent.
+#[test]
+fn regression_a_scope_does_not_wait_for_pins_that_are_kept_for_good() {
+    let (mut world, s) = world(2, 0, 8);
+    world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
+    for index in 0..2 {
+        world.pin(&[run(s, index, 1)], Use::Stream, false).unwrap();
+        settle(&mut world);
+    }
+    world.begin_to_end(0, false);
+    let waits = world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.scopes[0].1.kept(&[run(s, 0, 1)], false, 1), "it has a request that waits");
+    world.with(|pager, fx| pager.released(&[run(s, 0, 1)], fx));
+    assert!(!world.waits(waits) && world.told == [world.scopes[0].0]);
+    world.endings.clear();
+    let _ = world.word(page(s, 0)).unpin();
+    world.with(|pager, fx| pager.released(&[run(s, 0, 1)], fx));
+    world.drain();
+}
