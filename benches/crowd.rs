@@ -278,7 +278,7 @@ fn holding(count: usize, crowd: Crowd) -> f64 {
     let scopes: Vec<Scope> = (0..count).map(|_| runtime.scope().open().unwrap()).collect();
     // What each holds and what it asks for, and whether to write.
     let wants = |at: usize| match crowd {
-        Crowd::WritersBesideReaders if at % 2 == 0 => ([read, awaited], false),
+        Crowd::WritersBesideReaders if at.is_multiple_of(2) => ([read, awaited], false),
         Crowd::WritersBesideReaders => ([&own[at], read], true),
         Crowd::Chain | Crowd::ChainFromItsEnd => ([&own[at], own.get(at + 1).unwrap_or(awaited)], true),
         Crowd::Circle => ([&own[at], &own[(at + 1) % count]], true),

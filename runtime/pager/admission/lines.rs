@@ -28,8 +28,9 @@ impl Admission {
     }
 
     /// Tries the requests in a page's line, in order, until one finds this page in its way. Requests of holders are all
-    /// tried, unless all wait for a copy of the page: what they wait for may have become another's. If a writer waits for readers, growing readers behind it
-    /// are still tried: growth waits for those that hold the page, never for those that stand before it.
+    /// tried, unless all wait for a copy of the page: what they wait for may have become another's. If a writer waits
+    /// for readers, growing readers behind it are still tried: growth waits for those that hold the page, never for
+    /// those that stand before it.
     fn serve_page(&mut self, res: &mut Residency, page: PageId, fx: &mut Effects) {
         // First the oldest request that must not be passed: those before it in the line may not pass it.
         if let Some(id) = self.page_lines.get(&page).and_then(Line::barring) {
