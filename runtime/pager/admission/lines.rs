@@ -113,7 +113,9 @@ impl Admission {
         for id in self.frame_line.tried(self.declarable(res) > 0) {
             let Some(key) = self.request_key(id) else { continue };
             let request = &self.requests[key];
-            if Self::absent_of(res, request.pages()) + request.frames > room || request.frames > self.declarable(res) {
+            // Looked at at each event, so nothing is copied.
+            let pages = request.runs.iter().flat_map(|run| run.pages());
+            if Self::absent_of(res, pages) + request.frames > room || request.frames > self.declarable(res) {
                 continue;
             }
             match self.attempt(res, id, fx) {
