@@ -300,6 +300,25 @@ id!(
     /// A scope: what one task holds and may still ask for.
     ScopeId, u64, "scope"
 );
+
+macro_rules! placed {
+    ($name:ident) => {
+        impl $name {
+            /// The id of what is at `place` in its table. The serial tells it from what was there earlier.
+            pub(crate) const fn of(place: usize, serial: u32) -> Self {
+                Self(place as u64 | (serial as u64) << 32)
+            }
+
+            /// The place and the serial.
+            pub(crate) const fn parts(self) -> (usize, u32) {
+                (self.0 as u32 as usize, (self.0 >> 32) as u32)
+            }
+        }
+    };
+}
+placed!(RequestId);
+placed!(ScopeId);
+
 id!(
     /// A walker: one pass in progress over the pages of a plan.
     WalkerId, u32, "walker"

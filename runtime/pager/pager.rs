@@ -53,7 +53,7 @@ pub struct Pager {
 impl Pager {
     /// A pager with all frames free.
     pub fn new(config: PagerConfig, policy: Box<dyn Policy>) -> Self {
-        Self { residency: Residency::new(config, policy), admission: Admission::default(), usage: Usage::default() }
+        Self { residency: Residency::new(config, policy), admission: Admission::new(), usage: Usage::new() }
     }
 
     /// Replaces the bound [`PASSES_MAX`], for tests that follow every sequence.
@@ -175,7 +175,7 @@ impl Pager {
     /// on.
     pub fn released(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
-            self.admission.changed(&mut self.residency, page, fx);
+            self.residency.changed(page);
         }
         self.pump(fx);
     }
@@ -184,8 +184,8 @@ impl Pager {
     /// the same hold of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one
     /// before that.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
-        self.admission.unspent(&mut self.residency, id, runs, frames, fx);
-        self.pump(fx);
+        self.admission.unspent(id, runs, frames);
+        self.released(runs, fx);
     }
 
     /// Opens a scope. Returns its id, and the holdings in which its pins are kept. A scope that says how much it needs

@@ -12,7 +12,7 @@ use crate::stats::{PagerStats, Walked, WalkerStats};
 use crate::word::access::{PageUse, PageUses};
 
 /// Who uses the pages, and how often.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Usage {
     /// Walkers that have begun and not ended, the default one included. The counts leave out `walked`.
     walkers: HashMap<WalkerId, Walked>,
@@ -30,23 +30,12 @@ pub(crate) struct Usage {
     stats: PagerStats,
 }
 
-impl Default for Usage {
-    fn default() -> Self {
-        Self {
-            walkers: HashMap::from([(WalkerId::DEFAULT, Walked::default())]),
-            walker: WalkerId::DEFAULT,
-            walked: Walked::default(),
-            next_walker: 0,
-            staying: None,
-            classes: ByClass::default(),
-            trace: Trace::default(),
-            uses: None,
-            stats: PagerStats::default(),
-        }
-    }
-}
-
 impl Usage {
+    /// Only the default walker walks.
+    pub(crate) fn new() -> Self {
+        Self { walkers: HashMap::from([(WalkerId::DEFAULT, Walked::default())]), ..Self::default() }
+    }
+
     /// A segment was added, whose pages have numbers.
     pub(crate) fn add_segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32, numbers: &PageNumbers) {
         self.classes.add(segment, class, pages, numbers);

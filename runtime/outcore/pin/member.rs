@@ -36,10 +36,16 @@ impl Member {
         self.walker.as_ref().map_or(WalkerId::DEFAULT, |walker| walker.id)
     }
 
-    /// How many pages it has pinned. 0 in a child by `fork`, where a thread that the child does not have may hold the
-    /// lock.
+    /// What it holds. `None` in a child by `fork`: its guards are copies there, its pins are the parent's, and a thread
+    /// that the child does not have may hold the lock.
+    #[inline]
+    pub(super) fn holdings(&self) -> Option<&Holdings> {
+        self.shared.engine.is_at_home().then_some(&*self.holdings)
+    }
+
+    /// How many pages it has pinned. 0 in a child by `fork`.
     pub(super) fn pages(&self) -> u32 {
-        if self.shared.engine.is_at_home() { self.holdings.pages() } else { 0 }
+        self.holdings().map_or(0, Holdings::pages)
     }
 
     /// Pins resident pages without the latch, and notes that the scope holds them. `runs` are the runs of `words`.

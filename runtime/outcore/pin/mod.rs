@@ -56,7 +56,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::pager::{PageRun, Purpose, pin};
+use crate::pager::{Holdings, PageRun, Purpose, pin};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
@@ -111,22 +111,24 @@ pub(crate) struct Hold {
     pub(crate) spent: u32,
 }
 
-/// Removes pins that end now from their scope. False in a child by `fork`: the guard is a copy there, its pins are the
-/// parent's, and a thread that the child does not have may hold the scope's lock.
-fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member, spent: u32) -> bool {
-    let at_home = any.shared.engine.is_at_home();
-    if at_home {
-        scope.holdings.remove(runs, exclusive, spent);
+impl Hold {
+    /// Removes pins that end now from their scope. False in a child by `fork`, where the pins are not this process's.
+    #[inline]
+    fn let_go(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        let Some(scope) = &self.scope else { return true };
+        scope.holdings().map(|holdings| holdings.remove(runs, exclusive, self.spent)).is_some()
     }
-    at_home
+
+    /// What the pins' scope holds, if they have one and this is not a child by `fork`.
+    fn holdings(&self) -> Option<&Holdings> {
+        self.scope.as_ref()?.holdings()
+    }
 }
 
 /// Ends the pins of one run.
 #[inline(always)]
 fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
-    if let Some(scope) = &hold.scope
-        && !leaves_its_scope(segment, &[run], exclusive, scope, hold.spent)
-    {
+    if !hold.let_go(&[run], exclusive) {
         return;
     }
     let unpin = || pin::unpin(segment.words_of(run), exclusive);
@@ -143,16 +145,14 @@ fn tell_released(any: &Segment, runs: &[PageRun]) {
 }
 
 /// Unpins pages that the scope has paid for. The pages become evictable and their frames return to the scope in one
-/// hold of the latch, so that nobody else gets a frame in between. `unpin` returns whether somebody waits for the
-/// pages.
+/// hold of the latch, so that nobody else gets a frame in between.
 #[cold]
 fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce() -> bool) {
     any.shared.engine.with(|pager, fx| {
-        let wanted = unpin();
-        match &hold.scope {
-            Some(scope) => pager.unspent(scope.id, runs, hold.spent, fx),
-            None if wanted => pager.released(runs, fx),
-            None => {}
+        // The pager hears of the end of these pins, whether somebody waits for them or not.
+        let _ = unpin();
+        if let Some(scope) = &hold.scope {
+            pager.unspent(scope.id, runs, hold.spent, fx);
         }
     });
 }
@@ -181,11 +181,7 @@ impl Pins {
     }
 
     fn end(&self) {
-        let stays = match (self.segments.first(), &self.hold.scope) {
-            (Some(any), Some(scope)) => !leaves_its_scope(any, &self.runs, self.exclusive, scope, self.hold.spent),
-            _ => false,
-        };
-        if !stays {
+        if self.hold.let_go(&self.runs, self.exclusive) {
             self.unpin(|| false);
         }
     }
@@ -193,22 +189,15 @@ impl Pins {
     /// Removes the pins from the task's scope. They [end](Self::end_behind) when a stream has got that far. Does
     /// nothing in a child by `fork`, where the pins are not this process's.
     fn leave_behind(&self) {
-        if let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope)
-            && any.shared.engine.is_at_home()
-        {
-            scope.holdings.leave_behind(&self.runs, self.exclusive, self.hold.spent);
+        if let Some(holdings) = self.hold.holdings() {
+            holdings.leave_behind(&self.runs, self.exclusive, self.hold.spent);
         }
     }
 
     /// Ends pins that were [left behind](Self::leave_behind): the stream has passed.
     fn end_behind(&self) {
-        self.unpin(|| self.passed());
-    }
-
-    /// The scope has no such pins any more. Returns whether it has waiting requests.
-    fn passed(&self) -> bool {
-        let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope) else { return false };
-        any.shared.engine.is_at_home() && scope.holdings.passed(&self.runs, self.exclusive)
+        let passed = |holdings: &Holdings| holdings.passed(&self.runs, self.exclusive);
+        self.unpin(|| self.hold.holdings().is_some_and(passed));
     }
 
     /// Ends pins that have left their scope, and returns to the scope what it spent for them. `told` says whether the
@@ -237,9 +226,9 @@ impl Pins {
 
     /// [`keep`](Self::keep) for pins that were [left behind](Self::leave_behind): their scope does not wait for them.
     fn keep_behind(self, why: &Error) {
-        if let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope)
-            && any.shared.engine.is_at_home()
-            && scope.holdings.kept(&self.runs, self.exclusive, self.hold.spent)
+        let kept = |holdings: &Holdings| holdings.kept(&self.runs, self.exclusive, self.hold.spent);
+        if self.hold.holdings().is_some_and(kept)
+            && let Some(any) = self.segments.first()
         {
             tell_released(any, &self.runs);
         }

@@ -181,7 +181,7 @@ fn ended() -> Error {
 ///
 /// A task that holds guards and asks for more pins them in a scope. Two rules say what it waits for:
 ///
-/// 1. A pin gets all that it asks for, or stands in line and holds nothing. At most 16 later ones pass it. This is so
+/// 1. A pin gets all that it asks for, or is queued and holds nothing. At most 16 later ones bypass it. This is so
 ///    for the first pins of a scope, for what it [reserves](ScopeBuilder::reserve), and for pins outside of scopes.
 /// 2. A pin of a scope that holds guards passes the line, because others may wait for these guards. It waits for reads
 ///    and write backs under way, and never for guards of others: if they have what it asks for, it gets
@@ -219,9 +219,9 @@ fn ended() -> Error {
 ///
 /// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
 /// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
-/// // The budget is used up. The other scope would wait for guards while it has one, so it is told at once.
-/// let told = other.pin(&tensors[3]).wait().map(drop).unwrap_err();
-/// assert_eq!(told.kind(), ErrorKind::Busy);
+/// // The budget is used up. The other scope would wait for guards while it has one, so it is refused at once.
+/// let refused = other.pin(&tensors[3]).wait().map(drop).unwrap_err();
+/// assert_eq!(refused.kind(), ErrorKind::Busy);
 /// // It lets go of all that it holds. Then the first one, which has a guard too, gets the frames.
 /// drop(b);
 /// let c = one.pin(&tensors[2]).wait()?;

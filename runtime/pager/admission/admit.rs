@@ -165,8 +165,7 @@ impl Admission {
         if declared > 0 && needed > spent {
             // The scope pays from its purse only. What the purse lacks was spent, and comes back before anybody else
             // gets a frame. Otherwise pins that end behind a stream could add up to more than the scope declared.
-            let cause = if res.frames().in_transit { WaitCause::WriteBack } else { WaitCause::Frames };
-            return Err(Stopped::Blocked(Blocked::Frames { room: u32::MAX }, cause));
+            return Err(Stopped::Blocked(Blocked::Frames { room: u32::MAX }, res.frames().cause()));
         }
         let floor = if terms.never_refused { 0 } else { self.floor };
         if frames > 0 && !self.may_declare(res, frames) {
@@ -176,12 +175,11 @@ impl Admission {
         // Frames paid from the purse are there, whatever a smaller budget waits for.
         while needed > spent && res.frames().there + spent < res.promised(self.kept()) + floor + needed {
             if !self.reclaim(res, Want::Demand, fx) {
-                let cause = if res.frames().in_transit { WaitCause::WriteBack } else { WaitCause::Frames };
                 // Pages that only this request's own pins keep from being evicted: they could go for others.
                 let own = reach.pinned.iter().filter(|page| res.word(**page).load().pins == 1);
                 let kept = own.count() as u32;
                 let there = res.frames().there.saturating_sub(res.promised(self.kept()) + floor);
-                return Err(Stopped::Blocked(Blocked::Frames { room: there + kept }, cause));
+                return Err(Stopped::Blocked(Blocked::Frames { room: there + kept }, res.frames().cause()));
             }
         }
         reach.spent = spent;

@@ -7,7 +7,7 @@
 //! passes once, for all that stand in it, and each request knows at which count its part is used up. So a pass costs
 //! the same however long the line is.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
 use smallvec::SmallVec;
@@ -179,28 +179,22 @@ impl Line {
 #[derive(Debug, Default)]
 pub(super) struct FrameLine {
     pub(super) line: Line,
-    /// New requests for pages.
-    new: BTreeSet<Turn>,
-    /// New requests that set frames aside.
-    reserving: BTreeSet<Turn>,
-    /// Requests that pass new ones. They are few: of scopes that hold pins while moves bring frames, and those that can
-    /// never be refused.
-    first: BTreeSet<Turn>,
-    /// Requests that wait for their scope's purse.
-    with_purse: HashMap<ScopeId, BTreeSet<Turn>>,
+    /// The turns by what they wait for. No set is empty.
+    by_source: BTreeMap<Source, BTreeSet<Turn>>,
 }
 
 /// How many new requests are tried when there may be frames again.
 const WINDOW: usize = 1 + PASSES_MAX as usize;
 
 /// The frames that a request waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Source {
     /// Any frame, in line with others.
     New,
     /// Any frame that may be declared, in line with others.
     Reserving,
-    /// Any frame, past new requests; also the floor's, if it can never be refused.
+    /// Any frame, past new requests; also the floor's, if it can never be refused. Such requests are few: of scopes
+    /// that hold pins while moves bring frames, and of faults.
     First,
     /// Frames of its scope's purse, behind older requests of that scope. It is tried when one comes there, not when the
     /// line is served.
@@ -209,85 +203,70 @@ pub(super) enum Source {
 
 impl FrameLine {
     pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, source: Source) -> u64 {
-        let new = match source {
-            Source::New => self.new.insert(turn),
-            Source::Reserving => self.reserving.insert(turn),
-            Source::First => self.first.insert(turn),
-            Source::Purse(scope) => self.with_purse.entry(scope).or_default().insert(turn),
-        };
+        let new = self.by_source.entry(source).or_default().insert(turn);
         invariant!(new, "{turn:?} joins the line for frames twice");
         self.line.join(turn, id, part)
     }
 
     pub(super) fn leave(&mut self, turn: Turn, joined: u64, source: Source) -> u32 {
-        let was = match source {
-            Source::New => self.new.remove(&turn),
-            Source::Reserving => self.reserving.remove(&turn),
-            Source::First => self.first.remove(&turn),
-            Source::Purse(scope) => match self.with_purse.get_mut(&scope) {
-                Some(turns) => {
-                    let was = turns.remove(&turn);
-                    if turns.is_empty() {
-                        self.with_purse.remove(&scope);
-                    }
-                    was
-                }
-                None => false,
-            },
-        };
+        let was = self.by_source.get_mut(&source).is_some_and(|turns| turns.remove(&turn));
         invariant!(was, "{turn:?} leaves a line for frames that it does not stand in");
+        if self.of(source).next().is_none() {
+            self.by_source.remove(&source);
+        }
         self.line.leave(turn, joined)
+    }
+
+    /// The turns that wait for these frames, in order.
+    fn of(&self, source: Source) -> impl Iterator<Item = Turn> {
+        self.by_source.get(&source).into_iter().flatten().copied()
     }
 
     /// The next request behind `behind` that passes new ones, in turn.
     pub(super) fn next_first(&self, behind: Option<Turn>) -> Option<(Turn, RequestId)> {
         let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
-        let next = *self.first.range(rest).next()?;
+        let next = *self.by_source.get(&Source::First)?.range(rest).next()?;
         self.line.get(next).map(|id| (next, id))
     }
 
     /// Whether a request waits that passes new ones, or waits for a purse.
     pub(super) fn has_others(&self) -> bool {
-        !(self.first.is_empty() && self.with_purse.is_empty())
+        self.by_source.range(Source::First..).next().is_some()
     }
 
     /// The oldest request that waits for a scope's purse.
     pub(super) fn first_of_purse(&self, scope: ScopeId) -> Option<RequestId> {
-        self.line.get(*self.with_purse.get(&scope)?.first()?)
+        self.line.get(self.of(Source::Purse(scope)).next()?)
     }
 
     /// The oldest request that waits for each purse.
     pub(super) fn first_of_purses(&self) -> Vec<(ScopeId, RequestId)> {
-        let first = |(scope, turns): (&ScopeId, &BTreeSet<Turn>)| Some((*scope, self.line.get(*turns.first()?)?));
-        let mut all: Vec<(ScopeId, RequestId)> = self.with_purse.iter().filter_map(first).collect();
-        all.sort_unstable();
-        all
+        let first = |source: &Source| {
+            let Source::Purse(scope) = *source else { return None };
+            self.first_of_purse(scope).map(|id| (scope, id))
+        };
+        self.by_source
+            .range((Bound::Excluded(Source::First), Bound::Unbounded))
+            .filter_map(|(at, _)| first(at))
+            .collect()
     }
 
     /// The new requests that are tried when there may be frames again: the one that must not be passed again, and the
     /// first that may pass it. With `declares`, also those that set frames aside.
     pub(super) fn tried(&self, declares: bool) -> SmallVec<[RequestId; 36]> {
-        let may_pass = |turn: &&Turn| !self.line.bars(**turn);
-        let reserving = if declares { Some(&self.reserving) } else { None };
-        let sets = [Some(&self.new), reserving].into_iter().flatten();
-        let first = sets.flat_map(|turns| turns.iter().take(WINDOW).filter(may_pass));
-        self.line.barring().into_iter().chain(first.filter_map(|turn| self.line.get(*turn))).collect()
+        let sources = [Some(Source::New), declares.then_some(Source::Reserving)].into_iter().flatten();
+        let first = sources.flat_map(|source| self.of(source).take(WINDOW)).filter(|turn| !self.line.bars(*turn));
+        self.line.barring().into_iter().chain(first.filter_map(|turn| self.line.get(turn))).collect()
     }
 
     /// For checks: whether a request is listed there.
     pub(super) fn is_listed(&self, turn: Turn, source: Source) -> bool {
-        match source {
-            Source::New => self.new.contains(&turn),
-            Source::Reserving => self.reserving.contains(&turn),
-            Source::First => self.first.contains(&turn),
-            Source::Purse(scope) => self.with_purse.get(&scope).is_some_and(|turns| turns.contains(&turn)),
-        }
+        self.of(source).any(|other| other == turn)
     }
 
     /// For checks: how many requests are listed by source.
     pub(super) fn listed(&self) -> usize {
-        let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
-        self.new.len() + self.reserving.len() + self.first.len() + of_purses
+        self.by_source.values().map(BTreeSet::len).sum()
     }
 }
 

@@ -39,7 +39,7 @@ use crate::residency::{Change, Kept, Residency};
 use crate::stats::PagerStats;
 
 /// Who may use which pages, and who waits.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Admission {
     requests: Slab<Request>,
     /// Requests that wait for frames.
@@ -88,39 +88,12 @@ pub(crate) struct Admission {
     stats: PagerStats,
 }
 
-impl Default for Admission {
-    fn default() -> Self {
-        Self {
-            requests: Slab::new(),
-            frame_line: FrameLine::default(),
-            page_lines: HashMap::new(),
-            moved: Vec::new(),
-            nearly: Vec::new(),
-            filled: Vec::new(),
-            eased: false,
-            looks: 0,
-            gate: Arc::new(Gate::default()),
-            scopes: Slab::new(),
-            purses: 0,
-            coming: 0,
-            coming_to: BTreeSet::new(),
-            owed: 0,
-            owed_to: BTreeSet::new(),
-            declared: 0,
-            floor: 0,
-            shrinking: Vec::new(),
-            next_age: 0,
-            passes: PASSES_MAX,
-            standing: 0,
-            next_serial: 0,
-            by_segment: Vec::new(),
-            heard: VecDeque::new(),
-            stats: PagerStats::default(),
-        }
-    }
-}
-
 impl Admission {
+    /// Nobody waits.
+    pub(crate) fn new() -> Self {
+        Self { passes: PASSES_MAX, ..Self::default() }
+    }
+
     /// Replaces the bound [`PASSES_MAX`].
     pub(crate) fn set_passes(&mut self, passes: u32) {
         self.passes = passes;

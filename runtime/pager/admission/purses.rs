@@ -119,17 +119,7 @@ impl Admission {
     }
 
     /// Pins have ended for which the scope had spent `frames` of its purse.
-    pub(crate) fn unspent(
-        &mut self,
-        res: &mut Residency,
-        id: ScopeId,
-        runs: &[PageRun],
-        frames: u32,
-        fx: &mut Effects,
-    ) {
-        for page in runs.iter().flat_map(|run| run.pages()) {
-            self.changed(res, page, fx);
-        }
+    pub(crate) fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
             && let Some(at) = scope.paid.iter().position(|other| Some(*other) == paid)
@@ -199,7 +189,6 @@ impl Admission {
     }
 
     /// Frames that scopes have declared: set aside for them, spent by them, or owed to them.
-    #[doc(hidden)]
     pub(crate) fn declared(&self) -> u32 {
         self.declared
     }

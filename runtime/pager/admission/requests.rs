@@ -62,12 +62,12 @@ impl Admission {
     }
 
     fn request_id(&self, key: usize) -> RequestId {
-        RequestId(key as u64 | u64::from(self.requests[key].serial) << 32)
+        RequestId::of(key, self.requests[key].serial)
     }
 
     pub(super) fn request_key(&self, id: RequestId) -> Option<usize> {
-        let key = id.0 as u32 as usize;
-        self.requests.get(key).filter(|request| u64::from(request.serial) == id.0 >> 32).map(|_| key)
+        let (key, serial) = id.parts();
+        self.requests.get(key).filter(|request| request.serial == serial).map(|_| key)
     }
 
     pub(super) fn request_runs(&self, id: RequestId) -> Option<&[PageRun]> {
@@ -104,13 +104,11 @@ impl Admission {
     }
 
     /// Whether a request is growth.
-    #[doc(hidden)]
     pub(crate) fn is_growth(&self, id: RequestId) -> bool {
         self.request_key(id).is_some_and(|key| !self.requests[key].turn.class.is_new())
     }
 
     /// Whether a request waits for frames, and the pages in whose lines it stands.
-    #[doc(hidden)]
     pub(crate) fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
         self.request_stand(id).map(|(_, frames, pages)| (frames, pages))
     }
@@ -129,7 +127,6 @@ impl Admission {
     }
 
     /// How many times a request was looked at to see whether it can go on.
-    #[doc(hidden)]
     pub(crate) fn looks(&self) -> u64 {
         self.looks
     }
@@ -142,7 +139,7 @@ impl Admission {
     fn add_request(&mut self, runs: Vec<PageRun>, frames: u32, terms: Terms, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
         self.next_age += 1;
-        let id = RequestId(self.requests.vacant_key() as u64 | u64::from(self.next_serial) << 32);
+        let id = RequestId::of(self.requests.vacant_key(), self.next_serial);
         let growth = if stage == Stage::Queued { self.begins_to_wait(terms.scope, id) } else { None };
         let class = growth.unwrap_or_else(|| self.class_beside_growth(&terms));
         for run in &runs {
@@ -247,8 +244,8 @@ impl Admission {
         let writes = self.requests[key].writes();
         for page in self.requests[key].pages() {
             res.let_go(page, id, writes);
-            self.hear(res, fx);
         }
+        self.hear(res, fx);
         let (scope, spent) = (self.requests[key].terms.scope, std::mem::take(&mut self.requests[key].spent));
         self.owe(scope, spent);
     }

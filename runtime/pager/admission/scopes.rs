@@ -14,12 +14,12 @@ use crate::runs::{PageRun, pages_of};
 
 impl Admission {
     pub(super) fn scope_id(&self, key: usize) -> ScopeId {
-        ScopeId(key as u64 | u64::from(self.scopes[key].serial) << 32)
+        ScopeId::of(key, self.scopes[key].serial)
     }
 
     pub(super) fn scope_key(&self, id: ScopeId) -> Option<usize> {
-        let key = id.0 as u32 as usize;
-        self.scopes.get(key).filter(|scope| u64::from(scope.serial) == id.0 >> 32).map(|_| key)
+        let (key, serial) = id.parts();
+        self.scopes.get(key).filter(|scope| scope.serial == serial).map(|_| key)
     }
 
     pub(super) fn scope(&self, id: Option<ScopeId>) -> Option<&Scope> {
@@ -65,7 +65,7 @@ impl Admission {
 
     /// Whether a request of this scope grows it.
     pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
-        self.scope(id).is_some_and(|scope| scope.declared > 0) || self.holds(id)
+        self.class_of_growth(id).is_some()
     }
 
     /// Whether this scope holds pins. Then its requests never wait for other holders.
@@ -180,8 +180,10 @@ impl Admission {
 
     /// How urgent a request of this scope is if it is growth.
     pub(super) fn class_of_growth(&self, id: Option<ScopeId>) -> Option<Class> {
-        let grows = || self.grows(id).then_some(Class::Growing);
-        if self.holds(id) { Some(Class::Holding) } else { grows() }
+        if self.holds(id) {
+            return Some(Class::Holding);
+        }
+        self.scope(id).is_some_and(|scope| scope.declared > 0).then_some(Class::Growing)
     }
 
     /// Notes that a request waits no more.

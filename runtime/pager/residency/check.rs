@@ -74,7 +74,7 @@ impl Residency {
     /// Checks that the victims nobody waits for are known, oldest first.
     fn check_victims(&self) -> Result<(), String> {
         let frees = |page: PageId| {
-            let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+            let entry = self.entry_of(page);
             entry.evict_after() || self.word(page).load().state == State::Evicting
         };
         let background = self.moves.iter().map(|(_, record)| record).filter(|record| {
@@ -98,7 +98,7 @@ impl Residency {
         let mut expected = BTreeSet::new();
         let mut tails = Tails::default();
         for page in self.page_ids() {
-            let entry = self.segments[page.segment.index()].entries[page.index.index()];
+            let entry = *self.entry_of(page);
             let word = self.word(page).load();
             let moves = touching.get(&page).unwrap_or(&none);
             let filling = self.filling.get(&page);
@@ -258,7 +258,7 @@ impl Residency {
         self.heard().hash(hasher);
         for page in self.page_ids() {
             let word = self.word(page).load();
-            let entry = self.segments[page.segment.index()].entries[page.index.index()];
+            let entry = *self.entry_of(page);
             (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh, word.held).hash(hasher);
             format!("{entry:?}").hash(hasher);
             let fill = self.filling.get(&page).map(|fill| {

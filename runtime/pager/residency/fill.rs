@@ -23,6 +23,11 @@ pub(super) struct Fill {
 }
 
 impl Fill {
+    /// Whether a request cannot join it.
+    pub(super) fn excludes(&self, writes: bool) -> bool {
+        self.locked || writes && (self.lent || !self.waiters.is_empty())
+    }
+
     /// Takes a request from the waiters. Returns whether it was one.
     pub(super) fn leave(&mut self, waiter: RequestId) -> bool {
         let Some(at) = self.waiters.iter().position(|other| *other == waiter) else { return false };

@@ -38,6 +38,7 @@ use victims::Victims;
 
 use crate::config::PagerConfig;
 use crate::error::Error;
+use crate::granted::WaitCause;
 use crate::ids::{Bytes, PageId, RequestId, SegmentId};
 use crate::move_record::Priority;
 use crate::numbers::PageNumbers;
@@ -97,12 +98,17 @@ pub(crate) struct Frames {
     pub(crate) there: u32,
     /// Those that are free.
     pub(crate) free: u32,
-    /// Whether some are on their way.
-    pub(crate) in_transit: bool,
     /// Those that have memory, or may have some.
     pub(crate) existing: u32,
     /// The budget.
     pub(crate) target: u32,
+}
+
+impl Frames {
+    /// What a request waits for that lacks frames.
+    pub(crate) fn cause(self) -> WaitCause {
+        if self.there > self.free { WaitCause::WriteBack } else { WaitCause::Frames }
+    }
 }
 
 /// Where the pages are, and what moves.
@@ -206,13 +212,7 @@ impl Residency {
     /// The counts of device frames.
     pub(crate) fn frames(&self) -> Frames {
         let free = self.frames.free_count();
-        Frames {
-            there: free + self.transit,
-            free,
-            in_transit: self.transit > 0,
-            existing: self.frames.existing(),
-            target: self.frames.target,
-        }
+        Frames { there: free + self.transit, free, existing: self.frames.existing(), target: self.frames.target }
     }
 
     /// Frames of the device tier: how many are in use, and how many exist within the budget.

@@ -34,9 +34,7 @@ impl Residency {
             State::Filling => match self.filling.get(&page) {
                 // The fill cannot be tried again while the page is lent, and nobody knows when that ends.
                 Some(fill) if fill.failed.is_some() => fill.failed.clone().map_or(Reached::Filling, Reached::Lost),
-                Some(fill) if fill.locked || writes && (fill.lent || !fill.waiters.is_empty()) => {
-                    blocked(WaitCause::Guard)
-                }
+                Some(fill) if fill.excludes(writes) => blocked(WaitCause::Guard),
                 _ => Reached::Filling,
             },
             State::Poisoned => Reached::Lost(self.lost_error(page)),
@@ -203,11 +201,11 @@ impl Residency {
         let word = self.word(page).load();
         match word.state {
             State::Empty | State::Poisoned => false,
-            State::Filling => self.filling.get(&page).is_some_and(|fill| {
-                fill.failed.is_none() && (fill.locked || writes && (fill.lent || !fill.waiters.is_empty()))
-            }),
+            State::Filling => {
+                self.filling.get(&page).is_some_and(|fill| fill.failed.is_none() && fill.excludes(writes))
+            }
             State::Evicting => true,
-            _ if writes => word.pins > 0 || word.state == State::WritingBack || self.entry_of(page).copying_out(),
+            _ if writes => word.pins > 0 || self.is_copied(page),
             _ => word.exclusive || self.entry_of(page).evict_after(),
         }
     }
@@ -215,16 +213,14 @@ impl Residency {
     /// Whether a page that is in the way of a request is so because it moves, or because of pins of the request's own
     /// scope that end behind a stream. `behind` says how many of those there are.
     pub(crate) fn moves_away(&self, page: PageId, behind: impl FnOnce() -> u32) -> bool {
-        let word = self.word(page).load();
         if self.is_copied(page) {
             // Who has pinned it too counts once the move has ended.
             return true;
         }
-        if word.pins > 0 {
-            return word.pins <= behind() && self.filling.get(&page).is_none_or(|fill| fill.waiters.is_empty());
-        }
-        // A fill that nobody waits for any more: it was ahead of use, or its page was lent, and the loan has ended.
-        word.state != State::Filling || self.filling.get(&page).is_some_and(|fill| fill.waiters.is_empty())
+        // A fill that nobody waits for any more was ahead of use, or its page was lent.
+        let is_anothers_fill = self.filling.get(&page).is_some_and(|fill| !fill.waiters.is_empty());
+        let pins = self.word(page).load().pins;
+        !is_anothers_fill && (pins == 0 || pins <= behind())
     }
 
     /// Whether the page is being copied down or written back.

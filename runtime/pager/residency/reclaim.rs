@@ -112,7 +112,7 @@ impl Residency {
     pub(super) fn hidden(&self, to_be_told: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         let heard = self.barren.heard.as_ref()?;
         self.policy.tracked().into_iter().filter(|page| !heard.contains(page) && !to_be_told(*page)).find(|page| {
-            let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+            let entry = self.entry_of(*page);
             let word = self.word(*page).load();
             // The end of the move will list it.
             let moves = word.state == State::WritingBack || entry.held_back() || entry.host_busy();

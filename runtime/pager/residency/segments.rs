@@ -128,7 +128,7 @@ impl Residency {
         let pages = || runs.iter().flat_map(|run| run.pages());
         let absent = pages().find(|page| !self.word(*page).load().is_resident());
         let page = absent.or_else(|| pages().next())?;
-        let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+        let entry = self.entry_of(page);
         let tier = match (absent, entry.valid_host(), entry.on_disk()) {
             (None, ..) => Tier::Device,
             (_, Some(_), _) => Tier::Host,

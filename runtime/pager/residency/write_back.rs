@@ -157,8 +157,7 @@ impl Residency {
 
     /// Whether this page's next write back is still put off.
     pub(super) fn is_put_off(&self, page: PageId) -> bool {
-        let entry = &self.segments[page.segment.index()].entries[page.index.index()];
-        entry.put_off() && self.put_off.get(&page).is_some_and(|until| self.events < *until)
+        self.entry_of(page).put_off() && self.put_off.get(&page).is_some_and(|until| self.events < *until)
     }
 
     fn write_back_failed(&mut self, record: &MoveRecord, frame: FrameId, error: &Error, fx: &mut Effects) {
