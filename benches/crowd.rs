@@ -4,7 +4,7 @@
 //!
 //! - `reads`, `writes`: each task wants one page.
 //! - `grows`: each task is a scope. It has a page pinned, the same for all, and wants one page more. If others have all
-//!   frames, it is told; then it lets go, and waits in line for both.
+//!   frames, it gets `Busy`, drops its guard, and queues for both.
 //! - `shares`: each task wants two pages. For every other task, one of the two is the same page.
 //! - `pairs`, `sets of 4`, `grows by sets of 4`: each task wants two pages, or four, or is a scope that wants four
 //!   more.
@@ -13,8 +13,8 @@
 //! - `in one scope`: all tasks pin in the same scope.
 //! - `beside pins`: up to 8,000 tasks want a page each. There are as many frames, and each holds a page with a pin of
 //!   its own, until all tasks wait.
-//! - The others: up to 16,000 scopes that each hold a page and ask for what others hold. They are told; then they let
-//!   go, and wait in line for both: see [`Crowd`].
+//! - The others: up to 16,000 scopes that each hold a page and ask for what others hold. They get `Busy`, drop
+//!   their guards, and queue for both: see [`Crowd`].
 //!
 //! Parameters: `--frames` (16), `--most` (100000), `--only` (a part of a case's name).
 
@@ -78,7 +78,7 @@ impl Does {
 }
 
 /// Whether a scope is to let go and try again: others hold what it asked for.
-fn is_told(asked: &Result<()>) -> bool {
+fn is_busy(asked: &Result<()>) -> bool {
     matches!(asked, Err(error) if error.kind() == ErrorKind::Busy)
 }
 
@@ -89,7 +89,7 @@ fn grows<'a>(runtime: &'a Runtime, holds: &'a Tensor, wants: Vec<Tensor>) -> Pin
         let held = scope.pin(holds).await?;
         let asked = scope.pin_set(&wants).await.map(drop);
         drop(held);
-        if !is_told(&asked) {
+        if !is_busy(&asked) {
             return asked;
         }
         let all: Vec<Tensor> = wants.into_iter().chain([holds.clone()]).collect();
@@ -252,7 +252,7 @@ fn asks<'a>(scope: &'a Scope, held: PinGuard, pages: [&'a Tensor; 2], writes: bo
             false => scope.pin(pages[1]).await.map(drop),
         };
         drop(held);
-        if !is_told(&asked) {
+        if !is_busy(&asked) {
             return asked;
         }
         let both = pages.map(Tensor::clone);
