@@ -152,7 +152,10 @@ fn chunks_bring_the_bytes_up_and_back(devices: Devices) {
                 let counts = counts.0.lock().clone();
                 // What leaves the host tier passes through no staging buffer.
                 assert!(counts.keys().all(|(read, len)| u64::from(*len) <= CHUNK || !read && host > 0), "{counts:?}");
-                assert!(counts[&(true, CHUNK as u32)] > 50 && counts[&(false, CHUNK as u32)] > 4, "{counts:?}");
+                assert!(counts[&(true, CHUNK as u32)] > 50, "{counts:?}");
+                // With a host tier, timing decides how many pages find it full and go past it.
+                let written = counts.get(&(false, CHUNK as u32)).copied().unwrap_or(0);
+                assert!(host > 0 || written > 4, "{counts:?}");
                 drop((model, private));
                 check_at_rest(runtime, vec![table], "pages in chunks");
                 harness::next_round(on);
