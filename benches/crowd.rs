@@ -86,14 +86,14 @@ fn is_busy(asked: &Result<()>) -> bool {
 fn grows<'a>(runtime: &'a Runtime, holds: &'a Tensor, wants: Vec<Tensor>) -> Pinning<'a> {
     Box::pin(async move {
         let scope = runtime.scope().open()?;
-        let held = scope.pin(holds).await?;
-        let asked = scope.pin_set(&wants).await.map(drop);
+        let held = runtime.pin(holds).in_scope(&scope).await?;
+        let asked = runtime.pin(&wants).in_scope(&scope).await.map(drop);
         drop(held);
         if !is_busy(&asked) {
             return asked;
         }
         let all: Vec<Tensor> = wants.into_iter().chain([holds.clone()]).collect();
-        scope.pin_set(&all).await.map(drop)
+        runtime.pin(&all).in_scope(&scope).await.map(drop)
     })
 }
 
@@ -117,17 +117,17 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
                 at.into_iter().map(|at| rows[at].clone()).collect::<Vec<_>>()
             };
             let pinning: Pinning<'_> = match does {
-                Does::Writes => Box::pin(async move { runtime.pin_mut(row).await.map(drop) }),
+                Does::Writes => Box::pin(async move { runtime.pin(row).write().await.map(drop) }),
                 Does::Reads => Box::pin(async move { runtime.pin(row).await.map(drop) }),
                 Does::Shares => {
                     let other =
                         if number % 2 == 0 { shared } else { &rows[(random.next() >> 16) as usize % rows.len()] };
                     let set = [row.clone(), other.clone()];
-                    Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
+                    Box::pin(async move { runtime.pin(&set).await.map(drop) })
                 }
                 Does::Sets(many) => {
                     let set = some(many);
-                    Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
+                    Box::pin(async move { runtime.pin(&set).await.map(drop) })
                 }
                 Does::Grows => grows(runtime, shared, vec![row.clone()]),
                 Does::GrowsBySets => grows(runtime, shared, some(4)),
@@ -138,7 +138,7 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
                 Does::InOneScope => {
                     // So few pages that they never take all frames.
                     let row = &rows[rows.len() / 2 + (random.next() >> 16) as usize % (rows.len() / 8)];
-                    Box::pin(async move { one.pin(row).await.map(drop) })
+                    Box::pin(async move { runtime.pin(row).in_scope(one).await.map(drop) })
                 }
             };
             Some(pinning)
@@ -147,9 +147,9 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     // All frames are taken, so no task gets a page before every task waits.
     let frames = rows.len() / 4;
     let there = usize::from(does == Does::GrowsBesideOne);
-    drop(runtime.pin_set(&rows[..there]).wait().unwrap());
+    drop(runtime.pin(&rows[..there]).wait().unwrap());
     let held: Vec<Tensor> = rows[there..frames - 1].iter().chain([shared]).cloned().collect();
-    let holds = runtime.pin_set(&held).wait().unwrap();
+    let holds = runtime.pin(&held).wait().unwrap();
     let start = Instant::now();
     (served(tasks, || drop(holds)), start.elapsed().as_secs_f64())
 }
@@ -245,11 +245,17 @@ fn budget_of(frames: u64, page: PageSize) -> Bytes {
 }
 
 /// A scope that holds the first of these pages, by `held`, and asks for the second one.
-fn asks<'a>(scope: &'a Scope, held: PinGuard, pages: [&'a Tensor; 2], writes: bool) -> Pinning<'a> {
+fn asks<'a>(
+    runtime: &'a Runtime,
+    scope: &'a Scope,
+    held: PinGuard,
+    pages: [&'a Tensor; 2],
+    writes: bool,
+) -> Pinning<'a> {
     Box::pin(async move {
         let asked = match writes {
-            true => scope.pin_mut(pages[1]).await.map(drop),
-            false => scope.pin(pages[1]).await.map(drop),
+            true => runtime.pin(pages[1]).in_scope(scope).write().await.map(drop),
+            false => runtime.pin(pages[1]).in_scope(scope).await.map(drop),
         };
         drop(held);
         if !is_busy(&asked) {
@@ -257,8 +263,8 @@ fn asks<'a>(scope: &'a Scope, held: PinGuard, pages: [&'a Tensor; 2], writes: bo
         }
         let both = pages.map(Tensor::clone);
         match writes {
-            true => scope.pin_set_mut(&both).await.map(drop),
-            false => scope.pin_set(&both).await.map(drop),
+            true => runtime.pin(&both).in_scope(scope).write().await.map(drop),
+            false => runtime.pin(&both).in_scope(scope).await.map(drop),
         }
     })
 }
@@ -286,11 +292,12 @@ fn holding(count: usize, crowd: Crowd) -> f64 {
         Crowd::ShortOfFrames => ([&own[at], &others[at]], false),
     };
     // Somebody outside of the scopes writes the page that is awaited, unless frames are awaited.
-    let lock = (crowd != Crowd::ShortOfFrames).then(|| runtime.pin_mut(awaited).wait().unwrap());
-    let guards: Vec<PinGuard> = (0..count).map(|at| scopes[at].pin(wants(at).0[0]).wait().unwrap()).collect();
+    let lock = (crowd != Crowd::ShortOfFrames).then(|| runtime.pin(awaited).write().wait().unwrap());
+    let guards: Vec<PinGuard> =
+        (0..count).map(|at| runtime.pin(wants(at).0[0]).in_scope(&scopes[at]).wait().unwrap()).collect();
     let task = |(at, held): (usize, PinGuard)| {
         let (pages, writes) = wants(at);
-        Some(asks(&scopes[at], held, pages, writes))
+        Some(asks(&runtime, &scopes[at], held, pages, writes))
     };
     let mut tasks: Vec<Option<Pinning<'_>>> = guards.into_iter().enumerate().map(task).collect();
     if crowd == Crowd::ChainFromItsEnd {

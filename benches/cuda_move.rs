@@ -26,7 +26,7 @@ use outcore::device::{
     Token,
 };
 use outcore::testing::{HostSlab, HostSlabConfig};
-use outcore::{Bytes, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, Lookahead, PageSize, Plan, PolicyKind, Runtime, Tensor};
 use outcore_cuda::{CudaDevice, CudaDeviceConfig, CudaDeviceSelector};
 use outcore_testkit::cuda_calls;
 use outcore_testkit::fake_cuda::Fake;
@@ -245,7 +245,7 @@ impl Pins {
         let model = runtime.open_model(&file.0).unwrap();
         let pages: Vec<_> = (0..PAGES).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
         if declared {
-            runtime.plan(&pages);
+            runtime.plan(Plan::Cycle(&pages));
         }
         let mut pins = Self { runtime, pages, next: 0, _file: file };
         // Twice round, so that every page has been in the device tier and is in the host tier.
@@ -256,12 +256,12 @@ impl Pins {
     /// Pins page after page. Returns how many pages crossed the link, in either direction.
     fn run(&mut self, count: u64) -> u64 {
         let copied = |runtime: &Runtime| {
-            let traffic = runtime.traffic();
+            let traffic = runtime.observe().traffic();
             (traffic.link_in + traffic.link_out).get() / SMALL
         };
         let before = copied(&self.runtime);
         for _ in 0..count {
-            drop(self.runtime.pin_device(std::slice::from_ref(&self.pages[self.next])).wait().unwrap());
+            drop(self.runtime.pin(&self.pages[self.next]).on_device().wait().unwrap());
             self.next = (self.next + 1) % self.pages.len();
         }
         copied(&self.runtime) - before

@@ -59,7 +59,7 @@ fn main() {
     };
     // Frames and scratch extents are used for the first time here.
     for row in &allocate() {
-        runtime.pin_mut(row).wait().unwrap().bytes_mut()[0] = 1;
+        runtime.pin(row).write().wait().unwrap().bytes_mut()[0] = 1;
     }
     for page in &all {
         drop(runtime.pin(page).wait().unwrap());
@@ -84,7 +84,7 @@ fn main() {
                 while !stop.load(Ordering::Relaxed) {
                     let table = allocate();
                     for row in table.iter().take_while(|_| !stop.load(Ordering::Relaxed)) {
-                        runtime.pin_mut(row).wait().unwrap().bytes_mut()[0] = 1;
+                        runtime.pin(row).write().wait().unwrap().bytes_mut()[0] = 1;
                     }
                 }
             });

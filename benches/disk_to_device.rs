@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use outcore::store::{QueueDepth, probe_file};
-use outcore::{Bytes, IoBackend, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, IoBackend, PageSize, Plan, PolicyKind, Runtime, Tensor};
 use serde_json::{Value, json};
 use support::{Random, Spread, gib_s};
 
@@ -88,7 +88,7 @@ fn main() {
         Runtime::builder().device_budget(budget).page_size(page).policy(PolicyKind::Plan).io(io).open().unwrap();
     let model = runtime.open_model(&file.0).unwrap();
     let tensors: Vec<Tensor> = (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&tensors);
+    runtime.plan(Plan::Cycle(&tensors));
     // Frames are touched for the first time here.
     stream(&runtime, &tensors);
 

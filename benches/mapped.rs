@@ -50,7 +50,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Reads all pages ahead of use, and waits until they are there, hidden.
 fn fill(runtime: &Runtime, mapped: &Mapped) {
     runtime.prefetch(mapped.tensor());
-    while !runtime.snapshot(mapped.tensor()).pages.iter().all(|page| page.tier() == Tier::Device) {
+    while !runtime.observe().snapshot(mapped.tensor()).pages.iter().all(|page| page.tier() == Tier::Device) {
         std::thread::yield_now();
     }
     // A page is there before its reader has told the device, which a pin waits for.

@@ -12,7 +12,7 @@ mod support;
 use std::time::Duration;
 
 use outcore::device::LinkModel;
-use outcore::{Bytes, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, PageSize, Plan, PolicyKind, Runtime, Tensor};
 use serde_json::json;
 use support::{Random, Spread};
 
@@ -40,7 +40,7 @@ fn main() {
         Runtime::builder().device_budget(budget).page_size(page).policy(PolicyKind::Plan).link(link).open().unwrap();
     let model = runtime.open_model(&file.0).unwrap();
     let tensors: Vec<Tensor> = (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&tensors);
+    runtime.plan(Plan::Cycle(&tensors));
     pass(&runtime, &tensors, Duration::ZERO);
     // What a settled pass transfers decides how much compute makes each ratio.
     let (_, _, bytes) = pass(&runtime, &tensors, Duration::from_secs_f64(page_time));

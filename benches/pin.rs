@@ -42,10 +42,10 @@ impl Way<'_> {
             match self {
                 Self::Read(tensor) => drop(black_box(runtime.pin(black_box(tensor)).wait().unwrap())),
                 Self::Apart(apart, tensor) => drop(black_box(apart.pin(black_box(tensor)).wait().unwrap())),
-                Self::Write(tensor) => drop(black_box(runtime.pin_mut(black_box(tensor)).wait().unwrap())),
-                Self::Set(tensors) => drop(black_box(runtime.pin_set(black_box(tensors)).wait().unwrap())),
-                Self::SetMut(tensors) => drop(black_box(runtime.pin_set_mut(black_box(tensors)).wait().unwrap())),
-                Self::Scope(tensor) => drop(black_box(scope.pin(black_box(tensor)).wait().unwrap())),
+                Self::Write(tensor) => drop(black_box(runtime.pin(black_box(tensor)).write().wait().unwrap())),
+                Self::Set(tensors) => drop(black_box(runtime.pin(black_box(tensors)).wait().unwrap())),
+                Self::SetMut(tensors) => drop(black_box(runtime.pin(black_box(tensors)).write().wait().unwrap())),
+                Self::Scope(tensor) => drop(black_box(runtime.pin(black_box(tensor)).in_scope(&scope).wait().unwrap())),
                 Self::Walk(tensors) => {
                     let tensor = &tensors[n as usize % tensors.len()];
                     drop(black_box(runtime.pin(black_box(tensor)).wait().unwrap()));
@@ -141,9 +141,9 @@ fn main() {
     let rows: Vec<Tensor> =
         (0..8).map(|n| many.rows(2 * n * page.bytes()..(2 * n + 1) * page.bytes()).unwrap()).collect();
     for tensor in [&one, &other, &many].into_iter().chain(&set) {
-        drop(runtime.pin_mut(tensor).wait().unwrap());
+        drop(runtime.pin(tensor).write().wait().unwrap());
     }
-    drop(second.pin_mut(&apart).wait().unwrap());
+    drop(second.pin(&apart).write().wait().unwrap());
     let before = runtime.stats().pager.latched_hits;
     let mut cases: Vec<(&str, Vec<Way<'_>>, u64)> = vec![
         ("1 page", vec![Way::Read(&one)], count),

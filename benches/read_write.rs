@@ -21,7 +21,7 @@ use std::time::Instant;
 use outcore::device::{Completion, Completions, HostFrameId, Token};
 use outcore::store::StoreOptions;
 use outcore::testing::{FileUse, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, IoKind, IoOp, ScratchFile};
-use outcore::{Bytes, DType, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, DType, IoBackend, Lookahead, PageSize, Plan, PolicyKind, Runtime, Tensor};
 use outcore_pager::Priority;
 use serde_json::{Value, json};
 use support::{Random, Spread, gib_s};
@@ -179,7 +179,7 @@ fn beside_alloc(dir: &Path, page: PageSize, written: Bytes, rounds: u64) -> Valu
     let row = |n: u64| table.rows(n..n + 1).unwrap();
     let rows = table.shape()[0];
     for n in 0..rows {
-        runtime.pin_mut(&row(n)).wait().unwrap().bytes_mut().fill(n as u8);
+        runtime.pin(&row(n)).write().wait().unwrap().bytes_mut().fill(n as u8);
     }
     let mut pages = (0..rows).cycle().map(row);
     // These faults write back the pages that are still dirty.
@@ -239,10 +239,10 @@ fn main() {
     let count = size.get() / page.bytes();
     let tensor = runtime.alloc(DType::U64, &[count, page.bytes() / 8]).unwrap();
     let pages: Vec<Tensor> = (0..count).map(|n| tensor.rows(n..n + 1).unwrap()).collect();
-    runtime.plan(&pages);
+    runtime.plan(Plan::Cycle(&pages));
 
     let fill = |page: &Tensor, value: u64| {
-        runtime.pin_mut(page).wait().unwrap().view_mut::<u64>().unwrap().fill(value);
+        runtime.pin(page).write().wait().unwrap().view_mut::<u64>().unwrap().fill(value);
     };
     let first = pass(&runtime, &pages, |page, n| fill(page, value(1, n)));
     let (mut passes, mut raws, mut wrong) = (Vec::new(), Vec::new(), 0u64);
@@ -257,7 +257,7 @@ fn main() {
                 continue;
             }
             passes.push(pass(&runtime, &pages, |page, n| {
-                let mut guard = runtime.pin_mut(page).wait().unwrap();
+                let mut guard = runtime.pin(page).write().wait().unwrap();
                 let words = guard.view_mut::<u64>().unwrap();
                 wrong += u64::from(words[0] != value(generation, n));
                 words.fill(value(generation + 1, n));

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use outcore::device::LinkModel;
 use outcore::policy::{PageIndex, SegmentClass, SegmentId};
 use outcore::store::QueueDepth;
-use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Runtime, Tensor, format};
+use outcore::{Bytes, DType, Lookahead, PageSize, Plan, PolicyKind, Runtime, Tensor, format};
 use outcore_lab::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
 use outcore_lab::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use outcore_pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
@@ -46,7 +46,7 @@ fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
             .unwrap();
         let tensors = tensors_of(&runtime, path, count);
         if policy == PolicyKind::Plan {
-            runtime.plan(&tensors);
+            runtime.plan(Plan::Cycle(&tensors));
         }
         let passes: Vec<f64> = (0..4).map(|_| pass(&runtime, &tensors, Duration::ZERO).0).collect();
         let pages = runtime.stats().pager.fills_disk as f64 / 4.0;
@@ -134,7 +134,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let runtime =
             Runtime::builder().device_budget(budget).page_size(page).policy(point.policy).link(link).open().unwrap();
         let tensors = tensors_of(&runtime, &file.0, count);
-        runtime.plan(&tensors);
+        runtime.plan(Plan::Cycle(&tensors));
         for _ in 0..2 {
             pass(&runtime, &tensors, each);
         }

@@ -114,8 +114,8 @@ fn main() {
             };
             time(0, &|| drop(runtime.stats()));
             time(1, &|| drop(runtime.stats()));
-            time(2, &|| drop(runtime.worst_pages(16)));
-            time(3, &|| _ = runtime.optimum());
+            time(2, &|| drop(runtime.observe().worst_pages(16)));
+            time(3, &|| _ = runtime.observe().optimum());
         }
         let told = ["stats, after 4000 hits", "stats, again", "worst_pages", "optimum"];
         let mut of_policy = serde_json::Map::new();
@@ -133,7 +133,7 @@ fn main() {
     let (model, table) = table(&runtime, &made);
     let mut times = [const { Vec::new() }; 3];
     for _ in 0..rounds {
-        let (beside, took) = longest_beside(&runtime, || drop(runtime.snapshot(&table)));
+        let (beside, took) = longest_beside(&runtime, || drop(runtime.observe().snapshot(&table)));
         let (alone, _) = longest_beside(&runtime, || std::thread::sleep(Duration::from_secs_f64(took / 1e6)));
         for (times, time) in times.iter_mut().zip([took, beside, alone]) {
             times.push(time);

@@ -30,7 +30,7 @@ fn passes(path: &std::path::Path, page: PageSize, budget: Bytes, verify: Verify)
     let tensors: Vec<Tensor> = (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     let ahead = (budget.get() / page.bytes() / 4).max(1) as usize;
     let found = [(); PASSES].map(|()| {
-        let (before, cpu, start) = (runtime.traffic().disk_read, support::cpu_seconds(), Instant::now());
+        let (before, cpu, start) = (runtime.observe().traffic().disk_read, support::cpu_seconds(), Instant::now());
         tensors.iter().take(ahead).for_each(|tensor| runtime.prefetch(tensor));
         for (n, tensor) in tensors.iter().enumerate() {
             if let Some(next) = tensors.get(n + ahead) {
@@ -39,7 +39,7 @@ fn passes(path: &std::path::Path, page: PageSize, budget: Bytes, verify: Verify)
             drop(runtime.pin(tensor).wait().unwrap());
         }
         let (seconds, cpu) = (start.elapsed().as_secs_f64(), support::cpu_seconds() - cpu);
-        let bytes = runtime.traffic().disk_read.saturating_sub(before).get();
+        let bytes = runtime.observe().traffic().disk_read.saturating_sub(before).get();
         (support::gib_s(bytes, seconds), cpu * 1e9 / (bytes as f64 / 1024.0))
     });
     drop((tensors, model));

@@ -21,7 +21,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, Lookahead, Model, PageSize, Runtime, Tensor, Walker};
+use outcore::{Bytes, Lookahead, Model, PageSize, Plan, Runtime, Tensor, Walker};
 use serde_json::json;
 use support::{Made, Random, Spread};
 
@@ -66,13 +66,13 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
     let of = |model: &Model| (0..count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     let orders: Vec<Vec<Tensor>> = models.iter().map(of).collect();
     if way == Way::Default {
-        runtime.plan(&orders.concat());
+        runtime.plan(Plan::Cycle(&orders.concat()));
     }
     let walkers: Vec<Option<Walker>> = (0..settings.clients)
         .map(|client| {
             let walker = (way != Way::Default).then(|| runtime.walker().unwrap());
             if let Some(walker) = walker.as_ref().filter(|_| way == Way::Walkers) {
-                walker.plan(&orders[client % orders.len()]);
+                walker.plan(Plan::Cycle(&orders[client % orders.len()]));
             }
             walker
         })
@@ -89,7 +89,7 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
                 while !ended.load(Ordering::Relaxed) {
                     let tensor = &tensors[at];
                     let guard = match walker {
-                        Some(walker) => walker.pin(tensor).wait().unwrap(),
+                        Some(walker) => runtime.pin(tensor).of(walker).wait().unwrap(),
                         None => runtime.pin(tensor).wait().unwrap(),
                     };
                     black_box(guard.bytes()[0]);
@@ -113,7 +113,7 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
         (seconds, ((end - uses) as f64, read))
     });
     // These count all uses, not only those of the measured seconds: so does the optimum, for the first 262,144.
-    let (optimum, stats) = (runtime.optimum(), runtime.stats().pager);
+    let (optimum, stats) = (runtime.observe().optimum(), runtime.stats().pager);
     let (uses, read) = measured;
     drop((walkers, orders, models));
     runtime.close().unwrap();

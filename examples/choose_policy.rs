@@ -50,7 +50,7 @@ fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
         .keep_uses(true)
         .open()?;
     program(&rt)?;
-    let (uses, stats) = (rt.take_uses(), rt.stats());
+    let (uses, stats) = (rt.observe().take_uses(), rt.stats());
     rt.close()?;
     assert_eq!(uses.dropped, 0, "a longer run takes its uses from time to time");
     let id = |page: &outcore::policy::PageId| u64::from(page.segment.get()) << 32 | u64::from(page.index.get());

@@ -25,7 +25,7 @@ impl Server {
         let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).open()?;
         let table = runtime.alloc(DType::U64, &[ROWS, 8192])?; // a row fills a page. Or a tensor of `open_model`
         for row in 0..ROWS {
-            runtime.pin_mut(&table.rows(row..row + 1)?).wait()?.view_mut::<u64>()?.fill(row);
+            runtime.pin(&table.rows(row..row + 1)?).write().wait()?.view_mut::<u64>()?.fill(row);
         }
         let pool = KvPool::open(&runtime, KvLayout::new(KvShape::new(1, 1, KEYS, DType::U64)?, page)?, b"sums", 256)?;
         // Pages of the 128 in the budget: the table needs some too.
@@ -50,9 +50,10 @@ impl Server {
         }
         for (row, token) in rows.clone().zip(&tokens).skip(known as usize) {
             // Frames for both pins are set aside first: who has one pinned does not wait for others, but gets an error.
-            let scope = self.pool.runtime().scope().label("sum").reserve(Bytes::kib(2 * 64)).await?;
-            let other = scope.pin(&self.table.rows(row..row + 1)?).await?;
-            let first = scope.pin(&self.table.rows(rows.start..rows.start + 1)?).await?;
+            let runtime = self.pool.runtime();
+            let scope = runtime.scope().label("sum").reserve(Bytes::kib(2 * 64)).await?;
+            let other = runtime.pin(&self.table.rows(row..row + 1)?).in_scope(&scope).await?;
+            let first = runtime.pin(&self.table.rows(rows.start..rows.start + 1)?).in_scope(&scope).await?;
             sum += first.view::<u64>()?.iter().zip(other.view::<u64>()?).map(|(a, b)| a * b).sum::<u64>();
             drop((first, other, scope));
             let position = block_in_place(|| sequence.append(&[*token]))?; // may overwrite another tenant's bytes
@@ -67,7 +68,7 @@ impl Server {
     fn metrics(&self) -> String {
         let stats = self.pool.runtime().stats();
         let (uses, hits, waiting) = (stats.pager.uses, stats.pager.hits, stats.waiting);
-        let [read, device, budget] = [stats.traffic.disk_read, stats.device.0, stats.device.1].map(Bytes::get);
+        let [read, device, budget] = [stats.traffic.disk_read, stats.device.used, stats.device.budget].map(Bytes::get);
         let KvStats { used, active, waiting: permits, .. } = self.pool.stats();
         format!(
             "outcore_uses_total {uses}\noutcore_hits_total {hits}\noutcore_disk_read_bytes_total {read}\n\

@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use outcore::{Bytes, DType, Runtime};
+use outcore::{Bytes, DType, Plan, Runtime, Tensor};
 
 fn main() -> Result<(), Box<dyn Error>> {
     if let Some(model) = std::env::args_os().nth(1) {
@@ -29,8 +29,8 @@ fn tour(path: &Path) -> Result<(), Box<dyn Error>> {
     println!("{:?}: {}, with a budget of 16 MiB", tensor, tensor.size());
 
     // More than fits is used in pieces: ranges of rows that cover at most two pages. A declared order is read ahead.
-    let pieces = rt.waves(std::slice::from_ref(&tensor), 2)?.concat();
-    rt.plan(&pieces);
+    let pieces = Tensor::waves(std::slice::from_ref(&tensor), 2)?.concat();
+    rt.plan(Plan::Cycle(&pieces));
     for pass in 1..=2 {
         let mut sum = 0u64;
         for piece in &pieces {
@@ -46,7 +46,7 @@ fn tour(path: &Path) -> Result<(), Box<dyn Error>> {
     let parts = (0..4096).step_by(step as usize).map(|row| table.rows(row..(row + step).min(4096)));
     let parts = parts.collect::<Result<Vec<_>, _>>()?;
     for (n, part) in parts.iter().enumerate() {
-        rt.pin_mut(part).wait()?.view_mut::<u64>()?.fill(n as u64);
+        rt.pin(part).write().wait()?.view_mut::<u64>()?.fill(n as u64);
     }
     for (n, part) in parts.iter().enumerate() {
         assert!(rt.pin(part).wait()?.view::<u64>()?.iter().all(|value| *value == n as u64));
@@ -56,7 +56,7 @@ fn tour(path: &Path) -> Result<(), Box<dyn Error>> {
     let stats = rt.stats();
     let traffic = &stats.traffic;
     println!("{} read, {} written, by {}", traffic.disk_read, traffic.disk_written, stats.io);
-    println!("at most {} in memory, budget {}", traffic.peak_device, stats.device.1);
+    println!("at most {} in memory, budget {}", traffic.peak_device, stats.device.budget);
     let (hits, uses) = (100.0 * stats.hit_ratio(), stats.pager.uses);
     println!("{hits:.0} % of {uses} uses were hits; stalled {:.1?}", stats.stall_time());
     Ok(rt.close()?)

@@ -38,6 +38,7 @@ UNSAFE_ALLOWED = {
     "tests/soak/gpu.rs": "launches kernels, and has memory and streams of its own",
     "tests/kit/sim.rs": "a simulated device copies raw memory",
     "runtime/outcore/pin/": "pin guards turn a pinned page's address into a slice",
+    "examples/candle.rs": "gives candle a pinned page's bytes as its blocks",
     "examples/memmap2.rs": "maps a file by memmap2, as engines do",
     "runtime/cli/tests/run/memmap.rs": "maps a file by memmap2, as engines do",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",

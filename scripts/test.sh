@@ -28,14 +28,15 @@ step_checker() {
 }
 
 # All members with all their features, so that nothing is built twice. Memory of a GPU is tested over an emulated
-# driver: no GPU is needed, and none is used. Builds without these features are for the step `strict` and for lint.
+# driver: no GPU is needed, and none is used. Builds without these features are for lint.
 everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-run
     # The library that `outcore run` loads, and what the libraries for C are made of. Tests of Rust link them nowhere.
-    cargo build -p outcore-preload -p outcore-capi
+    # With the tests, so that they are made of what was built for these.
+    cargo build "${everything[@]}" --lib --tests
 }
 step_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
@@ -73,15 +74,14 @@ step_doctests() {
 }
 
 # The tests that touch pages of the host device, again with evicted ranges inaccessible. The other devices, the pager
-# and the formats do the same in both builds. All members are named, so that the dependencies are those that `workspace`
-# built.
-strict_tests=(runtime device store process)
+# and the formats do the same in both. The programs are those of `workspace`.
+strict_tests=(--test runtime --test device --test store --test process)
 same=(cuda on_sim suite::sim emulator pins_on_streams)
 build_strict() {
-    cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run
+    cargo test "${everything[@]}" "${strict_tests[@]}" --no-run
 }
 step_strict() {
-    cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-fail-fast -- "${same[@]/#/--skip=}"
+    OUTCORE_STRICT=1 cargo test "${everything[@]}" "${strict_tests[@]}" --no-fail-fast -- "${same[@]/#/--skip=}"
 }
 
 # What a release build does with a transition of a page that cannot happen, where all other builds stop. A filter that
@@ -152,7 +152,8 @@ build_clients() {
         exit "$skipped"
     fi
     case ,${OUTCORE_REQUIRE:-}, in
-        *,model,*) cargo build "${everything[@]}" --bin serve ;;
+        # With its tests, so that it is the program of `workspace`.
+        *,model,*) cargo test "${everything[@]}" --test http --no-run ;;
         *) echo "SKIPPED: there is no real model: serve was not asked by the clients that people use" >&2
             exit "$skipped" ;;
     esac

@@ -111,29 +111,40 @@ int main(int argc, char **argv)
     TELLS(OUTCORE_OK, NULL, outcore_alloc(runtime, "F32", small, 1, &own, &error));
 
     puts("-- pins");
-    TELLS(OUTCORE_BUDGET_TOO_SMALL, "budget", outcore_pin(runtime, tensor, &guard, &error));
+    TELLS(OUTCORE_BUDGET_TOO_SMALL, "budget", outcore_pin(runtime, tensor, NULL, &guard, &error));
     TELLS(OUTCORE_OK, NULL, outcore_tensor_rows(tensor, 0, 1, &rows, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin(other, rows, &guard, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, NULL, outcore_pin_mut(runtime, rows, &guard, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "tensor is NULL", outcore_pin(runtime, NULL, &guard, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "guard is NULL", outcore_pin(runtime, rows, NULL, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "tensors is NULL", outcore_pin_set(runtime, NULL, 2, &guard, &error));
-    outcore_tensor *pair[2] = {rows, NULL};
-    TELLS(OUTCORE_INVALID_ARGUMENT, "tensors[1] is NULL", outcore_pin_set(runtime, pair, 2, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin(other, rows, NULL, &guard, &error));
+    outcore_pin_options how = {.size = sizeof how, .writes = 1};
+    TELLS(OUTCORE_INVALID_ARGUMENT, "read-only", outcore_pin(runtime, rows, &how, &guard, &error));
+    outcore_tensor *pair[2] = {rows, own};
+    TELLS(OUTCORE_INVALID_ARGUMENT, "read-only", outcore_pin_set(runtime, pair, 2, &how, &guard, &error));
+    pair[0] = own;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "share bytes", outcore_pin_set(runtime, pair, 2, &how, &guard, &error));
+    how.size = 0;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "sizeof(outcore_pin_options)", outcore_pin(runtime, rows, &how, &guard, &error));
+    how.size = 1 << 20;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "sizeof(outcore_pin_options)",
+          outcore_pin_set(runtime, pair, 2, &how, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "tensor is NULL", outcore_pin(runtime, NULL, NULL, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "guard is NULL", outcore_pin(runtime, rows, NULL, NULL, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "tensors is NULL", outcore_pin_set(runtime, NULL, 2, NULL, &guard, &error));
+    pair[0] = rows, pair[1] = NULL;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "tensors[1] is NULL", outcore_pin_set(runtime, pair, 2, NULL, &guard, &error));
     pair[1] = rows;
-    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin_set(other, pair, 2, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin_set(other, pair, 2, NULL, &guard, &error));
     HOLDS(guard == NULL && outcore_guard_data(guard) == NULL && outcore_guard_length(guard) == 0);
-    TELLS(OUTCORE_OK, NULL, outcore_pin(runtime, rows, &guard, &error));
+    TELLS(OUTCORE_OK, NULL, outcore_pin(runtime, rows, NULL, &guard, &error));
     HOLDS(outcore_guard_data(guard) != NULL && outcore_guard_data_mut(guard) == NULL);
     HOLDS(outcore_guard_data_at(guard, 1) == NULL && outcore_guard_count(guard) == 1);
 
     puts("-- wrong kinds, and what was freed");
     outcore_tensor *no_tensor = (outcore_tensor *)(void *)guard;
     outcore_guard *none = guard;
-    TELLS(OUTCORE_INVALID_ARGUMENT, "an outcore_guard, not an outcore_tensor", outcore_pin(runtime, no_tensor, &none, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "an outcore_guard, not an outcore_tensor",
+          outcore_pin(runtime, no_tensor, NULL, &none, &error));
     HOLDS(none == NULL);
     no_tensor = (outcore_tensor *)(void *)&wrong;
-    TELLS(OUTCORE_INVALID_ARGUMENT, "no handle", outcore_pin(runtime, no_tensor, &none, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "no handle", outcore_pin(runtime, no_tensor, NULL, &none, &error));
     HOLDS(outcore_unpin((outcore_guard *)(void *)rows) == OUTCORE_INVALID_ARGUMENT);
     HOLDS(outcore_unpin(guard) == OUTCORE_OK);
     HOLDS(outcore_unpin(guard) == OUTCORE_INVALID_ARGUMENT);
@@ -158,19 +169,37 @@ int main(int argc, char **argv)
     TELLS(OUTCORE_BUDGET_TOO_SMALL, "budget", outcore_scope_open(runtime, &terms, &scope, &error));
     terms.reserve = 0, terms.priority = "urgent";
     TELLS(OUTCORE_INVALID_ARGUMENT, "interactive or batch", outcore_scope_open(runtime, &terms, &scope, &error));
-    terms.priority = NULL, terms.walker = (outcore_walker *)(void *)runtime;
-    TELLS(OUTCORE_INVALID_ARGUMENT, "an outcore_runtime, not an outcore_walker", outcore_scope_open(runtime, &terms, &scope, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "scope is NULL", outcore_scope_pin(scope, rows, &guard, &error));
     TELLS(OUTCORE_INVALID_ARGUMENT, "walker is NULL", outcore_walker_plan(walker, pair, 2, 1, &error));
+    HOLDS(scope == NULL && outcore_scope_held(scope) == 0);
+    outcore_pin_options named = {.size = sizeof named, .walker = (outcore_walker *)(void *)runtime};
+    TELLS(OUTCORE_INVALID_ARGUMENT, "an outcore_runtime, not an outcore_walker",
+          outcore_pin(runtime, rows, &named, &guard, &error));
+    named.walker = NULL, named.scope = (outcore_scope *)(void *)rows;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "an outcore_tensor, not an outcore_scope",
+          outcore_pin(runtime, rows, &named, &guard, &error));
+    TELLS(OUTCORE_OK, NULL, outcore_scope_open(other, NULL, &scope, &error));
+    TELLS(OUTCORE_OK, NULL, outcore_walker_open(other, &walker, &error));
+    named.scope = scope;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin(runtime, rows, &named, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin_set(runtime, pair, 2, &named, &guard, &error));
+    named.scope = NULL, named.walker = walker;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin(runtime, rows, &named, &guard, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "another runtime", outcore_pin_set(runtime, pair, 2, &named, &guard, &error));
+    HOLDS(guard == NULL && outcore_scope_held(scope) == 0);
+    HOLDS(outcore_scope_close(scope) == OUTCORE_OK && outcore_scope_close(scope) == OUTCORE_INVALID_ARGUMENT);
+    HOLDS(outcore_walker_close(walker) == OUTCORE_OK && outcore_walker_close(walker) == OUTCORE_INVALID_ARGUMENT);
+    TELLS(OUTCORE_INVALID_ARGUMENT, "options.walker is no living", outcore_pin(runtime, rows, &named, &guard, &error));
+    named.scope = scope, named.walker = NULL;
+    TELLS(OUTCORE_INVALID_ARGUMENT, "options.scope is no living", outcore_pin(runtime, rows, &named, &guard, &error));
     TELLS(OUTCORE_INVALID_ARGUMENT, "\"faulting\"", outcore_mapped_open(runtime, path, &mapped, &error));
     HOLDS(outcore_mapped_data(mapped) == NULL && outcore_mapped_length(mapped) == 0);
 
     puts("-- closed");
-    TELLS(OUTCORE_OK, NULL, outcore_pin(runtime, rows, &guard, &error));
+    TELLS(OUTCORE_OK, NULL, outcore_pin(runtime, rows, NULL, &guard, &error));
     outcore_runtime *closed = runtime;
     TELLS(OUTCORE_OK, NULL, outcore_runtime_close(runtime, &error));
     TELLS(OUTCORE_INVALID_ARGUMENT, "closed or freed before", outcore_runtime_close(closed, &error));
-    TELLS(OUTCORE_INVALID_ARGUMENT, "closed or freed before", outcore_pin(closed, rows, NULL, &error));
+    TELLS(OUTCORE_INVALID_ARGUMENT, "closed or freed before", outcore_pin(closed, rows, NULL, NULL, &error));
     HOLDS(((const unsigned char *)outcore_guard_data(guard))[0] <= 255); /* guards outlive their runtime */
     HOLDS(outcore_unpin(guard) == OUTCORE_OK && outcore_tensor_free(rows) == OUTCORE_OK);
     HOLDS(outcore_tensor_free(own) == OUTCORE_OK);

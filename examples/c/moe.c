@@ -159,7 +159,7 @@ int main(int argc, char **argv)
         for (int n = 0; n < DRAWN * PARTS; n++)
             wanted[n] = parts[n % PARTS].experts[experts[n / PARTS]];
         /* All that the token needs, as a unit: it is read at depth, and stays until the guard ends. */
-        check(outcore_pin_set(runtime, wanted, DRAWN * PARTS, &guard, &error), error, "pin a token's experts");
+        check(outcore_pin_set(runtime, wanted, DRAWN * PARTS, NULL, &guard, &error), error, "pin a token's experts");
         for (size_t n = 0; n < DRAWN * PARTS; n++) {
             const void *bytes = outcore_guard_data_at(guard, n);
             sum += product(bytes, outcore_guard_length_at(guard, n), parts[n % PARTS].is_f32, token);

@@ -4,13 +4,13 @@ use std::ffi::{c_char, c_void};
 use std::ptr;
 use std::time::Duration;
 
-use outcore::pin::{HostPin, HostPins};
+use outcore::pin::{Complete, Guard, Tensors};
 use outcore::{
-    Bytes, Error, ErrorKind, PinGuard, PinRequest, PinSet, Read, Result, Scope, ScopePriority, Tensor, Walker, Write,
+    Bytes, Error, ErrorKind, PinGuard, PinRequest, PinSet, Plan, Read, Result, Scope, ScopePriority, Walker, Write,
 };
 
 use crate::call::{call, done, free, outcore_error, outcore_status, quiet};
-use crate::handles::{Kind, held};
+use crate::handles::{Held, Kind, held};
 use crate::raw::{self, Extensible, Out};
 use crate::runtime::outcore_runtime;
 use crate::tensor::{outcore_tensor, tensors_of};
@@ -61,8 +61,6 @@ pub struct outcore_scope_options {
     /// The most bytes that the scope pins at a time, counted in whole pages, a page once for each pin of it. They are
     /// set aside before it opens. 0: it sets nothing aside and pins as it goes.
     pub reserve: u64,
-    /// The walker whose uses its pins are. NULL: none.
-    pub walker: *const outcore_walker,
 }
 
 // SAFETY: `repr(C)`, `size` comes first, and all fields are numbers and pointers, which may be zero.
@@ -133,196 +131,129 @@ impl outcore_guard {
     }
 }
 
-/// Who pins.
-trait Pinner {
-    fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>>;
-    fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>>;
-    fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>>;
-    fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>>;
-}
-
-/// The four calls of a type that has them, by a field.
-macro_rules! pins_by {
-    ($kind:ty, $field:ident) => {
-        impl Pinner for $kind {
-            fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-                self.$field.pin(tensor)
-            }
-            fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-                self.$field.pin_mut(tensor)
-            }
-            fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-                self.$field.pin_set(tensors)
-            }
-            fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-                self.$field.pin_set_mut(tensors)
-            }
-        }
-    };
-}
-pins_by!(outcore_runtime, runtime);
-pins_by!(outcore_scope, scope);
-pins_by!(outcore_walker, walker);
-
-/// How a call pins.
+/// How to pin. Set `size` to `sizeof(outcore_pin_options)` and leave zero what shall have its default.
+#[repr(C)]
 #[derive(Clone, Copy)]
-struct How {
-    writes: bool,
-    /// How long it may wait; `None`: until the pages are there.
-    limit: Option<Duration>,
+pub struct outcore_pin_options {
+    /// sizeof(outcore_pin_options)
+    pub size: usize,
+    /// The scope of the task, if it holds guards and asks for more. NULL: none.
+    pub scope: *const outcore_scope,
+    /// The walker whose use this is. NULL: none.
+    pub walker: *const outcore_walker,
+    /// The most nanoseconds that the call may wait, if `has_timeout` is not 0. A limit of 0 pins what is in memory, and
+    /// waits for nothing.
+    pub timeout_ns: u64,
+    /// Not 0: `timeout_ns` is the limit. 0: the call waits until the pages are there.
+    pub has_timeout: i32,
+    /// Not 0: to write. No other guard has the pages meanwhile. Only tensors from `outcore_alloc` can be written.
+    pub writes: i32,
 }
 
-const READ: How = How { writes: false, limit: None };
-const WRITE: How = How { writes: true, limit: None };
-
-impl How {
-    fn within(self, nanoseconds: u64) -> Self {
-        Self { limit: Some(Duration::from_nanos(nanoseconds)), ..self }
-    }
+// SAFETY: `repr(C)`, `size` comes first, and all fields are numbers and pointers, which may be zero.
+unsafe impl Extensible for outcore_pin_options {
+    const NAME: &'static str = "outcore_pin_options";
 }
 
 /// Waits for a request as long as it may take, and gives its guard.
-macro_rules! wait {
-    ($request:expr, $limit:expr) => {
-        match $limit {
-            None => $request.wait().map(|guard| Some(outcore_guard::from(guard))),
-            Some(limit) => $request.wait_timeout(limit).map(|guard| guard.map(outcore_guard::from)),
-        }
+fn wait<G: Guard>(request: PinRequest<'_, G>, limit: Option<Duration>) -> Result<Option<outcore_guard>>
+where
+    outcore_guard: From<G>,
+{
+    let guard = match limit {
+        None => Some(request.wait()?),
+        Some(limit) => request.wait_timeout(limit)?,
     };
+    Ok(guard.map(outcore_guard::from))
 }
 
-fn pin_one<P: Pinner>(by: &P, tensor: &Tensor, how: How) -> Result<Option<outcore_guard>> {
-    match how.writes {
-        false => wait!(by.pin(tensor), how.limit),
-        true => wait!(by.pin_mut(tensor), how.limit),
+/// Pins one tensor, or several.
+///
+/// # Safety
+/// `options` is NULL, or has as many bytes as its field `size` says.
+unsafe fn pin<T: Tensors + ?Sized>(
+    runtime: *const outcore_runtime,
+    tensors: &T,
+    options: *const outcore_pin_options,
+) -> Result<Option<outcore_guard>>
+where
+    outcore_guard: From<T::Guard> + From<<T::Guard as Complete>::Write>,
+{
+    let runtime = held(runtime, "runtime")?;
+    if options.is_null() {
+        return wait(runtime.runtime.pin(tensors), None);
+    }
+    // SAFETY: the caller's promise.
+    let options = unsafe { raw::read(options, "options")? };
+    let scope = given(options.scope, "options.scope")?;
+    let walker = given(options.walker, "options.walker")?;
+    let limit = match (options.has_timeout, options.timeout_ns) {
+        (0, 0) => None,
+        (0, given) => {
+            let message = format!("options.timeout_ns is {given}, and options.has_timeout is 0");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("set has_timeout for a limit"));
+        }
+        (_, limit) => Some(Duration::from_nanos(limit)),
+    };
+    let mut request = runtime.runtime.pin(tensors);
+    if let Some(scope) = &scope {
+        request = request.in_scope(&scope.scope);
+    }
+    if let Some(walker) = &walker {
+        request = request.of(&walker.walker);
+    }
+    if options.writes == 0 { wait(request, limit) } else { wait(request.write(), limit) }
+}
+
+/// A handle that may be NULL.
+fn given<T: Kind>(handle: *const T, name: &str) -> Result<Option<Held<T>>> {
+    if handle.is_null() { Ok(None) } else { held(handle, name).map(Some) }
+}
+
+/// Writes the guard, and says whether there is one.
+fn give(guard: &Out<*mut outcore_guard>, pinned: Option<outcore_guard>) -> Result<outcore_status> {
+    match pinned {
+        Some(pinned) => guard.give("guard", pinned).map(|()| OUTCORE_OK),
+        None => Ok(OUTCORE_NOT_READY),
     }
 }
 
-fn pin_all<P: Pinner>(by: &P, tensors: &[Tensor], how: How) -> Result<Option<outcore_guard>> {
-    match how.writes {
-        false => wait!(by.pin_set(tensors), how.limit),
-        true => wait!(by.pin_set_mut(tensors), how.limit),
-    }
-}
-
-/// The places that each call that pins has.
-struct Places {
-    guard: Out<*mut outcore_guard>,
-    error: Out<*mut outcore_error>,
-}
-
-impl Places {
-    /// # Safety
-    /// Each is NULL, or may be written until the call returns.
-    unsafe fn new(guard: *mut *mut outcore_guard, error: *mut *mut outcore_error) -> Self {
-        // SAFETY: the same promise.
-        unsafe { Self { guard: Out::handle(guard), error: Out::handle(error) } }
-    }
-
-    fn give(self, pin: impl FnOnce() -> Result<Option<outcore_guard>>) -> outcore_status {
-        let Self { guard, error } = self;
-        call(error, || match pin()? {
-            Some(pinned) => guard.give("guard", pinned).map(|()| OUTCORE_OK),
-            None => Ok(OUTCORE_NOT_READY),
-        })
-    }
-
-    fn one<P: Kind + Pinner>(self, by: (*const P, &str), tensor: *const outcore_tensor, how: How) -> outcore_status {
-        self.give(|| pin_one(&*held(by.0, by.1)?, &held(tensor, "tensor")?.tensor, how))
-    }
-
-    /// # Safety
-    /// `tensors` is NULL or has `count` handles.
-    unsafe fn all<P: Kind + Pinner>(
-        self,
-        by: (*const P, &str),
-        (tensors, count): (*const *mut outcore_tensor, usize),
-        how: How,
-    ) -> outcore_status {
-        // SAFETY: the caller's promise.
-        self.give(|| pin_all(&*held(by.0, by.1)?, &unsafe { tensors_of(tensors, count)? }, how))
-    }
-}
-
-/// Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long
-/// as that takes, at the disk and for guards of others. Any number of guards may read a tensor.
+/// Pins a tensor: brings its pages into memory, and keeps them there until `outcore_unpin`. `options` may be NULL: then
+/// it is pinned for reading, outside of scopes, and the call waits as long as that takes, at the disk and for guards of
+/// others. Any number of guards may read a tensor; one may write it.
+///
+/// With a limit it returns `OUTCORE_NOT_READY` if that passes, with `*guard` NULL and no error; reads that
+/// began go on, and with a limit of 0 a missing page is on its way, if there is room.
 ///
 /// A thread that holds guards and asks for more should do so in a scope, or for all at once with `outcore_pin_set`:
 /// otherwise threads may wait for each other for ever, which outcore cannot tell.
 ///
 /// `*guard` is the caller's, to be ended with `outcore_unpin`. It needs neither `tensor` nor `runtime` any more.
 ///
-/// Errors: `OUTCORE_BUDGET_TOO_SMALL` if its pages can never be there together (pin rows of it), `OUTCORE_IO`,
-/// `OUTCORE_TIMED_OUT`, `OUTCORE_MODEL_CHANGED`, `OUTCORE_POISONED`, `OUTCORE_CLOSED`.
+/// Errors: `OUTCORE_BUDGET_TOO_SMALL` if its pages can never be there together (pin rows of it), or are more than the
+/// scope reserved; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames; `OUTCORE_IO`,
+/// `OUTCORE_TIMED_OUT`, `OUTCORE_MODEL_CHANGED`, `OUTCORE_POISONED`, `OUTCORE_CLOSED`; `OUTCORE_INVALID_ARGUMENT` to
+/// write a tensor of a model, and for a scope or a walker of another runtime.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_pin(
     runtime: *const outcore_runtime,
     tensor: *const outcore_tensor,
+    options: *const outcore_pin_options,
     guard: *mut *mut outcore_guard,
     error: *mut *mut outcore_error,
 ) -> outcore_status {
     // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, READ)
+    let (guard, error) = unsafe { (Out::handle(guard), Out::handle(error)) };
+    call(error, || {
+        let tensor = held(tensor, "tensor")?;
+        // SAFETY: the header asks that options are whole.
+        give(&guard, unsafe { pin(runtime, &tensor.tensor, options)? })
+    })
 }
 
-/// Pins a tensor from `outcore_alloc` for writing. No other guard has its pages meanwhile. Otherwise as `outcore_pin`.
-///
-/// Errors: as for `outcore_pin`; `OUTCORE_INVALID_ARGUMENT` for a tensor of a model, which is never written.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_mut(
-    runtime: *const outcore_runtime,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, WRITE)
-}
-
-/// As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL
-/// and no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
-///
-/// Errors: as for `outcore_pin`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_timeout(
-    runtime: *const outcore_runtime,
-    tensor: *const outcore_tensor,
-    timeout_ns: u64,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, READ.within(timeout_ns))
-}
-
-/// As `outcore_pin_mut`, with the limit of `outcore_pin_timeout`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_mut_timeout(
-    runtime: *const outcore_runtime,
-    tensor: *const outcore_tensor,
-    timeout_ns: u64,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, WRITE.within(timeout_ns))
-}
-
-/// As `outcore_pin` for what is in memory, and waits for nothing: `outcore_pin_timeout` with 0. Returns
-/// `OUTCORE_NOT_READY` if a page is missing; it is then on its way, if there is room, as after `outcore_prefetch`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_try(
-    runtime: *const outcore_runtime,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((runtime, "runtime"), tensor, READ.within(0))
-}
-
-/// Pins several tensors for reading as a unit: all or none. So two threads that need sets never hold half each. The
-/// tensors are those of `outcore_guard_data_at`, in the same order.
+/// Pins several tensors as a unit: all or none. So two threads that need sets never hold half each. The tensors are
+/// those of `outcore_guard_data_at`, in the same order. Of those to write no two may share a byte. Otherwise as
+/// `outcore_pin`.
 ///
 /// Errors: as for `outcore_pin`.
 #[unsafe(no_mangle)]
@@ -330,40 +261,18 @@ pub unsafe extern "C" fn outcore_pin_set(
     runtime: *const outcore_runtime,
     tensors: *const *mut outcore_tensor,
     count: usize,
+    options: *const outcore_pin_options,
     guard: *mut *mut outcore_guard,
     error: *mut *mut outcore_error,
 ) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((runtime, "runtime"), (tensors, count), READ) }
-}
-
-/// Pins several tensors from `outcore_alloc` for writing as a unit. No two of them may share a byte.
-///
-/// Errors: as for `outcore_pin_mut`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_set_mut(
-    runtime: *const outcore_runtime,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((runtime, "runtime"), (tensors, count), WRITE) }
-}
-
-/// As `outcore_pin_set`, with the limit of `outcore_pin_timeout`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_pin_set_timeout(
-    runtime: *const outcore_runtime,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    timeout_ns: u64,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((runtime, "runtime"), (tensors, count), READ.within(timeout_ns)) }
+    // SAFETY: the header asks that places for results are NULL or may be written.
+    let (guard, error) = unsafe { (Out::handle(guard), Out::handle(error)) };
+    call(error, || {
+        // SAFETY: the header asks that arrays are whole.
+        let tensors = unsafe { tensors_of(tensors, count)? };
+        // SAFETY: the header asks that options are whole.
+        give(&guard, unsafe { pin(runtime, &tensors, options)? })
+    })
 }
 
 /// Ends a guard: nobody may use its bytes from here on. NULL is allowed. Returns `OUTCORE_INVALID_ARGUMENT`, and does
@@ -426,12 +335,13 @@ pub extern "C" fn outcore_guard_length_at(guard: *const outcore_guard, index: us
     piece(guard, index, false).len
 }
 
-/// Opens a scope, for a task that holds guards and asks for more. `options` may be NULL.
+/// Opens a scope, for a task that holds guards and asks for more: it names the scope in `outcore_pin_options`.
+/// `options` may be NULL.
 ///
 /// With `reserve` it waits until so much is set aside, and its pins draw on that. Without, it pins as it goes. While it
 /// holds guards, its pins never wait for guards of others: if these have what a pin asks for, it returns
 /// `OUTCORE_BUSY` at once, and the scope keeps what it holds. Then unpin all its guards and try again, pin what is
-/// needed with `outcore_scope_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
+/// needed with `outcore_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
 ///
 /// `*scope` is the caller's, to be closed with `outcore_scope_close`. Guards may outlive it. One scope is for one task:
 /// its pins should not wait for each other's end.
@@ -457,10 +367,7 @@ pub unsafe extern "C" fn outcore_scope_open(
             let label = raw::text(options.label, "options.label")?;
             (options, label, raw::text(options.priority, "options.priority")?)
         };
-        let mut builder = match options.walker.is_null() {
-            true => runtime.runtime.scope(),
-            false => held(options.walker, "options.walker")?.walker.scope(),
-        };
+        let mut builder = runtime.runtime.scope();
         if let Some(label) = label {
             builder = builder.label(label);
         }
@@ -493,59 +400,6 @@ pub extern "C" fn outcore_scope_held(scope: *const outcore_scope) -> u64 {
     quiet(0, || Ok(held(scope, "scope")?.scope.held().get()))
 }
 
-/// As `outcore_pin`, in a scope.
-///
-/// Errors: as for `outcore_pin`; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames;
-/// `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_scope_pin(
-    scope: *const outcore_scope,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((scope, "scope"), tensor, READ)
-}
-
-/// As `outcore_pin_mut`, in a scope.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_scope_pin_mut(
-    scope: *const outcore_scope,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((scope, "scope"), tensor, WRITE)
-}
-
-/// As `outcore_pin_set`, in a scope.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_scope_pin_set(
-    scope: *const outcore_scope,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((scope, "scope"), (tensors, count), READ) }
-}
-
-/// As `outcore_pin_set_mut`, in a scope.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_scope_pin_set_mut(
-    scope: *const outcore_scope,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((scope, "scope"), (tensors, count), WRITE) }
-}
-
 /// Begins a pass over a model, for programs with several passes at a time. A program with one needs no walker.
 ///
 /// `*walker` is the caller's, to be closed with `outcore_walker_close`.
@@ -562,7 +416,7 @@ pub unsafe extern "C" fn outcore_walker_open(
     done(error, || walker.give("walker", outcore_walker { walker: held(runtime, "runtime")?.runtime.walker()? }))
 }
 
-/// Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
+/// Ends a pass. NULL is allowed. Its guards stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
 /// it was closed before.
 #[unsafe(no_mangle)]
 pub extern "C" fn outcore_walker_close(walker: *mut outcore_walker) -> outcore_status {
@@ -588,59 +442,9 @@ pub unsafe extern "C" fn outcore_walker_plan(
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
         match cyclic {
-            0 => walker.walker.plan_once(&tensors),
-            _ => walker.walker.plan(&tensors),
+            0 => walker.walker.plan(Plan::Once(&tensors)),
+            _ => walker.walker.plan(Plan::Cycle(&tensors)),
         }
         Ok(())
     })
-}
-
-/// As `outcore_pin`, as a use of the walker.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_walker_pin(
-    walker: *const outcore_walker,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((walker, "walker"), tensor, READ)
-}
-
-/// As `outcore_pin_mut`, as a use of the walker.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_walker_pin_mut(
-    walker: *const outcore_walker,
-    tensor: *const outcore_tensor,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written.
-    unsafe { Places::new(guard, error) }.one((walker, "walker"), tensor, WRITE)
-}
-
-/// As `outcore_pin_set`, as a use of the walker.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_walker_pin_set(
-    walker: *const outcore_walker,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((walker, "walker"), (tensors, count), READ) }
-}
-
-/// As `outcore_pin_set_mut`, as a use of the walker.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn outcore_walker_pin_set_mut(
-    walker: *const outcore_walker,
-    tensors: *const *mut outcore_tensor,
-    count: usize,
-    guard: *mut *mut outcore_guard,
-    error: *mut *mut outcore_error,
-) -> outcore_status {
-    // SAFETY: the header asks that places for results are NULL or may be written, and that arrays are whole.
-    unsafe { Places::new(guard, error).all((walker, "walker"), (tensors, count), WRITE) }
 }

@@ -179,11 +179,11 @@ pub unsafe extern "C" fn outcore_stats_read(
             prefetched: pager.prefetched,
             disk_read: traffic.disk_read.get(),
             disk_written: traffic.disk_written.get(),
-            device_used: all.device.0.get(),
+            device_used: all.device.used.get(),
             device_peak: traffic.peak_device.get(),
-            device_budget: all.device.1.get(),
-            host_used: all.host.0.get(),
-            host_budget: all.host.1.get(),
+            device_budget: all.device.budget.get(),
+            host_used: all.host.used.get(),
+            host_budget: all.host.budget.get(),
             page_size: all.page_size.bytes(),
             stall_ns: u64::try_from(all.stall_time().as_nanos()).unwrap_or(u64::MAX),
             waiting: all.waiting as u64,
@@ -229,7 +229,7 @@ pub unsafe extern "C" fn outcore_waiting(
     // SAFETY: the header asks that places for results are NULL or may be written.
     let (text, error) = unsafe { (Out::handle(text), Out::handle(error)) };
     done(error, || {
-        let waiting = held(runtime, "runtime")?.runtime.waiting();
+        let waiting = held(runtime, "runtime")?.runtime.observe().waiting();
         give_text(&text, "text", &if waiting.total == 0 { String::new() } else { waiting.to_string() })
     })
 }

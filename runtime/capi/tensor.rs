@@ -3,7 +3,7 @@
 use std::ffi::{CString, c_char};
 use std::sync::OnceLock;
 
-use outcore::{Result, Tensor};
+use outcore::{Plan, Result, Tensor};
 
 use crate::call::{c_text, done, free, outcore_error, outcore_status};
 use crate::handles::{Kind, held};
@@ -224,8 +224,8 @@ pub unsafe extern "C" fn outcore_plan(
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
         match cyclic {
-            0 => runtime.runtime.plan_once(&tensors),
-            _ => runtime.runtime.plan(&tensors),
+            0 => runtime.runtime.plan(Plan::Once(&tensors)),
+            _ => runtime.runtime.plan(Plan::Cycle(&tensors)),
         }
         Ok(())
     })

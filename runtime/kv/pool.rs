@@ -155,7 +155,7 @@ impl KvPool {
         let ActiveOptions { blocks_most, reserve } = self.0.state.lock().active;
         let of_device = || {
             let block = self.0.layout.block_room().get() * u64::from(self.0.layout.groups());
-            let (_, device) = self.0.runtime.stats().device;
+            let device = self.0.runtime.stats().device.budget;
             u32::try_from(device.get() / block).unwrap_or(u32::MAX)
         };
         let blocks = blocks_most.unwrap_or_else(of_device);
@@ -306,12 +306,12 @@ impl KvPool {
         let realm = state.realm(tenant);
         let blocks = state.tables.matching(self.0.root(realm), realm, tokens, whole);
         drop(state);
-        blocks.into_iter().map(|block| Ok(self.0.runtime.tiers(&self.0.whole(block)?))).collect()
+        blocks.into_iter().map(|block| Ok(self.0.runtime.observe().tiers(&self.0.whole(block)?))).collect()
     }
 
-    /// Where the pages of all blocks are: see [`Runtime::snapshot`].
+    /// Where the pages of all blocks are: see [`Observe::snapshot`](outcore::stats::Observe::snapshot).
     pub fn snapshot(&self) -> SegmentView {
-        self.0.runtime.snapshot(&self.0.rows)
+        self.0.runtime.observe().snapshot(&self.0.rows)
     }
 
     /// Nobody finds what this tenant's sequences have computed any more. What a store has of it is gone when this

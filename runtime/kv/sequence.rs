@@ -4,8 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use outcore::pin::{DevicePins, DevicePinsOn, HostPins};
-use outcore::{ComputeStream, Error, ErrorKind, PinRequest, Read, Result, Scope, Tensor, Walker, Write};
+use outcore::{Error, ErrorKind, PinRequest, PinSet, Plan, Result, Tensor, Walker, Write};
 
 use crate::key::{BlockKey, TenantId, Token};
 use crate::permit::Permit;
@@ -111,6 +110,14 @@ impl fmt::Debug for Sequence {
     }
 }
 
+fn pin<'a>(pool: &KvPool, walker: Option<&Walker>, tensors: &'a [Tensor]) -> PinRequest<'a, PinSet> {
+    let request = pool.runtime().pin(tensors);
+    match walker {
+        Some(walker) => request.of(walker),
+        None => request,
+    }
+}
+
 /// Blocks of a sequence, to be read: a tensor of bytes for each block.
 #[derive(Debug)]
 pub struct ReadBlocks<'a> {
@@ -120,31 +127,10 @@ pub struct ReadBlocks<'a> {
 }
 
 impl ReadBlocks<'_> {
-    /// Pins them, in this process's memory, as a unit.
-    pub fn pin(&self) -> PinRequest<'_, HostPins<'_, Read>> {
-        match self.walker {
-            Some(walker) => walker.pin_set(&self.tensors),
-            None => self.pool.runtime().pin_set(&self.tensors),
-        }
-    }
-    /// Pins them in a scope, for a task that holds other guards meanwhile: see [`Scope`]. The scope's walker counts,
-    /// not the sequence's.
-    pub fn pin_in<'a>(&'a self, scope: &'a Scope) -> PinRequest<'a, HostPins<'a, Read>> {
-        scope.pin_set(&self.tensors)
-    }
-    /// Pins them on the device, as a unit.
-    pub fn pin_device(&self) -> PinRequest<'_, DevicePins<'_, Read>> {
-        match self.walker {
-            Some(walker) => walker.pin_device(&self.tensors),
-            None => self.pool.runtime().pin_device(&self.tensors),
-        }
-    }
-    /// Pins them for work on a stream, as a unit: see [`Runtime::pin_device_on`](outcore::Runtime::pin_device_on).
-    pub fn pin_device_on<'a>(&'a self, stream: &'a ComputeStream) -> PinRequest<'a, DevicePinsOn<'a>> {
-        match self.walker {
-            Some(walker) => walker.pin_device_on(&self.tensors, stream),
-            None => self.pool.runtime().pin_device_on(&self.tensors, stream),
-        }
+    /// Pins them as a unit, as uses of the sequence's walker if it has one: in this process's memory, unless the
+    /// request says [`on_device`](PinRequest::on_device) or [`on`](PinRequest::on) a stream.
+    pub fn pin(&self) -> PinRequest<'_, PinSet> {
+        pin(self.pool, self.walker, &self.tensors)
     }
     /// How many they are.
     pub fn count(&self) -> usize {
@@ -152,7 +138,7 @@ impl ReadBlocks<'_> {
     }
     /// Has them filled as soon as nothing more urgent is.
     pub fn prefetch(&self) {
-        self.pool.runtime().prefetch_all(&self.tensors);
+        self.pool.runtime().prefetch(&self.tensors);
     }
 }
 
@@ -165,23 +151,9 @@ pub struct WriteBlocks<'a> {
 }
 
 impl WriteBlocks<'_> {
-    /// Pins them, in this process's memory, as a unit. Rows that were written before stay as they are.
-    pub fn pin(&mut self) -> PinRequest<'_, HostPins<'_, Write>> {
-        match self.walker {
-            Some(walker) => walker.pin_set_mut(&self.tensors),
-            None => self.pool.runtime().pin_set_mut(&self.tensors),
-        }
-    }
-    /// Pins them in a scope, as [`ReadBlocks::pin_in`].
-    pub fn pin_in<'a>(&'a mut self, scope: &'a Scope) -> PinRequest<'a, HostPins<'a, Write>> {
-        scope.pin_set_mut(&self.tensors)
-    }
-    /// Pins them on the device, as a unit.
-    pub fn pin_device(&mut self) -> PinRequest<'_, DevicePins<'_, Write>> {
-        match self.walker {
-            Some(walker) => walker.pin_device_mut(&self.tensors),
-            None => self.pool.runtime().pin_device_mut(&self.tensors),
-        }
+    /// Pins them as a unit, as [`ReadBlocks::pin`] does. Rows that were written before stay as they are.
+    pub fn pin(&mut self) -> PinRequest<'_, PinSet<Write>> {
+        pin(self.pool, self.walker, &self.tensors).write()
     }
     /// How many they are.
     pub fn count(&self) -> usize {
@@ -380,7 +352,7 @@ impl Sequence {
             }
         }
         if let Some(passes) = &mut self.passes {
-            passes.walker.plan(&order);
+            passes.walker.plan(Plan::Cycle(&order));
             passes.outdated = false;
         }
         Ok(())
@@ -716,7 +688,7 @@ impl Sequence {
     pub fn resume(&self, group: u32) -> Result<()> {
         let blocks = self.blocks().into_iter().flatten();
         let tensors: Vec<_> = blocks.map(|block| self.pool.0.tensor(block, group)).collect::<Result<_>>()?;
-        self.pool.runtime().prefetch_all(&tensors);
+        self.pool.runtime().prefetch(&tensors);
         Ok(())
     }
 }

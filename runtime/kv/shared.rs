@@ -164,13 +164,13 @@ impl Shared {
     }
 
     fn read_group(&self, block: BlockId, group: u32, into: &mut [u8]) -> Result<()> {
-        self.runtime.pin_device(&[self.tensor(block, group)?]).wait()?.copy_out(0, 0, into)
+        self.runtime.pin(&[self.tensor(block, group)?]).on_device().wait()?.copy_out(0, 0, into)
     }
 
     /// Overwrites a group of a block with these bytes, and zeros behind them.
     fn write_group(&self, block: BlockId, group: u32, bytes: &[u8]) -> Result<()> {
         let tensors = [self.tensor(block, group)?];
-        let mut guard = self.runtime.pin_device_mut(&tensors).wait()?;
+        let mut guard = self.runtime.pin(&tensors).write().on_device().wait()?;
         guard.copy_in(0, 0, bytes)?;
         match self.layout.block_room().get() as usize - bytes.len() {
             0 => Ok(()),

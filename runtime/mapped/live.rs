@@ -64,8 +64,8 @@ impl Counts {
             evictions: pager.evictions,
             read_bytes: traffic.disk_read.get(),
             read_seconds: traffic.disk_busy.as_secs_f64(),
-            budget_bytes: stats.device.1.get(),
-            used_bytes: stats.device.0.get(),
+            budget_bytes: stats.device.budget.get(),
+            used_bytes: stats.device.used.get(),
             stalls: stalls.collect(),
         }
     }
@@ -341,7 +341,7 @@ pub struct Optimum {
 impl Optimum {
     /// `None` if nothing was used. Takes up to a tenth of a second.
     pub fn of(runtime: &Runtime) -> Option<Self> {
-        let found = runtime.optimum();
+        let found = runtime.observe().optimum();
         let (hit_ratio, best) = (found.actual_ratio(), found.ratio());
         (found.uses > 0).then_some(Self { uses: found.uses, hit_ratio, best })
     }

@@ -105,7 +105,7 @@ impl Pages {
         let pins = Box::pin(async move {
             let part = this.model.part();
             let walker = if of_expert { &this.model.drawn } else { part.uses.walker() };
-            let request = walker.pin_set(&tensors);
+            let request = this.runtime.pin(&tensors).of(walker);
             let pins = if touched { request.never_refused().await } else { request.await };
             pins.map(Pins::Read)
         });
@@ -135,7 +135,7 @@ impl Pages {
             if let Some(page) = members.run(*passed..passed + 1) {
                 // A page that is there is pinned at the first look. If it is on its way out, the use is not worth a
                 // wait.
-                let mut request = pin!(uses.walker().pin(&page));
+                let mut request = pin!(self.runtime.pin(&page).of(uses.walker()));
                 drop(request.as_mut().poll(&mut Context::from_waker(Waker::noop())));
             }
         }
@@ -203,7 +203,7 @@ impl Handler for Pages {
         let pins = Box::pin(async move {
             let part = this.model.part();
             let walker = if of_expert { &this.model.drawn } else { part.uses.walker() };
-            walker.pin_set_mut(std::slice::from_ref(&tensor)).never_refused().await.map(Pins::Write)
+            this.runtime.pin(std::slice::from_ref(&tensor)).write().of(walker).never_refused().await.map(Pins::Write)
         });
         Some(Request { pages: self.offsets(&[page]), writes: true, pins })
     }
@@ -590,7 +590,8 @@ impl Mapped {
         let file = |page: &u32| model.members.row().place(*page).0;
         let parts: Vec<&[u32]> = pages.chunk_by(|a, b| file(a) == file(b)).collect();
         let tensors: Vec<Vec<Tensor>> = parts.iter().map(|pages| model.members.runs(pages)).collect();
-        let mut requests: Vec<_> = tensors.iter().map(|tensors| Box::pin(model.drawn.pin_set(tensors))).collect();
+        let mut requests: Vec<_> =
+            tensors.iter().map(|tensors| Box::pin(known.runtime.pin(tensors).of(&model.drawn))).collect();
         // What is needed goes to the disk before what is expected.
         let mut context = Context::from_waker(Waker::noop());
         let begun: Vec<_> = requests.iter_mut().map(|request| request.as_mut().poll(&mut context)).collect();
@@ -690,10 +691,10 @@ impl Mapped {
     }
 
     /// What of the file is in memory now, by layer. It holds up the runtime no longer than
-    /// [`Runtime::snapshot`] does.
+    /// [`Observe::snapshot`](outcore::stats::Observe::snapshot) does.
     pub fn look(&self) -> live::File {
         let Pages { runtime, bytes, page, layers, experts, .. } = &*self.pages;
-        let pages = runtime.snapshot(bytes).pages;
+        let pages = runtime.observe().snapshot(bytes).pages;
         let there = pages.iter().map(|page| match (page.tier(), page.device.fresh) {
             (Tier::Device, true) => There::Ahead,
             (Tier::Device, false) => There::Used,

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use outcore::{Error, ErrorKind, Result, Runtime, Tensor, Walker};
+use outcore::{Error, ErrorKind, Plan, Result, Runtime, Tensor, Walker};
 use parking_lot::{Mutex, RwLock};
 
 use crate::experts::{ExpertId, LayerExperts};
@@ -91,7 +91,7 @@ impl Model {
         let told = (outline.order.clone(), Order::OfHeaders);
         let uses = Arc::new(Uses::new(runtime, &members, told, 0, place)?);
         let drawn = runtime.walker()?;
-        drawn.unordered();
+        drawn.plan(Plan::Unordered);
         let firsts = outline.experts.firsts(page).collect();
         let mut model = Self {
             outline,

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use outcore::policy::WalkerPlace;
-use outcore::{Result, Runtime, Tensor, Walker};
+use outcore::{Plan, Result, Runtime, Tensor, Walker};
 use parking_lot::Mutex;
 
 use crate::followed::Followed;
@@ -172,7 +172,7 @@ impl Uses {
         let is_mapped = |page: &u32| self.members.address(*page).is_some();
         let (known, order): (Vec<u32>, Order) = match state.orders.split_first() {
             None => {
-                self.walker.plan(&header);
+                self.walker.plan(Plan::Cycle(&header));
                 (self.header_pages(), self.told_by)
             }
             Some((last, others)) => {
@@ -180,7 +180,7 @@ impl Uses {
                 for order in others.iter().rev() {
                     self.walker.know(&self.members.runs(order));
                 }
-                self.walker.plan(&self.members.runs(last));
+                self.walker.plan(Plan::Cycle(&self.members.runs(last)));
                 (last.iter().copied().filter(is_mapped).collect(), Order::Kept)
             }
         };
@@ -215,11 +215,11 @@ impl Uses {
             // What follows the last file is the next one that is mapped, and not the first one again.
             Some(now) if mapped.len() < row.files() => {
                 let pages: Vec<u32> = of_files.filter(|page| *page >= now).collect();
-                self.walker.plan_once(&self.members.runs(&pages));
+                self.walker.plan(Plan::Once(&self.members.runs(&pages)));
                 pages
             }
             _ => {
-                self.walker.plan(&mapped.iter().map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>());
+                self.walker.plan(Plan::Cycle(&mapped.iter().map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>()));
                 of_files.collect()
             }
         };
@@ -342,8 +342,8 @@ impl Uses {
         if state.looks.is_looking() != state.unordered {
             state.unordered = !state.unordered;
             match state.unordered {
-                true => self.walker.unordered(),
-                false => self.walker.plan(&[]),
+                true => self.walker.plan(Plan::Unordered),
+                false => self.walker.plan(Plan::Cycle(&[])),
             }
         }
         let Some(place) = place else {
@@ -396,7 +396,7 @@ impl Uses {
     }
 
     fn place_of(&self, runtime: &Runtime) -> Option<WalkerPlace> {
-        let mine = runtime.walkers().into_iter().find(|stats| stats.id == self.walker.id());
+        let mine = runtime.observe().walkers().into_iter().find(|stats| stats.id == self.walker.id());
         mine.and_then(|stats| stats.places.first().copied())
     }
 
@@ -405,7 +405,7 @@ impl Uses {
         let mapped = self.members.mapped();
         let bytes: Vec<Tensor> = mapped.iter().map(|(_, bytes)| bytes.clone()).collect();
         let number = |(at, page): (usize, u32)| Some(self.members.row().first(mapped.get(at)?.0) + page);
-        self.walker.order_in(&bytes).into_iter().filter_map(number).collect()
+        self.walker.order_of(&bytes).into_iter().filter_map(number).collect()
     }
 
     /// Adds the order that is followed to those that are kept.

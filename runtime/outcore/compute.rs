@@ -38,14 +38,14 @@ impl Drop for Inner {
 /// use outcore::{Bytes, DType, Runtime};
 ///
 /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
-/// let tensors = [runtime.alloc(DType::U8, &[1000])?];
+/// let tensor = runtime.alloc(DType::U8, &[1000])?;
 /// let stream = runtime.compute_stream()?;
-/// let guard = runtime.pin_device(&tensors).wait()?;
+/// let guard = runtime.pin(&tensor).on_device().wait()?;
 /// let bytes = guard.device_bytes(0);
 /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel that is given their address
 /// guard.unpin_after(&stream)?; // returns at once; the pages stay until the closure has run
 /// stream.synchronize()?;
-/// # drop((stream, tensors));
+/// # drop((stream, tensor));
 /// # runtime.close()?;
 /// # Ok::<(), outcore::Error>(())
 /// ```
@@ -130,8 +130,8 @@ impl ComputeStream {
     }
 
     /// Waits until everything that is on the stream has ended. Results of work with tensors [pinned for the
-    /// stream](crate::Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may
-    /// have failed, and the device with it.
+    /// stream](crate::PinRequest::on) are valid only after this has succeeded: a fill that it waited for may have
+    /// failed, and the device with it.
     ///
     /// # Errors
     /// The first failure of a closure; the loss of the device; errors that

@@ -270,7 +270,7 @@ impl RuntimeBuilder {
 
     /// Sets where the device tier is. The default is this process's own memory ([`Host`](crate::device::Host)). The
     /// crate `outcore-cuda` has the memory of a GPU; see [`DeviceFactory`] for a device of your own. Only kernels and
-    /// copies can use the bytes of a GPU's tier, so pin them with [`Runtime::pin_device`](crate::Runtime::pin_device).
+    /// copies can use the bytes of a GPU's tier, so pin them [`on_device`](crate::PinRequest::on_device).
     pub fn device(mut self, factory: impl DeviceFactory + 'static) -> Self {
         self.device = Arc::new(factory);
         self
@@ -467,7 +467,7 @@ impl RuntimeBuilder {
     /// let runtime = builder.custom_policy(|| Box::new(Fifo::default())).open()?;
     /// let table = runtime.alloc(DType::U8, &[8 << 20])?;
     /// for half in [0..4 << 20, 4 << 20..8 << 20] {
-    ///     runtime.pin_mut(&table.rows(half)?).wait()?.bytes_mut().fill(1);
+    ///     runtime.pin(&table.rows(half)?).write().wait()?.bytes_mut().fill(1);
     /// }
     /// assert_eq!(runtime.stats().policy, "fifo");
     /// # drop(table);
@@ -590,13 +590,14 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Keeps a timeline of reads, copies and stalls; see [`Runtime::take_timeline`](crate::Runtime::take_timeline).
+    /// Keeps a timeline of reads, copies and stalls; see
+    /// [`Observe::take_timeline`](crate::stats::Observe::take_timeline).
     pub fn timeline(mut self, keep: bool) -> Self {
         self.timeline = keep;
         self
     }
 
-    /// Keeps the order in which pages are used; see [`Runtime::take_uses`](crate::Runtime::take_uses).
+    /// Keeps the order in which pages are used; see [`Observe::take_uses`](crate::stats::Observe::take_uses).
     pub fn keep_uses(mut self, keep: bool) -> Self {
         self.keep_uses = keep;
         self

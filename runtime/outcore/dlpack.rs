@@ -66,7 +66,7 @@ struct View<G> {
 ///
 /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
 /// let tensors = [runtime.alloc(DType::F32, &[10, 20])?];
-/// let view = runtime.pin_device(&tensors).wait()?.into_dlpack(0, None)?;
+/// let view = runtime.pin(&tensors).on_device().wait()?.into_dlpack(0, None)?;
 /// let tensor = view.tensor();
 /// assert_eq!((tensor.device.device_type, tensor.ndim), (DLDeviceType::kDLCPU, 2));
 /// assert_eq!(tensor.data.addr() as u64, tensors[0].address());

@@ -8,12 +8,13 @@
 //!   [one of your own](RuntimeBuilder::custom_policy), [I/O backend](IoBackend).
 //! - [`Runtime::open_model`] takes in a GGUF or safetensors model where it lies; [`Runtime::alloc`] makes a read-write
 //!   tensor, which may be larger than memory.
-//! - [`Runtime::pin`] and [`Runtime::pin_mut`] bring a [`Tensor`], or [some of its rows](Tensor::rows), into memory and
-//!   give a guard: while it lives the bytes stay. Pins are futures of any executor, or block with
+//! - [`Runtime::pin`] brings a [`Tensor`], [some of its rows](Tensor::rows), or several tensors into memory and gives a
+//!   guard: while it lives the bytes stay. Pins are futures of any executor, or block with
 //!   [`wait`](PinRequest::wait).
 //! - [`Runtime::plan`] declares the order of use, so that pages come before they are wanted. Without it outcore
 //!   recognises an order that repeats.
-//! - [`Runtime::stats`] says what happened: hits, the best possible hits, waiting by cause, bytes by link.
+//! - [`Runtime::stats`] says what happened: hits, waiting by cause, bytes by link. [`Runtime::observe`] also tells the
+//!   best possible hits, who waits for what, and where pages are.
 //!
 //! ```
 //! use outcore::{Bytes, DType, PageSize, Runtime};
@@ -22,7 +23,7 @@
 //! let table = runtime.alloc(DType::F32, &[1024, 1024])?; // 4 MiB of zeros, in a budget of 1 MiB
 //! for row in 0..1024 {
 //!     let row = table.rows(row..row + 1)?;
-//!     runtime.pin_mut(&row).wait()?.view_mut::<f32>()?.fill(0.5);
+//!     runtime.pin(&row).write().wait()?.view_mut::<f32>()?.fill(0.5);
 //! }
 //! let mut sum = 0.0;
 //! for row in 0..1024 {
@@ -57,6 +58,8 @@ mod dtype;
 mod engine;
 pub mod format;
 mod lookahead;
+mod memory;
+mod model;
 mod observe;
 #[doc(hidden)]
 pub mod os;
@@ -66,6 +69,7 @@ mod runtime;
 mod segment;
 mod settings;
 mod shared;
+pub mod stats;
 pub mod store;
 mod streams;
 mod tensor;
@@ -81,35 +85,18 @@ pub use error::{Error, ErrorKind, Result};
 #[doc(inline)]
 pub use ids::{Bytes, PageSize, Tier};
 pub use lookahead::Lookahead;
+pub use model::Model;
 #[doc(inline)]
 pub use os::machine;
 #[doc(inline)]
 pub use pager::{PolicyKind, ScopePriority};
-pub use pin::{DevicePin, PinGuard, PinRequest, PinSet, Read, Scope, ScopeBuilder, StreamPin, Walker, Write};
-pub use runtime::{Model, Runtime, Stats};
+pub use pin::{DevicePin, PinGuard, PinRequest, PinSet, Plan, Read, Scope, ScopeBuilder, StreamPin, Walker, Write};
+pub use runtime::Runtime;
+#[doc(inline)]
+pub use stats::Stats;
 pub use store::IoBackend;
 pub use tensor::Tensor;
 pub use verify::Verify;
-
-/// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
-pub mod stats {
-    // For the crates beside outcore, and not for programs: it changes without notice.
-    #[doc(hidden)]
-    pub use crate::config::staging_pages;
-    pub use crate::engine::waiting::{Holder, ScopeName, Waiter, Waiting};
-    #[doc(inline)]
-    pub use crate::ids::{RequestId, ScopeId};
-    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, TraceRows, Traffic};
-    #[doc(inline)]
-    pub use crate::pager::policy::opt::Optimum;
-    #[doc(inline)]
-    pub use crate::pager::{ClassStats, FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
-    pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
-    pub use crate::settings::{Chosen, Settings};
-    // For the crates beside outcore, and not for programs: it changes without notice.
-    #[doc(hidden)]
-    pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
-}
 
 /// Which page goes when a frame is needed: the trait of policies, and the names of pages that it speaks of.
 ///
@@ -134,9 +121,6 @@ pub mod testing {
     pub use crate::store::file::{DirectIo, FileUse};
     pub use crate::store::probe::open_store;
     pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
-
-    /// Whether this build keeps internal assertions and makes evicted ranges inaccessible.
-    pub const STRICT: bool = cfg!(feature = "strict");
 }
 
 /// The README's example has to compile; `tests/runtime/readme.rs` runs it.

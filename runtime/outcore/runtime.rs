@@ -1,41 +1,25 @@
-//! The facade: open, allocate, pin, prefetch, plan, look, close.
+//! The runtime: open, allocate, pin, plan, budgets, close.
 
-use std::collections::HashMap;
-use std::fs::File;
-use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use serde::Serialize;
-use serde::ser::{SerializeStruct, Serializer};
 
 use crate::budget::{device_frames_of, host_frames_of};
-use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, PolicyChoice, RuntimeBuilder, staging_pages};
 use crate::device::{DeviceAddress, DeviceSettings, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
-use crate::engine::waiting::Waiting;
-use crate::engine::{Engine, FromFile, InScratch, LearnedHashes, Parts, SegmentIo, Sink, Source, Written, may_wait};
+use crate::engine::{Engine, Parts, SegmentIo, Sink, Source, may_wait};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{self, FileState, ModelFile, ModelHeader};
-use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId, Tier};
-use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
-use crate::os::machine::MemoryLimit;
-use crate::pager::policy::opt::Optimum;
-use crate::pager::{
-    Backing, ClassStats, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats,
-};
-use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
+use crate::ids::{Bytes, SegmentClass, WalkerId};
+use crate::memory::check_host_budget;
+use crate::observe::{Observer, PageWaits};
+use crate::pager::{Backing, Pager, PagerConfig};
+use crate::pin::{PinRequest, Plan, ScopeBuilder, Tensors, Walker};
 use crate::segment::Segment;
-use crate::settings::Settings;
-use crate::shared::{Raising, Shared};
-use crate::store::{
-    CaughtSource, FileUse, IoBackend, PageSource, QueueDepth, ScratchAllocation, ScratchFile, ScratchOptions,
-    ScratchRoom, SlotRun, Store, no_descriptor_left, scratch_on_a_disk,
-};
+use crate::shared::Shared;
+use crate::stats::{Observe, Stats};
+use crate::store::{QueueDepth, ScratchOptions, Store};
 use crate::tensor::Tensor;
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
@@ -68,163 +52,6 @@ pub struct Runtime {
     pub(crate) shared: Arc<Shared>,
 }
 
-/// A model file, or several, opened in place.
-#[derive(Clone, Debug)]
-pub struct Model {
-    header: Arc<ModelHeader>,
-    tensors: Arc<HashMap<String, Tensor>>,
-}
-
-impl Model {
-    /// What the headers say.
-    pub fn header(&self) -> &ModelHeader {
-        &self.header
-    }
-
-    /// A tensor by name.
-    ///
-    /// # Errors
-    /// [`NotFound`](ErrorKind::NotFound) if the model has no tensor of that name.
-    pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        match self.tensors.get(name) {
-            Some(tensor) => Ok(tensor.clone()),
-            // The header's error knows similar names.
-            None => Err(self
-                .header
-                .tensor(name)
-                .err()
-                .unwrap_or_else(|| Error::new(ErrorKind::NotFound, format!("the model has no tensor {name:?}")))),
-        }
-    }
-
-    /// Whether the model has a tensor of that name.
-    pub fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
-    }
-}
-
-/// Counters of a runtime since it was opened.
-///
-/// Serialized, each field has its own name. [`Bytes`] and [`PageSize`] are numbers of bytes. Durations are seconds with
-/// a fraction. A pair of memory in use and budget is an object `{"used": ..., "budget": ...}`. Paths are text.
-#[derive(Clone, Debug, Serialize)]
-#[non_exhaustive]
-pub struct Stats {
-    /// Uses, hits, faults, fills, evictions. A use that the policy has not been told of yet counts as a hit.
-    pub pager: PagerStats,
-    /// Bytes and busy time by link.
-    pub traffic: Traffic,
-    /// Waiting, by cause and tier.
-    pub stalls: Vec<StallStats>,
-    /// The policy in use.
-    pub policy: &'static str,
-    /// The caller's own policy that `policy` has replaced. It panicked, or it offered nothing although a page could go.
-    pub policy_replaced: Option<&'static str>,
-    /// Whether the policy followed a plan, declared or recognised, at the last use that it was told of.
-    pub planned: bool,
-    /// The I/O backend in use.
-    pub io: IoBackend,
-    /// Open files that are read through the page cache because their file system refuses O_DIRECT. Only an
-    /// automatically chosen backend does that; a backend asked for by name refuses such files.
-    #[serde(serialize_with = "as_text")]
-    pub buffered_files: Vec<PathBuf>,
-    /// Bytes of a page.
-    pub page_size: PageSize,
-    /// What was chosen where nothing was set, and why. It follows the device budget.
-    pub settings: Settings,
-    /// How far ahead of use fills start. It follows the device budget.
-    pub lookahead: Bytes,
-    /// Device memory in frames now, and the budget.
-    #[serde(serialize_with = "used_of_budget")]
-    pub device: (Bytes, Bytes),
-    /// Host-tier memory in frames now, and the budget.
-    #[serde(serialize_with = "used_of_budget")]
-    pub host: (Bytes, Bytes),
-    /// Frames of the device tier.
-    pub device_frames: FrameStats,
-    /// Frames of the host tier.
-    pub host_frames: FrameStats,
-    /// Page tables that the kernel has now for device memory. If the tables of all frames may exceed 16 MiB, the excess
-    /// counts in the budget, which then holds fewer frames. A GPU has none.
-    pub page_tables: Bytes,
-    /// The scratch file of read-write tensors, once there is one. `None` in a child by `fork`.
-    pub scratch: Option<ScratchStats>,
-    /// The memory of this machine that the runtime may take.
-    pub memory: MemoryStats,
-    /// Spans that were dropped because the kept timeline was full.
-    pub spans_dropped: u64,
-    /// Reads that failed and were tried again.
-    pub read_retries: u64,
-    /// [Walkers](Runtime::walker) that have begun and not ended. [`Runtime::walkers`] says what each has used, and
-    /// where it is.
-    pub walkers: usize,
-    /// How many requests wait for what others hold. A smaller budget that waits for guards is one of them.
-    pub waiting: usize,
-    /// What the tensors of each class have in device memory, and how their pages were found. A use that the policy has
-    /// not been told of yet is not counted here. Classes without tensors are left out.
-    pub classes: Vec<ClassStats>,
-    /// Requests that have waited for a second or more: what each waits for, and who holds it. One line for each, as
-    /// [`Runtime::waiting`] prints it, updated once a second. Empty if there are none.
-    pub long_waits: String,
-}
-
-impl Stats {
-    /// Hits over all uses; 0 where there were none. To compare with the best possible use [`Optimum::actual_ratio`]: a
-    /// long run has more uses than an [`optimum`](Runtime::optimum) covers.
-    pub fn hit_ratio(&self) -> f64 {
-        if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
-    }
-
-    /// Time callers waited, for any cause.
-    pub fn stall_time(&self) -> Duration {
-        self.stalls.iter().map(|stall| stall.time).sum()
-    }
-}
-
-/// The state of the scratch file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct ScratchStats {
-    /// Where it is.
-    #[serde(serialize_with = "one_as_text")]
-    pub folder: PathBuf,
-    /// Its length. It does not shrink when tensors are dropped: the file then has holes.
-    pub size: Bytes,
-    /// The room that the file system has allocated to it, as the file system reports it, its own records included. It
-    /// grows while a tensor is being allocated.
-    pub allocated: Bytes,
-    /// The part of its length that no tensor holds. It takes no room if the file system can punch holes.
-    pub free: Bytes,
-    /// Whether the folder is in memory. Only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
-    pub in_memory: bool,
-}
-
-/// Memory of this machine that a runtime takes when its tiers are full. A table in `docs/architecture.md` says what
-/// counts in which budget, and what counts in none.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct MemoryStats {
-    /// The device budget. Zero if the device tier is a GPU's memory.
-    pub device: Bytes,
-    /// The host budget.
-    pub host: Bytes,
-    /// The staging ring.
-    pub staging: Bytes,
-    /// The room that read-write tensors hold in a scratch file in memory, written or not. Zero if the scratch file is
-    /// on a disk.
-    pub scratch: Bytes,
-    /// The most that page tables can take: those of the device tier's frames (zero for a GPU), plus those of the host
-    /// tier. [`Stats::page_tables`] is what the device tier's frames have now.
-    pub page_tables: Bytes,
-}
-
-impl MemoryStats {
-    /// The sum.
-    pub fn total(&self) -> Bytes {
-        self.device + self.host + self.staging + self.scratch + self.page_tables
-    }
-}
-
 /// Has the policy keep frames for classes of tensors, of so many frames of so many bytes.
 fn keep_for_classes(pager: &mut Pager, floors: &[(SegmentClass, Bytes)], (frames, page): (u32, u64)) -> Result<()> {
     let kept: Vec<_> = floors.iter().map(|(class, floor)| (*class, floor.get().div_ceil(page))).collect();
@@ -242,32 +69,6 @@ fn keep_for_classes(pager: &mut Pager, floors: &[(SegmentClass, Bytes)], (frames
     let message = format!("the policy {} keeps no frames for classes of tensors", pager.policy_state().0);
     Err(Error::new(ErrorKind::InvalidArgument, message)
         .remedy("choose PolicyKind::Plan or PolicyKind::Shares, or keep no frames for classes"))
-}
-
-fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
-    to.serialize_str(&path.to_string_lossy())
-}
-
-/// Paths need not be UTF-8, which JSON is.
-fn as_text<S: Serializer>(paths: &[PathBuf], to: S) -> std::result::Result<S::Ok, S::Error> {
-    to.collect_seq(paths.iter().map(|path| path.to_string_lossy()))
-}
-
-fn used_of_budget<S: Serializer>((used, budget): &(Bytes, Bytes), to: S) -> std::result::Result<S::Ok, S::Error> {
-    let mut pair = to.serialize_struct("Memory", 2)?;
-    pair.serialize_field("used", used)?;
-    pair.serialize_field("budget", budget)?;
-    pair.end()
-}
-
-/// Where a segment's pages are.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct SegmentView {
-    /// The segment.
-    pub id: SegmentId,
-    /// Its pages, in order.
-    pub pages: Vec<PageView>,
 }
 
 impl Runtime {
@@ -374,153 +175,8 @@ impl Runtime {
         })
     }
 
-    fn engine(&self) -> &Engine {
+    pub(crate) fn engine(&self) -> &Engine {
         &self.shared.engine
-    }
-
-    /// Opens a model. `path` is a GGUF or safetensors file, one file of a split model, an `index.json`, or a folder
-    /// with one of them. Reads headers only.
-    ///
-    /// # Errors
-    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
-    pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        self.open_parsed(self.with_descriptors(|| format::open(path.as_ref()))?)
-    }
-
-    /// Opens files. If the process has no descriptor left, the store closes some of its files, and it is tried again.
-    fn with_descriptors<T>(&self, open: impl Fn() -> Result<T>) -> Result<T> {
-        match open() {
-            Err(error) if lacks_descriptors(&error) => {
-                self.engine().store.spare_descriptors();
-                open()
-            }
-            opened => opened,
-        }
-    }
-
-    /// Opens a model whose headers were read before, for example to choose budgets by them. They are not read again.
-    ///
-    /// ```no_run
-    /// use outcore::{Bytes, Runtime, format};
-    ///
-    /// let header = format::open("model.gguf")?;
-    /// let budget = Bytes::new(header.tensor_bytes() / 4);
-    /// let runtime = Runtime::builder().device_budget(budget).open()?;
-    /// let model = runtime.open_parsed(header)?;
-    /// # Ok::<(), outcore::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`ModelChanged`](ErrorKind::ModelChanged) if a file is no longer what it was when its header was read;
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the header was changed and contradicts the files;
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
-    pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
-        self.open_backed(header.into(), Backing::File)
-    }
-
-    /// Opens a model whose tensors can be pinned for writing. The files are never written: a page that was written goes
-    /// to the scratch file when it leaves memory, and comes from there. All other handles of the files, of this runtime
-    /// too, keep the files' bytes. What was written is gone when the last handle is dropped.
-    ///
-    /// The scratch file takes room when a page is written back for the first time, as with
-    /// [`ScratchAllocation::AtWriteBack`]. If there is none, the page stays in memory, and the write is tried again:
-    /// see there. In the [scratch budget](RuntimeBuilder::scratch_budget) all pages of the files count from now on.
-    ///
-    /// ```no_run
-    /// use outcore::{Bytes, Runtime, format};
-    ///
-    /// let runtime = Runtime::builder().device_budget(Bytes::gib(1)).open()?;
-    /// let model = runtime.open_private(format::open("model.safetensors")?)?;
-    /// let weight = model.tensor("lm_head.weight")?;
-    /// runtime.pin_mut(&weight).wait()?.bytes_mut().fill(0);
-    /// # Ok::<(), outcore::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As for [`open_parsed`](Self::open_parsed); [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) and
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) as for [`alloc`](Self::alloc), if every page were written.
-    pub fn open_private(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
-        self.open_backed(header.into(), Backing::CopyOnWrite)
-    }
-
-    fn open_backed(&self, header: Arc<ModelHeader>, backing: Backing) -> Result<Model> {
-        if let Some(dir) = header.files.first().and_then(|file| file.path.parent()) {
-            self.shared.model_dir.get_or_init(|| dir.to_owned());
-        }
-        self.open_with(header, backing, &|file| {
-            let failed = |cause| {
-                let remedy =
-                    "leave the model's files where they are, and see how many a process may have open (ulimit -n)";
-                Error::io(format!("open {}", file.path.display()), cause).remedy(remedy)
-            };
-            self.with_descriptors(|| {
-                let handle = File::open(&file.path).map_err(failed)?;
-                let now = handle.metadata().map_err(failed)?;
-                if FileState::of(&now) != file.state {
-                    return Err(changed_since(file));
-                }
-                self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
-            })
-        })
-    }
-
-    /// Opens a model whose bytes come from a [source](PageSource), such as an object store or a decompressor. The model
-    /// is in one file, GGUF or safetensors. Reads of a source block threads of its own, and hold up no reads of files.
-    ///
-    /// # Errors
-    /// As for [`open_model`](Self::open_model). [`Unsupported`](ErrorKind::Unsupported) for a model in several files.
-    pub fn open_source(&self, source: Arc<dyn PageSource>) -> Result<Model> {
-        let source = Arc::new(CaughtSource::new(source)?);
-        let header = Arc::new(format::open_caught(&source)?);
-        self.open_with(header, Backing::File, &|file| {
-            let store = &self.engine().store;
-            let id = store.add_source(source.clone())?;
-            // The store has taken its identity: a change from here on is noticed there.
-            let state = FileState::of_source(&source);
-            let same = state.and_then(|state| if state == file.state { Ok(id) } else { Err(changed_since(file)) });
-            if same.is_err() {
-                store.remove_file(id);
-            }
-            same
-        })
-    }
-
-    /// Opens a model whose header was read; `add` takes its files into the store.
-    fn open_with(
-        &self,
-        header: Arc<ModelHeader>,
-        backing: Backing,
-        add: &dyn Fn(&ModelFile) -> Result<FileId>,
-    ) -> Result<Model> {
-        self.still_open()?;
-        // Its fields are public, and what tensors say becomes slices of memory.
-        header.check()?;
-        let mut segments = Vec::with_capacity(header.files.len());
-        for (index, file) in header.files.iter().enumerate() {
-            segments.push(self.add_segment(backing, SegmentClass::Weights, file.len, |pages| {
-                let copies = match backing {
-                    Backing::CopyOnWrite => Some(self.reserve_copies(pages)?),
-                    _ => None,
-                };
-                let learned = LearnedHashes::new(self.shared.verify, pages);
-                let file = FromFile { file: add(file)?, model: header.clone(), index: index as u32, learned };
-                Ok(match copies {
-                    Some(copies) => Source::CopyOnWrite { file, copies, written: Written::new(pages) },
-                    None => Source::File(file),
-                })
-            })?);
-        }
-        let mut tensors = HashMap::with_capacity(header.tensors.len());
-        for tensor in &header.tensors {
-            let segment = segments.get(tensor.file as usize).ok_or_else(|| {
-                Error::new(ErrorKind::Internal, format!("tensor {:?} is in a file that is not open", tensor.name))
-            })?;
-            let handle =
-                Tensor::new(segment.clone(), tensor.offset, tensor.len, tensor.dtype, &tensor.shape, &tensor.name);
-            tensors.insert(tensor.name.clone(), handle);
-        }
-        Ok(Model { header, tensors: Arc::new(tensors) })
     }
 
     /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit goes to a scratch file.
@@ -561,135 +217,20 @@ impl Runtime {
             .remedy("choose extents of at least 1"));
         }
         self.still_open()?;
-        let slots = self.reserve_scratch(Bytes::new(bytes), self.shared.scratch_options.allocation)?;
+        let slots = self.shared.reserve_scratch(Bytes::new(bytes), self.shared.scratch_options.allocation)?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { slots, label });
         let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
 
-    fn still_open(&self) -> Result<()> {
+    pub(crate) fn still_open(&self) -> Result<()> {
         let closing = self.engine().change(|pager, _| pager.is_closing())?;
         if closing { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
-    /// Places for the written pages of a file. Which pages these are is known when they are written back, and room is
-    /// taken then.
-    fn reserve_copies(&self, pages: u32) -> Result<InScratch> {
-        let bytes = Bytes::new(u64::from(pages) * self.shared.page_size.bytes());
-        self.reserve_scratch(bytes, ScratchAllocation::AtWriteBack)
-    }
-
-    /// Room for a tensor in the scratch file, which is made for the first one.
-    fn reserve_scratch(&self, bytes: Bytes, allocation: ScratchAllocation) -> Result<InScratch> {
-        let (page_size, options) = (self.shared.page_size, &self.shared.scratch_options);
-        let allows = |file: &ScratchFile, held, more| self.allow_scratch(file, held, more);
-        let reserve = |file: &ScratchFile| file.reserve_if(bytes, allocation, |held, more| allows(file, held, more));
-        let mut scratch = self.shared.scratch.lock();
-        if let Some((file, id)) = scratch.clone() {
-            drop(scratch);
-            let slots = self.when_there_is_room(&file, || reserve(&file))?;
-            return Ok(InScratch { file: id, scratch: file, slots });
-        }
-        // Under the lock: as long as nothing is in it, another folder may be better.
-        let (file, slots) = match &self.shared.scratch_dir {
-            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path), options, reserve)?,
-            Some(dir) => {
-                let file = ScratchFile::create_with(dir, page_size, options.clone())?;
-                if file.is_in_memory() {
-                    tracing::warn!(
-                        dir = %dir.display(),
-                        "the scratch file is in memory: what is written back leaves none, and counts as memory"
-                    );
-                }
-                let slots = reserve(&file)?;
-                (file, slots)
-            }
-        };
-        let id = self.engine().store.add_file(file.handle()?, file.directory().to_owned(), FileUse::Scratch)?;
-        *scratch = Some((file.clone(), id));
-        Ok(InScratch { file: id, scratch: file, slots })
-    }
-
-    /// Reserves again for as long as it is refused while room of tensors that were dropped is on its way back.
-    fn when_there_is_room(&self, file: &ScratchFile, reserve: impl Fn() -> Result<SlotRun>) -> Result<SlotRun> {
-        let deadline = self.engine().io_timeout().and_then(|limit| Instant::now().checked_add(limit));
-        loop {
-            let leaving = file.leaving();
-            let error = match reserve() {
-                Err(error) if leaving.bytes > Bytes::ZERO => error,
-                done => return done,
-            };
-            let kinds = [ErrorKind::DiskFull, ErrorKind::BudgetTooSmall, ErrorKind::OutOfMemory];
-            if !kinds.contains(&error.kind()) {
-                return Err(error);
-            }
-            let there = format!("{} of tensors that were dropped are on their way back", leaving.bytes);
-            if let Err(refused) = may_wait("room in the scratch file") {
-                let remedy = refused.advice().unwrap_or_default();
-                return Err(error.context(format!("{there}, which this thread cannot wait for")).remedy(remedy));
-            }
-            if !file.await_room(leaving, deadline) {
-                return Err(error.context(format!("{there}, and the disk does not get on with them")));
-            }
-        }
-    }
-
-    /// Whether the scratch file may hold so much more.
-    fn allow_scratch(&self, scratch: &ScratchFile, held: Bytes, more: Bytes) -> Result<()> {
-        let folder = scratch.directory().display();
-        let sum = |parts: &[Bytes]| {
-            parts.iter().fold(Bytes::ZERO, |sum, part| Bytes::new(sum.get().saturating_add(part.get())))
-        };
-        if let Some(budget) = self.shared.scratch_budget.filter(|budget| sum(&[held, more]) > *budget) {
-            let message = format!("a scratch budget of {budget} holds no {more} more in {folder}, which has {held}");
-            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
-                .remedy("let tensors go, or give a larger one (RuntimeBuilder::scratch_budget)"));
-        }
-        if !scratch.is_in_memory() {
-            return Ok(());
-        }
-        let raising = self.shared.raising.lock().iter().copied().max().unwrap_or(0);
-        let frames = self.device_frames().max(raising);
-        fits_memory(self.memory_of(frames, sum(&[held, more])), || format!("{more} more of scratch in {folder}"))
-    }
-
-    /// Whether scratch in memory leaves room for a device tier of `frames`. They count from here on in either case.
-    fn allow_frames(&self, frames: u32, budget: Bytes) -> Result<Raising<'_>> {
-        // Before the file is asked for: whoever makes one from now on finds this.
-        let raising = Raising::new(&self.shared.raising, frames);
-        let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
-        let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().process_memory);
-        if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
-            let folder = scratch.directory().display();
-            let what = || format!("a device budget of {budget}, beside scratch in {folder}");
-            scratch.ask(|held| fits_memory(self.memory_of(frames, held), what))?;
-        }
-        Ok(raising)
-    }
-
-    /// Frames that the device tier may have now.
-    fn device_frames(&self) -> u32 {
-        self.engine().look(Pager::device_frames).unwrap_or_default().1
-    }
-
-    /// What of this machine's memory is the runtime's, if its scratch file has so much of it.
-    fn memory(&self, scratch: Bytes) -> MemoryStats {
-        self.memory_of(self.device_frames(), scratch)
-    }
-
-    /// The same with a device tier of `frames`.
-    fn memory_of(&self, frames: u32, scratch: Bytes) -> MemoryStats {
-        let Shared { host_budget: host, staging, frame_tables, page_size, .. } = &*self.shared;
-        let of_frames = |each: u64| Bytes::new(u64::from(frames) * each);
-        let device = if self.engine().process_memory { of_frames(page_size.bytes()) } else { Bytes::ZERO };
-        let host_tables = page_size.pages_for(host.get()) * HostSlab::tables_of_a_frame(*page_size).get();
-        let page_tables = of_frames(frame_tables.get()) + Bytes::new(host_tables);
-        MemoryStats { device, host: *host, staging: *staging, scratch, page_tables }
-    }
-
     /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
-    fn add_segment(
+    pub(crate) fn add_segment(
         &self,
         backing: Backing,
         class: SegmentClass,
@@ -725,60 +266,51 @@ impl Runtime {
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
-    /// Whether device memory is memory of this process. If so, [`pin`](Self::pin) and the calls like it give slices. If
-    /// not, [`pin_device`](Self::pin_device) gives addresses and copies.
+    /// Whether device memory is memory of this process. If so, guards give slices. If not, pin
+    /// [`on_device`](PinRequest::on_device), which gives addresses and copies.
     pub fn host_addressable(&self) -> bool {
         self.engine().host_addressable
     }
 
-    /// Pins a tensor's pages for reading. The request is refused if they can never be resident together. If only guards
-    /// of others are in the way, it waits for them, and holds nothing meanwhile. At most 16 later requests
-    /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)) pass it.
+    /// Pins the pages of [one tensor, or of several](Tensors): brings them into memory, and keeps them there while the
+    /// guard lives. The request can still say [to write](PinRequest::write), [by device
+    /// address](PinRequest::on_device), [for a stream](PinRequest::on), [in a scope](PinRequest::in_scope) or [of a
+    /// walker](PinRequest::of); see [`mod@crate::pin`] for which guard to use.
     ///
-    /// A tensor of another runtime is [refused](ErrorKind::InvalidArgument), here and in the other methods that pin.
+    /// Several tensors are pinned as a unit, all or none: two callers that need sets never hold half each. The request
+    /// is refused if the pages can never be resident together. If only guards of others are in the way, it waits for
+    /// them, and holds nothing meanwhile. At most 16 later requests ([`PASSES_MAX`](crate::pager::PASSES_MAX)) pass it.
+    /// A tensor of another runtime is [refused](ErrorKind::InvalidArgument).
     ///
-    /// If you need several tensors at once, pin them as [a set](Self::pin_set). If you hold guards and need more, pin
-    /// in [a scope](Self::scope): outcore cannot tell that guards outside of scopes wait for each other.
+    /// If you hold guards and need more, pin in [a scope](Self::scope): outcore cannot tell that guards outside of
+    /// scopes wait for each other.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+    /// let [one, other] = [runtime.alloc(DType::U8, &[1000])?, runtime.alloc(DType::U8, &[1000])?];
+    /// runtime.pin(&one).write().wait()?.bytes_mut().fill(7);
+    /// assert_eq!(runtime.pin(&one).wait()?.bytes()[990], 7);
+    /// let both = [one, other];
+    /// assert_eq!(runtime.pin(&both).wait()?.bytes(1)?[990], 0);
+    /// // On any device: addresses, and copies.
+    /// let guard = runtime.pin(&both).on_device().wait()?;
+    /// let mut bytes = [0; 10];
+    /// guard.copy_out(0, 990, &mut bytes)?;
+    /// assert_eq!((bytes, guard.address(0)), ([7; 10], Some(both[0].address())));
+    /// # drop((guard, both));
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
     #[inline]
-    pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor), &self.shared)
-    }
-
-    /// Pins a read-write tensor's pages for writing. No other guard has them meanwhile. Waits and refuses as
-    /// [`pin`](Self::pin) does.
-    #[inline]
-    pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor), &self.shared)
-    }
-
-    /// Pins several tensors' pages for reading, as a unit: all or none. So two callers that need sets can never hold
-    /// half each.
-    pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors), &self.shared)
-    }
-
-    /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; they may share a
-    /// page.
-    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors), &self.shared)
-    }
-
-    /// Lists the requests that wait, what they wait for, and who holds it: look here if nothing goes on. Printed, it
-    /// has a line for each. The call looks at every page, so do not make it in a loop. It holds up no other thread
-    /// while it looks.
-    pub fn waiting(&self) -> Waiting {
-        self.engine().waiting()
+    pub fn pin<'a, T: Tensors + ?Sized>(&self, tensors: &'a T) -> PinRequest<'a, T::Guard> {
+        PinRequest::new(tensors.of(), &self.shared)
     }
 
     /// A builder of scopes. A task that holds guards and needs more pins in a scope: see [`Scope`](crate::Scope).
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::new(self.shared.clone())
-    }
-
-    /// What each pass in progress has used, and where it is. First comes what is pinned without a [`Walker`], then
-    /// walkers in the order in which they began. Takes longer the more there are.
-    pub fn walkers(&self) -> Vec<WalkerStats> {
-        self.engine().recorded(|pager| pager.walker_stats()).unwrap_or_default()
     }
 
     /// Begins a pass over a model, for programs with several passes at a time: see [`Walker`].
@@ -789,144 +321,18 @@ impl Runtime {
         Walker::begin(&self.shared)
     }
 
-    /// Pins several tensors' pages for reading on the device, as a unit. It works on every device: the guard gives
-    /// device addresses, and copies bytes to the host on request. For one tensor pass `std::slice::from_ref(&tensor)`.
-    ///
-    /// ```
-    /// use outcore::{Bytes, DType, Runtime};
-    ///
-    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
-    /// let tensors = [runtime.alloc(DType::U8, &[1000])?];
-    /// runtime.pin_device_mut(&tensors).wait()?.copy_in(0, 990, &[7; 10])?;
-    /// let guard = runtime.pin_device(&tensors).wait()?;
-    /// let mut bytes = [0; 20];
-    /// guard.copy_out(0, 980, &mut bytes)?;
-    /// assert_eq!((bytes[9], bytes[10]), (0, 7));
-    /// assert_eq!(guard.address(0), Some(tensors[0].address()));
-    /// # drop((guard, tensors));
-    /// # runtime.close()?;
-    /// # Ok::<(), outcore::Error>(())
-    /// ```
-    pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors), &self.shared)
-    }
-
-    /// Pins several tensors' pages for reading by work on `stream`, as a unit. The guard may come before the bytes are
-    /// there: the bytes were read and checked, and the device has taken up the copies. The stream is made to wait for
-    /// the copies; no thread waits for the device. When the guard is dropped, the pins end once the stream has got that
-    /// far.
-    ///
-    /// ```
-    /// use outcore::{Bytes, DType, Runtime};
-    ///
-    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
-    /// let tensors = [runtime.alloc(DType::U8, &[1000])?];
-    /// let stream = runtime.compute_stream()?;
-    /// let guard = runtime.pin_device_on(&tensors, &stream).wait()?;
-    /// let bytes = guard.device_bytes(0);
-    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel, which finds the bytes there
-    /// drop(guard); // returns at once; the pages stay until the closure has run
-    /// stream.synchronize()?; // results count from here on
-    /// # drop((stream, tensors));
-    /// # runtime.close()?;
-    /// # Ok::<(), outcore::Error>(())
-    /// ```
-    ///
-    /// The request fails as others do. It also fails with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream
-    /// of another runtime, and for one that is being captured into a graph.
-    pub fn pin_device_on<'a>(
-        &self,
-        tensors: &'a [Tensor],
-        stream: &'a ComputeStream,
-    ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream), &self.shared)
-    }
-
-    /// As [`pin_device`](Self::pin_device), for writing, of read-write tensors. No two of them may share a byte.
-    pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors), &self.shared)
-    }
-
-    /// Splits tensors into sets that each fit in `pages` pages, in order. A larger tensor is split into row ranges.
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit;
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a single row does not.
-    pub fn waves(&self, tensors: &[Tensor], pages: u32) -> Result<Vec<Vec<Tensor>>> {
-        let mut waves: Vec<Vec<Tensor>> = Vec::new();
-        let mut used = 0u64;
-        for tensor in tensors {
-            let mut parts = Vec::new();
-            if tensor.page_count() <= u64::from(pages) {
-                parts.push(tensor.clone());
-            } else {
-                let step = tensor.rows_within(pages)?;
-                let rows = tensor.shape().first().copied().unwrap_or(0);
-                for start in (0..rows).step_by(step as usize) {
-                    parts.push(tensor.rows(start..(start + step).min(rows))?);
-                }
-            }
-            for part in parts {
-                let count = part.page_count();
-                if count > u64::from(pages) {
-                    let page = self.shared.page_size.bytes();
-                    let have = Bytes::new(u64::from(pages).saturating_mul(page));
-                    let what = format!(
-                        "a row of {tensor:?} has {} in {count} pages, but a wave has {pages} ({have})",
-                        part.size()
-                    );
-                    return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(format!(
-                        "make waves of at least {count} pages, or reshape the tensor to shorter rows"
-                    )));
-                }
-                match waves.last_mut() {
-                    Some(wave) if used + count <= u64::from(pages) => wave.push(part),
-                    _ => {
-                        waves.push(vec![part]);
-                        used = 0;
-                    }
-                }
-                used += count;
-            }
-        }
-        Ok(waves)
-    }
-
-    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens. A tensor of
-    /// another runtime is left out.
-    pub fn prefetch(&self, tensor: &Tensor) {
-        if tensor.is_of(&self.shared) {
-            let run = tensor.run();
-            self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
-        }
-    }
-
-    /// As [`prefetch`](Self::prefetch) for each of these tensors, in this order, in one step.
-    pub fn prefetch_all(&self, tensors: &[Tensor]) {
-        let runs = self.runs_of_ours(tensors);
+    /// Suggests that tensors will be used soon, in this order. A hint: where there is no room for them, nothing
+    /// happens. Tensors of another runtime are left out.
+    pub fn prefetch(&self, tensors: &(impl Tensors + ?Sized)) {
+        let runs = Tensor::runs_of(tensors.as_slice(), &self.shared);
         self.engine().with(|pager, fx| pager.prefetch(&runs, fx));
     }
 
-    /// Declares the order in which tensors pinned without a [`Walker`] will be used, again and again, as in passes over
-    /// a model. An empty order withdraws the plan. Each walker has [an order of its own](Walker::plan). A policy that
-    /// follows no plans ignores it. Tensors of other runtimes are left out.
-    pub fn plan(&self, order: &[Tensor]) {
-        self.declare(order, true);
-    }
-
-    /// As [`plan`](Self::plan), for an order that is used once.
-    pub fn plan_once(&self, order: &[Tensor]) {
-        self.declare(order, false);
-    }
-
-    fn declare(&self, order: &[Tensor], cyclic: bool) {
-        let runs = self.runs_of_ours(order);
-        self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
-    }
-
-    fn runs_of_ours(&self, tensors: &[Tensor]) -> Vec<PageRun> {
-        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
-        ours.map(Tensor::run).collect()
+    /// Declares how tensors pinned without a [`Walker`] will be used. An empty order withdraws the plan. Each walker
+    /// has [a plan of its own](Walker::plan). A policy that follows no plans ignores it. Tensors of other runtimes are
+    /// left out.
+    pub fn plan(&self, plan: Plan<'_>) {
+        plan.declare(WalkerId::DEFAULT, &self.shared);
     }
 
     /// Tells that a request is about to use these tensors: blocks of keys and values, from the beginning of a sequence
@@ -953,25 +359,23 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn chain(&self, blocks: &[Tensor]) {
-        let runs = self.runs_of_ours(blocks);
+        let runs = Tensor::runs_of(blocks, &self.shared);
         self.engine().with(|pager, _| pager.chain(&runs));
     }
 
-    /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.
-    /// Returns how many pages it set in motion: none of a tensor of another runtime.
-    pub fn evict(&self, tensor: &Tensor) -> u32 {
-        if !tensor.is_of(&self.shared) {
-            return 0;
-        }
-        let run = tensor.run();
-        self.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
+    /// Evicts the pages of tensors, as far as no guard forbids it. Dirty pages are written back first, in the
+    /// background. Returns how many pages it set in motion: none of a tensor of another runtime.
+    pub fn evict(&self, tensors: &(impl Tensors + ?Sized)) -> u32 {
+        let runs = Tensor::runs_of(tensors.as_slice(), &self.shared);
+        let evict = |pager: &mut Pager, fx: &mut _| runs.iter().map(|run| pager.evict(run.pages(), fx)).sum();
+        self.engine().with(evict).unwrap_or(0)
     }
 
-    /// Tells that the bytes of a tensor are of no use any more: it will be written anew. Pages that lie entirely in it
-    /// and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the next
-    /// time, not read. Other pages stay as they are. So until it is written, each page has its old bytes or zeros.
-    /// Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch file
-    /// keeps what it has of them until they are written back or [wiped](Self::wipe).
+    /// Tells that the bytes of tensors are of no use any more: they will be written anew. Pages that lie entirely in
+    /// one and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the
+    /// next time, not read. Other pages stay as they are. So until they are written, each page has its old bytes or
+    /// zeros. Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch
+    /// file keeps what it has of them until they are written back or [wiped](Self::wipe).
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};
@@ -979,9 +383,9 @@ impl Runtime {
     /// let page = PageSize::new(Bytes::kib(64))?;
     /// let runtime = Runtime::builder().page_size(page).device_budget(Bytes::kib(512)).open()?;
     /// let [one, other] = [runtime.alloc(DType::U8, &[512 << 10])?, runtime.alloc(DType::U8, &[512 << 10])?];
-    /// runtime.pin_mut(&one).wait()?.bytes_mut().fill(1);
+    /// runtime.pin(&one).write().wait()?.bytes_mut().fill(1);
     /// // There is room for one of them.
-    /// runtime.pin_mut(&other).wait()?.bytes_mut().fill(2);
+    /// runtime.pin(&other).write().wait()?.bytes_mut().fill(2);
     /// assert_eq!(runtime.discard(&one), 8);
     /// assert_eq!(runtime.pin(&one).wait()?.bytes()[0], 0);
     /// assert_eq!(runtime.stats().traffic.disk_read, Bytes::ZERO);
@@ -989,12 +393,10 @@ impl Runtime {
     /// # runtime.close()?;
     /// # Ok::<(), outcore::Error>(())
     /// ```
-    pub fn discard(&self, tensor: &Tensor) -> u32 {
-        if !tensor.is_of(&self.shared) {
-            return 0;
-        }
-        let run = tensor.whole_pages();
-        self.engine().with(|pager, fx| pager.discard_bytes(run.pages(), fx)).unwrap_or(0)
+    pub fn discard(&self, tensors: &(impl Tensors + ?Sized)) -> u32 {
+        let runs = Tensor::whole_pages_of(tensors.as_slice(), &self.shared);
+        let discard = |pager: &mut Pager, fx: &mut _| runs.iter().map(|run| pager.discard_bytes(run.pages(), fx)).sum();
+        self.engine().with(discard).unwrap_or(0)
     }
 
     /// Makes zeros of what the scratch file has of tensors besides their newest bytes: what pages had when they were
@@ -1014,11 +416,11 @@ impl Runtime {
     /// let page = PageSize::new(Bytes::kib(64))?;
     /// let runtime = Runtime::builder().page_size(page).device_budget(Bytes::kib(512)).open()?;
     /// let [one, other] = [runtime.alloc(DType::U8, &[512 << 10])?, runtime.alloc(DType::U8, &[512 << 10])?];
-    /// runtime.pin_mut(&one).wait()?.bytes_mut().fill(1);
+    /// runtime.pin(&one).write().wait()?.bytes_mut().fill(1);
     /// // There is room for one of them: the first one is written to the scratch file.
-    /// runtime.pin_mut(&other).wait()?.bytes_mut().fill(2);
+    /// runtime.pin(&other).write().wait()?.bytes_mut().fill(2);
     /// runtime.discard(&one);
-    /// runtime.wipe(&[one.clone()])?;
+    /// runtime.wipe(&one)?;
     /// # drop([one, other]);
     /// # runtime.close()?;
     /// # Ok::<(), outcore::Error>(())
@@ -1030,9 +432,8 @@ impl Runtime {
     ///   [runtime waits](crate::RuntimeBuilder::io_timeout).
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream: it might wait for that
     ///   very thread.
-    pub fn wipe(&self, tensors: &[Tensor]) -> Result<()> {
-        let ours = tensors.iter().filter(|tensor| tensor.is_of(&self.shared));
-        self.engine().wipe(&mut ours.map(Tensor::whole_pages).filter(|run| run.count > 0).collect())
+    pub fn wipe(&self, tensors: &(impl Tensors + ?Sized)) -> Result<()> {
+        self.engine().wipe(&mut Tensor::whole_pages_of(tensors.as_slice(), &self.shared))
     }
 
     /// Tells that what is below the device tier is outdated where pages of a tensor were written, so that it can be
@@ -1091,8 +492,8 @@ impl Runtime {
         }
         let engine = self.engine();
         engine.usable()?;
-        let lookahead = self.shared.page_size.pages_for(self.settings(frames).lookahead.value.get()) as u32;
-        let raising = self.allow_frames(frames, budget)?;
+        let lookahead = self.shared.page_size.pages_for(self.shared.settings(frames).lookahead.value.get()) as u32;
+        let raising = self.shared.allow_frames(frames, budget)?;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
@@ -1132,163 +533,16 @@ impl Runtime {
         self.engine().set_floor(frames)
     }
 
-    /// Counters. Takes microseconds, however many pages and uses there are. What takes longer has a call of its own
-    /// ([`optimum`](Self::optimum), [`worst_pages`](Self::worst_pages)).
+    /// Counters. Takes microseconds, however many pages and uses there are. What takes longer is in
+    /// [`observe`](Self::observe).
     pub fn stats(&self) -> Stats {
-        let engine = self.engine();
-        let page = self.shared.page_size.bytes();
-        let seen = engine.look(|pager| {
-            // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
-            let unseen = engine.unseen();
-            let (state, lookahead) = (pager.policy_state(), pager.lookahead());
-            let tiers = (pager.device_frames(), pager.host_frames(), pager.frames());
-            (pager.stats(), unseen, state, lookahead, tiers, (pager.walkers(), pager.classes()))
-        });
-        let (waiting, long_waits) = engine.waits();
-        let in_a_child = !engine.is_at_home();
-        let (mut pager, unseen, (policy, planned), lookahead, tiers, (walkers, classes)) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, Default::default(), Default::default()));
-        let (device, host, (device_frames, host_frames)) = tiers;
-        pager.uses += unseen;
-        pager.hits += unseen;
-        let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
-        Stats {
-            pager,
-            traffic: self.traffic(),
-            stalls: engine.observer.stalls(),
-            policy,
-            policy_replaced: engine.replaced_policy().map(|replaced| replaced.name),
-            planned,
-            io: engine.store.backend(),
-            buffered_files: if in_a_child { Vec::new() } else { engine.store.buffered_files() },
-            page_size: self.shared.page_size,
-            settings: self.settings(device.1),
-            lookahead: bytes(lookahead),
-            device: (bytes(device.0), bytes(device.1)),
-            host: (bytes(host.0), self.shared.host_budget),
-            device_frames,
-            host_frames,
-            memory: self.memory(self.scratch_in_memory()),
-            page_tables: if in_a_child { Bytes::ZERO } else { engine.device.page_tables() },
-            scratch: self.scratch_stats(),
-            spans_dropped: engine.observer.dropped(),
-            read_retries: engine.store.retries(),
-            walkers,
-            classes,
-            waiting,
-            long_waits: long_waits.to_string(),
-        }
+        Stats::of(&self.shared)
     }
 
-    /// The settings for a device tier of `frames`. Writing the reasons takes longer than the rest of
-    /// [`stats`](Self::stats), so they are kept as long as they hold.
-    fn settings(&self, frames: u32) -> Settings {
-        let found = || self.shared.wanted.settings(self.shared.chosen.clone(), Some(frames));
-        if !self.engine().is_at_home() {
-            return found();
-        }
-        let mut last = self.shared.settings.lock();
-        if last.0 != frames {
-            // The store keeps the depth that it was opened with.
-            let depth = last.1.depth.clone();
-            *last = (frames, Settings { depth, ..found() });
-        }
-        last.1.clone()
-    }
-
-    /// What the scratch file in memory holds. Zero in a child by `fork`: a thread that is not there may hold the file's
-    /// lock.
-    fn scratch_in_memory(&self) -> Bytes {
-        if !self.engine().is_at_home() {
-            return Bytes::ZERO;
-        }
-        let scratch = self.shared.scratch.try_lock();
-        let file = scratch.as_deref().and_then(Option::as_ref).map(|(file, _)| file);
-        file.filter(|file| file.is_in_memory()).map_or(Bytes::ZERO, ScratchFile::held)
-    }
-
-    fn scratch_stats(&self) -> Option<ScratchStats> {
-        self.engine().usable().ok()?;
-        let scratch = self.shared.scratch.try_lock()?;
-        let (file, _) = scratch.as_ref()?;
-        let ScratchRoom { size, allocated, free } = file.room();
-        let (folder, in_memory) = (file.directory().to_owned(), file.is_in_memory());
-        Some(ScratchStats { folder, size, allocated, free, in_memory })
-    }
-
-    /// The most hits that any policy could have had, and the hits there were, on the same uses: the first 262,144. It
-    /// assumes as many frames as the budget ever allowed, and that every page comes on demand. Takes up to a tenth of a
-    /// second of the calling thread, and holds up no other.
-    pub fn optimum(&self) -> Optimum {
-        // A copy shares all but the last few thousand uses, so the latch is soon free again.
-        let trace = self.engine().recorded(|pager| pager.trace()).unwrap_or_default();
-        trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
-    }
-
-    /// The pages that were waited for longest, at most `most`, the worst first. Only pages of tensors that still exist
-    /// count. Looks at every page of every tensor that was ever waited for: a millisecond for a million pages. It holds
-    /// up no other thread.
-    pub fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
-        self.engine().worst_pages(most)
-    }
-
-    /// Bytes and busy time by link: the part of [`stats`](Self::stats) that needs no lock on the pager.
-    pub fn traffic(&self) -> Traffic {
-        if self.engine().usable().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
-    }
-
-    /// Whether the policy is following a plan, declared or recognised.
-    pub fn is_planned(&self) -> bool {
-        self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
-    }
-
-    /// Where the pages of a tensor's segment are, whatever runtime it is of.
-    ///
-    /// The pages are read in slices of 1024. Between two slices other threads may pin, fill and evict, so only the
-    /// pages of one slice are of one moment. In a larger segment a page that moves meanwhile may be seen in its old
-    /// place, and another page already in the frame that the first one had.
-    pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
-        let (id, engine) = (tensor.segment.id, tensor.engine());
-        let count = tensor.segment.words.len();
-        let mut pages = Vec::with_capacity(count);
-        // Apart, because the first touch of new memory is slow, and not for under the latch.
-        let mut slice = Vec::with_capacity(count.min(SNAPSHOT_SLICE));
-        for first in (0..count).step_by(SNAPSHOT_SLICE) {
-            let _ = engine.look(|pager| slice.extend(pager.views(id, first..first + SNAPSHOT_SLICE)));
-            pages.append(&mut slice);
-        }
-        SegmentView { id, pages }
-    }
-
-    /// How many of a tensor's pages each of [`Tier::ALL`] has, whatever runtime it is of. A page counts in the fastest
-    /// tier that has its bytes, and one that was never written as on disk. All pages are of one moment, which holds up
-    /// other threads: ask for a few pages at a time.
-    pub fn tiers(&self, tensor: &Tensor) -> [u64; Tier::ALL.len()] {
-        let (id, run) = (tensor.segment.id, tensor.run());
-        let first = run.first.get() as usize;
-        let mut tiers = [0; Tier::ALL.len()];
-        let _ = tensor.engine().look(|pager| {
-            pager.views(id, first..first + run.count as usize).for_each(|page| tiers[page.tier() as usize] += 1);
-        });
-        tiers
-    }
-
-    /// The spans kept since the last call, if the runtime was opened with a timeline.
-    pub fn take_timeline(&self) -> Vec<Span> {
-        if self.engine().usable().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
-    }
-
-    /// The uses of pages since the last call, in order, if the runtime was opened to [keep
-    /// them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]. Later ones are counted, and lost.
-    pub fn take_uses(&self) -> PageUses {
-        self.engine().recorded(Pager::take_uses).unwrap_or_default()
-    }
-
-    /// Adds a span of the caller's own work to the timeline.
-    pub fn add_span(&self, lane: Lane, what: &'static str, start: Instant, end: Instant) {
-        if self.engine().usable().is_ok() {
-            self.engine().observer.span(lane, what, start, end, String::new);
-        }
+    /// What the runtime knows of itself, in more detail than [`stats`](Self::stats): who waits, where pages are, where
+    /// time went.
+    pub fn observe(&self) -> Observe<'_> {
+        Observe { shared: &self.shared }
     }
 
     /// Failures that no caller was told of, in this order:
@@ -1328,41 +582,6 @@ impl Runtime {
     }
 }
 
-/// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
-const SNAPSHOT_SLICE: usize = 1024;
-
-/// Refuses memory, scratch included, that exceeds what this process may use.
-fn fits_memory(memory: MemoryStats, what: impl Fn() -> String) -> Result<()> {
-    // Where the limit cannot be read, the kernel will say.
-    let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
-    if memory.total() <= limit {
-        return Ok(());
-    }
-    let MemoryStats { device, host, staging, scratch, page_tables } = memory;
-    let message = format!(
-        "{} would be too much memory, of which this process may use {limit}: the scratch file would have {scratch}, the budgets \
-         {device} for the device tier and {host} for the host tier, staging {staging}, and page tables {page_tables}",
-        what()
-    );
-    Err(Error::new(ErrorKind::OutOfMemory, message)
-        .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
-}
-
-/// The host tier is locked, and so takes its memory whether it is used or not.
-fn check_host_budget(budget: Bytes) -> Result<()> {
-    if budget == Bytes::ZERO {
-        return Ok(());
-    }
-    // Where the limit cannot be read, the kernel will say.
-    let Ok(memory) = MemoryLimit::detect() else { return Ok(()) };
-    if budget <= memory.limit {
-        return Ok(());
-    }
-    let message = format!("a host budget of {budget} is more than the {} this process may use", memory.limit);
-    Err(Error::new(ErrorKind::OutOfMemory, message)
-        .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
-}
-
 impl RuntimeBuilder {
     /// Opens the runtime.
     ///
@@ -1373,14 +592,4 @@ impl RuntimeBuilder {
     pub fn open(self) -> Result<Runtime> {
         Runtime::open(self)
     }
-}
-
-fn lacks_descriptors(error: &Error) -> bool {
-    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
-    cause.is_some_and(no_descriptor_left)
-}
-
-fn changed_since(file: &ModelFile) -> Error {
-    let message = format!("{} changed after its header was read", file.path.display());
-    Error::new(ErrorKind::ModelChanged, message).remedy("open the model again")
 }

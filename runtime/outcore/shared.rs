@@ -66,6 +66,22 @@ impl Shared {
     pub(crate) fn page_size(&self) -> PageSize {
         self.page_size
     }
+
+    /// The settings for a device tier of `frames`. Writing the reasons takes longer than
+    /// all other counters, so they are kept as long as they hold.
+    pub(crate) fn settings(&self, frames: u32) -> Settings {
+        let found = || self.wanted.settings(self.chosen.clone(), Some(frames));
+        if !self.engine.is_at_home() {
+            return found();
+        }
+        let mut last = self.settings.lock();
+        if last.0 != frames {
+            // The store keeps the depth that it was opened with.
+            let depth = last.1.depth.clone();
+            *last = (frames, Settings { depth, ..found() });
+        }
+        last.1.clone()
+    }
 }
 
 impl Drop for Shared {

@@ -17,7 +17,7 @@ impl Runtime {
     }
 
     /// Adopts a stream, which stays the caller's. outcore records events on it, makes it wait for fills of tensors that
-    /// are [pinned for it](Self::pin_device_on), and puts nothing else on it unasked.
+    /// are [pinned for it](crate::PinRequest::on), and puts nothing else on it unasked.
     ///
     /// # Safety
     /// The handle is that of a stream, and stays valid until the last clone of the returned stream has been dropped, or

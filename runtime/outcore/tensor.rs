@@ -59,11 +59,67 @@ impl Tensor {
         u64::from(self.run().count)
     }
 
+    /// Splits tensors into sets that each fit in `pages` pages, in order. A larger tensor is split into row ranges.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a single row does not.
+    pub fn waves(tensors: &[Self], pages: u32) -> Result<Vec<Vec<Self>>> {
+        let mut waves: Vec<Vec<Self>> = Vec::new();
+        let mut used = 0u64;
+        for tensor in tensors {
+            let mut parts = Vec::new();
+            if tensor.page_count() <= u64::from(pages) {
+                parts.push(tensor.clone());
+            } else {
+                let step = tensor.rows_within(pages)?;
+                let rows = tensor.shape().first().copied().unwrap_or(0);
+                for start in (0..rows).step_by(step as usize) {
+                    parts.push(tensor.rows(start..(start + step).min(rows))?);
+                }
+            }
+            for part in parts {
+                let count = part.page_count();
+                if count > u64::from(pages) {
+                    let page = tensor.page_size().bytes();
+                    let have = Bytes::new(u64::from(pages).saturating_mul(page));
+                    let what = format!(
+                        "a row of {tensor:?} has {} in {count} pages, but a wave has {pages} ({have})",
+                        part.size()
+                    );
+                    return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(format!(
+                        "make waves of at least {count} pages, or reshape the tensor to shorter rows"
+                    )));
+                }
+                match waves.last_mut() {
+                    Some(wave) if used + count <= u64::from(pages) => wave.push(part),
+                    _ => {
+                        waves.push(vec![part]);
+                        used = 0;
+                    }
+                }
+                used += count;
+            }
+        }
+        Ok(waves)
+    }
+
     /// Whether it belongs to this runtime. A runtime acts on no other tensors: to pin them is an error, and hints about
     /// them are passed over.
     #[inline]
     pub(crate) fn is_of(&self, runtime: &Arc<Shared>) -> bool {
         Arc::ptr_eq(&self.segment.shared, runtime)
+    }
+
+    /// The pages of those tensors that are of this runtime.
+    pub(crate) fn runs_of(tensors: &[Self], runtime: &Arc<Shared>) -> Vec<PageRun> {
+        tensors.iter().filter(|tensor| tensor.is_of(runtime)).map(Self::run).collect()
+    }
+
+    /// The pages of which all bytes are those tensors' that are of this runtime.
+    pub(crate) fn whole_pages_of(tensors: &[Self], runtime: &Arc<Shared>) -> Vec<PageRun> {
+        let ours = tensors.iter().filter(|tensor| tensor.is_of(runtime));
+        ours.map(Self::whole_pages).filter(|run| run.count > 0).collect()
     }
 
     /// The engine of the runtime it belongs to.

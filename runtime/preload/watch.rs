@@ -224,7 +224,7 @@ impl Watch {
     fn write(&self, seen: &mut Seen, runtime: &Runtime) {
         seen.written = Instant::now();
         if let (Some(timeline), Some(path)) = (&mut seen.timeline, &self.report)
-            && let Err(cause) = timeline.add(runtime.take_timeline())
+            && let Err(cause) = timeline.add(runtime.observe().take_timeline())
         {
             say(&format!("{} is not written on: {cause}; {ELSEWHERE}", path.display()));
             seen.timeline = None;
@@ -284,7 +284,7 @@ impl Watch {
         }
         let mut text = what_was_read(&names, &stats, &end, &order);
         if let Limit::Pages(_) = self.limit {
-            text += &format!("\nThe budget was {}.", stats.device.1);
+            text += &format!("\nThe budget was {}.", stats.device.budget);
         }
         let follower = self.follower.try_lock_for(AT_END);
         if let (Some(follower), Limit::Process(limit)) = (follower.as_deref().and_then(Option::as_ref), self.limit) {

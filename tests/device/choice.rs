@@ -63,11 +63,11 @@ fn a_share_of_what_is_free_is_what_the_runtime_has() {
         // Free memory changes all the time, so the budget is only checked against bounds.
         let runtime =
             builder().device(device.clone()).device_budget("1%".parse::<DeviceBudget>().unwrap()).open().unwrap();
-        let (_, budget) = runtime.stats().device;
+        let budget = runtime.stats().device.budget;
         let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
         assert!(budget >= Bytes::kib(64) && budget.get() <= limit.get() / 100, "{budget} of {limit}");
         let tensor = [runtime.alloc(DType::U8, &[1000]).unwrap()];
-        runtime.pin_device_mut(&tensor).wait().unwrap().copy_in(0, 0, &[1; 1000]).unwrap();
+        runtime.pin(&tensor).write().on_device().wait().unwrap().copy_in(0, 0, &[1; 1000]).unwrap();
         drop(tensor);
         runtime.close().unwrap();
         let nothing: DeviceBudget = "1%-1000TiB".parse().unwrap();

@@ -112,7 +112,7 @@ fn a_budget_that_is_not_free_names_who_could_make_room() {
     let error = other.set_device_budget(Bytes::new(51 * PAGE)).unwrap_err();
     let says = ["42.0 MiB more", "40.0 MiB free of 100.0 MiB"];
     assert_explained(&error, ErrorKind::OutOfMemory, &says, &["at most 100.0 MiB", processes]);
-    assert_eq!(other.stats().device.1, Bytes::new(30 * PAGE));
+    assert_eq!(other.stats().device.budget, Bytes::new(30 * PAGE));
     write_and_check(&other, &tensor, 1).unwrap();
     // A runtime that lowers its budget makes room for others.
     other.set_device_budget(Bytes::new(10 * PAGE)).unwrap();
@@ -131,9 +131,9 @@ fn a_budget_may_be_a_share_of_what_is_free() {
     fake.set_device_bytes((101 << 20) + (32 << 10));
     let share = |text: &str| builder(1, 0).device_budget(text.parse::<DeviceBudget>().unwrap());
     let half = share("50%").open().unwrap();
-    assert_eq!(half.stats().device.1, Bytes::mib(50));
+    assert_eq!(half.stats().device.budget, Bytes::mib(50));
     let rest = share("100%-9MiB").open().unwrap();
-    assert_eq!(rest.stats().device.1, Bytes::mib(42));
+    assert_eq!(rest.stats().device.budget, Bytes::mib(42));
     assert_eq!(fake.used_bytes(0), 92 << 20);
     let says = ["10% of what is free, but for 8.0 MiB", "which is 92", "2.0 MiB"];
     assert_refused(share("10%-8MiB"), ErrorKind::BudgetTooSmall, &says, &["at least 2.0 MiB"]);
@@ -153,7 +153,9 @@ fn a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on() {
     let runtime = builder(3, 2).open().unwrap();
     let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
     let step = [table.rows(0..4).unwrap()];
-    for error in [runtime.pin_device(&step).wait().unwrap_err(), runtime.pin_device_mut(&step).wait().unwrap_err()] {
+    for error in
+        [runtime.pin(&step).on_device().wait().unwrap_err(), runtime.pin(&step).write().on_device().wait().unwrap_err()]
+    {
         assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
         let text = error.to_string();
         assert!(text.contains("8.0 MiB") && text.contains("6.0 MiB") && error.advice().is_some(), "{error}");
@@ -282,7 +284,7 @@ fn a_lost_device_names_what_was_only_there() {
         (runtime.alloc(DType::U8, &[4, PAGE]).unwrap(), runtime.alloc(DType::U8, &[PAGE / 2]).unwrap());
     let written = runtime.alloc(DType::U8, &[1, PAGE + 1]).unwrap();
     write_and_check(&runtime, &written, 0).unwrap();
-    while runtime.snapshot(&written).pages.iter().any(|page| page.device.is_resident()) {
+    while runtime.observe().snapshot(&written).pages.iter().any(|page| page.device.is_resident()) {
         runtime.evict(&written);
         std::thread::yield_now();
     }
@@ -291,13 +293,13 @@ fn a_lost_device_names_what_was_only_there() {
     check(&runtime, &model, &file, 0).unwrap();
     for row in [0, 1, 3] {
         let part = [table.rows(row..row + 1).unwrap()];
-        runtime.pin_device_mut(&part).wait().unwrap().copy_in(0, 0, &row_of(&table, row, 0)).unwrap();
+        runtime.pin(&part).write().on_device().wait().unwrap().copy_in(0, 0, &row_of(&table, row, 0)).unwrap();
     }
-    runtime.pin_device_mut(std::slice::from_ref(&single)).wait().unwrap().copy_in(0, 0, &[1; 9]).unwrap();
+    runtime.pin(&single).write().on_device().wait().unwrap().copy_in(0, 0, &[1; 9]).unwrap();
     assert!(runtime.health().is_empty());
     fake.lose_device(ILLEGAL_ADDRESS);
     // This request is the first to notice the loss.
-    runtime.pin_device(std::slice::from_ref(&written)).wait().map(drop).unwrap_err();
+    runtime.pin(&written).on_device().wait().map(drop).unwrap_err();
     let expected = [
         format!("pages 0 to 1 of a read-write tensor U8 [4, {PAGE}] are lost (4.0 MiB)"),
         format!("page 3 of a read-write tensor U8 [4, {PAGE}] is lost (2.0 MiB)"),
@@ -414,15 +416,15 @@ fn slices_are_refused() {
     let tensors = [runtime.alloc(DType::U8, &[100]).unwrap()];
     let errors = [
         runtime.pin(&tensors[0]).wait().unwrap_err(),
-        runtime.pin_mut(&tensors[0]).wait().unwrap_err(),
-        runtime.pin_set(&tensors).wait().unwrap_err(),
-        runtime.pin_set_mut(&tensors).wait().unwrap_err(),
+        runtime.pin(&tensors[0]).write().wait().unwrap_err(),
+        runtime.pin(&tensors).wait().unwrap_err(),
+        runtime.pin(&tensors).write().wait().unwrap_err(),
     ];
     for error in errors {
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert!(error.to_string().contains("cuda:0") && error.advice().unwrap().contains("pin_device"), "{error}");
+        assert!(error.to_string().contains("cuda:0") && error.advice().unwrap().contains("on_device()"), "{error}");
     }
-    let guard = runtime.pin_device(&tensors).wait().unwrap();
+    let guard = runtime.pin(&tensors).on_device().wait().unwrap();
     assert_eq!(guard.address(0), Some(tensors[0].address()));
     assert_eq!(guard.address(1), None);
     assert_eq!(guard.copy_out(0, 90, &mut [0; 11]).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -436,7 +438,7 @@ fn check(runtime: &Runtime, model: &Model, file: &Synthetic, n: usize) -> Result
     let header = model.header().tensor(&format!("t{n}"))?;
     let expected = &file.bytes[header.offset as usize..][..header.len as usize];
     let mut bytes = vec![0; expected.len()];
-    runtime.pin_device(std::slice::from_ref(&tensor)).wait()?.copy_out(0, 0, &mut bytes)?;
+    runtime.pin(&tensor).on_device().wait()?.copy_out(0, 0, &mut bytes)?;
     assert!(bytes == expected, "tensor {n} differs");
     Ok(())
 }
@@ -455,13 +457,13 @@ fn write_and_check(runtime: &Runtime, tensor: &Tensor, pass: u64) -> Result<()> 
     let rows = tensor.shape()[0];
     for row in 0..rows {
         let part = [tensor.rows(row..row + 1)?];
-        runtime.pin_device_mut(&part).wait()?.copy_in(0, 0, &row_of(tensor, row, pass))?;
+        runtime.pin(&part).write().on_device().wait()?.copy_in(0, 0, &row_of(tensor, row, pass))?;
     }
     for row in 0..rows {
         let part = [tensor.rows(row..row + 1)?];
         let expected = row_of(tensor, row, pass);
         let mut bytes = vec![0; expected.len()];
-        runtime.pin_device(&part).wait()?.copy_out(0, 0, &mut bytes)?;
+        runtime.pin(&part).on_device().wait()?.copy_out(0, 0, &mut bytes)?;
         assert!(bytes == expected, "row {row} of pass {pass} differs");
     }
     Ok(())
@@ -487,7 +489,7 @@ fn a_model_streams() {
             }
         }
         let stats = runtime.stats();
-        assert!(stats.traffic.peak_device <= stats.device.1 && stats.pager.evictions > 0, "{stats:?}");
+        assert!(stats.traffic.peak_device <= stats.device.budget && stats.pager.evictions > 0, "{stats:?}");
         drop(model);
         runtime.close().unwrap();
     }
@@ -506,7 +508,7 @@ fn read_write_tensors() {
         let runtime = builder(frames, host).open().unwrap();
         let zeros = [runtime.alloc(DType::U8, &[5000]).unwrap()];
         let mut bytes = [1; 5000];
-        runtime.pin_device(&zeros).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+        runtime.pin(&zeros).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
         assert_eq!(bytes, [0; 5000]);
         // Rows that begin and end within pages.
         let tensor = runtime.alloc(DType::U8, &[9, PAGE - 4096]).unwrap();
@@ -621,14 +623,12 @@ fn closing_waits(before: impl Fn(u64)) {
         let model = runtime.open_model(&file.path).unwrap();
         let tensors: Vec<Tensor> = (0..12).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
         let written = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
-        runtime.pin_device_mut(&written).wait().unwrap().copy_in(0, 0, &[1; 1000]).unwrap();
+        runtime.pin(&written).write().on_device().wait().unwrap().copy_in(0, 0, &[1; 1000]).unwrap();
         tensors.iter().for_each(|tensor| runtime.prefetch(tensor));
         let others = runtime.clone();
         std::thread::scope(|scope| {
             // These requests may end with "closed", but none may hang.
-            scope.spawn(|| {
-                tensors.iter().for_each(|tensor| drop(others.pin_device(std::slice::from_ref(tensor)).wait()))
-            });
+            scope.spawn(|| tensors.iter().for_each(|tensor| drop(others.pin(tensor).on_device().wait())));
             runtime.close().unwrap();
         });
         drop((tensors, model, written, others));
@@ -668,7 +668,7 @@ fn regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device() {
     for round in 0..100 {
         let runtime = builder(1, 0).open().unwrap();
         let tensor = [runtime.alloc(DType::U8, &[100]).unwrap()];
-        let mut guard = runtime.pin_device_mut(&tensor).wait().unwrap();
+        let mut guard = runtime.pin(&tensor).write().on_device().wait().unwrap();
         guard.copy_in(0, 0, &[1; 100]).unwrap();
         runtime.close().unwrap();
         assert_eq!(guard.copy_in(0, 0, &[2; 100]).unwrap_err().kind(), ErrorKind::Closed);

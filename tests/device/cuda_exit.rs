@@ -56,10 +56,11 @@ fn streams_until_the_process_exits() {
             for n in thread.. {
                 let tensor = std::slice::from_ref(&tensors[n % tensors.len()]);
                 match thread {
-                    0 => drop(runtime.pin_device(tensor).wait().unwrap()),
-                    1 => drop(runtime.pin_device_mut(tensor).wait().unwrap()),
+                    0 => drop(runtime.pin(tensor).on_device().wait().unwrap()),
+                    1 => drop(runtime.pin(tensor).write().on_device().wait().unwrap()),
                     _ => runtime
-                        .pin_device_on(tensor, stream)
+                        .pin(tensor)
+                        .on(stream)
                         .wait()
                         .unwrap()
                         .unpin()

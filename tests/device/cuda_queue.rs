@@ -164,7 +164,7 @@ fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
         let tensors: Vec<_> = (0..6)
             .map(|n: u8| {
                 let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
-                let mut guard = runtime.pin_device_mut(std::slice::from_ref(&tensor)).wait().unwrap();
+                let mut guard = runtime.pin(&tensor).write().on_device().wait().unwrap();
                 guard.copy_in(0, 0, &vec![n; PAGE as usize]).unwrap();
                 drop(guard);
                 tensor
@@ -178,7 +178,7 @@ fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..2 * DEPTH {
-                    drop(runtime.pin_device_on(&tensors[..1], &stream).wait().unwrap());
+                    drop(runtime.pin(&tensors[..1]).on(&stream).wait().unwrap());
                 }
                 ended.store(true, Ordering::Release);
             });
@@ -186,7 +186,7 @@ fn regression_pins_that_end_on_a_full_stream_hold_up_no_pass() {
             // Five tensors through the two frames that are left.
             for pass in 0..3 {
                 for n in 1..6 {
-                    let guard = runtime.pin_device(&tensors[n..=n]).wait().unwrap();
+                    let guard = runtime.pin(&tensors[n..=n]).on_device().wait().unwrap();
                     let mut bytes = [0xEE; 64];
                     guard.copy_out(0, pass * 64, &mut bytes).unwrap();
                     assert_eq!(bytes, [n as u8; 64]);

@@ -115,7 +115,7 @@ fn bytes_of(n: u64) -> Vec<u8> {
 fn pages(runtime: &Runtime, count: u64) -> Vec<Tensor> {
     let tensor = |n| {
         let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
-        runtime.pin_device_mut(std::slice::from_ref(&tensor)).wait().unwrap().copy_in(0, 0, &bytes_of(n)).unwrap();
+        runtime.pin(&tensor).write().on_device().wait().unwrap().copy_in(0, 0, &bytes_of(n)).unwrap();
         tensor
     };
     (0..count).map(tensor).collect()
@@ -138,7 +138,7 @@ fn a_guard_ends_behind_the_kernel_that_uses_it() {
         for round in 0..4 {
             let (first, others) =
                 (&tensors[round..=round], [tensors[(round + 1) % 4].clone(), tensors[(round + 2) % 4].clone()]);
-            let guard = runtime.pin_device(first).wait().unwrap();
+            let guard = runtime.pin(first).on_device().wait().unwrap();
             let bytes = guard.device_bytes(0).unwrap();
             assert_eq!((bytes.address.get(), bytes.len), (first[0].address(), Bytes::new(PAGE)));
             fake.hold_stream(foreign.stream.cu_stream(), true);
@@ -147,14 +147,14 @@ fn a_guard_ends_behind_the_kernel_that_uses_it() {
             // A request for both frames waits. The other frame serves all other tensors in turn.
             assert_eq!(runtime.evict(&first[0]), 0, "the kernel has not run yet");
             {
-                let mut both = pin!(runtime.pin_device(&others));
+                let mut both = pin!(runtime.pin(&others).on_device());
                 assert!(is_pending(both.as_mut()));
             }
             for other in tensors.iter().filter(|tensor| tensor.address() != first[0].address()) {
                 let mut byte = [0; 5];
-                runtime.pin_device(std::slice::from_ref(other)).wait().unwrap().copy_out(0, 77, &mut byte).unwrap();
+                runtime.pin(other).on_device().wait().unwrap().copy_out(0, 77, &mut byte).unwrap();
             }
-            let both = runtime.pin_device(&others);
+            let both = runtime.pin(&others).on_device();
             fake.hold_stream(foreign.stream.cu_stream(), false);
             drop(both.wait().unwrap());
             assert!(foreign.read(result, PAGE) == bytes_of(round as u64), "round {round}");
@@ -176,11 +176,11 @@ fn a_guard_that_ends_too_early_is_found() {
         let tensors = pages(&runtime, 3);
         let stream = foreign.adopt(&runtime).unwrap();
         let result = allocate(PAGE as usize);
-        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let guard = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
         drop(guard);
-        drop(runtime.pin_device(&tensors[1..]).wait().unwrap());
+        drop(runtime.pin(&tensors[1..]).on_device().wait().unwrap());
         fake.hold_stream(foreign.stream.cu_stream(), false);
         let findings = fake.take_findings();
         assert!(findings.iter().any(|finding| finding.starts_with("in-flight: cuMemUnmap")), "{findings:#?}");
@@ -206,7 +206,7 @@ fn what_a_kernel_writes_is_written_back_after_it() {
         for (n, stream) in [&adopted, &made, &adopted].into_iter().enumerate() {
             let (from, to) = (&tensors[n..=n], [tensors[(n + 1) % 3].clone()]);
             let (read, written) =
-                (runtime.pin_device(from).wait().unwrap(), runtime.pin_device_mut(&to).wait().unwrap());
+                (runtime.pin(from).on_device().wait().unwrap(), runtime.pin(&to).write().on_device().wait().unwrap());
             let (source, target) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
             foreign.launch(stream.raw().unwrap(), source.address, target.address.get(), PAGE);
             read.unpin_after(stream).unwrap();
@@ -215,7 +215,7 @@ fn what_a_kernel_writes_is_written_back_after_it() {
         }
         for tensor in &tensors {
             let mut bytes = vec![0; PAGE as usize];
-            runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            runtime.pin(tensor).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
             assert!(bytes == bytes_of(0));
         }
         drop((adopted, made, tensors));
@@ -234,7 +234,7 @@ fn closing_waits_for_guards_that_end_behind_kernels() {
             let runtime = builder(2, 0).open().unwrap();
             let tensors = pages(&runtime, 2);
             let stream = foreign.adopt(&runtime).unwrap();
-            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let guard = runtime.pin(&tensors).on_device().wait().unwrap();
             fake.hold_stream(foreign.stream.cu_stream(), true);
             foreign.launch(stream.raw().unwrap(), guard.device_bytes(1).unwrap().address, result, PAGE);
             guard.unpin_after(&stream).unwrap();
@@ -272,7 +272,7 @@ fn a_kernel_that_faults_is_the_cause_of_every_later_error() {
         let runtime = builder(2, 0).open().unwrap();
         let tensors = pages(&runtime, 3);
         let stream = foreign.adopt(&runtime).unwrap();
-        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let guard = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
         let beyond = guard.device_bytes(0).unwrap().address.offset(1 << 30);
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch(stream.raw().unwrap(), beyond, tensors[0].address(), 16);
@@ -280,7 +280,7 @@ fn a_kernel_that_faults_is_the_cause_of_every_later_error() {
         fake.hold_stream(foreign.stream.cu_stream(), false);
         let error = stream.synchronize().unwrap_err();
         assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
-        let error = runtime.pin_device(&tensors[1..]).wait().map(drop).unwrap_err();
+        let error = runtime.pin(&tensors[1..]).on_device().wait().map(drop).unwrap_err();
         assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
         drop((stream, tensors));
         let error = runtime.close().unwrap_err();
@@ -300,7 +300,7 @@ fn streams_that_cannot_be_used_are_refused_and_the_guard_comes_back() {
         let tensors = pages(&runtime, 1);
         let stream = foreign.adopt(&runtime).unwrap();
         let theirs = other.compute_stream().unwrap();
-        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        let guard = runtime.pin(&tensors).on_device().wait().unwrap();
         let refused = guard.unpin_after(&theirs).unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument);
         assert!(refused.error.advice().is_some() && refused.to_string().contains("different runtimes"), "{refused}");
@@ -333,7 +333,7 @@ fn streams_that_cannot_be_used_are_refused_and_the_guard_comes_back() {
         let host = Runtime::builder().device_budget(Bytes::mib(4)).open().unwrap();
         assert_eq!(foreign.adopt(&host).unwrap_err().kind(), ErrorKind::Unsupported);
         assert_eq!(host.compute_stream().unwrap().raw().unwrap_err().kind(), ErrorKind::Unsupported);
-        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        let guard = runtime.pin(&tensors).on_device().wait().unwrap();
         runtime.clone().close().unwrap();
         let refused = guard.unpin_after(&stream).unwrap_err();
         assert_eq!(refused.error.kind(), ErrorKind::Closed);
@@ -407,7 +407,7 @@ fn kernels_read_while_calls_fail(
                 let stream = runtime.compute_stream()?;
                 let raw = stream.raw()?;
                 for at in [0, 1, 0] {
-                    let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
+                    let guard = runtime.pin(&tensors[at..=at]).on_device().wait()?;
                     stream.call(|| ());
                     // A kernel that is not launched reads nothing, so the error does not matter.
                     let _ = foreign.try_launch(raw, tensors[at].address(), *result, 1 << 20);
@@ -441,7 +441,7 @@ fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
             let tensors = pages(&runtime, 2);
             let stream = foreign.adopt(&runtime).unwrap();
             let result = allocate(PAGE as usize);
-            let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+            let guard = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
             fake.hold_stream(foreign.stream.cu_stream(), true);
             foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
             let fired = fake.fired();
@@ -449,7 +449,7 @@ fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
             end(guard, &stream).unwrap();
             assert_eq!(fake.fired() - fired, count, "{call}");
             assert_eq!(runtime.evict(&tensors[0]), 0, "{call}: the kernel has not run");
-            let mut next = Box::pin(runtime.pin_device(&tensors[1..]));
+            let mut next = Box::pin(runtime.pin(&tensors[1..]).on_device());
             assert!(is_pending(next.as_mut()), "{call}");
             fake.hold_stream(foreign.stream.cu_stream(), false);
             drop(wait_for_future(next).unwrap());
@@ -476,16 +476,16 @@ fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
         let tensors = pages(&runtime, 2);
         let stream = foreign.adopt(&runtime).unwrap();
         let result = allocate(PAGE as usize);
-        let read = runtime.pin_device(&tensors[..1]).wait().unwrap();
-        let written = runtime.pin_device_mut(&tensors[1..]).wait().unwrap();
+        let read = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
+        let written = runtime.pin(&tensors[1..]).write().on_device().wait().unwrap();
         fake.hold_stream(foreign.stream.cu_stream(), true);
         foreign.launch(stream.raw().unwrap(), read.device_bytes(0).unwrap().address, result, PAGE);
         foreign.begin_capture();
         let errors: [outcore::Error; 2] =
             [read.unpin_after(&stream).unwrap_err().into(), written.unpin_after(&stream).unwrap_err().into()];
         assert!(errors.iter().all(|error| error.kind() == ErrorKind::InvalidArgument), "{errors:?}");
-        assert!(is_pending(pin!(runtime.pin_device_mut(&tensors[..1])).as_mut()), "it is still read");
-        assert!(is_pending(pin!(runtime.pin_device(&tensors[1..])).as_mut()), "it is still written");
+        assert!(is_pending(pin!(runtime.pin(&tensors[..1]).write().on_device()).as_mut()), "it is still read");
+        assert!(is_pending(pin!(runtime.pin(&tensors[1..]).on_device()).as_mut()), "it is still written");
         drop(foreign.end_capture());
         fake.hold_stream(foreign.stream.cu_stream(), false);
         stream.synchronize().unwrap();
@@ -494,11 +494,11 @@ fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
         let other = builder(1, 0).open().unwrap();
         let theirs = pages(&other, 1);
         let of_theirs = other.compute_stream().unwrap();
-        let guard = other.pin_device(&theirs).wait().unwrap();
+        let guard = other.pin(&theirs).on_device().wait().unwrap();
         other.clone().close().unwrap();
         let error: outcore::Error = guard.unpin_after(&of_theirs).unwrap_err().into();
         assert_eq!(error.kind(), ErrorKind::Closed);
-        assert_eq!(other.snapshot(&theirs[0]).pages[0].device.pins, 0);
+        assert_eq!(other.observe().snapshot(&theirs[0]).pages[0].device.pins, 0);
         free(result).unwrap();
         drop((stream, tensors, of_theirs, theirs, other));
         runtime.close().unwrap();
@@ -526,7 +526,7 @@ fn regression_a_closure_is_no_part_of_a_graph() {
             let ran = Arc::clone(&ran);
             move || ran.store(true, Ordering::Release)
         };
-        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        let guard = runtime.pin(&tensors).on_device().wait().unwrap();
         foreign.begin_capture();
         foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
         stream.call(run());
@@ -577,7 +577,7 @@ fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
             let tensors = pages(&runtime, 2);
             let stream = foreign.adopt(&runtime).unwrap();
             let runs = Arc::new(AtomicU32::new(0));
-            let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+            let guard = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
             let before = fake.calls(call);
             fake.hold_calls(call, true);
             std::thread::scope(|scope| {
@@ -601,7 +601,7 @@ fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
             foreign.stream.synchronize().unwrap();
             assert_eq!(runs.load(Ordering::Relaxed), u32::from(!captured));
             guard.unpin_after(&stream).unwrap();
-            drop(runtime.pin_device(&tensors).wait().unwrap());
+            drop(runtime.pin(&tensors).on_device().wait().unwrap());
             drop((graph, stream, tensors));
             runtime.close().unwrap();
             drop(foreign);
@@ -631,7 +631,7 @@ fn regression_the_default_stream_is_left_alone_while_a_stream_it_waits_for_is_ca
         foreign.context.bind_to_thread().unwrap();
         // SAFETY: a place for the result; the stream is destroyed below.
         unsafe { sys::cuStreamCreate(&raw mut blocking, 0) }.result().unwrap();
-        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let guard = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream was made above.
         unsafe { cudarc::driver::result::stream::begin_capture(blocking, mode) }.unwrap();
@@ -648,10 +648,10 @@ fn regression_the_default_stream_is_left_alone_while_a_stream_it_waits_for_is_ca
         }
         // Then it serves like any other, also for copies.
         refused.guard.unpin_after(&default).unwrap();
-        let guard = runtime.pin_device_on(&tensors[1..], &default).wait().unwrap();
+        let guard = runtime.pin(&tensors[1..]).on(&default).wait().unwrap();
         foreign.launch(RawStream::new(std::ptr::null_mut()), guard.device_bytes(0).unwrap().address, result, PAGE);
         drop(guard);
-        let again = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let again = runtime.pin(&tensors[..1]).on_device().wait().unwrap();
         drop(again);
         default.synchronize().unwrap();
         assert!(foreign.read(result, PAGE).len() as u64 == PAGE);
@@ -679,7 +679,7 @@ fn regression_a_capture_between_a_mark_and_its_event_stays_valid() {
             let tensors = pages(&runtime, 1);
             let stream = foreign.adopt(&runtime).unwrap();
             let result = allocate(PAGE as usize);
-            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let guard = runtime.pin(&tensors).on_device().wait().unwrap();
             let address = guard.device_bytes(0).unwrap().address;
             let before = fake.calls("cuEventRecord");
             fake.hold_calls("cuEventRecord", true);
@@ -713,12 +713,12 @@ fn regression_a_capture_between_a_mark_and_its_event_stays_valid() {
 }
 
 fn pin_copy(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
-    runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap().copy_in(0, 0, bytes).unwrap();
+    runtime.pin(tensor).write().on_device().wait().unwrap().copy_in(0, 0, bytes).unwrap();
 }
 
 /// Whether any page of the tensor's segment has a valid frame.
 fn is_resident(runtime: &Runtime, tensor: &Tensor) -> bool {
-    runtime.snapshot(tensor).pages.iter().any(|page| page.device.is_resident())
+    runtime.observe().snapshot(tensor).pages.iter().any(|page| page.device.is_resident())
 }
 
 #[test]
@@ -736,14 +736,16 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
         let output = [runtime.alloc(DType::U8, &[5 << 20]).unwrap()];
         let stream = foreign.adopt(&runtime).unwrap();
 
-        let (read, written) =
-            (runtime.pin_device(&weights).wait().unwrap(), runtime.pin_device_mut(&output).wait().unwrap());
+        let (read, written) = (
+            runtime.pin(&weights).on_device().wait().unwrap(),
+            runtime.pin(&output).write().on_device().wait().unwrap(),
+        );
         let (from, to) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
         // This capture mode forbids the most. The runtime goes on meanwhile.
         foreign.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
         foreign.launch(stream.raw().unwrap(), from.address, to.address.get(), from.len.get() / 2);
         let elsewhere = [model.tensor("t1").unwrap().rows((2 << 20)..(2 << 20) + 100).unwrap()];
-        drop(runtime.pin_device(&elsewhere).wait().unwrap());
+        drop(runtime.pin(&elsewhere).on_device().wait().unwrap());
         let half = from.len.get() / 2;
         foreign.launch(
             stream.raw().unwrap(),
@@ -762,24 +764,26 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
         for round in 0..3 {
             // Evicts everything: other pages take all frames, in a different order each round.
             let away: Vec<Tensor> = (0..7).map(|n| others[(n * 5 + round) % 7].clone()).collect();
-            drop(runtime.pin_device(&away).wait().unwrap());
+            drop(runtime.pin(&away).on_device().wait().unwrap());
             assert!(!is_resident(&runtime, &weights[0]) && !is_resident(&runtime, &output[0]));
             pin_copy(&runtime, &output[0], &vec![round as u8; 5 << 20]);
 
-            let (read, written) =
-                (runtime.pin_device(&weights).wait().unwrap(), runtime.pin_device_mut(&output).wait().unwrap());
+            let (read, written) = (
+                runtime.pin(&weights).on_device().wait().unwrap(),
+                runtime.pin(&output).write().on_device().wait().unwrap(),
+            );
             assert_eq!((read.device_bytes(0), written.device_bytes(0)), (Some(from), Some(to)), "one address for life");
             graph.launch().unwrap();
             read.unpin_after(&stream).unwrap();
             written.unpin_after(&stream).unwrap();
             let mut bytes = vec![0; 5 << 20];
-            runtime.pin_device(&output).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            runtime.pin(&output).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
             assert!(bytes == expected, "round {round}");
         }
         fake.expect_clean();
 
         // Without pins the pages are not mapped when the graph runs, and the driver reports that.
-        drop(runtime.pin_device(&others).wait().unwrap());
+        drop(runtime.pin(&others).on_device().wait().unwrap());
         graph.launch().unwrap();
         let error = stream.synchronize().unwrap_err();
         assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
@@ -801,7 +805,7 @@ fn a_dlpack_consumer_reads_on_its_own_stream() {
         let stream = foreign.adopt(&runtime).unwrap();
         let result = allocate(PAGE as usize);
         let rows = [tensors[1].reshape(&[4, PAGE / 4]).unwrap().rows(1..3).unwrap()];
-        let view = runtime.pin_device(&rows).wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
+        let view = runtime.pin(&rows).on_device().wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
         let tensor = *view.tensor();
         assert_eq!((tensor.device.device_type, tensor.device.device_id), (DLDeviceType::kDLCUDA, 0));
         assert_eq!((tensor.ndim, tensor.data as u64), (2, rows[0].address()));
@@ -814,7 +818,7 @@ fn a_dlpack_consumer_reads_on_its_own_stream() {
         unsafe { managed.as_ref().deleter.unwrap()(managed.as_ptr()) };
         assert_eq!(runtime.evict(&tensors[1]), 0, "its kernel has not run");
         let others = [tensors[0].clone(), tensors[2].clone()];
-        let both = runtime.pin_device(&others);
+        let both = runtime.pin(&others).on_device();
         fake.hold_stream(foreign.stream.cu_stream(), false);
         drop(both.wait().unwrap());
         assert!(foreign.read(result, PAGE / 2) == bytes_of(1)[PAGE as usize / 4..][..PAGE as usize / 2]);
@@ -851,8 +855,8 @@ fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
                 continue;
             }
             let stream = &streams[random.below(4) as usize];
-            let read = runtime.pin_device(&tensors[from..=from]).wait().unwrap();
-            let written = runtime.pin_device_mut(&tensors[to..=to]).wait().unwrap();
+            let read = runtime.pin(&tensors[from..=from]).on_device().wait().unwrap();
+            let written = runtime.pin(&tensors[to..=to]).write().on_device().wait().unwrap();
             let (source, target) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
             foreign.launch(stream.raw().unwrap(), source.address, target.address.get(), PAGE);
             read.unpin_after(stream).unwrap();
@@ -861,7 +865,7 @@ fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
         }
         for (tensor, holds) in tensors.iter().zip(holds) {
             let mut bytes = vec![0; PAGE as usize];
-            runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            runtime.pin(tensor).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
             assert!(bytes == bytes_of(holds), "seed {seed}");
         }
         assert!(runtime.stats().pager.evictions > 20, "{:?}", runtime.stats().pager);
@@ -892,9 +896,9 @@ fn absent(runtime: &Runtime, before: Before, file: &models::Synthetic) -> (Tenso
     let tensor = model.tensor("t0").unwrap().rows(start..start + PAGE).unwrap();
     let bytes = file.bytes[PAGE as usize..2 * PAGE as usize].to_vec();
     if before == Before::InHostMemory {
-        drop(runtime.pin_device(std::slice::from_ref(&tensor)).wait().unwrap());
+        drop(runtime.pin(&tensor).on_device().wait().unwrap());
         runtime.evict(&tensor);
-        let page = || runtime.snapshot(&tensor).pages[1];
+        let page = || runtime.observe().snapshot(&tensor).pages[1];
         wait_for("the page to leave for host memory", || page().device.state == State::Empty);
         assert!(page().host);
     }
@@ -903,7 +907,7 @@ fn absent(runtime: &Runtime, before: Before, file: &models::Synthetic) -> (Tenso
 
 /// The state and the pins of the segment's second page, which is the one that `absent` gives, or of its only page.
 fn state_of(runtime: &Runtime, tensor: &Tensor) -> (State, u32) {
-    let pages = runtime.snapshot(tensor).pages;
+    let pages = runtime.observe().snapshot(tensor).pages;
     let page = pages[pages.len().min(2) - 1];
     (page.device.state, page.device.pins)
 }
@@ -921,13 +925,13 @@ fn a_pin_for_a_stream_is_there_while_every_stream_is_held_up() {
         let result = allocate(PAGE as usize);
         fake.hold(true);
         // From here on no stream copies anything.
-        let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
+        let pin = runtime.pin(one).on(&stream).wait().unwrap();
         assert_eq!(state_of(&runtime, &tensor), (State::Filling, 1), "{before:?}");
         // A pin for the host waits for the bytes. A pin for a stream does not.
-        let mut bytes_there = Box::pin(runtime.pin_device(one));
+        let mut bytes_there = Box::pin(runtime.pin(one).on_device());
         assert!(is_pending(bytes_there.as_mut()));
         let another = runtime.compute_stream().unwrap();
-        drop(runtime.pin_device_on(one, &another).wait().unwrap());
+        drop(runtime.pin(one).on(&another).wait().unwrap());
         let bytes = pin.device_bytes(0).unwrap();
         foreign.launch(stream.raw().unwrap(), bytes.address, result, bytes.len.get());
         pin.unpin().unwrap();
@@ -972,11 +976,11 @@ fn a_pin_that_is_dropped_before_its_bytes_are_there_keeps_the_page() {
             let (first, others) =
                 (&tensors[round..=round], [tensors[(round + 1) % 6].clone(), tensors[(round + 2) % 6].clone()]);
             fake.hold(true);
-            let pin = runtime.pin_device_on(first, &stream).wait().unwrap();
+            let pin = runtime.pin(first).on(&stream).wait().unwrap();
             foreign.launch(stream.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
             drop(pin);
             // Both frames are wanted, and one is still the page's.
-            let mut both = pin!(runtime.pin_device_on(&others, &stream));
+            let mut both = pin!(runtime.pin(&others).on(&stream));
             assert!(is_pending(both.as_mut()));
             fake.hold(false);
             let both = wait_for_future(both);
@@ -1013,9 +1017,9 @@ fn a_fill_that_fails_behind_a_pin_costs_the_device_and_nobody_waits_for_ever() {
                 let stream = foreign.adopt(&runtime).unwrap();
                 let result = allocate(PAGE as usize);
                 fake.hold(true);
-                let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
+                let pin = runtime.pin(one).on(&stream).wait().unwrap();
                 foreign.launch(stream.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
-                let (mut kept, mut waiting) = (Some(pin), Box::pin(runtime.pin_device(one)));
+                let (mut kept, mut waiting) = (Some(pin), Box::pin(runtime.pin(one).on_device()));
                 assert!(is_pending(waiting.as_mut()));
                 if ended {
                     kept.take().unwrap().unpin().unwrap();
@@ -1028,8 +1032,8 @@ fn a_fill_that_fails_behind_a_pin_costs_the_device_and_nobody_waits_for_ever() {
                 failed(stream.synchronize().unwrap_err());
                 failed(wait_for_future(waiting).map(drop).unwrap_err());
                 // As long as the page is lent it is not filled again.
-                failed(runtime.pin_device(one).wait().map(drop).unwrap_err());
-                failed(runtime.pin_device_on(one, &stream).wait().map(drop).unwrap_err());
+                failed(runtime.pin(one).on_device().wait().map(drop).unwrap_err());
+                failed(runtime.pin(one).on(&stream).wait().map(drop).unwrap_err());
                 drop(kept);
                 wait_for("the frame to be given back", || state_of(&runtime, &tensor) == (State::Empty, 0));
                 drop((stream, tensor));
@@ -1056,18 +1060,18 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
             error.kind() == ErrorKind::InvalidArgument && error.to_string().contains("captured")
         };
 
-        let early = runtime.pin_device_on(one, &stream).wait().unwrap();
+        let early = runtime.pin(one).on(&stream).wait().unwrap();
         fake.hold(true);
         // Two pages: a lone one would be mapped on this thread.
         let late = [runtime.alloc(DType::U8, &[2 * PAGE]).unwrap()];
-        let mut request = Box::pin(runtime.pin_device_on(&late, &stream));
+        let mut request = Box::pin(runtime.pin(&late).on(&stream));
         // Whether it waits for the mapping or not, the capture begins before the stream waits for the fill.
         fake.hold_calls("cuMemMap", true);
         assert!(is_pending(request.as_mut()));
         foreign.stream.begin_capture(mode).unwrap();
         fake.hold_calls("cuMemMap", false);
         assert!(is_captured(&wait_for_future(request).map(drop).unwrap_err()));
-        assert!(is_captured(&runtime.pin_device_on(one, &stream).wait().map(drop).unwrap_err()));
+        assert!(is_captured(&runtime.pin(one).on(&stream).wait().map(drop).unwrap_err()));
         assert!(is_captured(&early.copy_out(0, 0, &mut [0]).unwrap_err()));
         let refused = early.unpin().unwrap_err();
         assert!(is_captured(&refused.error));
@@ -1077,7 +1081,7 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
         refused.guard.unpin().unwrap();
         stream.synchronize().unwrap();
         assert_eq!(state_of(&runtime, &tensor).1, 0);
-        let unpinned = || runtime.snapshot(&late[0]).pages.iter().all(|page| page.device.pins == 0);
+        let unpinned = || runtime.observe().snapshot(&late[0]).pages.iter().all(|page| page.device.pins == 0);
         assert!(unpinned(), "of the request that failed nothing is left");
         drop((stream, tensor, late));
         runtime.close().unwrap();
@@ -1090,7 +1094,7 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
         let runtime = builder(2, 0).open().unwrap();
         let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
         let stream = foreign.adopt(&runtime).unwrap();
-        let pin = runtime.pin_device_on(std::slice::from_ref(&tensor), &stream).wait().unwrap();
+        let pin = runtime.pin(&tensor).on(&stream).wait().unwrap();
         foreign.stream.begin_capture(mode).unwrap();
         drop(pin);
         drop(foreign.stream.end_capture(flags).unwrap());
@@ -1136,8 +1140,8 @@ fn kernels_on_many_streams_run_ahead_of_the_copies_and_see_the_right_bytes() {
                 Some(other) => (&memory[other..=other], holds[other].clone()),
                 None => (&weights[from..=from], file.bytes[(from + 1) * PAGE as usize..][..PAGE as usize].to_vec()),
             };
-            let written = runtime.pin_device_mut(&memory[to..=to]).wait().unwrap();
-            let read = runtime.pin_device_on(source, stream).wait().unwrap();
+            let written = runtime.pin(&memory[to..=to]).write().on_device().wait().unwrap();
+            let read = runtime.pin(source).on(stream).wait().unwrap();
             let (at, target) = (read.device_bytes(0).unwrap().address, written.device_bytes(0).unwrap().address);
             foreign.launch(stream.raw().unwrap(), at, target.get(), PAGE);
             if random.one_in(2) {
@@ -1150,7 +1154,7 @@ fn kernels_on_many_streams_run_ahead_of_the_copies_and_see_the_right_bytes() {
         }
         for (tensor, holds) in memory.iter().zip(holds) {
             let mut bytes = vec![0; PAGE as usize];
-            let pin = runtime.pin_device_on(std::slice::from_ref(tensor), &streams[1]).wait().unwrap();
+            let pin = runtime.pin(tensor).on(&streams[1]).wait().unwrap();
             pin.copy_out(0, 0, &mut bytes).unwrap();
             assert!(bytes == holds, "seed {seed}");
         }
@@ -1174,7 +1178,7 @@ fn a_kernel_on_another_stream_than_the_pins_is_found() {
         let (stream, wrong) = (runtime.compute_stream().unwrap(), runtime.compute_stream().unwrap());
         let result = allocate(PAGE as usize);
         fake.hold(true);
-        let pin: StreamPin = runtime.pin_device_on(std::slice::from_ref(&tensor), &stream).wait().unwrap();
+        let pin: StreamPin = runtime.pin(&tensor).on(&stream).wait().unwrap();
         foreign.launch(wrong.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
         let findings = fake.take_findings();
         assert!(findings.iter().any(|finding| finding.starts_with("race")), "{findings:#?}");
@@ -1201,7 +1205,7 @@ fn whatever_call_fails_a_stream_gets_the_files_bytes_or_an_error() {
             let tensors = [model.tensor("t0")?, model.tensor("t1")?];
             let stream = runtime.compute_stream()?;
             for at in [0, 1, 0] {
-                let pin = runtime.pin_device_on(&tensors[at..=at], &stream).wait()?;
+                let pin = runtime.pin(&tensors[at..=at]).on(&stream).wait()?;
                 let mut bytes = vec![0; 1 << 20];
                 pin.copy_out(0, 0, &mut bytes)?;
                 let offset = model.header().tensor(&format!("t{at}"))?.offset as usize;
@@ -1230,11 +1234,11 @@ fn regression_what_a_closure_drops_or_asks_for_makes_no_call_there() {
             let runtime = builder(3, 0).open().unwrap();
             let tensors = pages(&runtime, 3);
             let stream = foreign.adopt(&runtime).unwrap();
-            let [first, second, third] = [0, 1, 2].map(|at| runtime.pin_device(&tensors[at..=at]).wait().unwrap());
-            let on_stream = runtime.pin_device_on(&tensors[..1], &stream).wait().unwrap();
+            let [first, second, third] = [0, 1, 2].map(|at| runtime.pin(&tensors[at..=at]).on_device().wait().unwrap());
+            let on_stream = runtime.pin(&tensors[..1]).on(&stream).wait().unwrap();
             // Not written yet: its page has only to be mapped and zeroed once there is a frame.
             let wanted = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
-            let mut waiting = Box::pin(runtime.pin_device(&wanted));
+            let mut waiting = Box::pin(runtime.pin(&wanted).on_device());
             assert!(is_pending(waiting.as_mut()));
             let gone = runtime.alloc(DType::U8, &[PAGE]).unwrap();
             let another = runtime.compute_stream().unwrap();
@@ -1278,7 +1282,7 @@ fn regression_what_a_closure_drops_or_asks_for_makes_no_call_there() {
             let tensors = pages(&runtime, 1);
             let stream = runtime.compute_stream().unwrap();
             let (go, gone) = std::sync::mpsc::channel::<()>();
-            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let guard = runtime.pin(&tensors).on_device().wait().unwrap();
             let on = stream.clone();
             stream.call(move || {
                 let _ = gone.recv();
@@ -1322,7 +1326,7 @@ fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
             let runtime = builder(2, 0).open().unwrap();
             let tensors = pages(&runtime, 1);
             let stream = foreign.adopt(&runtime).unwrap();
-            let pins = [(); 2].map(|()| runtime.pin_device_on(&tensors, &stream).wait().unwrap());
+            let pins = [(); 2].map(|()| runtime.pin(&tensors).on(&stream).wait().unwrap());
             foreign.launch_at(stream.raw().unwrap(), 0, 0, 0);
             let [ended, pin] = pins;
             // Now the reaper asks about the stream.
@@ -1335,7 +1339,7 @@ fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
                 });
                 wait_for("the copy", || fake.calls("cuMemcpyDtoHAsync") > before);
                 let other = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
-                drop(runtime.pin_device(&other).wait().unwrap());
+                drop(runtime.pin(&other).on_device().wait().unwrap());
                 assert!(!may_end.load(Ordering::Acquire), "the kernel still runs");
                 may_end.store(true, Ordering::Release);
                 copying.join().unwrap().unwrap()
@@ -1348,7 +1352,7 @@ fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
             let locked = fake.calls("cuMemHostAlloc");
             for _ in 0..3 {
                 let again = foreign.adopt(&runtime).unwrap();
-                let pin = runtime.pin_device_on(&tensors, &again).wait().unwrap();
+                let pin = runtime.pin(&tensors).on(&again).wait().unwrap();
                 pin.copy_out(0, 0, &mut [0; 5]).unwrap();
                 drop(pin);
                 again.synchronize().unwrap();

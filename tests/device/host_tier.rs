@@ -103,7 +103,7 @@ fn regression_a_share_of_free_memory_leaves_room_for_page_tables_of_the_host_tie
     let builder = Runtime::builder().device(CudaDeviceSelector::default()).page_size(page);
     let all: DeviceBudget = "100%".parse().unwrap();
     let runtime = builder.device_budget(all).host_budget(Bytes::new(HOST)).staging(Bytes::mib(1)).open().unwrap();
-    let budget = runtime.stats().device.1.get();
+    let budget = runtime.stats().device.budget.get();
     let tables = (HOST + (1 << 20)) / 512;
     assert!(budget > HAS - tables - 2 * page.bytes() && budget + tables <= HAS, "{budget} of {HAS}");
     // The staging buffers are one slice, and the host tier has slices of 8 MiB.

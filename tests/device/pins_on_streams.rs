@@ -149,12 +149,12 @@ fn pages(runtime: &Runtime, count: u64) -> Vec<Tensor> {
 }
 
 fn write(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
-    runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap().copy_in(0, 0, bytes).unwrap();
+    runtime.pin(tensor).write().on_device().wait().unwrap().copy_in(0, 0, bytes).unwrap();
 }
 
 fn read(runtime: &Runtime, tensor: &Tensor) -> Vec<u8> {
     let mut bytes = vec![0xEE; tensor.size().get() as usize];
-    runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+    runtime.pin(tensor).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
     bytes
 }
 
@@ -177,7 +177,7 @@ fn pins_end_behind_kernels_on_a_stream_of_the_callers() {
     let stream = foreign.adopt(&runtime);
     for pass in 0..3 {
         for (n, tensor) in (0..4).zip(&tensors) {
-            let guard = runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap();
+            let guard = runtime.pin(tensor).on_device().wait().unwrap();
             let from = guard.device_bytes(0).unwrap().address.get();
             foreign.copy(stream.raw().unwrap(), from, foreign.results + n * PAGE, PAGE);
             guard.unpin_after(&stream).unwrap();
@@ -202,7 +202,8 @@ fn what_kernels_write_on_a_stream_of_the_runtimes_is_kept() {
     let streams = [runtime.compute_stream().unwrap(), foreign.adopt(&runtime)];
     for n in 0..3 {
         let (from, to) = (&tensors[n..=n], &tensors[n + 1..=n + 1]);
-        let (source, target) = (runtime.pin_device(from).wait().unwrap(), runtime.pin_device_mut(to).wait().unwrap());
+        let (source, target) =
+            (runtime.pin(from).on_device().wait().unwrap(), runtime.pin(to).write().on_device().wait().unwrap());
         let stream = &streams[n % 2];
         let (read, written) = (source.device_bytes(0).unwrap(), target.device_bytes(0).unwrap());
         foreign.copy(stream.raw().unwrap(), read.address.get(), written.address.get(), PAGE);
@@ -228,7 +229,7 @@ fn a_pin_for_a_stream_is_read_behind_its_copies() {
         let stream = foreign.adopt(&runtime);
         for pass in 0..3 {
             for (n, (tensor, _)) in (0..).zip(&tensors) {
-                let pin = runtime.pin_device_on(std::slice::from_ref(tensor), &stream).wait().unwrap();
+                let pin = runtime.pin(tensor).on(&stream).wait().unwrap();
                 let bytes = pin.device_bytes(0).unwrap();
                 assert_eq!((bytes.address.get(), bytes.len.get()), (tensor.address(), LEN));
                 foreign.copy(stream.raw().unwrap(), bytes.address.get(), foreign.results + n * LEN, LEN);
@@ -245,7 +246,7 @@ fn a_pin_for_a_stream_is_read_behind_its_copies() {
             foreign.forget();
         }
         let stats = runtime.stats();
-        assert!(stats.pager.evictions > 10 && stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+        assert!(stats.pager.evictions > 10 && stats.traffic.peak_device <= stats.device.budget, "{stats:?}");
         drop((stream, tensors));
         runtime.close().unwrap();
         foreign.end();
@@ -261,8 +262,8 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
     let output = runtime.alloc(DType::U8, &[LEN]).unwrap();
     let stream = foreign.adopt(&runtime);
     let pinned = || {
-        let source = runtime.pin_device(std::slice::from_ref(&weights)).wait().unwrap();
-        (source, runtime.pin_device_mut(std::slice::from_ref(&output)).wait().unwrap())
+        let source = runtime.pin(&weights).on_device().wait().unwrap();
+        (source, runtime.pin(&output).write().on_device().wait().unwrap())
     };
     let (source, target) = pinned();
     let (from, to) = (source.device_bytes(0).unwrap(), target.device_bytes(0).unwrap());
@@ -277,8 +278,9 @@ fn a_captured_graph_stays_valid_after_evict_and_refill() {
     for round in 0..3 {
         // Evicts everything: other pages take all frames, in a different order each round.
         let away: Vec<Tensor> = (0..7).map(|n| others[(n * 5 + round) % 7].clone()).collect();
-        drop(runtime.pin_device(&away).wait().unwrap());
-        let resident = |tensor: &Tensor| runtime.snapshot(tensor).pages.iter().any(|page| page.device.is_resident());
+        drop(runtime.pin(&away).on_device().wait().unwrap());
+        let resident =
+            |tensor: &Tensor| runtime.observe().snapshot(tensor).pages.iter().any(|page| page.device.is_resident());
         assert!(!resident(&weights) && !resident(&output));
         write(&runtime, &output, &vec![round as u8; LEN as usize]);
         let (source, target) = pinned();
@@ -302,7 +304,7 @@ fn a_dlpack_consumer_reads_until_it_gives_back() {
     let stream = foreign.adopt(&runtime);
     for round in 0..3 {
         let rows = [tensors[1].reshape(&[4, PAGE / 4]).unwrap().rows(1..3).unwrap()];
-        let view = runtime.pin_device(&rows).wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
+        let view = runtime.pin(&rows).on_device().wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
         let tensor = *view.tensor();
         assert_eq!((tensor.device.device_type, tensor.device.device_id), (DLDeviceType::kDLCUDA, 0));
         assert_eq!((tensor.ndim, tensor.data as u64), (2, rows[0].address()));
@@ -313,7 +315,7 @@ fn a_dlpack_consumer_reads_until_it_gives_back() {
         // SAFETY: a consumer gives back what it was given, once.
         unsafe { managed.as_ref().deleter.unwrap()(managed.as_ptr()) };
         // Other tensors take both frames.
-        drop(runtime.pin_device(&tensors[2..]).wait().unwrap());
+        drop(runtime.pin(&tensors[2..]).on_device().wait().unwrap());
         let expected = &bytes_of(1)[PAGE as usize / 4..][..PAGE as usize / 2];
         assert!(foreign.read() == expected, "round {round}");
         foreign.forget();

@@ -19,9 +19,12 @@ use harness::{
 };
 use outcore::policy::{PageId, SegmentId};
 use outcore::stats::Lane;
+use outcore::stats::TierUse;
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
-use outcore::{Bytes, ComputeStream, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor};
+use outcore::{
+    Bytes, ComputeStream, DType, Error, ErrorKind, IoBackend, Model, Plan, PolicyKind, Result, Runtime, Tensor,
+};
 use outcore_pager::policy::{LruPolicy, Policy, Take, Want};
 use outcore_testkit::{harness, models, on_every_device};
 use parking_lot::{Condvar, Mutex};
@@ -217,17 +220,14 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     steps.refused("a pin of an absent page", runtime.read(&absent));
     steps.refused("a pin of a set", runtime.read_set(&[resident.clone(), table.clone()]));
     steps.refused("a pin to write", runtime.write(&table));
-    steps.refused(
-        "a pin with a limit",
-        runtime.pin_device(std::slice::from_ref(&absent)).wait_timeout(Duration::from_secs(1)),
-    );
+    steps.refused("a pin with a limit", runtime.pin(&absent).on_device().wait_timeout(Duration::from_secs(1)));
     match poll(&mut request, Waker::noop()) {
         Poll::Ready(result) => steps.refused("a request of the parent's", result),
         Poll::Pending => steps.check("a request of the parent's is pending", false),
     }
     runtime.prefetch(&absent);
     steps.check("prefetch", true);
-    runtime.plan(&[absent.clone(), resident.clone()]);
+    runtime.plan(Plan::Cycle(&[absent.clone(), resident.clone()]));
     steps.check("plan", true);
     runtime.chain(std::slice::from_ref(&absent));
     steps.check("chain", true);
@@ -238,16 +238,16 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     steps.refused("alloc", runtime.alloc(DType::U8, &[100]));
     steps.refused("open_model", runtime.open_model(&path));
     let stats = runtime.stats();
-    steps.check("stats", stats.pager.uses == 0 && stats.device == (Bytes::ZERO, Bytes::ZERO));
+    steps.check("stats", stats.pager.uses == 0 && stats.device == TierUse::default());
     steps.check("what stats say of the scratch file", stats.scratch.is_none() && stats.memory.scratch == Bytes::ZERO);
-    steps.check("traffic", runtime.traffic().disk_read == Bytes::ZERO);
-    steps.check("optimum", runtime.optimum().uses == 0);
-    steps.check("worst_pages", runtime.worst_pages(4).is_empty());
-    steps.check("is_planned", !runtime.is_planned());
-    steps.check("snapshot", runtime.snapshot(&resident).pages.is_empty());
-    steps.check("take_timeline", runtime.take_timeline().is_empty());
-    steps.check("take_uses", runtime.take_uses().uses.is_empty());
-    runtime.add_span(Lane::Compute, "a span", Instant::now(), Instant::now());
+    steps.check("traffic", runtime.observe().traffic().disk_read == Bytes::ZERO);
+    steps.check("optimum", runtime.observe().optimum().uses == 0);
+    steps.check("worst_pages", runtime.observe().worst_pages(4).is_empty());
+    steps.check("is_planned", !runtime.observe().is_planned());
+    steps.check("snapshot", runtime.observe().snapshot(&resident).pages.is_empty());
+    steps.check("take_timeline", runtime.observe().take_timeline().is_empty());
+    steps.check("take_uses", runtime.observe().take_uses().uses.is_empty());
+    runtime.observe().add_span(Lane::Compute, "a span", Instant::now(), Instant::now());
     steps.check("add_span", true);
     let health = runtime.health();
     steps.check("health", health.len() == 1 && is_refusal(&health[0]));
@@ -365,7 +365,7 @@ fn a_child_reads_inherited_guards_and_writes_its_own_copy(devices: Devices) {
             let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
             let table = runtime.alloc(DType::U8, &[3, PAGE]).unwrap();
             let guard = runtime.pin(&tensor).wait().unwrap();
-            let mut written = runtime.pin_mut(&table).wait().unwrap();
+            let mut written = runtime.pin(&table).write().wait().unwrap();
             written.bytes_mut().fill(7);
             let mut steps = None;
             let expected = &file.bytes[file.bytes.len() - 40_000..];
@@ -436,7 +436,7 @@ fn regression_a_child_is_refused_what_its_parent_waits_for() {
         let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
         let (held, wanted) = (table.rows(0..3).unwrap(), table.rows(3..6).unwrap());
         let scope = runtime.scope().open().unwrap();
-        let guard = scope.pin(&held).wait().unwrap();
+        let guard = runtime.pin(&held).in_scope(&scope).wait().unwrap();
         let mut request = runtime.pin(&wanted);
         assert!(poll(&mut request, Waker::noop()).is_pending());
         let mut reserves = [(); 2].map(|()| runtime.scope().reserve(Bytes::new(2 * PAGE)));
@@ -455,8 +455,8 @@ fn regression_a_child_is_refused_what_its_parent_waits_for() {
             steps.refused("a polled reservation is waited for", waited.wait());
             steps.check("held", scope.held() == Bytes::ZERO);
             steps.check("debug", !format!("{scope:?} {runtime:?} {table:?}").is_empty());
-            steps.check("waiting", runtime.waiting().total == 0 && runtime.stats().long_waits.is_empty());
-            steps.refused("a pin in a scope", scope.pin(&held).wait());
+            steps.check("waiting", runtime.observe().waiting().total == 0 && runtime.stats().long_waits.is_empty());
+            steps.refused("a pin in a scope", runtime.pin(&held).in_scope(&scope).wait());
             drop((guard, polled, scope));
             steps.check("drops", true);
             steps.end(0)

@@ -31,7 +31,7 @@ use std::task::Poll;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use outcore::device::parts::{STRICT, closed, report, report_apart, run_call, unknown_event};
+use outcore::device::parts::{closed, report, report_apart, run_call, strict, unknown_event};
 use outcore::device::{
     Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, Direction, EventId, FrameId,
     HostPointer, HostRegion, LinkModel, LinkSchedule, StreamId, StreamKind, StreamOp, Token,
@@ -698,7 +698,7 @@ impl Device for SimDevice {
     fn protect(&self, frame: FrameId) -> Result<()> {
         let mut state = self.core.state.lock();
         let frame = state.layout.idle(frame, "the protection")?;
-        frame.protected = STRICT;
+        frame.protected = strict();
         Ok(())
     }
 

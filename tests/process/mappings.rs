@@ -60,7 +60,7 @@ fn open(page: Bytes, budget: Bytes) -> Result<Runtime> {
 }
 
 fn set(rt: &Runtime, tensor: &Tensor, byte: u8) -> Result<()> {
-    rt.pin_mut(tensor).wait()?.bytes_mut().fill(byte);
+    rt.pin(tensor).write().wait()?.bytes_mut().fill(byte);
     Ok(())
 }
 
@@ -401,7 +401,7 @@ fn page_tables_of_small_pages_are_within_the_budget() {
         let path = sparse_model(dir.path(), slots * a_slot, SMALL.get());
         let rt = open(SMALL, budget).unwrap();
         let stats = rt.stats();
-        assert_eq!(stats.device.1, Bytes::new(frames * SMALL.get()));
+        assert_eq!(stats.device.budget, Bytes::new(frames * SMALL.get()));
         assert_eq!(stats.memory.device + stats.memory.page_tables, budget + beside);
         let tensor = rt.open_model(path).unwrap().tensor("w").unwrap();
         let before = status("VmPTE:");

@@ -104,7 +104,7 @@ fn child_streams_with_little_locked() {
                 }
             }
             let stats = runtime.stats();
-            assert!(stats.pager.fills_host > 0 && stats.host.1 == Bytes::new(HOST_TIER), "{on:?}: {stats:?}");
+            assert!(stats.pager.fills_host > 0 && stats.host.budget == Bytes::new(HOST_TIER), "{on:?}: {stats:?}");
             drop(model);
             runtime.close().unwrap();
             let text = log.text();

@@ -90,7 +90,7 @@ fn child_streams_a_large_model() {
             let guard = runtime.pin(&tensor.rows(row..row + 1).unwrap()).wait().unwrap();
             assert!(guard.iter().all(|byte| *byte == row as u8), "row {row}");
             drop(guard);
-            let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+            let mut guard = runtime.pin(&table.rows(row..row + 1).unwrap()).write().wait().unwrap();
             let expected = if pass == 0 { 0 } else { row as u8 };
             assert!(guard.bytes().iter().all(|byte| *byte == expected), "table row {row}");
             guard.bytes_mut().fill(row as u8);
@@ -189,7 +189,8 @@ fn regression_an_allocation_beyond_the_limit_on_files_is_an_error() {
                 refused(1);
                 for row in 0..8 {
                     runtime
-                        .pin_mut(&tensor.rows(row * PAGE..(row + 1) * PAGE).unwrap())
+                        .pin(&tensor.rows(row * PAGE..(row + 1) * PAGE).unwrap())
+                        .write()
                         .wait()
                         .unwrap()
                         .bytes_mut()
@@ -302,14 +303,14 @@ fn regression_a_larger_budget_counts_with_scratch_in_memory() {
     let named = [limit.to_string(), larger.to_string(), "/dev/shm".into()];
     assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
     // The budget is unchanged, and the refused one does not count.
-    assert_eq!(runtime.stats().device.1, Bytes::mib(64));
+    assert_eq!(runtime.stats().device.budget, Bytes::mib(64));
     runtime.alloc(DType::U8, &[half.get() - (256 << 20)]).unwrap();
     // A larger budget that fits is accepted, and so is a smaller one.
     runtime.set_device_budget(Bytes::mib(128)).unwrap();
     runtime.set_device_budget(Bytes::mib(32)).unwrap();
     drop(tensor);
     runtime.set_device_budget(larger).unwrap();
-    assert!(runtime.stats().device.1 > Bytes::new(half.get() / 2));
+    assert!(runtime.stats().device.budget > Bytes::new(half.get() / 2));
     runtime.close().unwrap();
 }
 
@@ -372,21 +373,21 @@ fn child_trims() {
     };
     read(0..255);
     let full = runtime.stats();
-    assert_eq!((full.device.0, full.host.0), (Bytes::new(device), Bytes::new(host)), "{full:?}");
+    assert_eq!((full.device.used, full.host.used), (Bytes::new(device), Bytes::new(host)), "{full:?}");
 
     // The host tier's copies go first, and then pages of the device tier.
     let given = trimmed(&runtime, Bytes::mib(10));
     assert_eq!(given, 10 << 20);
-    assert_eq!(runtime.stats().device.0, Bytes::new(device));
+    assert_eq!(runtime.stats().device.used, Bytes::new(device));
     let given = trimmed(&runtime, Bytes::mib(50));
     assert_eq!(given, 50 << 20);
     let after = runtime.stats();
-    assert_eq!(after.device, (Bytes::new(device - (28 << 20)), Bytes::new(device)));
-    assert_eq!(after.host, (Bytes::ZERO, Bytes::new(host)));
+    assert_eq!((after.device.used.get(), after.device.budget.get()), (device - (28 << 20), device));
+    assert_eq!((after.host.used.get(), after.host.budget.get()), (0, host));
     let all = trimmed(&runtime, Bytes::new(device + host));
     assert_eq!(all, device - (28 << 20));
     let empty = runtime.stats();
-    assert_eq!((empty.device.0, empty.host.0), (Bytes::ZERO, Bytes::ZERO));
+    assert_eq!((empty.device.used, empty.host.used), (Bytes::ZERO, Bytes::ZERO));
     assert_eq!((empty.device_frames.bare, empty.host_frames.bare), frames);
     assert_eq!(runtime.trim(Bytes::new(1)), Bytes::ZERO);
 
@@ -400,15 +401,15 @@ fn child_trims() {
     // Pinned pages stay, and so do dirty ones.
     let pinned = runtime.pin(&tensor.rows(200..201).unwrap()).wait().unwrap();
     let table = runtime.alloc(DType::U8, &[page]).unwrap();
-    runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(7);
+    runtime.pin(&table).write().wait().unwrap().bytes_mut().fill(7);
     trimmed(&runtime, Bytes::new(device + host));
     assert!(pinned.iter().all(|byte| *byte == 200));
     assert!(runtime.pin(&table).wait().unwrap().iter().all(|byte| *byte == 7));
     let left = tensor.rows(200..201).unwrap().page_count() + 1;
-    assert_eq!(runtime.stats().device.0, Bytes::new(left * page));
+    assert_eq!(runtime.stats().device.used, Bytes::new(left * page));
     drop((pinned, table));
     // A write back that is under way ends first.
-    while runtime.stats().device.0 > Bytes::new((left - 1) * page) {
+    while runtime.stats().device.used > Bytes::new((left - 1) * page) {
         std::thread::yield_now();
     }
     let given = trimmed(&runtime, Bytes::new(device + host));
@@ -536,7 +537,7 @@ fn frames_and_tails_are_counted() {
     let seen = || {
         let stats = runtime.stats();
         let (device, host) = (stats.device_frames, stats.host_frames);
-        assert_eq!((device.used * page, host.used * page), (stats.device.0.get(), stats.host.0.get()));
+        assert_eq!((device.used * page, host.used * page), (stats.device.used.get(), stats.host.used.get()));
         ((device.used, device.free, device.tails.get()), (host.used, host.free, host.tails.get()))
     };
     assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
@@ -544,7 +545,7 @@ fn frames_and_tails_are_counted() {
     let tensors = [2 * page + 1, 1, page].map(|len| runtime.alloc(DType::U8, &[len]).unwrap());
     assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
     for tensor in &tensors {
-        runtime.pin_mut(tensor).wait().unwrap().bytes_mut().fill(1);
+        runtime.pin(tensor).write().wait().unwrap().bytes_mut().fill(1);
     }
     assert_eq!(seen(), ((5, 3, 2 * (page - 1)), (0, 4, 0)));
     // These rows are in the first page, which has no tail.
@@ -589,7 +590,7 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
     let table = runtime.alloc(DType::U8, &[16, PAGE]).unwrap();
     let pass = |byte: u8| {
         for row in 0..16 {
-            let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+            let mut guard = runtime.pin(&table.rows(row..row + 1).unwrap()).write().wait().unwrap();
             assert!(guard.bytes().iter().all(|old| *old == byte));
             guard.bytes_mut().fill(byte + 1);
         }
@@ -613,7 +614,7 @@ fn regression_memory_that_stays_is_not_counted_as_given_back() {
     refused(3);
     keeping.0.store(false, Ordering::SeqCst);
     runtime.set_device_budget(Bytes::new(3 * PAGE)).unwrap();
-    assert_eq!(runtime.stats().device.1, Bytes::new(3 * PAGE));
+    assert_eq!(runtime.stats().device.budget, Bytes::new(3 * PAGE));
     pass(3);
     drop(table);
     assert_eq!(runtime.trim(Bytes::new(8 * PAGE)), Bytes::new(3 * PAGE));
@@ -662,7 +663,7 @@ fn with_room_on_its_way(set: impl FnOnce(RuntimeBuilder) -> RuntimeBuilder) -> (
         .store(StoreOptions::new(IoBackend::Threads).hook(gate.clone()));
     let runtime = set(builder).open().unwrap();
     let table = one_tensor(&runtime).unwrap();
-    runtime.pin_mut(&table.rows(0..4).unwrap()).wait().unwrap().bytes_mut().fill(1);
+    runtime.pin(&table.rows(0..4).unwrap()).write().wait().unwrap().bytes_mut().fill(1);
     runtime.evict(&table);
     gate.await_arrival();
     drop(table);
@@ -729,7 +730,7 @@ fn child_has_many_walkers() {
         .unwrap();
     let table = runtime.alloc(DType::U8, &[PAGES, page]).unwrap();
     let rows: Vec<Tensor> = (0..PAGES).map(|row| table.rows(row..row + 1).unwrap()).collect();
-    rows.iter().for_each(|row| runtime.pin_mut(row).wait().unwrap().bytes_mut().fill(1));
+    rows.iter().for_each(|row| runtime.pin(row).write().wait().unwrap().bytes_mut().fill(1));
     let before = resident();
     let walkers: Vec<_> = (0..500).map(|_| runtime.walker().unwrap()).collect();
     // In no order that repeats.
@@ -738,7 +739,7 @@ fn child_has_many_walkers() {
         for walker in &walkers {
             for _ in 0..100 {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                drop(walker.pin(&rows[(random >> 33) as usize % rows.len()]).wait().unwrap());
+                drop(runtime.pin(&rows[(random >> 33) as usize % rows.len()]).of(walker).wait().unwrap());
             }
         }
     }

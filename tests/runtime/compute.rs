@@ -25,7 +25,7 @@ fn open(frames: u64) -> Runtime {
 fn pages(runtime: &Runtime, count: u8) -> Vec<Tensor> {
     let tensor = |n| {
         let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
-        runtime.pin_mut(&tensor).wait().unwrap().bytes_mut().fill(n);
+        runtime.pin(&tensor).write().wait().unwrap().bytes_mut().fill(n);
         tensor
     };
     (0..count).map(tensor).collect()
@@ -48,19 +48,22 @@ fn a_guard_ends_behind_what_is_on_the_stream() {
             let gate = hold(&stream);
             let first = &tensors[..1];
             if exclusive {
-                runtime.pin_device_mut(first).wait().unwrap().unpin_after(&stream).unwrap();
-                assert!(is_pending(pin!(runtime.pin_device(first)).as_mut()), "the writer has not ended");
+                runtime.pin(first).write().on_device().wait().unwrap().unpin_after(&stream).unwrap();
+                assert!(is_pending(pin!(runtime.pin(first).on_device()).as_mut()), "the writer has not ended");
             } else {
-                runtime.pin_device(first).wait().unwrap().unpin_after(&stream).unwrap();
-                drop(runtime.pin_device(first).wait().unwrap());
+                runtime.pin(first).on_device().wait().unwrap().unpin_after(&stream).unwrap();
+                drop(runtime.pin(first).on_device().wait().unwrap());
             }
             assert_eq!(runtime.evict(&tensors[0]), 0);
-            assert!(is_pending(pin!(runtime.pin_device(&tensors[1..])).as_mut()), "one of two frames is not to be had");
+            assert!(
+                is_pending(pin!(runtime.pin(&tensors[1..]).on_device()).as_mut()),
+                "one of two frames is not to be had"
+            );
             // Requests that need only the other frame are served.
             assert_eq!(runtime.pin(&tensors[1]).wait().unwrap().bytes()[7], 1);
             assert_eq!(runtime.pin(&tensors[2]).wait().unwrap().bytes()[7], 2);
             drop(gate);
-            drop(runtime.pin_device(&tensors[1..]).wait().unwrap());
+            drop(runtime.pin(&tensors[1..]).on_device().wait().unwrap());
             assert_eq!(runtime.pin(&tensors[0]).wait().unwrap().bytes(), [0; PAGE as usize]);
         }
         drop((stream, tensors));
@@ -91,12 +94,12 @@ fn many_guards_and_streams_under_pressure_leave_no_pin_behind() {
                             move || _ = uses[at].fetch_add(1, Ordering::Relaxed)
                         };
                         if step % 5 == 0 {
-                            let mut guard = runtime.pin_device_mut(tensor).wait().unwrap();
+                            let mut guard = runtime.pin(tensor).write().on_device().wait().unwrap();
                             guard.copy_in(0, 100, &[at as u8; 50]).unwrap();
                             stream.call(counted);
                             guard.unpin_after(&stream).unwrap();
                         } else {
-                            let guard = runtime.pin_device(tensor).wait().unwrap();
+                            let guard = runtime.pin(tensor).on_device().wait().unwrap();
                             stream.call(counted);
                             guard.unpin_after(&stream).unwrap();
                         }
@@ -107,7 +110,7 @@ fn many_guards_and_streams_under_pressure_leave_no_pin_behind() {
         });
         assert_eq!(uses.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u32>(), 600);
         for (n, tensor) in tensors.iter().enumerate() {
-            assert_eq!(runtime.pin_mut(tensor).wait().unwrap().bytes(), [n as u8; PAGE as usize]);
+            assert_eq!(runtime.pin(tensor).write().wait().unwrap().bytes(), [n as u8; PAGE as usize]);
         }
         drop(tensors);
         runtime.close().unwrap();
@@ -122,10 +125,10 @@ fn closing_waits_for_streams_and_guards_behind_them() {
         let stream = runtime.compute_stream().unwrap();
         let log: Arc<Mutex<Vec<&str>>> = Arc::default();
         let gate = hold(&stream);
-        runtime.pin_device(&tensors).wait().unwrap().unpin_after(&stream).unwrap();
+        runtime.pin(&tensors).on_device().wait().unwrap().unpin_after(&stream).unwrap();
         let last = Arc::clone(&log);
         stream.call(move || last.lock().unwrap().push("work"));
-        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        let guard = runtime.pin(&tensors).on_device().wait().unwrap();
         std::thread::scope(|scope| {
             let closing = scope.spawn(|| {
                 runtime.close().unwrap();
@@ -199,10 +202,10 @@ fn a_waker_may_not_wait_for_a_stream() {
         let tensors = pages(&runtime, 2);
         let stream = runtime.compute_stream().unwrap();
         let gate = hold(&stream);
-        runtime.pin_device(&tensors[..1]).wait().unwrap().unpin_after(&stream).unwrap();
+        runtime.pin(&tensors[..1]).on_device().wait().unwrap().unpin_after(&stream).unwrap();
         let (told, tell) = channel();
         let waker = Waker::from(Arc::new(Careless { stream: stream.clone(), told }));
-        let mut request = pin!(runtime.pin_device(&tensors[1..]));
+        let mut request = pin!(runtime.pin(&tensors[1..]).on_device());
         assert!(request.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
         drop(gate);
         assert_eq!(tell.recv().unwrap().unwrap_err().kind(), ErrorKind::InvalidArgument);

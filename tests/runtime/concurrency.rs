@@ -18,7 +18,7 @@ use harness::{
 };
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, Plan, PolicyKind, Runtime, Tensor};
 use outcore_pager::state::State;
 use outcore_testkit::hooked::{DeviceCall, DeviceHook};
 use outcore_testkit::{harness, models, on_every_device};
@@ -214,7 +214,7 @@ fn a_request_polled_after_its_end_is_an_error(devices: Devices) {
     let runtime = setting(devices[0], 2).builder(None).open().unwrap();
     let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
     drop(runtime.read(&tensor).unwrap());
-    let mut request = runtime.pin_device(std::slice::from_ref(&tensor));
+    let mut request = runtime.pin(&tensor).on_device();
     let Poll::Ready(Ok(guard)) = poll(&mut request, Waker::noop()) else { panic!("a hit waits") };
     drop(guard);
     for _ in 0..2 {
@@ -334,7 +334,7 @@ fn regression_waiting_in_a_waker_is_refused(devices: Devices) {
                 let waker = OnWake::waker(move || {
                     let waited = own.read(&far).map(drop).unwrap_err();
                     let shrunk = own.set_device_budget(fewer).unwrap_err();
-                    let kept = own.stats().device.1;
+                    let kept = own.stats().device.budget;
                     own.set_device_budget(more).unwrap();
                     drop(own.read(&near).unwrap());
                     ended.send((waited, shrunk, kept)).unwrap();
@@ -618,13 +618,13 @@ fn regression_a_holder_passes_a_large_request_that_waits_for_it(devices: Devices
         let held = [table.rows(0..1).unwrap()];
         let scope = runtime.scope().open().unwrap();
         for blocking in [true, false] {
-            let mine = scope.pin_device(&held).wait().unwrap();
+            let mine = runtime.pin(&held).in_scope(&scope).on_device().wait().unwrap();
             let large = table.rows(60..64).unwrap();
             let mut waits = runtime.reading(&large);
             assert!(poll(&mut waits, Waker::noop()).is_pending());
             for n in 1..50 {
                 let row = [table.rows(n..n + 1).unwrap()];
-                let mut request = scope.pin_device(&row);
+                let mut request = runtime.pin(&row).in_scope(&scope).on_device();
                 let got = if blocking { request.wait() } else { block_on(&mut request) };
                 drop(got.unwrap());
             }
@@ -647,7 +647,7 @@ fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
         let table = runtime.alloc(DType::U8, &[40, PAGE]).unwrap();
         let row = |n: u64| table.rows(n..n + 1).unwrap();
         let scope = runtime.scope().open().unwrap();
-        let sent = scope.pin(&row(0)).wait().unwrap();
+        let sent = runtime.pin(&row(0)).in_scope(&scope).wait().unwrap();
         let large = table.rows(30..38).unwrap();
         let mut waits = runtime.pin(&large);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
@@ -655,7 +655,7 @@ fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
             // These are 20 requests. Without growth, at most 16 could pass the large one.
             threads.spawn(|| {
                 for n in 8..28 {
-                    drop(scope.pin(&row(n)).wait().unwrap());
+                    drop(runtime.pin(&row(n)).in_scope(&scope).wait().unwrap());
                 }
                 drop(sent);
             });
@@ -787,7 +787,7 @@ fn a_set_is_written_as_a_unit() {
             let row = |tensor: &Tensor, n: u64| tensor.rows(n..n + 1).unwrap();
             for n in 0..8 {
                 let set = [row(&b, n), row(&a, n), row(&a, (n + 1) % 8), a.rows(3..3).unwrap()];
-                let mut guard = runtime.pin_set_mut(&set).wait().unwrap();
+                let mut guard = runtime.pin(&set).write().wait().unwrap();
                 assert_eq!(guard.count(), 4);
                 guard.view_mut::<u32>(0).unwrap().fill(n as u32 + 1);
                 let mut all = guard.all_mut();
@@ -804,7 +804,7 @@ fn a_set_is_written_as_a_unit() {
             }
             for n in 0..8 {
                 let set = [row(&a, n), row(&b, n)];
-                let guard = runtime.pin_set(&set).wait().unwrap();
+                let guard = runtime.pin(&set).wait().unwrap();
                 for at in 0..2 {
                     assert!(guard.view::<u32>(at).unwrap().iter().all(|value| *value == n as u32 + 1));
                 }
@@ -820,11 +820,11 @@ fn a_set_is_written_as_a_unit() {
                 ([row(&a, 2), other.alloc(DType::U8, &[1]).unwrap()], "different runtimes"),
             ];
             for (set, why) in &refused {
-                let error = runtime.pin_set_mut(set).wait().unwrap_err();
+                let error = runtime.pin(set).write().wait().unwrap_err();
                 assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(why), "{error}");
                 assert!(error.advice().is_some());
             }
-            assert_eq!(runtime.pin_set_mut(&[]).wait().unwrap().count(), 0);
+            assert_eq!(runtime.pin(&[]).write().wait().unwrap().count(), 0);
             drop((refused, model));
             check_at_rest(runtime, vec![a, b], "a set to write");
         }
@@ -871,8 +871,8 @@ fn regression_a_tensor_shown_to_another_runtime_harms_neither(devices: Devices) 
         let foreign = large.alloc(DType::U8, &[6, PAGE]).unwrap();
         small.write(&mine).unwrap().fill(3);
         small.prefetch(&foreign);
-        small.plan(&[foreign.clone(), mine.clone()]);
-        assert_eq!(small.snapshot(&foreign).pages.len(), 6);
+        small.plan(Plan::Cycle(&[foreign.clone(), mine.clone()]));
+        assert_eq!(small.observe().snapshot(&foreign).pages.len(), 6);
         small.evict(&foreign);
         assert!(small.read(&mine).unwrap().bytes().iter().all(|byte| *byte == 3));
         check_at_rest(small, vec![mine], "a foreign tensor");
@@ -886,22 +886,22 @@ fn regression_a_runtime_does_nothing_with_tensors_of_another(devices: Devices) {
         let [asked, owner] = [0, 1].map(|_| setting(devices[0], 4).builder(None).open().unwrap());
         let theirs = [owner.alloc(DType::U8, &[PAGE]).unwrap()];
         let stream = asked.compute_stream().unwrap();
-        let in_frames = || owner.stats().device.0;
+        let in_frames = || owner.stats().device.used;
         asked.prefetch(&theirs[0]);
         // They are refused whether their pages are resident or not.
         for resident in [false, true] {
             let mut refused = vec![
-                asked.pin_device(&theirs).wait().map(drop),
-                asked.pin_device_mut(&theirs).wait().map(drop),
-                asked.pin_device_on(&theirs, &stream).wait().map(drop),
-                block_on(&mut asked.pin_device(&theirs)).map(drop),
+                asked.pin(&theirs).on_device().wait().map(drop),
+                asked.pin(&theirs).write().on_device().wait().map(drop),
+                asked.pin(&theirs).on(&stream).wait().map(drop),
+                block_on(&mut asked.pin(&theirs).on_device()).map(drop),
             ];
             if asked.host_addressable() {
                 refused.extend([
                     asked.pin(&theirs[0]).wait().map(drop),
-                    asked.pin_mut(&theirs[0]).wait_timeout(Duration::ZERO).map(drop),
-                    asked.pin_set(&theirs).wait().map(drop),
-                    asked.pin_set_mut(&theirs).wait().map(drop),
+                    asked.pin(&theirs[0]).write().wait_timeout(Duration::ZERO).map(drop),
+                    asked.pin(&theirs).wait().map(drop),
+                    asked.pin(&theirs).write().wait().map(drop),
                 ]);
             }
             for refused in refused {
@@ -1052,7 +1052,7 @@ fn a_pin_that_races_an_eviction_is_served_either_way(devices: Devices) {
                 for _ in 0..100 {
                     let guard = runtime.read(&tensor).unwrap();
                     assert!(guard.bytes() == expected);
-                    let view = runtime.snapshot(&tensor);
+                    let view = runtime.observe().snapshot(&tensor);
                     assert!(view.pages.iter().filter(|page| page.device.state == State::Clean).count() >= 3);
                 }
                 stop.store(true, Ordering::Relaxed);
@@ -1205,7 +1205,7 @@ fn what_is_wiped_among_write_backs_is_nobodys_newest_bytes(devices: Devices) {
                 let (runtime, table, end) = (&runtime, &table, &end);
                 let wiping = scope.spawn(move || {
                     while !end.load(Ordering::SeqCst) {
-                        runtime.wipe(std::slice::from_ref(table)).unwrap();
+                        runtime.wipe(table).unwrap();
                     }
                 });
                 let of_rows = |rows: std::ops::Range<u64>| {

@@ -88,9 +88,9 @@ fn a_consumer_reads_what_is_pinned_and_gives_it_back() {
     let runtime = open(4);
     let table = runtime.alloc(DType::F32, &[300, 7, 20]).unwrap();
     let values: Vec<f32> = (0..300 * 7 * 20).map(|n| n as f32 * 0.5).collect();
-    runtime.pin_device_mut(one(&table)).wait().unwrap().copy_in(0, 0, bytemuck::cast_slice(&values)).unwrap();
+    runtime.pin(one(&table)).write().on_device().wait().unwrap().copy_in(0, 0, bytemuck::cast_slice(&values)).unwrap();
     let rows = table.rows(101..250).unwrap();
-    let consumer = Consumer::take(runtime.pin_device(one(&rows)).wait().unwrap().into_dlpack(0, None).unwrap());
+    let consumer = Consumer::take(runtime.pin(one(&rows)).on_device().wait().unwrap().into_dlpack(0, None).unwrap());
     let tensor = consumer.get();
     assert_eq!((tensor.major, tensor.flags), (1, 1), "version 1, read-only");
     assert_eq!((tensor.device_type, tensor.device_id), (1, 0), "the CPU");
@@ -102,11 +102,11 @@ fn a_consumer_reads_what_is_pinned_and_gives_it_back() {
         assert_eq!(unsafe { consumer.at::<f32>(&place).read() }, expected, "{place:?}");
     }
     assert!(runtime.evict(&rows) < 3, "pages that the consumer has stay");
-    let pinned = runtime.snapshot(&rows).pages.iter().filter(|page| page.device.pins > 0).count();
+    let pinned = runtime.observe().snapshot(&rows).pages.iter().filter(|page| page.device.pins > 0).count();
     assert_eq!(pinned as u64, rows.page_count());
     // A consumer may give the tensor back on any thread.
     std::thread::spawn(move || drop(consumer)).join().unwrap();
-    assert!(runtime.snapshot(&rows).pages.iter().all(|page| page.device.pins == 0));
+    assert!(runtime.observe().snapshot(&rows).pages.iter().all(|page| page.device.pins == 0));
     drop((rows, table));
     runtime.close().unwrap();
 }
@@ -115,7 +115,8 @@ fn a_consumer_reads_what_is_pinned_and_gives_it_back() {
 fn a_consumer_writes_where_the_guard_lets_it() {
     let runtime = open(1);
     let (table, other) = (runtime.alloc(DType::I64, &[10, 3]).unwrap(), runtime.alloc(DType::U8, &[PAGE]).unwrap());
-    let consumer = Consumer::take(runtime.pin_device_mut(one(&table)).wait().unwrap().into_dlpack(0, None).unwrap());
+    let consumer =
+        Consumer::take(runtime.pin(one(&table)).write().on_device().wait().unwrap().into_dlpack(0, None).unwrap());
     assert_eq!(consumer.get().flags, 0);
     // SAFETY: within the tensor, which this consumer alone has.
     (0..10).for_each(|row| unsafe { consumer.at::<i64>(&[row, 2]).write(-row) });
@@ -138,7 +139,7 @@ fn every_plain_type_has_a_name_and_blocks_are_refused() {
     let mut refused = 0;
     for dtype in DType::ALL.iter().copied() {
         let tensor = runtime.alloc(dtype, &[2, 768]).unwrap();
-        let view = runtime.pin_device(one(&tensor)).wait().unwrap().into_dlpack(0, None);
+        let view = runtime.pin(one(&tensor)).on_device().wait().unwrap().into_dlpack(0, None);
         if dtype.block_elements() == 1 {
             let consumer = Consumer::take(view.unwrap());
             let Managed { code, bits, lanes, .. } = *consumer.get();
@@ -160,7 +161,7 @@ fn every_plain_type_has_a_name_and_blocks_are_refused() {
             assert!(error.to_string().contains(dtype.name()) && error.advice().is_some(), "{error}");
             refused += 1;
         }
-        assert!(runtime.snapshot(&tensor).pages.iter().all(|page| page.device.pins == 0), "{dtype}");
+        assert!(runtime.observe().snapshot(&tensor).pages.iter().all(|page| page.device.pins == 0), "{dtype}");
     }
     assert!(refused > 20);
     runtime.close().unwrap();
@@ -170,24 +171,24 @@ fn every_plain_type_has_a_name_and_blocks_are_refused() {
 fn odd_shapes_and_wrong_arguments() {
     let runtime = open(2);
     let scalar = runtime.alloc(DType::F64, &[]).unwrap();
-    let consumer = Consumer::take(runtime.pin_device(one(&scalar)).wait().unwrap().into_dlpack(0, None).unwrap());
+    let consumer = Consumer::take(runtime.pin(one(&scalar)).on_device().wait().unwrap().into_dlpack(0, None).unwrap());
     assert_eq!((consumer.get().ndim, consumer.get().shape.is_null()), (0, true));
     // SAFETY: one element.
     assert_eq!(unsafe { consumer.at::<f64>(&[]).read() }, 0.0);
     drop(consumer);
     let none = runtime.alloc(DType::F32, &[5, 4]).unwrap().rows(2..2).unwrap();
-    let consumer = Consumer::take(runtime.pin_device(one(&none)).wait().unwrap().into_dlpack(0, None).unwrap());
+    let consumer = Consumer::take(runtime.pin(one(&none)).on_device().wait().unwrap().into_dlpack(0, None).unwrap());
     assert_eq!((consumer.list(consumer.get().shape), consumer.get().data.is_null()), (&[0, 4][..], true));
     drop(consumer);
-    let error = runtime.pin_device(one(&scalar)).wait().unwrap().into_dlpack(1, None).unwrap_err();
+    let error = runtime.pin(one(&scalar)).on_device().wait().unwrap().into_dlpack(1, None).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     let other = open(1);
     let theirs = other.compute_stream().unwrap();
-    let error = runtime.pin_device(one(&scalar)).wait().unwrap().into_dlpack(0, Some(&theirs)).unwrap_err();
+    let error = runtime.pin(one(&scalar)).on_device().wait().unwrap().into_dlpack(0, Some(&theirs)).unwrap_err();
     assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
     // No consumer took the view. Dropping it ends its pin.
-    drop(runtime.pin_device_mut(one(&scalar)).wait().unwrap().into_dlpack(0, None).unwrap());
-    drop(runtime.pin_mut(&scalar).wait().unwrap());
+    drop(runtime.pin(one(&scalar)).write().on_device().wait().unwrap().into_dlpack(0, None).unwrap());
+    drop(runtime.pin(&scalar).write().wait().unwrap());
     drop((scalar, none, theirs));
     other.close().unwrap();
     runtime.close().unwrap();
@@ -199,7 +200,7 @@ fn a_view_ends_behind_the_consumers_work() {
         let runtime = open(1);
         let tensors = [runtime.alloc(DType::U8, &[PAGE]).unwrap(), runtime.alloc(DType::U8, &[PAGE]).unwrap()];
         let stream = runtime.compute_stream().unwrap();
-        let view = runtime.pin_device(&tensors[..1]).wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
+        let view = runtime.pin(&tensors[..1]).on_device().wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
         let consumer = Consumer::take(view);
         let (open_gate, gate) = channel::<()>();
         stream.call(move || _ = gate.recv());
@@ -215,11 +216,26 @@ fn a_view_may_outlive_its_scope(devices: Devices) {
     watched("a_view_may_outlive_its_scope", move || {
         for on in devices.iter().copied() {
             for (behind_the_stream, writes) in [(false, false), (false, true), (true, false), (true, true)] {
-                outlives_its_scope(on, Ends { behind_the_stream, writes }, |scope, tensors, stream| {
+                outlives_its_scope(on, Ends { behind_the_stream, writes }, |runtime, scope, tensors, stream| {
                     let stream = behind_the_stream.then_some(stream);
                     Consumer::take(match writes {
-                        true => scope.pin_device_mut(tensors).wait().unwrap().into_dlpack(0, stream).unwrap(),
-                        false => scope.pin_device(tensors).wait().unwrap().into_dlpack(0, stream).unwrap(),
+                        true => runtime
+                            .pin(tensors)
+                            .in_scope(scope)
+                            .write()
+                            .on_device()
+                            .wait()
+                            .unwrap()
+                            .into_dlpack(0, stream)
+                            .unwrap(),
+                        false => runtime
+                            .pin(tensors)
+                            .in_scope(scope)
+                            .on_device()
+                            .wait()
+                            .unwrap()
+                            .into_dlpack(0, stream)
+                            .unwrap(),
                     })
                 });
                 harness::next_round(on);

@@ -273,7 +273,7 @@ fn compute(work: &mut Work) {
         work.attempt(|runtime| {
             let stream = runtime.compute_stream()?;
             let ran = ran.clone();
-            let guard = runtime.pin_device(&set).wait()?;
+            let guard = runtime.pin(&set).on_device().wait()?;
             stream.call(move || _ = ran.fetch_add(1, Ordering::SeqCst));
             guard.unpin_after(&stream)?;
             stream.synchronize()
@@ -886,7 +886,7 @@ fn child_a_disk_that_is_full_at_the_write_back() {
         let ballast = dir.join("ballast");
         let written_back = || runtime.stats().pager.write_backs;
         let states = |of: u64| {
-            let pages = runtime.snapshot(&table).pages;
+            let pages = runtime.observe().snapshot(&table).pages;
             pages[of as usize * 4..][..4].iter().map(|page| page.device.state).collect::<Vec<_>>()
         };
         runtime.write(&row(40)).unwrap().fill(41);
@@ -917,7 +917,7 @@ fn child_a_disk_that_is_full_at_the_write_back() {
             let text = error.to_string();
             assert!(error.kind() == ErrorKind::DiskFull && text.contains("read-write tensor"), "{text}");
         }
-        let pages = runtime.snapshot(&table).pages;
+        let pages = runtime.observe().snapshot(&table).pages;
         let poisoned = pages.iter().filter(|page| page.device.state == State::Poisoned).count();
         assert_eq!((poisoned as u64, lost.len()), (runtime.stats().pager.poisoned, poisoned));
         // Lost pages are refused. All others have the right bytes.

@@ -148,7 +148,7 @@ fn a_client_that_goes_leaves_nothing_behind() {
     watched("a_client_that_goes_leaves_nothing_behind", || {
         let running = Running::start();
         let row = running.server.table.rows(50..51).unwrap();
-        let held = running.server.pool.runtime().pin_mut(&row).wait().unwrap();
+        let held = running.server.pool.runtime().pin(&row).write().wait().unwrap();
         for how in [None, Some(Shutdown::Both), Some(Shutdown::Write)] {
             let client = running.client_of(7..1000, "token-a");
             // It has computed 43 rows, and waits for the next one.
@@ -178,7 +178,7 @@ fn a_tenant_beyond_its_quota_is_told_when_to_come_back() {
     watched("a_tenant_beyond_its_quota_is_told_when_to_come_back", || {
         let running = Running::start();
         let row = running.server.table.rows(50..51).unwrap();
-        let held = running.server.pool.runtime().pin_mut(&row).wait().unwrap();
+        let held = running.server.pool.runtime().pin(&row).write().wait().unwrap();
         let mut waiting = Vec::new();
         for (first, permits) in [(7, 0), (8, 1), (9, 2)] {
             waiting.push((first, running.client_of(first..1000, "token-a")));

@@ -13,7 +13,7 @@ use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, until
 use outcore::policy::{PageId, SegmentClass, SegmentId};
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
-use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, Plan, PolicyKind, Runtime, Tensor};
 use outcore_pager::policy::{Policy, Take, Want};
 use outcore_testkit::hooked::{DeviceCall, DeviceHook};
 use outcore_testkit::{harness, models, on_every_device};
@@ -327,9 +327,9 @@ fn work(runtime: &Runtime, file: &models::Synthetic) -> Vec<Tensor> {
     let table = runtime.alloc(DType::U8, &[12, PAGE]).unwrap();
     let tensors: Vec<Tensor> = (0..5).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     for round in 0..4u8 {
-        runtime.plan(&tensors);
+        runtime.plan(Plan::Cycle(&tensors));
         runtime.chain(&tensors);
-        runtime.is_planned();
+        runtime.observe().is_planned();
         let _ = runtime.stats();
         for (tensor, header) in tensors.iter().zip(&model.header().tensors) {
             let guard = runtime.read(tensor).unwrap();
@@ -551,9 +551,12 @@ fn check_given_up(runtime: Runtime, file: &models::Synthetic, tensor: &Tensor, w
     told(runtime.compute_stream().map(drop));
     assert_eq!((runtime.trim(Bytes::new(PAGE)), runtime.evict(tensor)), (Bytes::ZERO, 0), "{what}");
     runtime.prefetch(tensor);
-    runtime.plan(std::slice::from_ref(tensor));
-    assert_eq!((runtime.stats().waiting, runtime.waiting().total), (0, 0), "{what}");
-    assert!(runtime.snapshot(tensor).pages.is_empty() && runtime.take_uses().uses.is_empty(), "{what}");
+    runtime.plan(Plan::Cycle(std::slice::from_ref(tensor)));
+    assert_eq!((runtime.stats().waiting, runtime.observe().waiting().total), (0, 0), "{what}");
+    assert!(
+        runtime.observe().snapshot(tensor).pages.is_empty() && runtime.observe().take_uses().uses.is_empty(),
+        "{what}"
+    );
     let health = runtime.health();
     assert_given_up(health.first().unwrap(), what);
     told(runtime.clone().close());

@@ -31,7 +31,7 @@ fn a_private_copy_keeps_what_is_written_and_nothing_else_changes(devices: Device
             let copies = [0, 1].map(|_| runtime.open_private(model.header().clone()).unwrap().tensor("t1").unwrap());
             let original = model.tensor("t1").unwrap();
             assert!(copies[0].is_writable() && !original.is_writable());
-            let error = runtime.pin_device_mut(std::slice::from_ref(&original)).wait().unwrap_err();
+            let error = runtime.pin(&original).write().on_device().wait().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             let expected = bytes_of(&model, &file);
             let mut known = [expected.clone(), expected.clone()];

@@ -47,7 +47,7 @@ fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
         let (a, b) = (tensor(&runtime, 4), tensor(&runtime, 1));
         let first = row(&a, 0);
         let reads = runtime.pin(&first).wait().unwrap();
-        let mut writes = runtime.pin_mut(&a);
+        let mut writes = runtime.pin(&a).write();
         assert!(poll(&mut writes, Waker::noop()).is_pending());
         // The budget is four pages, and the reader has one of them.
         drop(runtime.pin(&b).wait().unwrap());
@@ -67,7 +67,7 @@ fn regression_a_request_that_was_polled_can_be_waited_for() {
         let (a, b) = (tensor(&runtime, 2), tensor(&runtime, 2));
         for write in [false, true] {
             let blocks = runtime.pin(&b).wait().unwrap();
-            let (mut reads, mut writes) = (runtime.pin(&a), runtime.pin_mut(&a));
+            let (mut reads, mut writes) = (runtime.pin(&a), runtime.pin(&a).write());
             if write {
                 assert!(poll(&mut writes, Waker::noop()).is_pending());
             } else {
@@ -83,8 +83,8 @@ fn regression_a_request_that_was_polled_can_be_waited_for() {
             }
         }
         // Nothing is pinned, so the other tensor has room.
-        drop(runtime.pin_mut(&b).wait().unwrap());
-        drop(runtime.pin_mut(&a).wait().unwrap());
+        drop(runtime.pin(&b).write().wait().unwrap());
+        drop(runtime.pin(&a).write().wait().unwrap());
         check_at_rest(runtime, vec![a, b], "polled, then waited for");
     });
 }
@@ -99,12 +99,12 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
         for granted in [true, false] {
             let mut blocks = Some(runtime.pin(&other).wait().unwrap());
             let forgotten = tensor(&runtime, 2);
-            let mut writes = Box::new(runtime.pin_mut(&forgotten));
+            let mut writes = Box::new(runtime.pin(&forgotten).write());
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             if granted {
                 drop(blocks.take());
                 // The pages are resident, and the request that asked for them is never polled again.
-                while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
+                while !runtime.observe().snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
                     progress();
                     thread::yield_now();
                 }
@@ -113,10 +113,10 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
             drop(forgotten);
             let later = tensor(&runtime, 2);
             drop(blocks);
-            drop(runtime.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            drop(runtime.pin(&later).write().wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
         }
-        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
-        drop(runtime.pin_mut(&other).wait().unwrap());
+        assert_eq!(runtime.observe().waiting().total, 0, "{}", runtime.observe().waiting());
+        drop(runtime.pin(&other).write().wait().unwrap());
         check_at_rest(runtime, vec![other], "a forgotten request");
     });
 }
@@ -136,13 +136,13 @@ fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor()
             };
             let forgotten = tensor(&runtime, 2);
             let first = row(&forgotten, 0);
-            let blocks = runtime.pin_mut(&first).wait().unwrap();
-            let mut writes = Box::new(scope.pin_mut(&forgotten));
+            let blocks = runtime.pin(&first).write().wait().unwrap();
+            let mut writes = Box::new(runtime.pin(&forgotten).in_scope(&scope).write());
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             drop(blocks);
             drop(first);
             // The pages are resident, one of them in a frame that was reserved, and the request is never polled again.
-            while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
+            while !runtime.observe().snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
                 progress();
                 thread::yield_now();
             }
@@ -151,22 +151,29 @@ fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor()
             drop(forgotten);
             assert_eq!(scope.held(), Bytes::new(0));
             let later = tensor(&runtime, 2);
-            drop(scope.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            drop(runtime.pin(&later).in_scope(&scope).write().wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
             // The scope can pin all that it reserved, so the frames are its again.
-            drop(scope.pin(&other.rows(0..2).unwrap()).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            drop(
+                runtime
+                    .pin(&other.rows(0..2).unwrap())
+                    .in_scope(&scope)
+                    .wait_timeout(Duration::from_secs(60))
+                    .unwrap()
+                    .unwrap(),
+            );
         }
-        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
-        drop(runtime.pin_mut(&other).wait().unwrap());
+        assert_eq!(runtime.observe().waiting().total, 0, "{}", runtime.observe().waiting());
+        drop(runtime.pin(&other).write().wait().unwrap());
         check_at_rest(runtime, vec![other], "a forgotten request of a scope");
     });
 }
 
 /// Pins these one after the other, and lets go of them. `first` is called when the first one is pinned.
-fn one_by_one(scope: &Scope, rows: &[Tensor], first: impl FnOnce()) -> outcore::Result<()> {
-    let mut guards = vec![scope.pin(&rows[0]).wait()?];
+fn one_by_one(runtime: &Runtime, scope: &Scope, rows: &[Tensor], first: impl FnOnce()) -> outcore::Result<()> {
+    let mut guards = vec![runtime.pin(&rows[0]).in_scope(scope).wait()?];
     first();
     for row in &rows[1..] {
-        guards.push(scope.pin(row).wait()?);
+        guards.push(runtime.pin(row).in_scope(scope).wait()?);
     }
     assert_eq!(scope.held(), Bytes::new(rows.len() as u64 * PAGE));
     Ok(())
@@ -189,7 +196,7 @@ fn regression_tasks_that_hold_and_ask_for_more_are_told() {
                     let named = || runtime.scope().label(format!("task {task}"));
                     let scope = named().open().unwrap();
                     // Each task holds one of the eight frames, so all but one must be told.
-                    let mut asked = one_by_one(&scope, &rows, || _ = together.wait());
+                    let mut asked = one_by_one(runtime, &scope, &rows, || _ = together.wait());
                     while let Err(error) = asked {
                         progress();
                         assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
@@ -200,11 +207,11 @@ fn regression_tasks_that_hold_and_ask_for_more_are_told() {
                         // One task tries the same again. If two did, each could take the other's frames again and
                         // again. The others ask for all at once, and wait in line.
                         asked = match task {
-                            0 => one_by_one(&scope, &rows, || {}),
-                            1 | 3 | 5 | 7 => scope.pin_set(&rows).wait().map(drop),
+                            0 => one_by_one(runtime, &scope, &rows, || {}),
+                            1 | 3 | 5 | 7 => runtime.pin(&rows).in_scope(&scope).wait().map(drop),
                             _ => {
                                 let reserved = named().reserve(Bytes::new(8 * PAGE)).wait().unwrap();
-                                one_by_one(&reserved, &rows, || {})
+                                one_by_one(runtime, &reserved, &rows, || {})
                             }
                         };
                     }
@@ -228,9 +235,9 @@ fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
         let (c, d) = (row(&table, 2), row(&table, 3));
         let first = runtime.pin(&a).wait().unwrap();
         let second = runtime.pin(&b).wait().unwrap();
-        let (mut more, mut writes) = (runtime.pin(&c), runtime.pin_mut(&a));
+        let (mut more, mut writes) = (runtime.pin(&c), runtime.pin(&a).write());
         assert!(poll(&mut more, Waker::noop()).is_pending() && poll(&mut writes, Waker::noop()).is_pending());
-        let waiting = runtime.waiting();
+        let waiting = runtime.observe().waiting();
         assert_eq!((waiting.total, runtime.stats().waiting), (2, 2), "{waiting}");
         assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 2 });
         let [holder] = &waiting.waiters[0].holders[..] else { panic!("{waiting}") };
@@ -242,8 +249,8 @@ fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
         drop((first, second));
         drop(block_on(&mut more).unwrap());
         drop(block_on(&mut writes).unwrap());
-        assert_eq!(runtime.waiting().total, 0);
-        assert_eq!(runtime.waiting().to_string(), "nothing waits");
+        assert_eq!(runtime.observe().waiting().total, 0);
+        assert_eq!(runtime.observe().waiting().to_string(), "nothing waits");
         drop((more, writes));
         check_at_rest(runtime, vec![table, a, b, c, d], "nested pins");
     });
@@ -257,7 +264,7 @@ fn a_long_wait_is_in_the_statistics() {
         let table = tensor(&runtime, 2);
         let (a, b) = (row(&table, 0), row(&table, 1));
         let scope = runtime.scope().label("holder").open().unwrap();
-        let guard = scope.pin(&a).wait().unwrap();
+        let guard = runtime.pin(&a).in_scope(&scope).wait().unwrap();
         let mut waits = runtime.pin(&b);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
         while runtime.stats().long_waits.is_empty() {
@@ -280,14 +287,14 @@ fn regression_a_budget_that_waits_for_guards_can_be_seen() {
         let runtime = open(4);
         let table = tensor(&runtime, 4);
         let scope = runtime.scope().label("holder").open().unwrap();
-        let guard = scope.pin(&table).wait().unwrap();
+        let guard = runtime.pin(&table).in_scope(&scope).wait().unwrap();
         thread::scope(|threads| {
             let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(2 * PAGE)));
             while runtime.stats().long_waits.is_empty() {
                 progress();
                 thread::yield_now();
             }
-            let waiting = runtime.waiting();
+            let waiting = runtime.observe().waiting();
             assert_eq!((waiting.total, runtime.stats().waiting), (1, 1), "{waiting}");
             assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 2, budget: 2 });
             let [holder] = &waiting.waiters[0].holders[..] else { panic!("{waiting}") };
@@ -300,7 +307,7 @@ fn regression_a_budget_that_waits_for_guards_can_be_seen() {
             drop(guard);
             shrinks.join().unwrap().unwrap();
         });
-        assert_eq!((runtime.waiting().total, runtime.stats().waiting), (0, 0));
+        assert_eq!((runtime.observe().waiting().total, runtime.stats().waiting), (0, 0));
         drop(scope);
         check_at_rest(runtime, vec![table], "a budget that waits");
     });
@@ -320,7 +327,7 @@ fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
         let mut passed = 0;
         loop {
             let at = row(&table, 2 + passed % 20);
-            let (mut reads, mut writes) = (runtime.pin(&at), runtime.pin_mut(&at));
+            let (mut reads, mut writes) = (runtime.pin(&at), runtime.pin(&at).write());
             let write = passed % 3 == 0;
             let first = if write {
                 poll(&mut writes, Waker::noop()).map(drop_ok)
@@ -328,7 +335,7 @@ fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
                 poll(&mut reads, Waker::noop()).map(drop_ok)
             };
             if first.is_pending()
-                && runtime.waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1
+                && runtime.observe().waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1
             {
                 break;
             }
@@ -360,7 +367,7 @@ fn regression_a_writer_is_passed_by_a_bounded_number_of_readers() {
             let a = tensor(&runtime, 1);
             let scope = runtime.scope().priority(priority).open().unwrap();
             let mut last = runtime.pin(&a).wait().unwrap();
-            let mut writes = scope.pin_mut(&a);
+            let mut writes = runtime.pin(&a).in_scope(&scope).write();
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             for passed in 0.. {
                 assert!(passed <= PASSES_MAX, "it was passed {passed} times");
@@ -493,14 +500,16 @@ impl Crowd {
         let (pages, writes) = (first..first + count, self.rng.one_in(3));
         let (runtime, part, of) = (self.runtime.clone(), self.table.rows(pages.clone()).unwrap(), scope.clone());
         macro_rules! pinned {
-            ($($how:tt)+) => {
-                match (&of, writes) {
-                    (None, false) => runtime.pin(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
-                    (None, true) => runtime.pin_mut(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
-                    (Some(scope), false) => scope.pin(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
-                    (Some(scope), true) => scope.pin_mut(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+            ($($how:tt)+) => {{
+                let request = match &of {
+                    None => runtime.pin(&part),
+                    Some(scope) => runtime.pin(&part).in_scope(scope),
+                };
+                match writes {
+                    false => request $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+                    true => request.write() $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
                 }
-            };
+            }};
         }
         let answer = if self.rng.one_in(3) {
             let (send, receive) = mpsc::channel();
@@ -556,7 +565,7 @@ impl Crowd {
     fn moves(&self) -> (u64, bool) {
         let PagerStats { fills_disk, fills_zero, evictions, write_backs, .. } = self.runtime.stats().pager;
         let rests = |page: &PageView| matches!(page.device.state, State::Empty | State::Clean | State::Dirty);
-        let pages = self.runtime.snapshot(&self.table).pages;
+        let pages = self.runtime.observe().snapshot(&self.table).pages;
         (fills_disk + fills_zero + evictions + write_backs, pages.iter().all(rests))
     }
 
@@ -577,7 +586,7 @@ impl Crowd {
         until("all are served or stand", || {
             let rests = self.moves().1;
             looks(&mut self.asked);
-            waiting = self.runtime.waiting();
+            waiting = self.runtime.observe().waiting();
             after = self.moves();
             waiting.total == self.asked.len()
                 && waiting.waiters.iter().all(|waiter| waiter.waits_for != WaitsFor::Moves && !waiter.holds)
@@ -614,7 +623,11 @@ impl Crowd {
             // Whoever was told lets go, and this lets others go on.
             return self.settle(self.begun);
         }
-        assert!(self.asked.is_empty() || !self.held.is_empty(), "nobody holds anything: {}", self.runtime.waiting());
+        assert!(
+            self.asked.is_empty() || !self.held.is_empty(),
+            "nobody holds anything: {}",
+            self.runtime.observe().waiting()
+        );
     }
 
     fn served(&mut self, asked: Asked, result: outcore::Result<Got>) {
@@ -703,10 +716,10 @@ fn a_scope_that_reserved_gets_its_pages() {
         assert!(poll(&mut more, Waker::noop()).is_pending(), "what is set aside is nobody else's");
         for round in 0..3 {
             let rows: Vec<Tensor> = (0..4).map(|n| row(&mine, n + round)).collect();
-            let guards: Vec<_> = rows.iter().map(|row| scope.pin(row).wait().unwrap()).collect();
+            let guards: Vec<_> = rows.iter().map(|row| runtime.pin(row).in_scope(&scope).wait().unwrap()).collect();
             assert_eq!(scope.held(), Bytes::new(4 * PAGE));
             let beyond = row(&mine, 7);
-            let error = scope.pin(&beyond).wait().unwrap_err();
+            let error = runtime.pin(&beyond).in_scope(&scope).wait().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
             assert!(error.to_string().contains("\"mine\""), "{error}");
             drop(guards);
@@ -736,7 +749,7 @@ fn a_scope_that_asks_for_more_than_it_reserved_is_told() {
         let scope = runtime.scope().label("reserved").reserve(Bytes::new(2 * PAGE)).wait().unwrap();
         let told = |more: &Tensor| {
             for waits in [true, false] {
-                let mut request = scope.pin(more);
+                let mut request = runtime.pin(more).in_scope(&scope);
                 let error = if waits { request.wait().unwrap_err() } else { block_on(&mut request).unwrap_err() };
                 assert!(error.kind() == ErrorKind::BudgetTooSmall && !error.is_transient(), "{error}");
                 let text = error.to_string();
@@ -745,14 +758,14 @@ fn a_scope_that_asks_for_more_than_it_reserved_is_told() {
             }
         };
         told(three);
-        let held = scope.pin(two).wait().unwrap();
+        let held = runtime.pin(two).in_scope(&scope).wait().unwrap();
         told(one);
         told(three);
-        assert_eq!((scope.held(), runtime.waiting().total), (Bytes::new(2 * PAGE), 0));
+        assert_eq!((scope.held(), runtime.observe().waiting().total), (Bytes::new(2 * PAGE), 0));
         assert_eq!(runtime.stats().pager.busy, 0);
         drop(runtime.pin(three).wait().unwrap());
         drop(held);
-        drop(scope.pin(one).wait().unwrap());
+        drop(runtime.pin(one).in_scope(&scope).wait().unwrap());
         drop(scope);
         check_at_rest(runtime, parts.into_iter().chain([table]).collect(), "more than was reserved");
     });
@@ -780,7 +793,7 @@ fn a_reservation_that_can_never_fit_is_refused() {
         assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{error}");
         drop((held, waits));
         drop(reserve(3 * PAGE).wait().unwrap());
-        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
+        assert_eq!(runtime.observe().waiting().total, 0, "{}", runtime.observe().waiting());
         check_at_rest(runtime, vec![table], "reservations that never fit");
     });
 }
@@ -794,7 +807,7 @@ fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
         let table = tensor(&runtime, THREADS);
         let rows: Vec<Tensor> = (0..THREADS).map(|n| row(&table, n)).collect();
         // The pages are resident, so that they are pinned without the latch.
-        drop(runtime.pin_set(&rows).wait().unwrap());
+        drop(runtime.pin(&rows).wait().unwrap());
         let scope = runtime.scope().reserve(Bytes::new(PAGE)).wait().unwrap();
         let (together, served, most) = (Barrier::new(3), AtomicU32::new(0), AtomicU64::new(0));
         thread::scope(|threads| {
@@ -802,7 +815,7 @@ fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
                 threads.spawn(|| {
                     for _ in 0..2000 {
                         together.wait();
-                        let got = scope.pin(row).wait();
+                        let got = runtime.pin(row).in_scope(&scope).wait();
                         together.wait();
                         most.fetch_max(scope.held().get(), Ordering::Relaxed);
                         together.wait();
@@ -834,8 +847,11 @@ fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
             let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
             // Once the budget is smaller, no more than five pages are ever pinned.
             until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
-            let guards: Vec<_> =
-                rows.iter().zip(scopes.iter().cycle()).map(|(row, scope)| scope.pin(row).wait().unwrap()).collect();
+            let guards: Vec<_> = rows
+                .iter()
+                .zip(scopes.iter().cycle())
+                .map(|(row, scope)| runtime.pin(row).in_scope(scope).wait().unwrap())
+                .collect();
             assert_eq!(scopes[0].held() + scopes[1].held(), Bytes::new(8 * PAGE));
             drop(guards);
             drop(scopes);
@@ -857,7 +873,7 @@ fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrink
         thread::scope(|threads| {
             let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
             until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
-            drop(scope.pin(&five).wait().unwrap());
+            drop(runtime.pin(&five).in_scope(&scope).wait().unwrap());
             assert_eq!(runtime.pin(&five).wait().map(drop).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
             drop(scope);
             shrinks.join().unwrap().unwrap();
@@ -875,8 +891,8 @@ fn regression_a_scope_whose_requests_wait_for_each_other_is_told() {
         let a = tensor(&runtime, 1);
         for written in [true, false] {
             let scope = runtime.scope().label("both").open().unwrap();
-            let holds = runtime.pin_mut(&a).wait().unwrap();
-            let (mut writes, mut reads) = (scope.pin_mut(&a), scope.pin(&a));
+            let holds = runtime.pin(&a).write().wait().unwrap();
+            let (mut writes, mut reads) = (runtime.pin(&a).in_scope(&scope).write(), runtime.pin(&a).in_scope(&scope));
             if written {
                 assert!(poll(&mut writes, Waker::noop()).is_pending());
                 assert!(poll(&mut reads, Waker::noop()).is_pending());
@@ -912,8 +928,8 @@ fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
         let runtime = open(4);
         let (a, b) = (tensor(&runtime, 2), tensor(&runtime, 3));
         let scope = runtime.scope().label("alone").open().unwrap();
-        let holds = scope.pin(&a).wait().unwrap();
-        let error = scope.pin(&b).wait().unwrap_err();
+        let holds = runtime.pin(&a).in_scope(&scope).wait().unwrap();
+        let error = runtime.pin(&b).in_scope(&scope).wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Busy);
         let told = error.to_string();
         for part in ["holds 2 pages (128.0 KiB) itself", "3 pages (192.0 KiB) more", "a budget of 4 pages"] {
@@ -921,7 +937,7 @@ fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
         }
         assert!(!told.contains("others"), "{error}");
         drop(holds);
-        drop(scope.pin(&b).wait().unwrap());
+        drop(runtime.pin(&b).in_scope(&scope).wait().unwrap());
         drop(scope);
         check_at_rest(runtime, vec![a, b], "a scope alone");
     });
@@ -935,11 +951,11 @@ fn scopes_that_want_each_others_pages_are_told() {
         let runtime = open(8);
         let (a, b) = (tensor(&runtime, 1), tensor(&runtime, 1));
         let [one, other] = ["one", "other"].map(|label| runtime.scope().label(label).open().unwrap());
-        let mut first = one.pin_mut(&a).wait().unwrap();
+        let mut first = runtime.pin(&a).in_scope(&one).write().wait().unwrap();
         first.bytes_mut().fill(7);
-        let second = other.pin(&b).wait().unwrap();
+        let second = runtime.pin(&b).in_scope(&other).wait().unwrap();
         for waits in [true, false] {
-            let (mut writes, mut reads) = (one.pin_mut(&b), other.pin(&a));
+            let (mut writes, mut reads) = (runtime.pin(&b).in_scope(&one).write(), runtime.pin(&a).in_scope(&other));
             let [writer, reader] = match waits {
                 true => [writes.wait().map(drop), reads.wait().map(drop)],
                 false => [block_on(&mut writes).map(drop), block_on(&mut reads).map(drop)],
@@ -955,9 +971,9 @@ fn scopes_that_want_each_others_pages_are_told() {
         assert_eq!((first.bytes()[0], second.bytes()[0]), (7, 0));
         // When one of them lets go, the other one gets its page.
         drop(second);
-        drop(one.pin_mut(&b).wait().unwrap());
+        drop(runtime.pin(&b).in_scope(&one).write().wait().unwrap());
         // A scope is told of its own guards too.
-        let itself = one.pin(&a).wait().unwrap_err();
+        let itself = runtime.pin(&a).in_scope(&one).wait().unwrap_err();
         assert_eq!(itself.kind(), ErrorKind::Busy);
         drop(first);
         drop((one, other));
@@ -976,19 +992,22 @@ fn interactive_scopes_come_before_batch() {
         let holds = runtime.pin(&all).wait().unwrap();
         let batch = runtime.scope().priority(ScopePriority::Batch).open().unwrap();
         let interactive = runtime.scope().open().unwrap();
-        let mut last = batch.pin(&rows[2]);
+        let mut last = runtime.pin(&rows[2]).in_scope(&batch);
         assert!(poll(&mut last, Waker::noop()).is_pending());
-        let mut first = interactive.pin_set(&rows[2..]);
+        let mut first = runtime.pin(&rows[2..]).in_scope(&interactive);
         assert!(poll(&mut first, Waker::noop()).is_pending());
         drop(holds);
         drop(block_on(&mut first).unwrap());
         drop(block_on(&mut last).unwrap());
         drop((first, last));
-        let (a, b) = (interactive.pin(&rows[0]).wait().unwrap(), batch.pin(&rows[1]).wait().unwrap());
-        assert_eq!(batch.pin(&rows[2]).wait().unwrap_err().kind(), ErrorKind::Busy);
-        assert_eq!(interactive.pin(&rows[3]).wait().unwrap_err().kind(), ErrorKind::Busy);
+        let (a, b) = (
+            runtime.pin(&rows[0]).in_scope(&interactive).wait().unwrap(),
+            runtime.pin(&rows[1]).in_scope(&batch).wait().unwrap(),
+        );
+        assert_eq!(runtime.pin(&rows[2]).in_scope(&batch).wait().unwrap_err().kind(), ErrorKind::Busy);
+        assert_eq!(runtime.pin(&rows[3]).in_scope(&interactive).wait().unwrap_err().kind(), ErrorKind::Busy);
         drop(b);
-        drop(interactive.pin(&rows[3]).wait().unwrap());
+        drop(runtime.pin(&rows[3]).in_scope(&interactive).wait().unwrap());
         drop(a);
         drop((batch, interactive));
         check_at_rest(runtime, rows.into_iter().chain([table, all]).collect(), "priorities");
@@ -1003,13 +1022,13 @@ fn guards_may_outlive_their_scope() {
         let table = tensor(&runtime, 4);
         let (a, b, both) = (row(&table, 0), row(&table, 1), table.rows(2..4).unwrap());
         let scope = runtime.scope().open().unwrap();
-        let guard = scope.pin(&a).wait().unwrap();
+        let guard = runtime.pin(&a).in_scope(&scope).wait().unwrap();
         let reserved = runtime.scope().reserve(Bytes::new(PAGE)).wait().unwrap();
-        let other = reserved.pin(&b).wait().unwrap();
+        let other = runtime.pin(&b).in_scope(&reserved).wait().unwrap();
         drop((scope, reserved));
         let mut waits = runtime.pin(&both);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
-        assert_eq!(runtime.waiting().waiters[0].holders[0].scope, None);
+        assert_eq!(runtime.observe().waiting().waiters[0].holders[0].scope, None);
         drop(guard);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
         drop(other);
@@ -1024,8 +1043,12 @@ fn a_scope_of_another_runtime_pins_nothing() {
     watched("two runtimes", || {
         let (one, other) = (open(2), open(2));
         let (mine, theirs) = (tensor(&one, 1), tensor(&other, 1));
-        let scope = one.scope().open().unwrap();
-        assert_eq!(scope.pin(&theirs).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let (scope, their_walker) = (one.scope().open().unwrap(), other.walker().unwrap());
+        for refused in
+            [one.pin(&theirs), other.pin(&theirs).in_scope(&scope), one.pin(&mine).in_scope(&scope).of(&their_walker)]
+        {
+            assert_eq!(refused.wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        }
         drop(scope);
         check_at_rest(one, vec![mine], "two runtimes");
         check_at_rest(other, vec![theirs], "two runtimes");
@@ -1046,7 +1069,7 @@ fn a_crowd_is_served() {
         for _ in 0..1500 {
             let row = rng.pick(&rows);
             reads.push(Some(Box::pin(runtime.pin(row))));
-            writes.push(Some(Box::pin(runtime.pin_mut(row))));
+            writes.push(Some(Box::pin(runtime.pin(row).write())));
         }
         let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
         struct Task {
@@ -1118,9 +1141,9 @@ fn random_scopes_come_to_an_end() {
                         let mut writers = Vec::new();
                         for row in &rows {
                             let got = if rng.one_in(4) {
-                                scope.pin_mut(row).wait().map(|guard| writers.push(guard))
+                                runtime.pin(row).in_scope(&scope).write().wait().map(|guard| writers.push(guard))
                             } else {
-                                scope.pin(row).wait().map(|guard| readers.push(guard))
+                                runtime.pin(row).in_scope(&scope).wait().map(|guard| readers.push(guard))
                             };
                             match got.map_err(|error| error.kind()) {
                                 Ok(()) => drop(served.fetch_add(1, Ordering::Relaxed)),
@@ -1173,7 +1196,7 @@ fn with_writes_that_hang(io_timeout: Option<Duration>) -> (Runtime, Tensor, Arc<
         .open()
         .unwrap();
     let table = tensor(&runtime, 2);
-    runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(3);
+    runtime.pin(&table).write().wait().unwrap().bytes_mut().fill(3);
     (runtime, table, hangs)
 }
 
@@ -1186,7 +1209,7 @@ fn regression_reservations_that_wait_when_a_runtime_closes_get_closed() {
         for request in &mut requests {
             assert!(poll(request, Waker::noop()).is_pending());
         }
-        assert_eq!(runtime.waiting().total, 2, "{}", runtime.waiting());
+        assert_eq!(runtime.observe().waiting().total, 2, "{}", runtime.observe().waiting());
         let after = runtime.clone();
         let closer = thread::spawn(move || runtime.close());
         for request in requests {
@@ -1229,13 +1252,13 @@ fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
         let smaller = || runtime.set_device_budget(Bytes::new(PAGE));
         let told = smaller().unwrap_err();
         assert_eq!(told.kind(), ErrorKind::TimedOut, "{told}");
-        assert_eq!((runtime.stats().waiting, runtime.stats().device.1), (0, Bytes::new(2 * PAGE)));
+        assert_eq!((runtime.stats().waiting, runtime.stats().device.budget), (0, Bytes::new(2 * PAGE)));
         hangs.let_go();
         while let Err(error) = smaller() {
             progress();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
         }
-        assert_eq!(runtime.stats().device.1, Bytes::new(PAGE));
+        assert_eq!(runtime.stats().device.budget, Bytes::new(PAGE));
         check_at_rest(runtime, vec![table], "a budget and a write that hangs");
     });
 }
@@ -1250,8 +1273,8 @@ fn regression_a_budget_that_waits_for_writes_says_so() {
             let held = holds.then(|| runtime.pin(&first).wait().unwrap());
             thread::scope(|threads| {
                 let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
-                until("the smaller budget", || runtime.waiting().total > 0);
-                let waiting = runtime.waiting();
+                until("the smaller budget", || runtime.observe().waiting().total > 0);
+                let waiting = runtime.observe().waiting();
                 hangs.let_go();
                 shrinks.join().unwrap().unwrap();
                 assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
@@ -1326,8 +1349,8 @@ fn regression_a_waker_on_a_callers_thread_may_not_wait() {
         let table = tensor(&runtime, 4);
         let (rows, two) = ([0, 1].map(|n| row(&table, n)), table.rows(2..4).unwrap());
         let (scope, stream) = (runtime.scope().open().unwrap(), runtime.compute_stream().unwrap());
-        let held = scope.pin(&rows[0]).wait().unwrap();
-        let ends_on_stream = scope.pin_device_on(&rows[1..], &stream).wait().unwrap();
+        let held = runtime.pin(&rows[0]).in_scope(&scope).wait().unwrap();
+        let ends_on_stream = runtime.pin(&rows[1..]).in_scope(&scope).on(&stream).wait().unwrap();
         let (passes, passed) = mpsc::channel::<()>();
         stream.call(move || _ = passed.recv());
         drop(ends_on_stream);
@@ -1338,7 +1361,7 @@ fn regression_a_waker_on_a_callers_thread_may_not_wait() {
         })))))
         .into();
         // One frame is free, and the scope's own stream will give another one back.
-        let mut waits = scope.pin(&two);
+        let mut waits = runtime.pin(&two).in_scope(&scope);
         assert!(poll(&mut waits, &waker).is_pending());
         // This takes the free frame. So the scope is told, through its waker, on this thread.
         drop(runtime.pin(&first).wait().unwrap());
@@ -1383,7 +1406,7 @@ fn a_read_does_not_come_back(backend: IoBackend) {
     assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
     assert_eq!(runtime.pin(&weights).wait().map(drop).unwrap_err().kind(), ErrorKind::TimedOut);
     let zeros = tensor(&runtime, 1);
-    drop(runtime.pin_mut(&zeros).wait().unwrap());
+    drop(runtime.pin(&zeros).write().wait().unwrap());
     hangs.let_go();
     // The read comes back after all, and its bytes are used. Until then it stays late.
     let got = loop {
@@ -1421,21 +1444,21 @@ fn regression_who_waits_for_the_frame_of_a_read_that_hangs_is_told() {
             assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
         };
         late(runtime.pin(&weights).wait().map(drop));
-        late(runtime.pin_mut(&zeros).wait().map(drop));
+        late(runtime.pin(&zeros).write().wait().map(drop));
         late(block_on(runtime.pin(&zeros)).map(drop));
         late(block_on(runtime.scope().reserve(Bytes::new(2 * PAGE))).map(drop));
         let scope = runtime.scope().open().unwrap();
-        late(scope.pin(&zeros).wait().map(drop));
+        late(runtime.pin(&zeros).in_scope(&scope).wait().map(drop));
         drop(scope);
         late(runtime.set_device_budget(Bytes::new(PAGE)));
-        assert_eq!(runtime.stats().waiting, 0, "{}", runtime.waiting());
+        assert_eq!(runtime.stats().waiting, 0, "{}", runtime.observe().waiting());
         hangs.let_go();
         while let Err(error) = runtime.set_device_budget(Bytes::new(PAGE)) {
             progress();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
         }
-        assert_eq!(runtime.stats().device.1, Bytes::new(PAGE));
-        drop(runtime.pin_mut(&zeros).wait().unwrap());
+        assert_eq!(runtime.stats().device.budget, Bytes::new(PAGE));
+        drop(runtime.pin(&zeros).write().wait().unwrap());
         drop(weights);
         drop(model);
         check_at_rest(runtime, vec![zeros], "frames of reads that hang");
@@ -1529,9 +1552,9 @@ fn a_long_wait_is_warned_of_once() {
         let table = tensor(&runtime, 3);
         let (holds, waits) = (runtime.scope().label("who holds long"), runtime.scope().label("who waits long"));
         let (holds, waits) = (holds.open().unwrap(), waits.open().unwrap());
-        let held = [0, 1].map(|n| holds.pin(&row(&table, n)).wait().unwrap());
+        let held = [0, 1].map(|n| runtime.pin(&row(&table, n)).in_scope(&holds).wait().unwrap());
         let wanted = row(&table, 2);
-        let mut request = waits.pin(&wanted);
+        let mut request = runtime.pin(&wanted).in_scope(&waits);
         assert!(poll(&mut request, Waker::noop()).is_pending());
         until("a warning", || !told().is_empty());
         // The request goes on waiting, and the keeper looks again.
@@ -1591,7 +1614,7 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
             }
             until("all wait", || all_hang(TASKS));
             assert_eq!((count(&served), count(&ended)), (TASKS, 0));
-            let waiting = runtime.waiting();
+            let waiting = runtime.observe().waiting();
             assert_eq!((waiting.total, waiting.waiters.len()), (8, 8), "{waiting}");
             let text = waiting.to_string();
             assert_eq!(text.lines().count(), 8, "{text}");
@@ -1625,7 +1648,7 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
             // When one guard ends, one request goes on, and its task asks for more.
             drop(held[0].lock().pop().unwrap());
             until("one goes on", || count(&served) == TASKS + 1 && all_hang(TASKS));
-            assert_eq!((count(&ended), runtime.waiting().total), (0, 8), "{}", runtime.waiting());
+            assert_eq!((count(&ended), runtime.observe().waiting().total), (0, 8), "{}", runtime.observe().waiting());
             // The guards of one task after the other end, as long as the tasks hang.
             loop {
                 until("all wait or end", || count(&ended) == TASKS || all_hang(TASKS - count(&ended)));
@@ -1638,7 +1661,7 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
             }
         });
         assert_eq!(count(&served), TASKS * EACH);
-        assert_eq!((runtime.waiting().total, runtime.stats().waiting, runtime.stats().pager.busy), (0, 0, 0));
+        assert_eq!((runtime.observe().waiting().total, runtime.stats().waiting, runtime.stats().pager.busy), (0, 0, 0));
         check_at_rest(runtime, tables, "nested pins that hang");
     });
 }
@@ -1650,21 +1673,21 @@ fn a_pin_of_resident_pages_takes_no_latch() {
     watched("hits", || {
         let runtime = open(8);
         let tensors: Vec<Tensor> = (0..4).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
-        drop(runtime.pin_set_mut(&tensors).wait().unwrap());
+        drop(runtime.pin(&tensors).write().wait().unwrap());
         let before = runtime.stats().pager;
         for _ in 0..100 {
             drop(runtime.pin(&tensors[0]).wait().unwrap());
-            drop(runtime.pin_mut(&tensors[1]).wait().unwrap());
-            drop(runtime.pin_set(&tensors).wait().unwrap());
-            drop(runtime.pin_set_mut(&tensors).wait().unwrap());
+            drop(runtime.pin(&tensors[1]).write().wait().unwrap());
+            drop(runtime.pin(&tensors).wait().unwrap());
+            drop(runtime.pin(&tensors).write().wait().unwrap());
             drop(block_on(runtime.pin(&tensors[2])).unwrap());
-            drop(runtime.pin_device(&tensors).wait().unwrap());
+            drop(runtime.pin(&tensors).on_device().wait().unwrap());
         }
         let after = runtime.stats().pager;
         assert_eq!(after.latched_hits, before.latched_hits);
         assert_eq!(after.uses - before.uses, 100 * (3 + 3 * 4));
         let reads = runtime.pin(&tensors[0]).wait().unwrap();
-        let mut writes = runtime.pin_mut(&tensors[0]);
+        let mut writes = runtime.pin(&tensors[0]).write();
         assert!(poll(&mut writes, Waker::noop()).is_pending());
         assert!(runtime.stats().pager.latched_hits > after.latched_hits);
         drop(reads);
@@ -1682,10 +1705,10 @@ fn a_scope_is_sent_to_other_threads() {
         let table = tensor(&runtime, 2);
         let scope = runtime.scope().open().unwrap();
         let (send, receive) = mpsc::channel();
-        let copy = table.clone();
+        let (of, copy) = (runtime.clone(), table.clone());
         let other = thread::spawn(move || {
             let a = row(&copy, 0);
-            send.send(scope.pin(&a).wait().unwrap()).unwrap();
+            send.send(of.pin(&a).in_scope(&scope).wait().unwrap()).unwrap();
             scope
         });
         let guard = receive.recv().unwrap();
@@ -1722,16 +1745,16 @@ fn a_task_with_a_scope_and_guards_moves_between_workers() {
                     true => task_runtime.scope().reserve(Bytes::new(2 * PAGE)).await.unwrap(),
                     false => task_runtime.scope().open().unwrap(),
                 };
-                let mut writes = scope.pin_mut(&first).await.unwrap();
+                let mut writes = task_runtime.pin(&first).in_scope(&scope).write().await.unwrap();
                 writes.bytes_mut().fill(7);
                 tell.send(thread::current().id()).unwrap();
-                let reads = scope.pin(&second).await.unwrap();
+                let reads = task_runtime.pin(&second).in_scope(&scope).await.unwrap();
                 assert_eq!(scope.held(), Bytes::new(2 * PAGE));
                 assert!(writes.bytes().iter().all(|byte| *byte == 7) && reads.bytes() == expected);
                 thread::current().id()
             });
             let before = began.recv().unwrap();
-            until("the task waits for its read", || runtime.waiting().total == 1);
+            until("the task waits for its read", || runtime.observe().waiting().total == 1);
             // The task's worker is kept busy, and the other one is free.
             let (tell, occupied) = mpsc::channel();
             let occupy = || {

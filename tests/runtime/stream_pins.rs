@@ -51,7 +51,7 @@ fn a_stream_reads_the_files_bytes_under_pressure(devices: Devices) {
                 if random.one_in(3) {
                     runtime.prefetch(&set[0]);
                 }
-                let pin = runtime.pin_device_on(set, stream).wait().unwrap();
+                let pin = runtime.pin(set).on(stream).wait().unwrap();
                 assert_eq!(pin.count(), set.len());
                 assert_eq!(pin.address(0), Some(set[0].address()));
                 let bytes = pin.device_bytes(0).unwrap();
@@ -67,7 +67,7 @@ fn a_stream_reads_the_files_bytes_under_pressure(devices: Devices) {
             }
             streams.iter().for_each(|stream| stream.synchronize().unwrap());
             let stats = runtime.stats();
-            assert!(stats.pager.evictions > 20 && stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+            assert!(stats.pager.evictions > 20 && stats.traffic.peak_device <= stats.device.budget, "{stats:?}");
             drop((streams, model));
             check_at_rest(runtime, tensors, &format!("{setting:?}"));
             next_round(setting.on);
@@ -93,7 +93,7 @@ fn streams_and_writers_share_pages(devices: Devices) {
                                 runtime.write(&one[0]).unwrap().fill(step);
                                 continue;
                             }
-                            let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
+                            let pin = runtime.pin(one).on(&stream).wait().unwrap();
                             if random.one_in(2) {
                                 let bytes = bytes_of(&pin, 0, PAGE as usize).unwrap();
                                 assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{setting:?}");
@@ -121,7 +121,7 @@ fn requests_given_up_at_any_moment_leave_no_pin_behind(devices: Devices) {
             let mut context = Context::from_waker(Waker::noop());
             for _ in 0..200 {
                 let at = random.below(18) as usize;
-                let mut request = pin!(runtime.pin_device_on(&tensors[at..at + 2], &stream));
+                let mut request = pin!(runtime.pin(&tensors[at..at + 2]).on(&stream));
                 // The request is given up before it is served, while it is, or after it.
                 for _ in 0..random.below(3) {
                     if request.as_mut().poll(&mut context).is_ready() {
@@ -146,13 +146,11 @@ fn closing_with_pins_of_streams_ends(devices: Devices) {
             let model = runtime.open_model(&file.path).unwrap();
             let tensors: Vec<Tensor> = (0..4).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
             let stream = runtime.compute_stream().unwrap();
-            let pins: Vec<StreamPin> = tensors
-                .iter()
-                .map(|tensor| runtime.pin_device_on(std::slice::from_ref(tensor), &stream).wait().unwrap())
-                .collect();
+            let pins: Vec<StreamPin> =
+                tensors.iter().map(|tensor| runtime.pin(tensor).on(&stream).wait().unwrap()).collect();
             let after = runtime.clone();
             runtime.close().unwrap();
-            let error = after.pin_device_on(&tensors, &stream).wait().unwrap_err();
+            let error = after.pin(&tensors).on(&stream).wait().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Closed);
             for (n, pin) in pins.into_iter().enumerate() {
                 if n % 2 == 0 {
@@ -160,7 +158,7 @@ fn closing_with_pins_of_streams_ends(devices: Devices) {
                 }
             }
             for tensor in &tensors {
-                let pages = after.snapshot(tensor).pages;
+                let pages = after.observe().snapshot(tensor).pages;
                 assert!(pages.iter().all(|page| page.device.pins == 0), "{setting:?}: {pages:?}");
             }
             drop((stream, tensors, model, after));
@@ -184,7 +182,7 @@ fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices)
                     false => runtime.scope().label("layers").open().unwrap(),
                 };
                 let (passes, passed) = std::sync::mpsc::channel::<()>();
-                let pin = scope.pin_device_on(&tensors[..2], &stream).wait().unwrap();
+                let pin = runtime.pin(&tensors[..2]).in_scope(&scope).on(&stream).wait().unwrap();
                 stream.call(move || passed.recv().unwrap());
                 match write {
                     true => drop(pin),
@@ -192,8 +190,10 @@ fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices)
                 }
                 assert_eq!(scope.held(), Bytes::new(0));
                 // The stream uses all frames of the budget. The scope waits for it, as others do.
-                let (mut reads, mut writes) =
-                    (scope.pin_device_on(&tensors[2..], &stream), scope.pin_device_mut(&tensors[..2]));
+                let (mut reads, mut writes) = (
+                    runtime.pin(&tensors[2..]).in_scope(&scope).on(&stream),
+                    runtime.pin(&tensors[..2]).in_scope(&scope).write().on_device(),
+                );
                 let waits = match write {
                     true => harness::poll(&mut writes, Waker::noop()).is_pending(),
                     false => harness::poll(&mut reads, Waker::noop()).is_pending(),
@@ -235,7 +235,7 @@ fn regression_scopes_that_stream_layers_are_told_nothing(devices: Devices) {
                         for step in 0..60 {
                             harness::progress();
                             let at = (2 * step + 7 * thread) % 15;
-                            let pin = scope.pin_device_on(&tensors[at..at + 2], &stream).wait().unwrap();
+                            let pin = runtime.pin(&tensors[at..at + 2]).in_scope(&scope).on(&stream).wait().unwrap();
                             stream.call(std::thread::yield_now);
                             drop(pin);
                         }
@@ -254,7 +254,9 @@ fn a_pin_of_a_stream_may_outlive_its_scope(devices: Devices) {
     watched("a_pin_of_a_stream_may_outlive_its_scope", move || {
         for on in devices.iter().copied() {
             let ends = Ends { behind_the_stream: true, writes: false };
-            outlives_its_scope(on, ends, |scope, tensors, stream| scope.pin_device_on(tensors, stream).wait().unwrap());
+            outlives_its_scope(on, ends, |runtime, scope, tensors, stream| {
+                runtime.pin(tensors).in_scope(scope).on(stream).wait().unwrap()
+            });
             next_round(on);
         }
     });
@@ -270,21 +272,21 @@ fn wrong_streams_are_refused(devices: Devices) {
     let nothing = tensor.rows(0..0).unwrap();
     let tensors = [tensor, nothing];
     let theirs = other.compute_stream().unwrap();
-    let error = runtime.pin_device_on(&tensors, &theirs).wait().unwrap_err();
+    let error = runtime.pin(&tensors).on(&theirs).wait().unwrap_err();
     assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
     assert!(error.to_string().contains("different runtimes"), "{error}");
 
     let stream = runtime.compute_stream().unwrap();
     // An empty set, and tensors without bytes, need no pages.
-    drop(runtime.pin_device_on(&[], &stream).wait().unwrap());
-    let pin = runtime.pin_device_on(&tensors[1..], &stream).wait().unwrap();
+    drop(runtime.pin(&[]).on(&stream).wait().unwrap());
+    let pin = runtime.pin(&tensors[1..]).on(&stream).wait().unwrap();
     pin.copy_out(0, 0, &mut []).unwrap();
     assert_eq!(pin.copy_out(0, 0, &mut [0]).unwrap_err().kind(), ErrorKind::InvalidArgument);
     assert_eq!(pin.copy_out(1, 0, &mut []).unwrap_err().kind(), ErrorKind::InvalidArgument);
     drop(pin);
 
     // Bytes that were never written read as zero, also on a stream. A writer waits for the stream.
-    let pin = runtime.pin_device_on(&tensors, &stream).wait().unwrap();
+    let pin = runtime.pin(&tensors).on(&stream).wait().unwrap();
     assert_eq!(bytes_of(&pin, 0, 100).unwrap(), [0; 100]);
     let mut writer = runtime.writing(&tensors[0]);
     assert!(writer.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());

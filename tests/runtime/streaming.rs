@@ -13,7 +13,9 @@ use outcore::policy::{PageId, PageIndex, SegmentId};
 use outcore::stats::WaitCause;
 use outcore::store::{DiskProfile, QueueDepth, StoreOptions};
 use outcore::testing::{CallHook, Injected, IoCall, IoKind};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tier, Verify};
+use outcore::{
+    Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, Plan, PolicyKind, Runtime, Tensor, Tier, Verify,
+};
 use outcore_pager::policy::{Policy, Take, Want};
 use outcore_pager::state::State;
 use outcore_testkit::{harness, models, on_every_device};
@@ -70,7 +72,7 @@ fn every_byte_is_the_files_for_every_setting(devices: Devices) {
                     }
                 }
                 let stats = runtime.stats();
-                assert!(stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+                assert!(stats.traffic.peak_device <= stats.device.budget, "{stats:?}");
                 drop(model);
                 runtime.close().unwrap();
             }
@@ -110,7 +112,7 @@ fn the_real_model_streams_through_a_tenth_of_its_size(devices: Devices) {
         eprintln!(
             "{policy}: hit ratio {:.3}, best {:.3}, {:?}",
             stats.hit_ratio(),
-            runtime.optimum().ratio(),
+            runtime.observe().optimum().ratio(),
             stats.traffic
         );
         drop(model);
@@ -208,7 +210,7 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
                 runtime.write(&part(row)).unwrap().fill(row as u8 + 1);
             }
             // The last pages go when they are evicted.
-            while runtime.snapshot(&table).pages.iter().any(|page| page.device.state != State::Empty) {
+            while runtime.observe().snapshot(&table).pages.iter().any(|page| page.device.state != State::Empty) {
                 runtime.evict(&table);
                 std::thread::yield_now();
             }
@@ -225,7 +227,7 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
             // With a host tier, a read may push pages to the disk that were in memory only. And if a page is read while
             // its host copy is being written, the page goes up as the newest, so that this write was not needed.
             runtime.clone().close().unwrap();
-            let on_disk = runtime.snapshot(&table).pages.iter().filter(|page| page.disk).count() as u64;
+            let on_disk = runtime.observe().snapshot(&table).pages.iter().filter(|page| page.disk).count() as u64;
             if host == 0 {
                 assert_eq!(on_disk, ROWS, "{what}");
                 check_writes(&runtime, &writes, ROWS, &what);
@@ -256,13 +258,13 @@ fn pins_are_futures(devices: Devices) {
     let (a, b) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
     let both = [a, b];
     block_on(async {
-        let set = runtime.pin_device(&both).await.unwrap();
+        let set = runtime.pin(&both).on_device().await.unwrap();
         let mut bytes = vec![0; 50_000];
         set.copy_out(1, 0, &mut bytes).unwrap();
         assert_eq!(bytes, &file.bytes[file.bytes.len() - 50_000..]);
         drop(set);
         if runtime.host_addressable() {
-            let set = runtime.pin_set(&both).await.unwrap();
+            let set = runtime.pin(&both).await.unwrap();
             assert_eq!(set.bytes(0).unwrap().len(), 100_000);
             assert_eq!(set.bytes(1).unwrap(), &file.bytes[file.bytes.len() - 50_000..]);
         }
@@ -281,13 +283,13 @@ fn regression_hits_never_exceed_the_best_possible(devices: Devices) {
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let order: Vec<_> = (0..40).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&order);
+    runtime.plan(Plan::Cycle(&order));
     for _ in 0..20 {
         for tensor in &order {
             drop(runtime.read(tensor).unwrap());
         }
     }
-    let (stats, optimum) = (runtime.stats(), runtime.optimum());
+    let (stats, optimum) = (runtime.stats(), runtime.observe().optimum());
     assert_eq!((optimum.uses, optimum.actual_hits), (stats.pager.uses, stats.pager.hits));
     assert!(stats.pager.hits <= optimum.hits, "{:?} against {optimum:?}", stats.pager);
     assert!(stats.pager.hits * 10 > optimum.hits * 8, "{:?} against {optimum:?}", stats.pager);
@@ -346,7 +348,7 @@ fn regression_the_best_possible_is_of_the_largest_budget(devices: Devices) {
         }
     }
     runtime.set_device_budget(Bytes::kib(16 * 2)).unwrap();
-    let optimum = runtime.optimum();
+    let optimum = runtime.observe().optimum();
     assert!(optimum.actual_hits > 0 && optimum.actual_hits <= optimum.hits, "{optimum:?}");
 }
 
@@ -354,7 +356,7 @@ fn regression_the_best_possible_is_of_the_largest_budget(devices: Devices) {
 fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
     let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
     let wide = [runtime.alloc(DType::U8, &[2, 40 << 10]).unwrap()];
-    let error = runtime.waves(&wide, 2).unwrap_err();
+    let error = Tensor::waves(&wide, 2).unwrap_err();
     let text = error.to_string();
     assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
     for part in ["U8 [2, 40960]", "40.0 KiB", "3 pages", "2 (32.0 KiB)", "at least 3 pages"] {
@@ -362,8 +364,8 @@ fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
     }
     // A row as large as a page fits if it begins with the page.
     let fitting = [runtime.alloc(DType::U8, &[4, 16 << 10]).unwrap()];
-    assert_eq!(runtime.waves(&fitting, 1).unwrap().len(), 4);
-    for wave in runtime.waves(&wide, 4).unwrap() {
+    assert_eq!(Tensor::waves(&fitting, 1).unwrap().len(), 4);
+    for wave in Tensor::waves(&wide, 4).unwrap() {
         assert!(wave.iter().map(|part| part.page_count()).sum::<u64>() <= 4);
         drop(runtime.read_set(&wave).unwrap());
     }
@@ -397,7 +399,7 @@ fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
             assert_eq!(host.tiers[Tier::Host as usize].count, host.count, "{host:?}");
             assert_eq!((zero.count, zero.tiers[Tier::Device as usize].count), (1, 1), "{zero:?}");
 
-            let worst = &runtime.worst_pages(16);
+            let worst = &runtime.observe().worst_pages(16);
             assert!(worst.len() <= 16 && worst.is_sorted_by_key(|page| std::cmp::Reverse(page.time)), "{worst:?}");
             // There are so few pages that all of them are in the list.
             let counts = stats.stalls.iter().map(|stalls| stalls.count).sum::<u64>();

@@ -1,5 +1,4 @@
-//! The promise of `strict` builds: using a tensor's address without a pin faults at once.
-#![cfg(feature = "strict")]
+//! The promise of `strict` processes: using a tensor's address without a pin faults at once.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::os::unix::process::ExitStatusExt;
@@ -30,7 +29,7 @@ fn child_reads_what_was_evicted() {
     let (_file, runtime, tensor) = resident(&Setting::tiers(HOST)[which.parse::<usize>().unwrap()]);
     assert_eq!(runtime.evict(&tensor), tensor.page_count() as u32);
     // With a host tier the page is copied down first. Its frame goes when the copy ends.
-    while runtime.snapshot(&tensor).pages[0].frame.is_some() {
+    while runtime.observe().snapshot(&tensor).pages[0].frame.is_some() {
         std::thread::yield_now();
     }
     println!("evicted");
@@ -40,7 +39,10 @@ fn child_reads_what_was_evicted() {
 #[test]
 fn a_use_after_evict_faults_at_once() {
     for which in 0..Setting::tiers(HOST).len() {
-        let child = Scene::of("child_reads_what_was_evicted").tell("OUTCORE_CHILD_SETTING", which.to_string()).run();
+        let child = Scene::of("child_reads_what_was_evicted")
+            .tell("OUTCORE_STRICT", "1")
+            .tell("OUTCORE_CHILD_SETTING", which.to_string())
+            .run();
         let text = child.text;
         assert!(text.contains("evicted") && !text.contains("read "), "{text}");
         assert_eq!(child.status.signal(), Some(libc::SIGSEGV), "{:?}: {text}", child.status);
@@ -59,7 +61,7 @@ fn a_pin_makes_the_page_accessible_again() {
         }
         // Frames that were behind inaccessible pages serve new ones.
         let table = runtime.alloc(DType::U8, &[6 * (16 << 10)]).unwrap();
-        runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(1);
+        runtime.pin(&table).write().wait().unwrap().bytes_mut().fill(1);
         check_at_rest(runtime, vec![tensor, table], "strict");
     }
 }

@@ -34,13 +34,13 @@ fn misses_and_hits_are_told_in_order_and_once() {
         drop(runtime.pin(&row(n)).wait().unwrap());
     }
     drop(runtime.pin(&tensor).wait().unwrap());
-    let uses = runtime.take_uses();
+    let uses = runtime.observe().take_uses();
     assert_eq!((indices(&uses), uses.dropped), (vec![2, 0, 0, 2, 1, 0, 1, 2, 3], 0));
-    assert!(uses.uses.iter().all(|used| used.page.segment == runtime.snapshot(&tensor).id && !used.write));
+    assert!(uses.uses.iter().all(|used| used.page.segment == runtime.observe().snapshot(&tensor).id && !used.write));
     assert_eq!(uses.uses.len() as u64, runtime.stats().pager.uses);
-    assert_eq!(runtime.take_uses(), PageUses::default(), "they are told once");
+    assert_eq!(runtime.observe().take_uses(), PageUses::default(), "they are told once");
     drop(runtime.pin(&row(3)).wait().unwrap());
-    assert_eq!(indices(&runtime.take_uses()), [3]);
+    assert_eq!(indices(&runtime.observe().take_uses()), [3]);
     runtime.close().unwrap();
 }
 
@@ -49,10 +49,10 @@ fn it_is_told_which_uses_write() {
     let (runtime, tensor) = open(true);
     let row = |n| tensor.rows(n..n + 1).unwrap();
     drop(runtime.pin(&row(1)).wait().unwrap());
-    drop(runtime.pin_mut(&row(1)).wait().unwrap());
-    drop(runtime.pin_mut(&row(3)).wait().unwrap());
+    drop(runtime.pin(&row(1)).write().wait().unwrap());
+    drop(runtime.pin(&row(3)).write().wait().unwrap());
     drop(runtime.pin(&row(3)).wait().unwrap());
-    let told = runtime.take_uses();
+    let told = runtime.observe().take_uses();
     let told: Vec<_> = told.uses.iter().map(|used| (used.page.index.get(), used.write)).collect();
     assert_eq!(told, [(1, false), (1, true), (3, true), (3, false)]);
     runtime.close().unwrap();
@@ -87,9 +87,9 @@ fn chains_are_told_and_kept() {
                 drop(runtime.pin(block).wait().unwrap());
             }
         }
-        let (uses, stats) = (runtime.take_uses(), runtime.stats().pager);
+        let (uses, stats) = (runtime.observe().take_uses(), runtime.stats().pager);
         let segment = CapturedSegment {
-            id: runtime.snapshot(&pool).id,
+            id: runtime.observe().snapshot(&pool).id,
             name: "pool".into(),
             pages: 4096,
             classes: vec![ClassRun { first: 0, pages: 4096, class: "keys and values".into() }],
@@ -119,11 +119,11 @@ fn what_there_is_no_room_for_is_counted_and_leaves_no_gap() {
     for _ in 0..3 {
         drop(runtime.pin(&second).wait().unwrap());
     }
-    let uses = runtime.take_uses();
+    let uses = runtime.observe().take_uses();
     assert_eq!((uses.uses.len(), uses.dropped), (PageUses::MAX, 3));
     assert!(indices(&uses).iter().all(|index| *index == 0));
     drop(runtime.pin(&second).wait().unwrap());
-    let uses = runtime.take_uses();
+    let uses = runtime.observe().take_uses();
     assert_eq!((indices(&uses), uses.dropped), (vec![1], 0));
     runtime.close().unwrap();
 }
@@ -132,7 +132,7 @@ fn what_there_is_no_room_for_is_counted_and_leaves_no_gap() {
 fn nothing_is_kept_unasked() {
     let (runtime, tensor) = open(false);
     drop(runtime.pin(&tensor).wait().unwrap());
-    assert_eq!(runtime.take_uses(), PageUses::default());
+    assert_eq!(runtime.observe().take_uses(), PageUses::default());
     runtime.close().unwrap();
 }
 
@@ -152,10 +152,10 @@ fn counters_are_objects_of_plain_numbers() {
     let zeros = told["stalls"].as_array().unwrap().iter().find(|stall| stall["cause"] == "zero").unwrap();
     assert_eq!((&zeros["count"], &zeros["tiers"][0]["tier"]), (&2.into(), &"device".into()));
     assert_eq!(zeros["time"].as_f64(), stats.stalls[2].time.as_secs_f64().into());
-    let worst = serde_json::to_value(runtime.worst_pages(1)).unwrap();
+    let worst = serde_json::to_value(runtime.observe().worst_pages(1)).unwrap();
     assert_eq!(worst.as_array().unwrap().len(), 1);
     assert!(worst[0]["page"]["index"].is_u64() && worst[0]["tier"] == "device", "{worst}");
-    let best = serde_json::to_value(runtime.optimum()).unwrap();
+    let best = serde_json::to_value(runtime.observe().optimum()).unwrap();
     assert_eq!(best, serde_json::json!({"uses": 4, "hits": 2, "actual_hits": 2, "truncated": false}));
     runtime.close().unwrap();
 }
@@ -170,7 +170,7 @@ fn counters_are_complete_at_any_moment() {
         let stats = runtime.stats().pager;
         assert_eq!((stats.uses, stats.hits), (n, n - 1));
     }
-    assert_eq!(runtime.take_uses().uses.len(), 5000);
+    assert_eq!(runtime.observe().take_uses().uses.len(), 5000);
     assert_eq!(runtime.stats().pager.uses, 5000);
     runtime.close().unwrap();
 }
@@ -185,7 +185,7 @@ fn a_snapshot_in_slices_has_every_page_once() {
         for n in &resident {
             drop(runtime.pin(&tensor.rows(*n..n + 1).unwrap()).wait().unwrap());
         }
-        let seen = runtime.snapshot(&tensor).pages;
+        let seen = runtime.observe().snapshot(&tensor).pages;
         assert_eq!(seen.len() as u64, pages);
         let found: Vec<u64> = (0..pages).filter(|n| seen[*n as usize].device.is_resident()).collect();
         assert_eq!(found, resident);
@@ -198,15 +198,15 @@ fn a_snapshot_in_slices_has_every_page_once() {
 fn regression_a_set_that_has_to_wait_is_counted_once() {
     let (runtime, tensor) = open(true);
     let rows: Vec<Tensor> = (0..2).map(|n| tensor.rows(n..n + 1).unwrap()).collect();
-    let written = runtime.pin_mut(&rows[1]).wait().unwrap();
+    let written = runtime.pin(&rows[1]).write().wait().unwrap();
     drop(runtime.pin(&rows[0]).wait().unwrap());
-    drop(runtime.take_uses());
-    let mut set = runtime.pin_set(&rows);
+    drop(runtime.observe().take_uses());
+    let mut set = runtime.pin(&rows);
     assert!(Pin::new(&mut set).poll(&mut Context::from_waker(Waker::noop())).is_pending());
-    assert_eq!(indices(&runtime.take_uses()), [0, 1]);
+    assert_eq!(indices(&runtime.observe().take_uses()), [0, 1]);
     drop(written);
     drop(set.wait().unwrap());
-    assert_eq!(indices(&runtime.take_uses()), Vec::<u32>::new(), "it was told when it began to wait");
+    assert_eq!(indices(&runtime.observe().take_uses()), Vec::<u32>::new(), "it was told when it began to wait");
     drop((tensor, rows));
     runtime.close().unwrap();
 }
@@ -226,9 +226,9 @@ fn each_class_has_counts_of_its_own_and_may_have_a_floor() {
     let rows = [4, 64].map(|rows| [rows, PAGE]);
     let keys = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &rows[0]).unwrap();
     let other = runtime.alloc(DType::U8, &rows[1]).unwrap();
-    drop(runtime.pin_mut(&keys).wait().unwrap());
+    drop(runtime.pin(&keys).write().wait().unwrap());
     for n in (0..3 * 64).map(|n| n % 64) {
-        drop(runtime.pin_mut(&other.rows(n..n + 1).unwrap()).wait().unwrap());
+        drop(runtime.pin(&other.rows(n..n + 1).unwrap()).write().wait().unwrap());
     }
     drop(runtime.pin(&keys).wait().unwrap());
     // A miss, with which the uses before it are told.

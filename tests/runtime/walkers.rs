@@ -9,7 +9,7 @@ use std::time::Duration;
 use models::Synthetic;
 use outcore::policy::WalkerId;
 use outcore::{
-    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, Plan, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker,
 };
 use outcore_testkit::models;
 
@@ -65,13 +65,13 @@ fn replay(told: Told, files: &[Synthetic], count: usize, phases: &[usize], passe
     let models: Vec<Model> = files.iter().map(|file| runtime.open_model(&file.path).unwrap()).collect();
     let orders: Vec<Vec<Tensor>> = models.iter().map(|model| tensors(model, count)).collect();
     if told == Told::OnePlan {
-        runtime.plan(&orders.concat());
+        runtime.plan(Plan::Cycle(&orders.concat()));
     }
     let walkers: Vec<Walker> = phases.iter().map(|_| runtime.walker().unwrap()).collect();
     if matches!(told, Told::Walkers | Told::Scopes) {
-        walkers.iter().enumerate().for_each(|(at, walker)| walker.plan(&orders[at % files.len()]));
+        walkers.iter().enumerate().for_each(|(at, walker)| walker.plan(Plan::Cycle(&orders[at % files.len()])));
     }
-    let scopes: Vec<_> = walkers.iter().map(|walker| walker.scope().open().unwrap()).collect();
+    let scopes: Vec<_> = walkers.iter().map(|_| runtime.scope().open().unwrap()).collect();
     for step in 0..passes * count {
         for (at, phase) in phases.iter().enumerate() {
             let of = at % files.len();
@@ -79,13 +79,13 @@ fn replay(told: Told, files: &[Synthetic], count: usize, phases: &[usize], passe
             let tensor = &orders[of][n];
             let guard = match told {
                 Told::OnePlan => runtime.pin(tensor).wait(),
-                Told::Scopes => scopes[at].pin(tensor).wait(),
-                _ => walkers[at].pin(tensor).wait(),
+                Told::Scopes => runtime.pin(tensor).in_scope(&scopes[at]).of(&walkers[at]).wait(),
+                _ => runtime.pin(tensor).of(&walkers[at]).wait(),
             };
             assert!(guard.unwrap().bytes() == expected(&files[of], &models[of], n), "{told:?}: t{n} differs");
         }
     }
-    let found = runtime.optimum();
+    let found = runtime.observe().optimum();
     assert!(!found.truncated);
     drop((scopes, walkers, orders, models));
     runtime.close().unwrap();
@@ -135,7 +135,7 @@ fn every_walker_on_its_thread_has_its_bytes() {
         let runtime = builder(COUNT / 2).policy(policy).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
         let order = tensors(&model, COUNT);
-        runtime.plan(&order);
+        runtime.plan(Plan::Cycle(&order));
         let together = Barrier::new(8);
         std::thread::scope(|threads| {
             for thread in 0..8usize {
@@ -145,14 +145,17 @@ fn every_walker_on_its_thread_has_its_bytes() {
                     for pass in 0..4 {
                         let walker = runtime.walker().unwrap();
                         match (thread + pass) % 3 {
-                            0 => walker.plan(order),
-                            1 => walker.plan_once(&order[COUNT / 3..]),
+                            0 => walker.plan(Plan::Cycle(order)),
+                            1 => walker.plan(Plan::Once(&order[COUNT / 3..])),
                             _ => {}
                         }
                         for step in 0..COUNT {
                             let n = (thread * 17 + step) % COUNT;
-                            let guard =
-                                if thread == 7 { runtime.pin(&order[n]).wait() } else { walker.pin(&order[n]).wait() };
+                            let guard = if thread == 7 {
+                                runtime.pin(&order[n]).wait()
+                            } else {
+                                runtime.pin(&order[n]).of(&walker).wait()
+                            };
                             assert!(guard.unwrap().bytes() == expected(file, model, n), "{policy}: t{n} differs");
                         }
                     }
@@ -162,7 +165,7 @@ fn every_walker_on_its_thread_has_its_bytes() {
         let stats = runtime.stats();
         // A tensor that lies across a page boundary counts as two uses.
         assert!(stats.pager.uses >= (8 * 4 * COUNT) as u64, "{stats:?}");
-        assert!(stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+        assert!(stats.traffic.peak_device <= stats.device.budget, "{stats:?}");
         drop((order, model));
         runtime.close().unwrap();
     }
@@ -177,25 +180,25 @@ fn a_plan_is_followed_as_long_as_somebody_is_in_it() {
     let order = tensors(&model, 40);
     let walker = runtime.walker().unwrap();
     let same = walker.clone();
-    walker.plan(&order);
+    walker.plan(Plan::Cycle(&order));
     drop(walker);
-    assert!(runtime.is_planned(), "a clone is the same walker");
+    assert!(runtime.observe().is_planned(), "a clone is the same walker");
     drop(same);
-    assert!(!runtime.is_planned());
-    runtime.plan(&order);
+    assert!(!runtime.observe().is_planned());
+    runtime.plan(Plan::Cycle(&order));
     for _ in 0..1000 {
         let walker = runtime.walker().unwrap();
-        walker.plan(&order);
-        drop(walker.pin(&order[0]).wait().unwrap());
+        walker.plan(Plan::Cycle(&order));
+        drop(runtime.pin(&order[0]).of(&walker).wait().unwrap());
     }
-    assert!(runtime.is_planned());
-    runtime.plan(&[]);
-    assert!(!runtime.is_planned());
+    assert!(runtime.observe().is_planned());
+    runtime.plan(Plan::Cycle(&[]));
+    assert!(!runtime.observe().is_planned());
     drop((order, model));
     runtime.close().unwrap();
 }
 
-/// A guard and a scope may outlive the handle of their walker.
+/// A guard may outlive its walker, and so may a scope that it is in.
 #[test]
 fn guards_and_scopes_outlive_their_walker() {
     let file = model(4, false);
@@ -203,10 +206,11 @@ fn guards_and_scopes_outlive_their_walker() {
     let model = runtime.open_model(&file.path).unwrap();
     let order = tensors(&model, 4);
     let walker = runtime.walker().unwrap();
-    let (guard, scope) = (walker.pin(&order[1]).wait().unwrap(), walker.scope().open().unwrap());
+    let scope = runtime.scope().open().unwrap();
+    let guard = runtime.pin(&order[1]).in_scope(&scope).of(&walker).wait().unwrap();
     drop(walker);
     assert!(guard.bytes() == expected(&file, &model, 1));
-    assert!(scope.pin(&order[2]).wait().unwrap().bytes() == expected(&file, &model, 2));
+    assert!(runtime.pin(&order[2]).in_scope(&scope).wait().unwrap().bytes() == expected(&file, &model, 2));
     drop((guard, scope, order, model));
     runtime.close().unwrap();
 }
@@ -220,14 +224,14 @@ fn regression_every_frame_is_to_be_had_after_a_walkers_end() {
     let rows: Vec<Tensor> = (0..8).map(|n| all.rows(n..n + 1).unwrap()).collect();
     let order = [0, 1, 2, 0].map(|n| rows[n].clone());
     let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
-    one.plan_once(&order);
-    other.plan_once(&order);
-    drop(other.pin(&order[0]).wait().unwrap());
+    one.plan(Plan::Once(&order));
+    other.plan(Plan::Once(&order));
+    drop(runtime.pin(&order[0]).of(&other).wait().unwrap());
     for used in &order {
-        drop(one.pin(used).wait().unwrap());
+        drop(runtime.pin(used).of(&one).wait().unwrap());
     }
-    let rest = runtime.pin_set(&rows[3..6]).wait_timeout(Duration::from_secs(20)).unwrap();
-    assert!(rest.is_some(), "nothing is pinned: {}", runtime.waiting());
+    let rest = runtime.pin(&rows[3..6]).wait_timeout(Duration::from_secs(20)).unwrap();
+    assert!(rest.is_some(), "nothing is pinned: {}", runtime.observe().waiting());
 }
 
 /// The bug: a walker's number was taken for that of a walker of another runtime.
@@ -240,19 +244,19 @@ fn regression_a_walker_of_another_runtime_pins_nothing() {
     // It is refused whether its pages are resident or not.
     for _ in 0..2 {
         let refusals = [
-            walker.pin(&theirs).wait().map(drop),
-            walker.pin_mut(&theirs).wait_timeout(Duration::ZERO).map(drop),
-            walker.pin_set(sets[0]).wait().map(drop),
-            walker.pin_set_mut(sets[1]).wait().map(drop),
-            walker.pin_device(sets[0]).wait().map(drop),
-            walker.pin_device_mut(sets[0]).wait().map(drop),
+            one.pin(&theirs).of(&walker).wait().map(drop),
+            one.pin(&theirs).of(&walker).write().wait_timeout(Duration::ZERO).map(drop),
+            one.pin(sets[0]).of(&walker).wait().map(drop),
+            one.pin(sets[1]).of(&walker).write().wait().map(drop),
+            other.pin(sets[0]).of(&walker).on_device().wait().map(drop),
+            other.pin(sets[0]).of(&walker).write().on_device().wait().map(drop),
         ];
         for refused in refusals {
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidArgument);
         }
         drop(other.pin(&theirs).wait().unwrap());
     }
-    drop(walker.pin(&mine).wait().unwrap());
+    drop(one.pin(&mine).of(&walker).wait().unwrap());
     assert_eq!(other.stats().pager.uses, 2);
 }
 
@@ -263,17 +267,17 @@ fn walkers_are_told_with_their_uses_and_places() {
     let layers: Vec<Tensor> = (0..24).map(|_| runtime.alloc(DType::U8, &[PAGE as u64]).unwrap()).collect();
     assert_eq!(runtime.stats().walkers, 0);
     let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
-    one.plan(&layers);
-    other.plan(&layers);
+    one.plan(Plan::Cycle(&layers));
+    other.plan(Plan::Cycle(&layers));
     for step in 0..30 {
-        drop(one.pin(&layers[step % 24]).wait().unwrap());
+        drop(runtime.pin(&layers[step % 24]).of(&one).wait().unwrap());
         if step >= 4 {
-            drop(other.pin(&layers[(step - 4) % 24]).wait().unwrap());
+            drop(runtime.pin(&layers[(step - 4) % 24]).of(&other).wait().unwrap());
         }
     }
     drop(runtime.pin(&layers[0]).wait().unwrap());
     assert_eq!(runtime.stats().walkers, 2);
-    let all = runtime.walkers();
+    let all = runtime.observe().walkers();
     let uses: Vec<_> = all.iter().map(|walker| (walker.id, walker.uses)).collect();
     assert_eq!(uses, [(WalkerId::DEFAULT, 1), (one.id(), 30), (other.id(), 26)]);
     // The second walker is in the gap that is kept, and finds everything that the first one left.
@@ -286,11 +290,11 @@ fn walkers_are_told_with_their_uses_and_places() {
     assert!(matches!(places[1], [at] if (at.next, at.pages, at.followers) == (6, 24, 2)), "{:?}", places[1]);
     assert!(matches!(places[2], [at] if (at.next, at.pages, at.followers) == (2, 24, 2)), "{:?}", places[2]);
     drop(other);
-    assert_eq!((runtime.stats().walkers, runtime.walkers().len()), (1, 2));
+    assert_eq!((runtime.stats().walkers, runtime.observe().walkers().len()), (1, 2));
     // A policy without plans knows no places.
     let lru = builder(4).policy(PolicyKind::Lru).open().unwrap();
     let walker = lru.walker().unwrap();
-    assert!(lru.walkers().iter().all(|walker| walker.places.is_empty()));
+    assert!(lru.observe().walkers().iter().all(|walker| walker.places.is_empty()));
     drop((one, walker, layers));
     runtime.close().unwrap();
     lru.close().unwrap();

@@ -311,7 +311,7 @@ impl<'a> Soak<'a> {
     fn look_at_everything(&self) -> Result {
         for unit in self.units {
             let mut bytes = vec![FILLED; unit.words as usize * 8];
-            let guard = self.runtime.pin_device(std::slice::from_ref(&unit.tensor)).wait()?;
+            let guard = self.runtime.pin(&unit.tensor).on_device().wait()?;
             guard.copy_out(0, 0, &mut bytes)?;
             drop(guard);
             let found = model::sum_of_bytes(0, &bytes);
@@ -418,7 +418,7 @@ impl Worker<'_> {
         let (count, lane) = (1 + self.below(2), self.draw_lane());
         let units = self.draw(count, |_| true);
         let tensors = self.tensors(&units);
-        let guard = self.soak.runtime.pin_device(&tensors).wait()?;
+        let guard = self.soak.runtime.pin(&tensors).on_device().wait()?;
         for (at, unit) in units.into_iter().enumerate() {
             self.sum(unit, lane, "pinned")?;
             if self.one_in(8) {
@@ -437,7 +437,7 @@ impl Worker<'_> {
         let (count, lane) = (1 + self.below(2), self.draw_lane());
         let units = self.draw(count, |_| true);
         let tensors = self.tensors(&units);
-        let pin = self.soak.runtime.pin_device_on(&tensors, &self.soak.lanes[lane].stream).wait()?;
+        let pin = self.soak.runtime.pin(&tensors).on(&self.soak.lanes[lane].stream).wait()?;
         for unit in units {
             self.sum(unit, lane, "pinned for the stream")?;
         }
@@ -448,7 +448,7 @@ impl Worker<'_> {
         let (count, lane) = (1 + self.below(2), self.draw_lane());
         let units = self.draw(count, |unit| unit.tensor.is_writable());
         let tensors = self.tensors(&units);
-        let mut guard = self.soak.runtime.pin_device_mut(&tensors).wait()?;
+        let mut guard = self.soak.runtime.pin(&tensors).write().on_device().wait()?;
         for (at, n) in units.into_iter().enumerate() {
             let unit = &self.soak.units[n];
             if self.one_in(8) {
@@ -494,11 +494,11 @@ impl Worker<'_> {
         let tensors = self.tensors(&blocks);
         let (soak, raw) = (self.soak, self.soak.lanes[lane].raw);
         if self.one_in(2) {
-            let guard = soak.runtime.pin_device(&tensors).wait()?;
+            let guard = soak.runtime.pin(&tensors).on_device().wait()?;
             self.sum_by_table(&blocks, again, lane, raw)?;
             self.end(guard, lane)?;
         } else {
-            let pin = soak.runtime.pin_device_on(&tensors, &soak.lanes[lane].stream).wait()?;
+            let pin = soak.runtime.pin(&tensors).on(&soak.lanes[lane].stream).wait()?;
             self.sum_by_table(&blocks, again, lane, raw)?;
             self.end_on_the_stream(pin)?;
         }
@@ -548,7 +548,7 @@ impl Worker<'_> {
             2 => {
                 // An order that may be wrong or right: fills ahead follow it.
                 let order = self.draw(8, |_| true);
-                runtime.plan_once(&self.tensors(&order));
+                runtime.plan(outcore::Plan::Once(&self.tensors(&order)));
             }
             kind => {
                 for unit in self.draw(3, |_| true) {

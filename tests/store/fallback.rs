@@ -106,7 +106,7 @@ fn write(runtime: &Runtime) {
     let table = runtime.alloc(DType::U8, &[16, PAGE]).unwrap();
     let row = |n: u64| table.rows(n..n + 1).unwrap();
     for n in 0..16 {
-        runtime.pin_mut(&row(n)).wait().unwrap().bytes_mut().fill(n as u8 + 1);
+        runtime.pin(&row(n)).write().wait().unwrap().bytes_mut().fill(n as u8 + 1);
     }
     for n in 0..16 {
         assert!(runtime.pin(&row(n)).wait().unwrap().iter().all(|byte| *byte == n as u8 + 1), "row {n}");

@@ -60,7 +60,7 @@ fn child_reads_more_files_than_it_may_open() {
         (0..SHARDS).chain((0..SHARDS).map(|n| n * 777 % SHARDS)).for_each(|shard| reads(shard).unwrap());
         // More at once than may be open: operations that wait hold no descriptor.
         let tensors: Vec<_> = (900..1300).map(|shard| model.tensor(&format!("t{shard}")).unwrap()).collect();
-        let set = runtime.pin_set(&tensors).wait().unwrap();
+        let set = runtime.pin(&tensors).wait().unwrap();
         let right = |(at, shard)| set.bytes(at).unwrap().iter().all(|found| *found == byte(shard));
         assert!((900..1300).enumerate().all(right));
         drop((set, tensors));

@@ -101,7 +101,7 @@ fn open(settings: &Settings, file: &ModelFile) -> Result<(Runtime, Opened)> {
 /// A tensor of a page that is nowhere but on the device, where the pin keeps it.
 fn dirty(settings: &Settings, runtime: &Runtime, stream: &Stream) -> Result<(Tensor, DevicePin<outcore::Write>)> {
     let tensor = runtime.alloc(DType::F32, &[settings.page.bytes() / 4])?;
-    let guard = runtime.pin_device_mut(std::slice::from_ref(&tensor)).wait()?;
+    let guard = runtime.pin(&tensor).write().on_device().wait()?;
     stream.zero(tensor.address(), settings.page.bytes())?;
     stream.synchronize()?;
     Ok((tensor, guard))
@@ -124,7 +124,7 @@ fn lose(scenario: Scenario, settings: &Settings, report: &mut Report<'_>) -> Res
         Scenario::Trap | Scenario::TrapClean => kernels.trap(&stray)?,
         _ => {
             // With more tensors than frames, one has none; another page has the frame behind its address.
-            let evicted = opened.tensors.iter().find(|tensor| runtime.tiers(tensor)[0] == 0);
+            let evicted = opened.tensors.iter().find(|tensor| runtime.observe().tiers(tensor)[0] == 0);
             let evicted = evicted.ok_or_else(|| Failure::Impossible("every tensor is on the device".to_owned()))?;
             kernels.sum(&stray, evicted.address(), settings.page.bytes(), 0, sums.address)?;
         }

@@ -287,7 +287,7 @@ pub(crate) struct Adopted<'a> {
 impl Adopted<'_> {
     /// Pins for the stream: work that is put on it from now on finds the bytes.
     pub(crate) fn pin(&self, runtime: &Runtime, tensors: &[Tensor]) -> Result<StreamPin> {
-        Ok(runtime.pin_device_on(tensors, &self.stream).wait()?)
+        Ok(runtime.pin(tensors).on(&self.stream).wait()?)
     }
 
     /// Unpins after everything that is on the stream by now.

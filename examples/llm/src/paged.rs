@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, ComputeStream, DevicePin, Runtime, StreamPin, Tensor};
+use outcore::{Bytes, ComputeStream, DevicePin, Plan, Runtime, StreamPin, Tensor};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -68,7 +68,7 @@ impl PagedWeights {
         step: Option<Bytes>,
     ) -> Result<Self> {
         let stats = runtime.stats();
-        let (page, budget) = (stats.page_size, stats.device.1);
+        let (page, budget) = (stats.page_size, stats.device.budget);
         let needed: u64 = model.header().files.iter().map(|file| page.pages_for(file.len)).sum();
         let frames = budget.get() / page.bytes();
         let whole = frames >= needed;
@@ -133,7 +133,7 @@ impl PagedWeights {
     pub fn pin_device(&self, tensor: TensorId, rows: Range<u64>) -> Result<DevicePin> {
         let part = self.part(tensor, &rows)?;
         let since = Instant::now();
-        let pin = self.runtime.pin_device(std::slice::from_ref(&*part)).wait()?;
+        let pin = self.runtime.pin(&*part).on_device().wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(pin)
     }
@@ -143,7 +143,7 @@ impl PagedWeights {
     pub fn pin_device_on(&self, tensor: TensorId, rows: Range<u64>, stream: &ComputeStream) -> Result<StreamPin> {
         let part = self.part(tensor, &rows)?;
         let since = Instant::now();
-        let pin = self.runtime.pin_device_on(std::slice::from_ref(&*part), stream).wait()?;
+        let pin = self.runtime.pin(&*part).on(stream).wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(pin)
     }
@@ -159,7 +159,7 @@ impl PagedWeights {
     pub(crate) fn pin_parts_on(&self, parts: &[Tensor], stream: &ComputeStream) -> Result<StreamPin> {
         self.check_cancelled()?;
         let since = Instant::now();
-        let pin = self.runtime.pin_device_on(parts, stream).wait()?;
+        let pin = self.runtime.pin(parts).on(stream).wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(pin)
     }
@@ -169,7 +169,7 @@ impl PagedWeights {
     pub(crate) fn frames(&self) -> Frames {
         let stats = self.runtime.stats();
         let page = stats.page_size.bytes();
-        Frames { count: stats.device.1.get() / page, page, wanted: stats.waiting > 0 }
+        Frames { count: stats.device.budget.get() / page, page, wanted: stats.waiting > 0 }
     }
 
     /// How many rows of a tensor fit in `pages` pages wherever they begin; at least one.
@@ -188,7 +188,7 @@ impl Weights for PagedWeights {
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
         let part = self.part(tensor, &rows)?;
         let since = Instant::now();
-        let guard = self.runtime.pin(&part).wait()?;
+        let guard = self.runtime.pin(&*part).wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(Rows::new(guard))
     }
@@ -206,20 +206,20 @@ impl Weights for PagedWeights {
         let (changing, cycle) = order.split_at(order.iter().take_while(|step| step.0 == first.0).count());
         let mut declared = self.declared.lock();
         let later = !declared.cycle.is_empty() && !cycle.is_empty();
-        if declared.cycle != cycle || (declared.taken && !self.runtime.is_planned()) {
+        if declared.cycle != cycle || (declared.taken && !self.runtime.observe().is_planned()) {
             let parts: Option<Vec<Tensor>> =
                 cycle.iter().map(|(id, rows)| self.part(*id, rows).ok().map(Cow::into_owned)).collect();
             if let Some(parts) = parts {
-                self.runtime.plan(&parts);
+                self.runtime.plan(Plan::Cycle(&parts));
                 declared.cycle = cycle.to_vec();
-                declared.taken = self.runtime.is_planned();
+                declared.taken = self.runtime.observe().is_planned();
             }
         }
         let rest = self.whole && later && !std::mem::replace(&mut declared.all_asked, true);
         drop(declared);
         for (id, rows) in changing {
             if let Ok(part) = self.part(*id, rows) {
-                self.runtime.prefetch(&part);
+                self.runtime.prefetch(&*part);
             }
         }
         if rest {

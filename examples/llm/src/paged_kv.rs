@@ -102,7 +102,7 @@ impl PagedKeys {
     pub fn new(sequence: Sequence) -> Self {
         let pool = sequence.pool();
         let (stats, layout) = (pool.runtime().stats(), pool.layout());
-        let (device, block) = (stats.device.1.get(), layout.block_room().get());
+        let (device, block) = (stats.device.budget.get(), layout.block_room().get());
         let wave = stats.settings.step.value.get().min(device / WAVE_PART) / block;
         let blocks = device / PLANNED_PART / (block * u64::from(layout.groups()));
         Self { wave: wave.max(1) as usize, stays: blocks * u64::from(layout.block_tokens()), sequence }
@@ -250,7 +250,7 @@ impl PagedKeys {
             None => (group, nth),
             Some(nth) => (next_group, nth),
         };
-        let hinted = !self.pool().runtime().is_planned();
+        let hinted = !self.pool().runtime().observe().is_planned();
         for (nth, wave) in waves.iter().enumerate() {
             let Some(positions) = of_wave(nth) else { break };
             let blocks = self.sequence.read(group, positions)?;

@@ -189,7 +189,7 @@ fn regression_where_everything_fits_new_tokens_wait_for_no_disk() {
         let bytes = info.byte_range(&(0..info.rows)).unwrap();
         let pages = (bytes.start / page.bytes()) as usize..bytes.end.div_ceil(page.bytes()) as usize;
         loop {
-            let seen = runtime.snapshot(&tensor).pages;
+            let seen = runtime.observe().snapshot(&tensor).pages;
             if seen[pages.clone()].iter().all(|page| page.frame.is_some()) {
                 break;
             }

@@ -13,9 +13,9 @@
 //! let builder = Runtime::builder().device(Accelerator).page_size(PageSize::new(Bytes::kib(64))?);
 //! let runtime = builder.device_budget(Bytes::mib(1)).open()?;
 //! let tensors = [runtime.alloc(DType::U8, &[1 << 19])?];
-//! runtime.pin_device_mut(&tensors).wait()?.copy_in(0, 1000, &[7; 10])?;
+//! runtime.pin(&tensors).write().on_device().wait()?.copy_in(0, 1000, &[7; 10])?;
 //! let mut bytes = [0; 10];
-//! runtime.pin_device(&tensors).wait()?.copy_out(0, 1000, &mut bytes)?;
+//! runtime.pin(&tensors).on_device().wait()?.copy_out(0, 1000, &mut bytes)?;
 //! assert_eq!(bytes, [7; 10]);
 //! # drop(tensors);
 //! # runtime.close()?;

@@ -25,12 +25,12 @@ fn builder() -> RuntimeBuilder {
 
 fn read(runtime: &Runtime, tensor: &Tensor) -> Vec<u8> {
     let mut bytes = vec![0; PAGE as usize];
-    runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+    runtime.pin(tensor).on_device().wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
     bytes
 }
 
 fn write(runtime: &Runtime, tensor: &Tensor, value: u8) {
-    let mut guard = runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap();
+    let mut guard = runtime.pin(tensor).write().on_device().wait().unwrap();
     guard.copy_in(0, 0, &vec![value; PAGE as usize]).unwrap();
 }
 
@@ -69,7 +69,7 @@ fn its_memory_is_neither_this_machines_nor_a_gpus_of_another_maker() {
     assert_eq!((memory.device, memory.host), (Bytes::ZERO, Bytes::new(4 * PAGE)), "{memory:?}");
     let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
     write(&runtime, &tensor, 7);
-    let guard = runtime.pin_device(std::slice::from_ref(&tensor)).wait().unwrap();
+    let guard = runtime.pin(&tensor).on_device().wait().unwrap();
     assert_eq!(guard.into_dlpack(0, None).unwrap_err().kind(), ErrorKind::Unsupported);
     assert!(read(&runtime, &tensor).iter().all(|byte| *byte == 7));
     drop(tensor);
@@ -110,7 +110,7 @@ fn closures_and_ends_of_pins_are_in_the_order_of_the_stream() {
     write(&runtime, &tensors[0], 9);
     let stream = runtime.compute_stream().unwrap();
     let (told, ends) = std::sync::mpsc::channel();
-    let guard = runtime.pin_device(&tensors).wait().unwrap();
+    let guard = runtime.pin(&tensors).on_device().wait().unwrap();
     stream.call(move || told.send(()).unwrap());
     guard.unpin_after(&stream).unwrap();
     stream.synchronize().unwrap();

@@ -33,7 +33,7 @@ fn a_runtime_follows_it() {
         .unwrap();
     let table = runtime.alloc(DType::U8, &[32, page.get()]).unwrap();
     let touch = |row: u64| {
-        drop(runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap());
+        drop(runtime.pin(&table.rows(row..row + 1).unwrap()).write().wait().unwrap());
     };
     // Two rows are used again and again. The rows between them are used once, so they are on probation and leave.
     (0..4).for_each(|_| [0, 1].into_iter().for_each(touch));

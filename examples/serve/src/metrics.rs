@@ -226,9 +226,9 @@ impl Collector for Engine {
         let one = |value: u64| vec![(Vec::new(), value)];
         let of = |label: &'static str, value: &str| vec![(label, value.to_owned())];
         let gauges = [
-            ("device_budget_bytes", "The device budget", one(stats.device.1.get())),
-            ("device_used_bytes", "Device memory in frames", one(stats.device.0.get())),
-            ("host_used_bytes", "Host-tier memory in frames", one(stats.host.0.get())),
+            ("device_budget_bytes", "The device budget", one(stats.device.budget.get())),
+            ("device_used_bytes", "Device memory in frames", one(stats.device.used.get())),
+            ("host_used_bytes", "Host-tier memory in frames", one(stats.host.used.get())),
             ("pages", "Pages by class of tensors and the fastest tier that has them", self.pages()),
             (
                 "kv_blocks",

@@ -24,7 +24,7 @@ impl Places {
 
     /// The fastest tier that has each page, of weights and of keys and values, in the order of addresses.
     pub fn pages(&self) -> [(&'static str, Vec<Tier>); 2] {
-        let weights = self.weights.iter().map(|tensor| self.pool.runtime().snapshot(tensor));
+        let weights = self.weights.iter().map(|tensor| self.pool.runtime().observe().snapshot(tensor));
         let weights = weights.flat_map(|segment| segment.pages).map(|page| page.tier()).collect();
         let keys_and_values = self.pool.snapshot().pages.iter().map(|page| page.tier()).collect();
         [("weights", weights), ("keys_and_values", keys_and_values)]

@@ -359,6 +359,37 @@ typedef struct {
 } outcore_tensor_info;
 
 /**
+ * How to pin. Set `size` to `sizeof(outcore_pin_options)` and leave zero what shall have its default.
+ */
+typedef struct {
+  /**
+   * sizeof(outcore_pin_options)
+   */
+  size_t size;
+  /**
+   * The scope of the task, if it holds guards and asks for more. NULL: none.
+   */
+  const outcore_scope *scope;
+  /**
+   * The walker whose use this is. NULL: none.
+   */
+  const outcore_walker *walker;
+  /**
+   * The most nanoseconds that the call may wait, if `has_timeout` is not 0. A limit of 0 pins what is in memory, and
+   * waits for nothing.
+   */
+  uint64_t timeout_ns;
+  /**
+   * Not 0: `timeout_ns` is the limit. 0: the call waits until the pages are there.
+   */
+  int32_t has_timeout;
+  /**
+   * Not 0: to write. No other guard has the pages meanwhile. Only tensors from `outcore_alloc` can be written.
+   */
+  int32_t writes;
+} outcore_pin_options;
+
+/**
  * How to open a scope. Set `size` to `sizeof(outcore_scope_options)` and leave zero what shall have its default.
  */
 typedef struct {
@@ -379,10 +410,6 @@ typedef struct {
    * set aside before it opens. 0: it sets nothing aside and pins as it goes.
    */
   uint64_t reserve;
-  /**
-   * The walker whose uses its pins are. NULL: none.
-   */
-  const outcore_walker *walker;
 } outcore_scope_options;
 
 /**
@@ -689,94 +716,42 @@ outcore_status outcore_plan(const outcore_runtime *runtime,
                             outcore_error **error);
 
 /**
- * Pins a tensor for reading: brings its pages into memory, and keeps them there until `outcore_unpin`. Waits as long
- * as that takes, at the disk and for guards of others. Any number of guards may read a tensor.
+ * Pins a tensor: brings its pages into memory, and keeps them there until `outcore_unpin`. `options` may be NULL: then
+ * it is pinned for reading, outside of scopes, and the call waits as long as that takes, at the disk and for guards of
+ * others. Any number of guards may read a tensor; one may write it.
+ *
+ * With a limit it returns `OUTCORE_NOT_READY` if that passes, with `*guard` NULL and no error; reads that
+ * began go on, and with a limit of 0 a missing page is on its way, if there is room.
  *
  * A thread that holds guards and asks for more should do so in a scope, or for all at once with `outcore_pin_set`:
  * otherwise threads may wait for each other for ever, which outcore cannot tell.
  *
  * `*guard` is the caller's, to be ended with `outcore_unpin`. It needs neither `tensor` nor `runtime` any more.
  *
- * Errors: `OUTCORE_BUDGET_TOO_SMALL` if its pages can never be there together (pin rows of it), `OUTCORE_IO`,
- * `OUTCORE_TIMED_OUT`, `OUTCORE_MODEL_CHANGED`, `OUTCORE_POISONED`, `OUTCORE_CLOSED`.
+ * Errors: `OUTCORE_BUDGET_TOO_SMALL` if its pages can never be there together (pin rows of it), or are more than the
+ * scope reserved; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames; `OUTCORE_IO`,
+ * `OUTCORE_TIMED_OUT`, `OUTCORE_MODEL_CHANGED`, `OUTCORE_POISONED`, `OUTCORE_CLOSED`; `OUTCORE_INVALID_ARGUMENT` to
+ * write a tensor of a model, and for a scope or a walker of another runtime.
  */
 outcore_status outcore_pin(const outcore_runtime *runtime,
                            const outcore_tensor *tensor,
+                           const outcore_pin_options *options,
                            outcore_guard **guard,
                            outcore_error **error);
 
 /**
- * Pins a tensor from `outcore_alloc` for writing. No other guard has its pages meanwhile. Otherwise as `outcore_pin`.
- *
- * Errors: as for `outcore_pin`; `OUTCORE_INVALID_ARGUMENT` for a tensor of a model, which is never written.
- */
-outcore_status outcore_pin_mut(const outcore_runtime *runtime,
-                               const outcore_tensor *tensor,
-                               outcore_guard **guard,
-                               outcore_error **error);
-
-/**
- * As `outcore_pin`, and waits for at most `timeout_ns` nanoseconds. Returns `OUTCORE_NOT_READY`, with `*guard` NULL
- * and no error, if they pass; reads that began go on. With 0 it pins what is in memory, and waits for nothing.
- *
- * Errors: as for `outcore_pin`.
- */
-outcore_status outcore_pin_timeout(const outcore_runtime *runtime,
-                                   const outcore_tensor *tensor,
-                                   uint64_t timeout_ns,
-                                   outcore_guard **guard,
-                                   outcore_error **error);
-
-/**
- * As `outcore_pin_mut`, with the limit of `outcore_pin_timeout`.
- */
-outcore_status outcore_pin_mut_timeout(const outcore_runtime *runtime,
-                                       const outcore_tensor *tensor,
-                                       uint64_t timeout_ns,
-                                       outcore_guard **guard,
-                                       outcore_error **error);
-
-/**
- * As `outcore_pin` for what is in memory, and waits for nothing: `outcore_pin_timeout` with 0. Returns
- * `OUTCORE_NOT_READY` if a page is missing; it is then on its way, if there is room, as after `outcore_prefetch`.
- */
-outcore_status outcore_pin_try(const outcore_runtime *runtime,
-                               const outcore_tensor *tensor,
-                               outcore_guard **guard,
-                               outcore_error **error);
-
-/**
- * Pins several tensors for reading as a unit: all or none. So two threads that need sets never hold half each. The
- * tensors are those of `outcore_guard_data_at`, in the same order.
+ * Pins several tensors as a unit: all or none. So two threads that need sets never hold half each. The tensors are
+ * those of `outcore_guard_data_at`, in the same order. Of those to write no two may share a byte. Otherwise as
+ * `outcore_pin`.
  *
  * Errors: as for `outcore_pin`.
  */
 outcore_status outcore_pin_set(const outcore_runtime *runtime,
                                outcore_tensor *const *tensors,
                                size_t count,
+                               const outcore_pin_options *options,
                                outcore_guard **guard,
                                outcore_error **error);
-
-/**
- * Pins several tensors from `outcore_alloc` for writing as a unit. No two of them may share a byte.
- *
- * Errors: as for `outcore_pin_mut`.
- */
-outcore_status outcore_pin_set_mut(const outcore_runtime *runtime,
-                                   outcore_tensor *const *tensors,
-                                   size_t count,
-                                   outcore_guard **guard,
-                                   outcore_error **error);
-
-/**
- * As `outcore_pin_set`, with the limit of `outcore_pin_timeout`.
- */
-outcore_status outcore_pin_set_timeout(const outcore_runtime *runtime,
-                                       outcore_tensor *const *tensors,
-                                       size_t count,
-                                       uint64_t timeout_ns,
-                                       outcore_guard **guard,
-                                       outcore_error **error);
 
 /**
  * Ends a guard: nobody may use its bytes from here on. NULL is allowed. Returns `OUTCORE_INVALID_ARGUMENT`, and does
@@ -821,12 +796,13 @@ void *outcore_guard_data_mut_at(const outcore_guard *guard, size_t index);
 size_t outcore_guard_length_at(const outcore_guard *guard, size_t index);
 
 /**
- * Opens a scope, for a task that holds guards and asks for more. `options` may be NULL.
+ * Opens a scope, for a task that holds guards and asks for more: it names the scope in `outcore_pin_options`.
+ * `options` may be NULL.
  *
  * With `reserve` it waits until so much is set aside, and its pins draw on that. Without, it pins as it goes. While it
  * holds guards, its pins never wait for guards of others: if these have what a pin asks for, it returns
  * `OUTCORE_BUSY` at once, and the scope keeps what it holds. Then unpin all its guards and try again, pin what is
- * needed with `outcore_scope_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
+ * needed with `outcore_pin_set`, or `reserve` it. A scope without guards waits as `outcore_pin` does.
  *
  * `*scope` is the caller's, to be closed with `outcore_scope_close`. Guards may outlive it. One scope is for one task:
  * its pins should not wait for each other's end.
@@ -850,43 +826,6 @@ outcore_status outcore_scope_close(outcore_scope *scope);
 uint64_t outcore_scope_held(const outcore_scope *scope);
 
 /**
- * As `outcore_pin`, in a scope.
- *
- * Errors: as for `outcore_pin`; `OUTCORE_BUSY` if the scope holds guards, and others have the pages or the frames;
- * `OUTCORE_BUDGET_TOO_SMALL` beyond what the scope reserved.
- */
-outcore_status outcore_scope_pin(const outcore_scope *scope,
-                                 const outcore_tensor *tensor,
-                                 outcore_guard **guard,
-                                 outcore_error **error);
-
-/**
- * As `outcore_pin_mut`, in a scope.
- */
-outcore_status outcore_scope_pin_mut(const outcore_scope *scope,
-                                     const outcore_tensor *tensor,
-                                     outcore_guard **guard,
-                                     outcore_error **error);
-
-/**
- * As `outcore_pin_set`, in a scope.
- */
-outcore_status outcore_scope_pin_set(const outcore_scope *scope,
-                                     outcore_tensor *const *tensors,
-                                     size_t count,
-                                     outcore_guard **guard,
-                                     outcore_error **error);
-
-/**
- * As `outcore_pin_set_mut`, in a scope.
- */
-outcore_status outcore_scope_pin_set_mut(const outcore_scope *scope,
-                                         outcore_tensor *const *tensors,
-                                         size_t count,
-                                         outcore_guard **guard,
-                                         outcore_error **error);
-
-/**
  * Begins a pass over a model, for programs with several passes at a time. A program with one needs no walker.
  *
  * `*walker` is the caller's, to be closed with `outcore_walker_close`.
@@ -896,7 +835,7 @@ outcore_status outcore_scope_pin_set_mut(const outcore_scope *scope,
 outcore_status outcore_walker_open(const outcore_runtime *runtime, outcore_walker **walker, outcore_error **error);
 
 /**
- * Ends a pass. NULL is allowed. Its guards and scopes stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
+ * Ends a pass. NULL is allowed. Its guards stay. Returns `OUTCORE_INVALID_ARGUMENT`, and does nothing, if
  * it was closed before.
  */
 outcore_status outcore_walker_close(outcore_walker *walker);
@@ -912,40 +851,6 @@ outcore_status outcore_walker_plan(const outcore_walker *walker,
                                    size_t count,
                                    int32_t cyclic,
                                    outcore_error **error);
-
-/**
- * As `outcore_pin`, as a use of the walker.
- */
-outcore_status outcore_walker_pin(const outcore_walker *walker,
-                                  const outcore_tensor *tensor,
-                                  outcore_guard **guard,
-                                  outcore_error **error);
-
-/**
- * As `outcore_pin_mut`, as a use of the walker.
- */
-outcore_status outcore_walker_pin_mut(const outcore_walker *walker,
-                                      const outcore_tensor *tensor,
-                                      outcore_guard **guard,
-                                      outcore_error **error);
-
-/**
- * As `outcore_pin_set`, as a use of the walker.
- */
-outcore_status outcore_walker_pin_set(const outcore_walker *walker,
-                                      outcore_tensor *const *tensors,
-                                      size_t count,
-                                      outcore_guard **guard,
-                                      outcore_error **error);
-
-/**
- * As `outcore_pin_set_mut`, as a use of the walker.
- */
-outcore_status outcore_walker_pin_set_mut(const outcore_walker *walker,
-                                          outcore_tensor *const *tensors,
-                                          size_t count,
-                                          outcore_guard **guard,
-                                          outcore_error **error);
 
 /**
  * Maps a whole file, of any format, for reading. The runtime's device must be "faulting". Reads nothing yet.

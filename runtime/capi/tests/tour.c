@@ -44,6 +44,8 @@ enum { PAGE = 65536, ROW = 65536, ROWS = 16 };
 
 static const char *path, *folder;
 
+static const outcore_pin_options to_write = {.size = sizeof to_write, .writes = 1};
+
 static outcore_runtime *open_runtime(const char *device, uint64_t pages)
 {
     outcore_runtime *runtime = NULL;
@@ -133,7 +135,7 @@ static void models(void)
     for (uint64_t n = 0; n < ROWS; n++) {
         outcore_tensor *row = row_of(named, n);
         outcore_guard *guard = NULL;
-        OK(outcore_pin(runtime, row, &guard, &error));
+        OK(outcore_pin(runtime, row, NULL, &guard, &error));
         CHECK(outcore_guard_length(guard) == ROW && outcore_guard_count(guard) == 1);
         CHECK((uint64_t)(uintptr_t)outcore_guard_data(guard) == one.address + n * ROW);
         CHECK(memcmp(outcore_guard_data(guard), file + offset + n * ROW, ROW) == 0);
@@ -152,31 +154,36 @@ static void limits(void)
     outcore_model *model = NULL;
     outcore_tensor *tensor = NULL;
     outcore_guard *guard = NULL, *write = NULL;
+    const outcore_pin_options at_once = {.size = sizeof at_once, .has_timeout = 1};
+    const outcore_pin_options soon = {.size = sizeof soon, .timeout_ns = 1000, .has_timeout = 1};
+    const outcore_pin_options patient = {.size = sizeof patient, .timeout_ns = UINT64_MAX, .has_timeout = 1};
+    outcore_pin_options patient_write = patient;
+    patient_write.writes = 1;
     OK(outcore_model_open(runtime, path, &model, &error));
     OK(outcore_model_tensor(model, "blk.0.ffn_down_exps.weight", &tensor, &error));
     outcore_tensor *row = row_of(tensor, 5);
     /* Nobody has read it yet. The read that this call starts may be over before the call looks for the page. */
     outcore_error *no_error = NULL;
-    const outcore_status first = outcore_pin_try(runtime, row, &guard, &no_error);
+    const outcore_status first = outcore_pin(runtime, row, &at_once, &guard, &no_error);
     CHECK(first == OUTCORE_OK ? guard != NULL : first == OUTCORE_NOT_READY && guard == NULL);
     outcore_unpin(guard);
     outcore_error_free(no_error);
     guard = NULL;
-    OK(outcore_pin_timeout(runtime, row, UINT64_MAX, &guard, &error));
+    OK(outcore_pin(runtime, row, &patient, &guard, &error));
     outcore_unpin(guard);
-    OK(outcore_pin_try(runtime, row, &guard, &error));
+    OK(outcore_pin(runtime, row, &at_once, &guard, &error));
     outcore_unpin(guard);
 
     outcore_tensor *own = bytes_of(runtime, 1);
-    OK(outcore_pin_mut_timeout(runtime, own, UINT64_MAX, &write, &error));
-    STATUS(OUTCORE_NOT_READY, outcore_pin_try(runtime, own, &guard, &error)); /* a writer has it */
+    OK(outcore_pin(runtime, own, &patient_write, &write, &error));
+    STATUS(OUTCORE_NOT_READY, outcore_pin(runtime, own, &at_once, &guard, &error)); /* a writer has it */
     CHECK(guard == NULL);
-    STATUS(OUTCORE_NOT_READY, outcore_pin_timeout(runtime, own, 1000, &guard, &error));
-    STATUS(OUTCORE_NOT_READY, outcore_pin_set_timeout(runtime, &own, 1, 0, &guard, &error));
+    STATUS(OUTCORE_NOT_READY, outcore_pin(runtime, own, &soon, &guard, &error));
+    STATUS(OUTCORE_NOT_READY, outcore_pin_set(runtime, &own, 1, &at_once, &guard, &error));
     outcore_unpin(write);
-    OK(outcore_pin_set_timeout(runtime, &own, 1, UINT64_MAX, &guard, &error));
+    OK(outcore_pin_set(runtime, &own, 1, &patient, &guard, &error));
     outcore_unpin(guard);
-    OK(outcore_pin_set(runtime, NULL, 0, &guard, &error)); /* a set of none */
+    OK(outcore_pin_set(runtime, NULL, 0, NULL, &guard, &error)); /* a set of none */
     CHECK(outcore_guard_count(guard) == 0 && outcore_guard_data(guard) == NULL && outcore_unpin(guard) == OUTCORE_OK);
     outcore_tensor_free(own);
     outcore_tensor_free(row);
@@ -193,19 +200,19 @@ static void writes(void)
     outcore_guard *guard = NULL;
     for (int n = 0; n < ROWS; n++) {
         rows[n] = row_of(tensor, (uint64_t)n);
-        OK(outcore_pin_mut(runtime, rows[n], &guard, &error));
+        OK(outcore_pin(runtime, rows[n], &to_write, &guard, &error));
         CHECK(outcore_guard_data_mut(guard) == outcore_guard_data(guard));
         CHECK(all_are(outcore_guard_data(guard), outcore_guard_length(guard), 0));
         memset(outcore_guard_data_mut(guard), n + 1, outcore_guard_length(guard));
         outcore_unpin(guard);
     }
-    OK(outcore_pin_set_mut(runtime, rows, 2, &guard, &error));
+    OK(outcore_pin_set(runtime, rows, 2, &to_write, &guard, &error));
     CHECK(outcore_guard_count(guard) == 2 && outcore_guard_length_at(guard, 1) == PAGE);
     CHECK(all_are(outcore_guard_data_at(guard, 1), PAGE, 2));
     memset(outcore_guard_data_mut_at(guard, 1), 99, PAGE);
     outcore_unpin(guard);
     for (int n = 0; n < ROWS; n++) {
-        OK(outcore_pin(runtime, rows[n], &guard, &error));
+        OK(outcore_pin(runtime, rows[n], NULL, &guard, &error));
         CHECK(all_are(outcore_guard_data(guard), PAGE, n == 1 ? 99 : n + 1));
         outcore_unpin(guard);
     }
@@ -250,30 +257,41 @@ static void scopes(void)
     OK(outcore_scope_open(runtime, &label, &one, &error));
     label.label = "other", label.priority = "batch";
     OK(outcore_scope_open(runtime, &label, &other, &error));
-    OK(outcore_scope_pin(one, rows[0], &a, &error));
-    OK(outcore_scope_pin_mut(other, rows[1], &b, &error));
-    STATUS(OUTCORE_BUSY, outcore_scope_pin(one, rows[2], &c, &error));
-    STATUS(OUTCORE_BUSY, outcore_scope_pin(other, rows[3], &c, &error));
-    STATUS(OUTCORE_BUSY, outcore_scope_pin(one, rows[1], &c, &error));
+    const outcore_pin_options in_one = {.size = sizeof in_one, .scope = one};
+    const outcore_pin_options in_other = {.size = sizeof in_other, .scope = other};
+    const outcore_pin_options other_writes = {.size = sizeof other_writes, .scope = other, .writes = 1};
+    OK(outcore_pin(runtime, rows[0], &in_one, &a, &error));
+    OK(outcore_pin(runtime, rows[1], &other_writes, &b, &error));
+    STATUS(OUTCORE_BUSY, outcore_pin(runtime, rows[2], &in_one, &c, &error));
+    STATUS(OUTCORE_BUSY, outcore_pin(runtime, rows[3], &in_other, &c, &error));
+    STATUS(OUTCORE_BUSY, outcore_pin(runtime, rows[1], &in_one, &c, &error));
     CHECK(outcore_scope_held(one) == PAGE && outcore_scope_held(other) == PAGE);
     outcore_unpin(b);
-    OK(outcore_scope_pin(one, rows[2], &c, &error)); /* the other one has let go */
+    OK(outcore_pin(runtime, rows[2], &in_one, &c, &error)); /* the other one has let go */
     outcore_unpin(c);
     outcore_unpin(a);
     outcore_scope_close(one);
     outcore_scope_close(other);
 
+    /* Uses of a walker, in a scope. */
     outcore_walker *walker = NULL;
     OK(outcore_walker_open(runtime, &walker, &error));
-    outcore_scope_options terms = {.size = sizeof terms, .reserve = 2 * PAGE, .walker = walker};
+    OK(outcore_walker_plan(walker, rows, 4, 1, &error));
+    outcore_scope_options terms = {.size = sizeof terms, .reserve = 2 * PAGE};
     OK(outcore_scope_open(runtime, NULL, &reserved, &error));
     CHECK(outcore_scope_close(reserved) == OUTCORE_OK && outcore_scope_held(reserved) == 0);
     OK(outcore_scope_open(runtime, &terms, &reserved, &error));
-    OK(outcore_scope_pin_set(reserved, rows, 2, &a, &error));
-    STATUS(OUTCORE_BUDGET_TOO_SMALL, outcore_scope_pin(reserved, rows[2], &b, &error));
+    outcore_pin_options both = {.size = sizeof both, .scope = reserved, .walker = walker};
+    OK(outcore_pin_set(runtime, rows, 2, &both, &a, &error));
+    CHECK(outcore_scope_held(reserved) == 2 * PAGE && outcore_guard_data_mut(a) == NULL);
+    STATUS(OUTCORE_BUDGET_TOO_SMALL, outcore_pin(runtime, rows[2], &both, &b, &error));
     outcore_unpin(a);
-    OK(outcore_scope_pin_set_mut(reserved, rows + 2, 2, &a, &error));
-    CHECK(outcore_scope_held(reserved) == 2 * PAGE);
+    OK(outcore_pin(runtime, rows[2], &both, &a, &error));
+    CHECK(outcore_scope_held(reserved) == PAGE);
+    outcore_unpin(a);
+    both.writes = 1, both.timeout_ns = UINT64_MAX, both.has_timeout = 1;
+    OK(outcore_pin_set(runtime, rows + 2, 2, &both, &a, &error));
+    CHECK(outcore_scope_held(reserved) == 2 * PAGE && outcore_guard_data_mut_at(a, 1) != NULL);
     outcore_scope_close(reserved);
     outcore_unpin(a); /* guards may outlive their scope */
     outcore_walker_close(walker);
@@ -292,9 +310,12 @@ static void walkers(void)
     outcore_guard *guard = NULL;
     OK(outcore_walker_open(runtime, &ahead, &error));
     OK(outcore_walker_open(runtime, &behind, &error));
+    const outcore_pin_options of_ahead = {.size = sizeof of_ahead, .walker = ahead};
+    const outcore_pin_options of_behind = {.size = sizeof of_behind, .walker = behind};
+    const outcore_pin_options ahead_writes = {.size = sizeof ahead_writes, .walker = ahead, .writes = 1};
     for (int n = 0; n < ROWS; n++) {
         rows[n] = row_of(tensor, (uint64_t)n);
-        OK(outcore_walker_pin_mut(ahead, rows[n], &guard, &error));
+        OK(outcore_pin(runtime, rows[n], &ahead_writes, &guard, &error));
         memset(outcore_guard_data_mut(guard), n + 1, PAGE);
         outcore_unpin(guard);
     }
@@ -303,17 +324,17 @@ static void walkers(void)
     OK(outcore_walker_plan(ahead, rows, ROWS, 1, &error));
     OK(outcore_walker_plan(behind, rows, ROWS, 1, &error));
     for (int step = 0; step < 3 * ROWS; step++) {
-        OK(outcore_walker_pin(ahead, rows[(step + 3) % ROWS], &guard, &error));
+        OK(outcore_pin(runtime, rows[(step + 3) % ROWS], &of_ahead, &guard, &error));
         CHECK(all_are(outcore_guard_data(guard), PAGE, (step + 3) % ROWS + 1));
         outcore_unpin(guard);
-        OK(outcore_walker_pin_set(behind, &rows[step % ROWS], 1, &guard, &error));
+        OK(outcore_pin_set(runtime, &rows[step % ROWS], 1, &of_behind, &guard, &error));
         CHECK(all_are(outcore_guard_data(guard), PAGE, step % ROWS + 1));
         outcore_unpin(guard);
     }
     outcore_stats stats = {.size = sizeof stats};
     OK(outcore_stats_read(runtime, &stats, &error));
     CHECK(stats.hits * 10 > stats.uses * 3); /* the one behind finds what the one ahead left */
-    OK(outcore_walker_pin_set_mut(ahead, rows, 2, &guard, &error));
+    OK(outcore_pin_set(runtime, rows, 2, &ahead_writes, &guard, &error));
     outcore_unpin(guard);
     outcore_walker_close(ahead);
     outcore_walker_close(behind);
@@ -381,7 +402,7 @@ static void mapped(void)
     outcore_guard *guard = NULL;
     OK(outcore_mapped_tensor(mapped, &whole, &error));
     OK(outcore_tensor_rows(whole, 100, 200, &part, &error));
-    OK(outcore_pin(runtime, part, &guard, &error));
+    OK(outcore_pin(runtime, part, NULL, &guard, &error));
     CHECK(outcore_guard_data(guard) == (const void *)(range + 100) && outcore_guard_length(guard) == 100);
     outcore_unpin(guard);
     OK(outcore_mapped_failure(mapped, &error));
@@ -409,7 +430,7 @@ static void *pin_rows(void *argument)
         uint64_t at = (shared->seed >> 33) % ROWS;
         outcore_tensor *row = row_of(shared->tensor, at);
         outcore_guard *guard = NULL;
-        OK(outcore_pin(shared->runtime, row, &guard, &error));
+        OK(outcore_pin(shared->runtime, row, NULL, &guard, &error));
         CHECK(all_are(outcore_guard_data(guard), PAGE, (int)at + 1));
         CHECK(outcore_unpin(guard) == OUTCORE_OK && outcore_unpin(guard) == OUTCORE_INVALID_ARGUMENT);
         CHECK(outcore_tensor_free(row) == OUTCORE_OK);
@@ -421,7 +442,7 @@ static void *wait_for_a_writer(void *argument)
 {
     shared *shared = argument;
     outcore_guard *guard = NULL;
-    shared->status = outcore_pin(shared->runtime, shared->tensor, &guard, NULL);
+    shared->status = outcore_pin(shared->runtime, shared->tensor, NULL, &guard, NULL);
     CHECK(guard == NULL);
     return NULL;
 }
@@ -443,7 +464,7 @@ static void threads(void)
     shared shared[MANY];
     for (int n = 0; n < ROWS; n++) {
         outcore_tensor *row = row_of(tensor, (uint64_t)n);
-        OK(outcore_pin_mut(runtime, row, &guard, &error));
+        OK(outcore_pin(runtime, row, &to_write, &guard, &error));
         memset(outcore_guard_data_mut(guard), n + 1, PAGE);
         outcore_unpin(guard);
         outcore_tensor_free(row);
@@ -474,14 +495,14 @@ static void threads(void)
     outcore_tensor *row = row_of(tensor, 3);
     pid_t child = fork();
     if (child == 0) {
-        outcore_status status = outcore_pin(runtime, row, &guard, NULL);
+        outcore_status status = outcore_pin(runtime, row, NULL, &guard, NULL);
         _exit(status == OUTCORE_CLOSED && outcore_tensor_free(row) == OUTCORE_OK ? 0 : 1);
     }
     int ended = 0;
     CHECK(child > 0 && waitpid(child, &ended, 0) == child && WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
 
     /* To close ends the waits of others. */
-    OK(outcore_pin_mut(runtime, row, &guard, &error));
+    OK(outcore_pin(runtime, row, &to_write, &guard, &error));
     shared[0].tensor = row;
     CHECK(pthread_create(&threads[0], NULL, wait_for_a_writer, &shared[0]) == 0);
     for (outcore_stats stats = {.size = sizeof stats}; stats.waiting == 0; sched_yield())

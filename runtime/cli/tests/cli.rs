@@ -12,7 +12,7 @@ use std::process::{Command, Output, Stdio};
 
 use outcore::policy::{PageId, PageIndex, SegmentId};
 use outcore::stats::PageUse;
-use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore::{Bytes, PageSize, Plan, PolicyKind, Runtime};
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
 use outcore_testkit::{headers, models};
 use serde_json::Value;
@@ -158,7 +158,7 @@ fn inspect_says_what_budgets_hold() {
         .unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let tensors: Vec<_> = (0..lengths.len()).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
-    runtime.plan(&tensors);
+    runtime.plan(Plan::Cycle(&tensors));
     let mut read = Vec::new();
     for _ in 0..5 {
         for tensor in &tensors {

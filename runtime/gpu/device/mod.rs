@@ -49,7 +49,7 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use outcore::device::parts::{STRICT, closed, report_apart};
+use outcore::device::parts::{closed, report_apart, strict};
 use outcore::device::{
     Completions, Device, DeviceAddress, EventId, FrameId, HostPointer, HostRegion, RawStream, StreamId, StreamKind,
     StreamOp, Token,
@@ -582,7 +582,7 @@ impl<D: Driver> Device for GpuDevice<D> {
 
     fn protect(&self, frame: FrameId) -> Result<()> {
         // Left out in a closure, because it only narrows access.
-        if !STRICT || IN_HOST_FUNCTION.get() {
+        if !strict() || IN_HOST_FUNCTION.get() {
             return Ok(());
         }
         self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_| ())

@@ -136,7 +136,7 @@ impl Place {
     fn press(&self) {
         let pressure = self.runtime.alloc(DType::U8, &[200, PAGE]).unwrap();
         for row in 0..200 {
-            self.runtime.pin_mut(&pressure.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+            self.runtime.pin(&pressure.rows(row..row + 1).unwrap()).write().wait().unwrap().bytes_mut().fill(1);
         }
     }
 }
@@ -282,7 +282,7 @@ fn regression_the_deletion_of_another_tenant_forgets_no_block_that_is_being_over
     drop(mine.read(GROUPS - 1, 0..1).unwrap().pin().wait().unwrap());
     drop((other, mine));
     let blocker = place.runtime.alloc(DType::U8, &[15, PAGE]).unwrap();
-    let guard = place.runtime.pin_mut(&blocker).wait().unwrap();
+    let guard = place.runtime.pin(&blocker).write().wait().unwrap();
     place.kernel.hold_wipes(true);
     std::thread::scope(|scope| {
         let (_lets_go, guard) = (LetsGo(&place.kernel), guard);
@@ -293,7 +293,7 @@ fn regression_the_deletion_of_another_tenant_forgets_no_block_that_is_being_over
             taking.append(&tokens(2 * EACH)).unwrap();
             taking
         });
-        until("it waits for a frame", || place.runtime.waiting().total > 0);
+        until("it waits for a frame", || place.runtime.observe().waiting().total > 0);
         place.kernel.hold_wipes(false);
         deleting.join().unwrap().unwrap();
         assert!(!taking.is_finished());

@@ -646,7 +646,7 @@ fn regression_the_zeros_of_a_deletion_reach_the_scratch_file() {
     // All else has to leave memory.
     let pressure = runtime.alloc(DType::U8, &[200, PAGE]).unwrap();
     for row in 0..200 {
-        runtime.pin_mut(&pressure.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+        runtime.pin(&pressure.rows(row..row + 1).unwrap()).write().wait().unwrap().bytes_mut().fill(1);
     }
     assert_eq!(marked(), 0);
     drop((taken, pressure, pool));
@@ -816,12 +816,12 @@ fn pins_in_scopes_do_not_wait_for_each_other() {
     let scopes = ["one", "other"].map(|label| runtime.scope().label(label).open().unwrap());
     let [mine, more] = [0..32, 32..64].map(|positions| one.sequence.read(0, positions).unwrap());
     let [theirs, theirs_more] = [0..32, 32..64].map(|positions| other.sequence.read(0, positions).unwrap());
-    let held = mine.pin_in(&scopes[0]).wait().unwrap();
-    let held_by_other = theirs.pin_in(&scopes[1]).wait().unwrap();
+    let held = mine.pin().in_scope(&scopes[0]).wait().unwrap();
+    let held_by_other = theirs.pin().in_scope(&scopes[1]).wait().unwrap();
     for (wanted, scope) in [(&more, &scopes[0]), (&theirs_more, &scopes[1])] {
-        assert_eq!(wanted.pin_in(scope).wait().map(drop).unwrap_err().kind(), ErrorKind::Busy);
+        assert_eq!(wanted.pin().in_scope(scope).wait().map(drop).unwrap_err().kind(), ErrorKind::Busy);
     }
     drop(held_by_other);
-    drop(more.pin_in(&scopes[0]).wait().unwrap());
+    drop(more.pin().in_scope(&scopes[0]).wait().unwrap());
     drop(held);
 }

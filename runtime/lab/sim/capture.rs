@@ -345,8 +345,8 @@ impl<W: Write> CaptureWriter<W> {
         Ok(())
     }
 
-    /// Writes all uses and chains that a runtime [kept](outcore::Runtime::take_uses). Uses that it dropped for lack of
-    /// room are missing.
+    /// Writes all uses and chains that a runtime [kept](outcore::stats::Observe::take_uses). Uses that it dropped for
+    /// lack of room are missing.
     ///
     /// # Errors
     /// As for [`used`](Self::used) and [`chain`](Self::chain).

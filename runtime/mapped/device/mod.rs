@@ -28,7 +28,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 
-use outcore::device::parts::{STRICT, has_a_link};
+use outcore::device::parts::{has_a_link, strict};
 use outcore::device::streams::{Copier, Streams};
 use outcore::device::{
     Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId, StreamKind,
@@ -334,7 +334,7 @@ impl Device for FaultingDevice {
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
-        if STRICT {
+        if strict() {
             self.core.take_back(&mut self.core.layout.lock(), frame)?;
         }
         Ok(())

@@ -175,7 +175,7 @@ fn mappings_pins_and_tensors_share_the_frames(by: Mechanism) {
     let (one, two) = (Mapped::open(&runtime, &path).unwrap(), Mapped::open(&runtime, &path).unwrap());
     let own = runtime.alloc(outcore::DType::U8, &[20, PAGE]).unwrap();
     for row in 0..20 {
-        runtime.pin_mut(&own.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+        runtime.pin(&own.rows(row..row + 1).unwrap()).write().wait().unwrap().bytes_mut().fill(row as u8 + 1);
     }
     // A pinned page is there, at the same address.
     let third = one.tensor().rows(3 * PAGE..4 * PAGE).unwrap();
@@ -367,7 +367,7 @@ fn a_page_that_was_lost_is_there_when_it_is_pinned(by: Mechanism) {
         }
         for row in 0..4 {
             let part = tensor.rows(row..row + 1).unwrap();
-            let mut guard = runtime.pin_mut(&part).wait().unwrap();
+            let mut guard = runtime.pin(&part).write().wait().unwrap();
             assert!(guard.bytes().iter().all(|byte| *byte == 10 * round), "row {row}, round {round}");
             guard.bytes_mut().fill(10 * round + 10);
             assert_eq!(write(row), Ok(1));
@@ -460,7 +460,7 @@ fn a_touch_of_a_part_of_an_expert_brings_all_of_it(by: Mechanism) {
     is_the_files(&mapped, place(1, 5, 1) + PAGE, 1);
     // Both matrices of that expert come, without a further touch; of its neighbour, what it shares pages with.
     let is_there = |expert| {
-        let pages = runtime.snapshot(mapped.tensor()).pages;
+        let pages = runtime.observe().snapshot(mapped.tensor()).pages;
         let of_matrix = |matrix| place(1, expert, matrix) / PAGE..(place(1, expert, matrix) + PIECE).div_ceil(PAGE);
         [0, 1].into_iter().flat_map(of_matrix).all(|page| pages[page as usize].tier() == Tier::Device)
     };
@@ -576,7 +576,8 @@ fn expected_experts_are_read_ahead(by: Mechanism) {
         .map(|(layer, expert, matrix)| of_matrix(place(layer, expert, matrix)));
     let pages: Vec<u64> = pages.into_iter().flatten().collect();
     ends("a fill ahead", || {
-        let here = |page: &u64| runtime.snapshot(mapped.tensor()).pages[*page as usize].tier() == Tier::Device;
+        let here =
+            |page: &u64| runtime.observe().snapshot(mapped.tensor()).pages[*page as usize].tier() == Tier::Device;
         while !pages.iter().all(here) {
             thread::yield_now();
         }
@@ -602,7 +603,7 @@ fn behind_most_of_a_layer_all_of_the_next_is_read_ahead(by: Mechanism) {
     let last = place(1, EXPERTS - 1, 1) + PIECE;
     let next = (place(1, 0, 0) / PAGE) as usize..last.div_ceil(PAGE) as usize;
     ends("a fill ahead", || {
-        let here = || runtime.snapshot(mapped.tensor()).pages;
+        let here = || runtime.observe().snapshot(mapped.tensor()).pages;
         while !here()[next.clone()].iter().all(|page| page.tier() == Tier::Device) {
             thread::yield_now();
         }
@@ -850,7 +851,7 @@ fn regression_a_page_that_is_pinned_is_not_hidden() {
     // Nor is a page that was filled ahead of its first pin.
     let ahead = page(80);
     runtime.prefetch(&ahead);
-    until("a page that was hinted at", || runtime.snapshot(&ahead).pages[80].tier() == Tier::Device);
+    until("a page that was hinted at", || runtime.observe().snapshot(&ahead).pages[80].tier() == Tier::Device);
     let other = runtime.pin(&ahead).wait().unwrap();
     assert!(is_visible(&other), "it was hidden, though it is pinned");
     drop((guard, other, third, ahead, mapped));
@@ -889,7 +890,7 @@ fn regression_touches_end_though_guards_have_all_frames_that_they_can_have(by: M
         drop((pages, mapped));
         // Without a mapped file guards may have all.
         let own = runtime.alloc(outcore::DType::U8, &[frames, PAGE]).unwrap();
-        drop(ends("a pin of all frames", || runtime.pin_mut(&own).wait().unwrap()));
+        drop(ends("a pin of all frames", || runtime.pin(&own).write().wait().unwrap()));
         drop(own);
         runtime.close().unwrap();
     }
@@ -908,7 +909,7 @@ fn a_scope_that_pins_what_is_mapped_leaves_touches_their_frames(by: Mechanism) {
     let scope = runtime.scope().open().unwrap();
     let mut guards = Vec::new();
     let told = loop {
-        match scope.pin(&pages[guards.len()]).wait() {
+        match runtime.pin(&pages[guards.len()]).in_scope(&scope).wait() {
             Ok(guard) => guards.push(guard),
             Err(error) => break error,
         }
@@ -916,7 +917,7 @@ fn a_scope_that_pins_what_is_mapped_leaves_touches_their_frames(by: Mechanism) {
     assert_eq!((told.kind(), guards.len()), (ErrorKind::Busy, 6), "{told}");
     ends("touches beside a scope", || is_the_files(&mapped, 0, 20 * PAGE));
     drop(guards);
-    ends("a pin in the scope", || drop(scope.pin(&pages[19]).wait().unwrap()));
+    ends("a pin in the scope", || drop(runtime.pin(&pages[19]).in_scope(&scope).wait().unwrap()));
     drop((scope, pages, mapped));
     runtime.close().unwrap();
 }

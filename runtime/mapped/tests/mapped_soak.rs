@@ -319,7 +319,7 @@ fn round(known: &[Known], plan: &Plan, seed: u64, reads: u64) {
         .open()
         .unwrap();
     let told = runtime.clone();
-    let _tells = tell_of(move || format!("{:?}\n{:?}", told.waiting(), told.stats()));
+    let _tells = tell_of(move || format!("{:?}\n{:?}", told.observe().waiting(), told.stats()));
     let slots: Vec<Slot> = plan
         .files
         .iter()

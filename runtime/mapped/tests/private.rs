@@ -372,7 +372,7 @@ fn tensors_and_private_mappings_share_the_frames(by: Mechanism) {
         for round in 0..3u8 {
             for row in 0..20 {
                 let part = own.rows(row..row + 1).unwrap();
-                let mut guard = runtime.pin_mut(&part).wait().unwrap();
+                let mut guard = runtime.pin(&part).write().wait().unwrap();
                 let before = if round == 0 { 0 } else { row as u8 + round };
                 assert!(guard.bytes().iter().all(|byte| *byte == before), "row {row}, round {round}");
                 guard.bytes_mut().fill(row as u8 + round + 1);

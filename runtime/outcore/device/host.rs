@@ -50,6 +50,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::ballast::{BALLAST, Ballast};
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Claim};
+use super::parts::strict;
 use super::stream::Copier;
 use super::streams::Streams;
 use super::sys::{self, Region};
@@ -938,7 +939,7 @@ impl Device for HostDevice {
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
-        if !cfg!(feature = "strict") {
+        if !strict() {
             return Ok(());
         }
         let core = &self.core;

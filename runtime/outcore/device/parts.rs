@@ -11,8 +11,18 @@ use crate::error::{Error, ErrorKind, Result, caught};
 /// Completions are reported after at most this many operations.
 pub const BATCH_OPERATIONS_MAX: usize = 64;
 
-/// Whether frames that are [protected](super::Device::protect) must be inaccessible: the feature `strict`.
-pub const STRICT: bool = cfg!(feature = "strict");
+/// Whether frames that are [protected](super::Device::protect) must be inaccessible: with the feature `strict`. A build
+/// for tests is also strict in a process that has `OUTCORE_STRICT` in its environment.
+pub fn strict() -> bool {
+    #[cfg(feature = "testing")]
+    {
+        static IS_SET: std::sync::LazyLock<bool> =
+            std::sync::LazyLock::new(|| std::env::var_os("OUTCORE_STRICT").is_some());
+        cfg!(feature = "strict") || *IS_SET
+    }
+    #[cfg(not(feature = "testing"))]
+    cfg!(feature = "strict")
+}
 
 /// Reports the completions and clears the list. If the receiver panics, that is logged, and the device goes on.
 pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {

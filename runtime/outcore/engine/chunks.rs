@@ -19,7 +19,7 @@
 
 use std::time::Instant;
 
-use super::{Engine, FillPoint, InFlight, Move, MoveId, SegmentIo, Stage};
+use super::{Engine, FillPoint, InFlight, Move, MoveId, Own, SegmentIo, Stage};
 use crate::device::{EventId, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::observe::Resource;
@@ -199,7 +199,7 @@ impl Engine {
     }
 
     /// Starts a move in chunks, unless it is not one. Nothing was submitted if it fails.
-    pub(super) fn start_in_chunks(&self, planned: Move, io: &SegmentIo) -> Result<bool> {
+    pub(super) fn start_in_chunks(&self, planned: Move, io: &SegmentIo, own: &mut Own) -> Result<bool> {
         let fills = match (planned.from, planned.to, planned.staging) {
             (Place::Disk, Place::Device(_), Some(_)) => true,
             (Place::Device(_), Place::Disk, Some(_)) => false,
@@ -227,7 +227,7 @@ impl Engine {
         if fills {
             begin();
             for chunk in 0..count {
-                self.submit_read(self.chunk_op(&whole, chunk, count));
+                self.submit_read(self.chunk_op(&whole, chunk, count), own);
             }
         } else {
             begin();

@@ -31,7 +31,7 @@ pub(crate) mod ticket;
 pub(crate) mod waiting;
 mod wipe;
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -401,51 +401,25 @@ pub fn may_wait(what: &str) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidArgument, message).remedy(remedy))
 }
 
-thread_local! {
-    static OWN: RefCell<Own> = const { RefCell::new(Own::Unwanted) };
-}
-
-/// Whether this thread carries out a read itself, and the read it has begun.
-#[derive(Debug)]
-enum Own {
+/// Whether a call leaves one of the reads that it causes to its caller, and the read.
+#[derive(Debug, Default)]
+pub(crate) enum Own {
+    /// The store carries out every read.
+    #[default]
     Unwanted,
+    /// The caller waits afterwards and does nothing else, so it can carry out a read itself.
     Wanted,
+    /// The read, to be [run](OwnRead::run) before the caller waits. The store has it if this is dropped.
     Begun(OwnRead),
 }
 
-/// Replaces this thread's own read. On a thread that is ending it does nothing: such a thread carries out no read.
-fn replace_own(own: Own) -> Own {
-    OWN.try_with(|kept| kept.replace(own)).unwrap_or(Own::Unwanted)
-}
-
-/// Puts the earlier own read back on drop, also after a panic.
-struct BeforeOwn(Own);
-
-impl Drop for BeforeOwn {
-    fn drop(&mut self) {
-        replace_own(std::mem::replace(&mut self.0, Own::Unwanted));
-    }
-}
-
-/// Runs `submit`. Afterwards the caller waits on this thread and does nothing else. One of the reads that `submit`
-/// causes may be left to the caller, to be [run](OwnRead::run) before it waits.
-pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
-    let before = BeforeOwn(replace_own(Own::Wanted));
-    let submitted = submit();
-    let own = replace_own(Own::Unwanted);
-    drop(before);
-    (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
-}
-
 /// Runs wakers, which are the caller's code. If one panics, the others are still woken. None may wait: a read or
-/// another task may be waiting for this thread, even if it is the caller's own. No read that a waker submits is left to
-/// this thread as an own read, because the thread may never run it.
+/// another task may be waiting for this thread, even if it is the caller's own.
 fn wake_all(wakers: Vec<Waker>) {
     if wakers.is_empty() {
         return;
     }
     let _marked = Marked::begin(Inside::Waker);
-    let _own = BeforeOwn(replace_own(Own::Unwanted));
     for waker in wakers {
         if let Err(panic) = caught(|| waker.wake()) {
             tracing::error!(panic, "a waker panicked: its task may not have been woken");
@@ -689,6 +663,14 @@ impl Engine {
     /// # Errors
     /// As for [`usable`](Self::usable); then nothing changes any more.
     fn step<T>(&self, change: impl FnOnce(&mut Latched, &mut Effects) -> T) -> Result<T> {
+        self.step_with(&mut Own::Unwanted, change)
+    }
+
+    /// As [`step`](Self::step), and may leave a read to the caller.
+    ///
+    /// # Errors
+    /// As for [`step`](Self::step).
+    fn step_with<T>(&self, own: &mut Own, change: impl FnOnce(&mut Latched, &mut Effects) -> T) -> Result<T> {
         self.contain(|| {
             // Delivered after the latch is released, at the latest at the end of this closure, also after a panic.
             let mut news = News::default();
@@ -696,7 +678,7 @@ impl Engine {
             let mut latched = self.latch.hold()?;
             latched.pager.record(&self.log);
             let result = change(&mut latched, &mut fx);
-            self.settle(latched, fx, &mut news)?;
+            self.settle(latched, fx, &mut news, own)?;
             Ok(result)
         })
     }
@@ -838,9 +820,9 @@ impl Engine {
         }
     }
 
-    /// Submits a request, of a scope if it has one.
-    pub(crate) fn submit(&self, runs: &[PageRun], terms: Terms) -> Result<Received> {
-        self.step(|latched, fx| {
+    /// Submits a request, of a scope if it has one. May leave a read to the caller.
+    pub(crate) fn submit(&self, runs: &[PageRun], terms: Terms, own: &mut Own) -> Result<Received> {
+        self.step_with(own, |latched, fx| {
             let page = latched.pager.awaited(runs);
             let submitted = latched.pager.submit(runs, terms, fx);
             latched.received(submitted, page)
@@ -900,7 +882,7 @@ impl Engine {
     ///
     /// # Errors
     /// As for [`usable`](Self::usable), if the engine was given up in the meantime.
-    fn settle<'a>(&'a self, mut latched: Held<'a>, mut fx: Effects, news: &mut News) -> Result<()> {
+    fn settle<'a>(&'a self, mut latched: Held<'a>, mut fx: Effects, news: &mut News, own: &mut Own) -> Result<()> {
         loop {
             // Under the latch, so that it cannot affect the frame's next page. It only narrows access.
             let protect = |frame: FrameId| self.device.protect(frame).err().map(|error| (frame, error));
@@ -928,7 +910,7 @@ impl Engine {
                 self.tell_of_fills(&fx.moves);
             }
             for planned in fx.moves.drain(..) {
-                match self.start(planned, lone) {
+                match self.start(planned, lone, own) {
                     Ok(point) => taken.extend(point.map(|point| (planned.id, point))),
                     Err(error) => ended.push((planned, Err(error.context(self.describe(planned.page))))),
                 }
@@ -1138,7 +1120,7 @@ impl Engine {
 
     /// Submits the first operation of a move. `lone` means that no other move is started now. If the operation is the
     /// copy of a fill and the device has taken it up, returns the point behind it.
-    fn start(&self, planned: Move, lone: bool) -> Result<Option<FillPoint>> {
+    fn start(&self, planned: Move, lone: bool, own: &mut Own) -> Result<Option<FillPoint>> {
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
@@ -1152,13 +1134,13 @@ impl Engine {
         if let Place::Device(frame) = planned.from {
             self.device.publish(frame, address)?;
         }
-        if self.start_in_chunks(planned, &io)? {
+        if self.start_in_chunks(planned, &io, own)? {
             return Ok(None);
         }
         let address = self.bytes_at(planned, address)?;
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
-                self.read_or_write(planned, Stage::Reading, &io, self.io_buffer(planned, address)?)?;
+                self.read(planned, &io, self.io_buffer(planned, address)?, own)?;
                 Ok(None)
             }
             (Place::Zero, _) => {
@@ -1182,12 +1164,12 @@ impl Engine {
                     Ok(self.copy(planned, Stage::CopyingOut, op))
                 }
                 None => {
-                    self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
+                    self.write_page(planned, &io, self.io_buffer(planned, address)?)?;
                     Ok(None)
                 }
             },
             (Place::Host(_), _) => {
-                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
+                self.write_page(planned, &io, self.io_buffer(planned, address)?)?;
                 Ok(None)
             }
             (Place::Disk, _) => {
@@ -1314,27 +1296,27 @@ impl Engine {
         })
     }
 
-    fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
-        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
-        let op = self.operation(planned, kind, io, buffer)?;
-        if kind == IoKind::Write {
-            if let Some(op) = self.wipes.keep(planned.id, planned.page, op, || self.enter(planned, stage)) {
-                self.write(planned.page, op);
-            }
-            return Ok(());
-        }
-        self.enter(planned, stage);
-        self.submit_read(op);
+    fn read(&self, planned: Move, io: &SegmentIo, buffer: HostPointer, own: &mut Own) -> Result<()> {
+        let op = self.operation(planned, IoKind::Read, io, buffer)?;
+        self.enter(planned, Stage::Reading);
+        self.submit_read(op, own);
         Ok(())
     }
 
-    fn submit_read(&self, op: IoOp) {
-        if OWN.try_with(|own| matches!(*own.borrow(), Own::Wanted)) == Ok(true) {
-            if let Some(read) = self.store.begin(op) {
-                replace_own(Own::Begun(read));
-            }
-        } else {
-            self.store.submit(op);
+    fn write_page(&self, planned: Move, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
+        let op = self.operation(planned, IoKind::Write, io, buffer)?;
+        if let Some(op) = self.wipes.keep(planned.id, planned.page, op, || self.enter(planned, Stage::Writing)) {
+            self.write(planned.page, op);
+        }
+        Ok(())
+    }
+
+    fn submit_read(&self, op: IoOp, own: &mut Own) {
+        if !matches!(own, Own::Wanted) {
+            return self.store.submit(op);
+        }
+        if let Some(read) = self.store.begin(op) {
+            *own = Own::Begun(read);
         }
     }
 
@@ -1606,7 +1588,7 @@ impl Engine {
                 if planned.staging.is_none() {
                     return Ok(Next::Nothing);
                 }
-                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
+                self.write_page(planned, &io, self.io_buffer(planned, address)?)?;
                 Ok(Next::Write)
             }
             Stage::Writing => self.written(entry).map(|()| Next::Nothing),

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
 use crate::pager::{self, Purpose, WaitsFor};
 
-/// The result of [`Runtime::waiting`](crate::Runtime::waiting).
+/// The result of [`Observe::waiting`](crate::stats::Observe::waiting).
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Waiting {

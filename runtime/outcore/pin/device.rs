@@ -10,7 +10,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use super::request::Target;
+use super::guard::{Complete, Guard};
 use super::sealed::Sealed;
 use super::{Access, Hold, Pins, Read, Write, disjoint_writable, no_such_tensor, of_one_runtime};
 use crate::compute::ComputeStream;
@@ -20,33 +20,6 @@ use crate::ids::Bytes;
 use crate::pager::{PageRun, Purpose};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
-
-/// Several tensors to be pinned by device address: the target of [`Runtime::pin_device`](crate::Runtime::pin_device).
-#[derive(Debug)]
-pub struct DevicePins<'a, A>(&'a [Tensor], PhantomData<A>);
-
-impl<'a, A> DevicePins<'a, A> {
-    pub(crate) fn new(tensors: &'a [Tensor]) -> Self {
-        Self(tensors, PhantomData)
-    }
-}
-
-impl<A> Sealed for DevicePins<'_, A> {}
-
-impl<A: Access> Target for DevicePins<'_, A> {
-    type Guard = DevicePin<A>;
-    const PURPOSE: Purpose = A::PURPOSE;
-    fn tensors(&self) -> &[Tensor] {
-        self.0
-    }
-    fn check(&self) -> Result<()> {
-        of_one_runtime(self.0)?;
-        if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
-    }
-    fn guard(&self, runs: &[PageRun], hold: Hold) -> DevicePin<A> {
-        DevicePin { pinned: Pinned::new(self.0, runs, A::PURPOSE == Purpose::Write, hold), access: PhantomData }
-    }
-}
 
 /// Tensors that are pinned on the device, and their pins.
 struct Pinned {
@@ -243,47 +216,6 @@ fn ends_of_copy(
     Ok(Some((host, tensor.segment.base.offset(tensor.offset + offset))))
 }
 
-/// Several tensors to be pinned for work on a stream: the target of
-/// [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
-#[derive(Debug)]
-pub struct DevicePinsOn<'a>(&'a [Tensor], &'a ComputeStream);
-
-impl<'a> DevicePinsOn<'a> {
-    pub(crate) fn new(tensors: &'a [Tensor], stream: &'a ComputeStream) -> Self {
-        Self(tensors, stream)
-    }
-}
-
-impl Sealed for DevicePinsOn<'_> {}
-
-impl Target for DevicePinsOn<'_> {
-    type Guard = StreamPin;
-    const PURPOSE: Purpose = Purpose::ReadOnStream;
-    fn tensors(&self) -> &[Tensor] {
-        self.0
-    }
-    fn check(&self) -> Result<()> {
-        of_one_runtime(self.0)?;
-        self.0.first().map_or(Ok(()), |tensor| of_the_streams_runtime(self.1, &tensor.segment))?;
-        self.1.can_mark()
-    }
-    fn guard(&self, runs: &[PageRun], hold: Hold) -> StreamPin {
-        StreamPin { pinned: Pinned::new(self.0, runs, false, hold), stream: self.1.clone() }
-    }
-    fn guard_after(&self, runs: &[PageRun], hold: Hold, after: Option<EventId>) -> Result<StreamPin> {
-        let mut guard = self.guard(runs, hold);
-        if let Some(Err(error)) = after.map(|event| self.1.wait_for(event)) {
-            // Nothing on the stream has been given their addresses yet.
-            guard.pinned.pins.take().end();
-            return Err(error);
-        }
-        Ok(guard)
-    }
-    fn give_back(&self, runs: &[PageRun], hold: Hold) {
-        Pins::new(self.0, runs, false, hold).end();
-    }
-}
-
 /// Refuses a stream of another runtime than the guard's.
 fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<()> {
     if stream.belongs_to(&segment.shared) {
@@ -311,6 +243,36 @@ fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<(
 pub struct StreamPin {
     pinned: Pinned,
     stream: ComputeStream,
+}
+
+impl Sealed for StreamPin {}
+
+impl Guard for StreamPin {
+    type Of<'a> = (&'a [Tensor], &'a ComputeStream);
+    const PURPOSE: Purpose = Purpose::ReadOnStream;
+    fn tensors<'a>((tensors, _): &'a Self::Of<'_>) -> &'a [Tensor] {
+        tensors
+    }
+    fn check((tensors, stream): Self::Of<'_>) -> Result<()> {
+        of_one_runtime(tensors)?;
+        tensors.first().map_or(Ok(()), |tensor| of_the_streams_runtime(stream, &tensor.segment))?;
+        stream.can_mark()
+    }
+    fn new((tensors, stream): Self::Of<'_>, runs: &[PageRun], hold: Hold) -> Self {
+        Self { pinned: Pinned::new(tensors, runs, false, hold), stream: stream.clone() }
+    }
+    fn new_after(of: Self::Of<'_>, runs: &[PageRun], hold: Hold, after: Option<EventId>) -> Result<Self> {
+        let mut guard = Self::new(of, runs, hold);
+        if let Some(Err(error)) = after.map(|event| guard.stream.wait_for(event)) {
+            // Nothing on the stream has been given their addresses yet.
+            guard.pinned.pins.take().end();
+            return Err(error);
+        }
+        Ok(guard)
+    }
+    fn give_back((tensors, _): Self::Of<'_>, runs: &[PageRun], hold: Hold) {
+        Pins::new(tensors, runs, false, hold).end();
+    }
 }
 
 impl StreamPin {
@@ -380,6 +342,34 @@ impl Drop for StreamPin {
 impl fmt::Debug for StreamPin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pinned.describe("StreamPin", f)
+    }
+}
+
+impl<A: Access> Sealed for DevicePin<A> {}
+
+impl<A: Access> Guard for DevicePin<A> {
+    type Of<'a> = &'a [Tensor];
+    const PURPOSE: Purpose = A::PURPOSE;
+    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
+        of
+    }
+    fn check(of: Self::Of<'_>) -> Result<()> {
+        of_one_runtime(of)?;
+        if A::PURPOSE == Purpose::Write { disjoint_writable(of) } else { Ok(()) }
+    }
+    fn new(of: Self::Of<'_>, runs: &[PageRun], hold: Hold) -> Self {
+        Self { pinned: Pinned::new(of, runs, A::PURPOSE == Purpose::Write, hold), access: PhantomData }
+    }
+}
+
+impl<A: Access> Complete for DevicePin<A> {
+    type Access = A;
+    type Write = DevicePin<Write>;
+    fn to_write(of: Self::Of<'_>) -> &[Tensor] {
+        of
+    }
+    fn all(of: Self::Of<'_>) -> &[Tensor] {
+        of
     }
 }
 

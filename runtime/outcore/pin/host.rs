@@ -9,7 +9,7 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
-use super::request::Target;
+use super::guard::{Complete, Guard};
 use super::sealed::Sealed;
 use super::{Access, Hold, Pins, Read, Write, disjoint_writable, end_one, no_such_tensor, of_one_runtime, writable};
 use crate::device::DeviceAddress;
@@ -31,40 +31,7 @@ fn addressable(tensor: &Tensor) -> Result<()> {
 fn out_of_reach(tensor: &Tensor) -> Error {
     let device = tensor.engine().device.name();
     let message = format!("the bytes of {tensor:?} are in the memory of {device}, not of this process");
-    Error::new(ErrorKind::Unsupported, message)
-        .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address")
-}
-
-/// One tensor to be pinned as a slice: the target of [`Runtime::pin`](crate::Runtime::pin).
-#[derive(Debug)]
-pub struct HostPin<'a, A>(&'a Tensor, PhantomData<A>);
-
-impl<'a, A> HostPin<'a, A> {
-    #[inline]
-    pub(crate) fn new(tensor: &'a Tensor) -> Self {
-        Self(tensor, PhantomData)
-    }
-}
-
-impl<A> Sealed for HostPin<'_, A> {}
-
-impl<A: Access> Target for HostPin<'_, A> {
-    type Guard = PinGuard<A>;
-    const PURPOSE: Purpose = A::PURPOSE;
-    #[inline]
-    fn tensors(&self) -> &[Tensor] {
-        std::slice::from_ref(self.0)
-    }
-    #[inline]
-    fn check(&self) -> Result<()> {
-        addressable(self.0)?;
-        if A::PURPOSE == Purpose::Write { writable(self.0) } else { Ok(()) }
-    }
-    #[inline]
-    fn guard(&self, _: &[PageRun], hold: Hold) -> PinGuard<A> {
-        let Tensor { segment, offset, len, .. } = self.0;
-        PinGuard { segment: segment.clone(), offset: *offset, len: *len, hold, access: PhantomData }
-    }
+    Error::new(ErrorKind::Unsupported, message).remedy("pin them on_device(), and copy, or give a kernel their address")
 }
 
 /// Forbids the eviction of a tensor's pages while it lives, and gives the tensor's bytes.
@@ -78,6 +45,39 @@ pub struct PinGuard<A: Access = Read> {
     len: u64,
     hold: Hold,
     access: PhantomData<A>,
+}
+
+impl<A: Access> Sealed for PinGuard<A> {}
+
+impl<A: Access> Guard for PinGuard<A> {
+    type Of<'a> = &'a Tensor;
+    const PURPOSE: Purpose = A::PURPOSE;
+    #[inline]
+    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
+        std::slice::from_ref(*of)
+    }
+    #[inline]
+    fn check(of: Self::Of<'_>) -> Result<()> {
+        addressable(of)?;
+        if A::PURPOSE == Purpose::Write { writable(of) } else { Ok(()) }
+    }
+    #[inline]
+    fn new(of: Self::Of<'_>, _: &[PageRun], hold: Hold) -> Self {
+        let Tensor { segment, offset, len, .. } = of;
+        Self { segment: segment.clone(), offset: *offset, len: *len, hold, access: PhantomData }
+    }
+}
+
+impl<A: Access> Complete for PinGuard<A> {
+    type Access = A;
+    type Write = PinGuard<Write>;
+    #[inline]
+    fn to_write(of: Self::Of<'_>) -> &Tensor {
+        of
+    }
+    fn all(of: Self::Of<'_>) -> &[Tensor] {
+        std::slice::from_ref(of)
+    }
 }
 
 impl<A: Access> PinGuard<A> {
@@ -159,36 +159,6 @@ fn cast_error<T>(error: bytemuck::PodCastError) -> Error {
     Error::new(ErrorKind::InvalidArgument, message).remedy("use bytes() and convert element by element")
 }
 
-/// Several tensors to be pinned as a unit, as slices: the target of [`Runtime::pin_set`](crate::Runtime::pin_set).
-#[derive(Debug)]
-pub struct HostPins<'a, A>(&'a [Tensor], PhantomData<A>);
-
-impl<'a, A> HostPins<'a, A> {
-    pub(crate) fn new(tensors: &'a [Tensor]) -> Self {
-        Self(tensors, PhantomData)
-    }
-}
-
-impl<A> Sealed for HostPins<'_, A> {}
-
-impl<A: Access> Target for HostPins<'_, A> {
-    type Guard = PinSet<A>;
-    const PURPOSE: Purpose = A::PURPOSE;
-    fn tensors(&self) -> &[Tensor] {
-        self.0
-    }
-    fn check(&self) -> Result<()> {
-        of_one_runtime(self.0)?;
-        self.0.first().map_or(Ok(()), addressable)?;
-        if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
-    }
-    fn guard(&self, runs: &[PageRun], hold: Hold) -> PinSet<A> {
-        let pins = Pins::new(self.0, runs, A::PURPOSE == Purpose::Write, hold);
-        let piece = |tensor: &Tensor| Piece { start: tensor.segment.base.offset(tensor.offset), len: tensor.len };
-        PinSet { pieces: self.0.iter().map(piece).collect(), pins, access: PhantomData }
-    }
-}
-
 /// The place of one tensor of a set.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
@@ -206,6 +176,37 @@ pub struct PinSet<A: Access = Read> {
     pieces: SmallVec<[Piece; 8]>,
     pins: Pins,
     access: PhantomData<A>,
+}
+
+impl<A: Access> Sealed for PinSet<A> {}
+
+impl<A: Access> Guard for PinSet<A> {
+    type Of<'a> = &'a [Tensor];
+    const PURPOSE: Purpose = A::PURPOSE;
+    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
+        of
+    }
+    fn check(of: Self::Of<'_>) -> Result<()> {
+        of_one_runtime(of)?;
+        of.first().map_or(Ok(()), addressable)?;
+        if A::PURPOSE == Purpose::Write { disjoint_writable(of) } else { Ok(()) }
+    }
+    fn new(of: Self::Of<'_>, runs: &[PageRun], hold: Hold) -> Self {
+        let pins = Pins::new(of, runs, A::PURPOSE == Purpose::Write, hold);
+        let piece = |tensor: &Tensor| Piece { start: tensor.segment.base.offset(tensor.offset), len: tensor.len };
+        Self { pieces: of.iter().map(piece).collect(), pins, access: PhantomData }
+    }
+}
+
+impl<A: Access> Complete for PinSet<A> {
+    type Access = A;
+    type Write = PinSet<Write>;
+    fn to_write(of: Self::Of<'_>) -> &[Tensor] {
+        of
+    }
+    fn all(of: Self::Of<'_>) -> &[Tensor] {
+        of
+    }
 }
 
 impl<A: Access> PinSet<A> {

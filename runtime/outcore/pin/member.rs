@@ -27,15 +27,9 @@ pub(crate) struct Member {
     pub(crate) id: ScopeId,
     pub(crate) holdings: Arc<Holdings>,
     pub(super) shared: Arc<Shared>,
-    /// The walker whose uses its pins are; the default walker if there is none.
-    pub(super) walker: Option<Arc<Walking>>,
 }
 
 impl Member {
-    pub(super) fn walker_id(&self) -> WalkerId {
-        self.walker.as_ref().map_or(WalkerId::DEFAULT, |walker| walker.id)
-    }
-
     /// What it holds. `None` in a child by `fork`: its guards are copies there, its pins are the parent's, and a thread
     /// that the child does not have may hold the lock.
     #[inline]
@@ -49,13 +43,19 @@ impl Member {
     }
 
     /// Pins resident pages without the latch, and notes that the scope holds them. `runs` are the runs of `words`.
-    pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], runs: &[PageRun], purpose: Purpose) -> bool {
+    pub(super) fn try_pin(
+        &self,
+        engine: &Engine,
+        words: &[Words<'_>],
+        runs: &[PageRun],
+        (purpose, walker): (Purpose, WalkerId),
+    ) -> bool {
         let asked: u32 = runs.iter().map(|run| run.count).sum();
         // More than the scope was opened for is an error; the pager words it.
         if !self.holdings.claim(asked) {
             return false;
         }
-        if !engine.try_pin(words, purpose, self.walker_id()) {
+        if !engine.try_pin(words, purpose, walker) {
             self.holdings.unclaim(asked);
             return false;
         }

@@ -13,22 +13,18 @@
 //!
 //! | to pin | to read | to write |
 //! |---|---|---|
-//! | a tensor, as a slice | [`Runtime::pin`]: [`PinGuard`] | [`Runtime::pin_mut`]: [`PinGuard<Write>`](PinGuard) |
-//! | several, as slices | [`Runtime::pin_set`]: [`PinSet`] | [`Runtime::pin_set_mut`]: [`PinSet<Write>`](PinSet) |
-//! | one or several, by address | [`Runtime::pin_device`]: [`DevicePin`] | [`Runtime::pin_device_mut`]: [`DevicePin<Write>`](DevicePin) |
-//! | for work on a stream, before the bytes have come | [`Runtime::pin_device_on`]: [`StreamPin`] | [`DevicePin<Write>`](DevicePin), ended by [`unpin_after`] |
+//! | a tensor, as a slice | `runtime.pin(&tensor)`: [`PinGuard`] | `.write()`: [`PinGuard<Write>`](PinGuard) |
+//! | several, as slices | `runtime.pin(&tensors)`: [`PinSet`] | `.write()`: [`PinSet<Write>`](PinSet) |
+//! | one or several, by address | [`.on_device()`]: [`DevicePin`] | `.write().on_device()`: [`DevicePin<Write>`](DevicePin) |
+//! | for work on a stream, before the bytes have come | [`.on(&stream)`]: [`StreamPin`] | as above, ended by [`unpin_after`] |
 //!
-//! Each call gives a [`PinRequest`]: a future of any executor, or [`wait`](PinRequest::wait) for it. The same calls on
-//! a [`Scope`] pin for a task that holds several at a time, so that tasks cannot wait for each other in a circle; on a
-//! [`Walker`], for one of several passes over a model. Without either, a pin is a scope of its own.
+//! [`Runtime::pin`](crate::Runtime::pin) begins each, and gives a [`PinRequest`]: a future of any executor, or
+//! [`wait`](PinRequest::wait) for it. [`.in_scope(&scope)`](PinRequest::in_scope) pins for a task that holds guards and
+//! asks for more, so that tasks cannot wait for each other in a circle; [`.of(&walker)`](PinRequest::of), for one of
+//! several passes over a model.
 //!
-//! [`Runtime::pin`]: crate::Runtime::pin
-//! [`Runtime::pin_mut`]: crate::Runtime::pin_mut
-//! [`Runtime::pin_set`]: crate::Runtime::pin_set
-//! [`Runtime::pin_set_mut`]: crate::Runtime::pin_set_mut
-//! [`Runtime::pin_device`]: crate::Runtime::pin_device
-//! [`Runtime::pin_device_mut`]: crate::Runtime::pin_device_mut
-//! [`Runtime::pin_device_on`]: crate::Runtime::pin_device_on
+//! [`.on_device()`]: PinRequest::on_device
+//! [`.on(&stream)`]: PinRequest::on
 //!
 //! # Why the slices are sound
 //!
@@ -44,10 +40,12 @@
 //! [`unpin_after`]: DevicePin::unpin_after
 
 mod device;
+mod guard;
 mod host;
 mod member;
 mod request;
 mod scope;
+mod tensors;
 mod walker;
 
 use std::fmt;
@@ -60,11 +58,13 @@ use crate::pager::{Holdings, PageRun, Purpose, pin};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
-pub use device::{DeviceBytes, DevicePin, DevicePins, DevicePinsOn, StreamPin, UnpinRefused};
-pub use host::{HostPin, HostPins, PinGuard, PinSet};
+pub use device::{DeviceBytes, DevicePin, StreamPin, UnpinRefused};
+pub use guard::{Complete, Guard};
+pub use host::{PinGuard, PinSet};
 pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
-pub use walker::Walker;
+pub use tensors::Tensors;
+pub use walker::{Plan, Walker};
 
 // For the crates beside outcore, and not for programs: it changes without notice.
 #[doc(hidden)]

@@ -9,15 +9,18 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::member::Walking;
-use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
-use crate::device::EventId;
+use super::device::{DevicePin, StreamPin};
+use super::guard::{Complete, Guard};
+use super::scope::Scope;
+use super::walker::Walker;
+use super::{Hold, Member, Read, Runs, describe, runs_of, tensor_of};
+use crate::compute::ComputeStream;
 use crate::engine::ticket::Ticket;
-use crate::engine::{Received, Waiting, event_at, may_wait, with_own_read};
+use crate::engine::{Own, Received, Waiting, event_at, may_wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
-use crate::pager::{Granted, PageRun, Purpose, Terms};
+use crate::pager::{Granted, PageRun, Terms};
 use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::store::OwnRead;
@@ -44,72 +47,69 @@ struct Submitted {
     own: Option<OwnRead>,
 }
 
-/// The tensors to be pinned, and the kind of guard they get.
-pub trait Target: super::sealed::Sealed + Unpin {
-    #[doc(hidden)]
-    type Guard;
-    #[doc(hidden)]
-    const PURPOSE: Purpose;
-    #[doc(hidden)]
-    fn tensors(&self) -> &[Tensor];
-    #[doc(hidden)]
-    fn check(&self) -> Result<()>;
-    /// Makes a guard of pins. The pages' bytes are all there.
-    #[doc(hidden)]
-    fn guard(&self, runs: &[PageRun], hold: Hold) -> Self::Guard;
-    /// Makes a guard of pins. Some pages' bytes are there only when `after` has happened, which matters only to guards
-    /// that read on a stream. If this fails, it has given the pins back.
-    #[doc(hidden)]
-    fn guard_after(&self, runs: &[PageRun], hold: Hold, _after: Option<EventId>) -> Result<Self::Guard> {
-        Ok(self.guard(runs, hold))
-    }
-    /// Gives back pins that nobody wants any more.
-    #[doc(hidden)]
-    fn give_back(&self, runs: &[PageRun], hold: Hold) {
-        drop(self.guard(runs, hold));
-    }
-}
-
 /// A request for pins: await it, or call [`wait`](Self::wait). Nothing happens before that. Dropping it withdraws the
 /// request; fills in flight for it go on as prefetches.
 #[must_use = "nothing is pinned until this is awaited or waited for"]
-pub struct PinRequest<'a, T: Target> {
-    target: T,
+pub struct PinRequest<'a, G: Guard> {
+    of: G::Of<'a>,
     scope: Option<&'a Arc<Member>>,
-    /// The walker whose use this is. None if a tensor is of another runtime than was asked to pin it: the request is
-    /// refused then, and numbers of that runtime's scopes and walkers mean others here.
+    /// The walker whose use this is. None if the tensors, the scope and the walker are not all of the runtime that was
+    /// asked: the request is refused then, and numbers of another runtime's scopes and walkers mean others here.
     walker: Option<WalkerId>,
     /// Whether it may use the frames that are kept for requests which can never be refused.
     never_refused: bool,
     progress: Progress,
 }
 
-impl<T: Target> fmt::Debug for PinRequest<'_, T> {
+impl<G: Guard> fmt::Debug for PinRequest<'_, G> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let purpose = T::PURPOSE;
-        f.debug_struct("PinRequest").field("of", &describe(self.target.tensors())).field("for", &purpose).finish()
+        let purpose = G::PURPOSE;
+        f.debug_struct("PinRequest").field("of", &describe(self.tensors())).field("for", &purpose).finish()
     }
 }
 
-impl<'a, T: Target> PinRequest<'a, T> {
+impl<'a, G: Guard> PinRequest<'a, G> {
     #[inline]
-    pub(crate) fn new(target: T, runtime: &Arc<Shared>) -> Self {
-        Self::of(target, runtime, None, WalkerId::DEFAULT)
+    pub(crate) fn new(of: G::Of<'a>, runtime: &Arc<Shared>) -> Self {
+        let ours = G::tensors(&of).iter().all(|tensor| tensor.is_of(runtime));
+        let walker = ours.then_some(WalkerId::DEFAULT);
+        Self { of, scope: None, walker, never_refused: false, progress: Progress::Start }
+    }
+
+    /// A request for a guard of another kind, on the same terms. This one is withdrawn when it is dropped.
+    #[inline]
+    fn with<H: Guard>(&self, of: H::Of<'a>) -> PinRequest<'a, H> {
+        let (scope, walker, never_refused) = (self.scope, self.walker, self.never_refused);
+        PinRequest { of, scope, walker, never_refused, progress: Progress::Start }
     }
 
     #[inline]
-    pub(super) fn of_walker(target: T, walking: &Walking) -> Self {
-        Self::of(target, &walking.shared, None, walking.id)
+    fn tensors(&self) -> &[Tensor] {
+        G::tensors(&self.of)
     }
 
-    pub(crate) fn of_scope(target: T, scope: &'a Arc<Member>) -> Self {
-        Self::of(target, &scope.shared, Some(scope), scope.walker_id())
-    }
-
+    /// The walker of the request, unless its tensors are of another runtime than `other`.
     #[inline]
-    fn of(target: T, runtime: &Arc<Shared>, scope: Option<&'a Arc<Member>>, walker: WalkerId) -> Self {
-        let ours = target.tensors().iter().all(|tensor| tensor.is_of(runtime));
-        Self { target, scope, walker: ours.then_some(walker), never_refused: false, progress: Progress::Start }
+    fn walker_in(&self, other: &Arc<Shared>) -> Option<WalkerId> {
+        self.walker.filter(|_| self.tensors().first().is_none_or(|tensor| tensor.is_of(other)))
+    }
+
+    /// Pins in a scope, for a task that holds guards and asks for more: see [`Scope`]. A scope of another runtime is
+    /// [refused](ErrorKind::InvalidArgument).
+    #[inline]
+    pub fn in_scope(self, scope: &'a Scope) -> Self {
+        let mut request = self.with(self.of);
+        request.walker = self.walker_in(&scope.member.shared);
+        request.scope = Some(&scope.member);
+        request
+    }
+
+    /// The use is one of a [`Walker`]'s. A walker of another runtime is [refused](ErrorKind::InvalidArgument).
+    #[inline]
+    pub fn of(self, walker: &Walker) -> Self {
+        let mut request = self.with(self.of);
+        request.walker = self.walker_in(&walker.walking.shared).map(|_| walker.id());
+        request
     }
 
     /// For the pages of faults: it may use the frames that [are kept](crate::Runtime::keep_frames) for these, and
@@ -131,7 +131,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     #[cold]
     fn show_all(&self, runs: &[PageRun]) {
         for (at, run) in runs.iter().enumerate() {
-            if let Some(tensor) = tensor_of(self.target.tensors(), at, run) {
+            if let Some(tensor) = tensor_of(self.tensors(), at, run) {
                 let segment = &tensor.segment;
                 let first = segment.base.offset(run.first.index() as u64 * segment.page_size.bytes());
                 segment.shared.engine.device.pinned(first, run.count);
@@ -146,7 +146,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
 
     /// The segment of one page to be pinned, if there is a page.
     fn segment(&self) -> Option<&Arc<Segment>> {
-        self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+        self.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
     /// The guard, if all pages are resident and none is closed.
@@ -154,10 +154,10 @@ impl<'a, T: Target> PinRequest<'a, T> {
     // Inlined with its callees, so that the guard is built in the caller's place: each move of a guard through memory
     // costs as much as an atomic operation.
     #[inline(always)]
-    fn resident(&self) -> Option<T::Guard> {
+    fn resident(&self) -> Option<G> {
         let (Progress::Start, Some(walker)) = (&self.progress, self.walker) else { return None };
-        let [tensor] = self.target.tensors() else { return self.resident_set(walker) };
-        if tensor.len == 0 || self.target.check().is_err() {
+        let [tensor] = self.tensors() else { return self.resident_set(walker) };
+        if tensor.len == 0 || G::check(self.of).is_err() {
             return None;
         }
         let run = tensor.run();
@@ -166,23 +166,23 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let pinned = match (self.scope, segment.words_of(run)) {
             (None, [word]) => {
                 let page = PageId { segment: run.segment, index: run.first };
-                engine.try_pin_page(page, word, T::PURPOSE, walker)
+                engine.try_pin_page(page, word, G::PURPOSE, walker)
             }
-            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, walker),
-            (Some(scope), words) => scope.try_pin(engine, &[(run, words)], &[run], T::PURPOSE),
+            (None, words) => engine.try_pin(&[(run, words)], G::PURPOSE, walker),
+            (Some(scope), words) => scope.try_pin(engine, &[(run, words)], &[run], (G::PURPOSE, walker)),
         };
         if pinned && engine.hides_pages {
             self.show_all(&[run]);
         }
-        pinned.then(|| self.target.guard(&[run], self.hold(0)))
+        pinned.then(|| G::new(self.of, &[run], self.hold(0)))
     }
 
     /// As [`resident`](Self::resident), for a set.
     #[inline(never)]
-    fn resident_set(&self, walker: WalkerId) -> Option<T::Guard> {
-        let tensors = self.target.tensors();
+    fn resident_set(&self, walker: WalkerId) -> Option<G> {
+        let tensors = self.tensors();
         let segment = self.segment()?;
-        if self.target.check().is_err() {
+        if G::check(self.of).is_err() {
             return None;
         }
         let runs = runs_of(tensors);
@@ -190,23 +190,23 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
         let engine = &segment.shared.engine;
         let pinned = match self.scope {
-            None => engine.try_pin(&words, T::PURPOSE, walker),
-            Some(scope) => scope.try_pin(engine, &words, &runs, T::PURPOSE),
+            None => engine.try_pin(&words, G::PURPOSE, walker),
+            Some(scope) => scope.try_pin(engine, &words, &runs, (G::PURPOSE, walker)),
         };
         if pinned && engine.hides_pages {
             self.show_all(&runs);
         }
-        pinned.then(|| self.target.guard(&runs, self.hold(0)))
+        pinned.then(|| G::new(self.of, &runs, self.hold(0)))
     }
 
     /// Starts a request for which [`resident`](Self::resident) gave nothing. Returns the guard if everything was there.
     /// `waits` is true if the caller does nothing else on this thread until the result is there.
-    fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
-        self.target.check()?;
+    fn start(&mut self, waits: bool) -> Result<Option<G>> {
+        G::check(self.of)?;
         let walker = self.walker.ok_or_else(|| self.of_another_runtime())?;
-        let mut runs = runs_of(self.target.tensors());
+        let mut runs = runs_of(self.tensors());
         if runs.is_empty() {
-            return Ok(Some(self.target.guard(&runs, self.hold(0))));
+            return Ok(Some(G::new(self.of, &runs, self.hold(0))));
         }
         let joined = PageRun::join(&mut runs);
         runs.truncate(joined);
@@ -215,46 +215,47 @@ impl<'a, T: Target> PinRequest<'a, T> {
 
     #[cold]
     fn of_another_runtime(&self) -> Error {
-        let what = match self.target.tensors() {
-            [tensor] => format!("{tensor:?} belongs to another runtime than the one that was asked to pin it"),
-            _ => "the tensors of a set belong to another runtime than the one that was asked to pin them".to_owned(),
+        let what = match self.tensors() {
+            [tensor] => format!("{tensor:?} belongs"),
+            _ => "the tensors of a set belong".to_owned(),
         };
+        let what = format!("{what} to another runtime than the one that was asked, or than the scope or the walker");
         Error::new(ErrorKind::InvalidArgument, what)
-            .remedy("pin with the runtime that opened or allocated the tensors, or with a scope or a walker of it")
+            .remedy("pin with the runtime that opened or allocated the tensors, in a scope and by a walker of it")
     }
 
     /// Submits the request under the latch.
-    fn submit(&mut self, runs: Runs, walker: WalkerId, waits: bool) -> Result<Option<T::Guard>> {
+    fn submit(&mut self, runs: Runs, walker: WalkerId, waits: bool) -> Result<Option<G>> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
         let (scope, never_refused) = (self.scope.map(|scope| scope.id), self.never_refused);
-        let terms = Terms { purpose: T::PURPOSE, scope, walker, never_refused, ..Terms::default() };
-        let submit = || engine.submit(&runs, terms);
-        let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
-        match received? {
+        let terms = Terms { purpose: G::PURPOSE, scope, walker, never_refused, ..Terms::default() };
+        let mut own = if waits { Own::Wanted } else { Own::Unwanted };
+        match engine.submit(&runs, terms, &mut own)? {
             Received::Ready(Granted { after, spent, .. }) => {
                 self.show(&runs);
-                self.target.guard_after(&runs, self.hold(spent), after.map(event_at)).map(Some)
+                G::new_after(self.of, &runs, self.hold(spent), after.map(event_at)).map(Some)
             }
             Received::Waiting(Waiting { id, ticket, page }) => {
+                let own = if let Own::Begun(read) = own { Some(read) } else { None };
                 self.progress = Progress::Waiting(Box::new(Submitted { id, ticket, since, page, runs, own }));
                 Ok(None)
             }
         }
     }
 
-    fn finish(&mut self, result: Result<Granted>) -> Result<T::Guard> {
+    fn finish(&mut self, result: Result<Granted>) -> Result<G> {
         let Progress::Waiting(submitted) = std::mem::replace(&mut self.progress, Progress::Done) else {
             return Err(ended());
         };
         let Submitted { since, page, runs, .. } = *submitted;
         let Granted { cause, after, spent } = result?;
         if let Some(segment) = self.segment() {
-            segment.shared.engine.stalled(cause, page, since, || describe(self.target.tensors()));
+            segment.shared.engine.stalled(cause, page, since, || describe(self.tensors()));
         }
         self.show(&runs);
-        self.target.guard_after(&runs, self.hold(spent), after.map(event_at))
+        G::new_after(self.of, &runs, self.hold(spent), after.map(event_at))
     }
 
     /// Blocks until the pages are pinned. A request that was already polled keeps its place in line.
@@ -273,7 +274,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a [closure on a
     ///   stream](crate::ComputeStream::call): the pages may be waiting for the threads that run these
     #[inline(always)]
-    pub fn wait(mut self) -> Result<T::Guard> {
+    pub fn wait(mut self) -> Result<G> {
         match self.resident() {
             Some(guard) => Ok(guard),
             None => self.wait_until(None)?.ok_or_else(ended),
@@ -288,7 +289,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
-    pub fn wait_timeout(mut self, limit: Duration) -> Result<Option<T::Guard>> {
+    pub fn wait_timeout(mut self, limit: Duration) -> Result<Option<G>> {
         match self.resident() {
             Some(guard) => Ok(Some(guard)),
             // A limit beyond the clock's range is no limit.
@@ -297,7 +298,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     }
 
     #[inline(never)]
-    fn wait_until(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+    fn wait_until(&mut self, deadline: Option<Instant>) -> Result<Option<G>> {
         if let Progress::Start = self.progress
             // A caller with a deadline carries out no read itself, because it could not leave the read.
             && let Some(guard) = self.start(deadline.is_none())?
@@ -323,8 +324,52 @@ fn ended() -> Error {
         .remedy("make another one: each becomes one guard, or one error")
 }
 
-impl<T: Target> Future for PinRequest<'_, T> {
-    type Output = Result<T::Guard>;
+impl<'a, G: Complete> PinRequest<'a, G> {
+    /// Pins to write. No other guard has the pages meanwhile, and no two of several tensors may share a byte. Only
+    /// [writable](Tensor::is_writable) tensors can be.
+    #[inline]
+    pub fn write(self) -> PinRequest<'a, G::Write> {
+        self.with(G::to_write(self.of))
+    }
+
+    /// Pins by device address, on any device.
+    #[inline]
+    pub fn on_device(self) -> PinRequest<'a, DevicePin<G::Access>> {
+        self.with(G::all(self.of))
+    }
+}
+
+impl<'a, G: Complete<Access = Read>> PinRequest<'a, G> {
+    /// Pins for reading by work on `stream`. The guard may come before the bytes are there: they were read and checked,
+    /// and the device has taken up the copies. The stream is made to wait for the copies; no thread waits for the
+    /// device. When the guard is dropped, the pins end once the stream has got that far.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+    /// let tensor = runtime.alloc(DType::U8, &[1000])?;
+    /// let stream = runtime.compute_stream()?;
+    /// let guard = runtime.pin(&tensor).on(&stream).wait()?;
+    /// let bytes = guard.device_bytes(0);
+    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel, which finds the bytes there
+    /// drop(guard); // returns at once; the pages stay until the closure has run
+    /// stream.synchronize()?; // results count from here on
+    /// # drop((stream, tensor));
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// The request fails as others do. It also fails with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream
+    /// of another runtime, and for one that is being captured into a graph.
+    #[inline]
+    pub fn on(self, stream: &'a ComputeStream) -> PinRequest<'a, StreamPin> {
+        self.with((G::all(self.of), stream))
+    }
+}
+
+impl<G: Guard> Future for PinRequest<'_, G> {
+    type Output = Result<G>;
 
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -338,9 +383,9 @@ impl<T: Target> Future for PinRequest<'_, T> {
     }
 }
 
-impl<T: Target> PinRequest<'_, T> {
+impl<G: Guard> PinRequest<'_, G> {
     #[inline(never)]
-    fn poll_slowly(&mut self, cx: &mut Context<'_>) -> Poll<Result<T::Guard>> {
+    fn poll_slowly(&mut self, cx: &mut Context<'_>) -> Poll<Result<G>> {
         if let Progress::Start = self.progress {
             match self.start(false) {
                 Ok(Some(guard)) => {
@@ -364,7 +409,7 @@ impl<T: Target> PinRequest<'_, T> {
     }
 }
 
-impl<T: Target> Drop for PinRequest<'_, T> {
+impl<G: Guard> Drop for PinRequest<'_, G> {
     #[inline]
     fn drop(&mut self) {
         if let Progress::Waiting(_) = self.progress {
@@ -373,7 +418,7 @@ impl<T: Target> Drop for PinRequest<'_, T> {
     }
 }
 
-impl<T: Target> PinRequest<'_, T> {
+impl<G: Guard> PinRequest<'_, G> {
     #[cold]
     fn give_up(&mut self) {
         let Progress::Waiting(submitted) = std::mem::replace(&mut self.progress, Progress::Done) else { return };
@@ -381,7 +426,7 @@ impl<T: Target> PinRequest<'_, T> {
         let Some(segment) = self.segment() else { return };
         // The pins may have been granted after all.
         if let Some(Ok(Granted { spent, .. })) = segment.shared.engine.cancel(id, &ticket) {
-            self.target.give_back(&runs, self.hold(spent));
+            G::give_back(self.of, &runs, self.hold(spent));
         }
     }
 }

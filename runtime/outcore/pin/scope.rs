@@ -6,16 +6,13 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::member::{Member, Walking};
-use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, Write};
-use crate::compute::ComputeStream;
+use super::member::Member;
 use crate::engine::ticket::Ticket;
 use crate::engine::{Received, Waiting, may_wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, RequestId, ScopeId};
 use crate::pager::{ScopePriority, ScopeTerms};
 use crate::shared::Shared;
-use crate::tensor::Tensor;
 
 /// Settings of a [`Scope`].
 #[must_use = "no scope is opened before `open` or `reserve`"]
@@ -24,19 +21,14 @@ pub struct ScopeBuilder {
     shared: Arc<Shared>,
     label: String,
     priority: ScopePriority,
-    walker: Option<Arc<Walking>>,
 }
 
 impl ScopeBuilder {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, label: String::new(), priority: ScopePriority::default(), walker: None }
+        Self { shared, label: String::new(), priority: ScopePriority::default() }
     }
 
-    pub(super) fn of_walker(walker: &Arc<Walking>) -> Self {
-        Self { walker: Some(walker.clone()), ..Self::new(walker.shared.clone()) }
-    }
-
-    /// Sets a name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
+    /// Sets a name, for errors and for [`Observe::waiting`](crate::stats::Observe::waiting).
     pub fn label(self, label: impl Into<String>) -> Self {
         Self { label: label.into(), ..self }
     }
@@ -47,10 +39,10 @@ impl ScopeBuilder {
     }
 
     fn start(self, at_most: Option<u32>) -> Result<Scope> {
-        let Self { shared, label, priority, walker } = self;
+        let Self { shared, label, priority } = self;
         let terms = ScopeTerms { label, priority, at_most };
         let (id, holdings) = shared.engine.change(|pager, _| pager.open_scope(terms))?;
-        Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
+        Ok(Scope { member: Arc::new(Member { id, holdings, shared }) })
     }
 
     /// Opens a scope that grows: it pins what it needs when it needs it. This call never waits. While the scope has no
@@ -179,7 +171,8 @@ fn ended() -> Error {
 
 /// What one task holds and may still ask for: the unit of admission.
 ///
-/// A task that holds guards and asks for more pins them in a scope. Two rules say what it waits for:
+/// A task that holds guards and asks for more pins all of them [in a scope](crate::PinRequest::in_scope). Two rules say
+/// what it waits for:
 ///
 /// 1. A pin gets all that it asks for, or is queued and holds nothing. At most 16 later ones bypass it. This is so
 ///    for the first pins of a scope, for what it [reserves](ScopeBuilder::reserve), and for pins outside of scopes.
@@ -188,13 +181,14 @@ fn ended() -> Error {
 ///    [`Busy`](ErrorKind::Busy) at once. So scopes never wait for each other.
 ///
 /// After `Busy` the scope keeps what it holds. The same pin may succeed later, but others may be waiting for just these
-/// guards. So drop all of them and try again; or pin what is needed together as [a set](Self::pin_set), or reserve it.
+/// guards. So drop all of them and try again; or pin what is needed together as a set, or reserve it.
 /// If the scope gets its first guard on one thread while a pin waits on another, that pin goes on at once, waits for
 /// moves, or gets `Busy`.
 ///
 /// A task uses one scope, and holds no other guards while it waits there: two tasks that do can wait for each other, as
-/// can two threads that nest pins outside of scopes. [`Runtime::waiting`](crate::Runtime::waiting) shows it. A pin does
-/// not wait for guards of its own scope either: a task that goes on pinning while another one unpins needs two scopes.
+/// can two threads that nest pins outside of scopes. [`Observe::waiting`](crate::stats::Observe::waiting) shows it. A
+/// pin does not wait for guards of its own scope either: a task that goes on pinning while another one unpins needs two
+/// scopes.
 ///
 /// A scope can be sent to other threads and held across `.await`. Dropping it gives back what was set aside for it.
 /// Guards may outlive it: their pages stay pinned, and count as pins outside of scopes.
@@ -218,24 +212,25 @@ fn ended() -> Error {
 /// let tensors: Vec<_> = (0..4).map(|_| runtime.alloc(DType::U8, &[4 << 20])).collect::<Result<_, _>>()?;
 ///
 /// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
-/// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
+/// let a = runtime.pin(&tensors[0]).in_scope(&one).wait()?;
+/// let b = runtime.pin(&tensors[1]).in_scope(&other).wait()?;
 /// // The budget is used up. The other scope would wait for guards while it has one, so it is refused at once.
-/// let refused = other.pin(&tensors[3]).wait().map(drop).unwrap_err();
+/// let refused = runtime.pin(&tensors[3]).in_scope(&other).wait().map(drop).unwrap_err();
 /// assert_eq!(refused.kind(), ErrorKind::Busy);
 /// // It lets go of all that it holds. Then the first one, which has a guard too, gets the frames.
 /// drop(b);
-/// let c = one.pin(&tensors[2]).wait()?;
+/// let c = runtime.pin(&tensors[2]).in_scope(&one).wait()?;
 /// // The other one holds nothing now. While the frames are taken, its pin would wait in line.
 /// drop((a, c));
-/// drop(other.pin(&tensors[3]).wait()?);
+/// drop(runtime.pin(&tensors[3]).in_scope(&other).wait()?);
 /// # Ok::<(), outcore::Error>(())
 /// ```
 pub struct Scope {
-    member: Arc<Member>,
+    pub(super) member: Arc<Member>,
 }
 
 impl Scope {
-    /// The scope's number, as [`Runtime::waiting`](crate::Runtime::waiting) shows it.
+    /// The scope's number, as [`Observe::waiting`](crate::stats::Observe::waiting) shows it.
     pub fn id(&self) -> ScopeId {
         self.member.id
     }
@@ -243,46 +238,6 @@ impl Scope {
     /// Bytes of the pages it has pinned, a page once for each pin. 0 in a child by `fork`.
     pub fn held(&self) -> Bytes {
         Bytes::new(u64::from(self.member.pages()) * self.member.shared.page_size().bytes())
-    }
-
-    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime is
-    /// [refused](crate::ErrorKind::InvalidArgument), here and in the methods below.
-    pub fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::of_scope(HostPin::new(tensor), &self.member)
-    }
-
-    /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
-    pub fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::of_scope(HostPin::new(tensor), &self.member)
-    }
-
-    /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
-    pub fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::of_scope(HostPins::new(tensors), &self.member)
-    }
-
-    /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
-    pub fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::of_scope(HostPins::new(tensors), &self.member)
-    }
-
-    /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
-    pub fn pin_device<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
-    }
-
-    /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
-    pub fn pin_device_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
-    }
-
-    /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
-    pub fn pin_device_on<'a>(
-        &'a self,
-        tensors: &'a [Tensor],
-        stream: &'a ComputeStream,
-    ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::of_scope(DevicePinsOn::new(tensors, stream), &self.member)
     }
 }
 

@@ -13,7 +13,8 @@ use super::progress;
 use crate::sim::Simulated;
 use bytemuck::{AnyBitPattern, NoUninit};
 use outcore::device::{DeviceFactory, Host, LinkModel};
-use outcore::{Bytes, DevicePin, PinGuard, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write};
+use outcore::pin::Tensors;
+use outcore::{Bytes, DevicePin, PinGuard, PinRequest, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write};
 use outcore_cuda::CudaDeviceSelector;
 
 use crate::fake_cuda as control;
@@ -121,151 +122,144 @@ pub type Request<'a, G> = Pin<Box<dyn Future<Output = Result<G>> + Send + 'a>>;
 
 /// Pins on any device.
 pub trait AnyDevice {
+    /// Whether guards give slices.
+    fn host_addressable(&self) -> bool;
+
+    /// A request of the runtime, to read.
+    fn request<'a, T: Tensors + ?Sized>(&self, tensors: &'a T) -> PinRequest<'a, T::Guard>
+    where
+        Self: 'a;
+
     /// Pins for reading, and waits.
-    fn read(&self, tensor: &Tensor) -> Result<Pinned>;
+    fn read(&self, tensor: &Tensor) -> Result<Pinned> {
+        progress();
+        if self.host_addressable() {
+            return self.request(tensor).wait().map(Pinned::Slice);
+        }
+        let guard = self.request(tensor).on_device().wait()?;
+        Ok(Pinned::Copies(Box::new(guard), tensor.size().get()))
+    }
+
     /// Pins for writing, and waits.
-    fn write(&self, tensor: &Tensor) -> Result<PinnedMut>;
+    fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
+        progress();
+        if self.host_addressable() {
+            return self.request(tensor).write().wait().map(PinnedMut::Slice);
+        }
+        let guard = self.request(tensor).write().on_device().wait()?;
+        Ok(PinnedMut::Copies(Box::new(guard), tensor.size().get()))
+    }
+
     /// Pins a set for reading, and waits.
-    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet>;
+    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
+        progress();
+        if self.host_addressable() {
+            return self.request(tensors).wait().map(PinnedSet::Slices);
+        }
+        Ok(PinnedSet::Copies(self.request(tensors).on_device().wait()?, lengths(tensors)))
+    }
+
     /// Pins a set for writing, and waits.
-    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut>;
+    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
+        progress();
+        if self.host_addressable() {
+            return self.request(tensors).write().wait().map(PinnedSetMut::Slices);
+        }
+        Ok(PinnedSetMut::Copies(self.request(tensors).write().on_device().wait()?, lengths(tensors)))
+    }
+
     /// As [`read`](Self::read), to be polled.
     fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
     where
-        Self: 'a;
+        Self: 'a,
+    {
+        progress();
+        let request = self.request(tensor);
+        if self.host_addressable() {
+            return Box::pin(async move { request.await.map(Pinned::Slice) });
+        }
+        let (request, len) = (request.on_device(), tensor.size().get());
+        Box::pin(async move { Ok(Pinned::Copies(Box::new(request.await?), len)) })
+    }
+
     /// As [`write`](Self::write), to be polled.
     fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
     where
-        Self: 'a;
+        Self: 'a,
+    {
+        progress();
+        let request = self.request(tensor).write();
+        if self.host_addressable() {
+            return Box::pin(async move { request.await.map(PinnedMut::Slice) });
+        }
+        let (request, len) = (request.on_device(), tensor.size().get());
+        Box::pin(async move { Ok(PinnedMut::Copies(Box::new(request.await?), len)) })
+    }
+
     /// As [`read_set`](Self::read_set), to be polled.
     fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
     where
-        Self: 'a;
+        Self: 'a,
+    {
+        progress();
+        let request = self.request(tensors);
+        if self.host_addressable() {
+            return Box::pin(async move { request.await.map(PinnedSet::Slices) });
+        }
+        let request = request.on_device();
+        Box::pin(async move { Ok(PinnedSet::Copies(request.await?, lengths(tensors))) })
+    }
+
     /// As [`write_set`](Self::write_set), to be polled.
     fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
     where
-        Self: 'a;
+        Self: 'a,
+    {
+        progress();
+        let request = self.request(tensors).write();
+        if self.host_addressable() {
+            return Box::pin(async move { request.await.map(PinnedSetMut::Slices) });
+        }
+        let request = request.on_device();
+        Box::pin(async move { Ok(PinnedSetMut::Copies(request.await?, lengths(tensors))) })
+    }
+}
+
+impl AnyDevice for Runtime {
+    fn host_addressable(&self) -> bool {
+        Runtime::host_addressable(self)
+    }
+    fn request<'a, T: Tensors + ?Sized>(&self, tensors: &'a T) -> PinRequest<'a, T::Guard>
+    where
+        Self: 'a,
+    {
+        self.pin(tensors)
+    }
 }
 
 /// A scope, to pin on any device.
 #[derive(Clone, Copy)]
 pub struct InScope<'s> {
+    runtime: &'s Runtime,
     pub scope: &'s Scope,
-    host_addressable: bool,
 }
 
 impl<'s> InScope<'s> {
-    pub fn new(runtime: &Runtime, scope: &'s Scope) -> Self {
-        Self { scope, host_addressable: runtime.host_addressable() }
+    pub fn new(runtime: &'s Runtime, scope: &'s Scope) -> Self {
+        Self { runtime, scope }
     }
+}
+
+impl AnyDevice for InScope<'_> {
     fn host_addressable(&self) -> bool {
-        self.host_addressable
+        self.runtime.host_addressable()
     }
-}
-
-macro_rules! pins_on_any_device {
-    ($($from:ty, |$this:ident| $pins:expr;)*) => {$(
-        impl AnyDevice for $from {
-            fn read(&self, tensor: &Tensor) -> Result<Pinned> {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    return $pins.pin(tensor).wait().map(Pinned::Slice);
-                }
-                let guard = $pins.pin_device(std::slice::from_ref(tensor)).wait()?;
-                Ok(Pinned::Copies(Box::new(guard), tensor.size().get()))
-            }
-
-            fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    return $pins.pin_mut(tensor).wait().map(PinnedMut::Slice);
-                }
-                let guard = $pins.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
-                Ok(PinnedMut::Copies(Box::new(guard), tensor.size().get()))
-            }
-
-            fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    return $pins.pin_set(tensors).wait().map(PinnedSet::Slices);
-                }
-                Ok(PinnedSet::Copies($pins.pin_device(tensors).wait()?, lengths(tensors)))
-            }
-
-            fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    return $pins.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
-                }
-                Ok(PinnedSetMut::Copies($pins.pin_device_mut(tensors).wait()?, lengths(tensors)))
-            }
-
-            fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
-            where
-                Self: 'a,
-            {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    let request = $pins.pin(tensor);
-                    return Box::pin(async move { request.await.map(Pinned::Slice) });
-                }
-                let (request, len) = ($pins.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
-                Box::pin(async move { Ok(Pinned::Copies(Box::new(request.await?), len)) })
-            }
-
-            fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
-            where
-                Self: 'a,
-            {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    let request = $pins.pin_mut(tensor);
-                    return Box::pin(async move { request.await.map(PinnedMut::Slice) });
-                }
-                let (request, len) = ($pins.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
-                Box::pin(async move { Ok(PinnedMut::Copies(Box::new(request.await?), len)) })
-            }
-
-            fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
-            where
-                Self: 'a,
-            {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    let request = $pins.pin_set(tensors);
-                    return Box::pin(async move { request.await.map(PinnedSet::Slices) });
-                }
-                let request = $pins.pin_device(tensors);
-                Box::pin(async move { Ok(PinnedSet::Copies(request.await?, lengths(tensors))) })
-            }
-
-            fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
-            where
-                Self: 'a,
-            {
-                progress();
-                let $this = self;
-                if $this.host_addressable() {
-                    let request = $pins.pin_set_mut(tensors);
-                    return Box::pin(async move { request.await.map(PinnedSetMut::Slices) });
-                }
-                let request = $pins.pin_device_mut(tensors);
-                Box::pin(async move { Ok(PinnedSetMut::Copies(request.await?, lengths(tensors))) })
-            }
-        }
-    )*};
-}
-
-pins_on_any_device! {
-    Runtime, |runtime| runtime;
-    InScope<'_>, |within| within.scope;
+    fn request<'a, T: Tensors + ?Sized>(&self, tensors: &'a T) -> PinRequest<'a, T::Guard>
+    where
+        Self: 'a,
+    {
+        self.runtime.pin(tensors).in_scope(self.scope)
+    }
 }
 
 fn lengths(tensors: &[Tensor]) -> Vec<u64> {

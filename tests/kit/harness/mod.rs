@@ -281,7 +281,7 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
     let mut seen = std::collections::HashSet::new();
     let mut poisoned = false;
     for tensor in &tensors {
-        let view = after.snapshot(tensor);
+        let view = after.observe().snapshot(tensor);
         if !seen.insert(view.id) {
             continue;
         }
@@ -303,12 +303,12 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
     assert_eq!(closed.is_err(), stats.pager.poisoned > 0, "{what}: {closed:?}");
     assert!(closed.is_err() || !poisoned, "{what}: a lost page nobody was told of");
     let page = stats.page_size.bytes();
-    assert_eq!(stats.device.0.get(), frames * page, "{what}: frames that no page has");
-    assert!(stats.device.0 <= stats.device.1, "{what}: {stats:?}");
+    assert_eq!(stats.device.used.get(), frames * page, "{what}: frames that no page has");
+    assert!(stats.device.used <= stats.device.budget, "{what}: {stats:?}");
     drop(tensors);
     let stats = after.stats();
-    assert_eq!(stats.device.0, Bytes::ZERO, "{what}: frames leaked");
-    assert_eq!(stats.host.0, Bytes::ZERO, "{what}: host frames leaked");
+    assert_eq!(stats.device.used, Bytes::ZERO, "{what}: frames leaked");
+    assert_eq!(stats.host.used, Bytes::ZERO, "{what}: host frames leaked");
 }
 
 /// A runtime on the first GPU, with pages of 2 MiB and tiers of `frames` and `host` frames.

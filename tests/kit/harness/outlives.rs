@@ -21,13 +21,13 @@ pub struct Ends {
 }
 
 fn pins_of(runtime: &Runtime, tensor: &Tensor) -> u32 {
-    runtime.snapshot(tensor).pages.iter().map(|page| page.device.pins).sum()
+    runtime.observe().snapshot(tensor).pages.iter().map(|page| page.device.pins).sum()
 }
 
 /// `pin` pins tensors in a scope and returns a guard that outlives the scope. Until that guard is dropped, its pages
 /// belong to nobody's scope. Scopes that hold nothing wait for one of these pages, or for a frame. They can see who has
 /// it, and go on when the guard ends. A scope that holds pages is told at once.
-pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Tensor], &ComputeStream) -> G) {
+pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Runtime, &Scope, &[Tensor], &ComputeStream) -> G) {
     for reserved in [false, true] {
         let what = format!("{on:?}, {ends:?}, reserved: {reserved}");
         let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
@@ -38,7 +38,7 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
             true => runtime.scope().label("has ended").reserve(Bytes::new(2 * PAGE)).wait().unwrap(),
             false => runtime.scope().label("has ended").open().unwrap(),
         };
-        let left = pin(&scope, &tensors[..1], &stream);
+        let left = pin(&runtime, &scope, &tensors[..1], &stream);
         assert_eq!(scope.held(), Bytes::new(PAGE), "{what}: it is the scope's as long as that is open");
         drop(scope);
         assert_eq!((pins_of(&runtime, &tensors[0]), runtime.evict(&tensors[0])), (1, 0), "{what}");
@@ -47,16 +47,20 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
         // pinned.
         let [holds, reads, writes] =
             ["holds", "reads", "writes"].map(|label| runtime.scope().label(label).open().unwrap());
-        let held = holds.pin_device(&tensors[1..4]).wait().unwrap();
+        let held = runtime.pin(&tensors[1..4]).in_scope(&holds).on_device().wait().unwrap();
         // Each of the others waits: one for a frame, the other for the page of the guard.
-        let (mut frame, mut page) = (reads.pin_device(&tensors[4..]), writes.pin_device_mut(&tensors[..1]));
+        let (mut frame, mut page) = (
+            runtime.pin(&tensors[4..]).in_scope(&reads).on_device(),
+            runtime.pin(&tensors[..1]).in_scope(&writes).write().on_device(),
+        );
         assert!(poll(&mut frame, Waker::noop()).is_pending() && poll(&mut page, Waker::noop()).is_pending(), "{what}");
-        for told in
-            [holds.pin_device(&tensors[4..]).wait().map(drop), holds.pin_device_mut(&tensors[..1]).wait().map(drop)]
-        {
+        for told in [
+            runtime.pin(&tensors[4..]).in_scope(&holds).on_device().wait().map(drop),
+            runtime.pin(&tensors[..1]).in_scope(&holds).write().on_device().wait().map(drop),
+        ] {
             assert_eq!(told.unwrap_err().kind(), ErrorKind::Busy, "{what}");
         }
-        let waiting = runtime.waiting();
+        let waiting = runtime.observe().waiting();
         assert_eq!((waiting.total, runtime.stats().waiting), (2, 2), "{what}: {waiting}");
         let of = |label: &str| {
             let named =

@@ -52,7 +52,7 @@ fn program() -> String {
 /// which has the test's whole name.
 pub fn line(test: &str, seed: u64) -> String {
     let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
-    let features = if outcore::testing::STRICT { " --features strict" } else { "" };
+    let strict = if outcore::device::parts::strict() { "OUTCORE_STRICT=1 " } else { "" };
     let release = if cfg!(debug_assertions) { "" } else { " --release" };
     let thread = thread::current();
     let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
@@ -60,7 +60,7 @@ pub fn line(test: &str, seed: u64) -> String {
     // Cargo names the package to the tests that it runs.
     let package = std::env::var("CARGO_PKG_NAME").map_or(String::new(), |package| format!(" -p {package}"));
     format!(
-        "replay: {SEED}={seed} {}cargo test{release}{package}{features} --test {} -- {exact}--include-ignored {name}",
+        "replay: {strict}{SEED}={seed} {}cargo test{release}{package} --test {} -- {exact}--include-ignored {name}",
         sizes.collect::<String>(),
         program(),
     )

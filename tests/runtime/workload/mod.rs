@@ -270,14 +270,14 @@ impl World {
             36 => {
                 let order: Vec<Tensor> = (0..rng.below(TENSORS)).map(|_| self.tensor(rng).0).collect();
                 match rng.one_in(2) {
-                    true => runtime.plan(&order),
-                    false => runtime.plan_once(&order),
+                    true => runtime.plan(outcore::Plan::Cycle(&order)),
+                    false => runtime.plan(outcore::Plan::Once(&order)),
                 }
             }
             37 => {
                 let stats = runtime.stats();
-                assert!(stats.host.0 <= stats.host.1, "{stats:?}");
-                drop(runtime.snapshot(&self.table(rng).tensor));
+                assert!(stats.host.used <= stats.host.budget, "{stats:?}");
+                drop(runtime.observe().snapshot(&self.table(rng).tensor));
             }
             38 => {
                 // The old model goes while its prefetches are in flight, unless somebody else still uses it.
@@ -320,7 +320,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let tables = (0..3).map(|_| RwLock::new(Arc::new(Table::new(&runtime, row_bytes).unwrap()))).collect();
     let model = RwLock::new(Arc::new(runtime.open_model(&file.path).unwrap()));
     let seen = runtime.clone();
-    let _told = tell_of(move || seen.waiting().to_string());
+    let _told = tell_of(move || seen.observe().waiting().to_string());
     if plan.fail_one_in > 0 {
         faults.random(Rng::new(rng.next()), plan.fail_one_in);
     }
@@ -371,12 +371,12 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
         }
     }
     faults.off();
-    let (waiting, stats) = (world.runtime.waiting(), world.runtime.stats());
+    let (waiting, stats) = (world.runtime.observe().waiting(), world.runtime.stats());
     assert_eq!((waiting.total, stats.waiting), (0, 0), "{waiting} in {plan:?}");
     if !plan.close_early {
         await_moves(&world);
         // No frame belongs to anybody any more.
-        drop(world.runtime.scope().reserve(world.runtime.stats().device.1).wait().unwrap());
+        drop(world.runtime.scope().reserve(world.runtime.stats().device.budget).wait().unwrap());
         read_everything(&world);
     }
     let Some(world) = Arc::into_inner(world) else { panic!("a thread kept the world") };
@@ -393,7 +393,7 @@ fn await_moves(world: &World) {
     // The snapshot of one tensor shows all pages of its file.
     for tensor in tables.chain([model.tensor("t0").unwrap()]) {
         let moves = |state| matches!(state, State::Filling | State::WritingBack | State::Evicting);
-        let rests = || world.runtime.snapshot(&tensor).pages.iter().all(|page| !moves(page.device.state));
+        let rests = || world.runtime.observe().snapshot(&tensor).pages.iter().all(|page| !moves(page.device.state));
         until("what is under way", rests);
     }
 }

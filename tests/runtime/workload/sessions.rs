@@ -261,10 +261,10 @@ impl Session<'_> {
             self.stream = self.world.served(self.world.runtime.compute_stream());
         }
         let stream = self.stream.clone()?;
-        let (scope, one, pages) = (self.pins.scope, std::slice::from_ref(tensor), tensor.page_count());
+        let (scope, pages) = (self.pins.scope, tensor.page_count());
         // A request that is given up may have been granted. Its pin then ends behind the stream.
         self.elsewhere += pages;
-        let pin = || scope.pin_device_on(one, &stream);
+        let pin = || self.world.runtime.pin(tensor).in_scope(scope).on(&stream);
         self.ask(pages, || pin().wait(), || Box::pin(pin())).await
     }
 
@@ -300,7 +300,7 @@ impl Session<'_> {
         let len = 1 + self.rng.below(2 * page);
         let Some(tensor) = self.world.served(self.world.runtime.alloc(DType::U8, &[len])) else { return };
         let scope = self.pins.scope;
-        let mut request = scope.pin_device_mut(std::slice::from_ref(&tensor));
+        let mut request = self.world.runtime.pin(&tensor).in_scope(scope).write().on_device();
         for _ in 0..self.rng.below(4) {
             match poll(&mut request, Waker::noop()) {
                 Poll::Ready(result) => return drop(self.answer(tensor.page_count(), result)),

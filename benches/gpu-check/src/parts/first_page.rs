@@ -44,7 +44,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         // Another tensor each round, and one page of it.
         let tensor = &opened.tensors[(round + 1) % opened.tensors.len()];
         let part = [tensor.rows(0..page / row)?];
-        drop(runtime.pin_device(&part).wait()?);
+        drop(runtime.pin(&part).on_device().wait()?);
         firsts.push(start.elapsed().as_secs_f64() * 1e3);
         // Locked memory is resident. What is not resident yet is still to be locked.
         locked.push(ProcessMemory::now()?.resident.saturating_sub(before).get() as f64 / host.get().max(1) as f64);

@@ -139,7 +139,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     // The managed copy of the tensors is made on the GPU, and compared there with what the file has.
     let filled = Prefetched::new(&gpu, &compute, tensor, count, budget)?;
     for (n, one) in opened.tensors.iter().enumerate() {
-        let guard = runtime.pin_device(std::slice::from_ref(one)).wait()?;
+        let guard = runtime.pin(one).on_device().wait()?;
         filled.take(n as u64, one.address())?;
         drop(guard);
     }

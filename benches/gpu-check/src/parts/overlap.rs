@@ -84,7 +84,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     }
     let mut rates = vec![link.up_rate()?];
     let mut transfers = Vec::new();
-    let resident = runtime.pin_device(&opened.tensors[..1]).wait()?;
+    let resident = runtime.pin(&opened.tensors[..1]).on_device().wait()?;
     let address = opened.tensors[0].address();
     let transfer = settled.moved as f64 / rates[0] / 1e9;
     let case = |wanted: f64| {

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
-use outcore::{PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore::{Plan, PolicyKind, Runtime, RuntimeBuilder, Tensor};
 use outcore_cuda::CudaDeviceSelector;
 
 use crate::compute::{Amount, Compute};
@@ -24,9 +24,9 @@ pub(crate) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
 /// Who waits for a tensor's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pinned {
-    /// The thread that launches: `pin_device`.
+    /// The thread that launches: `on_device()`.
     ByThread,
-    /// The stream: `pin_device_on`.
+    /// The stream: `on(&stream)`.
     ForStream,
 }
 
@@ -60,7 +60,7 @@ const IN_FLIGHT: usize = 3;
 
 impl<'a> Passes<'a> {
     pub(crate) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
-        runtime.plan(tensors);
+        runtime.plan(Plan::Cycle(tensors));
         let stream = compute.stream.adopted_by(runtime)?;
         let pair = |_| Ok((gpu.event(EventKind::Timed)?, gpu.event(EventKind::Blocking)?));
         let events = tensors.iter().map(pair).collect::<Result<Vec<_>>>()?;
@@ -72,7 +72,7 @@ impl<'a> Passes<'a> {
     }
 
     pub(crate) fn run_pinned(&mut self, amount: Amount, pinned: Pinned) -> Result<Passed> {
-        let before = self.runtime.traffic();
+        let before = self.runtime.observe().traffic();
         let processor = Processor::now();
         let mut busy: VecDeque<&Event> = VecDeque::new();
         let start = Instant::now();
@@ -91,7 +91,7 @@ impl<'a> Passes<'a> {
             let one = std::slice::from_ref(tensor);
             let submitted = match pinned {
                 Pinned::ByThread => {
-                    let guard = self.runtime.pin_device(one).wait()?;
+                    let guard = self.runtime.pin(one).on_device().wait()?;
                     let submitted = work();
                     self.stream.unpin(guard)?;
                     submitted
@@ -111,7 +111,7 @@ impl<'a> Passes<'a> {
         outcome.and(ended)?;
         let computing = self.events.iter().map(|(before, behind)| before.seconds_to(behind)).sum::<Result<f64>>()?;
         let processor = Processor::now().since(&processor);
-        let after = self.runtime.traffic();
+        let after = self.runtime.observe().traffic();
         Ok(Passed {
             seconds,
             computing,
@@ -155,7 +155,7 @@ pub(crate) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, pas
 /// Compares every tensor, as the GPU sees it, with what was written to the file.
 pub(crate) fn verify(runtime: &Runtime, tensors: &[Tensor], compute: &mut Compute, sums: &[u64]) -> Result {
     for (n, tensor) in tensors.iter().enumerate() {
-        let guard = runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
+        let guard = runtime.pin(tensor).on_device().wait()?;
         let sum = compute.sum(tensor.address());
         drop(guard);
         if sums.get(n % sums.len().max(1)) != Some(&sum?) {

@@ -33,12 +33,12 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let count = settings.pick(20_000_u32, 10_000, 200);
     for pages in pages {
         let part = [opened.tensors[0].rows(0..pages * page / row)?];
-        drop(runtime.pin_device(&part).wait()?);
+        drop(runtime.pin(&part).on_device().wait()?);
         let mut times = Vec::new();
         for _ in 0..settings.rounds() {
             let start = Instant::now();
             for _ in 0..count {
-                drop(runtime.pin_device(&part).wait()?);
+                drop(runtime.pin(&part).on_device().wait()?);
             }
             times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(count));
         }

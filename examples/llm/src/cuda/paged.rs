@@ -180,9 +180,9 @@ impl Paged {
         let first_new = u64::from(span.past) / self.each() * self.each();
         let end = u64::from(span.past + span.m);
         let read = (first_new > 0)
-            .then(|| self.sequence().read(group, 0..first_new)?.pin_device_on(&self.stream).wait())
+            .then(|| self.sequence().read(group, 0..first_new)?.pin().on(&self.stream).wait())
             .transpose()?;
-        let write = self.sequence().write(group, u64::from(span.past)..end)?.pin_device().wait()?;
+        let write = self.sequence().write(group, u64::from(span.past)..end)?.pin().on_device().wait()?;
         self.prefetch(layer + 1, 0..first_new)?;
         Ok((Pinned { _read: read, write: Some(write) }, since.elapsed()))
     }
@@ -221,7 +221,7 @@ impl Paged {
             let stop = if few { end } else { end.min((at / each + most) * each) };
             session.check_cancelled()?;
             let since = Instant::now();
-            let write = self.sequence().write(group, at..stop)?.pin_device().wait()?;
+            let write = self.sequence().write(group, at..stop)?.pin().on_device().wait()?;
             waited += since.elapsed();
             let rows = Cached { m: (stop - at) as u32, ..*to };
             let turned = session.turn(nth, staged, (at - past) as u32, &rows);
@@ -251,7 +251,7 @@ impl Paged {
             // Dropped behind the launch, which ends the pins behind the kernel.
             let _pin = match read.is_empty() {
                 true => None,
-                false => Some(self.sequence().read(group, read)?.pin_device_on(&self.stream).wait()?),
+                false => Some(self.sequence().read(group, read)?.pin().on(&self.stream).wait()?),
             };
             waited += since.elapsed();
             session.attend_to(to, parts.clone(), span)

@@ -697,7 +697,7 @@ impl CudaSession {
             return Ok(());
         }
         let runtime = model.weights.runtime();
-        let mut request = pin!(runtime.pin_device_on(&schedule.all, &model.stream));
+        let mut request = pin!(runtime.pin(&schedule.all).on(&model.stream));
         self.resident = match request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(pin)) => {
                 self.counts.pins += 1;

@@ -138,7 +138,7 @@ mod on_a_gpu {
                 let stats = pool.runtime().stats();
                 if frames <= FEW {
                     let context = 3 * 7 * stats.page_size.bytes();
-                    assert!(stats.device.1.get() <= context + 3 * stats.page_size.bytes(), "{:?}", stats.device);
+                    assert!(stats.device.budget.get() <= context + 3 * stats.page_size.bytes(), "{:?}", stats.device);
                     assert!(stats.traffic.disk_written.get() > 0, "no block was ever written back");
                 }
                 assert!(session.last_pass().total >= session.last_pass().waited);

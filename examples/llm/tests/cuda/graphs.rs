@@ -343,7 +343,7 @@ fn a_budget_can_shrink_below_a_model_that_a_session_has_pinned() {
         }
         shrinking.join().unwrap().unwrap();
     });
-    assert!(runtime.stats().device.1 == Bytes::new(2 * page));
+    assert!(runtime.stats().device.budget == Bytes::new(2 * page));
     session.truncate(0).unwrap();
     assert!(logits(&mut session) == want);
     // A parked session holds nothing.

@@ -65,7 +65,7 @@ impl Before {
 
     /// A step that uses a weight: pins it for the stream, and launches.
     fn with(&self, weight: &Tensor, launches: u32) {
-        let pin = self.runtime.pin_device_on(std::slice::from_ref(weight), &self.adopted).wait().unwrap();
+        let pin = self.runtime.pin(weight).on(&self.adopted).wait().unwrap();
         (0..launches).for_each(|_| self.launch());
         drop(pin);
     }

@@ -149,7 +149,7 @@ fn a_gpu_that_is_lost_in_a_pass_is_named_and_so_is_what_is_lost() {
         let wanted = ["ILLEGAL_ADDRESS", "start the program again"];
         refused("a pass", session.forward(&[1, 2, 3]).map(drop), ErrorKind::Device, &wanted);
         // The runtime notices when it next asks the GPU for something. Blocks that are dropped before are not lost.
-        assert!(runtime.pin_device_mut(std::slice::from_ref(&other)).wait().is_err());
+        assert!(runtime.pin(&other).write().on_device().wait().is_err());
         assert!(!runtime.health().is_empty(), "nothing is said to be lost");
     }
     let Err(error) = runtime.close() else { panic!("nothing is said to be lost") };

@@ -510,7 +510,7 @@ impl Scheduler {
             return;
         }
         let runtime = self.pool.runtime();
-        let most = runtime.stats().device.1.get() / KEPT_PARTS * (KEPT_PARTS - 1);
+        let most = runtime.stats().device.budget.get() / KEPT_PARTS * (KEPT_PARTS - 1);
         if used.min(most) == kept.get() {
             return;
         }

@@ -25,7 +25,7 @@ impl Capture {
         let header = model.header();
         let segment = |file| {
             let tensor = header.tensors.iter().find(|tensor| tensor.file == file)?;
-            Some(runtime.snapshot(&model.tensor(&tensor.name).ok()?).id)
+            Some(runtime.observe().snapshot(&model.tensor(&tensor.name).ok()?).id)
         };
         let header = CaptureHeader::of_model(header, page_size, about, segment);
         let writer = CaptureWriter::new(BufWriter::new(file.beside()?), &header)?;
@@ -37,7 +37,7 @@ impl Capture {
     /// # Errors
     /// `Unsupported` if there was no room to keep all uses; errors of the file.
     pub fn take(&mut self, runtime: &Runtime) -> Result<()> {
-        let uses = runtime.take_uses();
+        let uses = runtime.observe().take_uses();
         self.writer.take(&uses)?;
         if uses.dropped > 0 {
             let what = format!(

@@ -292,13 +292,14 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     }
     drop(computing);
     if let (Some(timeline), Some(watch)) = (outputs.timeline, watch) {
-        timeline.write(runtime.take_timeline(), &watch.finish())?;
+        timeline.write(runtime.observe().take_timeline(), &watch.finish())?;
         let dropped = runtime.stats().spans_dropped;
         if dropped > 0 {
             tracing::warn!(dropped, "the timeline ends before the run does: there was no room for more spans");
         }
     }
-    let (stats, optimum, worst_pages) = (runtime.stats(), runtime.optimum(), runtime.worst_pages(WORST_PAGES));
+    let (stats, optimum, worst_pages) =
+        (runtime.stats(), runtime.observe().optimum(), runtime.observe().worst_pages(WORST_PAGES));
     // What failed outside of the calls is reported only here.
     runtime.close()?;
     Ok(Run {
@@ -534,7 +535,7 @@ impl<'a> Generation<'a> {
                 capture.pass(self.runtime)?;
             }
             let part = self.sequence.last_pass();
-            self.runtime.add_span(Lane::Compute, "pass", since, since + part.total);
+            self.runtime.observe().add_span(Lane::Compute, "pass", since, since + part.total);
             pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
         }
         let done = &mut self.done;

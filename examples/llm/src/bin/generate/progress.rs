@@ -28,7 +28,7 @@ impl Progress {
             .name("progress".into())
             .spawn(move || {
                 while stopped.recv_timeout(REDRAW) == Err(RecvTimeoutError::Timeout) {
-                    let read = runtime.traffic().disk_read.get();
+                    let read = runtime.observe().traffic().disk_read.get();
                     bar.set_length(total.get().max(read));
                     bar.set_position(read);
                 }

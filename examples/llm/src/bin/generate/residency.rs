@@ -31,7 +31,7 @@ impl Watch {
             files.push(PagedFile {
                 name: crate::source::name(file.path.as_os_str()).into_owned(),
                 bytes: file.len,
-                pages: runtime.snapshot(&tensor).pages.len() as u64,
+                pages: runtime.observe().snapshot(&tensor).pages.len() as u64,
             });
             tensors.push(tensor);
         }
@@ -77,6 +77,6 @@ impl Drop for Watch {
 
 fn look(runtime: &Runtime, tensors: &[Tensor], ts: f64) -> Sample {
     let tiers: Vec<Tier> =
-        tensors.iter().flat_map(|tensor| runtime.snapshot(tensor).pages).map(|page| page.tier()).collect();
+        tensors.iter().flat_map(|tensor| runtime.observe().snapshot(tensor).pages).map(|page| page.tier()).collect();
     Sample::of(ts, tiers.len(), |page| tiers.get(page).copied().unwrap_or(Tier::Disk), usize::MAX)
 }
