@@ -100,7 +100,7 @@ fn main() {
         });
         println!(
             "{bytes:>9}: map {map}, map and touch {mapped}, protect and map in place {protect}{}",
-            if cfg!(feature = "strict") { "" } else { " (protect does nothing: not strict)" }
+            if outcore::device::parts::strict() { "" } else { " (protect does nothing: not strict)" }
         );
         println!(
             "           empty range: mprotect open and shut {}, mprotect open and fresh mapping {}",

@@ -128,9 +128,10 @@ pub struct ReadBlocks<'a> {
 
 impl ReadBlocks<'_> {
     /// Pins them as a unit, as uses of the sequence's walker if it has one: in this process's memory, unless the
-    /// request says [`on_device`](PinRequest::on_device) or [`on`](PinRequest::on) a stream.
+    /// request says [`on_device`](PinRequest::on_device) or [`on`](PinRequest::on) a stream. Other sequences may share
+    /// the blocks, so a request to [`write`](PinRequest::write) them is refused: see [`Sequence::write`].
     pub fn pin(&self) -> PinRequest<'_, PinSet> {
-        pin(self.pool, self.walker, &self.tensors)
+        pin(self.pool, self.walker, &self.tensors).read_only()
     }
     /// How many they are.
     pub fn count(&self) -> usize {

@@ -12,6 +12,7 @@ use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Runtime};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, KvType, Model, ModelFiles, Options, PlainWeights, Session, WeightType, argmax};
+use outcore_testkit::fake_cuda::skipped;
 use outcore_testkit::harness::alone;
 
 #[path = "../../candle.rs"]
@@ -21,10 +22,10 @@ mod example;
 /// A sixth of the real model's file.
 const MEMORY: &str = "16MiB";
 
-fn real_model() -> Option<PathBuf> {
+fn real_model(test: &str) -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if !path.is_file() {
-        eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
+        skipped(test, "model", &format!("{} is absent; scripts/fetch_model.sh gets it", path.display()));
         return None;
     }
     Some(path)
@@ -56,7 +57,7 @@ fn session(files: &ModelFiles) -> Session {
 
 #[test]
 fn its_words_are_those_of_the_other_engine() {
-    let Some(path) = real_model() else { return };
+    let Some(path) = real_model("its_words_are_those_of_the_other_engine") else { return };
     // A user's question, in the model's template.
     let prompt = [1, 4093, 198, 36971, 5798, 3500, 281, 582, 1890, 8510, 30, 2, 198, 1, 520, 9531, 198];
     let files = ModelFiles::open(path).unwrap();
@@ -93,7 +94,7 @@ fn of_every_type_of_weights_it_makes_the_same_logits() {
 
 #[test]
 fn it_takes_less_than_half_of_the_file() {
-    let Some(path) = real_model() else { return };
+    let Some(path) = real_model("it_takes_less_than_half_of_the_file") else { return };
     alone("it_takes_less_than_half_of_the_file", || {
         example::run(args(&path, MEMORY)).unwrap();
         let (peak, file) = (ProcessMemory::now().unwrap().peak.get(), path.metadata().unwrap().len());

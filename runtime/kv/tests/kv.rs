@@ -805,6 +805,24 @@ fn sequences_read_what_their_own_tokens_give() {
     }
 }
 
+/// The bug: a request to read blocks, which other sequences may share, could be made one to write them.
+#[test]
+fn regression_blocks_given_to_be_read_are_not_written() {
+    let runtime = runtime(4);
+    let pool = pool(&runtime, 8);
+    let said = Said::begin(&pool, A, &tokens(0..64)).unwrap();
+    let blocks = said.sequence.read(0, 0..64).unwrap();
+    let before = blocks.pin().wait().unwrap().bytes(0).unwrap().to_vec();
+    let errors = [
+        blocks.pin().write().wait().map(drop).unwrap_err(),
+        blocks.pin().on_device().write().wait_timeout(Duration::ZERO).map(drop).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
+    }
+    assert_eq!(blocks.pin().wait().unwrap().bytes(0).unwrap(), before);
+}
+
 /// Two tasks, each of which holds a block and asks for what the other holds the frame of. Both are told. When one of
 /// them lets go, the other one gets its block.
 #[test]

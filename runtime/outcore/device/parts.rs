@@ -12,12 +12,12 @@ use crate::error::{Error, ErrorKind, Result, caught};
 pub const BATCH_OPERATIONS_MAX: usize = 64;
 
 /// Whether frames that are [protected](super::Device::protect) must be inaccessible: with the feature `strict`. A build
-/// for tests is also strict in a process that has `OUTCORE_STRICT` in its environment.
+/// for tests is also strict in a process that has `OUTCORE_STRICT=1` in its environment.
 pub fn strict() -> bool {
     #[cfg(feature = "testing")]
     {
         static IS_SET: std::sync::LazyLock<bool> =
-            std::sync::LazyLock::new(|| std::env::var_os("OUTCORE_STRICT").is_some());
+            std::sync::LazyLock::new(|| std::env::var_os("OUTCORE_STRICT").is_some_and(|value| value == "1"));
         cfg!(feature = "strict") || *IS_SET
     }
     #[cfg(not(feature = "testing"))]

@@ -20,7 +20,7 @@ use crate::engine::{Own, Received, Waiting, event_at, may_wait};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
-use crate::pager::{Granted, PageRun, Terms};
+use crate::pager::{Granted, PageRun, Purpose, Terms};
 use crate::segment::Segment;
 use crate::shared::Shared;
 use crate::store::OwnRead;
@@ -58,6 +58,8 @@ pub struct PinRequest<'a, G: Guard> {
     walker: Option<WalkerId>,
     /// Whether it may use the frames that are kept for requests which can never be refused.
     never_refused: bool,
+    /// Whether it is refused if it asks to write: others share the tensors.
+    read_only: bool,
     progress: Progress,
 }
 
@@ -73,14 +75,14 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     pub(crate) fn new(of: G::Of<'a>, runtime: &Arc<Shared>) -> Self {
         let ours = G::tensors(&of).iter().all(|tensor| tensor.is_of(runtime));
         let walker = ours.then_some(WalkerId::DEFAULT);
-        Self { of, scope: None, walker, never_refused: false, progress: Progress::Start }
+        Self { of, scope: None, walker, never_refused: false, read_only: false, progress: Progress::Start }
     }
 
     /// A request for a guard of another kind, on the same terms. This one is withdrawn when it is dropped.
     #[inline]
     fn with<H: Guard>(&self, of: H::Of<'a>) -> PinRequest<'a, H> {
-        let (scope, walker, never_refused) = (self.scope, self.walker, self.never_refused);
-        PinRequest { of, scope, walker, never_refused, progress: Progress::Start }
+        let Self { scope, walker, never_refused, read_only, .. } = *self;
+        PinRequest { of, scope, walker, never_refused, read_only, progress: Progress::Start }
     }
 
     #[inline]
@@ -104,7 +106,8 @@ impl<'a, G: Guard> PinRequest<'a, G> {
         request
     }
 
-    /// The use is one of a [`Walker`]'s. A walker of another runtime is [refused](ErrorKind::InvalidArgument).
+    /// The use is one of a [`Walker`]'s, or of no walker's if that one has ended by then. A walker of another runtime
+    /// is [refused](ErrorKind::InvalidArgument).
     #[inline]
     pub fn of(self, walker: &Walker) -> Self {
         let mut request = self.with(self.of);
@@ -118,6 +121,26 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     pub fn never_refused(mut self) -> Self {
         self.never_refused = true;
         self
+    }
+
+    /// For tensors that others share: a request to write, made of this one, is refused.
+    #[doc(hidden)]
+    pub fn read_only(mut self) -> Self {
+        self.read_only = true;
+        self
+    }
+
+    /// # Errors
+    /// As for [`Guard::check`]; `InvalidArgument` to write what may only be read.
+    #[inline]
+    fn check(&self) -> Result<()> {
+        if G::PURPOSE == Purpose::Write && self.read_only { Err(self.shared()) } else { G::check(self.of) }
+    }
+
+    #[cold]
+    fn shared(&self) -> Error {
+        let message = format!("{} may be read by others too, and was given to be read", describe(self.tensors()));
+        Error::new(ErrorKind::InvalidArgument, message).remedy("ask for it to be written where it comes from")
     }
 
     /// Has the device show pages that it hides: they are pinned now.
@@ -157,7 +180,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     fn resident(&self) -> Option<G> {
         let (Progress::Start, Some(walker)) = (&self.progress, self.walker) else { return None };
         let [tensor] = self.tensors() else { return self.resident_set(walker) };
-        if tensor.len == 0 || G::check(self.of).is_err() {
+        if tensor.len == 0 || self.check().is_err() {
             return None;
         }
         let run = tensor.run();
@@ -182,7 +205,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     fn resident_set(&self, walker: WalkerId) -> Option<G> {
         let tensors = self.tensors();
         let segment = self.segment()?;
-        if G::check(self.of).is_err() {
+        if self.check().is_err() {
             return None;
         }
         let runs = runs_of(tensors);
@@ -202,7 +225,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     /// Starts a request for which [`resident`](Self::resident) gave nothing. Returns the guard if everything was there.
     /// `waits` is true if the caller does nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<G>> {
-        G::check(self.of)?;
+        self.check()?;
         let walker = self.walker.ok_or_else(|| self.of_another_runtime())?;
         let mut runs = runs_of(self.tensors());
         if runs.is_empty() {

@@ -9,8 +9,8 @@
 //! readers that come one after the other cannot keep it from having all of them at once.
 
 use super::Admission;
-use super::line::{Class, Source};
-use super::record::{Request, Stage, Stand};
+use super::line::Class;
+use super::record::{Request, Stage};
 use crate::effects::Effects;
 use crate::error::Error;
 use crate::granted::{Granted, WaitCause};
@@ -88,40 +88,7 @@ impl Admission {
             self.change_class(res, id, key, class);
         }
         self.stand(res, id, key, blocked);
-        // A pin without the latch may have come between the look and the closing of the page.
-        if self.waits_for_a_holder(res, id) {
-            self.stats.busy += 1;
-            let error = self.busy(res, key, blocked);
-            self.end(res, id, error, fx);
-            return None;
-        }
         Some(blocked)
-    }
-
-    /// Whether a request that stands in a line waits for another holder, although its scope holds pins.
-    pub(super) fn waits_for_a_holder(&self, res: &Residency, id: RequestId) -> bool {
-        let Some(key) = self.request_key(id) else { return false };
-        let request = &self.requests[key];
-        if !self.holds(request.terms.scope) {
-            return false;
-        }
-        let comes = match &request.stand {
-            Stand::Nowhere => true,
-            // It waits for an older one of its scope.
-            Stand::Frames { source: Source::Purse(scope), .. }
-                if self.frame_line.first_of_purse(*scope) != Some(id) =>
-            {
-                true
-            }
-            Stand::Frames { .. } => self.comes_by_moves(res, key, Blocked::Frames { room: 0 }),
-            // A writer stands in the lines of all its pages. It is tried again when one that moves is there.
-            Stand::Pages(pages) => {
-                let mut in_the_way =
-                    pages.iter().filter(|(page, _)| res.is_in_the_way(*page, request.writes())).peekable();
-                in_the_way.peek().is_none() || in_the_way.any(|(page, _)| self.moves_away(res, *page, request))
-            }
-        };
-        !comes
     }
 
     /// Takes everything the request needs, or takes nothing and returns what was in the way.

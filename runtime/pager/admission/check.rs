@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 
 use super::Admission;
+use super::admit::Blocked;
 
 use super::line::{Line, Source};
 use super::record::{Request, Stand};
@@ -174,6 +175,29 @@ impl Admission {
             }
         };
         Some(request.passed + since)
+    }
+
+    /// For checks: whether a request that stands in a line waits for another holder, although its scope holds pins.
+    fn waits_for_a_holder(&self, res: &Residency, id: RequestId) -> bool {
+        let Some(key) = self.request_key(id) else { return false };
+        let request = &self.requests[key];
+        let comes = match &request.stand {
+            Stand::Nowhere => true,
+            // It waits for an older one of its scope.
+            Stand::Frames { source: Source::Purse(scope), .. }
+                if self.frame_line.first_of_purse(*scope) != Some(id) =>
+            {
+                true
+            }
+            Stand::Frames { .. } => self.comes_by_moves(res, key, Blocked::Frames { room: 0 }),
+            // A writer stands in the lines of all its pages. It is tried again when one that moves is there.
+            Stand::Pages(pages) => {
+                let mut in_the_way =
+                    pages.iter().filter(|(page, _)| res.is_in_the_way(*page, request.writes())).peekable();
+                in_the_way.peek().is_none() || in_the_way.any(|(page, _)| self.moves_away(res, *page, request))
+            }
+        };
+        self.holds(request.terms.scope) && !comes
     }
 
     /// For checks: whether a request that waits for frames is not listed under its source.

@@ -219,8 +219,10 @@ impl Residency {
         }
         // A fill that nobody waits for any more was ahead of use, or its page was lent.
         let is_anothers_fill = self.filling.get(&page).is_some_and(|fill| !fill.waiters.is_empty());
-        let pins = self.word(page).load().pins;
-        !is_anothers_fill && (pins == 0 || pins <= behind())
+        // Before the pins are counted: a stream that passes in between ends pins, and that end is told. The other way
+        // round its pins would be taken for another holder's.
+        let behind = behind();
+        !is_anothers_fill && self.word(page).load().pins <= behind
     }
 
     /// Whether the page is being copied down or written back.
