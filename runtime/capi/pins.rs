@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use outcore::pin::{Complete, Guard, Tensors};
 use outcore::{
-    Bytes, Error, ErrorKind, PinGuard, PinRequest, PinSet, Plan, Read, Result, Scope, ScopePriority, Walker, Write,
+    Bytes, Error, ErrorKind, PinGuard, PinRequest, PinSet, Read, Result, Scope, ScopePriority, Walker, Write,
 };
 
 use crate::call::{call, done, free, outcore_error, outcore_status, quiet};
 use crate::handles::{Held, Kind, held};
 use crate::raw::{self, Extensible, Out};
 use crate::runtime::outcore_runtime;
-use crate::tensor::{outcore_tensor, tensors_of};
+use crate::tensor::{outcore_tensor, plan_of, tensors_of};
 
 use outcore_status::{OUTCORE_NOT_READY, OUTCORE_OK};
 
@@ -441,10 +441,7 @@ pub unsafe extern "C" fn outcore_walker_plan(
         let walker = held(walker, "walker")?;
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
-        match cyclic {
-            0 => walker.walker.plan(Plan::Once(&tensors)),
-            _ => walker.walker.plan(Plan::Cycle(&tensors)),
-        }
+        walker.walker.plan(plan_of(&tensors, cyclic));
         Ok(())
     })
 }

@@ -202,6 +202,11 @@ pub unsafe extern "C" fn outcore_evict(
     })
 }
 
+/// The plan that a call declares: repeated for ever if `cyclic` is not 0.
+pub fn plan_of(tensors: &[Tensor], cyclic: i32) -> Plan<'_> {
+    if cyclic == 0 { Plan::Once(tensors) } else { Plan::Cycle(tensors) }
+}
+
 /// Declares the order in which tensors will be used by pins without a walker, so that pages come before they are
 /// wanted; repeated for ever if `cyclic` is not 0. With `count` 0 the plan is withdrawn. A policy that follows no plans
 /// ignores it.
@@ -223,10 +228,7 @@ pub unsafe extern "C" fn outcore_plan(
         let runtime = held(runtime, "runtime")?;
         // SAFETY: the header asks that arrays have as many elements as is said.
         let tensors = unsafe { tensors_of(tensors, count)? };
-        match cyclic {
-            0 => runtime.runtime.plan(Plan::Once(&tensors)),
-            _ => runtime.runtime.plan(Plan::Cycle(&tensors)),
-        }
+        runtime.runtime.plan(plan_of(&tensors, cyclic));
         Ok(())
     })
 }

@@ -1,4 +1,4 @@
-//! What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
+//! What a runtime reports: counters, where time went, who waits for what, and what was chosen.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -36,7 +36,7 @@ pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Uses, hits, faults, fills, evictions. A use that the policy has not been told of yet counts as a hit.
+    /// Uses, hits, faults, fills, evictions. A use that has not reached the policy yet counts as a hit.
     pub pager: PagerStats,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
@@ -46,7 +46,7 @@ pub struct Stats {
     pub policy: &'static str,
     /// The caller's own policy that `policy` has replaced. It panicked, or it offered nothing although a page could go.
     pub policy_replaced: Option<&'static str>,
-    /// Whether the policy followed a plan, declared or recognised, at the last use that it was told of.
+    /// Whether the policy followed a plan, declared or recognised, at the last use that has reached it.
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
@@ -84,8 +84,8 @@ pub struct Stats {
     pub walkers: usize,
     /// How many requests wait for what others hold. A smaller budget that waits for guards is one of them.
     pub waiting: usize,
-    /// What the tensors of each class have in device memory, and how their pages were found. A use that the policy has
-    /// not been told of yet is not counted here. Classes without tensors are left out.
+    /// What the tensors of each class have in device memory, and how their pages were found. A use that has
+    /// not reached the policy yet is not counted here. Classes without tensors are left out.
     pub classes: Vec<ClassStats>,
     /// Requests that have waited for a second or more: what each waits for, and who holds it. One line for each, as
     /// [`Observe::waiting`] prints it, updated once a second. Empty if there are none.

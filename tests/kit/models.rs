@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
+use crate::fake_cuda::skipped;
+
 /// A safetensors file of U8 tensors `t0, t1, ...` with these lengths. The bytes differ everywhere.
 pub struct Synthetic {
     pub dir: TempDir,
@@ -54,15 +56,24 @@ pub fn synthetic(lengths: &[usize]) -> Synthetic {
     Synthetic { dir, path, bytes }
 }
 
-/// The real model, if `make test` fetched it.
+/// The real model, if `make test` fetched it, or the one that the environment names.
 pub fn real_model() -> Option<PathBuf> {
-    let path = match std::env::var_os("OUTCORE_MODEL") {
-        Some(path) => PathBuf::from(path),
-        None => repository().join("models/SmolLM2-135M-Instruct.Q4_1.gguf"),
-    };
+    std::env::var_os("OUTCORE_MODEL").map_or_else(fetched_model, |path| there(PathBuf::from(path)))
+}
+
+/// The model that `make test` fetches, and no other: for tests that know what is in it.
+pub fn fetched_model() -> Option<PathBuf> {
+    there(repository().join("models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+}
+
+/// # Panics
+/// If the environment names it as [required](crate::fake_cuda::REQUIRE), and it is not there.
+fn there(path: PathBuf) -> Option<PathBuf> {
     if path.exists() {
         return Some(path);
     }
-    eprintln!("SKIPPED: {} is not there; scripts/fetch_model.sh fetches it", path.display());
+    let thread = std::thread::current();
+    let why = format!("{} is not there; scripts/fetch_model.sh fetches it", path.display());
+    skipped(thread.name().unwrap_or("a test"), "model", &why);
     None
 }

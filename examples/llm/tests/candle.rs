@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use clap::Parser;
@@ -12,8 +12,8 @@ use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Runtime};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, KvType, Model, ModelFiles, Options, PlainWeights, Session, WeightType, argmax};
-use outcore_testkit::fake_cuda::skipped;
 use outcore_testkit::harness::alone;
+use outcore_testkit::models;
 
 #[path = "../../candle.rs"]
 #[expect(dead_code, reason = "its main is not called")]
@@ -21,33 +21,6 @@ mod example;
 
 /// A sixth of the real model's file.
 const MEMORY: &str = "16MiB";
-
-fn real_model(test: &str) -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
-    if !path.is_file() {
-        skipped(test, "model", &format!("{} is absent; scripts/fetch_model.sh gets it", path.display()));
-        return None;
-    }
-    Some(path)
-}
-
-fn spec(arch: Arch, dtype: WeightType) -> Spec {
-    Spec {
-        arch,
-        dtype,
-        layers: 2,
-        dim: 256,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 64,
-        ffn_dim: 512,
-        vocab: 300,
-        context: 64,
-        tied: false,
-        seed: 7,
-        experts: None,
-    }
-}
 
 fn session(files: &ModelFiles) -> Session {
     let weights = Arc::new(PlainWeights::read(files).unwrap());
@@ -57,7 +30,7 @@ fn session(files: &ModelFiles) -> Session {
 
 #[test]
 fn its_words_are_those_of_the_other_engine() {
-    let Some(path) = real_model("its_words_are_those_of_the_other_engine") else { return };
+    let Some(path) = models::fetched_model() else { return };
     // A user's question, in the model's template.
     let prompt = [1, 4093, 198, 36971, 5798, 3500, 281, 582, 1890, 8510, 30, 2, 198, 1, 520, 9531, 198];
     let files = ModelFiles::open(path).unwrap();
@@ -76,7 +49,7 @@ fn of_every_type_of_weights_it_makes_the_same_logits() {
     let folder = tempfile::tempdir().unwrap();
     for dtype in WeightType::ALL {
         let path = folder.path().join(format!("{dtype}.gguf"));
-        spec(Arch::Llama, dtype).write_gguf(&path).unwrap();
+        Spec::small(Arch::Llama, dtype).write_gguf(&path).unwrap();
         let files = ModelFiles::open(path).unwrap();
         let mut session = session(&files);
         let mut llama = Llama::open(&files, Bytes::mib(4)).unwrap();
@@ -94,7 +67,7 @@ fn of_every_type_of_weights_it_makes_the_same_logits() {
 
 #[test]
 fn it_takes_less_than_half_of_the_file() {
-    let Some(path) = real_model("it_takes_less_than_half_of_the_file") else { return };
+    let Some(path) = models::fetched_model() else { return };
     alone("it_takes_less_than_half_of_the_file", || {
         example::run(args(&path, MEMORY)).unwrap();
         let (peak, file) = (ProcessMemory::now().unwrap().peak.get(), path.metadata().unwrap().len());
@@ -122,10 +95,10 @@ fn what_it_cannot_use_it_refuses() {
     says(refused(&at("text.gguf"), MEMORY), &["text.gguf: the file is not a model", "(outcore reads GGUF"]);
     says(refused(&at("absent.gguf"), MEMORY), &["absent.gguf", "(check the path)"]);
 
-    spec(Arch::Llama, WeightType::Q8_0).write_gguf(&at("llama.gguf")).unwrap();
+    Spec::small(Arch::Llama, WeightType::Q8_0).write_gguf(&at("llama.gguf")).unwrap();
     says(refused(&at("llama.gguf"), "1MiB"), &["1.0 MiB", "2.0 MiB", "give at least"]);
     // A budget of a page, and a layer that lies in two.
-    let large = Spec { dim: 512, ffn_dim: 2048, ..spec(Arch::Llama, WeightType::F32) };
+    let large = Spec { dim: 512, ffn_dim: 2048, ..Spec::small(Arch::Llama, WeightType::F32) };
     large.write_gguf(&at("large.gguf")).unwrap();
     says(refused(&at("large.gguf"), "2MiB"), &["are wanted at once", "(2.0 MiB)", "raise the device budget"]);
 
@@ -136,9 +109,9 @@ fn what_it_cannot_use_it_refuses() {
     bytes[key_at + key.len() + 12..][..5].copy_from_slice(b"mamba");
     std::fs::write(at("mamba.gguf"), bytes).unwrap();
     says(refused(&at("mamba.gguf"), MEMORY), &["mamba.gguf", "\"mamba\" is not supported", "run another model"]);
-    spec(Arch::Qwen2, WeightType::Q8_0).write_gguf(&at("qwen2.gguf")).unwrap();
+    Spec::small(Arch::Qwen2, WeightType::Q8_0).write_gguf(&at("qwen2.gguf")).unwrap();
     says(refused(&at("qwen2.gguf"), MEMORY), &["is no GGUF of the architecture llama (take"]);
-    spec(Arch::Llama, WeightType::F16).write_safetensors(&at("folder"), 1).unwrap();
+    Spec::small(Arch::Llama, WeightType::F16).write_safetensors(&at("folder"), 1).unwrap();
     let files = ModelFiles::open(at("folder")).unwrap();
     let said = Llama::open(&files, Bytes::mib(4)).err().unwrap().to_string();
     says(said, &["folder is no GGUF", "run `generate`"]);

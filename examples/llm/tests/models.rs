@@ -19,22 +19,9 @@ use outcore_llm::{
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
-    Spec {
-        arch,
-        dtype,
-        layers: 2,
-        dim: 256,
-        heads: 4,
-        kv_heads: 2,
-        // Different from dim / heads, as in Qwen3.
-        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
-        ffn_dim: 512,
-        vocab: 300,
-        context: 64,
-        tied: arch == Arch::Qwen2,
-        seed: 7,
-        experts: None,
-    }
+    // In Qwen3 a head is not dim / heads.
+    let head_dim = if arch == Arch::Qwen3 { 128 } else { 64 };
+    Spec { head_dim, tied: arch == Arch::Qwen2, ..Spec::small(arch, dtype) }
 }
 
 fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {

@@ -22,21 +22,7 @@ fn model(folder: &Path, threads: usize) -> Arc<Model> {
 fn model_of(folder: &Path, dtype: WeightType, threads: usize) -> Arc<Model> {
     let path = folder.join(format!("{dtype}.gguf"));
     if !path.exists() {
-        let spec = Spec {
-            arch: Arch::Llama,
-            dtype,
-            layers: 3,
-            dim: 256,
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 64,
-            ffn_dim: 512,
-            vocab: 300,
-            context: 2048,
-            tied: false,
-            seed: 7,
-            experts: None,
-        };
+        let spec = Spec { layers: 3, context: 2048, ..Spec::small(Arch::Llama, dtype) };
         spec.write_gguf(&path).unwrap();
     }
     let files = ModelFiles::open(path).unwrap();

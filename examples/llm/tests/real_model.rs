@@ -2,20 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use outcore_llm::{
     ChatTemplate, KvType, Message, Model, ModelFiles, Options, PlainWeights, Session, Tokenizer, argmax,
 };
+use outcore_testkit::models;
 
 fn model_files() -> Option<ModelFiles> {
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
-    if !path.is_file() {
-        eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
-        return None;
-    }
-    Some(ModelFiles::open(path).unwrap())
+    Some(ModelFiles::open(models::fetched_model()?).unwrap())
 }
 
 /// The user turn, token by token.

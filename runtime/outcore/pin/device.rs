@@ -250,7 +250,7 @@ impl Sealed for StreamPin {}
 impl Guard for StreamPin {
     type Of<'a> = (&'a [Tensor], &'a ComputeStream);
     const PURPOSE: Purpose = Purpose::ReadOnStream;
-    fn tensors<'a>((tensors, _): &'a Self::Of<'_>) -> &'a [Tensor] {
+    fn tensors<'a>((tensors, _): Self::Of<'a>) -> &'a [Tensor] {
         tensors
     }
     fn check((tensors, stream): Self::Of<'_>) -> Result<()> {
@@ -350,7 +350,7 @@ impl<A: Access> Sealed for DevicePin<A> {}
 impl<A: Access> Guard for DevicePin<A> {
     type Of<'a> = &'a [Tensor];
     const PURPOSE: Purpose = A::PURPOSE;
-    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
+    fn tensors(of: Self::Of<'_>) -> &[Tensor] {
         of
     }
     fn check(of: Self::Of<'_>) -> Result<()> {
@@ -365,12 +365,6 @@ impl<A: Access> Guard for DevicePin<A> {
 impl<A: Access> Complete for DevicePin<A> {
     type Access = A;
     type Write = DevicePin<Write>;
-    fn to_write(of: Self::Of<'_>) -> &[Tensor] {
-        of
-    }
-    fn all(of: Self::Of<'_>) -> &[Tensor] {
-        of
-    }
 }
 
 impl<A: Access> DevicePin<A> {

@@ -17,7 +17,7 @@ pub trait Guard: Sealed + Sized {
     #[doc(hidden)]
     const PURPOSE: Purpose;
     #[doc(hidden)]
-    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor];
+    fn tensors(of: Self::Of<'_>) -> &[Tensor];
     #[doc(hidden)]
     fn check(of: Self::Of<'_>) -> Result<()>;
     /// Makes a guard of pins. The pages' bytes are all there.
@@ -41,9 +41,5 @@ pub trait Complete: Guard {
     /// What it allows.
     type Access: Access;
     /// The guard of the same tensors that allows writing.
-    type Write: Complete<Access = Write>;
-    #[doc(hidden)]
-    fn to_write(of: Self::Of<'_>) -> <Self::Write as Guard>::Of<'_>;
-    #[doc(hidden)]
-    fn all(of: Self::Of<'_>) -> &[Tensor];
+    type Write: Complete<Access = Write> + for<'a> Guard<Of<'a> = Self::Of<'a>>;
 }

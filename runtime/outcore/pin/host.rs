@@ -53,8 +53,8 @@ impl<A: Access> Guard for PinGuard<A> {
     type Of<'a> = &'a Tensor;
     const PURPOSE: Purpose = A::PURPOSE;
     #[inline]
-    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
-        std::slice::from_ref(*of)
+    fn tensors(of: Self::Of<'_>) -> &[Tensor] {
+        std::slice::from_ref(of)
     }
     #[inline]
     fn check(of: Self::Of<'_>) -> Result<()> {
@@ -71,13 +71,6 @@ impl<A: Access> Guard for PinGuard<A> {
 impl<A: Access> Complete for PinGuard<A> {
     type Access = A;
     type Write = PinGuard<Write>;
-    #[inline]
-    fn to_write(of: Self::Of<'_>) -> &Tensor {
-        of
-    }
-    fn all(of: Self::Of<'_>) -> &[Tensor] {
-        std::slice::from_ref(of)
-    }
 }
 
 impl<A: Access> PinGuard<A> {
@@ -183,7 +176,7 @@ impl<A: Access> Sealed for PinSet<A> {}
 impl<A: Access> Guard for PinSet<A> {
     type Of<'a> = &'a [Tensor];
     const PURPOSE: Purpose = A::PURPOSE;
-    fn tensors<'a>(of: &'a Self::Of<'_>) -> &'a [Tensor] {
+    fn tensors(of: Self::Of<'_>) -> &[Tensor] {
         of
     }
     fn check(of: Self::Of<'_>) -> Result<()> {
@@ -201,12 +194,6 @@ impl<A: Access> Guard for PinSet<A> {
 impl<A: Access> Complete for PinSet<A> {
     type Access = A;
     type Write = PinSet<Write>;
-    fn to_write(of: Self::Of<'_>) -> &[Tensor] {
-        of
-    }
-    fn all(of: Self::Of<'_>) -> &[Tensor] {
-        of
-    }
 }
 
 impl<A: Access> PinSet<A> {

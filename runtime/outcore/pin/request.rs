@@ -73,7 +73,7 @@ impl<G: Guard> fmt::Debug for PinRequest<'_, G> {
 impl<'a, G: Guard> PinRequest<'a, G> {
     #[inline]
     pub(crate) fn new(of: G::Of<'a>, runtime: &Arc<Shared>) -> Self {
-        let ours = G::tensors(&of).iter().all(|tensor| tensor.is_of(runtime));
+        let ours = G::tensors(of).iter().all(|tensor| tensor.is_of(runtime));
         let walker = ours.then_some(WalkerId::DEFAULT);
         Self { of, scope: None, walker, never_refused: false, read_only: false, progress: Progress::Start }
     }
@@ -87,7 +87,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
 
     #[inline]
     fn tensors(&self) -> &[Tensor] {
-        G::tensors(&self.of)
+        G::tensors(self.of)
     }
 
     /// The walker of the request, unless its tensors are of another runtime than `other`.
@@ -352,13 +352,13 @@ impl<'a, G: Complete> PinRequest<'a, G> {
     /// [writable](Tensor::is_writable) tensors can be.
     #[inline]
     pub fn write(self) -> PinRequest<'a, G::Write> {
-        self.with(G::to_write(self.of))
+        self.with(self.of)
     }
 
     /// Pins by device address, on any device.
     #[inline]
     pub fn on_device(self) -> PinRequest<'a, DevicePin<G::Access>> {
-        self.with(G::all(self.of))
+        self.with(G::tensors(self.of))
     }
 }
 
@@ -387,7 +387,7 @@ impl<'a, G: Complete<Access = Read>> PinRequest<'a, G> {
     /// of another runtime, and for one that is being captured into a graph.
     #[inline]
     pub fn on(self, stream: &'a ComputeStream) -> PinRequest<'a, StreamPin> {
-        self.with((G::all(self.of), stream))
+        self.with((G::tensors(self.of), stream))
     }
 }
 

@@ -14,7 +14,10 @@ pub trait Tensors: Sealed {
     #[doc(hidden)]
     fn of(&self) -> <Self::Guard as Guard>::Of<'_>;
     #[doc(hidden)]
-    fn as_slice(&self) -> &[Tensor];
+    #[inline]
+    fn as_slice(&self) -> &[Tensor] {
+        Self::Guard::tensors(self.of())
+    }
 }
 
 impl Sealed for Tensor {}
@@ -24,19 +27,12 @@ impl Tensors for Tensor {
     fn of(&self) -> &Tensor {
         self
     }
-    #[inline]
-    fn as_slice(&self) -> &[Tensor] {
-        std::slice::from_ref(self)
-    }
 }
 
 impl Sealed for [Tensor] {}
 impl Tensors for [Tensor] {
     type Guard = PinSet;
     fn of(&self) -> &[Tensor] {
-        self
-    }
-    fn as_slice(&self) -> &[Tensor] {
         self
     }
 }
@@ -47,18 +43,12 @@ impl<const N: usize> Tensors for [Tensor; N] {
     fn of(&self) -> &[Tensor] {
         self
     }
-    fn as_slice(&self) -> &[Tensor] {
-        self
-    }
 }
 
 impl Sealed for Vec<Tensor> {}
 impl Tensors for Vec<Tensor> {
     type Guard = PinSet;
     fn of(&self) -> &[Tensor] {
-        self
-    }
-    fn as_slice(&self) -> &[Tensor] {
         self
     }
 }

@@ -12,21 +12,8 @@ use outcore_llm::{Arch, KvType, Model, ModelFiles, Options, PlainWeights, Sessio
 pub const PAGE: u64 = 2 << 20;
 
 pub fn spec(arch: Arch, dtype: WeightType) -> Spec {
-    Spec {
-        arch,
-        dtype,
-        layers: 2,
-        dim: 256,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
-        ffn_dim: 768,
-        vocab: 5000,
-        context: 64,
-        tied: arch == Arch::Qwen2,
-        seed: 7,
-        experts: None,
-    }
+    let head_dim = if arch == Arch::Qwen3 { 128 } else { 64 };
+    Spec { head_dim, ffn_dim: 768, vocab: 5000, tied: arch == Arch::Qwen2, ..Spec::small(arch, dtype) }
 }
 
 pub fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
