@@ -17,7 +17,6 @@
 //! 5. `begin_write`: let a writer have a page that it has locked.
 //! 6. `let_go`: give up a pin, a lock, or the wait for a fill.
 //! 7. `set_waited_for`: close a page to pins without the latch, or open it again.
-//! 8. `changed`: a pin has ended, so that the page may go.
 //!
 //! Residency answers later by `Change`s, which admission takes after each call: a page in whose line somebody stands
 //! has changed, a fill that a request waits for was taken up, has ended or starts anew, there may be more frames. Usage
@@ -147,6 +146,7 @@ impl Pager {
             let (_, result) = fx.done.swap_remove(at);
             return Ok(Submitted::Ready(result?));
         }
+        invariant!(!self.admission.waits_for_a_page_held(&self.residency, id), "{id:?} waits for a holder, and is one");
         Ok(Submitted::Waiting(id))
     }
 

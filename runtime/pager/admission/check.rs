@@ -5,8 +5,7 @@ use std::hash::{Hash, Hasher};
 
 use super::Admission;
 use super::admit::Blocked;
-
-use super::line::{Line, Source};
+use super::line::{Class, Line, Source};
 use super::record::{Request, Stand};
 use crate::ids::{PageId, RequestId, ScopeId};
 use crate::request::Purpose;
@@ -190,14 +189,27 @@ impl Admission {
                 true
             }
             Stand::Frames { .. } => self.comes_by_moves(res, key, Blocked::Frames { room: 0 }),
-            // A writer stands in the lines of all its pages. It is tried again when one that moves is there.
-            Stand::Pages(pages) => {
-                let mut in_the_way =
-                    pages.iter().filter(|(page, _)| res.is_in_the_way(*page, request.writes())).peekable();
-                in_the_way.peek().is_none() || in_the_way.any(|(page, _)| self.moves_away(res, *page, request))
-            }
+            Stand::Pages(pages) => self.a_page_comes(res, request, pages),
         };
         self.holds(request.terms.scope) && !comes
+    }
+
+    /// Whether a page for which a request stands in line is no longer in its way, or moves. A writer stands in the
+    /// lines of all its pages, and is tried again when one that moves is there.
+    fn a_page_comes(&self, res: &Residency, request: &Request, pages: &[(PageId, u64)]) -> bool {
+        let mut in_the_way = pages.iter().filter(|(page, _)| res.is_in_the_way(*page, request.writes())).peekable();
+        in_the_way.peek().is_none() || in_the_way.any(|(page, _)| self.moves_away(res, *page, request))
+    }
+
+    /// Whether a holder's request waits for a page that another holder has. May be asked while other threads pin: a
+    /// page in whose line a request stands is closed to them. What a request for frames counts on is not, so that one
+    /// is not looked at: it is refused when the moves that it waits for have ended.
+    pub(crate) fn waits_for_a_page_held(&self, res: &Residency, id: RequestId) -> bool {
+        let Some(request) = self.request_key(id).map(|key| &self.requests[key]) else { return false };
+        match &request.stand {
+            Stand::Pages(pages) => request.turn.class == Class::Holding && !self.a_page_comes(res, request, pages),
+            _ => false,
+        }
     }
 
     /// For checks: whether a request that waits for frames is not listed under its source.

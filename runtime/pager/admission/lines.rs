@@ -279,10 +279,4 @@ impl Admission {
         }
         self.open_behind(res, before);
     }
-
-    /// Something has happened to a page.
-    pub(crate) fn changed(&mut self, res: &mut Residency, page: PageId, fx: &mut Effects) {
-        res.changed(page);
-        self.hear(res, fx);
-    }
 }

@@ -136,7 +136,6 @@ impl Admission {
                 Change::Taken(id) => self.page_taken(res, id, fx),
                 Change::Untaken(id) => self.untake(id),
                 Change::Ended(id, error) => self.end(res, id, error, fx),
-                Change::Unfilled(page) => self.changed(res, page, fx),
             }
         }
         self.heard = changes;

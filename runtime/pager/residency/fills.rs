@@ -153,7 +153,8 @@ impl Residency {
                 self.unfilled(page, frame, fx);
             }
             self.changes.extend(waiters.into_iter().map(|waiter| Change::Ended(waiter, error.clone())));
-            self.changes.push_back(Change::Unfilled(page));
+            // After the ends of those that waited: they have let go of what they held by then.
+            self.changed(page);
             return;
         }
         match from {

@@ -76,8 +76,6 @@ pub(crate) enum Change {
     Untaken(RequestId),
     /// What this request waits for will never come.
     Ended(RequestId, Error),
-    /// This page was not filled. To be handed to [`Residency::changed`] once its waiters have ended.
-    Unfilled(PageId),
 }
 
 /// What has come and gone, for usage to count.

@@ -316,6 +316,6 @@ impl Residency {
         self.lost.push((page, error.clone()));
         let waiters = self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default();
         self.changes.extend(waiters.into_iter().map(|waiter| Change::Ended(waiter, error.clone())));
-        self.changes.push_back(Change::Unfilled(page));
+        self.changed(page);
     }
 }
