@@ -6,8 +6,7 @@
 //! the program's is ever marked, unless the program has closed a marked one by a raw system call; a function that gets
 //! such a number for the program takes the mark off.
 //!
-//! Files that the runtime opens again later, on threads of its own, are not marked; a read of one that was closed
-//! fails.
+//! What threads of the runtime open is marked too.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
@@ -51,7 +50,7 @@ pub fn protecting<T>(open: impl FnOnce() -> T) -> T {
 
 /// This thread has opened a file: for the library, or for the program.
 pub fn opened(fd: c_int) {
-    if PROTECTS.try_with(Cell::get).unwrap_or(false) {
+    if PROTECTS.try_with(Cell::get).unwrap_or(false) || is_own_thread() {
         protect(fd);
     } else if is_ours(fd) {
         release(fd);
@@ -111,5 +110,17 @@ mod tests {
         release(60_001);
         assert_eq!(others(60_000, 60_001), [(60_001, 60_001)]);
         assert!(is_ours(60_005) && !is_ours(60_006) && !is_ours(-1) && !is_ours(c_int::MAX));
+    }
+
+    #[test]
+    fn regression_what_a_thread_of_the_runtime_opens_is_ours() {
+        let open = |name: &str, fd| {
+            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || opened(fd));
+            thread.map(|thread| thread.join().is_ok()).unwrap_or(false)
+        };
+        assert!(open("outcore-memory", 50_000) && open("of-the-program", 50_001));
+        assert!(is_ours(50_000) && !is_ours(50_001));
+        // The program has got the number by a call that the library does not see closed.
+        assert!(open("of-the-program", 50_000) && !is_ours(50_000));
     }
 }
