@@ -3,7 +3,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf '\n== %s\n' "$1"; }
+times=()
+name=
+# Names the next step, and notes how long the last one took.
+say() {
+    [ -z "$name" ] || times+=("$name, $((SECONDS - begin)) s")
+    name=$1 begin=$SECONDS
+    [ -z "$name" ] || printf '\n== %s\n' "$name"
+}
 
 say "structure"
 python3 scripts/check_tree.py
@@ -21,17 +28,14 @@ cargo metadata --locked --format-version 1 >/dev/null
 say "format"
 cargo fmt --all --check
 # Everything first, because the other steps need what this builds of the dependencies.
+all=(--features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda,outcore/strict)
 say "clippy, all that there is"
-cargo clippy --workspace --all-targets \
-    --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
+cargo clippy --workspace --all-targets "${all[@]}" -- -D warnings
 say "clippy, without features"
 cargo clippy --workspace --all-targets -- -D warnings
-say "clippy, feature strict"
-cargo clippy --workspace --all-targets --features outcore/strict -- -D warnings
 say "documentation, and the public surface"
 # Without the test kit, which would have outcore documented with its feature `testing`.
-RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude outcore-testkit --no-deps \
-    --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude outcore-testkit --no-deps "${all[@]}"
 python3 scripts/public_api.py "${CARGO_TARGET_DIR:-target}/doc/outcore"
 # In the order in which they depend on each other; each is compiled from what would be published.
 say "packages"
@@ -55,4 +59,7 @@ if [ -f fuzz/Cargo.toml ]; then
         echo "SKIPPED: no C++ compiler, the fuzz targets were not compiled"
     fi
 fi
+say ""
+printf '\n== summary, %s s\n' "$SECONDS"
+printf 'ok      %s\n' "${times[@]}"
 echo "lint: ok"

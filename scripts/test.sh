@@ -39,7 +39,7 @@ build_workspace() {
     cargo build "${everything[@]}" --lib --tests
 }
 step_workspace() {
-    cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
+    python3 scripts/run_tests.py "${everything[@]}" --lib --bins --tests
 }
 
 # The GPU's kernels, compiled for GPUs where the compilers can be had. Other tests have run them from their source.
@@ -81,12 +81,14 @@ build_strict() {
     cargo test "${everything[@]}" "${strict_tests[@]}" --no-run
 }
 step_strict() {
-    OUTCORE_STRICT=1 cargo test "${everything[@]}" "${strict_tests[@]}" --no-fail-fast -- "${same[@]/#/--skip=}"
+    OUTCORE_STRICT=1 python3 scripts/run_tests.py "${everything[@]}" "${strict_tests[@]}" -- "${same[@]/#/--skip=}"
 }
 
 # What a release build does with a transition of a page that cannot happen, where all other builds stop. A filter that
-# matches nothing would pass, so the tests are counted.
-released=(--config 'profile.dev.package.outcore-pager.debug-assertions=false' -p outcore-pager --lib)
+# matches nothing would pass, so the tests are counted. They run for a second: nothing has to be fast.
+released=(--config 'profile.dev.package.outcore-pager.debug-assertions=false'
+    --config 'profile.dev.package.outcore-pager.opt-level=0' --config 'profile.dev.package.outcore.opt-level=0'
+    --config 'profile.dev.package.outcore-testkit.opt-level=0' -p outcore-pager --lib)
 build_released() {
     cargo test "${released[@]}" --no-run
 }
