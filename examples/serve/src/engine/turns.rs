@@ -1,5 +1,8 @@
 //! Which tenant's answer begins next, where more wait than may be written at a time: start-time fair queueing (Goyal,
 //! Vin and Cheng, 1996). Tenants get tokens in proportion to their weights, however many of their requests wait.
+//!
+//! The permits of `outcore-kv` share something else, room: who has few blocks active is next. A tenant of short answers
+//! would always be, and get most of the time.
 
 use std::collections::BTreeMap;
 
