@@ -1,7 +1,7 @@
 //! What a step of the pager has its caller do.
 
 use super::granted::Granted;
-use super::move_record::{Move, Priority};
+use super::page_move::{Move, Priority};
 use crate::error::Result;
 use crate::ids::{FrameId, MoveId, RequestId, SegmentId};
 

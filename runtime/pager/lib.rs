@@ -43,22 +43,22 @@ pub mod error;
 mod granted;
 pub mod ids;
 mod links;
-mod move_record;
 mod numbers;
 mod order;
+mod page_move;
 mod pager;
 pub mod policy;
 #[doc(hidden)]
 pub mod random;
-mod request;
 mod residency;
 mod runs;
 mod stats;
 mod steps;
+mod terms;
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod told;
 mod usage;
-mod uses;
 mod views;
 mod word;
 
@@ -74,15 +74,15 @@ pub use ids::{
     Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
     SegmentClass, SegmentId, StagingId, Tier, WalkerId,
 };
-pub use move_record::{Move, Place, Priority};
+pub use page_move::{Move, Place, Priority};
 pub use pager::Pager;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};
-pub use request::{Purpose, ScopePriority, Terms};
 pub use residency::{Backing, DiskCopy, PageView};
 pub use runs::PageRun;
 pub use scope::{Holdings, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use stats::{FrameStats, PagerStats, WalkerStats};
+pub use terms::{Purpose, ScopePriority, Terms};
 pub use word::access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
 pub use word::{pin, state};

@@ -34,11 +34,11 @@ use crate::error::{Error, Result};
 use crate::granted::{Granted, Submitted, WaitCause};
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, ScopeId, SegmentClass, SegmentId};
 use crate::policy::Policy;
-use crate::request::{Purpose, Terms};
 use crate::residency::{Backing, Residency};
 use crate::runs::{PageRun, pages_of};
 use crate::scope::{Holdings, ScopeTerms};
 use crate::state::{PageWords, State};
+use crate::terms::{Purpose, Terms};
 use crate::usage::Usage;
 
 /// The state machine. See the [documentation of the crate](crate).

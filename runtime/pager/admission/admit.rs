@@ -10,14 +10,14 @@
 
 use super::Admission;
 use super::line::Class;
-use super::record::{Request, Stage};
+use super::request::{Request, Stage};
 use crate::effects::Effects;
 use crate::error::Error;
 use crate::granted::{Granted, WaitCause};
 use crate::ids::{FillPoint, PageId, RequestId};
 use crate::policy::Want;
-use crate::request::{Purpose, Terms};
 use crate::residency::{Reached, Residency};
+use crate::terms::{Purpose, Terms};
 
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

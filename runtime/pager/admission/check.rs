@@ -6,11 +6,11 @@ use std::hash::{Hash, Hasher};
 use super::Admission;
 use super::admit::Blocked;
 use super::line::{Class, Line, Source};
-use super::record::{Request, Stand};
+use super::request::{Request, Stand};
 use crate::ids::{PageId, RequestId, ScopeId};
-use crate::request::Purpose;
 use crate::residency::Residency;
 use crate::state::State;
+use crate::terms::Purpose;
 
 impl Admission {
     /// Checks everything that is kept of requests, lines and scopes.

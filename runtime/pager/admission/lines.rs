@@ -3,7 +3,7 @@
 use super::Admission;
 use super::admit::Blocked;
 use super::line::{Class, Line, Source, Turn};
-use super::record::{Request, Stage, Stand};
+use super::request::{Request, Stage, Stand};
 use super::scope::Scope;
 use crate::effects::Effects;
 use crate::ids::{PageId, RequestId, ScopeId};

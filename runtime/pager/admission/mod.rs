@@ -9,8 +9,8 @@ mod line;
 mod lines;
 mod overdue;
 mod purses;
-mod record;
 mod refuse;
+mod request;
 mod requests;
 pub mod scope;
 mod scopes;
@@ -27,7 +27,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use line::{FrameLine, Line};
-use record::Request;
+use request::Request;
 use scope::Scope;
 use slab::Slab;
 

@@ -1,11 +1,11 @@
 //! Moves that take too long.
 
 use super::Admission;
-use super::record::{Request, Stage, Stand};
+use super::request::{Request, Stage, Stand};
 use crate::effects::Effects;
 use crate::error::Error;
 use crate::ids::{MoveId, PageId, RequestId};
-use crate::move_record::Place;
+use crate::page_move::Place;
 use crate::residency::Residency;
 
 /// A move that takes too long.

@@ -2,7 +2,7 @@
 
 use super::Admission;
 use super::admit::Blocked;
-use super::record::Request;
+use super::request::Request;
 use super::scope::Scope;
 use crate::error::{Error, ErrorKind};
 use crate::ids::{PageId, ScopeId};

@@ -2,16 +2,16 @@
 
 use super::Admission;
 use super::line::{Class, Turn};
-use super::record::{Request, Stage, Stand};
+use super::request::{Request, Stage, Stand};
 use super::scope::Scope;
 use crate::effects::Effects;
 use crate::error::{Error, ErrorKind, Result};
 use crate::granted::{Granted, WaitCause};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
-use crate::request::{Purpose, ScopePriority, Terms};
 use crate::residency::Residency;
 use crate::runs::{PageRun, pages_of};
 use crate::state::State;
+use crate::terms::{Purpose, ScopePriority, Terms};
 
 impl Admission {
     /// Whether a request may be made: it asks for no more than there can be, and its scope may ask. The scope then has

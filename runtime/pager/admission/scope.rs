@@ -20,9 +20,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use crate::ids::{PageId, RequestId, SegmentId};
-use crate::request::ScopePriority;
 use crate::runs::PageRun;
 use crate::sync::{AtomicU64, Mutex, Ordering};
+use crate::terms::ScopePriority;
 
 /// The pins of one scope. Whoever pins for the scope keeps them up to date; the pager reads them when a request has to
 /// wait.

@@ -8,9 +8,9 @@ use super::scope::{Holdings, Scope, ScopeTerms};
 use crate::effects::Effects;
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, RequestId, ScopeId};
-use crate::request::{Purpose, Terms};
 use crate::residency::Residency;
 use crate::runs::{PageRun, pages_of};
+use crate::terms::{Purpose, Terms};
 
 impl Admission {
     pub(super) fn scope_id(&self, key: usize) -> ScopeId {

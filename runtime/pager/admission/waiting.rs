@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Admission;
 use super::line::{Class, Turn};
-use super::record::Stage;
+use super::request::Stage;
 use crate::ids::{PageId, PageIndex, RequestId, ScopeId, SegmentId};
 use crate::residency::Residency;
 use crate::runs::pages_of;

@@ -3,11 +3,11 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{Hash, Hasher};
 
-use super::record::MoveRecord;
+use super::move_record::MoveRecord;
 use super::table::PageEntry;
 use super::{Backing, Kept, Residency};
 use crate::ids::{PageId, PageIndex, RequestId, SegmentId};
-use crate::move_record::{Place, Priority};
+use crate::page_move::{Place, Priority};
 use crate::state::State;
 use crate::stats::Tails;
 

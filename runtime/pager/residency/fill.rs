@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::ids::{FillPoint, MoveId, RequestId};
-use crate::move_record::Priority;
+use crate::page_move::Priority;
 
 /// A fill under way.
 #[derive(Debug)]

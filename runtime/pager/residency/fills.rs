@@ -1,13 +1,13 @@
 //! Fills: how they begin, and how they end.
 
 use super::fill::Fill;
-use super::record::MoveRecord;
+use super::move_record::MoveRecord;
 use super::table::PageEntry;
 use super::{Change, Kept, Residency};
 use crate::effects::Effects;
 use crate::error::{Error, Result};
 use crate::ids::{FillPoint, FrameId, MoveId, PageId, RequestId};
-use crate::move_record::{Place, Priority};
+use crate::page_move::{Place, Priority};
 use crate::state::Claim;
 use crate::steps::step;
 

@@ -4,7 +4,7 @@ use super::hint::Hint;
 use super::{Kept, Residency};
 use crate::effects::Effects;
 use crate::ids::{PageId, WalkerId};
-use crate::move_record::Priority;
+use crate::page_move::Priority;
 use crate::policy::Want;
 
 /// The most hints that are kept. Later ones are dropped.

@@ -1,11 +1,11 @@
 //! Moves: how they are started, and how they end.
 
 use super::Residency;
-use super::record::MoveRecord;
+use super::move_record::MoveRecord;
 use crate::effects::Effects;
 use crate::error::Result;
 use crate::ids::{MoveId, PageId};
-use crate::move_record::{Move, Place, Priority};
+use crate::page_move::{Move, Place, Priority};
 use crate::steps::step;
 
 impl Residency {

@@ -6,7 +6,7 @@ use crate::effects::Effects;
 use crate::error::{Error, ErrorKind};
 use crate::granted::WaitCause;
 use crate::ids::{FillPoint, PageId, RequestId};
-use crate::move_record::Priority;
+use crate::page_move::Priority;
 use crate::state::{Claim, Illegal, State, TryPin};
 
 /// What a request finds when it reaches for a page.

@@ -8,7 +8,7 @@ use super::table::PageEntry;
 use super::{Kept, Residency};
 use crate::effects::Effects;
 use crate::ids::{FrameId, HostFrameId, PageId};
-use crate::move_record::{Place, Priority};
+use crate::page_move::{Place, Priority};
 use crate::policy::{Take, Want};
 use crate::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 

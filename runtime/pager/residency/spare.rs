@@ -3,7 +3,7 @@
 use super::table::PageEntry;
 use super::{Backing, Residency};
 use crate::ids::{MoveId, PageId};
-use crate::move_record::Place;
+use crate::page_move::Place;
 
 /// What a read-write page has in its place on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use super::table::PageEntry;
 use super::{Backing, Kept, Residency};
 use crate::effects::Effects;
 use crate::ids::{FrameId, HostFrameId, PageId};
-use crate::move_record::{Place, Priority};
+use crate::page_move::{Place, Priority};
 use crate::policy::Want;
 
 impl Residency {

@@ -1,12 +1,12 @@
 //! Copies down and write backs: how they end.
 
 use super::Residency;
-use super::record::MoveRecord;
+use super::move_record::MoveRecord;
 use super::table::PageEntry;
 use crate::effects::Effects;
 use crate::error::{Error, Result};
 use crate::ids::{FrameId, HostFrameId, PageId};
-use crate::move_record::Priority;
+use crate::page_move::Priority;
 use crate::state::{BeginEvict, Claim, State};
 
 /// How many write backs of one page may fail in a row while somebody waits for its frame and there is no other. Then

@@ -1,7 +1,7 @@
-//! What is kept of a move.
+//! What residency keeps of a move that has not ended.
 
 use crate::ids::{PageId, StagingId};
-use crate::move_record::{Place, Priority};
+use crate::page_move::{Place, Priority};
 
 /// A move in flight, or waiting for its staging buffer.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! Moves: what each copies, from where to where, and how urgently.
+//! A move: what it copies, from where to where, and how urgently.
 
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, StagingId};
 

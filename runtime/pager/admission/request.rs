@@ -1,10 +1,10 @@
-//! What is kept of a request: what it asks for, and where it stands.
+//! A request: what it asks for, and where it stands.
 
 use super::line::{Source, Turn};
 use crate::granted::WaitCause;
 use crate::ids::PageId;
-use crate::request::{Purpose, Terms};
 use crate::runs::PageRun;
+use crate::terms::{Purpose, Terms};
 
 /// How far a request has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

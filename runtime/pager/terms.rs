@@ -1,4 +1,4 @@
-//! What a request says of itself: what it is for, whose it is, how urgent.
+//! The terms of a request: what it is for, whose it is, how urgent it is.
 
 use crate::ids::{ScopeId, WalkerId};
 
@@ -20,7 +20,7 @@ pub enum Purpose {
 pub struct Terms {
     /// What the pins are for.
     pub purpose: Purpose,
-    /// The scope it belongs to. Without one, the request is a scope of its own.
+    /// The scope it belongs to. Without one it is outside of scopes, and is taken to hold nothing.
     pub scope: Option<ScopeId>,
     /// The walker that uses the pages.
     pub walker: WalkerId,
