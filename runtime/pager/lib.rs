@@ -10,7 +10,7 @@
 //! 2. Frames in use never exceed the budget. A fill starts only when it owns its frame, and its staging buffer where it
 //!    needs one.
 //! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admission`). A request whose
-//!    [scope] holds pins waits for moves only. So no two of them wait for each other.
+//!    [scope] holds pins never waits for another holder (`docs/liveness.md`).
 //! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`. The frames in purses exist. One frame is on
 //!    its way for each admitted page that has none yet, and for each frame still to be set aside. Where a failure
 //!    breaks this, the pump repairs it by choosing another victim.

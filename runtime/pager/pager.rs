@@ -105,6 +105,7 @@ impl Pager {
         for page in runs.iter().flat_map(|run| run.pages()) {
             let snapshot = self.residency.word(page).load();
             cause = earlier(cause, self.residency.cause_for(page, snapshot.state));
+            // Counts only, and tells the policy. Whether the request gets the page is decided by `Residency::reach`.
             if snapshot.is_resident() || snapshot.state == State::Evicting {
                 self.used(page, snapshot.fresh, writes, 1);
             } else {

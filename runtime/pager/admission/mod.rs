@@ -48,11 +48,13 @@ pub(crate) struct Admission {
     page_lines: HashMap<PageId, Line>,
     /// Pages whose lines are to be served, because something has happened to them.
     moved: Vec<PageId>,
-    /// Requests to try again because what they wait for has changed, for example the line they stand in.
+    /// Requests to try again wherever they stand: their scopes have got the first pin, or have got or given up what
+    /// they reserve, so that these requests are served differently from now on.
     nearly: Vec<RequestId>,
     /// Scopes whose purses are to be served: a frame has come, or one of their requests wants fewer.
     filled: Vec<ScopeId>,
-    /// Whether there may be more frames than when the line for frames was last served, or a request wants fewer.
+    /// Whether the line for frames is to be served: there may be more frames than when it was last served, or a request
+    /// in it wants fewer or has left.
     eased: bool,
     /// How many times a request was looked at to see whether it can go on.
     looks: u64,
@@ -83,7 +85,8 @@ pub(crate) struct Admission {
     next_serial: u32,
     /// How many runs of live requests there are, by segment.
     by_segment: Vec<u32>,
-    /// Room for what is heard of residency. Empty between calls.
+    /// A buffer that [`hear`](Self::hear) exchanges for residency's list of changes, so that neither allocates a new
+    /// one. Empty between calls.
     heard: VecDeque<Change>,
     stats: PagerStats,
 }

@@ -7,14 +7,9 @@
 //! A scope that reserves has its frames set aside at the start, in a purse. It spends them on pages that are missing.
 //! When the pins end, the purse is filled again before anybody else gets a frame.
 //!
-//! # Who waits for whom
-//!
-//! 1. A request gets all that it asks for, or waits in line and holds nothing. At most 16 later ones pass it.
-//! 2. A request whose scope holds pins waits for moves, and for pins of its own scope that end behind a stream. It
-//!    never waits for another holder: it is refused with [`Busy`](crate::ErrorKind::Busy).
-//!
-//! So whoever waits for a holder holds no pins, and no two wait for each other. A pin outside of scopes is a scope of
-//! its own that holds nothing; a thread that nests such pins is on its own.
+//! A request whose scope holds pins never waits for another holder: it is refused with
+//! [`Busy`](crate::ErrorKind::Busy). A pin outside of scopes is taken to hold nothing, whatever else its thread has
+//! pinned. `docs/liveness.md` has the rules, and why no request waits for ever.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;

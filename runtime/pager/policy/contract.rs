@@ -100,7 +100,10 @@ pub struct WalkerPlace {
 ///
 /// Furthermore:
 ///
-/// - A request for several pages makes all its `accessed` first, then `unit` if it has to wait.
+/// - A request that takes the latch makes all its `accessed` first, then `unit`, whether it then waits or not. A pin of
+///   resident pages that takes no latch makes no `unit`.
+/// - The first use of a page that was filled ahead is an `accessed` that follows `inserted`. A policy that counts uses
+///   must not take `inserted` for one use and this for a second.
 /// - Hits are told in batches: at the next call that takes the runtime's latch, such as a fault or the end of a fill.
 ///   The order of one thread's uses is kept, the order between threads is not. Uses of one page in a row are one call.
 /// - [`victim`](Self::victim) need not change anything. A page is to be forgotten in `removed`, which follows for each
@@ -140,7 +143,7 @@ pub trait Policy: Send + fmt::Debug {
     fn name(&self) -> &'static str;
     /// Sets the sizes of the tiers and of the lookahead, in pages. Called at the start and whenever they change.
     fn resize(&mut self, _frames: u32, _host_frames: u32, _lookahead: u32) {}
-    /// A request pins this many pages at once.
+    /// A request that takes the latch asks for this many pages at once.
     fn unit(&mut self, _pages: u32) {}
     /// A segment that is about to be [added](Self::segment) is of this class.
     fn class(&mut self, _segment: SegmentId, _class: SegmentClass) {}

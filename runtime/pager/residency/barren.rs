@@ -13,7 +13,7 @@ use crate::ids::PageId;
 /// uses the page or its host copy, and ends. A page that becomes resident is listed, because its pins carry no mark.
 #[derive(Debug, Default)]
 pub(super) struct Barren {
-    /// Pages that may go, or whose pins may carry no mark, in the order in which they were listed. `None` if there was
-    /// no such search.
+    /// The only resident pages that may be able to go: since the search something has happened to each, so that it may
+    /// go, or its pins may carry no mark. In the order in which they were listed. `None` if there was no such search.
     pub(super) heard: Option<VecDeque<PageId>>,
 }

@@ -148,7 +148,8 @@ pub(crate) struct Residency {
     stats: PagerStats,
     /// What has happened that requests may wait for, in order.
     changes: VecDeque<Change>,
-    /// Whether there may be more frames for requests than before.
+    /// Whether the line for frames is to be served: since [`take_changes`](Self::take_changes) a page may have become
+    /// able to go, a frame may have come, or a fill has begun of a page for which a request wanted a frame.
     eased: bool,
     /// What has become resident, or has ceased to be.
     arrivals: Vec<Arrival>,

@@ -83,7 +83,9 @@ impl Residency {
         self.hear_of(page);
     }
 
-    /// [`may_go`](Self::may_go) for a page that was kept only by a request that was tried in vain.
+    /// Has the next search for a victim look at this page, without saying that there may be more frames. Enough by
+    /// itself for a page that was kept only by a request that was tried in vain; otherwise see
+    /// [`may_go`](Self::may_go).
     pub(super) fn hear_of(&mut self, page: PageId) {
         let Some(heard) = &mut self.barren.heard else { return };
         heard.push_back(page);
