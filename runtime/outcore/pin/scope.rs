@@ -174,7 +174,7 @@ fn ended() -> Error {
 /// A task that holds guards and asks for more pins all of them [in a scope](crate::PinRequest::in_scope). Two rules say
 /// what it waits for:
 ///
-/// 1. A pin gets all that it asks for, or is queued and holds nothing. At most 16 later ones bypass it. This is so
+/// 1. A pin gets all that it asks for, or waits in line and holds nothing. At most 16 later ones pass it. This is so
 ///    for the first pins of a scope, for what it [reserves](ScopeBuilder::reserve), and for pins outside of scopes.
 /// 2. A pin of a scope that holds guards passes the line, because others may wait for these guards. It waits for reads
 ///    and write backs under way, and never for guards of others: if they have what it asks for, it gets
