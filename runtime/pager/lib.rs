@@ -50,6 +50,7 @@ mod pager;
 pub mod policy;
 #[doc(hidden)]
 pub mod random;
+mod reported;
 mod residency;
 mod runs;
 mod stats;
@@ -57,7 +58,6 @@ mod steps;
 mod terms;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod told;
 mod usage;
 mod views;
 mod word;

@@ -1,5 +1,5 @@
-//! What the pager is told of uses: those that were (hits, walkers), and those that are to come (hints, plans). These
-//! calls change `Usage`, and tell the policy.
+//! What programs report of uses: those that were (hits, walkers), and those that are to come (hints, plans). These
+//! calls change `Usage`, and notify the policy.
 
 use crate::Pager;
 use crate::effects::Effects;
