@@ -218,7 +218,8 @@ fn regression_long_copies_are_asked_about_a_few_times() {
     let asked = fake.calls("cuEventQuery");
     (0..COPIES).for_each(|_| copy());
     let asked = fake.calls("cuEventQuery") - asked;
-    assert!(asked <= 10 * COPIES, "{asked} questions about {COPIES} copies");
+    // Every few microseconds would be hundreds for each. A busy machine ends copies later than was foreseen.
+    assert!(asked <= 50 * COPIES, "{asked} questions about {COPIES} copies");
     rig.finish(&fake);
 }
 

@@ -36,6 +36,26 @@ fn safe_interface() {
     fake.finish();
 }
 
+/// Bare work behind a host function ran when its turn came, with addresses that meant nothing.
+#[test]
+fn regression_bare_work_behind_other_work_does_nothing() {
+    let fake = Fake::load();
+    {
+        let context = context();
+        let stream = context.new_stream().unwrap();
+        fake.set_bare(true);
+        let (begin, begun) = mpsc::channel::<()>();
+        host_function(&stream, move || begun.recv().unwrap()).unwrap();
+        // Nothing is at this address.
+        let back = Locked::filled(&context, 16, 7);
+        copy_out(&stream, back.pointer(), 1, 16).unwrap();
+        begin.send(()).unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(back.bytes(), [7; 16]);
+    }
+    fake.finish();
+}
+
 #[test]
 fn bytes_go_there_and_back_on_two_streams() {
     let fake = Fake::load();

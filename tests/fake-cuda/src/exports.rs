@@ -229,9 +229,9 @@ pub extern "C" fn fakecuda_blocking_events() -> u64 {
     lock().blocking_events
 }
 
-/// Copies, fills, kernels and events end when they are submitted, do nothing, and are not judged; nor does a launch of
-/// a graph do anything. Mapping changes no page tables. Only the bookkeeping of calls is left, so that the program
-/// above can be measured.
+/// Copies, fills, kernels and events end when they are submitted, or with the work before them, do nothing, and are not
+/// judged; nor does a launch of a graph do anything. Mapping changes no page tables. Only the bookkeeping of calls is
+/// left, so that the program above can be measured.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_bare(bare: bool) {
     let mut driver = lock();

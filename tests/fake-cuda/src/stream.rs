@@ -128,10 +128,8 @@ pub fn submit(driver: &mut Guard, handle: u64, work: Work) -> Outcome {
     let Some(timeline) = driver.streams.get(&handle).map(|stream| stream.timeline) else {
         return Err(ERROR_INVALID_HANDLE);
     };
-    if driver.config.bare
-        && work.is_quiet()
-        && driver.timelines[timeline].completed == driver.timelines[timeline].submitted
-    {
+    let bare = driver.config.bare && work.is_quiet();
+    if bare && driver.timelines[timeline].completed == driver.timelines[timeline].submitted {
         let timeline = &mut driver.timelines[timeline];
         timeline.submitted += 1;
         timeline.completed += 1;
@@ -147,7 +145,8 @@ pub fn submit(driver: &mut Guard, handle: u64, work: Work) -> Outcome {
     clock.join(&driver.known);
     clock.raise(timeline, number);
     let op = Op { what: format!("{} on {}", work.what, driver.timelines[timeline].label).into(), timeline, number };
-    let run = ready(driver, &op, &clock, &work)?;
+    // Bare work does nothing where it waits for other work either: its addresses may mean nothing.
+    let run = if bare { None } else { ready(driver, &op, &clock, &work)? };
     driver.timelines[timeline].tail = clock;
     push(driver, timeline, run, None)
 }
