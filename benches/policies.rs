@@ -13,9 +13,8 @@ mod support;
 use std::hint::black_box;
 use std::num::NonZeroU32;
 
-use outcore::PolicyKind;
 use outcore::policy::{PageId, PageIndex, SegmentId};
-use outcore_lab::sim::Trace;
+use outcore_lab::sim::{AnyPolicy, Trace};
 use outcore_pager::ids::SegmentClass;
 use outcore_pager::policy::Policy;
 use outcore_pager::policy::bare::BareCache;
@@ -31,7 +30,7 @@ fn nanos(start: f64, uses: usize) -> f64 {
     (support::cpu_seconds() - start) * 1e9 / uses as f64
 }
 
-fn full(kind: PolicyKind, pages: u32) -> Box<dyn Policy> {
+fn full(kind: AnyPolicy, pages: u32) -> Box<dyn Policy> {
     let mut policy = kind.build();
     policy.resize(pages, 0, 0);
     policy.segment(SegmentId::new(0), pages);
@@ -51,7 +50,7 @@ fn hits(policy: &mut dyn Policy, order: &[u32]) -> f64 {
 }
 
 /// Nanoseconds for each use of a cycle over more pages than fit, whose order is declared.
-fn cycle(kind: PolicyKind, frames: u32, uses: usize) -> f64 {
+fn cycle(kind: AnyPolicy, frames: u32, uses: usize) -> f64 {
     let pages: Vec<PageId> = (0..frames + frames / 4).map(page).collect();
     let mut cache = BareCache::new(kind.build(), frames);
     cache.segment(SegmentId::new(0), SegmentClass::Weights, pages.len() as u32);
@@ -68,7 +67,7 @@ fn cycle(kind: PolicyKind, frames: u32, uses: usize) -> f64 {
 }
 
 /// Hit ratio and nanoseconds.
-fn misses(kind: PolicyKind, trace: &mut Trace, frames: u32) -> (f64, f64) {
+fn misses(kind: AnyPolicy, trace: &mut Trace, frames: u32) -> (f64, f64) {
     let policy = kind.build();
     let start = support::cpu_seconds();
     let counts = trace.replay(policy, NonZeroU32::new(frames).unwrap(), &mut |_| ()).unwrap();
@@ -109,7 +108,7 @@ fn main() {
         .collect();
     let reads = Spread::of(&reads);
     println!("  {:10} {reads:.1}", "an array");
-    for kind in PolicyKind::ALL.into_iter().filter(|kind| only == "all" || only == kind.name()) {
+    for kind in AnyPolicy::all(&[]).filter(|kind| only == "all" || only == kind.name()) {
         let mut policy = full(kind, pages);
         let (mut hit, mut miss, mut cyclic, mut ratio) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
         for _ in 0..rounds {

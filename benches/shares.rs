@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use outcore::policy::{PageIndex, SegmentClass};
 use outcore::{Lookahead, PageSize, PolicyKind};
-use outcore_lab::sim::AtOnce;
+use outcore_lab::sim::{AnyPolicy, AtOnce, Baseline};
 use outcore_pager::{Backing, Move, PageRun, PagerConfig, Place, Purpose, pin};
 use serde_json::json;
 use support::Random;
@@ -34,18 +34,24 @@ const PASS_COMPUTE: f64 = 3e-3;
 const TOKEN_COMPUTE: f64 = 1e-4;
 
 /// The policies tried for a pool of one class, and those for one pool of both.
-const OF_A_SPLIT: [PolicyKind; 6] =
-    [PolicyKind::Plan, PolicyKind::Auto, PolicyKind::Kv, PolicyKind::Lirs, PolicyKind::WTinyLfu, PolicyKind::Mru];
-const FOR_BOTH: [PolicyKind; 9] = [
-    PolicyKind::Shares,
-    PolicyKind::Plan,
-    PolicyKind::Auto,
-    PolicyKind::Kv,
-    PolicyKind::Lirs,
-    PolicyKind::S3Fifo,
-    PolicyKind::WTinyLfu,
-    PolicyKind::Lru,
-    PolicyKind::Mru,
+const OF_A_SPLIT: [AnyPolicy; 6] = [
+    AnyPolicy::Kind(PolicyKind::Plan),
+    AnyPolicy::Kind(PolicyKind::Auto),
+    AnyPolicy::Kind(PolicyKind::Kv),
+    AnyPolicy::Kind(PolicyKind::Lirs),
+    AnyPolicy::Kind(PolicyKind::WTinyLfu),
+    AnyPolicy::Baseline(Baseline::Mru),
+];
+const FOR_BOTH: [AnyPolicy; 9] = [
+    AnyPolicy::Kind(PolicyKind::Shares),
+    AnyPolicy::Kind(PolicyKind::Plan),
+    AnyPolicy::Kind(PolicyKind::Auto),
+    AnyPolicy::Kind(PolicyKind::Kv),
+    AnyPolicy::Kind(PolicyKind::Lirs),
+    AnyPolicy::Kind(PolicyKind::S3Fifo),
+    AnyPolicy::Kind(PolicyKind::WTinyLfu),
+    AnyPolicy::Kind(PolicyKind::Lru),
+    AnyPolicy::Baseline(Baseline::Mru),
 ];
 
 /// The experts of each layer.
@@ -334,7 +340,7 @@ enum Holds {
 }
 
 /// Runs the uses of these classes through a pager. Returns, for each pass, how many pages moved from and to the disk.
-fn moved(load: &Load, holds: Holds, policy: PolicyKind, declared: bool, frames: u32) -> Vec<u32> {
+fn moved(load: &Load, holds: Holds, policy: AnyPolicy, declared: bool, frames: u32) -> Vec<u32> {
     let config = PagerConfig {
         frames,
         host_frames: 0,
@@ -394,7 +400,7 @@ impl Load {
 }
 
 /// A policy of a pool, and whether it is told the order of the weights.
-type Under = (PolicyKind, bool);
+type Under = (AnyPolicy, bool);
 
 fn name((policy, declared): Under) -> String {
     format!("{policy}{}", if declared { ", declared" } else { "" })
@@ -402,12 +408,12 @@ fn name((policy, declared): Under) -> String {
 
 /// The policies of a pool.
 fn under(load: &Load, holds: Holds) -> Vec<Under> {
-    let kinds: &[PolicyKind] = match holds {
+    let kinds: &[AnyPolicy] = match holds {
         Holds::Both => &FOR_BOTH,
         _ => &OF_A_SPLIT,
     };
-    let takes_orders = |kind: PolicyKind| matches!(kind, PolicyKind::Plan | PolicyKind::Shares);
-    let declared = kinds.iter().filter(|kind| load.dense && holds != Holds::Keys && takes_orders(**kind));
+    let takes_orders = [PolicyKind::Plan, PolicyKind::Shares].map(AnyPolicy::from);
+    let declared = kinds.iter().filter(|kind| load.dense && holds != Holds::Keys && takes_orders.contains(kind));
     kinds.iter().map(|kind| (*kind, false)).chain(declared.map(|kind| (*kind, true))).collect()
 }
 

@@ -23,7 +23,9 @@ use outcore::policy::{PageIndex, SegmentClass, SegmentId};
 use outcore::store::QueueDepth;
 use outcore::{Bytes, DType, Lookahead, PageSize, Plan, PolicyKind, Runtime, Tensor, format};
 use outcore_lab::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
-use outcore_lab::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
+use outcore_lab::sim::{
+    AnyPolicy, Baseline, ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate,
+};
 use outcore_pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
 use serde_json::{Value, json};
 use support::{Spread, pass};
@@ -87,7 +89,7 @@ struct Point {
     page: Bytes,
     /// Frames, in percent of the model's pages.
     budget: u64,
-    policy: PolicyKind,
+    policy: AnyPolicy,
     /// Pages of a tensor. Each step uses one tensor.
     tensor: u64,
     /// Compute of a step, as a multiple of the time that its pages take on the link.
@@ -99,11 +101,12 @@ fn points() -> Vec<Point> {
     for page in [Bytes::mib(1), Bytes::mib(2)] {
         for budget in [25, 60] {
             for (policy, ratio) in [(PolicyKind::Plan, 0.2), (PolicyKind::Plan, 1.0), (PolicyKind::Lru, 0.2)] {
-                points.push(Point { page, budget, policy, tensor: 1, ratio });
+                points.push(Point { page, budget, policy: policy.into(), tensor: 1, ratio });
             }
         }
     }
-    for (policy, ratio) in [(PolicyKind::Plan, 0.5), (PolicyKind::Mru, 0.5), (PolicyKind::S3Fifo, 0.0)] {
+    let policies = [PolicyKind::Plan.into(), Baseline::Mru.into(), PolicyKind::S3Fifo.into()];
+    for (policy, ratio) in policies.into_iter().zip([0.5, 0.5, 0.0]) {
         points.push(Point { page: Bytes::mib(1), budget: 40, policy, tensor: 3, ratio });
     }
     points
@@ -131,8 +134,8 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         disks.push(disk);
         let budget = Bytes::new(size.get() / page.bytes() * point.budget / 100 * page.bytes());
         let each = link.time_of(len).mul_f64(point.ratio);
-        let runtime =
-            Runtime::builder().device_budget(budget).page_size(page).policy(point.policy).link(link).open().unwrap();
+        let builder = Runtime::builder().device_budget(budget).page_size(page).link(link);
+        let runtime = point.policy.set_on(builder).open().unwrap();
         let tensors = tensors_of(&runtime, &file.0, count);
         runtime.plan(Plan::Cycle(&tensors));
         for _ in 0..2 {
@@ -160,7 +163,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
             jitter: 0.0,
         };
         let settings = Settings {
-            policy: point.policy.into(),
+            policy: point.policy,
             page_size: page,
             step_pages: Some(NonZeroU32::MAX),
             passes: NonZeroU32::new(rounds as u32 + 3).unwrap(),
@@ -171,8 +174,8 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let ratio = simulated / measured.median;
         // Other work on the machine can only make a pass longer.
         let of_least = simulated / measured.least;
-        let forecast =
-            (point.policy == PolicyKind::Plan).then(|| forecast(size, budget, link, disk, computed) / measured.median);
+        let forecast = (point.policy == PolicyKind::Plan.into())
+            .then(|| forecast(size, budget, link, disk, computed) / measured.median);
         forecasts.extend(forecast);
         let told = forecast.map_or_else(String::new, |forecast| format!("{forecast:.3}"));
         println!(

@@ -129,7 +129,7 @@ int main(int argc, char **argv)
     outcore_model *model = NULL;
     /* Experts have no order that a plan could follow; some are drawn more often than others. */
     outcore_options options = {
-        .size = sizeof options, .device_budget = budget, .policy = "lfu", .for_model = argv[1]};
+        .size = sizeof options, .device_budget = budget, .policy = "model", .for_model = argv[1]};
     check(outcore_runtime_open(&options, &runtime, &error), error, "open a runtime");
     check(outcore_model_open(runtime, argv[1], &model, &error), error, "open the model");
 

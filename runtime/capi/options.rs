@@ -25,8 +25,8 @@ pub struct outcore_options {
     pub host_budget: u64,
     /// Bytes of a page: a power of two, 4096 or more. 0: 2 MiB, or what suits `for_model`.
     pub page_size: u64,
-    /// The policy by its name: "plan" (the default; of the device "faulting" it is "model"), "lru", "lfu", "arc", "kv"
-    /// and others; a wrong name is an error that lists them.
+    /// The policy by its name: "plan" (the default; of the device "faulting" it is "model"), "lru", "arc", "kv" and
+    /// others; a wrong name is an error that lists them.
     pub policy: *const c_char,
     /// The folder of the scratch file of tensors from `outcore_alloc`. NULL: a folder on a disk is looked for.
     pub scratch_dir: *const c_char,

@@ -59,9 +59,9 @@ pub struct Options {
     /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity, allow_hyphen_values = true)]
     capacity: Vec<NonZeroU32>,
-    /// Policies, separated by commas: lru, plan, model, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv,
-    /// shares, auto, mru, random; plan-declared: plan, told the order of the first pass in advance; opt: the optimum,
-    /// which is always shown; or all
+    /// Policies, separated by commas: lru, plan, model, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, auto, fifo,
+    /// clock, lfu, sieve, mru, random; plan-declared: plan, told the order of the first pass in advance; opt: the
+    /// optimum, which is always shown; or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
     /// Draw miss ratios by capacity into this file

@@ -14,7 +14,7 @@ struct Range {
 /// Which numbers belong to which segment: consecutive ones, as many as it has pages. Numbers of a segment that is gone
 /// are given out again. A step takes time that grows with the logarithm of the number of segments.
 #[derive(Clone, Debug)]
-pub(super) struct PageNumbers {
+pub struct PageNumbers {
     /// For each segment its first number and how many it has. An unknown segment has none.
     of_segment: Vec<(u32, u32)>,
     /// The ranges of segments, by first number.
@@ -62,7 +62,7 @@ impl PageNumbers {
     }
 
     /// Numbers a segment's pages. If too few numbers are left, they get none.
-    pub(super) fn add(&mut self, segment: SegmentId, pages: u32) {
+    pub fn add(&mut self, segment: SegmentId, pages: u32) {
         self.remove(segment);
         if pages == 0 {
             return;
@@ -78,7 +78,7 @@ impl PageNumbers {
     }
 
     /// Frees the numbers of a segment that is gone.
-    pub(super) fn remove(&mut self, segment: SegmentId) {
+    pub fn remove(&mut self, segment: SegmentId) {
         let Some(known) = self.of_segment.get_mut(segment.index()) else { return };
         let (mut first, mut len) = std::mem::take(known);
         if len == 0 {
@@ -102,24 +102,24 @@ impl PageNumbers {
     }
 
     /// The numbers of a segment's pages.
-    pub(super) fn of_segment(&self, segment: SegmentId) -> std::ops::Range<usize> {
+    pub fn of_segment(&self, segment: SegmentId) -> std::ops::Range<usize> {
         let (first, pages) = self.of_segment.get(segment.index()).copied().unwrap_or_default();
         first as usize..(first + pages) as usize
     }
 
     /// The end of the numbers given out: all of them are smaller.
-    pub(super) fn end(&self) -> usize {
+    pub fn end(&self) -> usize {
         self.ranges.last_key_value().map_or(0, |(first, range)| (first + range.pages) as usize)
     }
 
     /// The page's number, if its segment is known and has the page.
-    pub(super) fn number(&self, page: PageId) -> Option<u32> {
+    pub fn number(&self, page: PageId) -> Option<u32> {
         let (first, pages) = *self.of_segment.get(page.segment.index())?;
         (page.index.0 < pages).then_some(first + page.index.0)
     }
 
     /// The page with this number, which must have been given out.
-    pub(super) fn page(&self, number: u32) -> PageId {
+    pub fn page(&self, number: u32) -> PageId {
         let found = self.ranges.range(..=number).next_back();
         invariant!(found.is_some(), "page number {number} was never given out");
         let (first, segment) = found.map_or((0, SegmentId(0)), |(first, range)| (*first, range.segment));
@@ -128,7 +128,7 @@ impl PageNumbers {
 }
 
 /// Resizes an array by number to `len`. New places get `empty`. Keeps its memory close to what that needs.
-pub(super) fn fit<T: Clone>(array: &mut Vec<T>, len: usize, empty: T) {
+pub fn fit<T: Clone>(array: &mut Vec<T>, len: usize, empty: T) {
     if len > array.capacity() {
         array.reserve_exact((len - array.len()).max(array.len() / 16));
     }

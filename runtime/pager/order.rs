@@ -47,12 +47,12 @@ impl Order {
         self.list.len as usize
     }
 
-    pub(super) fn contains(&self, page: PageId) -> bool {
+    pub fn contains(&self, page: PageId) -> bool {
         self.numbers.number(page).is_some_and(|number| self.links.present(number))
     }
 
     /// Makes the page the last to leave, if it is in the list.
-    pub(super) fn touch(&mut self, page: PageId) {
+    pub fn touch(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
             && self.links.present(number)
         {
@@ -61,14 +61,14 @@ impl Order {
     }
 
     /// Makes the page the last to leave. Inserts it if it is not in the list.
-    pub(super) fn insert(&mut self, page: PageId) {
+    pub fn insert(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
         self.remove_number(number);
         self.links.push_last(&mut self.list, number);
     }
 
     /// Makes the page the first to leave, if it is in the list.
-    pub(super) fn demote(&mut self, page: PageId) {
+    pub fn demote(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
             && self.links.present(number)
         {

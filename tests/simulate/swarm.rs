@@ -10,10 +10,10 @@ use std::time::Duration;
 use outcore::device::LinkModel;
 use outcore::policy::SegmentClass;
 use outcore::store::QueueDepth;
-use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Result};
+use outcore::{Bytes, ErrorKind, Lookahead, PageSize, Result};
 use outcore_lab::sim::{
-    ComputeModel, DiskModel, Guest, MachineModel, Part, Settings, Share, Simulated, Span, Step, Trouble, TroubleKind,
-    When, Workload, simulate,
+    AnyPolicy, ComputeModel, DiskModel, Guest, MachineModel, Part, Settings, Share, Simulated, Span, Step, Trouble,
+    TroubleKind, When, Workload, simulate,
 };
 use outcore_pager::Backing;
 
@@ -103,7 +103,7 @@ fn calm_case(rng: &mut Rng) -> Case {
     // This step makes sure that every pass has one.
     steps.push(Step { spans: vec![Span { segment: 0, offset: 0, len: 1, row: 1 }], share: Share::All, writes: false });
     let settings = Settings {
-        policy: (*rng.pick(&PolicyKind::ALL)).into(),
+        policy: *rng.pick(&AnyPolicy::all(&[]).collect::<Vec<_>>()),
         page_size: page,
         lookahead: *rng.pick(&[Lookahead::Auto, Lookahead::Off, Lookahead::Bytes(Bytes::kib(16))]),
         step_pages: if rng.one_in(2) { None } else { Some(count(1 + rng.below(8) as u32)) },

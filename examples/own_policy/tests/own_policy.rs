@@ -81,7 +81,7 @@ fn a_wrong_name_is_refused_with_the_closest_of_all_names() {
             let message = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(output.status.code(), Some(2), "{message}");
             assert!(message.contains(&format!("the closest name is {near};")), "{message}");
-            assert!(message.contains("lru, plan, model, fifo") && message.contains("random, slru"), "{message}");
+            assert!(message.contains("lru, plan, model, s3fifo") && message.contains("random, slru"), "{message}");
         }
     }
 }

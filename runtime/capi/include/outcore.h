@@ -197,8 +197,8 @@ typedef struct {
    */
   uint64_t page_size;
   /**
-   * The policy by its name: "plan" (the default; of the device "faulting" it is "model"), "lru", "lfu", "arc", "kv"
-   * and others; a wrong name is an error that lists them.
+   * The policy by its name: "plan" (the default; of the device "faulting" it is "model"), "lru", "arc", "kv" and
+   * others; a wrong name is an error that lists them.
    */
   const char *policy;
   /**

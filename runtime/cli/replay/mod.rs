@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use outcore::format::{self, Metadata};
-use outcore::{Bytes, DType, Error, ErrorKind, PageSize, PolicyKind, Result};
+use outcore::{Bytes, DType, Error, ErrorKind, PageSize, Result};
 use outcore_kv::{KvLayout, KvShape, TenantId, Token};
 use outcore_lab::planning::Shape;
-use outcore_lab::sim::{MachineModel, ServerRequest, ServerRequests};
+use outcore_lab::sim::{AnyPolicy, MachineModel, ServerRequest, ServerRequests};
 use outcore_pager::random;
 
 pub use self::found::Found;
@@ -87,7 +87,7 @@ pub struct Options {
     page_size: PageSize,
     /// The policy that says which pages leave the device: one of those of `outcore policies`
     #[arg(long, value_name = "NAME", default_value = "kv")]
-    policy: PolicyKind,
+    policy: AnyPolicy,
     /// Blocks that were found are put into the store each time that so many requests have ended, and at the end
     #[arg(long, value_name = "N", default_value = "16")]
     save_every: NonZeroU64,

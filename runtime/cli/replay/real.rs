@@ -39,13 +39,12 @@ impl Real {
         device_frames(options.device, setup.layout.block_room().get())?;
         let failed = |cause| Error::io(format!("make the folder {}", folder.display()), cause);
         fs::create_dir_all(folder).map_err(failed)?;
-        let runtime = Runtime::builder()
+        let builder = Runtime::builder()
             .page_size(options.page_size)
             .device_budget(options.device)
             .host_budget(options.host)
-            .policy(options.policy)
-            .scratch_dir(folder)
-            .open()?;
+            .scratch_dir(folder);
+        let runtime = options.policy.set_on(builder).open()?;
         let layout = setup.layout.clone();
         let pool = match options.store {
             Bytes::ZERO => KvPool::open(&runtime, layout, MODEL, setup.blocks)?,

@@ -1,8 +1,12 @@
-//! Policies by name: those that ship, and a program's own.
+//! Policies by name: those that ship, baselines, and a program's own.
 
+use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 
+use outcore::RuntimeBuilder;
+
+use super::baselines::Baseline;
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::pager::{Policy, PolicyKind};
 
@@ -17,7 +21,8 @@ pub struct OwnPolicy {
 }
 
 impl OwnPolicy {
-    /// Makes an entry; `build` makes a new policy for each cache. A name that a [`PolicyKind`] has hides that kind.
+    /// Makes an entry; `build` makes a new policy for each cache. The name of a [`PolicyKind`] or a
+    /// [`Baseline`] hides that one.
     pub const fn new(name: &'static str, build: fn() -> Box<dyn Policy>) -> Self {
         Self { name, build }
     }
@@ -28,25 +33,30 @@ impl OwnPolicy {
     }
 }
 
-/// A shipped policy, or one of the program's own. Two are equal if they have the same name.
+/// A policy that a runtime can be opened with, a baseline, or a policy of the program's own. Two are equal if they
+/// have the same name.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum AnyPolicy {
-    /// A shipped policy.
+    /// A policy that a runtime can be opened with.
     Kind(PolicyKind),
+    /// A policy to compare others with.
+    Baseline(Baseline),
     /// A policy of the program's own.
     Own(OwnPolicy),
 }
 
 impl AnyPolicy {
-    /// Returns all policies: those that ship, except for names that `own` hides, and then `own`.
+    /// Returns all policies: those that a runtime can be opened with and the baselines, except for names that `own`
+    /// hides, and then `own`.
     pub fn all(own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
-        let hidden = |kind: &PolicyKind| own.iter().any(|own| own.name == kind.name());
-        let shipped = PolicyKind::ALL.into_iter().filter(move |kind| !hidden(kind)).map(Self::Kind);
+        let hidden = |policy: &Self| own.iter().any(|own| own.name == policy.name());
+        let kinds = PolicyKind::ALL.into_iter().map(Self::Kind);
+        let shipped = kinds.chain(Baseline::ALL.into_iter().map(Self::Baseline)).filter(move |policy| !hidden(policy));
         shipped.chain(own.iter().map(|own| Self::Own(*own)))
     }
 
-    /// Returns the policy of this name, first among `own`, then among those that ship.
+    /// Returns the policy of this name, first among `own`, then among the others.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is none; the message lists the names, and the closest.
@@ -72,6 +82,7 @@ impl AnyPolicy {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Kind(kind) => kind.name(),
+            Self::Baseline(baseline) => baseline.name(),
             Self::Own(own) => own.name,
         }
     }
@@ -80,7 +91,16 @@ impl AnyPolicy {
     pub fn build(self) -> Box<dyn Policy> {
         match self {
             Self::Kind(kind) => kind.build(),
+            Self::Baseline(baseline) => baseline.build(),
             Self::Own(own) => (own.build)(),
+        }
+    }
+
+    /// Returns the builder with this policy.
+    pub fn set_on(self, builder: RuntimeBuilder) -> RuntimeBuilder {
+        match self {
+            Self::Kind(kind) => builder.policy(kind),
+            Self::Baseline(_) | Self::Own(_) => builder.custom_policy(move || self.build()),
         }
     }
 }
@@ -88,6 +108,18 @@ impl AnyPolicy {
 impl From<PolicyKind> for AnyPolicy {
     fn from(kind: PolicyKind) -> Self {
         Self::Kind(kind)
+    }
+}
+
+impl From<Baseline> for AnyPolicy {
+    fn from(baseline: Baseline) -> Self {
+        Self::Baseline(baseline)
+    }
+}
+
+impl fmt::Display for AnyPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -119,10 +151,9 @@ mod tests {
 
     #[test]
     fn an_own_policy_hides_the_shipped_one_of_its_name() {
-        let own =
-            [OwnPolicy::new("lru", || PolicyKind::Mru.build()), OwnPolicy::new("mine", || PolicyKind::Lru.build())];
+        let own = [OwnPolicy::new("lru", || Baseline::Mru.build()), OwnPolicy::new("mine", || PolicyKind::Lru.build())];
         let names: Vec<_> = AnyPolicy::all(&own).map(AnyPolicy::name).collect();
-        assert_eq!(names.len(), PolicyKind::ALL.len() + 1);
+        assert_eq!(names.len(), PolicyKind::ALL.len() + Baseline::ALL.len() + 1);
         assert!(names.ends_with(&["random", "lru", "mine"]) && !names.starts_with(&["lru"]), "{names:?}");
         let lru = AnyPolicy::all(&own).find(|policy| policy.name() == "lru").map(|policy| policy.build().name());
         assert_eq!((lru, AnyPolicy::find("lru", &own).unwrap().build().name()), (Some("mru"), "mru"));

@@ -28,6 +28,7 @@
 
 mod any_policy;
 mod at_once;
+mod baselines;
 pub mod capture;
 mod machine;
 mod recorded;
@@ -47,6 +48,7 @@ use crate::pager::policy::bare::BareCache;
 
 pub use any_policy::{AnyPolicy, OwnPolicy};
 pub use at_once::AtOnce;
+pub use baselines::Baseline;
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
@@ -168,11 +170,12 @@ mod tests {
     #[test]
     fn a_cycle_larger_than_memory() {
         let mut trace = Trace::from_ids((0..100u64).cycle().take(1_000)).unwrap();
-        let mut hits = |kind: PolicyKind| trace.replay(kind.build(), frames(50), &mut |_| ()).unwrap().hits;
+        let mut hits = |policy: AnyPolicy| trace.replay(policy.build(), frames(50), &mut |_| ()).unwrap().hits;
         // MRU keeps all but one of the first 50 pages: of 99 uses after the first pass, 49 hit.
-        let mru = hits(PolicyKind::Mru);
-        for kind in [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve] {
-            assert_eq!(hits(kind), 0, "{kind}");
+        let mru = hits(Baseline::Mru.into());
+        let baselines = [Baseline::Fifo, Baseline::Clock, Baseline::Sieve].map(AnyPolicy::from);
+        for policy in [PolicyKind::Lru.into()].into_iter().chain(baselines) {
+            assert_eq!(hits(policy), 0, "{policy}");
         }
         assert_eq!(trace.optimum(frames(50), &mut |_| ()).unwrap().hits, mru);
     }
@@ -187,14 +190,14 @@ mod tests {
         let mut trace = Trace::from_ids((0..30_000).map(|_| next())).unwrap();
         for size in [1, 2, 10, 99, 100, 250] {
             let best = trace.optimum(frames(size), &mut |_| ()).unwrap().hits;
-            for kind in PolicyKind::ALL {
+            for kind in AnyPolicy::all(&[]) {
                 let counts = trace.replay(kind.build(), frames(size), &mut |_| ()).unwrap();
                 assert!(counts.hits <= best, "{kind} with {size} frames: {} of {best}", counts.hits);
                 assert_eq!(counts.uses, 30_000);
             }
         }
         let all = u64::from(trace.pages());
-        for kind in PolicyKind::ALL {
+        for kind in AnyPolicy::all(&[]) {
             let counts = trace.replay(kind.build(), frames(all as u32), &mut |_| ()).unwrap();
             assert_eq!(counts.misses(), all, "{kind}: each page is missed once");
         }
@@ -208,12 +211,12 @@ mod tests {
         let mut trace = Trace::read(text, "made", &TraceOptions::default(), &mut |_| ()).unwrap();
         assert_eq!(trace.writes(), 4);
         for frames in [1, 2, 3, 4].map(frames) {
-            for kind in PolicyKind::ALL {
+            for kind in AnyPolicy::all(&[]) {
                 let counts = trace.replay(kind.build(), frames, &mut |_| ()).unwrap();
                 assert!(counts.written_back <= 4, "{kind}: {counts:?}");
             }
         }
-        let mut fifo = |size| trace.replay(PolicyKind::Fifo.build(), frames(size), &mut |_| ()).unwrap().written_back;
+        let mut fifo = |size| trace.replay(Baseline::Fifo.build(), frames(size), &mut |_| ()).unwrap().written_back;
         // With three frames, page 4 replaces 1, and then 1 replaces 2.
         assert_eq!([fifo(1), fifo(2), fifo(3), fifo(4)], [4, 4, 2, 0]);
     }

@@ -2,18 +2,12 @@
 
 use super::arc::ArcPolicy;
 use super::auto::AutoPolicy;
-use super::clock::ClockPolicy;
-use super::fifo::FifoPolicy;
 use super::kv::KvPolicy;
-use super::lfu::LfuPolicy;
 use super::lirs::LirsPolicy;
 use super::lru::LruPolicy;
-use super::mru::MruPolicy;
 use super::plan::PlanPolicy;
-use super::random::RandomPolicy;
 use super::s3fifo::S3FifoPolicy;
 use super::shares::SharesPolicy;
-use super::sieve::SievePolicy;
 use super::two_q::TwoQPolicy;
 use super::wtinylfu::WTinyLfuPolicy;
 use super::{Policy, PolicyKind};
@@ -25,10 +19,6 @@ impl PolicyKind {
             Self::Lru => Box::new(LruPolicy::new()),
             Self::Plan => Box::new(PlanPolicy::new()),
             Self::Model => Box::new(PlanPolicy::of_model()),
-            Self::Fifo => Box::<FifoPolicy>::default(),
-            Self::Clock => Box::<ClockPolicy>::default(),
-            Self::Lfu => Box::<LfuPolicy>::default(),
-            Self::Sieve => Box::<SievePolicy>::default(),
             Self::S3Fifo => Box::<S3FifoPolicy>::default(),
             Self::TwoQ => Box::<TwoQPolicy>::default(),
             Self::Arc => Box::<ArcPolicy>::default(),
@@ -37,8 +27,6 @@ impl PolicyKind {
             Self::Kv => Box::<KvPolicy>::default(),
             Self::Shares => Box::<SharesPolicy>::default(),
             Self::Auto => Box::<AutoPolicy>::default(),
-            Self::Mru => Box::<MruPolicy>::default(),
-            Self::Random => Box::<RandomPolicy>::default(),
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::numbers::PageNumbers;
 /// `N` queues, at most 64, of resident pages. The owner knows which class a page is in. 8 bytes for each page that
 /// exists.
 #[derive(Debug)]
-pub(super) struct Classes<const N: usize> {
+pub struct Classes<const N: usize> {
     links: Links,
     /// By class; in each list, the page that has been there for longest is first.
     lists: [List; N],
@@ -26,16 +26,16 @@ impl<const N: usize> Default for Classes<N> {
 
 impl<const N: usize> Classes<N> {
     /// Sets the end of page numbers. Pages beyond it were removed before.
-    pub(super) fn fit(&mut self, len: usize) {
+    pub fn fit(&mut self, len: usize) {
         self.links.fit(len);
     }
 
-    pub(super) fn contains(&self, number: u32) -> bool {
+    pub fn contains(&self, number: u32) -> bool {
         self.links.present(number)
     }
 
     /// Takes a page out of the class it is in.
-    pub(super) fn remove(&mut self, number: u32, class: usize) {
+    pub fn remove(&mut self, number: u32, class: usize) {
         self.links.remove(&mut self.lists[class], number);
         if self.lists[class].len == 0 {
             self.used &= !(1 << class);
@@ -43,13 +43,13 @@ impl<const N: usize> Classes<N> {
     }
 
     /// Puts a page that is in no class behind the others of this one.
-    pub(super) fn push_last(&mut self, number: u32, class: usize) {
+    pub fn push_last(&mut self, number: u32, class: usize) {
         self.links.push_last(&mut self.lists[class], number);
         self.used |= 1 << class;
     }
 
     /// Moves the pages of each class from 1 on behind those of class `into(class)`, which is a lower one.
-    pub(super) fn move_down(&mut self, into: impl Fn(usize) -> usize) {
+    pub fn move_down(&mut self, into: impl Fn(usize) -> usize) {
         for class in 1..N {
             let mut list = std::mem::replace(&mut self.lists[class], List::EMPTY);
             self.links.append(&mut self.lists[into(class)], &mut list);
@@ -58,7 +58,7 @@ impl<const N: usize> Classes<N> {
     }
 
     /// For each class that is not empty, lowest first: its number and its first page.
-    pub(super) fn firsts(&self) -> impl Iterator<Item = (usize, u32)> {
+    pub fn firsts(&self) -> impl Iterator<Item = (usize, u32)> {
         let mut left = self.used;
         std::iter::from_fn(move || {
             let class = (left != 0).then(|| left.trailing_zeros() as usize)?;
@@ -68,13 +68,13 @@ impl<const N: usize> Classes<N> {
     }
 
     /// The pages, by class, then in order.
-    pub(super) fn pages(&self, numbers: &PageNumbers) -> impl Iterator<Item = PageId> {
+    pub fn pages(&self, numbers: &PageNumbers) -> impl Iterator<Item = PageId> {
         self.lists.iter().flat_map(|list| self.links.numbers(list)).map(|number| numbers.page(number))
     }
 
     /// Offers the page that `next` names until one is taken. A page that is not taken is in use. It is held aside until
     /// the search ends, so that it is offered once, and then goes to the end of its class.
-    pub(super) fn offer(
+    pub fn offer(
         &mut self,
         numbers: &PageNumbers,
         class_of: impl Fn(u32) -> usize,

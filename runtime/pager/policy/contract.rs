@@ -241,10 +241,7 @@ pub trait Policy: Send + fmt::Debug {
 }
 
 /// Offers pages in order until one is taken. Changes nothing.
-pub(crate) fn offer_each(
-    mut pages: impl Iterator<Item = PageId>,
-    take: &mut dyn FnMut(PageId) -> Take,
-) -> Option<PageId> {
+pub fn offer_each(mut pages: impl Iterator<Item = PageId>, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
     let ended = pages.find_map(|page| match take(page) {
         Take::Yes => Some(Some(page)),
         Take::Skip => None,

@@ -33,29 +33,6 @@ pub enum PolicyKind {
     /// Saemundsson, I. Ahmad and N. Park, "Cache modeling and optimization using miniature simulations", USENIX ATC
     /// 2017.
     Model,
-    /// First in, first out: the page that came longest ago goes.
-    ///
-    /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
-    /// 1966.
-    Fifo,
-    /// Second chance: first in, first out, but a page that was used since it was last considered is passed over. One
-    /// reference bit a page; the use that brings the page does not set it.
-    ///
-    /// F. J. Corbato, "A paging experiment with the Multics system", MIT Project MAC report MAC-M-384, 1968.
-    Clock,
-    /// Least frequently used, with ageing: the page with the fewest uses since it came goes; among equals, the one that
-    /// has had its count for longest. Counts stop at 63, and are halved after `max(10 c, 4096)` uses.
-    ///
-    /// K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme", 2010;
-    /// ageing: J. T. Robinson and M. V. Devarakonda, "Data cache management using frequency-based replacement",
-    /// SIGMETRICS 1990.
-    Lfu,
-    /// A hand goes from the oldest page to the newest. It passes over pages that were used since it last came by, and
-    /// evicts the first that was not. No parameters.
-    ///
-    /// Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson and K. V. Rashmi, "SIEVE is simpler than LRU: an efficient turn-key
-    /// eviction algorithm for web caches", NSDI 2024.
-    Sieve,
     /// Three queues: a small one for new pages (`c/10`), a main one (the rest), and a memory of pages that left the
     /// small one (`9c/10`). A page used twice in the small queue moves to the main one. This is the variant of
     /// libCacheSim 0.3. There, pages leave from the small queue unless the main one is larger than its share. And until
@@ -121,28 +98,14 @@ pub enum PolicyKind {
     /// of cache behavior to workloads", MICRO 2006. When it changes, and what the next policy is told, is this crate's
     /// own, see decision 0033.
     Auto,
-    /// The most recently used page goes. No parameters.
-    ///
-    /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems",
-    /// VLDB 1985.
-    Mru,
-    /// A random page goes. The seed is fixed: the same uses have the same victims in every run.
-    ///
-    /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
-    /// 1966.
-    Random,
 }
 
 impl PolicyKind {
     /// All policies.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 11] = [
         Self::Lru,
         Self::Plan,
         Self::Model,
-        Self::Fifo,
-        Self::Clock,
-        Self::Lfu,
-        Self::Sieve,
         Self::S3Fifo,
         Self::TwoQ,
         Self::Arc,
@@ -151,8 +114,6 @@ impl PolicyKind {
         Self::Kv,
         Self::Shares,
         Self::Auto,
-        Self::Mru,
-        Self::Random,
     ];
 
     /// The name users select it by.
@@ -161,10 +122,6 @@ impl PolicyKind {
             Self::Lru => "lru",
             Self::Plan => "plan",
             Self::Model => "model",
-            Self::Fifo => "fifo",
-            Self::Clock => "clock",
-            Self::Lfu => "lfu",
-            Self::Sieve => "sieve",
             Self::S3Fifo => "s3fifo",
             Self::TwoQ => "2q",
             Self::Arc => "arc",
@@ -173,8 +130,6 @@ impl PolicyKind {
             Self::Kv => "kv",
             Self::Shares => "shares",
             Self::Auto => "auto",
-            Self::Mru => "mru",
-            Self::Random => "random",
         }
     }
 }

@@ -10,35 +10,31 @@ pub mod bare;
 mod beside;
 mod build;
 mod classes;
-mod clock;
 mod contract;
 #[cfg(test)]
 mod crowd;
 mod cycle;
 mod division;
-mod fifo;
 #[doc(hidden)]
 pub mod guarded;
 #[cfg(test)]
 mod interleaved;
 mod kind;
 mod kv;
-mod lfu;
 mod line;
 mod lirs;
 mod lru;
-mod mru;
 mod names;
 pub mod opt;
 mod outside;
+#[doc(hidden)]
+pub mod parts;
 mod place;
 mod plan;
 mod queues;
-mod random;
 mod s3fifo;
 mod scores;
 mod shares;
-mod sieve;
 mod sketch;
 mod standing;
 #[cfg(test)]

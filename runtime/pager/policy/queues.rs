@@ -37,7 +37,7 @@ pub(super) const MARK_MAX: u8 = u8::MAX >> MARK_SHIFT;
 /// `N` queues. The first `resident` are of resident pages, the others of pages that are remembered (ghosts). A page is
 /// in at most one. 9 bytes for each page that exists.
 #[derive(Debug)]
-pub(super) struct Queues<const N: usize> {
+pub struct Queues<const N: usize> {
     numbers: PageNumbers,
     links: Links,
     state: Vec<u8>,
@@ -75,12 +75,12 @@ impl<const N: usize> Queues<N> {
         self.place(number).is_some_and(|queue| queue < self.resident)
     }
 
-    pub(super) fn mark(&self, number: u32) -> u8 {
+    pub fn mark(&self, number: u32) -> u8 {
         self.state[number as usize] >> MARK_SHIFT
     }
 
     /// At most [`MARK_MAX`].
-    pub(super) fn set_mark(&mut self, number: u32, mark: u8) {
+    pub fn set_mark(&mut self, number: u32, mark: u8) {
         let state = &mut self.state[number as usize];
         *state = *state & !(MARK_MAX << MARK_SHIFT) | mark << MARK_SHIFT;
     }
@@ -100,17 +100,17 @@ impl<const N: usize> Queues<N> {
     }
 
     /// The first page of a queue that is not held aside.
-    pub(super) fn first(&self, queue: usize) -> Option<u32> {
+    pub fn first(&self, queue: usize) -> Option<u32> {
         self.lists[queue].first()
     }
 
     /// The page behind this one in its queue.
-    pub(super) fn after(&self, number: u32) -> Option<u32> {
+    pub fn after(&self, number: u32) -> Option<u32> {
         self.links.after(number)
     }
 
     /// Takes the page out of its queue, if it is in one.
-    pub(super) fn remove(&mut self, number: u32) {
+    pub fn remove(&mut self, number: u32) {
         let Some(queue) = self.place(number) else { return };
         let state = &mut self.state[number as usize];
         if *state & HELD != 0 {
@@ -124,7 +124,7 @@ impl<const N: usize> Queues<N> {
 
     /// The page is now the last of this queue, wherever it was.
     #[inline]
-    pub(super) fn push_last(&mut self, queue: usize, number: u32) {
+    pub fn push_last(&mut self, queue: usize, number: u32) {
         // Most pages are in this queue already. If `queue` is known at compile time, this path writes to no address
         // that depends on the page's state, so the processor can begin the next use without waiting for the state.
         if self.state[number as usize] & (PLACE | HELD) == queue as u8 + 1 {
@@ -174,7 +174,7 @@ impl<const N: usize> Queues<N> {
 /// 2. `candidate` names the first page of a resident queue, or one that can be taken out of its middle. It names a page
 ///    as long as there is one that is not held aside.
 /// 3. A page's mark is 0 until the rule sets it, and again once the page was [`erased`](Self::erase).
-pub(super) trait Rule<const N: usize>: fmt::Debug + Default + Send {
+pub trait Rule<const N: usize>: fmt::Debug + Default + Send {
     const NAME: &'static str;
     const RESIDENT: usize;
 
@@ -204,7 +204,7 @@ pub(super) trait Rule<const N: usize>: fmt::Debug + Default + Send {
 
 /// A policy that follows a rule.
 #[derive(Debug)]
-pub(super) struct Ruled<R, const N: usize> {
+pub struct Ruled<R, const N: usize> {
     pub(super) rule: R,
     queues: Queues<N>,
 }

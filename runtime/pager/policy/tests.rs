@@ -1,5 +1,5 @@
-//! Compares every policy with a slow version written from its paper, and checks what the pager may expect of all
-//! policies.
+//! Compares every policy with a slow version written from its paper. What the pager may expect of all policies is
+//! checked in `tests/pager/policies.rs`.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::kv::{Gap, Kinds, Worth, class_of, log2};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
-use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use crate::ids::{PageId, PageIndex, SegmentId};
 
 fn page(number: u32) -> PageId {
     PageId { segment: SegmentId(0), index: PageIndex(number) }
@@ -29,12 +29,10 @@ fn take(list: &mut Vec<u32>, page: u32) -> bool {
     at.map(|at| list.remove(at)).is_some()
 }
 
-/// Least and most recently used, and first in first out: oldest first.
+/// Least recently used: oldest first.
 struct Line {
     frames: usize,
     line: Vec<u32>,
-    touched: bool,
-    newest_goes: bool,
 }
 
 impl Model for Line {
@@ -42,122 +40,12 @@ impl Model for Line {
         self.line.contains(&page)
     }
     fn hit(&mut self, page: u32) {
-        if self.touched {
-            take(&mut self.line, page);
-            self.line.push(page);
-        }
-    }
-    fn miss(&mut self, page: u32) -> Option<u32> {
-        let full = self.line.len() == self.frames;
-        let victim = full.then(|| self.line.remove(if self.newest_goes { self.line.len() - 1 } else { 0 }));
+        take(&mut self.line, page);
         self.line.push(page);
-        victim
-    }
-}
-
-/// Frames in a ring, and a hand.
-struct Ring {
-    frames: usize,
-    ring: Vec<(u32, bool)>,
-    hand: usize,
-}
-
-impl Model for Ring {
-    fn has(&self, page: u32) -> bool {
-        self.ring.iter().any(|(other, _)| *other == page)
-    }
-    fn hit(&mut self, page: u32) {
-        self.ring.iter_mut().filter(|(other, _)| *other == page).for_each(|(_, used)| *used = true);
     }
     fn miss(&mut self, page: u32) -> Option<u32> {
-        if self.ring.len() < self.frames {
-            self.ring.push((page, false));
-            return None;
-        }
-        while self.ring[self.hand].1 {
-            self.ring[self.hand].1 = false;
-            self.hand = (self.hand + 1) % self.frames;
-        }
-        let (victim, _) = std::mem::replace(&mut self.ring[self.hand], (page, false));
-        self.hand = (self.hand + 1) % self.frames;
-        Some(victim)
-    }
-}
-
-/// The algorithm of the NSDI paper; the newest page first.
-struct SieveModel {
-    frames: usize,
-    queue: Vec<(u32, bool)>,
-    hand: Option<u32>,
-}
-
-impl Model for SieveModel {
-    fn has(&self, page: u32) -> bool {
-        self.queue.iter().any(|(other, _)| *other == page)
-    }
-    fn hit(&mut self, page: u32) {
-        self.queue.iter_mut().filter(|(other, _)| *other == page).for_each(|(_, visited)| *visited = true);
-    }
-    fn miss(&mut self, page: u32) -> Option<u32> {
-        let mut victim = None;
-        if self.queue.len() == self.frames {
-            let tail = self.queue.len() - 1;
-            let mut at =
-                self.hand.and_then(|hand| self.queue.iter().position(|(page, _)| *page == hand)).unwrap_or(tail);
-            while self.queue[at].1 {
-                self.queue[at].1 = false;
-                at = at.checked_sub(1).unwrap_or(tail);
-            }
-            self.hand = at.checked_sub(1).map(|before| self.queue[before].0);
-            victim = Some(self.queue.remove(at).0);
-        }
-        self.queue.insert(0, (page, false));
-        victim
-    }
-}
-
-/// Each page's count, and since when the page has it.
-struct LfuModel {
-    frames: usize,
-    pages: Vec<(u32, u32, u64)>,
-    now: u64,
-    uses: usize,
-}
-
-impl LfuModel {
-    fn used(&mut self) {
-        self.now += 1;
-        self.uses += 1;
-        if self.uses == (10 * self.frames).max(4096) {
-            self.uses = 0;
-            self.pages.sort_by_key(|(_, count, since)| (*count, *since));
-            for (_, count, since) in &mut self.pages {
-                *count /= 2;
-                *since = self.now;
-                self.now += 1;
-            }
-        }
-    }
-}
-
-impl Model for LfuModel {
-    fn has(&self, page: u32) -> bool {
-        self.pages.iter().any(|(other, ..)| *other == page)
-    }
-    fn hit(&mut self, page: u32) {
-        self.used();
-        for (_, count, since) in self.pages.iter_mut().filter(|(other, ..)| *other == page) {
-            (*count, *since) = ((*count + 1).min(63), self.now);
-        }
-    }
-    fn miss(&mut self, page: u32) -> Option<u32> {
-        self.used();
-        let mut victim = None;
-        if self.pages.len() == self.frames {
-            victim = self.pages.iter().min_by_key(|(_, count, since)| (*count, *since)).map(|(page, ..)| *page);
-            self.pages.retain(|(page, ..)| Some(*page) != victim);
-        }
-        self.pages.push((page, 1, self.now));
+        let victim = (self.line.len() == self.frames).then(|| self.line.remove(0));
+        self.line.push(page);
         victim
     }
 }
@@ -594,14 +482,8 @@ impl Model for KvModel {
 }
 
 fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
-    let line = |touched, newest_goes| Box::new(Line { frames, line: Vec::new(), touched, newest_goes });
     match kind {
-        PolicyKind::Lru => line(true, false),
-        PolicyKind::Fifo => line(false, false),
-        PolicyKind::Mru => line(true, true),
-        PolicyKind::Clock => Box::new(Ring { frames, ring: Vec::new(), hand: 0 }),
-        PolicyKind::Sieve => Box::new(SieveModel { frames, queue: Vec::new(), hand: None }),
-        PolicyKind::Lfu => Box::new(LfuModel { frames, pages: Vec::new(), now: 0, uses: 0 }),
+        PolicyKind::Lru => Box::new(Line { frames, line: Vec::new() }),
         PolicyKind::TwoQ => Box::new(TwoQModel { frames, ..TwoQModel::default() }),
         // One class has all frames.
         PolicyKind::S3Fifo | PolicyKind::Shares => Box::new(S3FifoModel { frames, ..S3FifoModel::default() }),
@@ -614,10 +496,8 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
             Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
         }
         PolicyKind::Kv => Box::new(KvModel::new(frames)),
-        // Victims of plans are compared in their own tests, and so is what `auto` follows; a random page has no order.
-        PolicyKind::Plan | PolicyKind::Model | PolicyKind::Auto | PolicyKind::Random => {
-            unreachable!("{kind} has no model")
-        }
+        // Victims of plans are compared in their own tests, and so is what `auto` follows.
+        PolicyKind::Plan | PolicyKind::Model | PolicyKind::Auto => unreachable!("{kind} has no model"),
     }
 }
 
@@ -755,10 +635,6 @@ macro_rules! victims_are_those_of_the_paper {
 
 victims_are_those_of_the_paper! {
     lru Lru
-    fifo Fifo
-    clock Clock
-    lfu Lfu
-    sieve Sieve
     s3fifo S3Fifo
     two_q TwoQ
     arc Arc
@@ -766,277 +642,22 @@ victims_are_those_of_the_paper! {
     wtinylfu WTinyLfu
     kv Kv
     shares_of_one Shares
-    mru Mru
-}
-
-#[derive(Clone, Debug)]
-enum Event {
-    Use(u32),
-    /// The uses of one declared order, to its end.
-    Pass(usize),
-    Come(u32),
-    Go(u32),
-    /// A search that skips pages whose bit is set, and stops after this many offers.
-    Search(Want, u64, usize),
-    Forget(u32),
-    Resize(u32),
-    /// Declares an order, cyclic or not; an empty one withdraws it.
-    Declare(Vec<u32>, bool),
-    /// Names the walker of the events that follow.
-    Walker(u32),
-    /// A walker ends; the default one goes on.
-    Ends(u32),
-    /// A fill ahead, if the policy names a page, and a search for its frame that skips pages whose bit is set.
-    Fill(u64),
-}
-
-const SEGMENT_PAGES: u32 = 16;
-/// Orders that are declared repeatedly, and name pages more than once.
-const ORDERS: [&[u32]; 2] = [&[0, 1, 2, 0], &[1, 3, 18, 1, 2, 3]];
-
-fn event() -> impl Strategy<Value = Event> {
-    let page = 0..3 * SEGMENT_PAGES;
-    let each_once = |pages: u64| (0..3 * SEGMENT_PAGES).filter(|number| pages >> number & 1 == 1).collect::<Vec<_>>();
-    // A few orders come repeatedly; otherwise walkers would never share one.
-    let order = prop_oneof![
-        1 => any::<u64>().prop_map(each_once),
-        1 => prop::collection::vec(page.clone(), 0..6),
-        3 => (0..ORDERS.len()).prop_map(|nth| ORDERS[nth].to_vec()),
-    ];
-    let want = prop_oneof![
-        2 => Just(Want::Demand),
-        1 => Just(Want::Room),
-        1 => Just(Want::Memory),
-        1 => Just(Want::Reserve),
-        1 => Just(Want::Hint)
-    ];
-    prop_oneof![
-        6 => page.clone().prop_map(Event::Use),
-        2 => (0..ORDERS.len()).prop_map(Event::Pass),
-        4 => page.clone().prop_map(Event::Come),
-        2 => page.prop_map(Event::Go),
-        4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10])
-            .prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
-        1 => (0u32..3).prop_map(Event::Forget),
-        1 => (1u32..40).prop_map(Event::Resize),
-        1 => (order, any::<bool>()).prop_map(|(order, cyclic)| Event::Declare(order, cyclic)),
-        2 => (0u32..4).prop_map(Event::Walker),
-        1 => (1u32..4).prop_map(Event::Ends),
-        2 => any::<u64>().prop_map(Event::Fill),
-    ]
-}
-
-/// Checks the contract of [`Policy`] in all circumstances: uses without comings, comings without uses, skipped offers,
-/// pages that leave without a search, segments that are forgotten.
-fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCaseError> {
-    let page =
-        |number: u32| PageId { segment: SegmentId(number / SEGMENT_PAGES), index: PageIndex(number % SEGMENT_PAGES) };
-    let mut policy = kind.build();
-    policy.resize(12, 0, 3);
-    let add = |policy: &mut dyn Policy, segment: u32| {
-        policy.class(SegmentId(segment), SegmentClass::ALL[segment as usize]);
-        policy.segment(SegmentId(segment), SEGMENT_PAGES);
-    };
-    (0..3).for_each(|segment| add(&mut *policy, segment));
-    let mut resident = BTreeSet::new();
-    for event in events {
-        match event.clone() {
-            Event::Use(number) => policy.accessed(page(number)),
-            Event::Pass(nth) => ORDERS[nth].iter().for_each(|number| policy.accessed(page(*number))),
-            Event::Come(number) => {
-                policy.inserted(page(number));
-                resident.insert(page(number));
-            }
-            Event::Go(number) => {
-                policy.removed(page(number));
-                resident.remove(&page(number));
-            }
-            Event::Search(want, skip, stop) => {
-                let mut offered = BTreeSet::new();
-                let mut twice = None;
-                let mut stopped = false;
-                let mut wanted = None;
-                let before = policy.tracked();
-                let found = policy.victim(want, &mut |offer| {
-                    if !offered.insert(offer) {
-                        twice = Some(offer);
-                    }
-                    if offered.len() > stop {
-                        stopped = true;
-                        return Take::Stop;
-                    }
-                    if skip >> (offer.index.0 + offer.segment.0 * SEGMENT_PAGES) & 1 == 1 {
-                        return Take::Skip;
-                    }
-                    wanted = Some(offer);
-                    Take::Yes
-                });
-                prop_assert_eq!(twice, None, "{}: offered twice", kind);
-                prop_assert!(offered.is_subset(&resident), "{}: {:?} of {:?}", kind, offered, resident);
-                prop_assert_eq!(found, wanted, "{}: what was taken", kind);
-                // Of pages that were passed over before, plans and `model` offer a few for a reserve.
-                let few = policy.has_plan() || kind == PolicyKind::Model;
-                let all = matches!(want, Want::Demand | Want::Room | Want::Memory) || want == Want::Reserve && !few;
-                prop_assert!(
-                    !all || found.is_some() || stopped || offered == resident,
-                    "{}: gave up after {:?} of {:?}",
-                    kind,
-                    offered,
-                    resident
-                );
-                // The order of a random policy's pages means nothing.
-                if want == Want::Memory && kind != PolicyKind::Random {
-                    prop_assert_eq!(policy.tracked(), before, "{}: a search for memory changes nothing", kind);
-                }
-                if let Some(found) = found {
-                    policy.removed(found);
-                    resident.remove(&found);
-                }
-            }
-            Event::Forget(segment) => {
-                let gone: Vec<PageId> = resident.iter().copied().filter(|page| page.segment.0 == segment).collect();
-                for page in gone {
-                    policy.removed(page);
-                    resident.remove(&page);
-                }
-                policy.forget(SegmentId(segment));
-                add(&mut *policy, segment);
-            }
-            Event::Resize(frames) => policy.resize(frames, 0, 3),
-            Event::Declare(order, cyclic) => {
-                policy.declare(&order.into_iter().map(page).collect::<Vec<_>>(), cyclic);
-            }
-            Event::Walker(walker) => policy.walker(WalkerId(walker)),
-            Event::Ends(walker) => {
-                policy.walker(WalkerId::DEFAULT);
-                policy.walker_ended(WalkerId(walker));
-            }
-            Event::Fill(skip) => {
-                let Some(next) = policy.next_fill(&|page| resident.contains(&page)) else { continue };
-                prop_assert!(!resident.contains(&next), "{}: {:?} is there", kind, next);
-                let mut offered = BTreeSet::new();
-                let found = policy.victim(Want::Planned(next), &mut |offer| {
-                    let skip = skip >> (offer.index.0 + offer.segment.0 * SEGMENT_PAGES) & 1 == 1;
-                    if offered.insert(offer) && !skip { Take::Yes } else { Take::Skip }
-                });
-                prop_assert!(offered.is_subset(&resident), "{}: {:?} of {:?}", kind, offered, resident);
-                if let Some(found) = found {
-                    policy.removed(found);
-                    resident.remove(&found);
-                    policy.filling(next);
-                    policy.inserted(next);
-                    resident.insert(next);
-                }
-            }
-        }
-        prop_assert_eq!(policy.check(), Ok(()), "{} after {:?}", kind, event);
-        let tracked = policy.tracked();
-        let set: BTreeSet<PageId> = tracked.iter().copied().collect();
-        prop_assert_eq!(set.len(), tracked.len(), "{} tracks a page twice", kind);
-        prop_assert_eq!(&set, &resident, "{} after {:?}", kind, event);
-    }
-    Ok(())
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(192) })]
-
-    #[test]
-    fn every_policy_keeps_the_contract(events in prop::collection::vec(event(), 0..400)) {
-        for kind in PolicyKind::ALL {
-            keeps_the_contract(kind, &events)?;
-        }
-    }
-}
-
-#[test]
-fn policies_are_deterministic() {
-    for kind in PolicyKind::ALL {
-        let run = || {
-            let mut policy = kind.build();
-            policy.resize(50, 0, 0);
-            policy.segment(SegmentId(0), 200);
-            let mut resident = BTreeSet::new();
-            let mut victims = Vec::new();
-            let mut x = 1u32;
-            for _ in 0..4_000 {
-                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                let number = (x >> 8) % ((x >> 24) % 200 + 1);
-                policy.accessed(page(number));
-                if resident.insert(number) {
-                    if resident.len() > 50 {
-                        let victim = demand(&mut *policy).unwrap();
-                        resident.remove(&victim);
-                        policy.removed(page(victim));
-                        victims.push(victim);
-                    }
-                    policy.inserted(page(number));
-                }
-            }
-            victims
-        };
-        assert_eq!(run(), run(), "{kind}");
-    }
-}
-
-#[test]
-fn random_takes_every_page_about_as_often() {
-    let mut policy = PolicyKind::Random.build();
-    policy.segment(SegmentId(0), 10);
-    (0..10).for_each(|number| policy.inserted(page(number)));
-    let mut taken: HashMap<u32, u32> = HashMap::new();
-    for _ in 0..20_000 {
-        let victim = demand(&mut *policy).unwrap();
-        *taken.entry(victim).or_default() += 1;
-        policy.removed(page(victim));
-        policy.inserted(page(victim));
-    }
-    // 2000 each; the standard deviation is 42.
-    assert!((0..10).all(|number| (1_800..2_200).contains(&taken[&number])), "{taken:?}");
-}
-
-#[test]
-fn lfu_counts_to_63_and_forgets_by_halves() {
-    let mut policy = PolicyKind::Lfu.build();
-    policy.segment(SegmentId(0), 2);
-    let used = |policy: &mut dyn Policy, number, times| (0..times).for_each(|_| policy.accessed(page(number)));
-    let coming = |policy: &mut dyn Policy, number, times| {
-        used(policy, number, 1);
-        policy.inserted(page(number));
-        used(policy, number, times - 1);
-    };
-    coming(&mut *policy, 0, 63);
-    coming(&mut *policy, 1, 62);
-    let goes = |policy: &mut dyn Policy| policy.victim(Want::Memory, &mut |_| Take::Yes).map(|page| page.index.0);
-    assert_eq!(goes(&mut *policy), Some(1), "62 uses are fewer than 63");
-    used(&mut *policy, 1, 2);
-    assert_eq!(goes(&mut *policy), Some(0), "64 uses count as 63, and the other has had it for longer");
-    used(&mut *policy, 1, 4096);
-    for _ in 0..6 {
-        // Six halvings leave nothing of any count; only later uses count.
-        used(&mut *policy, 1, 4096);
-    }
-    policy.removed(page(1));
-    coming(&mut *policy, 1, 1);
-    assert_eq!(goes(&mut *policy), Some(0), "what was used often once does not stay for ever");
 }
 
 /// A page that was filled ahead and then used was used once.
 #[test]
 fn a_fill_ahead_and_its_use_are_one_use() {
-    for kind in [PolicyKind::Clock, PolicyKind::Sieve, PolicyKind::Lfu, PolicyKind::Arc] {
-        let mut policy = kind.build();
-        policy.resize(3, 0, 0);
-        policy.segment(SegmentId(0), 4);
-        policy.inserted(page(0));
-        policy.accessed(page(0));
-        for number in [1, 2] {
-            policy.accessed(page(number));
-            policy.inserted(page(number));
-        }
-        policy.accessed(page(2));
-        assert_eq!(demand(&mut *policy), Some(0), "{kind}: the oldest of those used once");
+    let mut policy = PolicyKind::Arc.build();
+    policy.resize(3, 0, 0);
+    policy.segment(SegmentId(0), 4);
+    policy.inserted(page(0));
+    policy.accessed(page(0));
+    for number in [1, 2] {
+        policy.accessed(page(number));
+        policy.inserted(page(number));
     }
+    policy.accessed(page(2));
+    assert_eq!(demand(&mut *policy), Some(0), "the oldest of those used once");
 }
 
 /// Not every search begins with pinned pages.
@@ -1044,9 +665,7 @@ fn a_fill_ahead_and_its_use_are_one_use() {
 fn pages_that_cannot_be_taken_are_not_offered_first_again() {
     const PINNED: u32 = 500;
     // If the first to go is the page used last, or is chosen by count, pinned pages are offered again.
-    for kind in
-        [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve, PolicyKind::TwoQ, PolicyKind::Arc]
-    {
+    for kind in [PolicyKind::Lru, PolicyKind::TwoQ, PolicyKind::Arc] {
         let mut policy = kind.build();
         policy.resize(1_000, 0, 0);
         policy.segment(SegmentId(0), 2_000);
@@ -1075,62 +694,7 @@ fn names_are_found_and_others_refused_with_the_closest() {
         assert_eq!(kind.build().name(), kind.name());
     }
     let message = "s3-fifo".parse::<PolicyKind>().unwrap_err().to_string();
-    for part in ["\"s3-fifo\"", "the closest name is s3fifo", "lru, plan, model, fifo", "wtinylfu"] {
+    for part in ["\"s3-fifo\"", "the closest name is s3fifo", "lru, plan, model, s3fifo", "wtinylfu"] {
         assert!(message.contains(part), "{message}");
-    }
-}
-
-/// Hits among uses of pages in no order.
-fn hits_without_order(kind: PolicyKind, frames: usize, uses: &[u32]) -> usize {
-    let mut policy = kind.build();
-    policy.resize(frames as u32, 0, 0);
-    policy.segment(SegmentId(0), uses.iter().max().map_or(1, |last| last + 1));
-    policy.unordered();
-    let (mut resident, mut hits) = (BTreeSet::new(), 0);
-    for number in uses.iter().copied() {
-        policy.accessed(page(number));
-        if !resident.insert(number) {
-            hits += 1;
-            continue;
-        }
-        if resident.len() > frames {
-            let victim = demand(&mut *policy).unwrap();
-            policy.removed(page(victim));
-            resident.remove(&victim);
-        }
-        policy.inserted(page(number));
-    }
-    hits
-}
-
-/// How the experts of 8 layers of 32 are drawn, two a layer: always the same ones most, others most after a while,
-/// those of the token before again, all alike.
-#[test]
-fn drawn_pages_stay_as_by_the_better_of_recency_and_frequency() {
-    const LAYERS: u32 = 8;
-    const EXPERTS: u32 = 32;
-    for (name, changes, again) in
-        [("skewed", u32::MAX, 0), ("drifting", 100, 0), ("sticky", u32::MAX, 7), ("even", 0, 0)]
-    {
-        let mut random = crate::random::Random(3);
-        let mut draw = |below: u32| random.below(below);
-        let mut uses: Vec<u32> = Vec::new();
-        for token in 0..1500 {
-            for layer in 0..LAYERS {
-                for _ in 0..2 {
-                    // The lesser of two draws is small more often; the ranks turn with time.
-                    let rank = if changes == 0 { draw(EXPERTS) } else { draw(EXPERTS).min(draw(EXPERTS)) };
-                    let expert = (rank * 5 + layer * 7 + token / changes.max(1) * 3) % EXPERTS;
-                    let before = uses.len().checked_sub(2 * LAYERS as usize).map(|at| uses[at]);
-                    let same = before.filter(|_| draw(10) < again);
-                    uses.push(same.unwrap_or(layer * EXPERTS + expert));
-                }
-            }
-        }
-        for frames in [60, 130] {
-            let [model, lru, lfu] = [PolicyKind::Model, PolicyKind::Lru, PolicyKind::Lfu]
-                .map(|kind| hits_without_order(kind, frames, &uses));
-            assert!(model + uses.len() / 50 > lru.max(lfu), "{name}, {frames} frames: {model} hits; {lru}, {lfu}");
-        }
     }
 }

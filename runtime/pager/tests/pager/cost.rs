@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use outcore_lab::sim::{AnyPolicy, Baseline};
 use outcore_pager::ids::RequestId;
 use outcore_pager::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use outcore_pager::policy::{Policy, Take, Want};
@@ -99,7 +100,8 @@ enum Known {
 }
 
 /// Bytes that the pager, its tables and its policy have allocated for `pages` pages, each of which was used.
-fn metadata(policy: PolicyKind, known: Known, pages: u32, frames: u32, host_frames: u32) -> f64 {
+fn metadata(policy: impl Into<AnyPolicy>, known: Known, pages: u32, frames: u32, host_frames: u32) -> f64 {
+    let policy = policy.into();
     let before = allocated();
     let mut pager = Pager::new(config(frames, host_frames), policy.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, pages);
@@ -160,15 +162,15 @@ fn metadata_of_a_page_is_at_most_64_bytes() {
 #[test]
 fn metadata_of_a_page_is_at_most_64_bytes_under_every_policy() {
     println!("| policy | pages | frames | host frames | bytes per page |");
-    for policy in PolicyKind::ALL {
+    for policy in AnyPolicy::all(&[]) {
         let pages = 100_000;
         for (frames, host_frames) in [(pages, 0), (pages / 2, pages / 2)] {
             let bytes = metadata(policy, Known::Nothing, pages, frames, host_frames);
             println!("| {policy} | {pages} | {frames} | {host_frames} | {bytes:.1} |");
             let most = match policy {
-                PolicyKind::Model => 64.0 + 36.0,
-                PolicyKind::Plan if frames < pages => 64.0 + WITHOUT_A_PLAN,
-                PolicyKind::Shares => 64.0 + WITHOUT_A_PLAN,
+                AnyPolicy::Kind(PolicyKind::Model) => 64.0 + 36.0,
+                AnyPolicy::Kind(PolicyKind::Plan) if frames < pages => 64.0 + WITHOUT_A_PLAN,
+                AnyPolicy::Kind(PolicyKind::Shares) => 64.0 + WITHOUT_A_PLAN,
                 _ => 64.0,
             };
             assert!(bytes <= most, "{policy}: {bytes} bytes a page");
@@ -202,11 +204,14 @@ fn policies_take_as_much_memory_as_they_say() {
     const PAGES: u32 = 1 << 17;
     // S3-FIFO or another with the history, and the sample: a sixteenth of the pages or less.
     const AUTO: f64 = 8.0 + 17.0 + 83.0 / 16.0;
-    let says = |policy, frames| match policy {
-        PolicyKind::Lru | PolicyKind::Fifo | PolicyKind::Mru => 8.0,
-        // The list of residents has one number for each frame.
-        PolicyKind::Random => 8.0,
-        PolicyKind::Lfu => 12.0,
+    let of_baseline = |policy| match policy {
+        // The list of residents of `random` has one number for each frame.
+        Baseline::Fifo | Baseline::Mru | Baseline::Random => 8.0,
+        Baseline::Lfu => 12.0,
+        _ => 9.0,
+    };
+    let of_kind = |policy, frames| match policy {
+        PolicyKind::Lru => 8.0,
         PolicyKind::Lirs => 17.0,
         PolicyKind::WTinyLfu => 9.0 + 8.0,
         // Where all fits, `plan` has no `auto`.
@@ -220,7 +225,12 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::Auto => AUTO,
         _ => 9.0,
     };
-    for kind in PolicyKind::ALL {
+    let says = |policy, frames| match policy {
+        AnyPolicy::Kind(kind) => of_kind(kind, frames),
+        AnyPolicy::Baseline(baseline) => of_baseline(baseline),
+        _ => unreachable!("{policy} is nobody's"),
+    };
+    for kind in AnyPolicy::all(&[]) {
         for frames in [PAGES / 2, PAGES] {
             let before = allocated();
             let mut policy = kind.build();
@@ -301,7 +311,8 @@ fn shares_of_several_classes_take_as_much_memory_as_they_say() {
 fn a_hit_allocates_nothing() {
     const PAGES: u32 = 10_000;
     // Left out are the two that record the order of use, up to a limit.
-    for kind in PolicyKind::ALL.into_iter().filter(|kind| !matches!(kind, PolicyKind::Plan | PolicyKind::Model)) {
+    let recording = [PolicyKind::Plan, PolicyKind::Model].map(AnyPolicy::from);
+    for kind in AnyPolicy::all(&[]).filter(|kind| !recording.contains(kind)) {
         let mut policy = kind.build();
         warm(&mut *policy, PAGES, PAGES / 2);
         let mut resident = Vec::new();
@@ -325,9 +336,9 @@ fn a_hit_allocates_nothing() {
 #[ignore = "a measurement"]
 fn cost_of_a_fault() {
     println!("| policy | frames | pages | held | ns per fault |");
-    for policy in PolicyKind::ALL {
+    for policy in AnyPolicy::all(&[]) {
         for plan in [false, true] {
-            if plan && policy != PolicyKind::Plan {
+            if plan && policy != PolicyKind::Plan.into() {
                 continue;
             }
             for held in [false, true] {
@@ -339,7 +350,7 @@ fn cost_of_a_fault() {
     }
 }
 
-fn measure(policy: PolicyKind, plan: bool, held: bool, frames: u32) {
+fn measure(policy: AnyPolicy, plan: bool, held: bool, frames: u32) {
     let pages = frames * 2;
     let mut pager = Pager::new(config(frames, 0), policy.build());
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, pages);

@@ -6,4 +6,5 @@ mod cost;
 mod exhaustive;
 mod liveness;
 mod model;
+mod policies;
 mod world;

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 use super::world::{Random, Use, World, config, run};
+use outcore_lab::sim::AnyPolicy;
 use outcore_pager::error::{Error, ErrorKind};
 use outcore_pager::ids::ScopeId;
 use outcore_pager::ids::{SegmentId, WalkerId};
@@ -19,7 +20,7 @@ struct Shape {
     host: u32,
     staging: u32,
     direct: bool,
-    policy: PolicyKind,
+    policy: AnyPolicy,
     pages: u32,
     /// One in this many moves fails; 0 is none.
     failing: usize,
@@ -36,12 +37,13 @@ struct Shape {
 }
 
 fn shape(random: &mut Random) -> Shape {
+    let policies: Vec<AnyPolicy> = AnyPolicy::all(&[]).collect();
     Shape {
         frames: 2 + random.below(5) as u32,
         host: random.below(5) as u32,
         staging: 1 + random.below(3) as u32,
         direct: random.below(3) == 0,
-        policy: PolicyKind::ALL[random.below(PolicyKind::ALL.len())],
+        policy: policies[random.below(policies.len())],
         pages: 8 + random.below(24) as u32,
         failing: [0, 0, 5, 20][random.below(4)],
         actors: 1 + random.below(8),

@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use outcore_lab::sim::AnyPolicy;
 use outcore_pager::error::{Error, ErrorKind};
 use outcore_pager::ids::MoveId;
 use outcore_pager::ids::{FillPoint, FrameId};
@@ -15,8 +16,7 @@ use outcore_pager::ids::{RequestId, ScopeId};
 use outcore_pager::pin::{self, Pinned};
 use outcore_pager::{
     AccessLog, Backing, DiskCopy, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager,
-    PagerConfig, Place, PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms,
-    WaitCause,
+    PagerConfig, Place, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
 };
 
 /// What a page-sized piece of memory holds.
@@ -171,8 +171,8 @@ pub fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
 }
 
 impl World {
-    pub fn new(config: PagerConfig, policy: PolicyKind) -> Self {
-        let (pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
+    pub fn new(config: PagerConfig, policy: impl Into<AnyPolicy>) -> Self {
+        let (pager, log) = (Pager::new(config, policy.into().build()), AccessLog::new());
         Self {
             recorder: log.recorder(),
             gate: pager.gate(),

@@ -46,8 +46,8 @@ pub struct Args {
     /// the disk is slow, and more where the kernel allows too few mappings (vm.max_map_count).
     #[arg(long)]
     pub page_size: Option<Bytes>,
-    /// Which page goes when a frame is needed: plan (follows the order of use), lru, fifo, clock, lfu, sieve, s3fifo,
-    /// 2q, arc, lirs, wtinylfu, kv, shares, auto, mru or random.
+    /// Which page goes when a frame is needed: plan (follows the order of use), lru, model, s3fifo, 2q, arc,
+    /// lirs, wtinylfu, kv, shares or auto.
     #[arg(long, default_value = "plan")]
     pub policy: PolicyKind,
     /// How far ahead of use pages are filled: auto, off, or a size.

@@ -1,8 +1,7 @@
 //! Most recently used.
 
-use super::line::{Line, LineRule};
 use crate::ids::PageId;
-use crate::order::Order;
+use crate::pager::policy::parts::{Line, LineRule, Order};
 
 /// Evicts the page that was used last. Nearly the best policy on a cycle larger than memory, nearly the worst
 /// elsewhere.

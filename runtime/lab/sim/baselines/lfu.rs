@@ -1,9 +1,8 @@
 //! Least frequently used, with ageing.
 
-use super::classes::Classes;
-use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::numbers::{PageNumbers, fit};
+use crate::pager::policy::parts::{Classes, PageNumbers, fit, offer_each};
+use crate::pager::policy::{Policy, Take, Want};
 
 /// Evicts the page with the fewest uses since it came; among equals, the one that has had its count for longest. A
 /// count is at most 63. After ten times as many uses as there are frames, but at least 4096, all counts are halved, so
@@ -184,10 +183,10 @@ mod tests {
     /// When ages start again, every page keeps its count and its place.
     #[test]
     fn ages_begin_again_without_a_trace() {
-        let page = |index| PageId { segment: SegmentId(0), index: PageIndex(index) };
+        let page = |index| PageId { segment: SegmentId::new(0), index: PageIndex::new(index) };
         let run = |age: u32| {
             let mut policy = LfuPolicy { age, ..LfuPolicy::default() };
-            policy.segment(SegmentId(0), 8);
+            policy.segment(SegmentId::new(0), 8);
             let mut x = 1u32;
             let mut orders = Vec::new();
             for step in 0..3_000u32 {

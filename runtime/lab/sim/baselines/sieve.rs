@@ -1,6 +1,6 @@
 //! SIEVE.
 
-use super::queues::{Queues, Rule, Ruled};
+use crate::pager::policy::parts::{Queues, Rule, Ruled};
 
 /// A queue that is never reordered, and a hand that goes from its oldest page to its newest. The hand passes over pages
 /// that were used since it last came by, and evicts the first that was not. New pages come behind the newest, so the

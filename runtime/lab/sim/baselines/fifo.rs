@@ -1,8 +1,7 @@
 //! First in, first out.
 
-use super::line::{Line, LineRule};
 use crate::ids::PageId;
-use crate::order::Order;
+use crate::pager::policy::parts::{Line, LineRule, Order};
 
 /// Evicts the page that came longest ago, whether it was used since or not.
 ///

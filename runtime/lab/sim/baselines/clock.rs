@@ -1,6 +1,6 @@
 //! Second chance.
 
-use super::queues::{Queues, Rule, Ruled};
+use crate::pager::policy::parts::{Queues, Rule, Ruled};
 
 /// First in, first out, but a page that was used since it came, or since it was last passed over, is passed over.
 ///

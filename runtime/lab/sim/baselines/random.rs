@@ -1,8 +1,8 @@
 //! A random page.
 
-use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
-use crate::numbers::{PageNumbers, fit};
+use crate::pager::policy::parts::{PageNumbers, fit};
+use crate::pager::policy::{Policy, Take, Want};
 use crate::random::Random;
 
 /// Evicts any page, each with the same probability. The seed is always the same.
