@@ -4,7 +4,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::error::{Error, ErrorKind};
 
@@ -25,7 +25,7 @@ use crate::error::{Error, ErrorKind};
 /// assert_eq!(Bytes::mib(98).to_string(), "98.0 MiB");
 /// # Ok::<(), outcore::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Bytes(u64);
 
 impl Bytes {

@@ -2,7 +2,8 @@
 
 use outcore::Bytes;
 use outcore_lab::planning::{
-    self, Compute, Experts, Forecast, Job, Memory, Outcome, Resources, Run, Shape, Target, Work,
+    Bottleneck, Compute, Experts, Forecast, Job, Memory, Outcome, Paged, Recommended, Resources, Run, Shape, Target,
+    Work,
 };
 use serde::Serialize;
 
@@ -116,31 +117,9 @@ pub struct ActivationsReport {
 }
 
 #[derive(Debug, Serialize)]
-pub struct Recommended {
-    pub device_budget_bytes: u64,
-    pub host_budget_bytes: u64,
-    pub page_bytes: u64,
-    pub lookahead_bytes: u64,
-    pub policy: &'static str,
-    pub policy_because: &'static str,
-    pub scratch_file_bytes: u64,
-}
-
-#[derive(Debug, Serialize)]
 pub struct PassReport {
-    /// Bytes that are paged.
-    pub paged_bytes: u64,
-    /// Bytes of them that a pass uses; the expected number if there are experts.
-    pub used_bytes: u64,
-    pub kv_paged: bool,
-    pub streamed_bytes: u64,
-    pub in_host_bytes: u64,
-    pub filled_bytes: u64,
-    pub copied_down_bytes: u64,
-    pub disk_read_bytes: u64,
-    pub disk_written_bytes: u64,
-    /// Whether fills start before use. If not, nothing computes while missing pages come.
-    pub filled_ahead: bool,
+    #[serde(flatten)]
+    pub paged: Paged,
     /// Floating-point operations, and bytes of device memory that are read and written.
     pub flops: f64,
     pub traffic_bytes: f64,
@@ -155,9 +134,9 @@ pub struct PassReport {
     pub pass_s: Option<f64>,
     /// How long nothing computes in a pass because pages are missing, simulated. The rest is computing.
     pub waited_s: Option<f64>,
-    pub bottleneck: Option<&'static str>,
+    pub bottleneck: Option<Bottleneck>,
     /// A resource that takes more than half as long as the bottleneck.
-    pub beside: Option<&'static str>,
+    pub beside: Option<Bottleneck>,
     pub tokens: u64,
     /// An upper bound, unless the compute time was given.
     pub tokens_per_s: Option<f64>,
@@ -220,7 +199,7 @@ impl Plan {
             memory: MemoryReport::of(job, &forecast.memory),
             fit: fit(run),
             least_device_bytes: forecast.least_device.get(),
-            recommended: run.map(Recommended::from),
+            recommended: run.map(|run| run.recommended),
             pass: run.map(|run| PassReport::of(job, resources, &forecast.memory, run)),
             changes: changes.iter().map(ChangeReport::from).collect(),
             target: target.map(|target| TargetReport {
@@ -308,20 +287,6 @@ impl MemoryReport {
     }
 }
 
-impl From<&Run> for Recommended {
-    fn from(run: &Run) -> Self {
-        Self {
-            device_budget_bytes: run.device_budget.get(),
-            host_budget_bytes: run.host_budget.get(),
-            page_bytes: run.page_size.bytes(),
-            lookahead_bytes: run.lookahead.get(),
-            policy: run.policy.name(),
-            policy_because: run.policy_because,
-            scratch_file_bytes: run.scratch_file.get(),
-        }
-    }
-}
-
 impl PassReport {
     fn of(job: &Job, resources: &Resources, memory: &Memory, run: &Run) -> Self {
         let from = match resources.compute {
@@ -330,16 +295,7 @@ impl PassReport {
             _ => None,
         };
         Self {
-            paged_bytes: run.paged.get(),
-            used_bytes: run.used.get(),
-            kv_paged: run.kv_paged,
-            streamed_bytes: run.streamed.get(),
-            in_host_bytes: run.in_host.get(),
-            filled_bytes: run.filled.get(),
-            copied_down_bytes: run.copied_down.get(),
-            disk_read_bytes: run.disk_read.get(),
-            disk_written_bytes: run.disk_written.get(),
-            filled_ahead: run.ahead,
+            paged: run.paged,
             flops: job.flops(),
             traffic_bytes: job.traffic(memory),
             compute_s: run.compute_s,
@@ -349,8 +305,8 @@ impl PassReport {
             disk_s: run.disk_s,
             pass_s: run.pass_s(),
             waited_s: run.waited_s(),
-            bottleneck: run.bottleneck().map(planning::Bottleneck::name),
-            beside: run.beside().map(planning::Bottleneck::name),
+            bottleneck: run.bottleneck(),
+            beside: run.beside(),
             tokens: run.tokens,
             tokens_per_s: run.tokens_per_second(),
         }

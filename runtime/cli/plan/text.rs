@@ -1,6 +1,7 @@
 //! The result of `outcore plan`, as tables.
 
-use outcore_lab::planning::Parameters;
+use outcore::Bytes;
+use outcore_lab::planning::{Bottleneck, Parameters};
 
 use super::super::here::Source;
 use super::super::output::{Side, Table, digits, percent, printable, rate, size};
@@ -15,7 +16,7 @@ fn thousands(n: f64) -> String {
 }
 
 fn bottleneck(pass: &PassReport) -> &'static str {
-    pass.bottleneck.unwrap_or("all else")
+    pass.bottleneck.map_or("all else", Bottleneck::name)
 }
 
 fn time(seconds: f64) -> String {
@@ -155,8 +156,9 @@ impl Plan {
         let title = format!("each {}", self.pass_name());
         let mut moves = Table::new(&[(title.as_str(), Side::Left), ("bytes", Side::Right), ("time", Side::Right)]);
         let unknown = || "not known".to_owned();
-        let both = |up: u64, down: u64| {
-            if down > 0 { format!("{} up, {} down", size(up), size(down)) } else { size(up) }
+        let both = |up: Bytes, down: Bytes| match (size(up.get()), down) {
+            (up, Bytes::ZERO) => up,
+            (up, down) => format!("{up} up, {} down", size(down.get())),
         };
         let computed = match pass.compute_from {
             Some("machine") => {
@@ -167,9 +169,9 @@ impl Plan {
         let compute = pass.compute_by.map_or_else(|| "compute".to_owned(), |by| format!("compute, by {by}"));
         moves.row([compute, computed, pass.compute_s.map_or_else(unknown, time)]);
         if let Some(seconds) = pass.link_s {
-            moves.row(["link".to_owned(), both(pass.filled_bytes, pass.copied_down_bytes), time(seconds)]);
+            moves.row(["link".to_owned(), both(pass.paged.filled, pass.paged.copied_down), time(seconds)]);
         }
-        moves.row(["disk".to_owned(), both(pass.disk_read_bytes, pass.disk_written_bytes), time(pass.disk_s)]);
+        moves.row(["disk".to_owned(), both(pass.paged.disk_read, pass.paged.disk_written), time(pass.disk_s)]);
         // What is above overlaps. These two add up to the pass.
         let computing = pass.pass_s.zip(pass.waited_s).map(|(pass, waited)| pass - waited);
         moves.row(["computing, with steps".to_owned(), String::new(), computing.map_or_else(unknown, time)]);
@@ -180,14 +182,15 @@ impl Plan {
 
     /// Says where the pages are that have no frame on the device.
     fn places(&self, pass: &PassReport) -> String {
-        let [streamed, paged, in_host] = [pass.streamed_bytes, pass.paged_bytes, pass.in_host_bytes].map(size);
+        let [streamed, paged, in_host] =
+            [pass.paged.streamed, pass.paged.all, pass.paged.in_host].map(|bytes| size(bytes.get()));
         let name = self.pass_name();
-        if pass.filled_ahead {
+        if pass.paged.ahead {
             return format!(
                 "{streamed} of the {paged} that a {name} uses stream, {in_host} of them from the host's memory"
             );
         }
-        let [used, filled] = [pass.used_bytes, pass.filled_bytes].map(size);
+        let [used, filled] = [pass.paged.used, pass.paged.filled].map(|bytes| size(bytes.get()));
         format!(
             "{streamed} of {paged} have no frame on the device, {in_host} of them are in the host's memory; a {name} \
              uses {used} and fills {filled} of pages, if experts are drawn evenly"
@@ -245,14 +248,14 @@ impl Report for Plan {
                 } else {
                     verdict.pair("fits", format!("no: {}", self.places(pass)));
                 }
-                if pass.kv_paged {
+                if pass.paged.kv {
                     verdict.pair("", "keys and values are paged too: there is no room for them");
                 }
                 verdict.pair("speed", self.speed(pass));
                 if pass.compute_from == Some("machine") {
                     verdict.pair("", "computing as fast as the machine can; kernels are slower");
                 }
-                if !pass.filled_ahead {
+                if !pass.paged.ahead {
                     verdict.pair("", "which experts come next is not known: computing waits for missing pages");
                 }
                 if let Some(beside) = pass.beside {
@@ -262,15 +265,15 @@ impl Report for Plan {
                     "budgets",
                     format!(
                         "device {}, host {}, pages of {}, lookahead {}",
-                        size(recommended.device_budget_bytes),
-                        size(recommended.host_budget_bytes),
-                        size(recommended.page_bytes),
-                        size(recommended.lookahead_bytes)
+                        size(recommended.device_budget.get()),
+                        size(recommended.host_budget.get()),
+                        size(recommended.page_size.bytes()),
+                        size(recommended.lookahead.get())
                     ),
                 );
                 verdict.pair("policy", format!("{}: {}", recommended.policy, recommended.policy_because));
-                if recommended.scratch_file_bytes > 0 {
-                    verdict.pair("scratch file", format!("{} on disk", size(recommended.scratch_file_bytes)));
+                if recommended.scratch_file > Bytes::ZERO {
+                    verdict.pair("scratch file", format!("{} on disk", size(recommended.scratch_file.get())));
                 }
                 text += &verdict.text();
                 text += &format!("\n{}", self.moves(pass).text());

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
 use outcore_lab::residency::Residency;
-use outcore_lab::sim::{ClassBytes, OwnPolicy, capture};
+use outcore_lab::sim::{ClassBytes, Flow, LaneRecord, OwnPolicy, capture};
 use outcore_mapped::live::Run;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 use super::super::comparison::Found;
 use super::super::policies;
 use super::part::file_name;
-use super::timeline::{Event, RecordedLane, Timeline};
+use super::timeline::{Event, Timeline};
 
 /// The largest input in bytes: twice the longest timeline that `generate` writes.
 const BYTES_MAX: u64 = 256 << 20;
@@ -123,7 +123,7 @@ pub struct MachineCeilings {
 #[derive(Debug, Deserialize)]
 pub struct Recorded {
     /// These two become a [`Timeline`].
-    lanes: Vec<RecordedLane>,
+    lanes: Vec<LaneRecord>,
     residency: Residency,
     pub hit_ratio: f64,
     pub opt_hit_ratio: f64,
@@ -161,13 +161,6 @@ pub struct SimulatedStall {
     pub tier: String,
     pub count: u64,
     pub seconds: f64,
-}
-
-/// What all devices' links of one kind moved.
-#[derive(Debug, Deserialize)]
-pub struct Flow {
-    pub bytes: u64,
-    pub busy_s: f64,
 }
 
 /// Waits for one cause.

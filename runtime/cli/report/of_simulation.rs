@@ -1,5 +1,7 @@
 //! The parts of a simulation.
 
+use outcore::Bytes;
+
 use super::super::output::size;
 use super::input::{Simulated, SimulatedStall};
 use super::part::{self, Cell, Link, Part, SIMULATED, ratio, seconds};
@@ -59,14 +61,14 @@ fn links(simulated: &Simulated, name: &str) -> Part {
         ("compute", &simulated.compute, ceiling.map(|of| of.compute_bytes_per_second)),
     ];
     // A machine without a link needs no rows for it.
-    let linked = all.iter().any(|(name, flow, _)| name.contains("device") && flow.bytes > 0)
+    let linked = all.iter().any(|(name, flow, _)| name.contains("device") && flow.bytes > Bytes::ZERO)
         || ceiling.is_none_or(|of| of.link_bytes_per_second.is_some());
     let rows = all.into_iter().filter(|(name, ..)| linked || !name.contains("device"));
     let rows: Vec<Link> = rows
         .map(|(name, flow, ceiling)| Link {
             name,
-            bytes: flow.bytes,
-            busy: Some(flow.busy_s),
+            bytes: flow.bytes.get(),
+            busy: Some(flow.busy.as_secs_f64()),
             ceiling: ceiling.map(|rate| rate.get() as f64),
         })
         .collect();

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use outcore::{Error, ErrorKind, Result};
 use outcore_lab::residency::Residency;
+use outcore_lab::sim::LaneRecord;
 use outcore_mapped::live::Run;
 use serde::{Deserialize, Serialize};
 
@@ -21,22 +22,6 @@ pub struct Event {
     /// Start and duration in microseconds.
     ts: Option<f64>,
     dur: Option<f64>,
-}
-
-/// A lane as `outcore simulate --timeline` writes it.
-#[derive(Debug, Deserialize)]
-pub struct RecordedLane {
-    name: String,
-    kinds: Vec<Kind>,
-    /// For each span: index of its kind, start, length, and how much of the length was taken, in nanoseconds.
-    spans: Vec<(usize, u64, u64, u64)>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Kind {
-    name: String,
-    count: u64,
-    ns: u64,
 }
 
 /// A run's spans by lane, in seconds.
@@ -142,7 +127,7 @@ impl Timeline {
         file: &str,
         name: String,
         about: Option<String>,
-        recorded: Vec<RecordedLane>,
+        recorded: Vec<LaneRecord>,
         seen: Residency,
     ) -> Result<Self> {
         residency::check(&seen, file)?;
@@ -163,21 +148,21 @@ impl Timeline {
                 placed.insert(at, place(&kind.name, &mut names, NAMES_MAX));
             }
             let mut spans = Vec::with_capacity(lane.spans.len());
-            for (kind, start, length, taken) in lane.spans {
-                let Some(name) = placed.get(&kind) else {
+            for span in lane.spans {
+                let Some(name) = placed.get(&span.kind) else {
                     return wrong(format!("with a span of a kind that lane {:?} does not have", lane.name));
                 };
-                let [start, length, taken] = [start, length, taken].map(|nanos| nanos as f64 / 1e9);
-                last = last.max(start + length);
-                spans.push((*name, start, start + length, taken.min(length)));
+                let [start, end, taken] = [span.start, span.end, span.busy].map(|time| time.as_secs_f64());
+                last = last.max(end);
+                spans.push((*name, start, end, taken.min(end - start)));
             }
             let mut by_name: BTreeMap<usize, (u64, f64)> = BTreeMap::new();
             for (at, name) in &placed {
                 let of = by_name.entry(*name).or_default();
-                *of = (of.0 + lane.kinds[*at].count, of.1 + lane.kinds[*at].ns as f64 / 1e9);
+                *of = (of.0 + lane.kinds[*at].count, of.1 + lane.kinds[*at].time.as_secs_f64());
             }
             let (count, busy) = by_name.values().fold((0, 0.0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
-            lanes.push(Lane { name: lane.name, spans, count, busy, by_name });
+            lanes.push(Lane { name: lane.name.into_owned(), spans, count, busy, by_name });
         }
         if lanes.iter().all(|lane| lane.spans.is_empty()) {
             return wrong("that has no spans".to_owned());

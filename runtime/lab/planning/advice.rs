@@ -151,10 +151,10 @@ fn candidates(job: &Job, resources: &Resources, now: &Forecast) -> Vec<Change> {
     match &now.run {
         Some(run) => {
             if !run.is_resident() {
-                changes.push(Change::MoreDevice(step(run.streamed.get())));
+                changes.push(Change::MoreDevice(step(run.paged.streamed.get())));
             }
-            if run.disk_read > Bytes::ZERO {
-                changes.push(Change::MoreHost(step(run.streamed.saturating_sub(run.in_host).get())));
+            if run.paged.disk_read > Bytes::ZERO {
+                changes.push(Change::MoreHost(step(run.paged.streamed.saturating_sub(run.paged.in_host).get())));
                 changes.push(Change::Disk(resources.disk.times(2.0)));
             }
             if let (Some(link), false) = (resources.link, run.is_resident()) {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::num::NonZeroU32;
 
+use serde::{Serialize, Serializer};
+
 use super::memory::{Job, Memory, Work};
 use super::policy::recommend;
 use super::resources::Resources;
@@ -27,7 +29,8 @@ const LEAST_FRAMES: u64 = 2;
 const STAGING_PAGES: u64 = 16;
 
 /// The bound of a pass's time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Bottleneck {
     /// Computing.
@@ -55,45 +58,81 @@ impl fmt::Display for Bottleneck {
     }
 }
 
+/// Recommended settings of the runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Recommended {
+    /// The device budget to give the runtime: whole pages, no more than there are.
+    #[serde(rename = "device_budget_bytes")]
+    pub device_budget: Bytes,
+    /// The host budget to give the runtime.
+    #[serde(rename = "host_budget_bytes")]
+    pub host_budget: Bytes,
+    /// Bytes of a page.
+    #[serde(rename = "page_bytes")]
+    pub page_size: PageSize,
+    /// How far ahead of use fills start: as [`Lookahead::Auto`] chooses it.
+    #[serde(rename = "lookahead_bytes")]
+    pub lookahead: Bytes,
+    /// The policy.
+    #[serde(serialize_with = "name")]
+    pub policy: PolicyKind,
+    /// The reason for the policy.
+    pub policy_because: &'static str,
+    /// Size of the scratch file on disk: all read-write tensors that are paged.
+    #[serde(rename = "scratch_file_bytes")]
+    pub scratch_file: Bytes,
+}
+
+fn name<S: Serializer>(policy: &PolicyKind, to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(policy.name())
+}
+
+/// What is paged, and what of it moves in a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Paged {
+    /// Bytes that are paged: all that passes use.
+    #[serde(rename = "paged_bytes")]
+    pub all: Bytes,
+    /// Paged bytes that one pass uses: all but the experts that it does not draw. An estimate if there are experts.
+    #[serde(rename = "used_bytes")]
+    pub used: Bytes,
+    /// Whether keys and values are paged too, because they do not fit otherwise.
+    #[serde(rename = "kv_paged")]
+    pub kv: bool,
+    /// Paged bytes that have no place in the device tier for good: they stream.
+    #[serde(rename = "streamed_bytes")]
+    pub streamed: Bytes,
+    /// Streamed bytes that the host tier holds.
+    #[serde(rename = "in_host_bytes")]
+    pub in_host: Bytes,
+    /// Bytes that one pass fills, in whole pages.
+    #[serde(rename = "filled_bytes")]
+    pub filled: Bytes,
+    /// Bytes that one pass copies down from the device: changed pages, and pages that go to the host tier.
+    #[serde(rename = "copied_down_bytes")]
+    pub copied_down: Bytes,
+    /// Bytes that one pass reads from disk.
+    #[serde(rename = "disk_read_bytes")]
+    pub disk_read: Bytes,
+    /// Bytes that one pass writes to disk.
+    #[serde(rename = "disk_written_bytes")]
+    pub disk_written: Bytes,
+    /// Whether the order of use is known, so that fills start before anyone waits. If not, missing pages are filled
+    /// when they are wanted, and nothing computes meanwhile.
+    #[serde(rename = "filled_ahead")]
+    pub ahead: bool,
+}
+
 /// How a job would run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Run {
-    /// The device budget to give the runtime: whole pages, no more than there are.
-    pub device_budget: Bytes,
-    /// The host budget to give the runtime.
-    pub host_budget: Bytes,
-    /// Bytes of a page.
-    pub page_size: PageSize,
-    /// How far ahead of use fills start: as [`Lookahead::Auto`] chooses it.
-    pub lookahead: Bytes,
-    /// The recommended policy.
-    pub policy: PolicyKind,
-    /// The reason for the policy.
-    pub policy_because: &'static str,
-    /// Whether the order of use is known, so that fills start before anyone waits. If not, missing pages are filled
-    /// when they are wanted, and nothing computes meanwhile.
-    pub ahead: bool,
-    /// Size of the scratch file on disk: all read-write tensors that are paged.
-    pub scratch_file: Bytes,
-    /// Whether keys and values are paged too, because they do not fit otherwise.
-    pub kv_paged: bool,
-    /// Bytes that are paged: all that passes use.
-    pub paged: Bytes,
-    /// Paged bytes that one pass uses: all but the experts that it does not draw. An estimate if there are experts.
-    pub used: Bytes,
-    /// Paged bytes that have no place in the device tier for good: they stream.
-    pub streamed: Bytes,
-    /// Streamed bytes that the host tier holds.
-    pub in_host: Bytes,
-    /// Bytes that one pass fills, in whole pages.
-    pub filled: Bytes,
-    /// Bytes that one pass copies down from the device: changed pages, and pages that go to the host tier.
-    pub copied_down: Bytes,
-    /// Bytes that one pass reads from disk.
-    pub disk_read: Bytes,
-    /// Bytes that one pass writes to disk.
-    pub disk_written: Bytes,
+    /// Recommended settings of the runtime.
+    pub recommended: Recommended,
+    /// What is paged, and what of it moves in a pass.
+    pub paged: Paged,
     /// Seconds that the link needs for a pass; `None` without a link.
     pub link_s: Option<f64>,
     /// Seconds that the disk needs for a pass.
@@ -111,7 +150,7 @@ pub struct Run {
 impl Run {
     /// Whether nothing moves once everything is resident.
     pub fn is_resident(&self) -> bool {
-        self.streamed == Bytes::ZERO
+        self.paged.streamed == Bytes::ZERO
     }
 
     /// The known times that are above 0.
@@ -150,7 +189,7 @@ impl Run {
     /// entirely: a pass takes longer than either.
     pub fn beside(&self) -> Option<Bottleneck> {
         // Without fills ahead nothing is hidden.
-        let (longest, bottleneck) = self.longest().filter(|_| self.ahead)?;
+        let (longest, bottleneck) = self.longest().filter(|_| self.paged.ahead)?;
         let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
         others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
     }
@@ -263,32 +302,36 @@ pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> R
     };
     let bytes = |n: f64| Bytes::new(n.round() as u64);
     let run = Run {
-        device_budget: Bytes::new(u64::from(frames) * page.bytes()),
-        host_budget,
-        page_size: page,
-        lookahead: lookahead_bytes,
-        policy,
-        policy_because,
-        ahead,
-        scratch_file: match job.work {
-            Work::Infer { .. } if kv_paged => memory.kv,
-            Work::Infer { .. } => Bytes::ZERO,
-            Work::Train { .. } => memory.weights + memory.gradients + memory.optimizer,
+        recommended: Recommended {
+            device_budget: Bytes::new(u64::from(frames) * page.bytes()),
+            host_budget,
+            page_size: page,
+            lookahead: lookahead_bytes,
+            policy,
+            policy_because,
+            scratch_file: match job.work {
+                Work::Infer { .. } if kv_paged => memory.kv,
+                Work::Infer { .. } => Bytes::ZERO,
+                Work::Train { .. } => memory.weights + memory.gradients + memory.optimizer,
+            },
         },
-        kv_paged,
-        paged: Bytes::new(paged_bytes),
-        used: match job.work {
-            Work::Infer { .. } => {
-                bytes(job.shape.used_by(job.tokens())) + if kv_paged { memory.kv } else { Bytes::ZERO }
-            }
-            Work::Train { .. } => Bytes::new(paged_bytes),
+        paged: Paged {
+            all: Bytes::new(paged_bytes),
+            used: match job.work {
+                Work::Infer { .. } => {
+                    bytes(job.shape.used_by(job.tokens())) + if kv_paged { memory.kv } else { Bytes::ZERO }
+                }
+                Work::Train { .. } => Bytes::new(paged_bytes),
+            },
+            kv: kv_paged,
+            streamed: bytes(streamed),
+            in_host: bytes(streamed.min(host_budget.get() as f64)),
+            filled: bytes(pass.filled),
+            copied_down: bytes(pass.copied_down),
+            disk_read: bytes(pass.disk_read),
+            disk_written: bytes(pass.disk_written),
+            ahead,
         },
-        streamed: bytes(streamed),
-        in_host: bytes(streamed.min(host_budget.get() as f64)),
-        filled: bytes(pass.filled),
-        copied_down: bytes(pass.copied_down),
-        disk_read: bytes(pass.disk_read),
-        disk_written: bytes(pass.disk_written),
         link_s: resources.link.map(|_| pass.link_s),
         disk_s: pass.disk_s,
         compute_s,

@@ -28,7 +28,7 @@ fn table(points: &[Point]) -> String {
     let line = |point: &Point| {
         let Point { what, measured_s, run } = point;
         let [pass, measured] = [run.pass_s().unwrap(), *measured_s].map(|s| s * 1e3);
-        let read = run.disk_read.get() as f64 / 1e6;
+        let read = run.paged.disk_read.get() as f64 / 1e6;
         format!("| {what} | {pass:.0} | {measured:.0} | {:.2} | {read:.0} |\n", point.ratio())
     };
     points.iter().map(line).collect()
@@ -209,7 +209,7 @@ fn forecasts_are_near_what_was_measured() {
     }
     // Bytes do not depend on other work: what was read in a pass at 1000 and 700 MB.
     for (room, measured) in [(935_800_000, 230e6), (641_800_000, 538e6)] {
-        let read = forecast_with(&job(model(Q8)), room, host(2.0)).disk_read.get() as f64;
+        let read = forecast_with(&job(model(Q8)), room, host(2.0)).paged.disk_read.get() as f64;
         assert!((read / measured - 1.0).abs() < 0.05, "{room}: {read}");
     }
 }
@@ -241,8 +241,8 @@ fn a_part_is_as_the_whole() {
         let [part, whole] = [Extent::Usual, Extent::Whole].map(|extent| {
             let run = forecast_as(&job, &resources, extent).unwrap().run.unwrap();
             assert!(!run.is_resident(), "{name}");
-            let moved = [run.filled, run.copied_down, run.disk_read, run.disk_written];
-            (run.pass_s().unwrap(), moved.map(|bytes| bytes.get() as f64), run.used.get() as f64)
+            let moved = [run.paged.filled, run.paged.copied_down, run.paged.disk_read, run.paged.disk_written];
+            (run.pass_s().unwrap(), moved.map(|bytes| bytes.get() as f64), run.paged.used.get() as f64)
         });
         println!("{name} {batch}: {part:?} {whole:?}");
         assert!((part.0 / whole.0 - 1.0).abs() < within, "{name}: {part:?} {whole:?}");

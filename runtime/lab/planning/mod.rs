@@ -69,7 +69,7 @@ pub use compute::Compute;
 pub use declared::{Declared, DeclaredExperts, values_of};
 pub use estimate::{Given, GivenExperts};
 pub use experts::Experts;
-pub use forecast::{Bottleneck, Forecast, Run, forecast};
+pub use forecast::{Bottleneck, Forecast, Paged, Recommended, Run, forecast};
 pub use known::KnownModel;
 pub use memory::{Checkpointing, Job, KvType, Memory, Optimizer, Work};
 pub use resources::Resources;

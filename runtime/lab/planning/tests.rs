@@ -66,11 +66,17 @@ fn bytes(bytes: Bytes) -> f64 {
 fn what_fits_does_not_move() {
     let (job, mut resources) = (infer(), resources(400, 0, "1GB/s", Some("10GB/s")));
     let found = run(&job, &resources);
-    assert!(found.is_resident() && !found.kv_paged);
-    assert_eq!((found.filled, found.disk_read, found.host_budget), (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO));
+    assert!(found.is_resident() && !found.paged.kv);
+    assert_eq!(
+        (found.paged.filled, found.paged.disk_read, found.recommended.host_budget),
+        (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO)
+    );
     assert_eq!((found.pass_s(), found.bottleneck(), found.tokens_per_second()), (None, None, None));
     // No more frames than there are pages.
-    assert_eq!(found.device_budget.get(), PageSize::DEFAULT.pages_for(138_000_000_000) * PageSize::DEFAULT.bytes());
+    assert_eq!(
+        found.recommended.device_budget.get(),
+        PageSize::DEFAULT.pages_for(138_000_000_000) * PageSize::DEFAULT.bytes()
+    );
     assert!(advice(&job, &resources, &forecast(&job, &resources).unwrap()).unwrap().is_empty());
 
     resources.compute = Some(Compute::Seconds(0.25));
@@ -98,25 +104,25 @@ fn what_is_missing_comes_over_the_links_of_its_tier() {
 
     let found = run(&job, &resources(48, 0, "2GB/s", Some("20GB/s")));
     let kept = 48.0 * 1.073_741_824e9 / 1.2 - 1.342_177_28e9 - 0.46e9;
-    near(bytes(found.filled), whole - kept);
-    near(bytes(found.disk_read), bytes(found.filled));
-    assert_eq!((found.copied_down, found.disk_written), (Bytes::ZERO, Bytes::ZERO));
+    near(bytes(found.paged.filled), whole - kept);
+    near(bytes(found.paged.disk_read), bytes(found.paged.filled));
+    assert_eq!((found.paged.copied_down, found.paged.disk_written), (Bytes::ZERO, Bytes::ZERO));
     assert_eq!(found.bottleneck(), Some(Bottleneck::Disk));
-    near(found.pass_s().unwrap(), bytes(found.disk_read) / 2e9);
-    near(found.link_s.unwrap(), bytes(found.filled) / 20e9);
+    near(found.pass_s().unwrap(), bytes(found.paged.disk_read) / 2e9);
+    near(found.link_s.unwrap(), bytes(found.paged.filled) / 20e9);
     // It computes in no time, so far as is known.
     assert_eq!(found.waited_s(), found.pass_s());
 
     // Tiers are exclusive: the host's frames add to the device's.
     let with_host = run(&job, &resources(48, 60, "2GB/s", Some("20GB/s")));
-    near(bytes(with_host.filled), bytes(found.filled));
-    near(bytes(with_host.in_host), 60.0 * 1.073_741_824e9 / 1.2);
-    near(bytes(with_host.disk_read), bytes(found.disk_read) - bytes(with_host.in_host));
+    near(bytes(with_host.paged.filled), bytes(found.paged.filled));
+    near(bytes(with_host.paged.in_host), 60.0 * 1.073_741_824e9 / 1.2);
+    near(bytes(with_host.paged.disk_read), bytes(found.paged.disk_read) - bytes(with_host.paged.in_host));
 
     // All of it is below the device: then the link is the bottleneck.
     let all = run(&job, &resources(48, 200, "2GB/s", Some("20GB/s")));
-    assert_eq!((all.disk_read, all.bottleneck()), (Bytes::ZERO, Some(Bottleneck::Link)));
-    assert!(all.host_budget.get() - all.streamed.get() < 64 << 20, "no more than is of use");
+    assert_eq!((all.paged.disk_read, all.bottleneck()), (Bytes::ZERO, Some(Bottleneck::Link)));
+    assert!(all.recommended.host_budget.get() - all.paged.streamed.get() < 64 << 20, "no more than is of use");
 }
 
 #[test]
@@ -151,11 +157,14 @@ fn a_pass_is_computing_and_waiting() {
 #[test]
 fn budgets_follow_the_runtimes_rules() {
     let found = run(&infer(), &resources(48, 60, "2GB/s", Some("20GB/s")));
-    let frames = (found.device_budget.get() / found.page_size.bytes()) as u32;
-    assert_eq!(found.device_budget.get() % found.page_size.bytes(), 0);
-    assert_eq!(found.lookahead.get(), u64::from(outcore::Lookahead::Auto.pages(found.page_size, frames)) << 21);
-    assert_eq!(found.page_size, PageSize::DEFAULT);
-    assert_eq!(found.policy, outcore::PolicyKind::default());
+    let frames = (found.recommended.device_budget.get() / found.recommended.page_size.bytes()) as u32;
+    assert_eq!(found.recommended.device_budget.get() % found.recommended.page_size.bytes(), 0);
+    assert_eq!(
+        found.recommended.lookahead.get(),
+        u64::from(outcore::Lookahead::Auto.pages(found.recommended.page_size, frames)) << 21
+    );
+    assert_eq!(found.recommended.page_size, PageSize::DEFAULT);
+    assert_eq!(found.recommended.policy, outcore::PolicyKind::default());
 
     // On the host small budgets have smaller pages; a GPU's pages have the default size.
     let given = Given {
@@ -175,8 +184,12 @@ fn budgets_follow_the_runtimes_rules() {
     let mut resources = resources(0, 0, "2GB/s", None);
     resources.device = Bytes::mib(20);
     let small = run(&job, &resources);
-    assert_eq!(small.page_size.bytes(), 1 << 20, "12 frames of a budget of some 16 MiB");
-    assert!(small.device_budget > Bytes::mib(12) && small.device_budget < Bytes::mib(20), "{}", small.device_budget);
+    assert_eq!(small.recommended.page_size.bytes(), 1 << 20, "12 frames of a budget of some 16 MiB");
+    assert!(
+        small.recommended.device_budget > Bytes::mib(12) && small.recommended.device_budget < Bytes::mib(20),
+        "{}",
+        small.recommended.device_budget
+    );
     assert_eq!(small.link_s, None);
 }
 
@@ -186,9 +199,9 @@ fn keys_and_values_that_do_not_fit_are_paged_too() {
     job.batch = 64;
     let found = run(&job, &resources(48, 0, "2GB/s", Some("20GB/s")));
     let kv = Bytes::mib(1280 * 64);
-    assert!(found.kv_paged);
-    assert_eq!((found.scratch_file, found.paged), (kv, job.shape.used + kv));
-    assert!(found.copied_down > Bytes::ZERO && found.copied_down < kv);
+    assert!(found.paged.kv);
+    assert_eq!((found.recommended.scratch_file, found.paged.all), (kv, job.shape.used + kv));
+    assert!(found.paged.copied_down > Bytes::ZERO && found.paged.copied_down < kv);
 }
 
 #[test]
@@ -200,17 +213,17 @@ fn a_step_moves_what_training_changes_both_ways() {
     // Weights (2 bytes) are filled three times, gradients (2) twice, the optimizer's state (12) once; each is changed
     // once.
     let (filled, down) = (p * (3.0 * 2.0 + 2.0 * 2.0 + 12.0), p * 16.0);
-    near(bytes(found.filled), filled);
-    near(bytes(found.copied_down), down);
-    near(bytes(found.disk_read), bytes(found.filled));
-    near(bytes(found.disk_written), bytes(found.copied_down));
-    near(found.disk_s, bytes(found.filled + found.copied_down) / 2e9);
-    assert_eq!((found.scratch_file, found.tokens), (Bytes::new(16 * 69_000_000_000), 4096));
+    near(bytes(found.paged.filled), filled);
+    near(bytes(found.paged.copied_down), down);
+    near(bytes(found.paged.disk_read), bytes(found.paged.filled));
+    near(bytes(found.paged.disk_written), bytes(found.paged.copied_down));
+    near(found.disk_s, bytes(found.paged.filled + found.paged.copied_down) / 2e9);
+    assert_eq!((found.recommended.scratch_file, found.tokens), (Bytes::new(16 * 69_000_000_000), 4096));
 
     // Pages that are used more than once stay first: with room for weights and gradients only the state moves.
     let roomy = run(&job, &resources(400, 0, "2GB/s", Some("20GB/s")));
-    near(bytes(roomy.filled), bytes(roomy.copied_down));
-    near(bytes(roomy.filled), bytes(roomy.streamed));
+    near(bytes(roomy.paged.filled), bytes(roomy.paged.copied_down));
+    near(bytes(roomy.paged.filled), bytes(roomy.paged.streamed));
 }
 
 #[test]
@@ -307,16 +320,16 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
         job.batch = batch;
         let found = run(&job, &resources);
         let share = 1.0 - 0.75f64.powi(batch as i32);
-        assert!(!found.is_resident() && !found.ahead && !found.kv_paged, "{found:?}");
+        assert!(!found.is_resident() && !found.paged.ahead && !found.paged.kv, "{found:?}");
         // The policy finds those that it kept less often than by chance, where a pass uses more than there is room for.
-        let least = bytes(found.streamed) * share;
-        let filled = bytes(found.filled);
-        assert!(0.9 * least < filled && filled < 1.1 * bytes(found.used), "{batch}: {filled} {least}");
+        let least = bytes(found.paged.streamed) * share;
+        let filled = bytes(found.paged.filled);
+        assert!(0.9 * least < filled && filled < 1.1 * bytes(found.paged.used), "{batch}: {filled} {least}");
         let used = job.shape.used.get() as f64 - (1.0 - share) * experts;
-        assert!((found.used.get() as f64 / used - 1.0).abs() < 1e-6, "{batch}: {} {used}", found.used);
-        assert_eq!((found.paged, found.policy), (job.shape.used, outcore::PolicyKind::Kv));
-        assert!(found.filled.get() as f64 > before, "more sequences draw more");
-        before = found.filled.get() as f64;
+        assert!((found.paged.used.get() as f64 / used - 1.0).abs() < 1e-6, "{batch}: {} {used}", found.paged.used);
+        assert_eq!((found.paged.all, found.recommended.policy), (job.shape.used, outcore::PolicyKind::Kv));
+        assert!(found.paged.filled.get() as f64 > before, "more sequences draw more");
+        before = found.paged.filled.get() as f64;
         // No fills while it computes: which experts are needed is known only when they are wanted. A page comes when
         // another has left.
         let (link, disk, pass) = (found.link_s.unwrap(), found.disk_s, found.pass_s().unwrap());
@@ -325,28 +338,34 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
     }
     // With all experts active it is a dense model.
     let (dense, all) = (mixtral(8), run(&mixtral(8), &resources));
-    assert!(all.ahead && all.policy == outcore::PolicyKind::Plan && all.used == all.paged);
+    assert!(all.paged.ahead && all.recommended.policy == outcore::PolicyKind::Plan && all.paged.used == all.paged.all);
     let shape = Shape { experts: None, ffn: 8 * 14_336, ..dense.shape.clone() };
     let without = run(&Job { shape, ..dense }, &resources);
-    near(bytes(all.filled), bytes(without.filled));
-    near(bytes(all.disk_read), bytes(without.disk_read));
+    near(bytes(all.paged.filled), bytes(without.paged.filled));
+    near(bytes(all.paged.disk_read), bytes(without.paged.disk_read));
     // If all experts have a frame, nothing is filled.
     let roomy = run(&mixtral(2), &Resources { device: Bytes::gib(200), ..resources });
-    assert!(roomy.is_resident() && roomy.ahead && roomy.used < roomy.paged && roomy.filled == Bytes::ZERO);
+    assert!(
+        roomy.is_resident()
+            && roomy.paged.ahead
+            && roomy.paged.used < roomy.paged.all
+            && roomy.paged.filled == Bytes::ZERO
+    );
 }
 
 #[test]
 fn policies_are_those_that_suit_the_job() {
     use outcore::PolicyKind;
     let resources = resources(24, 0, "2GB/s", Some("20GB/s"));
-    let of = |job: &Job| run(job, &resources).policy;
+    let of = |job: &Job| run(job, &resources).recommended.policy;
     let paged = |job: Job| Job { batch: 64, ..job };
     let step = train(Optimizer::AdamMixed, Checkpointing::Full);
     assert_eq!([of(&infer()), of(&step)], [PolicyKind::Plan; 2]);
     assert_eq!(of(&mixtral(2)), PolicyKind::Kv);
-    assert!(run(&paged(infer()), &resources).kv_paged);
+    assert!(run(&paged(infer()), &resources).paged.kv);
     assert_eq!(of(&paged(infer())), PolicyKind::Shares);
-    let reasons = [infer(), mixtral(2), paged(infer()), step].map(|job| run(&job, &resources).policy_because);
+    let reasons =
+        [infer(), mixtral(2), paged(infer()), step].map(|job| run(&job, &resources).recommended.policy_because);
     assert!(reasons.iter().enumerate().all(|(at, reason)| !reasons[..at].contains(reason)), "{reasons:?}");
 }
 
@@ -389,7 +408,8 @@ fn what_is_written_and_what_shares_a_link_takes_its_own_time() {
     let slow = Resources { disk_write: Some("1GB/s".parse().unwrap()), link_shared: true, ..even };
     let found = run(&job, &slow);
     let [read, written, filled, down] =
-        [found.disk_read, found.disk_written, found.filled, found.copied_down].map(|size| bytes(size) / gb);
+        [found.paged.disk_read, found.paged.disk_written, found.paged.filled, found.paged.copied_down]
+            .map(|size| bytes(size) / gb);
     near(found.disk_s, read / 2.0 + written);
     near(found.link_s.unwrap(), (filled + down) / 20.0);
     near(now.link_s.unwrap(), filled.max(down) / 20.0);
@@ -499,11 +519,14 @@ fn regression_planned_pages_are_no_smaller_than_mappings_allow() {
     for job in [infer(), mixture] {
         for device in [1, 8, 15, 26, 40, 70, 100, 300, 4000] {
             let found = run(&job, &resources(device, 0, "1GB/s", None));
-            let planned = (device, found.device_budget, found.page_size);
-            assert!(found.device_budget.get() / found.page_size.bytes() <= frames, "{planned:?}");
+            let planned = (device, found.recommended.device_budget, found.recommended.page_size);
+            assert!(
+                found.recommended.device_budget.get() / found.recommended.page_size.bytes() <= frames,
+                "{planned:?}"
+            );
             assert_eq!(
-                page_within(found.device_budget, job.shape.used_piece(), None, frames),
-                found.page_size,
+                page_within(found.recommended.device_budget, job.shape.used_piece(), None, frames),
+                found.recommended.page_size,
                 "{planned:?}"
             );
         }

@@ -6,10 +6,11 @@
 //!    [`Residency`] keeps, and the order of the first [`Recorded::USES_MAX`] uses, which is dropped at the end.
 //! 2. Recording changes nothing: a simulation ends as it would have without.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use serde::ser::SerializeStruct;
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::ids::{PageId, PageIndex, PageSize, SegmentId, Tier};
 use crate::pager::policy::opt::{Optimum, min_hits};
@@ -57,11 +58,11 @@ fn ratios<S: Serializer>(optimum: &Optimum, to: S) -> Result<S::Ok, S::Error> {
 }
 
 /// The spans of one resource.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LaneRecord {
     /// Its name.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// The kinds that its spans can have.
     pub kinds: Vec<SpanKind>,
     /// Spans, in order. Where there were more than [`SPANS_MAX`](Self::SPANS_MAX), near ones of a kind are joined.
@@ -72,19 +73,23 @@ pub struct LaneRecord {
 }
 
 /// Totals of all spans of a kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpanKind {
     /// Its name.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// How many spans there were.
     pub count: u64,
     /// The sum of their times.
-    #[serde(rename = "ns", serialize_with = "as_nanos")]
+    #[serde(rename = "ns", serialize_with = "as_nanos", deserialize_with = "of_nanos")]
     pub time: Duration,
 }
 
 fn as_nanos<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_u64(nanos(*time))
+}
+
+fn of_nanos<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    u64::deserialize(from).map(Duration::from_nanos)
 }
 
 /// An operation that took time, or several of one kind that were joined.
@@ -109,13 +114,21 @@ impl Serialize for SpanRecord {
     }
 }
 
+impl<'de> Deserialize<'de> for SpanRecord {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let (kind, start, len, busy) = <(usize, u64, u64, u64)>::deserialize(from)?;
+        let [start, len, busy] = [start, len, busy].map(Duration::from_nanos);
+        Ok(Self { kind, start, end: start + len, busy })
+    }
+}
+
 impl LaneRecord {
     /// The most spans that are kept.
     pub const SPANS_MAX: usize = 2000;
 
     fn new(name: &'static str, kinds: impl IntoIterator<Item = &'static str>) -> Self {
-        let kind = |name| SpanKind { name, count: 0, time: Duration::ZERO };
-        Self { name, kinds: kinds.into_iter().map(kind).collect(), spans: Vec::new(), cell: 0 }
+        let kind = |name| SpanKind { name: Cow::Borrowed(name), count: 0, time: Duration::ZERO };
+        Self { name: Cow::Borrowed(name), kinds: kinds.into_iter().map(kind).collect(), spans: Vec::new(), cell: 0 }
     }
 
     fn push(&mut self, kind: usize, start: Nanos, end: Nanos) {

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::ids::Bytes;
 use crate::pager::PagerStats;
@@ -10,13 +11,13 @@ use crate::sim::Recorded;
 use outcore::stats::StallStats;
 
 /// Bytes that moved one way, and how long that took.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Flow {
     /// How many bytes moved. Failed operations do not count.
     pub bytes: Bytes,
     /// How long the disk or a link was busy with them: with latencies on a link, without on a disk. The mean over the
     /// devices where each has its own.
-    #[serde(rename = "busy_s", serialize_with = "seconds")]
+    #[serde(rename = "busy_s", serialize_with = "seconds", deserialize_with = "of_seconds")]
     pub busy: Duration,
     /// `busy` as a share of all time.
     pub utilisation: f64,
@@ -24,6 +25,10 @@ pub struct Flow {
 
 fn seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64(time.as_secs_f64())
+}
+
+fn of_seconds<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    Duration::try_from_secs_f64(f64::deserialize(from)?).map_err(D::Error::custom)
 }
 
 /// What moved in a pass, over all devices. Times are means of the devices, and those that the moves take by themselves.
