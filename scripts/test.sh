@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels without-cuda doctests strict released loom examples clients)
+steps=(checker workspace kernels without-features doctests strict released loom examples clients)
 target=${CARGO_TARGET_DIR:-target}
 
 # The exit status of a step that could not do what it is for.
@@ -28,7 +28,8 @@ step_checker() {
 }
 
 # All members with all their features, so that nothing is built twice. Memory of a GPU is tested over an emulated
-# driver: no GPU is needed, and none is used. Builds without these features are for lint.
+# driver: no GPU is needed, and none is used. Those of outcore-kv are turned on by the programs that use it. Builds
+# without these features are for lint, and for the step without-features.
 everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
@@ -55,17 +56,24 @@ step_kernels() {
 }
 
 # What generate and `outcore doctor` say of a GPU in a build that knows none. The packages are those of `workspace`, so
-# that only outcore-llm and outcore-cli are built again. A filter that matches nothing would pass, so the tests are
-# counted. Nothing is computed here, so nothing has to be fast.
+# that only outcore-llm and outcore-cli are built again. What outcore-kv says of stores that need a feature which it was
+# not built with, and what it does without: alone, because the programs turn its features on. A filter that matches
+# nothing would pass, so the tests are counted. Nothing is computed here, so nothing has to be fast.
 without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
     --features outcore-gpu-check/cuda --test generate --test cli)
-build_without-cuda() {
+without_codecs=(-p outcore-kv --lib --test codecs)
+build_without-features() {
     cargo test "${without_cuda[@]}" --no-run
+    cargo test "${without_codecs[@]}" --no-run
 }
-step_without-cuda() {
-    cargo test "${without_cuda[@]}" without_the_feature 2>&1 | tee "$target/without-cuda.log"
-    [ "$(grep -cE '^test result: ok\. 1 passed' "$target/without-cuda.log")" = 2 ] ||
-        { echo "without-cuda: a test did not run" >&2; exit 1; }
+step_without-features() {
+    local log=$target/without-features.log
+    cargo test "${without_cuda[@]}" without_the_feature 2>&1 | tee "$log"
+    [ "$(grep -cE '^test result: ok\. 1 passed' "$log")" = 2 ] ||
+        { echo "without-features: a test did not run" >&2; exit 1; }
+    cargo test "${without_codecs[@]}" 2>&1 | tee "$log"
+    [ "$(grep -cE '^test without_the_feature::.* ok$' "$log")" = 2 ] ||
+        { echo "without-features: a test of outcore-kv did not run" >&2; exit 1; }
 }
 
 # Cargo compiles doctests only to run them, with the libraries of `workspace`.

@@ -3,6 +3,9 @@
 //! A [`KvPool`] has blocks, which compete with weights and all else for the runtime's frames, go to the tiers below and
 //! come back. A [`Sequence`] says which blocks hold its tokens. Sequences that begin with the same tokens use the same
 //! blocks, if their [tenant](TenantId) is the same or shares.
+//!
+//! Two features, off by default, are for the folder that keeps blocks ([`Store`]): `encryption` and `compression`. A
+//! build without one refuses what needs it, with an error that names the feature.
 
 mod key;
 mod layout;

@@ -2102,6 +2102,24 @@ fn a_closed_pipe_is_no_error_and_a_full_disk_is_one() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
 }
 
+/// The program has the features of outcore-kv.
+#[test]
+fn kv_reads_a_store_that_is_encrypted_and_compressed() {
+    let dir = scratch();
+    let folder = dir.path().join("kv");
+    fs::create_dir(&folder).unwrap();
+    for name in ["manifest", "0000000000000001.kv"] {
+        fs::copy(models::repository().join("runtime/kv/tests/data/both").join(name), folder.join(name)).unwrap();
+    }
+    fs::write(folder.join("lock"), "").unwrap();
+    let key = dir.path().join("key");
+    fs::write(&key, [3; 32]).unwrap();
+    let found = json(&["kv", "verify", string(&folder), "--key-file", string(&key), "--json"]);
+    let counts = (&found["encrypted"], &found["blocks"], &found["compressed"], &found["damaged"]);
+    assert_eq!(counts, (&true.into(), &2.into(), &1.into(), &0.into()), "{found}");
+    refused(&["kv", "verify", string(&folder)], 1, &["is encrypted", "no key was given"]);
+}
+
 /// A store with some blocks, one of which is damaged then.
 #[test]
 fn kv_looks_into_a_store_and_finds_what_is_damaged() {

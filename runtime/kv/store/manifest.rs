@@ -4,6 +4,7 @@
 use outcore::{Error, ErrorKind, Result};
 use twox_hash::XxHash3_64;
 
+use super::codec::Codec;
 use super::fields::Fields;
 use super::record::VERSION;
 use super::seal::{NONCE, Seal, TAG, Use};
@@ -117,7 +118,8 @@ fn damaged(what: &str) -> Error {
 /// Reads the head.
 ///
 /// # Errors
-/// If it is none of a store, is of another version, or is damaged.
+/// If it is none of a store, is of another version, or is damaged, or if the store is encrypted and this build has no
+/// encryption.
 pub fn open(bytes: &[u8]) -> Result<Opened<'_>> {
     let head: &[u8; HEAD] = bytes.first_chunk().ok_or_else(|| damaged("it is cut short"))?;
     if head[..8] != MAGIC {
@@ -141,7 +143,8 @@ fn read_head<'a>(head: &[u8; HEAD], bytes: &'a [u8]) -> Option<Result<Opened<'a>
         return Some(Err(damaged("its head does not match its checksum")));
     }
     let facts = Facts { store, model, block_bytes, encrypted: flags & ENCRYPTED != 0 };
-    Some(Ok(Opened { facts, nonce, check, bytes }))
+    let needed = if facts.encrypted { Codec::Encryption.need("the store is encrypted") } else { Ok(()) };
+    Some(needed.map(|()| Opened { facts, nonce, check, bytes }))
 }
 
 impl Opened<'_> {

@@ -3,12 +3,12 @@
 //! [`Store::put`] copies a block into a buffer, which goes to disk in writes of 2 MiB. [`Store::flush`] makes what was
 //! put last. docs/kv-store-format.md has the files, and why a crash loses nothing that was flushed.
 
+mod codec;
 mod fields;
 #[doc(hidden)]
 pub mod files;
 mod manifest;
 mod options;
-mod pack;
 mod record;
 mod report;
 mod scan;
@@ -28,16 +28,18 @@ use outcore::os::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::{Mutex, MutexGuard};
 
+use self::codec::{Codec, pack};
 use self::files::{Access, Files, OpenFile};
 use self::manifest::{Body, Facts};
 use self::record::{BLOCK_MOST, Content, HEAD, Head, Place, TOKENS_MOST, identity_bytes, record_bytes};
-use self::scan::{Found, Known, scan};
+use self::scan::{Found, Known, scan, unread};
 use self::seal::Seal;
 use self::seen::Seen;
 use crate::side_by_side::side_by_side;
 use crate::{BlockKey, Fingerprint, TenantId, Token};
 
-pub use self::options::{Admission, Clock, StoreKey, StoreOptions};
+pub use self::codec::StoreKey;
+pub use self::options::{Admission, Clock, StoreOptions};
 pub use self::report::{StoreReport, has_parts_of_a_store, inspect, verify};
 #[doc(hidden)]
 pub use self::report::{repair, report};
@@ -217,6 +219,8 @@ struct BlockFile {
 struct Loaded {
     state: BlockFile,
     entries: Vec<Entry>,
+    /// Ranges that are no records.
+    damaged: Vec<(u64, u64)>,
 }
 
 #[derive(Clone, Copy)]
@@ -299,9 +303,10 @@ impl Store {
     ///
     /// # Errors
     /// If the folder is held by another process, by whatever path ([`ErrorKind::PermissionDenied`]), is of another
-    /// model, size of blocks or key ([`ErrorKind::InvalidArgument`]), of a newer version ([`ErrorKind::Unsupported`]),
-    /// if its manifest is damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and written. The folder stays as it
-    /// is then.
+    /// model, size of blocks or key ([`ErrorKind::InvalidArgument`]), or of a newer version
+    /// ([`ErrorKind::Unsupported`]), if the store or the options need a feature that this build lacks
+    /// ([`ErrorKind::Unsupported`]), if the manifest is damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and
+    /// written. The folder stays as it is then.
     pub fn open(folder: &Path, model: &Fingerprint, block_bytes: Bytes, options: StoreOptions) -> Result<Self> {
         let name = folder.display().to_string();
         let files = Folder::make(folder).map_err(|cause| Error::io(format!("make the folder {name}"), cause))?;
@@ -341,11 +346,14 @@ impl Store {
             );
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give it a larger capacity"));
         }
+        if options.compress {
+            Codec::Compression.need("blocks are to be compressed")?;
+        }
+        let seal = Seal::of(options.key.as_ref())?;
         let lock = hold(files.as_ref(), Access::Write).or_else(|error| match error.kind() {
             ErrorKind::NotFound => hold(files.as_ref(), Access::Replace),
             _ => Err(error),
         })?;
-        let seal = Seal::of(options.key.as_ref());
         let (facts, body) = match read_manifest(files.as_ref())? {
             Some(manifest) => {
                 let opened = manifest::open(&manifest)?;
@@ -399,8 +407,20 @@ impl Store {
         Ok(store)
     }
 
-    /// Finds the blocks of the files that the manifest names, and removes what it does not.
+    /// Finds the blocks of the files that the manifest names, and removes what it does not. All is read before anything
+    /// is changed: what is refused stays as it is.
     fn load(&self, writer: &mut Writer, body: &Body) -> Result<()> {
+        let (count, generation) = (body.files.len(), writer.generation);
+        let loaded = side_by_side(count, LOADERS, |at| {
+            let (number, acknowledged) = body.files[at];
+            self.load_file(number, acknowledged, generation)
+        });
+        let named = body.files.iter().zip(loaded).map(|((number, acknowledged), loaded)| {
+            let ended = || Err(Error::new(ErrorKind::Internal, "the thread that read it ended"));
+            let loaded = loaded.unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
+            Ok((*number, *acknowledged, loaded))
+        });
+        let named = named.collect::<Result<Vec<_>>>()?;
         for name in self.files.list().map_err(|cause| Error::io("list the folder", cause))? {
             let number = file_number(&name);
             let known = number.is_some_and(|number| body.files.binary_search_by_key(&number, |file| file.0).is_ok());
@@ -411,24 +431,19 @@ impl Store {
                 writer.next_file = writer.next_file.max(number.map_or(0, |number| number.saturating_add(1)));
             }
         }
-        let (count, generation) = (body.files.len(), writer.generation);
-        let loaded = side_by_side(count, LOADERS, |at| {
-            let (number, acknowledged) = body.files[at];
-            self.load_file(number, acknowledged, generation)
-        });
         let mut index = self.index.lock();
-        for ((number, _), loaded) in body.files.iter().zip(loaded) {
-            let ended = || Err(Error::new(ErrorKind::Internal, "the thread that read it ended"));
-            let loaded = loaded.unwrap_or_else(ended).map_err(|e| e.context(file_name(*number)))?;
-            let Some(Loaded { state, entries }) = loaded else {
+        for (number, acknowledged, loaded) in named {
+            let Some(Loaded { state, entries, damaged }) = loaded else {
                 writer.dirty = true;
                 continue;
             };
+            self.clean(number, state.file.as_ref(), acknowledged, &damaged)
+                .map_err(|e| e.context(file_name(number)))?;
             // Of two records of one block the later counts.
             let keys = state.records.iter().map(|record| (record.tenant, record.key));
             index.blocks.extend(keys.zip(entries));
-            index.files.insert(*number, state.file.clone());
-            writer.files.insert(*number, state);
+            index.files.insert(number, state.file.clone());
+            writer.files.insert(number, state);
         }
         // The last file goes on, unless some of it is missing.
         writer.current = writer.files.last_key_value().map(|(number, _)| *number).filter(|number| {
@@ -442,28 +457,24 @@ impl Store {
         Ok(())
     }
 
-    /// Finds the blocks of a file, and erases what is damaged in it. `None` if it is missing.
+    /// Finds the blocks of a file. `None` if it is missing.
     fn load_file(&self, number: u64, acknowledged: u64, generation: u64) -> Result<Option<Loaded>> {
-        let failed = |cause| Error::io("read it", cause);
         let file = match self.files.open(&file_name(number), Access::Write) {
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
                 tracing::warn!(store = self.name, file = file_name(number), "a block file is missing");
                 return Ok(None);
             }
-            file => file.map_err(failed)?,
+            file => file.map_err(unread)?,
         };
-        let length = file.length().map_err(failed)?;
-        if length > acknowledged {
-            // Nobody was told that this lasts, and it may have holes.
-            file.cut(acknowledged).map_err(|cause| Error::io("cut it", cause))?;
-            file.sync_all().map_err(|cause| Error::io("cut it", cause))?;
-        }
-        let length = length.min(acknowledged) / record::ALIGN * record::ALIGN;
+        let length = file.length().map_err(unread)?.min(acknowledged) / record::ALIGN * record::ALIGN;
         let known = Known { seal: &self.seal, store: self.facts.store, generation, block_bytes: self.block_bytes };
-        let (mut records, mut entries, mut damaged, mut kept) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        let (mut records, mut entries, mut damaged, mut kept) = (Vec::new(), Vec::new(), Vec::<(u64, u64)>::new(), 0);
         let found = |found| {
             match found {
-                Found::Damaged(offset, bytes) => damaged.push((offset, bytes)),
+                Found::Damaged(offset, bytes) => match damaged.last_mut() {
+                    Some((begin, length)) if *begin + *length == offset => *length += bytes,
+                    _ => damaged.push((offset, bytes)),
+                },
                 Found::Record(place, head, identity) => {
                     entries.push(Entry {
                         file: number,
@@ -480,9 +491,21 @@ impl Store {
             }
             Ok(())
         };
-        scan(&known, number, file.as_ref(), length, found).map_err(failed)?;
+        scan(&known, number, file.as_ref(), length, found)?;
+        let erased = length - kept;
+        let state = BlockFile { file, written: length, synced: length, erased, tail: false, records };
+        Ok(Some(Loaded { state, entries, damaged }))
+    }
+
+    /// Cuts off what a file has behind what was acknowledged, and erases what is damaged in it.
+    fn clean(&self, number: u64, file: &dyn OpenFile, acknowledged: u64, damaged: &[(u64, u64)]) -> Result<()> {
+        if file.length().map_err(unread)? > acknowledged {
+            // Nobody was told that this lasts, and it may have holes.
+            file.cut(acknowledged).map_err(|cause| Error::io("cut it", cause))?;
+            file.sync_all().map_err(|cause| Error::io("cut it", cause))?;
+        }
         // Whose it was cannot be told any more. So it goes now, because deleting a tenant would not find it.
-        for (offset, bytes) in &damaged {
+        for (offset, bytes) in damaged {
             file.erase(*offset, *bytes).map_err(|cause| Error::io("erase what is damaged in it", cause))?;
         }
         if !damaged.is_empty() {
@@ -490,9 +513,7 @@ impl Store {
             file.sync_all().map_err(|cause| Error::io("erase what is damaged in it", cause))?;
             self.damaged.fetch_add(1, Ordering::Relaxed);
         }
-        let erased = length - kept;
-        let state = BlockFile { file, written: length, synced: length, erased, tail: false, records };
-        Ok(Some(Loaded { state, entries }))
+        Ok(())
     }
 
     /// Keeps a block, if it is admitted. Its bytes are copied. It can be read from now on; [`flush`](Self::flush) makes

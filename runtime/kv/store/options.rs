@@ -1,83 +1,14 @@
 //! What a store is told when it is opened.
 
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use outcore::{Bytes, Error, ErrorKind, Result};
-use zeroize::Zeroizing;
+use outcore::Bytes;
 
-/// Bytes of a key.
-const KEY: usize = 32;
-/// Most bytes of a file that holds a key.
-const KEY_FILE_MOST: u64 = 4096;
+use super::codec::StoreKey;
+
 const DAY_SECONDS: u64 = 24 * 60 * 60;
-
-/// The key by which a store is encrypted. It is wiped from memory when it is dropped.
-#[derive(Clone)]
-pub struct StoreKey(Zeroizing<[u8; KEY]>);
-
-impl StoreKey {
-    /// Of these 32 bytes, which should be random.
-    pub fn from_bytes(bytes: [u8; KEY]) -> Self {
-        Self(Zeroizing::new(bytes))
-    }
-
-    /// From a file: 32 bytes, or 64 hexadecimal digits and perhaps a line feed. `openssl rand -hex 32` makes one.
-    ///
-    /// # Errors
-    /// If the file cannot be read or holds something else. The message has nothing of what it holds.
-    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
-        use std::io::Read;
-        let path = path.as_ref();
-        let failed = |cause| Error::io(format!("read the key of the store in {}", path.display()), cause);
-        let mut text = Zeroizing::new(Vec::with_capacity(KEY_FILE_MOST as usize));
-        std::fs::File::open(path).and_then(|file| file.take(KEY_FILE_MOST).read_to_end(&mut text)).map_err(failed)?;
-        Self::of(&text, &path.display().to_string())
-    }
-
-    /// From an environment variable: 64 hexadecimal digits.
-    ///
-    /// # Errors
-    /// If there is no such variable, or it holds something else. The message has nothing of what it holds.
-    pub fn from_env(name: &str) -> Result<Self> {
-        let text = std::env::var_os(name).ok_or_else(|| {
-            let what = format!("the environment variable {name}, for the key of the store, is not set");
-            Error::new(ErrorKind::NotFound, what)
-        })?;
-        Self::of(&Zeroizing::new(text.into_encoded_bytes()), name)
-    }
-
-    fn of(text: &[u8], name: &str) -> Result<Self> {
-        if let Ok(bytes) = text.try_into() {
-            return Ok(Self::from_bytes(bytes));
-        }
-        let digits = text.trim_ascii();
-        let mut key = Zeroizing::new([0; KEY]);
-        let digit = |byte: u8| char::from(byte).to_digit(16);
-        let whole = digits.len() == 2 * KEY
-            && key.iter_mut().zip(digits.chunks_exact(2)).all(|(byte, pair)| {
-                let pair = digit(pair[0]).zip(digit(pair[1]));
-                pair.map(|(high, low)| *byte = (high << 4 | low) as u8).is_some()
-            });
-        if !whole {
-            let what = format!("{name} holds no key of a store: a key is 32 bytes, or 64 hexadecimal digits");
-            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("make one: openssl rand -hex 32"));
-        }
-        Ok(Self(key))
-    }
-
-    pub(super) fn bytes(&self) -> &[u8; KEY] {
-        &self.0
-    }
-}
-
-impl fmt::Debug for StoreKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("StoreKey(..)")
-    }
-}
 
 /// Which blocks are written to disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -179,7 +110,8 @@ impl StoreOptions {
     }
 
     /// Whether blocks are compressed by zstd, without loss; not unless set. A block that does not get smaller is kept
-    /// as it is. The size of a compressed block tells a little of its bytes, even if it is encrypted.
+    /// as it is. The size of a compressed block tells a little of its bytes, even if it is encrypted. A build without
+    /// the feature `compression` refuses to open a store with this set.
     #[must_use]
     pub fn compress(mut self, compress: bool) -> Self {
         self.compress = compress;
@@ -193,7 +125,8 @@ impl StoreOptions {
         self
     }
 
-    /// Encrypts blocks, their tokens and whose they are, by XChaCha20-Poly1305.
+    /// Encrypts blocks, their tokens and whose they are, by XChaCha20-Poly1305. A build without the feature
+    /// `encryption` refuses to open a store with a key.
     #[must_use]
     pub fn key(mut self, key: StoreKey) -> Self {
         self.key = Some(key);

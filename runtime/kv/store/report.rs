@@ -7,10 +7,10 @@ use std::path::Path;
 use outcore::os::folder::Folder;
 use outcore::{Bytes, Error, ErrorKind, Result};
 
+use super::codec::pack;
 use super::files::{Access, Files, LOCK, OpenFile};
-use super::pack;
 use super::record::{self, ALIGN, Head, Place, VERSION};
-use super::scan::{Found, Known, scan};
+use super::scan::{Found, Known, scan, unread};
 use super::seal::Seal;
 use super::{ENDING, StoreKey, file_name, file_number, hold, manifest, read_manifest};
 use crate::{BlockKey, Fingerprint, TenantId};
@@ -89,7 +89,7 @@ pub fn report(files: &dyn Files, key: Option<StoreKey>, whole: bool) -> Result<S
         hold(files, Access::Read).map_err(|error| if error.kind() == ErrorKind::NotFound { none() } else { error })?;
     let bytes = read_manifest(files)?.ok_or_else(none)?;
     let opened = manifest::open(&bytes)?;
-    let (facts, seal) = (opened.facts, Seal::of(key.as_ref()));
+    let (facts, seal) = (opened.facts, Seal::of(key.as_ref())?);
     let body = opened.body(&seal)?;
     let mut report = StoreReport {
         version: VERSION,
@@ -114,7 +114,8 @@ pub fn report(files: &dyn Files, key: Option<StoreKey>, whole: bool) -> Result<S
     let mut blocks: HashMap<(TenantId, BlockKey), bool> = HashMap::new();
     for (number, acknowledged) in body.files {
         let name = file_name(number);
-        let failed = |cause| Error::io(format!("read {name}"), cause);
+        let in_it = |e: Error| e.context(&name);
+        let failed = |cause| in_it(unread(cause));
         let file = match files.open(&name, Access::Read) {
             Err(cause) if cause.kind() == io::ErrorKind::NotFound => {
                 report.missing += 1;
@@ -137,7 +138,7 @@ pub fn report(files: &dyn Files, key: Option<StoreKey>, whole: bool) -> Result<S
             }
             Ok(())
         };
-        scan(&known, number, file.as_ref(), length.min(acknowledged), found).map_err(failed)?;
+        scan(&known, number, file.as_ref(), length.min(acknowledged), found).map_err(in_it)?;
     }
     report.blocks = blocks.len() as u64;
     report.compressed = blocks.values().filter(|compressed| **compressed).count() as u64;
@@ -146,9 +147,9 @@ pub fn report(files: &dyn Files, key: Option<StoreKey>, whole: bool) -> Result<S
 }
 
 /// Whether a record's payload is what was written.
-fn is_sound(known: &Known<'_>, place: &Place, head: &Head, file: &dyn OpenFile) -> io::Result<bool> {
+fn is_sound(known: &Known<'_>, place: &Place, head: &Head, file: &dyn OpenFile) -> Result<bool> {
     let mut payload = vec![0; head.payload];
-    file.read_at(&mut payload, place.offset + (super::HEAD + head.identity) as u64)?;
+    file.read_at(&mut payload, place.offset + (super::HEAD + head.identity) as u64).map_err(unread)?;
     if !head.payload(known.seal, place, &mut payload) {
         return Ok(false);
     }

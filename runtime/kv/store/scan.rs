@@ -2,6 +2,9 @@
 
 use std::io;
 
+use outcore::{Error, Result};
+
+use super::codec::Codec;
 use super::files::OpenFile;
 use super::record::{ALIGN, HEAD, Head, Identity, Place, identity_bytes};
 use super::seal::Seal;
@@ -28,20 +31,23 @@ pub enum Found {
 /// a record may begin.
 ///
 /// # Errors
-/// What the system says.
+/// What the system says, what `found` does, and if there is a compressed record and this build has no compression.
 pub fn scan(
     known: &Known<'_>,
     number: u64,
     file: &dyn OpenFile,
     length: u64,
-    mut found: impl FnMut(Found) -> io::Result<()>,
-) -> io::Result<()> {
+    mut found: impl FnMut(Found) -> Result<()>,
+) -> Result<()> {
     let mut bytes = vec![0; ALIGN as usize];
     let mut offset = 0;
     while offset + ALIGN <= length {
-        file.read_at(&mut bytes, offset)?;
+        file.read_at(&mut bytes, offset).map_err(unread)?;
         let place = Place { store: known.store, file: number, offset };
         if let Some((head, identity)) = record(known, &place, file, &bytes, length - offset)? {
+            if head.compressed {
+                Codec::Compression.need("the store has compressed blocks")?;
+            }
             offset += head.record();
             found(Found::Record(place, Box::new(head), identity))?;
         } else {
@@ -54,6 +60,11 @@ pub fn scan(
     Ok(())
 }
 
+/// The error of a file that cannot be read.
+pub fn unread(cause: io::Error) -> Error {
+    Error::io("read it", cause)
+}
+
 /// The record whose first bytes these are.
 fn record(
     known: &Known<'_>,
@@ -61,7 +72,7 @@ fn record(
     file: &dyn OpenFile,
     bytes: &[u8],
     room: u64,
-) -> io::Result<Option<(Head, Identity)>> {
+) -> Result<Option<(Head, Identity)>> {
     let head = bytes.first_chunk::<HEAD>().and_then(|head| Head::read(head, known.seal, room, known.block_bytes));
     let Some(head) = head.filter(|head| head.generation <= known.generation) else { return Ok(None) };
     let mut identity = match bytes.get(HEAD..HEAD + head.identity) {
@@ -69,7 +80,7 @@ fn record(
         None => {
             debug_assert!(head.identity <= identity_bytes(super::record::TOKENS_MOST));
             let mut identity = vec![0; head.identity];
-            file.read_at(&mut identity, place.offset + HEAD as u64)?;
+            file.read_at(&mut identity, place.offset + HEAD as u64).map_err(unread)?;
             identity
         }
     };

@@ -3,18 +3,12 @@
 
 use std::fmt;
 
-use chacha20poly1305::aead::inout::InOutBuf;
-use chacha20poly1305::aead::{AeadInOut, KeyInit};
-use chacha20poly1305::{Key, Tag, XChaCha20Poly1305, XNonce};
 use outcore::{Error, ErrorKind, Result};
 use twox_hash::XxHash3_128;
 
-use super::options::StoreKey;
+use super::codec::{Cipher, StoreKey};
+pub use super::codec::{NONCE, TAG};
 
-/// Bytes of a tag.
-pub const TAG: usize = 16;
-/// Bytes of a nonce.
-pub const NONCE: usize = 24;
 /// What a nonce is for.
 #[derive(Clone, Copy, Debug)]
 pub enum Use {
@@ -28,8 +22,8 @@ pub enum Use {
 pub enum Seal {
     /// XXH3 of 128 bits. It finds accidents, not attackers.
     Sum,
-    /// XChaCha20-Poly1305.
-    Key(Box<XChaCha20Poly1305>),
+    /// Encryption.
+    Key(Cipher),
 }
 
 impl fmt::Debug for Seal {
@@ -40,11 +34,11 @@ impl fmt::Debug for Seal {
 
 impl Seal {
     /// With this key, or a checksum if there is none.
-    pub fn of(key: Option<&StoreKey>) -> Self {
-        match key {
-            None => Self::Sum,
-            Some(key) => Self::Key(Box::new(XChaCha20Poly1305::new(&Key::from(*key.bytes())))),
-        }
+    ///
+    /// # Errors
+    /// If there is a key, and this build has no encryption.
+    pub fn of(key: Option<&StoreKey>) -> Result<Self> {
+        key.map_or(Ok(Self::Sum), |key| Cipher::new(key).map(Self::Key))
     }
 
     pub fn is_encrypted(&self) -> bool {
@@ -70,10 +64,7 @@ impl Seal {
     pub fn close(&self, nonce: &[u8; NONCE], what: Use, about: &[u8], data: &mut [u8]) -> Result<[u8; TAG]> {
         match self {
             Self::Sum => Ok(sum(what, about, data)),
-            Self::Key(cipher) => cipher
-                .encrypt_inout_detached(&nonce_for(nonce, what), about, InOutBuf::from(data))
-                .map(Into::into)
-                .map_err(|_| Error::new(ErrorKind::Internal, "the cipher took no more bytes")),
+            Self::Key(cipher) => cipher.close(&nonce_for(nonce, what), about, data),
         }
     }
 
@@ -82,9 +73,7 @@ impl Seal {
     pub fn open(&self, nonce: &[u8; NONCE], what: Use, about: &[u8], data: &mut [u8], tag: &[u8; TAG]) -> bool {
         match self {
             Self::Sum => sum(what, about, data) == *tag,
-            Self::Key(cipher) => cipher
-                .decrypt_inout_detached(&nonce_for(nonce, what), about, InOutBuf::from(data), &Tag::from(*tag))
-                .is_ok(),
+            Self::Key(cipher) => cipher.open(&nonce_for(nonce, what), about, data, tag),
         }
     }
 }
@@ -101,10 +90,10 @@ pub fn random<const BYTES: usize>() -> Result<[u8; BYTES]> {
 }
 
 /// One drawn nonce serves for two: its lowest bit tells them apart.
-fn nonce_for(nonce: &[u8; NONCE], what: Use) -> XNonce {
+fn nonce_for(nonce: &[u8; NONCE], what: Use) -> [u8; NONCE] {
     let mut nonce = *nonce;
     nonce[NONCE - 1] = nonce[NONCE - 1] & !1 | what as u8;
-    XNonce::from(nonce)
+    nonce
 }
 
 fn sum(what: Use, about: &[u8], data: &[u8]) -> [u8; TAG] {
