@@ -1,6 +1,6 @@
 //! How fast a store puts, opens and gets blocks, beside the same bytes in a plain file:
 //!
-//!     cargo bench -p outcore-kv --bench store -- [FOLDER]
+//!     cargo bench -p outcore-kv --all-features --bench store -- [FOLDER]
 //!
 //! Reads come from the page cache, so they show what the store costs, not the disk.
 

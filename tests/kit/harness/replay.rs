@@ -58,7 +58,11 @@ pub fn line(test: &str, seed: u64) -> String {
     let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
     let exact = if name.len() > test.len() { "--exact " } else { "" };
     // Cargo names the package to the tests that it runs.
-    let package = std::env::var("CARGO_PKG_NAME").map_or(String::new(), |package| format!(" -p {package}"));
+    let package = std::env::var("CARGO_PKG_NAME").map_or(String::new(), |package| {
+        // Without them cargo does not build its tests of the store.
+        let features = if package == "outcore-kv" { " --all-features" } else { "" };
+        format!(" -p {package}{features}")
+    });
     format!(
         "replay: {strict}{SEED}={seed} {}cargo test{release}{package} --test {} -- {exact}--include-ignored {name}",
         sizes.collect::<String>(),
