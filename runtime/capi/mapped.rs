@@ -25,7 +25,8 @@ impl Kind for outcore_mapped {
     const NUMBER: usize = 8;
 }
 
-/// Maps a whole file, of any format, for reading. The runtime's device must be "faulting". Reads nothing yet.
+/// Maps a whole file, of any format, for reading. The runtime's device must be "faulting". Reads nothing yet. Files of
+/// one model share its order of use and its experts: map each. A file whose model is not whole is mapped alone.
 ///
 /// `*mapped` is the caller's, to be closed with `outcore_mapped_close`.
 ///

@@ -35,12 +35,16 @@ impl outcore_model {
     }
 }
 
-/// Opens a GGUF or safetensors file, or the index of one in several files, where it lies. Reads headers only.
+/// Opens a GGUF or safetensors file where it lies; or a model in several files, by its index or by any of the files; or
+/// the one model in a folder. Reads headers only. Files of one model are one list of tensors: those of its first file
+/// come first.
 ///
 /// `*model` is the caller's, to be closed with `outcore_model_close`.
 ///
-/// Errors: `OUTCORE_NOT_FOUND`, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_FORMAT`, `OUTCORE_UNSUPPORTED` for a type of
-/// element that is not known, `OUTCORE_CLOSED`.
+/// Errors: `OUTCORE_NOT_FOUND`, which names the file that is missing, `OUTCORE_PERMISSION_DENIED`, `OUTCORE_FORMAT`,
+/// also for files that are not of one model and for an index that names a file outside of its folder,
+/// `OUTCORE_INVALID_ARGUMENT` for a folder with several models, `OUTCORE_UNSUPPORTED` for a type of element that is not
+/// known, `OUTCORE_CLOSED`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn outcore_model_open(
     runtime: *const outcore_runtime,

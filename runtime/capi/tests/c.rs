@@ -279,7 +279,7 @@ fn every_function_does_what_it_says_from_one_thread_and_from_several() {
     let folder = folder();
     let model = model(folder.path());
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tour.c");
-    let used = fs::read_to_string(&source).unwrap();
+    let used = ["tour.c", "check.h"].map(|name| fs::read_to_string(source.with_file_name(name)).unwrap()).concat();
     let unused: Vec<_> = declared().into_iter().filter(|name| !used.contains(&format!("{name}("))).collect();
     // misuse.c has errors to look into.
     let unused: Vec<_> = unused.iter().filter(|name| !name.starts_with("outcore_error_")).collect();
@@ -288,6 +288,25 @@ fn every_function_does_what_it_says_from_one_thread_and_from_several() {
         let program = compile(&prefix, &source, folder.path(), link);
         let said = text(&passes(run(&program).arg(&model).arg(folder.path())).stdout);
         assert!(said.ends_with(": all as it should be\n"), "{link:?}: {said}");
+        if said.contains("SKIPPED") {
+            eprintln!("{link:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_model_in_two_files_is_one_and_what_is_no_whole_model_is_told() {
+    let Some(prefix) = prefix() else { return };
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/shards.c");
+    for &link in Link::all() {
+        let folder = folder();
+        let program = compile(&prefix, &source, folder.path(), link);
+        let files = folder.path().join("files");
+        fs::create_dir(&files).unwrap();
+        let output = passes(run(&program).arg(&files));
+        let said = text(&output.stdout);
+        assert!(said.ends_with(": both files are one model\n"), "{link:?}: {said}");
+        assert!(output.stderr.is_empty(), "{link:?}: {}", text(&output.stderr));
         if said.contains("SKIPPED") {
             eprintln!("{link:?}: {said}");
         }
