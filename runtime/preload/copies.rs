@@ -2,7 +2,7 @@
 //!
 //! outcore takes pages of files away, and no memory of the program's. An engine that copies what it reads takes as much
 //! as the files have, whatever the limit, and the kernel ends it without a word. So it is said before: as soon as the
-//! program's own memory has grown with what it read, and would exceed the limit before all files are read.
+//! program's own memory has grown with what it read, on and on, and would exceed the limit before all files are read.
 
 use outcore::Bytes;
 
@@ -21,6 +21,12 @@ const READ_PART: u64 = 3;
 const AGAIN_PART: u64 = 16;
 /// Growth counts as copied up to this many times what was read meanwhile: weights become wider, as 16 bits become 32.
 const WIDER: u64 = 2;
+/// Whoever copies weights copies on and on. Of what was read, in so many parts, all but one come with copies, at least
+/// one byte in [`READ_PART`]: the first part may be of weights that stay where they are. What another thread fills
+/// meanwhile, as keys and values, comes once.
+const PARTS: u32 = 4;
+/// The most steps that are kept of how much was read and how much copied. Where there are more, each second one goes.
+const STEPS: usize = 256;
 
 /// One measurement.
 #[derive(Clone, Copy, Debug)]
@@ -43,10 +49,15 @@ pub struct Copies {
     /// The most that it was.
     highest: u64,
     last: Option<Look>,
-    /// What was read between the two measurements before: memory may be measured a moment later than what fills it.
+    /// What was read between the two measurements before, and not found in copies yet: memory may be measured a moment
+    /// later than what fills it.
     read_before: u64,
     /// How much that has grown with what was read.
     copied: u64,
+    /// How much was read and how much copied, at some of the measurements.
+    steps: Vec<(u64, u64)>,
+    /// How much was copied when copies last kept step with what was read.
+    in_step: u64,
     /// The limit, and how much was copied when it was last looked up.
     ceiling: Option<Ceiling>,
     looked_up: u64,
@@ -64,25 +75,70 @@ impl Copies {
         self.last = None;
     }
 
-    /// How much was copied.
+    /// How much was copied, as long as that kept step with what was read.
     pub fn copied(&self) -> u64 {
-        self.copied
+        self.in_step
     }
 
     /// Takes a measurement. Returns whether the program reads on, so that the next one is to come soon.
     pub fn look(&mut self, look: Look) -> bool {
         let Some(last) = self.last.replace(look) else {
             (self.before, self.highest) = (look.own, look.own);
+            self.steps = vec![(look.used, self.copied)];
             return false;
         };
         let read = look.used.saturating_sub(last.used);
         // Frames are counted a moment before they have memory, so what is measured is often too little: only what is
         // more than ever before has grown. So copies that last a moment count once. Memory that grows while nothing is
         // read holds no copies: keys and values, for one.
-        self.copied += look.own.saturating_sub(self.highest).min((read + self.read_before) * WIDER);
+        let may_be = read + self.read_before;
+        let copied = look.own.saturating_sub(self.highest).min(may_be * WIDER);
+        self.copied += copied;
         self.highest = self.highest.max(look.own);
-        self.read_before = read;
+        // Each byte was copied once: what was read earlier first.
+        self.read_before = read.min(may_be - copied.div_ceil(WIDER));
+        self.step(look.used);
+        if self.keeps_step() {
+            self.in_step = self.copied;
+        }
         read > 0
+    }
+
+    fn step(&mut self, used: u64) {
+        if let Some((at, copied)) = self.steps.last_mut()
+            && *at == used
+        {
+            *copied = self.copied;
+            return;
+        }
+        if self.steps.len() >= STEPS {
+            let mut stays = false;
+            self.steps.retain(|_| {
+                stays = !stays;
+                stays
+            });
+        }
+        self.steps.push((used, self.copied));
+    }
+
+    /// How much was copied when so much was read.
+    fn copied_at(&self, used: f64) -> f64 {
+        let after = self.steps.partition_point(|(at, _)| (*at as f64) < used);
+        let point = |at: usize| self.steps.get(at).map(|(used, copied)| (*used as f64, *copied as f64));
+        match (after.checked_sub(1).and_then(point), point(after)) {
+            (Some(a), Some(b)) => a.1 + (b.1 - a.1) * (used - a.0) / (b.0 - a.0),
+            (Some(end), None) | (None, Some(end)) => end.1,
+            (None, None) => 0.0,
+        }
+    }
+
+    /// Whether copies came with all parts of what was read but for one.
+    fn keeps_step(&self) -> bool {
+        let (Some((first, _)), Some((last, _))) = (self.steps.first(), self.steps.last()) else { return false };
+        let part = (last - first) as f64 / f64::from(PARTS);
+        let at = |number: u32| self.copied_at(*first as f64 + part * f64::from(number));
+        let with = (0..PARTS).filter(|number| at(number + 1) - at(*number) >= part / READ_PART as f64);
+        part > 0.0 && with.count() as u32 + 1 >= PARTS
     }
 
     /// What the process would hold at the end of its files, if it copies on as it did so far and that comes too near to
@@ -102,7 +158,8 @@ impl Copies {
     /// only where something was copied.
     pub fn warning(&mut self, ceiling: impl FnOnce() -> Option<Ceiling>) -> Option<String> {
         let Look { used, of_files, .. } = self.last?;
-        if self.is_said || self.copied < LEAST || self.copied < used / READ_PART {
+        let keeps_step = self.in_step == self.copied;
+        if self.is_said || self.copied < LEAST || self.copied < used / READ_PART || !keeps_step {
             return None;
         }
         if self.ceiling.is_none() || self.copied > self.looked_up + self.looked_up / AGAIN_PART {

@@ -5,7 +5,9 @@ use std::process::Stdio;
 
 use super::*;
 
-/// Maps a file, and copies it into memory of its own, or does not. `dlopen` has the program look like an engine.
+/// Maps a file, and copies it into memory of its own: all ("copies"), or all but its beginning ("late"); or does not.
+/// Other memory grows at once while nothing is read, or with a part of the file ("beside"). `dlopen` has the program
+/// look like an engine.
 const ENGINE: &str = r#"
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -23,7 +25,9 @@ int main(int argc, char **argv) {
     int fd = open(argv[1], O_RDONLY), writes = !strcmp(what, "writes");
     if (fd < 0 || fstat(fd, &found) != 0) return 2;
     if (*argv[3] && !dlopen(argv[3], RTLD_NOW)) return 3;
+    int copies = !strcmp(what, "copies"), late = !strcmp(what, "late"), beside = !strcmp(what, "beside");
     size_t step = 1 << 20, steps = found.st_size / step, mib = argc > 4 ? strtoul(argv[4], NULL, 10) : 0;
+    size_t begin = 120, parts = 70, part_of_own = (mib << 20) / parts;
     char *weights = mmap(NULL, found.st_size, PROT_READ | (writes ? PROT_WRITE : 0), MAP_PRIVATE, fd, 0);
     unsigned long sum = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -33,11 +37,12 @@ int main(int argc, char **argv) {
             memcpy(copy, part, step);
             for (size_t byte = 0; byte < step; byte += 4096) sum += copy[byte];
             if (writes) part[7] = 1;
-            if (strcmp(what, "copies")) free(copy);
-            // Keys and values: no copies, however many bytes. Memory that grows while much is read would look like one.
-            if (pass == 0 && at == 8) memset(malloc(mib << 20), 1, mib << 20);
+            if (!copies && !(late && at >= 30)) free(copy);
+            // Keys and values: no copies, however many bytes. What grows with all that is read would look like one.
+            if (pass == 0 && at == 8 && !beside) memset(malloc(mib << 20), 1, mib << 20);
+            if (pass == 0 && beside && at >= begin && at < begin + parts) memset(malloc(part_of_own), 1, part_of_own);
         }
-        if (!strcmp(what, "copies")) break;
+        if (copies || late) break;
     }
     if (!strcmp(what, "waits")) while (getchar() != EOF);
     printf("%lu\n", sum & 1);
@@ -86,9 +91,10 @@ fn an_engine_that_copies_weights_is_named_before_it_is_killed() {
     let path = path.to_str().unwrap();
     for turn in 0..10 {
         let (library, remedy) = (&libraries[turn % 3], remedies[turn % 3]);
+        let what = if turn % 4 == 3 { "late" } else { "copies" };
         // Pages give way as the program grows, or keep what they were given.
         let options: &[&str] = if turn < 5 { &[] } else { &["--budget", "40MiB"] };
-        let Some((output, told)) = in_group("200MiB", options, &engine, [path, "copies", library]) else { return };
+        let Some((output, told)) = in_group("200MiB", options, &engine, [path, what, library]) else { return };
         assert!(!output.status.success() && told.contains("oom_kills=1"), "{turn}: {told}");
         let lines: Vec<&str> = told.lines().filter(|line| line.starts_with("outcore: ")).collect();
         assert_eq!(lines.len(), 1, "{turn}: {told}");
@@ -123,7 +129,8 @@ fn an_engine_that_copies_more_than_it_was_given_is_named_too() {
     }
 }
 
-/// Keys and values, weights that are written privately, and what is copied for a moment only are no copies of weights.
+/// Keys and values, also if they grow while a part of the file is read, weights that are written privately, and what is
+/// copied for a moment only are no copies of weights.
 #[test]
 fn programs_that_copy_no_weights_are_not_named() {
     if !can_run() {
@@ -141,6 +148,10 @@ fn programs_that_copy_no_weights_are_not_named() {
         (&["--memory", "200MiB"], "reads", "move"),
         (&["--budget", "40MiB"], "writes", "copy"),
         (&[], "writes", "copy"),
+        (&["--budget", "40MiB"], "beside", "move"),
+        (&["--budget", "40MiB"], "beside", "copy"),
+        (&[], "beside", "move"),
+        (&["--memory", "200MiB"], "beside", "move"),
     ] {
         let program = Path::new("/usr/bin/env");
         let setting = format!("OUTCORE_RUN_MECHANISM={mechanism}");
