@@ -55,13 +55,19 @@ step_kernels() {
     : # they are only compiled
 }
 
+# Where only the compiler takes long.
+ours_unoptimised=()
+for package in outcore outcore-pager outcore-kv outcore-testkit; do
+    ours_unoptimised+=(--config "profile.dev.package.$package.opt-level=0")
+done
+
 # What generate and `outcore doctor` say of a GPU in a build that knows none. The packages are those of `workspace`, so
 # that only outcore-llm and outcore-cli are built again. What outcore-kv says of stores that need a feature which it was
 # not built with, and what it does without: alone, because the programs turn its features on. A filter that matches
 # nothing would pass, so the tests are counted. Nothing is computed here, so nothing has to be fast.
 without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
     --features outcore-gpu-check/cuda --test generate --test cli)
-without_codecs=(-p outcore-kv --lib --test codecs)
+without_codecs=("${ours_unoptimised[@]}" -p outcore-kv --lib --test codecs)
 build_without-features() {
     cargo test "${without_cuda[@]}" --no-run
     cargo test "${without_codecs[@]}" --no-run
@@ -94,9 +100,8 @@ step_strict() {
 
 # What a release build does with a transition of a page that cannot happen, where all other builds stop. A filter that
 # matches nothing would pass, so the tests are counted. They run for a second: nothing has to be fast.
-released=(--config 'profile.dev.package.outcore-pager.debug-assertions=false'
-    --config 'profile.dev.package.outcore-pager.opt-level=0' --config 'profile.dev.package.outcore.opt-level=0'
-    --config 'profile.dev.package.outcore-testkit.opt-level=0' -p outcore-pager --lib)
+released=("${ours_unoptimised[@]}" --config 'profile.dev.package.outcore-pager.debug-assertions=false'
+    -p outcore-pager --lib)
 build_released() {
     cargo test "${released[@]}" --no-run
 }
