@@ -21,15 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Those that take longest begin first, so that none of them is left alone at the end.
 LONGEST = [
+    "tests/runtime/main.rs",
     "runtime/pager/tests/pager/main.rs",
     "examples/llm/tests/cuda.rs",
-    "tests/process/main.rs",
-    "tests/runtime/main.rs",
     "runtime/cli/tests/run.rs",
     "tests/device/main.rs",
+    "tests/process/main.rs",
     "tests/simulate/main.rs",
-    "runtime/mapped/tests/mapped.rs",
     "examples/llm/tests/generate.rs",
+    "benches/gpu-check/tests/bundle.rs",
+    "runtime/lab/lib.rs",
 ]
 
 

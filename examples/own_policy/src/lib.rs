@@ -1,6 +1,6 @@
 //! A policy that outcore does not have: segmented LRU.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use outcore::policy::{PageId, Policy, Take, Want};
 
@@ -17,6 +17,10 @@ pub struct SegmentedLru {
     /// The page that leaves next is the first.
     order: BTreeMap<Place, PageId>,
     protected: usize,
+    /// Used, and not here yet.
+    missed: HashSet<PageId>,
+    /// Here, and not used yet: filled ahead.
+    unused: HashSet<PageId>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,16 +64,24 @@ impl Policy for SegmentedLru {
 
     fn accessed(&mut self, page: PageId) {
         if self.places.contains_key(&page) {
-            self.put(page, true);
+            let is_first = self.unused.remove(&page);
+            self.put(page, !is_first);
+        } else {
+            self.missed.insert(page);
         }
     }
 
     fn inserted(&mut self, page: PageId) {
+        if !self.missed.remove(&page) {
+            self.unused.insert(page);
+        }
         self.put(page, false);
     }
 
     fn removed(&mut self, page: PageId) {
         self.take_out(page);
+        self.missed.remove(&page);
+        self.unused.remove(&page);
     }
 
     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {

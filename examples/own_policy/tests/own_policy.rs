@@ -4,6 +4,7 @@
 
 use std::process::Command;
 
+use outcore::policy::{PageId, PageIndex, Policy, SegmentId, Take, Want};
 use outcore::{Bytes, DType, PageSize, Runtime};
 use outcore_own_policy::SegmentedLru;
 use serde_json::Value;
@@ -45,6 +46,22 @@ fn a_runtime_follows_it() {
     assert_eq!((stats.policy, stats.pager.faults - before), ("slru", 30));
     drop(table);
     runtime.close().unwrap();
+}
+
+#[test]
+fn regression_the_first_use_of_a_page_filled_ahead_protects_it_not() {
+    let [ahead, twice] = [0, 1].map(|index| PageId { segment: SegmentId::new(0), index: PageIndex::new(index) });
+    let mut policy = SegmentedLru::default();
+    policy.resize(8, 0, 0);
+    // A miss and a hit, and then a page that comes before its first use.
+    policy.accessed(twice);
+    policy.inserted(twice);
+    policy.accessed(twice);
+    policy.inserted(ahead);
+    policy.accessed(ahead);
+    assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes), Some(ahead));
+    policy.accessed(ahead);
+    assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes), Some(twice));
 }
 
 #[test]

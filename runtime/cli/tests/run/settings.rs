@@ -273,7 +273,7 @@ fn policies_are_named() {
     }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(folder.path(), 40 << 20);
-    for policy in ["lru", "plan", "s3fifo", "random"] {
+    for policy in ["lru", "plan", "s3fifo", "arc"] {
         let (said, _) = with(&["--budget", "16MiB", "--policy", policy], MAPPED, &path);
         assert_eq!(said, "mapped\n", "{policy}");
     }
