@@ -2,9 +2,8 @@
 """Runs test programs, some at a time: run_tests.py [--jobs N] [CARGO ARGUMENT...] [-- ARGUMENT...]
 
 The programs are those of `cargo test CARGO ARGUMENT... --no-run`, each run as cargo runs it, with what is behind `--`.
-Cargo runs one after the other, and many of them wait for most of their time. N is one more than there are processors
-unless it is given. What a program prints comes in one piece when it has ended. Exit status 1 if one has failed, after
-all have run.
+Cargo runs one after the other, and many of them wait for most of their time. N is the number of processors unless it is
+given. What a program prints comes in one piece when it has ended. Exit status 1 if one has failed, after all have run.
 """
 
 import argparse
@@ -77,7 +76,7 @@ def run(program, environment, arguments, sysroot):
 
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1)
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, cargo = options.parse_known_args(sys.argv[1:split])
     found, behind = programs(cargo), sys.argv[split + 1 :]

@@ -43,15 +43,14 @@ fn regression_bare_work_behind_other_work_does_nothing() {
     {
         let context = context();
         let stream = context.new_stream().unwrap();
+        let kernel = reader(&fake, &context);
         fake.set_bare(true);
         let (begin, begun) = mpsc::channel::<()>();
-        host_function(&stream, move || begun.recv().unwrap()).unwrap();
+        host_function(&stream, move || drop(begun.recv())).unwrap();
         // Nothing is at this address.
-        let back = Locked::filled(&context, 16, 7);
-        copy_out(&stream, back.pointer(), 1, 16).unwrap();
+        launch(&stream, &kernel, 1, 16).unwrap();
         begin.send(()).unwrap();
         stream.synchronize().unwrap();
-        assert_eq!(back.bytes(), [7; 16]);
     }
     fake.finish();
 }
