@@ -76,7 +76,7 @@ impl Copies {
     }
 
     /// How much was copied, as long as that kept step with what was read.
-    pub fn copied(&self) -> u64 {
+    pub fn in_step(&self) -> u64 {
         self.in_step
     }
 

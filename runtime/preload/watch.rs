@@ -308,7 +308,7 @@ impl Watch {
         {
             let grown = most - before;
             text += &format!(" While the program first read the file, its own memory grew by {}", Bytes::new(grown));
-            text += &match seen.copies.copied() > seen.of_files / COPIED_PART {
+            text += &match seen.copies.in_step() > seen.of_files / COPIED_PART {
                 true => format!(": it copied weights. {}", Engine::of_this_process().remedy()),
                 false => ".".to_owned(),
             };
