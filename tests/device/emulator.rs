@@ -46,7 +46,7 @@ fn regression_bare_work_behind_other_work_does_nothing() {
         let kernel = reader(&fake, &context);
         fake.set_bare(true);
         let (begin, begun) = mpsc::channel::<()>();
-        host_function(&stream, move || drop(begun.recv())).unwrap();
+        host_function(&stream, move || _ = begun.recv()).unwrap();
         // Nothing is at this address.
         launch(&stream, &kernel, 1, 16).unwrap();
         begin.send(()).unwrap();
