@@ -40,7 +40,7 @@
 //!     compute: None,
 //! };
 //! let run = forecast(&job, &resources)?.run.expect("80 GiB hold more than activations");
-//! assert!(run.disk_read > Bytes::gib(10) && run.tokens_per_second() < Some(0.5));
+//! assert!(run.paged.disk_read > Bytes::gib(10) && run.tokens_per_second() < Some(0.5));
 //!
 //! // For a known machine, the compute time of a pass can be estimated, too.
 //! let resources = Resources { device: Bytes::gib(200), ..Resources::of(&MachineModel::named("h200")?)? };
