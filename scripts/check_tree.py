@@ -42,7 +42,7 @@ UNSAFE_ALLOWED = {
     "examples/memmap2.rs": "maps a file by memmap2, as engines do",
     "runtime/cli/tests/run/memmap.rs": "maps a file by memmap2, as engines do",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
-    "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
+    "examples/llm/src/kernels.rs": "vector instructions",
     "examples/llm/src/kernels/": "vector instructions: loads, stores and prefetches through references",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLASLt",

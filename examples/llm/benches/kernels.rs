@@ -11,7 +11,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use outcore_llm::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
-use outcore_llm::{Pool, WeightType};
+use outcore_llm::{Pool, WeightType, quants};
 
 const COLUMNS: usize = 2048;
 const ROWS: usize = 5632;
@@ -124,7 +124,7 @@ fn main() {
         let size = COLUMNS / dtype.block_elements() * dtype.block_bytes() * ROWS;
         let count = BYTES.div_ceil(size);
         let mut matrix = Vec::new();
-        kernels::encode(dtype, &numbers(COLUMNS * ROWS, 1), &mut matrix);
+        quants::quantise(dtype, &numbers(COLUMNS * ROWS, 1), &mut matrix);
         let matrices = matrix.repeat(count);
         for m in [1, 16] {
             let x = numbers(m * COLUMNS, 2);

@@ -10,16 +10,16 @@
 //! 2. A kernel reads only the slices it is given; vector loads go through fixed-size array references.
 //! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
 //!
-//! Formats: `ggml-common.h` and `ggml-quants.c` of llama.cpp.
+//! Formats: [`quants`](crate::quants).
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "vector kernels alone use all that is prepared"))]
 
 use std::sync::OnceLock;
 
-use candle_core::quantized::k_quants::{self, GgmlType};
-use half::{bf16, f16};
+use half::f16;
 
 use crate::dtype::WeightType;
 use crate::pool::Pool;
+use crate::quants::{dequantise, scale_min};
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -424,115 +424,6 @@ pub fn axpy_f16(level: Level, a: f32, x: &[f16], y: &mut [f32]) {
     }
     let _ = level;
     y.iter_mut().zip(x).for_each(|(y, x)| *y += a * x.to_f32());
-}
-
-fn half_at(bytes: &[u8], at: usize) -> f32 {
-    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
-}
-
-/// The scale and the minimum of sub-block `j` (0..8) of a Q4_K or Q5_K block, from its 12 packed bytes.
-fn scale_min(j: usize, s: &[u8]) -> (u8, u8) {
-    if j < 4 {
-        (s[j] & 63, s[j + 4] & 63)
-    } else {
-        ((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4), (s[j + 4] >> 4) | ((s[j] >> 6) << 4))
-    }
-}
-
-/// Writes the values of a row (or of any whole number of blocks) to `out`.
-pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
-    let elements = dtype.block_elements();
-    let blocks = row.chunks_exact(dtype.block_bytes()).zip(out.chunks_exact_mut(elements));
-    match dtype {
-        WeightType::F32 => blocks.for_each(|(b, o)| o[0] = f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-        WeightType::F16 => blocks.for_each(|(b, o)| o[0] = half_at(b, 0)),
-        WeightType::BF16 => blocks.for_each(|(b, o)| o[0] = bf16::from_le_bytes([b[0], b[1]]).to_f32()),
-        WeightType::Q4_0 => blocks.for_each(|(b, o)| {
-            let d = half_at(b, 0);
-            for i in 0..16 {
-                o[i] = d * (f32::from(b[2 + i] & 15) - 8.0);
-                o[i + 16] = d * (f32::from(b[2 + i] >> 4) - 8.0);
-            }
-        }),
-        WeightType::Q4_1 => blocks.for_each(|(b, o)| {
-            let (d, min) = (half_at(b, 0), half_at(b, 2));
-            for i in 0..16 {
-                o[i] = d * f32::from(b[4 + i] & 15) + min;
-                o[i + 16] = d * f32::from(b[4 + i] >> 4) + min;
-            }
-        }),
-        WeightType::Q8_0 => blocks.for_each(|(b, o)| {
-            let d = half_at(b, 0);
-            o.iter_mut().zip(&b[2..]).for_each(|(o, q)| *o = d * f32::from(*q as i8));
-        }),
-        WeightType::Q4_K | WeightType::Q5_K => blocks.for_each(|(b, o)| {
-            let (d, dmin, scales) = (half_at(b, 0), half_at(b, 2), &b[4..16]);
-            let (high, low) = if dtype == WeightType::Q5_K { (Some(&b[16..48]), &b[48..]) } else { (None, &b[16..]) };
-            for (j, o) in o.chunks_exact_mut(BLOCK).enumerate() {
-                let (scale, min) = scale_min(j, scales);
-                for (i, o) in o.iter_mut().enumerate() {
-                    let nibble = (low[j / 2 * BLOCK + i] >> (j % 2 * 4)) & 15;
-                    let fifth = high.map_or(0, |h| (h[i] >> j & 1) << 4);
-                    *o = d * f32::from(scale) * f32::from(nibble | fifth) - dmin * f32::from(min);
-                }
-            }
-        }),
-        WeightType::Q6_K => blocks.for_each(|(b, o)| {
-            let d = half_at(b, 208);
-            for (t, o) in o.chunks_exact_mut(BLOCK).enumerate() {
-                let (half, quarter) = (t / 4, t % 4);
-                let low = &b[half * 64 + quarter % 2 * BLOCK..];
-                let high = &b[128 + half * BLOCK..];
-                for (i, o) in o.iter_mut().enumerate() {
-                    let nibble = (low[i] >> (quarter / 2 * 4)) & 15;
-                    let q = i16::from(nibble | ((high[i] >> (quarter * 2) & 3) << 4)) - 32;
-                    *o = d * f32::from(b[192 + 2 * t + i / 16] as i8) * f32::from(q);
-                }
-            }
-        }),
-        WeightType::Q5_0 => by_candle::<k_quants::BlockQ5_0>(row, out),
-        WeightType::Q5_1 => by_candle::<k_quants::BlockQ5_1>(row, out),
-        WeightType::Q2_K => by_candle::<k_quants::BlockQ2K>(row, out),
-        WeightType::Q3_K => by_candle::<k_quants::BlockQ3K>(row, out),
-    }
-}
-
-/// Dequantises with candle, for the formats that have no kernel here. Blocks are copied one by one, since the row's
-/// address need not have the alignment candle's types ask for.
-fn by_candle<T: GgmlType>(row: &[u8], out: &mut [f32]) {
-    let mut block = T::zeros();
-    for (bytes, out) in row.chunks_exact(size_of::<T>()).zip(out.chunks_exact_mut(T::BLCK_SIZE)) {
-        // SAFETY: `bytes` has exactly the size of `T`, a repr(C) struct of integers for which every bit pattern is
-        // valid; source and destination are distinct allocations.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (&raw mut block).cast::<u8>(), size_of::<T>()) };
-        T::to_float(std::slice::from_ref(&block), out);
-    }
-}
-
-/// Quantises `values` (a whole number of blocks) to `dtype`, appending to `out`. Q4_K and Q6_K by candle.
-pub fn encode(dtype: WeightType, values: &[f32], out: &mut Vec<u8>) {
-    fn through<T: GgmlType>(values: &[f32], out: &mut Vec<u8>) {
-        let mut blocks = vec![T::zeros(); values.len() / T::BLCK_SIZE];
-        T::from_float(values, &mut blocks);
-        // SAFETY: the blocks are repr(C) structs without padding (candle asserts their sizes), read as plain bytes.
-        let bytes = unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<u8>(), size_of_val(&blocks[..])) };
-        out.extend_from_slice(bytes);
-    }
-    match dtype {
-        WeightType::F32 => values.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes())),
-        WeightType::F16 => values.iter().for_each(|v| out.extend_from_slice(&f16::from_f32(*v).to_le_bytes())),
-        WeightType::BF16 => values.iter().for_each(|v| out.extend_from_slice(&bf16::from_f32(*v).to_le_bytes())),
-        WeightType::Q4_0 => through::<k_quants::BlockQ4_0>(values, out),
-        WeightType::Q4_1 => through::<k_quants::BlockQ4_1>(values, out),
-        WeightType::Q5_0 => through::<k_quants::BlockQ5_0>(values, out),
-        WeightType::Q5_1 => through::<k_quants::BlockQ5_1>(values, out),
-        WeightType::Q8_0 => through::<k_quants::BlockQ8_0>(values, out),
-        WeightType::Q2_K => through::<k_quants::BlockQ2K>(values, out),
-        WeightType::Q3_K => through::<k_quants::BlockQ3K>(values, out),
-        WeightType::Q4_K => through::<k_quants::BlockQ4K>(values, out),
-        WeightType::Q5_K => through::<k_quants::BlockQ5K>(values, out),
-        WeightType::Q6_K => through::<k_quants::BlockQ6K>(values, out),
-    }
 }
 
 #[cfg(target_arch = "x86_64")]

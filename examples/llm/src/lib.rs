@@ -56,6 +56,7 @@ mod paged;
 pub mod paged_kv;
 mod plain;
 mod pool;
+pub mod quants;
 mod sampler;
 pub mod synthetic;
 mod tokenizer;

@@ -24,6 +24,7 @@ use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
 use crate::pool::Pool;
+use crate::quants;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
 /// Most vectors whose products one thread sorts at a time.
@@ -240,7 +241,7 @@ impl Model {
     fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
         let bytes = self.rows(info, 0..1)?;
         let mut out = vec![0f32; info.cols as usize];
-        kernels::dequantise(info.dtype, &bytes, &mut out);
+        quants::dequantise(info.dtype, &bytes, &mut out);
         Ok(out)
     }
 
@@ -253,7 +254,7 @@ impl Model {
         for same in by_token.chunk_by(|a, b| a.0 == b.0) {
             let (token, first) = same[0];
             let bytes = self.rows(&self.arch.embedding, u64::from(token)..u64::from(token) + 1)?;
-            kernels::dequantise(self.arch.embedding.dtype, &bytes, &mut out[first * dim..(first + 1) * dim]);
+            quants::dequantise(self.arch.embedding.dtype, &bytes, &mut out[first * dim..(first + 1) * dim]);
             for (_, place) in &same[1..] {
                 out.copy_within(first * dim..(first + 1) * dim, place * dim);
             }

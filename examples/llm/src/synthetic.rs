@@ -13,7 +13,7 @@ use crate::architecture::hf_name;
 use crate::config::Arch;
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
-use crate::kernels;
+use crate::quants;
 use crate::tokenizer::byte_table;
 
 /// Alignment of tensor data in the GGUF files written here, the format's default.
@@ -243,7 +243,7 @@ impl Spec {
                 let source = if turned { head * self.head_dim + inside % 2 * half + inside / 2 } else { row };
                 self.row(tensor, source, &mut values);
             }
-            kernels::encode(dtype, &values, &mut bytes);
+            quants::quantise(dtype, &values, &mut bytes);
             out.write_all(&bytes)?;
             row = end;
         }

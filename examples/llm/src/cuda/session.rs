@@ -76,7 +76,7 @@ impl CudaModel {
             let mut bytes = vec![0; info.row_bytes as usize];
             pin.copy_out(0, 0, &mut bytes)?;
             let mut values = vec![0f32; info.cols as usize];
-            crate::kernels::dequantise(info.dtype, &bytes, &mut values);
+            crate::quants::dequantise(info.dtype, &bytes, &mut values);
             Ok(values)
         })?;
         let stream = Adopted::new(&gpu, weights.runtime())?;

@@ -19,7 +19,7 @@ use super::kernels::{
 use super::prompt::tests as prompts;
 use crate::config::RopePairs;
 use crate::dtype::WeightType;
-use crate::kernels::{dequantise, encode};
+use crate::quants::{dequantise, quantise};
 use crate::sampler::{Draw, Sampler, argmax};
 
 /// Runs a test once in a process: alone, or for the test that looks at all kernels.
@@ -135,7 +135,7 @@ fn near(what: &str, got: &[f32], want: &[f32]) {
 /// Rows of a type, as bytes and as numbers.
 pub(super) fn rows_of(dtype: WeightType, rows: usize, k: usize, seed: u32) -> (Vec<u8>, Vec<f32>) {
     let mut bytes = Vec::new();
-    encode(dtype, &numbers(rows * k, seed), &mut bytes);
+    quantise(dtype, &numbers(rows * k, seed), &mut bytes);
     let mut values = vec![0f32; rows * k];
     dequantise(dtype, &bytes, &mut values);
     (bytes, values)

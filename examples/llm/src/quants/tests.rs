@@ -1,0 +1,206 @@
+//! Beside candle, which has these formats too, and against what ggml made.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use candle_core::quantized::ggml_file::qtensor_from_ggml;
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use half::f16;
+use twox_hash::XxHash3_64;
+
+use super::{SUPER, dequantise, quantise};
+use crate::dtype::WeightType;
+
+const QUANTISED: [WeightType; 10] = [
+    WeightType::Q4_0,
+    WeightType::Q4_1,
+    WeightType::Q5_0,
+    WeightType::Q5_1,
+    WeightType::Q8_0,
+    WeightType::Q2_K,
+    WeightType::Q3_K,
+    WeightType::Q4_K,
+    WeightType::Q5_K,
+    WeightType::Q6_K,
+];
+
+/// candle's name of the type, and where f16 numbers are in its blocks.
+fn candles(dtype: WeightType) -> (GgmlDType, &'static [usize]) {
+    match dtype {
+        WeightType::Q4_0 => (GgmlDType::Q4_0, &[0]),
+        WeightType::Q4_1 => (GgmlDType::Q4_1, &[0, 2]),
+        WeightType::Q5_0 => (GgmlDType::Q5_0, &[0]),
+        WeightType::Q5_1 => (GgmlDType::Q5_1, &[0, 2]),
+        WeightType::Q8_0 => (GgmlDType::Q8_0, &[0]),
+        WeightType::Q2_K => (GgmlDType::Q2K, &[80, 82]),
+        WeightType::Q3_K => (GgmlDType::Q3K, &[108]),
+        WeightType::Q4_K => (GgmlDType::Q4K, &[0, 2]),
+        WeightType::Q5_K => (GgmlDType::Q5K, &[0, 2]),
+        WeightType::Q6_K => (GgmlDType::Q6K, &[208]),
+        WeightType::F32 | WeightType::F16 | WeightType::BF16 => unreachable!("not quantised"),
+    }
+}
+
+/// What candle makes of a row's bytes, which have to be aligned to two bytes: a vector's are.
+fn candles_values(dtype: WeightType, row: &[u8]) -> Vec<f32> {
+    let elements = row.len() / dtype.block_bytes() * dtype.block_elements();
+    let tensor = qtensor_from_ggml(candles(dtype).0, row, vec![elements], &Device::Cpu).unwrap();
+    tensor.dequantize(&Device::Cpu).unwrap().to_vec1().unwrap()
+}
+
+fn candles_bytes(dtype: WeightType, values: &[f32]) -> Vec<u8> {
+    let values = Tensor::new(values, &Device::Cpu).unwrap();
+    QTensor::quantize(&values, candles(dtype).0).unwrap().data().unwrap().into_owned()
+}
+
+struct Random(u32);
+
+impl Random {
+    fn next(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        self.0 >> 8
+    }
+
+    /// In -1..1.
+    fn number(&mut self) -> f32 {
+        self.next() as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn block(&mut self, mut of: impl FnMut(usize, f32) -> f32) -> [f32; SUPER] {
+        std::array::from_fn(|i| of(i, self.number()))
+    }
+}
+
+/// Blocks like those of weights, and blocks at the borders of the rules.
+fn ordinary() -> Vec<f32> {
+    let mut random = Random(11);
+    let mut blocks = Vec::new();
+    for _ in 0..32 {
+        blocks.push(random.block(|_, v| v));
+        blocks.push(random.block(|_, v| v * v * v / 16.0));
+        blocks.push(random.block(|_, v| v.abs()));
+        blocks.push(random.block(|_, v| -v.abs() - 0.5));
+        blocks.push(random.block(|_, v| v + 0.25));
+        // Sub-blocks of very different sizes, some of them too small for a scale.
+        blocks.push(random.block(|i, v| v / (1u32 << (i / 16)) as f32));
+        // Few values, with many ties.
+        blocks.push(random.block(|_, v| (v * 4.0).round() / 8.0));
+        blocks.push(random.block(|_, v| v * 16384.0));
+        // Scales are subnormal as f16, or zero.
+        blocks.push(random.block(|_, v| v / 65536.0));
+        blocks.push(random.block(|_, v| v * 1e-10));
+    }
+    blocks.extend([0.0, 1.0, -1.0, 0.3, -0.7, 1e-16].map(|v| [v; SUPER]));
+    for (at, outlier) in [(0, 100.0), (77, -3.0), (255, 0.5)] {
+        let lone = |i: usize, others: f32| if i == at { outlier } else { others };
+        blocks.push(std::array::from_fn(|i| lone(i, 0.0)));
+        blocks.push(random.block(|i, v| lone(i, v / 100.0)));
+    }
+    blocks.as_flattened().to_vec()
+}
+
+/// Numbers whose inverses are infinite.
+fn tiny() -> Vec<f32> {
+    let mut random = Random(12);
+    let mut blocks = Vec::new();
+    for _ in 0..8 {
+        blocks.push(random.block(|_, v| v * 1e-37));
+        blocks.push(random.block(|_, v| v * 1e-41));
+    }
+    blocks.extend([[f32::MIN_POSITIVE; SUPER], [f32::from_bits(1); SUPER], [-f32::from_bits(1); SUPER]]);
+    blocks.as_flattened().to_vec()
+}
+
+fn quantised(dtype: WeightType, values: &[f32]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    quantise(dtype, values, &mut bytes);
+    bytes
+}
+
+#[test]
+fn values_are_candles_bit_by_bit() {
+    let scales = [0.0, -0.0, 6e-8, -6e-8, 3.1e-5, 6.1e-5, -1e-3, 0.1, 1.0, -2.5, 40000.0, 65504.0, -65504.0];
+    let scales = scales.map(f16::from_f32).into_iter().chain([f16::INFINITY, f16::NAN]).collect::<Vec<_>>();
+    let mut random = Random(1);
+    for dtype in QUANTISED {
+        let (_, halves) = candles(dtype);
+        let blocks = 3 * scales.len();
+        let mut bytes: Vec<u8> = (0..blocks * dtype.block_bytes()).map(|_| random.next() as u8).collect();
+        for (i, block) in bytes.chunks_exact_mut(dtype.block_bytes()).enumerate() {
+            for (nth, at) in halves.iter().enumerate() {
+                let scale = scales[(i + i / scales.len() * nth) % scales.len()];
+                block[*at..at + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+        let want = candles_values(dtype, &bytes);
+        for shift in 0..4 {
+            let mut memory = vec![0; shift];
+            memory.extend_from_slice(&bytes);
+            let mut got = vec![f32::NAN; want.len()];
+            dequantise(dtype, &memory[shift..], &mut got);
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                // Which not-a-number is made of several is the compiler's choice.
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{dtype}, element {i}: {got:e} and {want:e}");
+            }
+        }
+    }
+}
+
+/// candle's rules for types of one level are ggml's.
+#[test]
+fn bytes_of_types_of_one_level_are_candles() {
+    for dtype in QUANTISED.into_iter().filter(|dtype| dtype.block_elements() < SUPER) {
+        for values in [ordinary(), tiny()] {
+            assert!(quantised(dtype, &values) == candles_bytes(dtype, &values), "{dtype}");
+        }
+    }
+}
+
+/// candle has rules that ggml had before: `make_qkx1_quants` for Q2_K, Q4_K and Q5_K, fewer steps for Q6_K, and no
+/// threshold below which numbers are zeros. Q3_K's rule is the same, but for the order in which a weight is multiplied,
+/// and for halves, which candle rounds away from zero.
+#[test]
+fn errors_of_k_types_are_no_larger_than_candles() {
+    for dtype in QUANTISED.into_iter().filter(|dtype| dtype.block_elements() == SUPER) {
+        for (what, values) in [("ordinary", ordinary()), ("tiny", tiny())] {
+            let mut ours = vec![0f32; values.len()];
+            dequantise(dtype, &quantised(dtype, &values), &mut ours);
+            let theirs = candles_values(dtype, &candles_bytes(dtype, &values));
+            // Of each block in units of its largest number, so that all count.
+            let error = |made: &[f32]| -> f64 {
+                let blocks = values.as_chunks::<SUPER>().0.iter().zip(made.as_chunks::<SUPER>().0);
+                let of = |(x, y): (&[f32; SUPER], &[f32; SUPER])| {
+                    let largest = x.iter().fold(f32::MIN_POSITIVE, |a, b| a.max(b.abs()));
+                    x.iter().zip(y).map(|(x, y)| f64::from((x - y) / largest).powi(2)).sum::<f64>()
+                };
+                blocks.map(of).sum()
+            };
+            let (ours, theirs) = (error(&ours), error(&theirs));
+            assert!(ours <= theirs * (1.0 + 1e-6), "{dtype}, {what}: {ours} and {theirs}");
+        }
+    }
+}
+
+/// XXH3 of the bytes that ggml's `quantize_row_*_ref` makes of `ordinary()`: that of llama-cpp-python 0.3.36, called by
+/// a program that reads the numbers from a file, compiled by gcc for x86-64 without FMA.
+#[test]
+fn bytes_are_ggmls() {
+    let hashes = [
+        0x009f_0552_a041_78a3,
+        0x41e0_a726_d522_b057,
+        0xac5c_0827_f01b_2a6d,
+        0xe15b_8116_3e1d_e7f3,
+        0x4e23_de6d_e6ec_2026,
+        0xc0de_7c5a_6247_264b,
+        0x0225_01c0_dc59_6a49,
+        0x37e4_d2ab_c493_9636,
+        0x1c34_e23c_a241_6643,
+        0x1084_b121_cd56_ba2d,
+    ];
+    let values = ordinary();
+    for (dtype, hash) in QUANTISED.into_iter().zip(hashes) {
+        let bytes = quantised(dtype, &values);
+        assert_eq!(XxHash3_64::oneshot(&bytes), hash, "{dtype}");
+    }
+}
