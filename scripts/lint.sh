@@ -34,7 +34,10 @@ cargo clippy --workspace --all-targets "${all[@]}" -- -D warnings
 say "clippy, without features"
 cargo clippy --workspace --all-targets -- -D warnings
 # Alone, because the programs of the workspace turn its features on.
-cargo clippy -p outcore-kv --lib -- -D warnings
+cargo clippy -p outcore-kv --all-targets -- -D warnings
+for feature in encryption compression; do
+    cargo clippy -p outcore-kv --lib --test codecs --features "$feature" -- -D warnings
+done
 say "documentation, and the public surface"
 # Without the test kit, which would have outcore documented with its feature `testing`.
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --exclude outcore-testkit --no-deps "${all[@]}"

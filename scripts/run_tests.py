@@ -94,7 +94,12 @@ def main():
                 name, program, environment = todo.get_nowait()
             except queue.Empty:
                 return
-            status, text, took, busy = run(program, environment, behind, f"{sysroot}/lib")
+            with lock:
+                print(f"begun: {name}", flush=True)
+            try:
+                status, text, took, busy = run(program, environment, behind, f"{sysroot}/lib")
+            except Exception as error:
+                status, text, took, busy = 1, f"it could not be run: {error}", 0, 0
             with lock:
                 times = f"{took:.1f} s, {busy:.1f} s of processor time"
                 print(f"     Running {name} ({program.name})\n{text.rstrip()}\n{times}\n", flush=True)

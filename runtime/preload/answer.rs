@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use outcore_mapped::live::{self, Optimum, Snapshot};
 
+use crate::descriptors;
 use crate::sys::say;
 
 /// How long one who asked may take to read the answer, and how long is waited for a file that is just being mapped.
@@ -38,7 +39,10 @@ pub fn start(look: Look, best: Best) {
     SOCKET.store(listener.as_raw_fd(), Ordering::Release);
     // Without a thread nobody is answered, and whoever asks is told so.
     let thread = std::thread::Builder::new().name("outcore-answer".to_owned());
-    if let Err(cause) = thread.spawn(move || serve(&listener, look, best)) {
+    if let Err(cause) = thread.spawn(move || {
+        descriptors::protect_this_thread();
+        serve(&listener, look, best);
+    }) {
         SOCKET.store(-1, Ordering::Release);
         say(&format!("`outcore top` will not see this process: no thread ({cause}); raise `ulimit -u`"));
     }

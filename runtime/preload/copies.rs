@@ -132,9 +132,13 @@ impl Copies {
         }
     }
 
-    /// Whether copies came with all parts of what was read but for one.
+    /// Whether copies came with all parts of what was read but for one. Fewer measurements than parts cannot tell: what
+    /// came with one of them would be spread over several parts.
     fn keeps_step(&self) -> bool {
         let (Some((first, _)), Some((last, _))) = (self.steps.first(), self.steps.last()) else { return false };
+        if self.steps.len() <= PARTS as usize {
+            return false;
+        }
         let part = (last - first) as f64 / f64::from(PARTS);
         let at = |number: u32| self.copied_at(*first as f64 + part * f64::from(number));
         let with = (0..PARTS).filter(|number| at(number + 1) - at(*number) >= part / READ_PART as f64);
@@ -158,8 +162,7 @@ impl Copies {
     /// only where something was copied.
     pub fn warning(&mut self, ceiling: impl FnOnce() -> Option<Ceiling>) -> Option<String> {
         let Look { used, of_files, .. } = self.last?;
-        let keeps_step = self.in_step == self.copied;
-        if self.is_said || self.copied < LEAST || self.copied < used / READ_PART || !keeps_step {
+        if self.is_said || self.copied < LEAST || self.copied < used / READ_PART || !self.keeps_step() {
             return None;
         }
         if self.ceiling.is_none() || self.copied > self.looked_up + self.looked_up / AGAIN_PART {
@@ -177,5 +180,31 @@ impl Copies {
             Bytes::new(held),
             Engine::of_this_process().remedy(),
         ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PART: u64 = 64 << 20;
+
+    /// What was copied, after measurements that each find so much more memory of the program's, and as much more read.
+    fn in_step(grown: &[u64]) -> u64 {
+        let (mut copies, mut own) = (Copies::default(), 0);
+        copies.look(Look { own, used: 0, of_files: 100 * PART, pages: 0 });
+        for (number, more) in (1..).zip(grown) {
+            own += more;
+            copies.look(Look { own, used: number * PART, of_files: 100 * PART, pages: 0 });
+        }
+        copies.in_step()
+    }
+
+    #[test]
+    fn regression_memory_that_grows_with_the_first_reads_alone_is_no_copy() {
+        assert_eq!(in_step(&[PART, 0]), 0);
+        assert_eq!(in_step(&[PART, 0, 0, 0, 0, 0]), 0);
+        assert_eq!(in_step(&[PART; 6]), 6 * PART);
+        assert_eq!(in_step(&[0, PART, PART, PART]), 3 * PART);
     }
 }

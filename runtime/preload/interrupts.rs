@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicI32, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Once, mpsc};
 use std::time::Duration;
 
+use crate::descriptors;
 use crate::sys::{next, say, set_errno};
 
 const SIGNALS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
@@ -67,7 +68,10 @@ pub fn follow(tell: Tell) {
             return;
         }
         let thread = std::thread::Builder::new().name("outcore-signals".to_owned());
-        if let Err(cause) = thread.spawn(move || serve(tell)) {
+        if let Err(cause) = thread.spawn(move || {
+            descriptors::protect_this_thread();
+            serve(tell);
+        }) {
             return say(&format!(
                 "a signal will end the program without a word: no thread ({cause}); raise `ulimit -u`"
             ));

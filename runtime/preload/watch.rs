@@ -17,7 +17,7 @@ use crate::limit::{self, CALM, Ceiling, Follower, GROWING, Gauge, Held, LetGo, L
 use crate::settings::{self, Settings};
 use crate::sys::say;
 use crate::timeline::Timeline;
-use crate::{opens, routing_state};
+use crate::{descriptors, opens, routing_state};
 
 /// Between two writes of the timeline. What is kept in between are a few thousand spans.
 const WRITE: Duration = Duration::from_millis(500);
@@ -125,7 +125,11 @@ impl Watch {
             end: Condvar::new(),
         });
         let (own, of) = (this.clone(), runtime.clone());
-        let started = std::thread::Builder::new().name("outcore-memory".to_owned()).spawn(move || own.run(&of));
+        let follows = move || {
+            descriptors::protect_this_thread();
+            own.run(&of);
+        };
+        let started = std::thread::Builder::new().name("outcore-memory".to_owned()).spawn(follows);
         if let Err(cause) = started {
             say(&format!("the program's memory is not followed: no thread ({cause}); raise `ulimit -u`"));
         }

@@ -129,23 +129,27 @@ impl PagedWeights {
         }
     }
 
+    /// Counts the time of a wait for pages. An error if the pass was given up meanwhile: a wait may be long, and no
+    /// other may follow.
+    fn wait_for<G>(&self, wait: impl FnOnce() -> outcore::Result<G>) -> Result<G> {
+        let since = Instant::now();
+        let guard = wait()?;
+        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        self.check_cancelled()?;
+        Ok(guard)
+    }
+
     /// Pins rows `rows` of `tensor` on whichever device the runtime has them; waits until they are there.
     pub fn pin_device(&self, tensor: TensorId, rows: Range<u64>) -> Result<DevicePin> {
         let part = self.part(tensor, &rows)?;
-        let since = Instant::now();
-        let pin = self.runtime.pin(&*part).on_device().wait()?;
-        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(pin)
+        self.wait_for(|| self.runtime.pin(&*part).on_device().wait())
     }
 
     /// Pins rows `rows` of `tensor` for work on `stream`, which is made to wait for them: this waits until their copies
     /// have been handed to the device.
     pub fn pin_device_on(&self, tensor: TensorId, rows: Range<u64>, stream: &ComputeStream) -> Result<StreamPin> {
         let part = self.part(tensor, &rows)?;
-        let since = Instant::now();
-        let pin = self.runtime.pin(&*part).on(stream).wait()?;
-        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(pin)
+        self.wait_for(|| self.runtime.pin(&*part).on(stream).wait())
     }
 
     /// The tensors' parts that these steps are.
@@ -158,10 +162,7 @@ impl PagedWeights {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU pins several as a unit"))]
     pub(crate) fn pin_parts_on(&self, parts: &[Tensor], stream: &ComputeStream) -> Result<StreamPin> {
         self.check_cancelled()?;
-        let since = Instant::now();
-        let pin = self.runtime.pin(parts).on(stream).wait()?;
-        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        Ok(pin)
+        self.wait_for(|| self.runtime.pin(parts).on(stream).wait())
     }
 
     /// The frames that there are now.
@@ -187,9 +188,7 @@ impl PagedWeights {
 impl Weights for PagedWeights {
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
         let part = self.part(tensor, &rows)?;
-        let since = Instant::now();
-        let guard = self.runtime.pin(&*part).wait()?;
-        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let guard = self.wait_for(|| self.runtime.pin(&*part).wait())?;
         Ok(Rows::new(guard))
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use outcore::policy::{PageId, Policy, Take, Want};
+use outcore::policy::{PageId, Policy, SegmentId, Take, Want};
 
 /// A page that was used once is on probation and leaves first; its next use protects it. At most four fifths of the
 /// frames are protected: beyond that the one whose last use is longest ago is on probation again.
@@ -82,6 +82,11 @@ impl Policy for SegmentedLru {
         self.take_out(page);
         self.missed.remove(&page);
         self.unused.remove(&page);
+    }
+
+    fn forget(&mut self, segment: SegmentId) {
+        // A page that was asked for in vain has not come, so it was not removed either.
+        self.missed.retain(|page| page.segment != segment);
     }
 
     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {

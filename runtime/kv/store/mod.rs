@@ -306,7 +306,7 @@ impl Store {
     /// model, size of blocks or key ([`ErrorKind::InvalidArgument`]), or of a newer version
     /// ([`ErrorKind::Unsupported`]), if the store or the options need a feature that this build lacks
     /// ([`ErrorKind::Unsupported`]), if the manifest is damaged ([`ErrorKind::Corrupt`]), or if it cannot be read and
-    /// written. The folder stays as it is then.
+    /// written. Blocks and the manifest stay as they are then.
     pub fn open(folder: &Path, model: &Fingerprint, block_bytes: Bytes, options: StoreOptions) -> Result<Self> {
         let name = folder.display().to_string();
         let files = Folder::make(folder).map_err(|cause| Error::io(format!("make the folder {name}"), cause))?;

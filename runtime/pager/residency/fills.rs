@@ -153,7 +153,7 @@ impl Residency {
                 self.unfilled(page, frame, fx);
             }
             self.changes.extend(waiters.into_iter().map(|waiter| Change::Ended(waiter, error.clone())));
-            // After the ends of those that waited: they have let go of what they held by then.
+            // Admission hears of it after the ends of those that waited, which have let go of what they held by then.
             self.changed(page);
             return;
         }
