@@ -21,8 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import PEER, RELEASE, ROOT, SKIPPED, hardware, last_json, run
-from bench_mapped import MIXTURE, PROMPT, SEED, UNITS, can_run, spread, tell
+from bench import PEER, RELEASE, SKIPPED, hardware, last_json
+from bench_mapped import MIXTURE, PROMPT, SEED, UNITS, can_run, spread, tell, under_run
 
 PYTHON, SERVER = PEER.parent / "python", PEER.with_name("llama-server")
 # Of the cgroup and of the pages, in MiB. The rest is the engine's own memory.
@@ -81,9 +81,7 @@ finally:
 
 def once(command):
     """One run under `outcore run`: what it printed, and what was read."""
-    command = [RELEASE / "outcore", "run", "--no-kept-order", "--budget", f"{BUDGET}MiB", "--", *command]
-    command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", f"{LIMIT}MiB", *command]
-    done = run(command, env={key: value for key, value in os.environ.items() if not key.startswith("OUTCORE_RUN_")})
+    done = under_run(command, LIMIT, BUDGET)
     if done.returncode == SKIPPED:
         return {"skipped": done.stderr.strip().splitlines()[-1]}
     found = last_json(done.stdout)

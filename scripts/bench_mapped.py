@@ -118,6 +118,13 @@ def once(model, tokens, limit=None, budget=None, routing=True, prompt=PROMPT):
     }
 
 
+def under_run(command, limit, budget):
+    """A run under `outcore run`, which keeps no order, in a memory cgroup, with caches dropped."""
+    command = [RELEASE / "outcore", "run", "--no-kept-order", "--budget", f"{budget}MiB", "--", *command]
+    command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", f"{limit}MiB", *command]
+    return run(command, env={key: value for key, value in os.environ.items() if not key.startswith("OUTCORE_RUN_")})
+
+
 def sides_of(case, tokens):
     """The name of each side, and how it is run."""
     here = {"limit": case.limit, "budget": case.budget}

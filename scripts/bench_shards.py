@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from bench import PEER, RELEASE, ROOT, SKIPPED, hardware, last_json, run
-from bench_mapped import MIXTURE, PROMPT, SEED, UNITS, can_run, spread, tell
+from bench_mapped import MIXTURE, PROMPT, SEED, UNITS, can_run, spread, tell, under_run
 
 PYTHON = PEER.parent / "python"
 FILES = (1, 4, 16)
@@ -180,9 +180,7 @@ def once(command, limit, budget):
     """One run: what it printed as JSON, and what `outcore run` said at the end. Without a budget it is outcore's own."""
     if budget is None:
         return alone(command, limit)
-    command = [RELEASE / "outcore", "run", "--no-kept-order", "--budget", f"{budget}MiB", "--", *command]
-    command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", f"{limit}MiB", *command]
-    done = run(command, env={key: value for key, value in os.environ.items() if not key.startswith("OUTCORE_RUN_")})
+    done = under_run(command, limit, budget)
     if done.returncode == SKIPPED:
         return {"skipped": done.stderr.strip().splitlines()[-1]}
     found = last_json(done.stdout)

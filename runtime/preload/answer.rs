@@ -38,11 +38,7 @@ pub fn start(look: Look, best: Best) {
     };
     SOCKET.store(listener.as_raw_fd(), Ordering::Release);
     // Without a thread nobody is answered, and whoever asks is told so.
-    let thread = std::thread::Builder::new().name("outcore-answer".to_owned());
-    if let Err(cause) = thread.spawn(move || {
-        descriptors::protect_this_thread();
-        serve(&listener, look, best);
-    }) {
+    if let Err(cause) = descriptors::start_thread("outcore-answer", move || serve(&listener, look, best)) {
         SOCKET.store(-1, Ordering::Release);
         say(&format!("`outcore top` will not see this process: no thread ({cause}); raise `ulimit -u`"));
     }

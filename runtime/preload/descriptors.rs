@@ -6,13 +6,14 @@
 //! the program's is ever marked, unless the program has closed a marked one by a raw system call; a function that gets
 //! such a number for the program takes the mark off.
 //!
-//! Threads that this library starts [mark](protect_this_thread) all that they open.
+//! Threads that this library [starts](start_thread) mark all that they open.
 //!
 //! Files that the runtime opens again later, on threads of its own, are not marked; a read of one that was closed
 //! fails.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use outcore::os::descriptors::on_descriptor;
@@ -33,12 +34,18 @@ thread_local! {
     static PROTECTS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets [`PROTECTS`] until it is dropped.
-struct Protects;
+/// Sets [`PROTECTS`] until it is dropped, and then to what it was before.
+struct Protects(bool);
+
+impl Protects {
+    fn new() -> Self {
+        Self(PROTECTS.try_with(|protects| protects.replace(true)).unwrap_or(false))
+    }
+}
 
 impl Drop for Protects {
     fn drop(&mut self) {
-        let _ = PROTECTS.try_with(|protects| protects.set(false));
+        let _ = PROTECTS.try_with(|protects| protects.set(self.0));
     }
 }
 
@@ -46,14 +53,17 @@ impl Drop for Protects {
 /// its own meanwhile on this thread.
 pub fn protecting<T>(open: impl FnOnce() -> T) -> T {
     on_descriptor(protect);
-    let _ = PROTECTS.try_with(|protects| protects.set(true));
-    let _until = Protects;
+    let _until = Protects::new();
     open()
 }
 
-/// All that this thread opens from now on is the library's.
-pub fn protect_this_thread() {
-    let _ = PROTECTS.try_with(|protects| protects.set(true));
+/// Starts a thread of the library's, and protects all that it opens.
+pub fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let protected = move || {
+        let _until = Protects::new();
+        work();
+    };
+    std::thread::Builder::new().name(name.to_owned()).spawn(protected).map(drop)
 }
 
 /// This thread has opened a file: for the library, or for the program.
@@ -122,18 +132,18 @@ mod tests {
 
     #[test]
     fn regression_what_a_thread_of_the_library_opens_is_ours() {
-        let open = |is_own: bool, fd| {
-            let opens = move || {
-                if is_own {
-                    protect_this_thread();
-                }
-                opened(fd);
-            };
-            std::thread::spawn(opens).join().is_ok()
+        let (done, ended) = std::sync::mpsc::channel();
+        let opens = move || {
+            // What is opened for a moment changes nothing of what comes later.
+            protecting(|| ());
+            opened(50_000);
+            let _ = done.send(());
         };
-        assert!(open(true, 50_000) && open(false, 50_001));
+        assert!(start_thread("of the library", opens).is_ok() && ended.recv().is_ok());
+        assert!(std::thread::spawn(|| opened(50_001)).join().is_ok());
         assert!(is_ours(50_000) && !is_ours(50_001));
         // The program has got the number by a call that the library does not see closed.
-        assert!(open(false, 50_000) && !is_ours(50_000));
+        opened(50_000);
+        assert!(!is_ours(50_000));
     }
 }

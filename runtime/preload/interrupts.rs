@@ -67,11 +67,7 @@ pub fn follow(tell: Tell) {
         if unsafe { libc::sem_init(WAKE.get(), 0, 0) } != 0 {
             return;
         }
-        let thread = std::thread::Builder::new().name("outcore-signals".to_owned());
-        if let Err(cause) = thread.spawn(move || {
-            descriptors::protect_this_thread();
-            serve(tell);
-        }) {
+        if let Err(cause) = descriptors::start_thread("outcore-signals", move || serve(tell)) {
             return say(&format!(
                 "a signal will end the program without a word: no thread ({cause}); raise `ulimit -u`"
             ));
@@ -340,7 +336,7 @@ fn tell_in_time(tell: Tell) {
         let _ = done.send(());
     };
     // Without a thread nothing is said.
-    if std::thread::Builder::new().name("outcore-telling".to_owned()).spawn(say).is_ok() {
+    if descriptors::start_thread("outcore-telling", say).is_ok() {
         let _ = told.recv_timeout(MOST);
     }
 }

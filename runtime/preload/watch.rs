@@ -125,12 +125,7 @@ impl Watch {
             end: Condvar::new(),
         });
         let (own, of) = (this.clone(), runtime.clone());
-        let follows = move || {
-            descriptors::protect_this_thread();
-            own.run(&of);
-        };
-        let started = std::thread::Builder::new().name("outcore-memory".to_owned()).spawn(follows);
-        if let Err(cause) = started {
+        if let Err(cause) = descriptors::start_thread("outcore-memory", move || own.run(&of)) {
             say(&format!("the program's memory is not followed: no thread ({cause}); raise `ulimit -u`"));
         }
         this
