@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Runs test programs, some at a time: run_tests.py [--jobs N] [CARGO ARGUMENT...] [-- ARGUMENT...]
+"""Runs test programs, some at a time: run_tests.py [--jobs N] [--failures FILE] [CARGO ARGUMENT...] [-- ARGUMENT...]
 
 The programs are those of `cargo test CARGO ARGUMENT... --no-run`, each run as cargo runs it, with what is behind `--`.
 Cargo runs one after the other, and many of them wait for most of their time. N is the number of processors unless it is
 given. What a program prints comes in one piece when it has ended. Exit status 1 if one has failed, after all have run.
+The end of what a failed program printed is printed again behind everything else, or appended to FILE.
 """
 
 import argparse
@@ -31,6 +32,8 @@ LONGEST = [
     "benches/gpu-check/tests/bundle.rs",
     "runtime/lab/lib.rs",
 ]
+# Of what a failed program printed, this much is printed again.
+MOST_LINES = 60
 
 
 def programs(arguments):
@@ -74,9 +77,15 @@ def run(program, environment, arguments, sysroot):
     return done.returncode, text, time.monotonic() - begun, usage.ru_utime + usage.ru_stime
 
 
+def failures(text):
+    """What a program printed of the tests that failed, or its last lines if it did not get so far."""
+    return "\n".join((text.partition("\nfailures:\n")[2] or text).strip().splitlines()[-MOST_LINES:])
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options.add_argument("--failures", type=Path)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, cargo = options.parse_known_args(sys.argv[1:split])
     found, behind = programs(cargo), sys.argv[split + 1 :]
@@ -104,15 +113,18 @@ def main():
                 times = f"{took:.1f} s, {busy:.1f} s of processor time"
                 print(f"     Running {name} ({program.name})\n{text.rstrip()}\n{times}\n", flush=True)
                 if status:
-                    failed.append(f"{name}: status {status}")
+                    failed.append(f"error: test failed: {name}: status {status}\n{failures(text)}\n")
 
     workers = [threading.Thread(target=work) for _ in range(options.jobs)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    for what in failed:
-        print(f"error: test failed: {what}", flush=True)
+    if options.failures:
+        with options.failures.open("a") as file:
+            file.writelines(failed)
+    else:
+        print(*failed, sep="\n", flush=True)
     sys.exit(1 if failed else 0)
 
 

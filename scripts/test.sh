@@ -12,6 +12,8 @@ cd "$(dirname "$0")/.."
 
 steps=(checker workspace kernels without-features doctests strict released loom examples clients)
 target=${CARGO_TARGET_DIR:-target}
+# What failed programs printed, for the summary.
+failures=$target/test-failures.txt
 
 # The exit status of a step that could not do what it is for.
 skipped=77
@@ -40,7 +42,7 @@ build_workspace() {
     cargo build "${everything[@]}" --lib --tests
 }
 step_workspace() {
-    python3 scripts/run_tests.py "${everything[@]}" --lib --bins --tests
+    python3 scripts/run_tests.py --failures "$failures" "${everything[@]}" --lib --bins --tests
 }
 
 # The GPU's kernels, compiled for GPUs where the compilers can be had. Other tests have run them from their source.
@@ -95,7 +97,8 @@ build_strict() {
     cargo test "${everything[@]}" "${strict_tests[@]}" --no-run
 }
 step_strict() {
-    OUTCORE_STRICT=1 python3 scripts/run_tests.py "${everything[@]}" "${strict_tests[@]}" -- "${same[@]/#/--skip=}"
+    OUTCORE_STRICT=1 python3 scripts/run_tests.py --failures "$failures" "${everything[@]}" "${strict_tests[@]}" \
+        -- "${same[@]/#/--skip=}"
 }
 
 # What a release build does with a transition of a page that cannot happen, where all other builds stop. A filter that
@@ -199,6 +202,8 @@ fi
 
 results=()
 failed=0
+mkdir -p "$target"
+: >"$failures"
 # What this machine has, so that no test may skip for want of it. Cargo builds the emulated CUDA driver.
 required=(emulated preload)
 
@@ -271,6 +276,10 @@ for name in "${steps[@]}"; do
     fi
 done
 
+if [ -s "$failures" ]; then
+    printf '\n== failures\n'
+    cat "$failures"
+fi
 printf '\n== summary, %s s\n' "$SECONDS"
 printf '%s\n' "${results[@]}"
 if [ "$failed" -ne 0 ]; then

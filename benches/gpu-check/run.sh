@@ -13,7 +13,7 @@
 #   --memory      host memory that may be used (what is free)
 #   --seconds     all together: what does not fit is skipped, and said so
 #   --limit       any one part (a limit for each, 10 to 100)
-#   --tiny        megabytes, for the emulated driver: the numbers mean nothing
+#   --tiny        megabytes, for the emulated driver: the numbers mean nothing, and only --limit bounds a part
 #
 # A part that passed on a card before, with the sources that it has here, runs behind the others. A part that takes too
 # long is ended; before that, a backtrace of its threads goes to the log.
@@ -138,6 +138,7 @@ for part in "${parts[@]}"; do
         python3 "${report[@]}" add "$results" "$name" --skipped "no time was left of $seconds s"
         continue
     fi
+    [ "$scale" != tiny ] || limit=$left
     [ "$limit" -le "$most" ] || limit=$most
     [ "$limit" -le "$left" ] || limit=$left
     if [[ $of_probe == *" $name "* ]]; then
