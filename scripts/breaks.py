@@ -8,9 +8,9 @@ place, what is wrong then, and the arguments of `cargo test` that run the tests.
 or stress tests can see. First every text is looked for; --list does no more. Then the tests run on the code as it is.
 What fails there counts for nothing later. Then each break is made alone.
 
-A break is caught if a test fails, or if a test program ends before its tests do. Tests that take longer than --timeout
-SECONDS hang: they are ended with all that they have started, and the break counts as caught. Compiling counts towards
-no limit. A break that does not compile is an error of the list.
+A break is caught if a test fails, or if a test program ends before its tests do; the programs behind it do not run.
+Tests that take longer than --timeout SECONDS hang: they are ended with all that they have started, and the break counts
+as caught. Compiling counts towards no limit. A break that does not compile is an error of the list.
 
 It works in a git worktree of HEAD in target/breaks, which is made if it is missing, and whose changes are lost. What is
 built stays in target/breaks-build, and what was printed in target/breaks-logs. Changes that are not committed take no
@@ -125,7 +125,7 @@ def cargo(arguments, log, limit=None):
     }
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            ["cargo", "test", "--no-fail-fast", *arguments],
+            ["cargo", "test", *arguments],
             cwd=TREE,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -146,7 +146,7 @@ def cargo(arguments, log, limit=None):
 class Run:
     """One run of tests: what was printed, and what that says."""
 
-    def __init__(self, name, tests, limit):
+    def __init__(self, name, tests, limit, *flags):
         log, began = LOGS / f"{name}.log", time.monotonic()
         log.unlink(missing_ok=True)
         self.compiled = cargo(["--no-run", *tests], log) == 0
@@ -156,7 +156,7 @@ class Run:
             found = ERROR.search(compiling)
             self.error = found.group(0) if found else f"no error that was understood; see {log}"
         else:
-            self.status = cargo(tests, log, limit)
+            self.status = cargo([*flags, *tests], log, limit)
         self.seconds = round(time.monotonic() - began)
         text = log.read_text(encoding="utf-8", errors="replace")[len(compiling) :]
         self.ran = sum(int(count) for count in RAN.findall(text))
@@ -170,7 +170,7 @@ class Run:
 
 def unbroken(tests, number, limit):
     """The tests on the code as it is. Ends everything if that says nothing about broken code."""
-    run = Run(f"unbroken-{number}", tests, limit)
+    run = Run(f"unbroken-{number}", tests, limit, "--no-fail-fast")
     shown = " ".join(tests)
     if not run.compiled:
         sys.exit(f"breaks: without a break, this does not compile: {shown}: {run.error}")
@@ -191,7 +191,9 @@ def broken(one, before, limit):
     path = TREE / one["file"]
     git(TREE, "checkout", "--", ".")
     path.write_text(path.read_text(encoding="utf-8").replace(one["find"], one["replace"]), encoding="utf-8")
-    run = Run(one["id"], one["tests"], limit)
+    # What fails without a break must not keep the programs behind it from running.
+    flags = ["--no-fail-fast"] if before.programs else []
+    run = Run(one["id"], one["tests"], limit, *flags)
     by = [test for test in run.tests if test not in before.tests] + run.ends
     if not by:
         by = [program for program in run.programs if program not in before.programs]

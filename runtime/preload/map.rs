@@ -1,10 +1,11 @@
 //! `mmap` of a model file: which ones are mapped here, and why others are left to the kernel.
 
 use std::ffi::c_int;
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -60,9 +61,52 @@ fn only_reads(fd: c_int) -> bool {
     flags >= 0 && flags & (libc::O_ACCMODE | libc::O_PATH) == libc::O_RDONLY
 }
 
+/// What memory pages may take if this file of a model is mapped here. `None` if it stays the kernel's, for a reason that
+/// has been reported.
+fn limit_within(request: &Request, settings: &Settings, path: &Path, metadata: &Metadata) -> Option<Limit> {
+    if !settings.may_map(path) {
+        watch::leave(path, || "does not match --match".to_owned());
+        return None;
+    }
+    if (request.writable && !request.private) || !only_reads(request.fd) {
+        watch::leave(path, || "may be written by the program".to_owned());
+        return None;
+    }
+    if request.offset.checked_add(request.len)? > metadata.len().next_multiple_of(page_size()) {
+        return None;
+    }
+    let limit = limit_of(settings)?;
+    if limit.leaves(identity(metadata), shards(path), pool::is_decided()) {
+        watch::leave(path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
+        return None;
+    }
+    if !pool::is_decided()
+        && let Some((needed, most)) = limit::too_few_addresses(metadata.len().saturating_add(limit.first_budget()))
+    {
+        watch::leave(path, || {
+            format!(
+                "takes {} of addresses with what outcore needs, and this process may have {} in all; raise `ulimit -v`",
+                Bytes::new(needed),
+                Bytes::new(most)
+            )
+        });
+        return None;
+    }
+    Some(limit)
+}
+
+/// Reports that a file stays the kernel's for a reason that may hold for thousands of them, of which `count` counts.
+fn report_left(path: &Path, count: &AtomicUsize, why: &str) {
+    match count.fetch_add(1, Ordering::Relaxed) {
+        0..LEFT_LINES => say(&format!("{} stays the kernel's: {why}", path.display())),
+        LEFT_LINES => say(&format!("further files stay the kernel's too, and are not named: {why}")),
+        _ => {}
+    }
+}
+
 /// The address at which the bytes of an open file from `offset` on are, if it is one that is mapped here.
 pub fn map(request: &Request) -> Option<u64> {
-    let Request { fd, len, offset, writable, private } = *request;
+    let Request { fd, len, offset, writable, .. } = *request;
     if len < LEAST_PART || !offset.is_multiple_of(page_size()) || in_a_child() {
         return None;
     }
@@ -73,34 +117,8 @@ pub fn map(request: &Request) -> Option<u64> {
     let settings = settings()?;
     end::follow();
     opens::mapped(identity(&metadata));
-    if !settings.may_map(&path) {
-        watch::leave(&path, || "does not match --match".to_owned());
-        return None;
-    }
-    if (writable && !private) || !only_reads(fd) {
-        watch::leave(&path, || "may be written by the program".to_owned());
-        return None;
-    }
-    if offset.checked_add(len)? > metadata.len().next_multiple_of(page_size()) {
-        return None;
-    }
-    let (limit, identity) = (limit_of(settings)?, identity(&metadata));
-    if limit.leaves(identity, shards(&path), pool::is_decided()) {
-        watch::leave(&path, || format!("({}) fits the memory that there is", Bytes::new(metadata.len())));
-        return None;
-    }
-    if !pool::is_decided()
-        && let Some((needed, most)) = limit::too_few_addresses(metadata.len().saturating_add(limit.first_budget()))
-    {
-        watch::leave(&path, || {
-            format!(
-                "takes {} of addresses with what outcore needs, and this process may have {} in all; raise `ulimit -v`",
-                Bytes::new(needed),
-                Bytes::new(most)
-            )
-        });
-        return None;
-    }
+    let limit = limit_within(request, settings, &path, &metadata)?;
+    let identity = identity(&metadata);
     let pool = descriptors::protecting(|| pool::open(settings, limit, &path))?;
     interrupts::follow(end::tell);
     // Of slots too: only who has this lock takes one.
@@ -115,11 +133,7 @@ pub fn map(request: &Request) -> Option<u64> {
         known.given.add(offset, len);
         return Some(known.mapped.as_ptr() as u64 + offset);
     }
-    let left = |said: &AtomicUsize, why: &str| match said.fetch_add(1, Ordering::Relaxed) {
-        0..LEFT_LINES => say(&format!("{} stays the kernel's: {why}", path.display())),
-        LEFT_LINES => say(&format!("further files stay the kernel's too, and are not named: {why}")),
-        _ => {}
-    };
+    let left = |count: &AtomicUsize, why: &str| report_left(&path, count, why);
     let Some(slot) = free_slot() else {
         let most = files_most();
         let helps = if most < FILES_MAX { "raise `ulimit -n`" } else { "unmap some" };

@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::workload::{self, Plan, Until};
@@ -24,10 +26,10 @@ fn rounds() -> impl Iterator<Item = u64> {
 }
 
 fn soak(name: &'static str, devices: Devices, time: Duration) {
-    let end = Instant::now() + time;
+    let (end, failures) = (Instant::now() + time, Arc::new(AtomicU64::new(0)));
     for (round, seed) in rounds().enumerate() {
         if Instant::now() >= end {
-            eprintln!("{name}: {round} rounds");
+            eprintln!("{name}: {round} rounds, {failures:?} injected failures");
             return;
         }
         let _case = Case::of(name, seed);
@@ -36,8 +38,10 @@ fn soak(name: &'static str, devices: Devices, time: Duration) {
         let plan = Plan::random(&mut rng, devices, fail_one_in);
         let on = plan.setting.on;
         eprintln!("round {round}: {plan:?}");
+        let counted = failures.clone();
         watched("a round", move || {
-            workload::run(&plan, rng.next(), Until::Time(Instant::now() + ROUND));
+            let done = workload::run(&plan, rng.next(), Until::Time(Instant::now() + ROUND));
+            counted.fetch_add(done.failures, Ordering::Relaxed);
         });
         next_round(on);
     }
@@ -106,7 +110,7 @@ mod emulated_driver {
             watched("a round", move || {
                 tell.send(workload::run(&plan, round_seed, Until::Steps(steps))).unwrap();
             });
-            operations += told.recv().unwrap();
+            operations += told.recv().unwrap().operations;
             calls += fake.calls("*");
             work += fake.calls("work");
             // This fails if the driver found anything or anything was not given back.

@@ -242,6 +242,8 @@ pub struct Ends {
     /// A step was too large for its budget.
     pub too_small: u64,
     pub events: u64,
+    /// Moves that were made to fail.
+    pub failures: u64,
 }
 
 /// Runs a case and judges how it ends.
@@ -253,6 +255,7 @@ fn run(case: &Case, ends: &mut Ends) {
             ends.well_in_trouble += u64::from(!case.settings.trouble.is_empty() || done.failures > 0);
             ends.lost_steps += u64::from(done.lost_steps > 0);
             ends.events += done.events;
+            ends.failures += done.failures;
         }
         Err(error) if error.kind() == ErrorKind::BudgetTooSmall => ends.too_small += 1,
         Err(error) => {

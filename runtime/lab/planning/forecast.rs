@@ -252,63 +252,29 @@ pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> R
     let paged = paged(job, &memory, kv_paged);
     let paged_bytes = paged.iter().fold(0, |sum: u64, size| sum.saturating_add(size.get()));
     let page = page_of(room.min(Bytes::new(paged_bytes.max(HUGE_PAGES_LEAST.get()))));
-    let all = paged.iter().fold(0u64, |all, size| all.saturating_add(page.pages_for(size.get())));
-    let all = u32::try_from(all).map_err(|_| {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            format!("the job has more than 2^32 pages of {}", Bytes::new(page.bytes())),
-        )
-        .remedy("give more device memory, so that pages are larger, or a smaller model")
-    })?;
-    let frames = u32::try_from(room.get() / page.bytes()).unwrap_or(u32::MAX).min(all.max(1));
-    let resident = all <= frames;
-    let (policy, policy_because) = recommend(job, resident, kv_paged, draws(job));
-    let ahead = resident || !draws(job);
-    let lookahead = Lookahead::Auto.pages(page, frames);
-    let lookahead_bytes = Bytes::new(u64::from(lookahead) * page.bytes());
-    let unit =
-        (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
-    // Without a known order nothing is filled ahead, and no frames are kept for it.
-    let stay = u64::from(found(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
-    let streaming = u64::from(all) - stay;
-    let streamed = paged_bytes as f64 * streaming as f64 / f64::from(all.max(1));
-
     let staging = if gpu { Bytes::new(page.bytes() * STAGING_PAGES) } else { Bytes::ZERO };
-    let host_frames = within(resources.host).saturating_sub(staging).get() / page.bytes();
-    // All that streams, and as many frames as pages are on their way.
-    let of_use = if streaming == 0 { 0 } else { streaming + (u64::from(frames) - stay) };
-    let host_frames = host_frames.min(of_use);
-    let host_budget = Bytes::new(host_frames * page.bytes());
+    let host = within(resources.host).saturating_sub(staging);
+    let placed = place(job, &paged, kv_paged, page, room, host)?;
+    let streaming = placed.pages - placed.stay;
+    let streamed = paged_bytes as f64 * streaming as f64 / (placed.pages.max(1) as f64);
+    let host_budget = Bytes::new(placed.host_frames * page.bytes());
     let compute_s = resources.compute.and_then(|compute| compute.seconds(job, &memory));
     let (pass, pass_s) = if streaming == 0 {
         let seconds = compute_s.map(|s| simulated::resident(job, &memory, s, resources, page)).transpose()?;
         (Pass::default(), seconds)
     } else {
-        let placed = Placed {
-            page,
-            pages: u64::from(all),
-            stay,
-            frames: u64::from(frames),
-            host_frames,
-            lookahead: lookahead_bytes,
-            policy,
-            // A range of any bytes may lie across two pages.
-            unit: NonZeroU32::MIN.saturating_add(unit.max(2) as u32 - 1),
-            kv_paged,
-            draws: draws(job),
-        };
         let pass = simulated::pass(job, &memory, resources, &placed, extent)?;
         (pass, Some(pass.seconds))
     };
     let bytes = |n: f64| Bytes::new(n.round() as u64);
     let run = Run {
         recommended: Recommended {
-            device_budget: Bytes::new(u64::from(frames) * page.bytes()),
+            device_budget: Bytes::new(placed.frames * page.bytes()),
             host_budget,
             page_size: page,
-            lookahead: lookahead_bytes,
-            policy,
-            policy_because,
+            lookahead: placed.lookahead,
+            policy: placed.policy,
+            policy_because: placed.policy_because,
             scratch_file: match job.work {
                 Work::Infer { .. } if kv_paged => memory.kv,
                 Work::Infer { .. } => Bytes::ZERO,
@@ -330,7 +296,7 @@ pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> R
             copied_down: bytes(pass.copied_down),
             disk_read: bytes(pass.disk_read),
             disk_written: bytes(pass.disk_written),
-            ahead,
+            ahead: placed.ahead,
         },
         link_s: resources.link.map(|_| pass.link_s),
         disk_s: pass.disk_s,
@@ -340,6 +306,44 @@ pub(super) fn forecast_as(job: &Job, resources: &Resources, extent: Extent) -> R
         tokens: job.tokens(),
     };
     Ok(Forecast { memory, least_device, run: Some(run) })
+}
+
+/// Places pages of a job in `room` of the device tier and `host` of the host tier.
+fn place(job: &Job, paged: &[Bytes], kv_paged: bool, page: PageSize, room: Bytes, host: Bytes) -> Result<Placed> {
+    let pages = paged.iter().fold(0u64, |pages, size| pages.saturating_add(page.pages_for(size.get())));
+    let pages = u32::try_from(pages).map_err(|_| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            format!("the job has more than 2^32 pages of {}", Bytes::new(page.bytes())),
+        )
+        .remedy("give more device memory, so that pages are larger, or a smaller model")
+    })?;
+    let frames = u32::try_from(room.get() / page.bytes()).unwrap_or(u32::MAX).min(pages.max(1));
+    let (resident, draws) = (pages <= frames, draws(job));
+    let (policy, policy_because) = recommend(job, resident, kv_paged, draws);
+    let ahead = resident || !draws;
+    let lookahead = Lookahead::Auto.pages(page, frames);
+    let unit =
+        (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
+    // Without a known order nothing is filled ahead, and no frames are kept for it.
+    let stay = found(frames, pages, if ahead { lookahead } else { 0 }, unit as u32).min(pages);
+    // All that streams, and as many frames as pages are on their way.
+    let of_use = if pages == stay { 0 } else { u64::from(pages - stay) + u64::from(frames - stay) };
+    Ok(Placed {
+        page,
+        pages: pages.into(),
+        stay: stay.into(),
+        frames: frames.into(),
+        host_frames: (host.get() / page.bytes()).min(of_use),
+        lookahead: Bytes::new(u64::from(lookahead) * page.bytes()),
+        ahead,
+        policy,
+        policy_because,
+        // A range of any bytes may lie across two pages.
+        unit: NonZeroU32::MIN.saturating_add(unit.max(2) as u32 - 1),
+        kv_paged,
+        draws,
+    })
 }
 
 /// Whether passes draw experts and do not use them all.

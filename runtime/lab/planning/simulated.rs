@@ -55,7 +55,10 @@ pub(super) struct Placed {
     pub(super) frames: u64,
     pub(super) host_frames: u64,
     pub(super) lookahead: Bytes,
+    /// Whether pages are filled ahead.
+    pub(super) ahead: bool,
     pub(super) policy: PolicyKind,
+    pub(super) policy_because: &'static str,
     /// The most pages of a step.
     pub(super) unit: NonZeroU32,
     pub(super) kv_paged: bool,

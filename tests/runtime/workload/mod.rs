@@ -304,10 +304,18 @@ impl World {
     }
 }
 
-/// Runs the plan and checks what must hold at its end. Returns how many operations of the runtime there were. An
-/// operation is a step of a thread or of a session: a pin together with the reads and writes under it, a hint, a change
-/// of budget, or the opening of a model.
-pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
+/// What a run has done.
+#[derive(Clone, Copy, Debug)]
+pub struct Done {
+    /// A step of a thread or of a session: a pin together with the reads and writes under it, a hint, a change of budget,
+    /// or the opening of a model.
+    pub operations: u64,
+    /// Calls of the store that were made to fail.
+    pub failures: u64,
+}
+
+/// Runs the plan and checks what must hold at its end.
+pub fn run(plan: &Plan, seed: u64, until: Until) -> Done {
     let page = plan.setting.page.get();
     let mut rng = Rng::new(seed);
     let lengths: Vec<usize> = (0..TENSORS).map(|_| rng.below(3 * page) as usize).collect();
@@ -384,7 +392,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let mut tensors: Vec<Tensor> = tables.into_iter().map(|table| table.into_inner().tensor.clone()).collect();
     tensors.push(model.into_inner().tensor("t0").unwrap());
     check_at_rest(runtime, tensors, &format!("{plan:?}"));
-    operations.into_inner()
+    Done { operations: operations.into_inner(), failures: faults.fired() }
 }
 
 /// Waits for moves that are under way. Some may still fail, and a demand that joins one of them fails with it.

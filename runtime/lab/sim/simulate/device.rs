@@ -3,17 +3,21 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::Nanos;
 use super::client::Walker;
 use super::contents::Contents;
 use super::units::Unit;
+use super::{Nanos, Settings, invalid};
 use crate::device::LinkSchedule;
+use crate::error::Result;
 use crate::ids::{MoveId, PageId, RequestId, SegmentClass, SegmentId, Tier};
 use crate::pager::pin::{self, Pinned};
 use crate::pager::{
-    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWords, Pager, Purpose, Recorded, Recorder, WaitCause,
+    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWords, Pager, PagerConfig, Purpose, Recorded, Recorder,
+    WaitCause,
 };
-use crate::store::{Lane, Queue};
+use crate::sim::machine::MachineModel;
+use crate::sim::workload::Workload;
+use crate::store::{Depth, Lane, Queue};
 
 /// A move under way.
 #[derive(Debug)]
@@ -89,6 +93,50 @@ pub(super) struct Device {
 }
 
 impl Device {
+    /// A device of an idle pager, with the part of the workload whose segments have these bytes.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if that has too many pages.
+    pub(super) fn new(
+        config: PagerConfig,
+        workload: &Workload,
+        lens: &[u64],
+        machine: &MachineModel,
+        settings: &Settings,
+    ) -> Result<Self> {
+        let (pager, log, page) = (Pager::new(config, settings.policy.build()), AccessLog::new(), settings.page_size);
+        let mut device = Self {
+            recorder: log.recorder(),
+            gate: pager.gate(),
+            pager,
+            log,
+            words: Vec::with_capacity(lens.len()),
+            lens: Vec::with_capacity(lens.len()),
+            queue: Queue::new(Depth::of(machine.disk.depth).limits()),
+            moves: HashMap::new(),
+            link: machine.link.map(LinkSchedule::new),
+            streams: Default::default(),
+            caller: Caller::default(),
+            guests: BTreeMap::new(),
+            walkers: BTreeMap::new(),
+            shrinking: Vec::new(),
+            discarding: 0,
+            lost: false,
+            fx: Effects::default(),
+            contents: settings.checked.then(|| Contents::new(config.frames, config.host_frames)),
+        };
+        for (((backing, _), class), len) in workload.segments().iter().zip(workload.classes()).zip(lens) {
+            let pages = u32::try_from(page.pages_for(*len).max(1)).ok();
+            let pages = pages.filter(|pages| device.pager.has_room_for(*pages)).ok_or_else(|| {
+                let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
+                invalid(what, "choose larger pages")
+            })?;
+            // A new pager numbers its segments in order, from 0.
+            device.add_segment(*backing, *class, pages, *len);
+        }
+        Ok(device)
+    }
+
     /// Adds a segment of `pages` pages and `len` bytes. The pager has room for it.
     pub(super) fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32, len: u64) -> SegmentId {
         // The number of a removed segment is used again, perhaps at once.

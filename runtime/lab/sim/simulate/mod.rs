@@ -172,69 +172,16 @@ impl<'a> World<'a> {
             lookahead: settings.lookahead.pages(page, frames),
             page_bytes: page.bytes(),
         };
-        let mut devices = Vec::with_capacity(machine.devices.get() as usize);
-        let mut pages = 0u64;
-        for _ in 0..count {
-            let (pager, log) = (Pager::new(config, settings.policy.build()), AccessLog::new());
-            let mut device = Device {
-                recorder: log.recorder(),
-                gate: pager.gate(),
-                pager,
-                log,
-                words: Vec::with_capacity(lens.len()),
-                lens: Vec::with_capacity(lens.len()),
-                queue: Queue::new(Depth::of(machine.disk.depth).limits()),
-                moves: HashMap::new(),
-                link: machine.link.map(LinkSchedule::new),
-                streams: Default::default(),
-                caller: Caller::default(),
-                guests: BTreeMap::new(),
-                walkers: BTreeMap::new(),
-                shrinking: Vec::new(),
-                discarding: 0,
-                lost: false,
-                fx: Effects::default(),
-                contents: settings.checked.then(|| Contents::new(frames, host_frames)),
-            };
-            for (((backing, _), class), len) in workload.segments().iter().zip(workload.classes()).zip(&lens) {
-                let of_segment = u32::try_from(page.pages_for(*len).max(1)).ok();
-                let Some(of_segment) = of_segment.filter(|n| device.pager.has_room_for(*n)) else {
-                    let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
-                    return Err(invalid(what, "choose larger pages"));
-                };
-                // A new pager numbers its segments in order, from 0.
-                device.add_segment(*backing, *class, of_segment, *len);
-                pages += u64::from(of_segment);
-            }
-            devices.push(device);
-        }
+        let device = |_| Device::new(config, workload, &lens, machine, settings);
+        let mut devices = (0..count).map(device).collect::<Result<Vec<_>>>()?;
         let of_device = lens.iter().map(|len| (page.pages_for(*len).max(1) * page.bytes()).saturating_sub(*len));
         let tails = of_device.fold(0, u64::saturating_add).saturating_mul(count);
         let recorder = devices.first_mut().filter(|_| settings.timeline).map(|device| {
             let pages = device.words.iter().map(|words| words.len()).collect::<Vec<_>>();
             Recorder::new(page, pages, &mut device.pager)
         });
-        let done = Simulated {
-            passes: Vec::new(),
-            moved: Vec::new(),
-            time: Duration::ZERO,
-            stalls: Vec::new(),
-            disk_read: Flow::default(),
-            disk_written: Flow::default(),
-            link_in: Flow::default(),
-            link_out: Flow::default(),
-            compute: Flow::default(),
-            pager: PagerStats::default(),
-            pages,
-            frames,
-            host_frames,
-            tails: Bytes::new(tails),
-            unit_pages: 0,
-            failures: 0,
-            lost_steps: 0,
-            events: 0,
-            recorded: None,
-        };
+        let pages = devices.iter().flat_map(|device| &device.words).map(|words| words.len() as u64).sum();
+        let done = Simulated { pages, frames, host_frames, tails: Bytes::new(tails), ..Simulated::default() };
         Ok(Self {
             workload,
             machine,

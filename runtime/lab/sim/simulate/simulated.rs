@@ -69,7 +69,7 @@ impl Moved {
 }
 
 /// The result of a simulation.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
     /// How long each pass took.
