@@ -354,6 +354,33 @@ mod tests {
         assert_eq!(fs::read_dir(place.path.parent().unwrap()).unwrap().count(), 1);
     }
 
+    /// The form is stable: what an earlier version kept under this name is read, of one file and of a model in two.
+    #[test]
+    fn the_form_of_notes_is_stable() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |inode, nanoseconds| Identity { device: 0xfd01, inode, len: 10_000, changed: (17, nanoseconds) };
+        let (one, two) = (of(0x2a, 5), of(0x2b, 600_000_000));
+        for (files, name, state) in [
+            (&[one][..], "order-fd01-2a-1000.json", "fd01:2a 10000 17.000000005 4096"),
+            (&[one, two], "order-fd01-2a-1000-2.json", "fd01:2a 10000 17.000000005 fd01:2b 10000 17.600000000 4096"),
+        ] {
+            let text = format!(r#"{{"file":"{state}","orders":[[5,3,0,2],[9,1]]}}"#);
+            fs::write(folder.path().join(name), &text).unwrap();
+            let place = Place::of(files, 4096, PAGES, Some(folder.path().into())).unwrap();
+            let orders = place.read();
+            assert_eq!(orders, [vec![5, 6, 7, 0, 1], vec![9]], "{name}");
+            place.write(&orders).unwrap();
+            assert_eq!(fs::read_to_string(folder.path().join(name)).unwrap(), text);
+        }
+        let text = r#"{"in_turn":["fd01:2a 10000 17.000000005","fd01:2b 10000 17.600000000"]}"#;
+        let path = folder.path().join("order-fd01-2a-1000-turns.json");
+        fs::write(&path, text).unwrap();
+        let place = TurnsPlace::of(&one, 4096, Some(folder.path().into())).unwrap();
+        assert_eq!(place.read().unwrap().pick(&[(two, 2), (one, 1)]), Some(vec![1, 2]));
+        place.write(&[one, two]).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+    }
+
     #[test]
     fn a_file_that_changed_has_no_order() {
         let (folder, file, before) = scene();

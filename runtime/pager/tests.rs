@@ -294,7 +294,10 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
     assert!(waiters[0].holders.is_empty());
     let (waiters, _) = pager.waiting(9);
     assert_eq!(waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 1 });
-    assert_eq!(waiters[0].holders, [Holder { scope: None, pages: 1, writes: false }]);
+    assert_eq!(
+        waiters[0].holders,
+        [Holder { scope: None, pages: 1, first: run(s, 0, 1).pages().next(), writes: false }]
+    );
 }
 
 /// A frame came to a scope's purse after its request had been tried, and before it was listed as waiting. Nobody tried

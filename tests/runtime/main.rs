@@ -11,6 +11,7 @@ mod link_server;
 mod panics;
 mod private;
 mod readme;
+mod refusals;
 mod scopes;
 mod soak;
 mod stream_pins;

@@ -71,6 +71,8 @@ pub struct Holder {
     pub scope: Option<ScopeName>,
     /// How many pages it has pinned.
     pub pages: u64,
+    /// The first of them; empty if all that it has are frames set aside.
+    pub first: String,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
 }
@@ -125,7 +127,11 @@ impl fmt::Display for Waiter {
                 Some(scope) => write!(f, "{scope}")?,
                 None => f.write_str("pins outside of scopes")?,
             }
-            write!(f, " ({} pages{})", holder.pages, if holder.writes { ", to write" } else { "" })?;
+            write!(f, " ({} pages", holder.pages)?;
+            if !holder.first.is_empty() {
+                write!(f, ", the first is {}", holder.first)?;
+            }
+            f.write_str(if holder.writes { ", to write)" } else { ")" })?;
         }
         let more = self.holders.len().saturating_sub(NAMED);
         if more > 0 { write!(f, " and {more} more") } else { Ok(()) }
@@ -183,7 +189,12 @@ impl Engine {
             // Only moves are left.
             _ => "waits for reads, writes or copies that are under way".to_owned(),
         };
-        let holder = |pager::Holder { scope, pages, writes, .. }| Holder { scope: name(scope), pages, writes };
+        let holder = |pager::Holder { scope, pages, first, writes, .. }| Holder {
+            scope: name(scope),
+            pages,
+            first: first.map(page).unwrap_or_default(),
+            writes,
+        };
         Waiter {
             id: waiter.id,
             scope: name(waiter.scope),

@@ -67,8 +67,18 @@ pub struct Holder {
     pub scope: Option<(ScopeId, String)>,
     /// How many of the pages in the way it has pinned. If a budget waits, also the frames it has set aside.
     pub pages: u64,
+    /// The first of these pages; `None` if all it has are frames set aside.
+    pub first: Option<PageId>,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
+}
+
+impl Holder {
+    fn has(&mut self, page: PageId, writes: bool) {
+        self.pages += 1;
+        self.first.get_or_insert(page);
+        self.writes |= writes;
+    }
 }
 
 /// The requests that wait, and what is needed to find the holders they wait for. Made under the latch, in time that
@@ -225,7 +235,10 @@ impl WhoWaits {
         pages: impl Iterator<Item = (PageId, &'a PageWord)>,
         with_purses: bool,
     ) -> Vec<Holder> {
-        let mut holders: HashMap<Option<usize>, (u64, bool)> = HashMap::new();
+        let named = |number: usize| (self.scopes[number].id, self.scopes[number].label.to_string());
+        let holder = |number: Option<usize>| Holder { scope: number.map(named), pages: 0, first: None, writes: false };
+        let mut holders: HashMap<Option<usize>, Holder> = HashMap::new();
+        let mut of = |number| holders.entry(number).or_insert_with(|| holder(number));
         for (page, word) in pages {
             let word = word.load();
             if word.pins == 0 || word.state == State::Empty {
@@ -236,21 +249,16 @@ impl WhoWaits {
             distinct.sort_unstable();
             distinct.dedup();
             for number in distinct {
-                let writes = scopes.iter().any(|(other, writes)| *other == number && *writes);
-                let holder = holders.entry(Some(number)).or_default();
-                *holder = (holder.0 + 1, holder.1 || writes);
+                of(Some(number)).has(page, scopes.iter().any(|(other, writes)| *other == number && *writes));
             }
             if word.pins as usize > scopes.len() {
-                let holder = holders.entry(None).or_default();
-                *holder = (holder.0 + 1, holder.1 || word.exclusive);
+                of(None).has(page, word.exclusive);
             }
         }
         for (number, scope) in self.scopes.iter().enumerate().filter(|(_, scope)| with_purses && scope.set_aside > 0) {
-            holders.entry(Some(number)).or_default().0 += u64::from(scope.set_aside);
+            of(Some(number)).pages += u64::from(scope.set_aside);
         }
-        let named = |number: usize| (self.scopes[number].id, self.scopes[number].label.to_string());
-        let holder = |(number, (pages, writes)): (Option<usize>, _)| Holder { scope: number.map(named), pages, writes };
-        let mut holders: Vec<Holder> = holders.into_iter().map(holder).collect();
+        let mut holders: Vec<Holder> = holders.into_values().collect();
         holders.sort_by(|a, b| b.pages.cmp(&a.pages).then_with(|| a.scope.cmp(&b.scope)));
         holders
     }

@@ -23,20 +23,17 @@ mod units;
 mod walker;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
 use super::machine::{DiskModel, MachineModel};
 use super::recorded::{Recorder, Row};
 use super::workload::Workload;
-use crate::device::{Direction, LinkSchedule, Token};
+use crate::device::{Direction, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, MoveId, PageSize, Tier};
-use crate::pager::{
-    AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Purpose, Submitted, Terms,
-};
+use crate::pager::{Effects, Granted, Move, PageRun, PagerConfig, Place, Purpose, Submitted, Terms};
 use crate::random::Random;
-use crate::store::{Depth, Queue};
 use outcore::stats::staging_pages;
 use outcore::stats::{StallStats, WaitCause};
 
@@ -45,7 +42,6 @@ pub use simulated::{Flow, Moved, Simulated};
 pub use trouble::{Guest, Part, Trouble, TroubleKind, When};
 
 use beside::Clocks;
-use contents::Contents;
 use device::{Caller, Device, InFlight, Stream, Wait};
 use rest::EVENTS_MAX;
 use units::{Cut, Unit};
