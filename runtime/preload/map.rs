@@ -61,8 +61,8 @@ fn only_reads(fd: c_int) -> bool {
     flags >= 0 && flags & (libc::O_ACCMODE | libc::O_PATH) == libc::O_RDONLY
 }
 
-/// What memory pages may take if this file of a model is mapped here. `None` if it stays the kernel's, for a reason that
-/// has been reported.
+/// What memory pages may take if this file of a model is mapped here. `None` if it stays the kernel's, for a reason
+/// that has been reported.
 fn limit_within(request: &Request, settings: &Settings, path: &Path, metadata: &Metadata) -> Option<Limit> {
     if !settings.may_map(path) {
         watch::leave(path, || "does not match --match".to_owned());

@@ -307,8 +307,8 @@ impl World {
 /// What a run has done.
 #[derive(Clone, Copy, Debug)]
 pub struct Done {
-    /// A step of a thread or of a session: a pin together with the reads and writes under it, a hint, a change of budget,
-    /// or the opening of a model.
+    /// A step of a thread or of a session: a pin together with the reads and writes under it, a hint, a change of
+    /// budget, or the opening of a model.
     pub operations: u64,
     /// Calls of the store that were made to fail.
     pub failures: u64,
