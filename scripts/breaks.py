@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the tests catch: breaks one line of product code at a time, and runs the tests that should see it.
 
-    breaks.py [--only TEXT] [--list] [--timeout SECONDS] [--out FILE] [--against FILE]
+    breaks.py [--only TEXT] [--list] [--timeout SECONDS] [--out FILE [--go-on]] [--against FILE]
 
 tests/breaks.json lists the breaks. Each names a file, a text that is there once, within one line, what is put in its
 place, what is wrong then, and the arguments of `cargo test` that run the tests. `hard` marks those that only exhaustive
@@ -17,8 +17,9 @@ built stays in target/breaks-build, and what was printed in target/breaks-logs. 
 part, but for those of the list. A test that skips, for want of userfaultfd for example, catches nothing.
 
 Prints a table in Markdown, and writes what became of each break, by its id, to --out FILE. --against FILE compares with
-what an earlier run has written. Exit status 1: the list is wrong, a break does not compile, the tests do not run on the
-code as it is, or something was caught in the earlier run and is not now. A break that is not caught is no failure.
+what an earlier run has written. With --go-on, breaks of which --out FILE says already what became of them are not made
+again. Exit status 1: the list is wrong, a break does not compile, the tests do not run on the code as it is, or
+something was caught in the earlier run and is not now. A break that is not caught is no failure.
 """
 
 import argparse
@@ -230,6 +231,7 @@ def main():
     options.add_argument("--list", action="store_true", help="only look for every text, and name the breaks")
     options.add_argument("--timeout", type=int, default=1200, metavar="SECONDS", help="when tests hang (1200)")
     options.add_argument("--out", type=Path, default=TARGET / "breaks.json", metavar="FILE", help="target/breaks.json")
+    options.add_argument("--go-on", action="store_true", help="keep what --out FILE has")
     options.add_argument("--against", type=Path, metavar="FILE", help="what an earlier run has written")
     options = options.parse_args()
     if options.timeout <= 0:
@@ -255,13 +257,15 @@ def main():
     options.out.parent.mkdir(parents=True, exist_ok=True)
     # What is told to end ends its tests first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    before, results = {}, {}
+    known = json.loads(options.out.read_text(encoding="utf-8")) if options.go_on and options.out.exists() else {}
+    before, results = {}, {one["id"]: known[one["id"]] for one in breaks if one["id"] in known}
+    left = [one for one in breaks if one["id"] not in results]
     try:
-        for one in breaks:
+        for one in left:
             tests = tuple(one["tests"])
             if tests not in before:
                 before[tests] = unbroken(one["tests"], len(before), options.timeout)
-        for one in breaks:
+        for one in left:
             found = broken(one, before[tuple(one["tests"])], options.timeout)
             results[one["id"]] = found
             tell(f"{one['id']}: {found['result']}{': ' if found['by'] else ''}{in_words(found)}")

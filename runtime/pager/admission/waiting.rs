@@ -238,7 +238,9 @@ impl WhoWaits {
         let named = |number: usize| (self.scopes[number].id, self.scopes[number].label.to_string());
         let holder = |number: Option<usize>| Holder { scope: number.map(named), pages: 0, first: None, writes: false };
         let mut holders: HashMap<Option<usize>, Holder> = HashMap::new();
-        let mut of = |number| holders.entry(number).or_insert_with(|| holder(number));
+        let mut has = |number, page, writes| {
+            holders.entry(number).or_insert_with(|| holder(number)).has(page, writes);
+        };
         for (page, word) in pages {
             let word = word.load();
             if word.pins == 0 || word.state == State::Empty {
@@ -249,14 +251,15 @@ impl WhoWaits {
             distinct.sort_unstable();
             distinct.dedup();
             for number in distinct {
-                of(Some(number)).has(page, scopes.iter().any(|(other, writes)| *other == number && *writes));
+                has(Some(number), page, scopes.iter().any(|(other, writes)| *other == number && *writes));
             }
             if word.pins as usize > scopes.len() {
-                of(None).has(page, word.exclusive);
+                has(None, page, word.exclusive);
             }
         }
         for (number, scope) in self.scopes.iter().enumerate().filter(|(_, scope)| with_purses && scope.set_aside > 0) {
-            of(Some(number)).pages += u64::from(scope.set_aside);
+            let number = Some(number);
+            holders.entry(number).or_insert_with(|| holder(number)).pages += u64::from(scope.set_aside);
         }
         let mut holders: Vec<Holder> = holders.into_values().collect();
         holders.sort_by(|a, b| b.pages.cmp(&a.pages).then_with(|| a.scope.cmp(&b.scope)));
