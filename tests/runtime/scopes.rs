@@ -271,7 +271,7 @@ fn regression_a_budget_that_waits_for_guards_can_be_seen() {
             for text in [waiting.to_string(), runtime.stats().long_waits.to_string()] {
                 assert!(text.contains("a smaller budget has waited"), "{text}");
                 assert!(text.contains("to give back 2 frames (128.0 KiB)"), "{text}");
-                assert!(text.contains("\"holder\" (4 pages)"), "{text}");
+                assert!(text.contains("\"holder\" (4 pages, the first is page 0 of a read-write tensor"), "{text}");
             }
             drop(guard);
             shrinks.join().unwrap().unwrap();
