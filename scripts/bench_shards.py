@@ -246,7 +246,8 @@ def cases(folder, only, python):
         return [python, "-c", TRANSFORMERS, dense(python, folder, files), 8]
 
     last = lambda found: found["decode_tok_s"]
-    of_torch = [Case("transformers, 1.5 GB bf16", 1400, 900, transformers, lambda found: found["tokens"], last)]
+    # With less besides its pages, the kernel takes PyTorch's own code, in some runs and not in others.
+    of_torch = [Case("transformers, 1.5 GB bf16", 1800, 900, transformers, lambda found: found["tokens"], last)]
     all_cases = [
         llama("llama.cpp, 1.2 GB Q8_0", folder / "q8.gguf", 24, 700, 630),
         llama("llama.cpp, 4 GB mixture", folder / "moe.gguf", 48, 2000, 1850, SEED),
