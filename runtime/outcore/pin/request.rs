@@ -53,14 +53,40 @@ struct Submitted {
 pub struct PinRequest<'a, G: Guard> {
     of: G::Of<'a>,
     scope: Option<&'a Arc<Member>>,
+    asks: Asks,
+    progress: Progress,
+}
+
+/// For whom a request asks, and how. One word: each verb of a request makes another one of it, and a processor that
+/// loads in one piece what was just stored in several waits for the stores.
+#[derive(Clone, Copy)]
+struct Asks(u64);
+
+impl Asks {
+    /// Above the number of the walker.
+    const STRANGE: u64 = 1 << 32;
+    /// It may use the frames that are kept for requests which can never be refused.
+    const NEVER_REFUSED: u64 = 1 << 33;
+    /// It is refused if it asks to write: others share the tensors.
+    const READ_ONLY: u64 = 1 << 34;
+
+    #[inline]
+    fn has(self, what: u64) -> bool {
+        self.0 & what != 0
+    }
+
     /// The walker whose use this is. None if the tensors, the scope and the walker are not all of the runtime that was
     /// asked: the request is refused then, and numbers of another runtime's scopes and walkers mean others here.
-    walker: Option<WalkerId>,
-    /// Whether it may use the frames that are kept for requests which can never be refused.
-    never_refused: bool,
-    /// Whether it is refused if it asks to write: others share the tensors.
-    read_only: bool,
-    progress: Progress,
+    #[inline]
+    fn walker(self) -> Option<WalkerId> {
+        (!self.has(Self::STRANGE)).then_some(WalkerId::new(self.0 as u32))
+    }
+
+    #[inline]
+    fn by(self, walker: Option<WalkerId>) -> Self {
+        let of = walker.map_or(Self::STRANGE, |walker| u64::from(walker.get()));
+        Self(self.0 & (Self::NEVER_REFUSED | Self::READ_ONLY) | of)
+    }
 }
 
 impl<G: Guard> fmt::Debug for PinRequest<'_, G> {
@@ -74,15 +100,14 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     #[inline]
     pub(crate) fn new(of: G::Of<'a>, runtime: &Arc<Shared>) -> Self {
         let ours = G::tensors(of).iter().all(|tensor| tensor.is_of(runtime));
-        let walker = ours.then_some(WalkerId::DEFAULT);
-        Self { of, scope: None, walker, never_refused: false, read_only: false, progress: Progress::Start }
+        let asks = Asks(0).by(ours.then_some(WalkerId::DEFAULT));
+        Self { of, scope: None, asks, progress: Progress::Start }
     }
 
     /// A request for a guard of another kind, on the same terms. This one is withdrawn when it is dropped.
     #[inline]
     fn with<H: Guard>(&self, of: H::Of<'a>) -> PinRequest<'a, H> {
-        let Self { scope, walker, never_refused, read_only, .. } = *self;
-        PinRequest { of, scope, walker, never_refused, read_only, progress: Progress::Start }
+        PinRequest { of, scope: self.scope, asks: self.asks, progress: Progress::Start }
     }
 
     #[inline]
@@ -93,7 +118,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     /// The walker of the request, unless its tensors are of another runtime than `other`.
     #[inline]
     fn walker_in(&self, other: &Arc<Shared>) -> Option<WalkerId> {
-        self.walker.filter(|_| self.tensors().first().is_none_or(|tensor| tensor.is_of(other)))
+        self.asks.walker().filter(|_| self.tensors().first().is_none_or(|tensor| tensor.is_of(other)))
     }
 
     /// Pins in a scope, for a task that holds guards and asks for more: see [`Scope`]. A scope of another runtime is
@@ -101,7 +126,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     #[inline]
     pub fn in_scope(self, scope: &'a Scope) -> Self {
         let mut request = self.with(self.of);
-        request.walker = self.walker_in(&scope.member.shared);
+        request.asks = self.asks.by(self.walker_in(&scope.member.shared));
         request.scope = Some(&scope.member);
         request
     }
@@ -111,7 +136,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     #[inline]
     pub fn of(self, walker: &Walker) -> Self {
         let mut request = self.with(self.of);
-        request.walker = self.walker_in(&walker.walking.shared).map(|_| walker.id());
+        request.asks = self.asks.by(self.walker_in(&walker.walking.shared).map(|_| walker.id()));
         request
     }
 
@@ -119,14 +144,14 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     /// passes all requests that may not.
     #[doc(hidden)]
     pub fn never_refused(mut self) -> Self {
-        self.never_refused = true;
+        self.asks.0 |= Asks::NEVER_REFUSED;
         self
     }
 
     /// For tensors that others share: a request to write, made of this one, is refused.
     #[doc(hidden)]
     pub fn read_only(mut self) -> Self {
-        self.read_only = true;
+        self.asks.0 |= Asks::READ_ONLY;
         self
     }
 
@@ -134,7 +159,11 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     /// As for [`Guard::check`]; `InvalidArgument` to write what may only be read.
     #[inline]
     fn check(&self) -> Result<()> {
-        if G::PURPOSE == Purpose::Write && self.read_only { Err(self.shared()) } else { G::check(self.of) }
+        if G::PURPOSE == Purpose::Write && self.asks.has(Asks::READ_ONLY) {
+            Err(self.shared())
+        } else {
+            G::check(self.of)
+        }
     }
 
     #[cold]
@@ -178,7 +207,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     // costs as much as an atomic operation.
     #[inline(always)]
     fn resident(&self) -> Option<G> {
-        let (Progress::Start, Some(walker)) = (&self.progress, self.walker) else { return None };
+        let (Progress::Start, Some(walker)) = (&self.progress, self.asks.walker()) else { return None };
         let [tensor] = self.tensors() else { return self.resident_set(walker) };
         if tensor.len == 0 || self.check().is_err() {
             return None;
@@ -226,7 +255,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
     /// `waits` is true if the caller does nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<G>> {
         self.check()?;
-        let walker = self.walker.ok_or_else(|| self.of_another_runtime())?;
+        let walker = self.asks.walker().ok_or_else(|| self.of_another_runtime())?;
         let mut runs = runs_of(self.tensors());
         if runs.is_empty() {
             return Ok(Some(G::new(self.of, &runs, self.hold(0))));
@@ -252,7 +281,7 @@ impl<'a, G: Guard> PinRequest<'a, G> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        let (scope, never_refused) = (self.scope.map(|scope| scope.id), self.never_refused);
+        let (scope, never_refused) = (self.scope.map(|scope| scope.id), self.asks.has(Asks::NEVER_REFUSED));
         let terms = Terms { purpose: G::PURPOSE, scope, walker, never_refused, ..Terms::default() };
         let mut own = if waits { Own::Wanted } else { Own::Unwanted };
         match engine.submit(&runs, terms, &mut own)? {
