@@ -5,9 +5,10 @@
 use std::task::Waker;
 use std::thread;
 
+use super::scopes::{PAGE, row, tensor};
 use harness::{AnyDevice, Devices, InScope, On, block_on, check_at_rest, next_round, poll, until, watched};
 use outcore::stats::WaitsFor;
-use outcore::{Bytes, DType, ErrorKind, PageSize, Runtime, Tensor};
+use outcore::{Bytes, ErrorKind, PageSize, Runtime, Tensor};
 use outcore_testkit::{harness, on_every_device};
 
 on_every_device! {
@@ -17,19 +18,9 @@ on_every_device! {
     pins_outside_of_scopes_that_wait_for_each_other_can_be_seen
 }
 
-const PAGE: u64 = 64 << 10;
-
 fn open(on: On, frames: u64) -> Runtime {
     let page = PageSize::new(Bytes::new(PAGE)).unwrap();
     on.builder().page_size(page).device_budget(Bytes::new(frames * PAGE)).open().unwrap()
-}
-
-fn tensor(runtime: &Runtime, pages: u64) -> Tensor {
-    runtime.alloc(DType::U8, &[pages, PAGE]).unwrap()
-}
-
-fn row(tensor: &Tensor, n: u64) -> Tensor {
-    tensor.rows(n..n + 1).unwrap()
 }
 
 /// Runs a test on each of the devices.
@@ -40,8 +31,8 @@ fn each(devices: Devices, what: &'static str, test: impl Fn(On) + Copy + Send + 
     }
 }
 
-/// A scope gets no more than it reserved, neither as a set nor page by page, however many frames are free. It is told,
-/// and keeps what it has.
+/// A scope gets no more than it reserved, neither as a set nor page by page, however many frames are free. The error
+/// says so, and the scope keeps what it has.
 fn a_scope_that_asks_for_more_than_it_reserved_is_told(devices: Devices) {
     each(devices, "more than was reserved", |on| {
         let runtime = open(on, 8);
@@ -50,7 +41,7 @@ fn a_scope_that_asks_for_more_than_it_reserved_is_told(devices: Devices) {
         let [two, three, one] = &parts;
         let scope = runtime.scope().label("reserved").reserve(Bytes::new(2 * PAGE)).wait().unwrap();
         let scoped = InScope::new(&runtime, &scope);
-        let told = |more: &Tensor| {
+        let refused = |more: &Tensor| {
             for waits in [true, false] {
                 let error =
                     if waits { scoped.read(more).unwrap_err() } else { block_on(scoped.reading(more)).unwrap_err() };
@@ -60,10 +51,10 @@ fn a_scope_that_asks_for_more_than_it_reserved_is_told(devices: Devices) {
                 assert!(error.advice().is_some(), "{text}");
             }
         };
-        told(three);
+        refused(three);
         let held = scoped.read(two).unwrap();
-        told(one);
-        told(three);
+        refused(one);
+        refused(three);
         assert_eq!((scope.held(), runtime.observe().waiting().total), (Bytes::new(2 * PAGE), 0));
         assert_eq!(runtime.stats().pager.busy, 0);
         drop(runtime.read(three).unwrap());

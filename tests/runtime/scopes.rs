@@ -23,18 +23,18 @@ use outcore_pager::{PASSES_MAX, PageView};
 use outcore_testkit::{harness, models};
 use parking_lot::{Condvar, Mutex};
 
-const PAGE: u64 = 64 << 10;
+pub const PAGE: u64 = 64 << 10;
 
 fn open(frames: u64) -> Runtime {
     let page = PageSize::new(Bytes::new(PAGE)).unwrap();
     Runtime::builder().page_size(page).device_budget(Bytes::new(frames * PAGE)).open().unwrap()
 }
 
-fn tensor(runtime: &Runtime, pages: u64) -> Tensor {
+pub fn tensor(runtime: &Runtime, pages: u64) -> Tensor {
     runtime.alloc(DType::U8, &[pages, PAGE]).unwrap()
 }
 
-fn row(tensor: &Tensor, n: u64) -> Tensor {
+pub fn row(tensor: &Tensor, n: u64) -> Tensor {
     tensor.rows(n..n + 1).unwrap()
 }
 

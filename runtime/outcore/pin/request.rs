@@ -63,7 +63,7 @@ pub struct PinRequest<'a, G: Guard> {
 struct Asks(u64);
 
 impl Asks {
-    /// Above the number of the walker.
+    /// The tensors, the scope and the walker are not all of one runtime. The bits below are the number of the walker.
     const STRANGE: u64 = 1 << 32;
     /// It may use the frames that are kept for requests which can never be refused.
     const NEVER_REFUSED: u64 = 1 << 33;
