@@ -202,7 +202,7 @@ fn regression_events_wake_no_thread_of_the_driver() {
 /// A copy is asked about when its bytes are expected to have crossed the link, and not every few microseconds.
 #[test]
 fn regression_long_copies_are_asked_about_a_few_times() {
-    const COPIES: u64 = 64;
+    const COPIES: u32 = 64;
     let Some(fake) = Fake::load_or_skip("regression_long_copies_are_asked_about_a_few_times") else { return };
     let rig = Rig::with_pages(2, 4 << 20);
     // 3.5 ms for a page.
@@ -215,11 +215,17 @@ fn regression_long_copies_are_asked_about_a_few_times() {
     };
     // The pace is learned.
     (0..8).for_each(|_| copy());
-    let asked = fake.calls("cuEventQuery");
-    (0..COPIES).for_each(|_| copy());
-    let asked = fake.calls("cuEventQuery") - asked;
-    // Every few microseconds would be hundreds for each. A busy machine ends copies later than was foreseen.
-    assert!(asked <= 50 * COPIES, "{asked} questions about {COPIES} copies");
+    let mut asked: Vec<u64> = (0..COPIES)
+        .map(|_| {
+            let before = fake.calls("cuEventQuery");
+            copy();
+            fake.calls("cuEventQuery") - before
+        })
+        .collect();
+    asked.sort_unstable();
+    // Every few microseconds would be hundreds for each, and 30 where only the time of the last copy is known. A busy
+    // machine ends some copies later than was foreseen.
+    assert!(asked[asked.len() / 2] <= 12, "questions about each of {COPIES} copies: {asked:?}");
     rig.finish(&fake);
 }
 
