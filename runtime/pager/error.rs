@@ -27,7 +27,8 @@ pub enum ErrorKind {
     /// A budget cannot hold what was asked for as one unit.
     BudgetTooSmall,
     /// A scope that holds guards asks for what others hold, or for what its own guards exclude. It keeps what it holds.
-    /// Drop all its guards and try again, pin what is needed as one set, or reserve it.
+    /// Drop all its guards and try again, pin what is needed as one set, or reserve it. Or: a tensor that is to be
+    /// committed or rolled back is pinned.
     Busy,
     /// The operating system or the device would not give memory or address space.
     OutOfMemory,

@@ -78,7 +78,7 @@ pub use page_move::{Move, Place, Priority};
 pub use pager::Pager;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind, WalkerPlace};
-pub use residency::{Backing, DiskCopy, PageView};
+pub use residency::{Backing, Committed, DiskCopy, PageView, Unwritten};
 pub use runs::PageRun;
 pub use scope::{Holdings, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};

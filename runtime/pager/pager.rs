@@ -34,7 +34,7 @@ use crate::error::{Error, Result};
 use crate::granted::{Granted, Submitted, WaitCause};
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, ScopeId, SegmentClass, SegmentId};
 use crate::policy::Policy;
-use crate::residency::{Backing, Residency};
+use crate::residency::{Backing, Committed, Residency, Unwritten};
 use crate::runs::{PageRun, pages_of};
 use crate::scope::{Holdings, ScopeTerms};
 use crate::state::{PageWords, State};
@@ -287,6 +287,38 @@ impl Pager {
         let count = self.residency.discard_bytes(pages);
         self.pump(fx);
         count
+    }
+
+    /// Begins to write back what is not on disk yet of these segments. Their pages stay where they are. If all is
+    /// there, nothing of them is written to disk until [`end_commit`](Self::end_commit): dirty pages stay in memory.
+    pub fn begin_commit(&mut self, segments: &[SegmentId], fx: &mut Effects) -> Unwritten {
+        let left = self.residency.freeze(segments, fx);
+        self.pump(fx);
+        left
+    }
+
+    /// Ends what [`begin_commit`](Self::begin_commit) began.
+    pub fn end_commit(&mut self, segments: &[SegmentId], fx: &mut Effects) {
+        self.residency.thaw(segments);
+        self.pump(fx);
+    }
+
+    /// Forgets what was written to these segments since they were last committed, unless a pin or a move is in the way.
+    /// Then nothing has changed.
+    pub fn roll_back(
+        &mut self,
+        segments: &[SegmentId],
+        committed: &dyn Fn(PageId) -> Committed,
+        fx: &mut Effects,
+    ) -> Unwritten {
+        let left = self.residency.roll_back(segments, committed, fx);
+        self.pump(fx);
+        left
+    }
+
+    /// The disk has bytes of these pages, of a segment that is new.
+    pub fn found_on_disk(&mut self, pages: impl Iterator<Item = PageId>) {
+        self.residency.found_on_disk(pages);
     }
 
     /// Gives the memory of up to `count` device frames back to the system. First come free frames that may have memory,

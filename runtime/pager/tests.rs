@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::steps::STEPS;
 use super::*;
-use crate::state::Claim;
+use crate::state::{Claim, TryWrite};
 
 fn pager(frames: u32) -> (Pager, SegmentId, PageWords) {
     pager_with(frames, PolicyKind::Lru.build())
@@ -511,4 +511,124 @@ fn regression_ids_of_moves_leave_two_bits_however_many_moves_there_were() {
             assert_eq!(words[page as usize].unpin(), Unpin::Done, "{before}");
         }
     }
+}
+
+fn durable(pager: &mut Pager) -> (SegmentId, PageWords) {
+    pager.add_segment(Backing::Durable, SegmentClass::Optimizer, 8)
+}
+
+/// Writes a page, which may be resident.
+fn write(pager: &mut Pager, words: &[PageWord], segment: SegmentId, index: u32) {
+    match words[index as usize].try_write() {
+        TryWrite::Won { .. } => assert_eq!(words[index as usize].unlock(), Unpin::Done),
+        TryWrite::Busy => touch(pager, words, run(segment, index, 1), Purpose::Write),
+    }
+}
+
+fn page(segment: SegmentId, index: u32) -> PageId {
+    PageId { segment, index: PageIndex(index) }
+}
+
+fn state_of(words: &[PageWord], index: usize) -> State {
+    words[index].load().state
+}
+
+#[test]
+fn a_commit_writes_back_what_is_dirty_and_leaves_it_resident() {
+    let (mut pager, _, _) = pager(4);
+    let (s, words) = durable(&mut pager);
+    (0..3).for_each(|index| write(&mut pager, &words, s, index));
+    let mut fx = Effects::default();
+    assert_eq!(pager.begin_commit(&[s], &mut fx), Unwritten { moving: 3, ..Unwritten::default() });
+    assert!(fx.moves.iter().all(|planned| planned.to == Place::Disk) && fx.moves.len() == 3);
+    settle(&mut pager, &mut fx);
+    assert!(pager.begin_commit(&[s], &mut fx).is_none() && fx.moves.is_empty());
+    assert!((0..3).all(|index| state_of(&words, index) == State::Clean));
+    assert_eq!(pager.stats().evictions, 0);
+    pager.end_commit(&[s], &mut fx);
+    // A writer holds a page: it is named, and the others are written all the same.
+    write(&mut pager, &words, s, 0);
+    assert!(matches!(pager.submit(&[run(s, 1, 1)], Purpose::Write, &mut fx).unwrap(), Submitted::Ready(_)));
+    let left = pager.begin_commit(&[s], &mut fx);
+    assert_eq!((left.moving, left.pinned), (1, Some(page(s, 1))));
+    settle(&mut pager, &mut fx);
+}
+
+/// What was committed must not change on disk before the commit is durable. A request that needs the frame of a page
+/// that became dirty meanwhile waits for that, and is then served.
+#[test]
+fn nothing_is_written_beside_a_commit_and_who_waits_for_a_frame_is_served_after_it() {
+    let (mut pager, other, _) = pager(1);
+    let (s, words) = durable(&mut pager);
+    write(&mut pager, &words, s, 0);
+    let mut fx = Effects::default();
+    pager.begin_commit(&[s], &mut fx);
+    settle(&mut pager, &mut fx);
+    assert!(pager.begin_commit(&[s], &mut fx).is_none());
+    write(&mut pager, &words, s, 0);
+    let waits = ask(&mut pager, &[run(other, 0, 1)], Purpose::Read, &mut fx);
+    assert!(fx.moves.is_empty(), "{:?}", fx.moves);
+    pager.end_commit(&[s], &mut fx);
+    settle(&mut pager, &mut fx);
+    assert_eq!(how_it_ended(&fx, waits).map(|ended| ended.map(|_| ())), Some(Ok(())));
+    assert_eq!(state_of(&words, 0), State::Empty);
+}
+
+#[test]
+fn rolling_back_takes_what_was_written_since_and_nothing_else() {
+    let (mut pager, _, _) = pager(4);
+    let (s, words) = durable(&mut pager);
+    (0..2).for_each(|index| write(&mut pager, &words, s, index));
+    let mut fx = Effects::default();
+    pager.begin_commit(&[s], &mut fx);
+    settle(&mut pager, &mut fx);
+    assert!(pager.begin_commit(&[s], &mut fx).is_none());
+    pager.end_commit(&[s], &mut fx);
+    // Page 1 is dirty. Page 2 was evicted since, and is zeros in what was committed. Page 3 was only read.
+    write(&mut pager, &words, s, 1);
+    write(&mut pager, &words, s, 2);
+    touch(&mut pager, &words, run(s, 3, 1), Purpose::Read);
+    pager.evict([page(s, 2)].into_iter(), &mut fx);
+    settle(&mut pager, &mut fx);
+    assert_eq!(state_of(&words, 2), State::Empty);
+    let committed = |of: PageId| Committed { on_disk: of.index.0 < 2, is_older: of.index.0 == 2 };
+    // Somebody reads what would be taken: nothing changes.
+    assert_eq!(words[1].try_pin(), TryPin::Hit);
+    let left = pager.roll_back(&[s], &committed, &mut fx);
+    assert_eq!((left.pinned, state_of(&words, 1)), (Some(page(s, 1)), State::Dirty));
+    let _ = words[1].unpin();
+    assert!(pager.roll_back(&[s], &committed, &mut fx).is_none());
+    let states = [0, 1, 2, 3].map(|index| state_of(&words, index));
+    assert_eq!(states, [State::Clean, State::Empty, State::Empty, State::Clean]);
+    let from = |pager: &mut Pager, index| {
+        let mut fx = Effects::default();
+        ask(pager, &[run(s, index, 1)], Purpose::Read, &mut fx);
+        let from = fx.moves[0].from;
+        settle(pager, &mut fx);
+        from
+    };
+    assert_eq!((from(&mut pager, 1), from(&mut pager, 2)), (Place::Disk, Place::Zero));
+}
+
+/// The disk does not take a page's newest bytes, and it is given up. What was committed of it is still there.
+#[test]
+fn a_page_that_was_lost_is_there_again_after_a_roll_back() {
+    let (mut pager, other, _) = pager(1);
+    let (s, words) = durable(&mut pager);
+    write(&mut pager, &words, s, 0);
+    let mut fx = Effects::default();
+    pager.begin_commit(&[s], &mut fx);
+    settle(&mut pager, &mut fx);
+    write(&mut pager, &words, s, 0);
+    ask(&mut pager, &[run(other, 0, 1)], Purpose::Read, &mut fx);
+    while state_of(&words, 0) != State::Poisoned {
+        let planned = fx.moves.pop().unwrap();
+        pager.complete(planned.id, Err(Error::new(ErrorKind::Io, "injected")), &mut fx);
+    }
+    settle(&mut pager, &mut fx);
+    assert_eq!(pager.begin_commit(&[s], &mut fx).lost, Some(page(s, 0)));
+    let committed = |_| Committed { on_disk: true, is_older: false };
+    assert!(pager.roll_back(&[s], &committed, &mut fx).is_none());
+    assert!(pager.lost_pages().is_empty());
+    assert_eq!(state_of(&words, 0), State::Empty);
 }

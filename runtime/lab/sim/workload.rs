@@ -124,7 +124,7 @@ impl Workload {
         }
         let class = |(backing, _): &(Backing, u64)| match backing {
             Backing::File | Backing::CopyOnWrite => SegmentClass::Weights,
-            Backing::ReadWrite => SegmentClass::Other,
+            Backing::ReadWrite | Backing::Durable => SegmentClass::Other,
         };
         let classes = segments.iter().map(class).collect();
         Ok(Self { segments, classes, steps })

@@ -175,7 +175,7 @@ impl Residency {
 
     /// Whether a page may have bytes other than zero. Read-write pages are left out: tests that write check those.
     fn written(&self, page: PageId) -> bool {
-        self.segments[page.segment.index()].backing != Backing::ReadWrite
+        !matches!(self.segments[page.segment.index()].backing, Backing::ReadWrite | Backing::Durable)
     }
 
     fn check_fills(&self, kept: Kept) -> Result<(), String> {

@@ -5,6 +5,7 @@
 
 mod barren;
 mod check;
+mod commit;
 mod fill;
 mod fills;
 mod frames;
@@ -21,6 +22,7 @@ mod trim;
 mod victims;
 mod write_back;
 
+pub use commit::{Committed, Unwritten};
 pub(crate) use reach::Reached;
 pub use spare::DiskCopy;
 pub use table::{Backing, PageView};

@@ -230,8 +230,9 @@ impl Residency {
         self.word(page).load().state == State::WritingBack || self.entry_of(page).copying_out()
     }
 
-    /// Frames that can be had once the moves under way have ended: those of unpinned pages that move, those promised to
-    /// fills ahead of use, and those whose memory goes back to the system.
+    /// Frames that can be had once the moves and the commits under way have ended: those of unpinned pages that move,
+    /// or that may not be written to disk meanwhile, those promised to fills ahead of use, and those whose memory goes
+    /// back to the system.
     pub(crate) fn frames_in_moves(&self) -> u32 {
         let comes = |page: PageId| {
             let word = self.word(page).load();
@@ -246,7 +247,7 @@ impl Residency {
         };
         let moving = self.moves.iter().filter(|(_, record)| comes(record.page)).count();
         let ahead = self.awaiting.iter().filter(|page| self.is_filled_ahead(**page)).count();
-        (moving + ahead) as u32 + self.frames.coming_back()
+        (moving + ahead + self.frozen_pages()) as u32 + self.frames.coming_back()
     }
 
     fn is_filled_ahead(&self, page: PageId) -> bool {

@@ -23,13 +23,13 @@ enum Taken {
     Dirty,
 }
 
-/// Begins to take a page down, unless something forbids it.
-fn begin_to_take(word: &PageWord, host_busy: bool) -> Option<Taken> {
+/// Begins to take a page down, unless something forbids it. `must_stay` if it is dirty.
+fn begin_to_take(word: &PageWord, must_stay: bool) -> Option<Taken> {
     match word.begin_evict() {
         BeginEvict::Won => Some(Taken::Clean),
         // Newer bytes are not written beside older ones. The word itself is asked again, because a writer may come at
         // any time.
-        BeginEvict::Dirty if !host_busy && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
+        BeginEvict::Dirty if !must_stay && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
         _ => None,
     }
 }
@@ -101,7 +101,8 @@ impl Residency {
         let index = page.index.index();
         let (Some(word), Some(entry)) = (table.words.get(index), table.entries.get(index)) else { return false };
         let word = word.load();
-        let leaves = word.state == State::Clean || word.state == State::Dirty && !entry.host_busy();
+        let may_be_written = !entry.host_busy() && !table.frozen;
+        let leaves = word.state == State::Clean || word.state == State::Dirty && may_be_written;
         leaves && word.pins == 0 && !entry.held_back()
     }
 
@@ -116,8 +117,9 @@ impl Residency {
         self.policy.tracked().into_iter().filter(|page| !heard.contains(page) && !to_be_told(*page)).find(|page| {
             let entry = self.entry_of(*page);
             let word = self.word(*page).load();
-            // The end of the move will list it.
-            let moves = word.state == State::WritingBack || entry.held_back() || entry.host_busy();
+            // The end of the move will list it, and that of the commit all pages.
+            let committed = word.state == State::Dirty && self.segments[page.segment.index()].frozen;
+            let moves = word.state == State::WritingBack || entry.held_back() || entry.host_busy() || committed;
             let untold = word.pins > 0 && !word.wanted && !moves;
             untold || self.can_go(*page)
         })
@@ -184,7 +186,7 @@ impl Residency {
                     return Take::Skip;
                 }
             }
-            taken = begin_to_take(word, entry.host_busy()).map(|taken| (page, taken));
+            taken = begin_to_take(word, entry.host_busy() || table.frozen).map(|taken| (page, taken));
             if taken.is_some() { Take::Yes } else { Take::Skip }
         });
         match taken {
@@ -221,7 +223,7 @@ impl Residency {
         if entry.held_back() {
             return None;
         }
-        begin_to_take(word, entry.host_busy())
+        begin_to_take(word, entry.host_busy() || table.frozen)
     }
 
     fn take_down(&mut self, kept: Kept, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {

@@ -82,6 +82,13 @@ impl Residency {
         }
     }
 
+    /// The disk has bytes of these pages, of a segment that is new.
+    pub(crate) fn found_on_disk(&mut self, pages: impl Iterator<Item = PageId>) {
+        for page in pages {
+            self.entry(page).set_on_disk(true);
+        }
+    }
+
     pub(super) fn entry(&mut self, page: PageId) -> &mut Entry {
         &mut self.segments[page.segment.index()].entries[page.index.index()]
     }

@@ -13,6 +13,9 @@ pub enum Backing {
     /// A model file of which a program writes its own copy: every page is always on disk, in the model file until the
     /// first write back, in the scratch file after it.
     CopyOnWrite,
+    /// Read-write memory that is [committed](crate::Pager::begin_commit): zero bytes until written, then on disk. What
+    /// was committed is not overwritten there.
+    Durable,
 }
 
 /// Where a page is, for snapshots.
@@ -148,16 +151,26 @@ pub(super) struct SegmentTable {
     pub(super) tail: u64,
     /// Whether nothing refers to the segment any more. It goes when nothing of it is in flight.
     pub(super) dying: bool,
+    /// Whether no page of it may be written to disk: what is there is being committed.
+    pub(super) frozen: bool,
 }
 
 impl SegmentTable {
     pub(super) fn new(backing: Backing, pages: u32) -> Self {
         let mut entries = vec![[0; 3]; pages as usize];
         // The first bytes of a segment that is copied on write are the file's.
-        if backing == Backing::ReadWrite {
+        if matches!(backing, Backing::ReadWrite | Backing::Durable) {
             entries.iter_mut().for_each(|entry: &mut Entry| entry.set_on_disk(false));
         }
-        Self { backing, words: PageWords::new(pages as usize), entries, in_flight: 0, tail: 0, dying: false }
+        Self {
+            backing,
+            words: PageWords::new(pages as usize),
+            entries,
+            in_flight: 0,
+            tail: 0,
+            dying: false,
+            frozen: false,
+        }
     }
 
     /// How many bytes of a page do not exist.

@@ -54,7 +54,9 @@
 //! | Clean, pins = 0 | `begin_evict` | Evicting |
 //! | Evicting | `rescue` | Clean, pins = 1 |
 //! | Evicting | `evicted` | Empty, generation + 1 |
+//! | Dirty, pins = 0 | `begin_discard` | Evicting |
 //! | Dirty, pins = 0 | `poison` | Poisoned |
+//! | Poisoned, pins = 0 | `revive` | Empty, generation + 1 |
 //! | any | `condemn` | Poisoned |
 
 use std::sync::Arc;
@@ -512,6 +514,23 @@ impl PageWord {
         })
     }
 
+    /// Dirty and unpinned to Evicting: its bytes are not wanted any more.
+    pub fn begin_discard(&self) -> Claim {
+        self.update(|word| match state_of(word) {
+            State::Dirty if pins_of(word) == 0 => (Some(with_state(word & !FRESH, State::Evicting)), Claim::Won),
+            State::Dirty => (Some(word | WANTED), Claim::Blocked),
+            _ => (None, Claim::Blocked),
+        })
+    }
+
+    /// Poisoned to Empty: older bytes of the page are wanted, which are on disk.
+    pub fn revive(&self) -> Result<(), Illegal> {
+        self.edge("revive", |w| {
+            let may = state_of(w) == State::Poisoned && pins_of(w) == 0;
+            may.then(|| with_state(w & !WANTED, State::Empty).wrapping_add(GENERATION))
+        })
+    }
+
     /// Dirty and unpinned to Poisoned.
     pub fn poison(&self) -> Claim {
         self.update(|word| match state_of(word) {
@@ -603,6 +622,31 @@ mod tests {
         assert_eq!(word.unlock(), Unpin::Wanted);
         assert_eq!(word.try_pin_latched(), TryPin::Hit);
         assert_eq!(word.unpin(), Unpin::Done);
+    }
+
+    #[test]
+    fn bytes_are_discarded_only_without_a_pin() {
+        let word = filled(0);
+        assert_eq!(word.begin_discard(), Claim::Blocked, "a clean page has its bytes elsewhere");
+        assert_eq!(word.try_write(), TryWrite::Won { clean: true, first_use: true });
+        assert_eq!(word.begin_discard(), Claim::Blocked);
+        assert_eq!(word.unlock(), Unpin::Wanted);
+        assert_eq!(word.begin_discard(), Claim::Won);
+        assert_eq!((word.try_pin(), word.try_write()), (TryPin::Busy, TryWrite::Busy));
+        word.evicted().unwrap();
+        assert_eq!((word.load().state, word.load().generation), (State::Empty, 1));
+    }
+
+    #[test]
+    fn a_page_that_was_lost_can_be_filled_again() {
+        let word = filled(0);
+        word.revive().unwrap_err();
+        assert_eq!(word.try_write(), TryWrite::Won { clean: true, first_use: true });
+        assert_eq!(word.unlock(), Unpin::Done);
+        assert_eq!(word.poison(), Claim::Won);
+        word.revive().unwrap();
+        assert_eq!((word.load().state, word.load().generation), (State::Empty, 1));
+        word.begin_fill().unwrap();
     }
 
     #[test]
@@ -978,6 +1022,39 @@ mod loom_tests {
             let end = page.word.load();
             assert_eq!((end.state, end.pins), (State::Clean, 1));
             assert_eq!(page.frame.read(), 7);
+        });
+    }
+
+    /// The bytes of a dirty page are given up while somebody may pin it: whoever has it pinned sees them to the end.
+    #[test]
+    fn loom_discard_against_a_pin() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            page.word.begin_fill().unwrap();
+            page.frame.write(7);
+            page.word.fill_ok(0, true).unwrap();
+            let discarder = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    let _latch = page.waiters.lock().unwrap();
+                    page.word.close();
+                    let unpinned = page.word.load().pins == 0;
+                    if unpinned {
+                        // Closed, so nobody has pinned it since.
+                        assert_eq!(page.word.begin_discard(), Claim::Won);
+                        page.word.evicted().unwrap();
+                        page.frame.write(99);
+                    }
+                    page.word.reopen();
+                    unpinned
+                })
+            };
+            if let Some(bytes) = page.read_if_pinned() {
+                assert_eq!(bytes, 7);
+                let _ = page.word.unpin();
+            }
+            let expected = if discarder.join().unwrap() { State::Empty } else { State::Dirty };
+            assert_eq!((page.word.load().state, page.word.load().pins), (expected, 0));
         });
     }
 

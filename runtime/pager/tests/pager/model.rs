@@ -34,6 +34,8 @@ struct Shape {
     floor: bool,
     /// Whether the pages that are written are copies of a file's.
     copies: bool,
+    /// Whether they are durable, and committed and rolled back now and then.
+    durable: bool,
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -52,6 +54,7 @@ fn shape(random: &mut Random) -> Shape {
         streams: random.below(3),
         floor: random.below(3) == 0,
         copies: random.below(3) == 0,
+        durable: random.below(3) == 0,
     }
 }
 
@@ -67,7 +70,11 @@ impl Run {
     fn new(shape: Shape) -> Self {
         let mut world = World::new(config(shape.frames, shape.host, shape.staging, shape.direct), shape.policy);
         let file = world.segment(Backing::File, shape.pages / 2);
-        let backing = if shape.copies { Backing::CopyOnWrite } else { Backing::ReadWrite };
+        let backing = match shape {
+            Shape { durable: true, .. } => Backing::Durable,
+            Shape { copies: true, .. } => Backing::CopyOnWrite,
+            _ => Backing::ReadWrite,
+        };
         let memory = world.segment(backing, shape.pages - shape.pages / 2);
         if shape.floor {
             world.set_floor(1);
@@ -214,6 +221,9 @@ impl Run {
                 let (scope, _) = self.world.scopes[random.below(self.world.scopes.len())];
                 self.world.close_scope(scope);
             }
+            7..9 if self.shape.durable => self.world.begin_commit(self.memory),
+            9..11 if self.shape.durable => self.world.end_commit(),
+            11 if self.shape.durable => self.world.roll_back(self.memory),
             0 => {
                 let order = self.runs(random, self.shape.pages);
                 let cyclic = random.below(2) == 0;
@@ -259,7 +269,8 @@ fn end(world: &mut World, guard: usize, random: &mut Random) {
     }
 }
 
-fn random_run(seed: u64, steps: usize) {
+/// Returns how often it committed and rolled back.
+fn random_run(seed: u64, steps: usize) -> (u64, u64) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let shape = shape(&mut random);
     let mut this = Run::new(shape);
@@ -270,6 +281,7 @@ fn random_run(seed: u64, steps: usize) {
         }
     }
     this.rest();
+    this.world.commits
 }
 
 /// `OUTCORE_SEED` replays one run, `OUTCORE_STEPS` makes it longer.
@@ -277,17 +289,22 @@ fn random_run(seed: u64, steps: usize) {
 fn long_random_runs() {
     let steps: usize = std::env::var("OUTCORE_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(200_000);
     let each = 2_000;
+    let mut commits = (0, 0);
     let seeds = match replay::replayed() {
         Some(seed) => seed..seed + 1,
         None => 1..(steps / each) as u64 + 1,
     };
     for seed in seeds {
         let _replayed = replay::Case::of("long_random_runs", seed);
-        if let Err(panic) = std::panic::catch_unwind(|| random_run(seed, each)) {
-            eprintln!("{:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
-            std::panic::resume_unwind(panic);
+        match std::panic::catch_unwind(|| random_run(seed, each)) {
+            Ok((begun, back)) => commits = (commits.0 + begun, commits.1 + back),
+            Err(panic) => {
+                eprintln!("{:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
+                std::panic::resume_unwind(panic);
+            }
         }
     }
+    assert!(replay::replayed().is_some() || commits.0 > 50 && commits.1 > 20, "{commits:?} commits");
 }
 
 fn generated(test: &str, cases: u32) -> ProptestConfig {

@@ -15,8 +15,8 @@ use outcore_pager::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use outcore_pager::ids::{RequestId, ScopeId};
 use outcore_pager::pin::{self, Pinned};
 use outcore_pager::{
-    AccessLog, Backing, DiskCopy, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager,
-    PagerConfig, Place, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
+    AccessLog, Backing, Committed, DiskCopy, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords,
+    Pager, PagerConfig, Place, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
 };
 
 /// What a page-sized piece of memory holds.
@@ -146,6 +146,14 @@ pub struct World {
     reserved: Vec<ScopeId>,
     /// The scope of pins from now on.
     pub scope: Option<ScopeId>,
+    /// What was committed; of pages that are not here, zeros that are nowhere on disk.
+    committed: HashMap<PageId, Bytes>,
+    /// Pages that were written to disk since.
+    written: HashSet<PageId>,
+    /// The segment that is being committed.
+    pub committing: Option<SegmentId>,
+    /// How often a commit has begun, and was rolled back to.
+    pub commits: (u64, u64),
     /// Whether requests from now on can never be refused.
     pub never_refused: bool,
     floor: u32,
@@ -203,6 +211,10 @@ impl World {
             scopes: Vec::new(),
             reserved: Vec::new(),
             scope: None,
+            committed: HashMap::new(),
+            written: HashSet::new(),
+            committing: None,
+            commits: (0, 0),
             never_refused: false,
             floor: 0,
             walker: WalkerId::DEFAULT,
@@ -233,9 +245,10 @@ impl World {
         self.words.insert(segment, words);
         for index in 0..pages {
             let page = page(segment, index);
-            let bytes = if backing == Backing::ReadWrite { Bytes::Zero } else { Bytes::Of(page, 0) };
+            let zeros = matches!(backing, Backing::ReadWrite | Backing::Durable);
+            let bytes = if zeros { Bytes::Zero } else { Bytes::Of(page, 0) };
             self.truth.insert(page, bytes);
-            self.disk.insert(page, if backing == Backing::ReadWrite { Bytes::Garbage } else { bytes });
+            self.disk.insert(page, if zeros { Bytes::Garbage } else { bytes });
         }
         segment
     }
@@ -264,6 +277,61 @@ impl World {
         self.pager.record(&self.log);
         if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
             self.truth.insert(page, Bytes::Zero);
+        }
+        self.settle(fx);
+    }
+
+    /// Begins to commit a durable segment, if nothing of it has to be written first.
+    pub fn begin_commit(&mut self, segment: SegmentId) {
+        if self.committing.is_some() {
+            return;
+        }
+        let left = self.with(|pager, fx| pager.begin_commit(&[segment], fx));
+        let pages = || self.truth.keys().copied().filter(|page| page.segment == segment);
+        let of_segment = |page: &PageId| page.segment == segment;
+        let written_by = self.guards.iter().find(|guard| guard.exclusive && guard.pages.iter().any(of_segment));
+        if !left.is_none() {
+            return;
+        }
+        assert!(written_by.is_none(), "{written_by:?} writes what is committed");
+        // A page that was never written is nowhere.
+        let on_disk = |page: &PageId| self.truth[page] != Bytes::Zero || self.written.contains(page);
+        let now: HashMap<PageId, Bytes> = pages().filter(on_disk).map(|page| (page, self.disk[&page])).collect();
+        for (page, bytes) in &now {
+            assert_eq!(*bytes, self.truth[page], "{page:?} is committed with other bytes than the newest");
+        }
+        self.committed.extend(now);
+        self.written.retain(|page| page.segment != segment);
+        self.committing = Some(segment);
+        self.commits.0 += 1;
+    }
+
+    /// Ends the commit.
+    pub fn end_commit(&mut self) {
+        if let Some(segment) = self.committing.take() {
+            self.with(|pager, fx| pager.end_commit(&[segment], fx));
+        }
+    }
+
+    /// Takes a durable segment back to what was committed, if nothing is in the way.
+    pub fn roll_back(&mut self, segment: SegmentId) {
+        if self.committing.is_some() {
+            return;
+        }
+        let mut fx = Effects::default();
+        self.pager.record(&self.log);
+        let (committed, written) = (&self.committed, &self.written);
+        let of = |page: PageId| Committed { on_disk: committed.contains_key(&page), is_older: written.contains(&page) };
+        let left = self.pager.roll_back(&[segment], &of, &mut fx);
+        if left.is_none() {
+            self.commits.1 += 1;
+            self.written.retain(|page| page.segment != segment);
+            let pages: Vec<PageId> = self.truth.keys().copied().filter(|page| page.segment == segment).collect();
+            for page in pages {
+                let bytes = self.committed.get(&page).copied();
+                self.truth.insert(page, bytes.unwrap_or(Bytes::Zero));
+                self.disk.insert(page, bytes.unwrap_or(Bytes::Garbage));
+            }
         }
         self.settle(fx);
     }
@@ -388,6 +456,10 @@ impl World {
         }
         let bytes = self.read(page, from);
         assert_eq!(bytes, self.truth[&page], "{planned:?} reads other bytes than the newest");
+        if to == Place::Disk {
+            assert_ne!(self.committing, Some(page.segment), "{planned:?} writes beside a commit");
+            self.written.insert(page);
+        }
         self.write(page, to, Bytes::Garbage);
         self.moves.push((planned, bytes));
     }
@@ -761,6 +833,7 @@ impl World {
 
     /// Ends everything: moves, guards, discards. A request that still waits then would wait for ever.
     pub fn drain(&mut self) {
+        self.end_commit();
         for _ in 0..100_000 {
             if !self.moves.is_empty() {
                 self.complete(0, true);
