@@ -55,6 +55,7 @@ mod config;
 pub mod device;
 pub mod dlpack;
 mod dtype;
+pub mod durable;
 mod engine;
 pub mod format;
 mod lookahead;
@@ -115,7 +116,9 @@ pub mod policy {
 pub mod testing {
     pub use crate::device::host::{HostDevice, HostDeviceConfig};
     pub use crate::device::slab::{HostSlab, HostSlabConfig};
-    pub use crate::store::backend::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};
+    pub use crate::store::backend::operation::{
+        CallHook, FolderCall, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind,
+    };
     pub use crate::store::backend::own_read::OwnRead;
     pub use crate::store::contract::Store;
     pub use crate::store::file::{DirectIo, FileUse};

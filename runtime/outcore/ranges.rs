@@ -55,6 +55,26 @@ impl FreeRanges {
         Some(start)
     }
 
+    /// Takes the first one that is free from `from` on; where none is, the first one of all.
+    pub(crate) fn take_one_from(&mut self, from: u64) -> Option<u64> {
+        if self.take_this(from) {
+            return Some(from);
+        }
+        let behind = self.by_start.range(from..).next().or_else(|| self.by_start.first_key_value());
+        let start = *behind?.0;
+        self.take_this(start).then_some(start)
+    }
+
+    /// Takes this one out of the range that it is in. Returns whether it was free.
+    pub(crate) fn take_this(&mut self, one: u64) -> bool {
+        let around = self.by_start.range(..=one).next_back().map(|(start, len)| (*start, start + len));
+        let Some((start, end)) = around.filter(|(_, end)| one < *end) else { return false };
+        self.remove(start);
+        self.insert(start, one - start);
+        self.insert(one + 1, end - one - 1);
+        true
+    }
+
     /// Frees a range of `arena` and joins it with its free neighbours there. Returns the joined range.
     pub(crate) fn give(&mut self, start: u64, len: u64, arena: &Range<u64>) -> Range<u64> {
         let (mut first, mut end) = (start, start + len);

@@ -6,6 +6,7 @@ mod chunks;
 mod compute;
 mod concurrency;
 mod dlpack;
+mod durable;
 mod failure;
 mod link_server;
 mod panics;

@@ -23,6 +23,8 @@
 //!    panics, the engine is [given up](latch), and nobody waits for it any more.
 
 mod chunks;
+mod durable;
+mod ends;
 mod keeper;
 mod latch;
 mod recording;
@@ -57,10 +59,12 @@ use crate::pager::{
     Access, AccessLog, Effects, Gate, Granted, Move, PageRun, PageWord, Pager, Place, Priority, Purpose, Recorded,
     Recorder, Submitted, Terms, WaitCause,
 };
+use crate::store::durable::folder::DurableFolder;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 use crate::verify::Verify;
 
 use chunks::{Chunks, is_chunk, move_of};
+use ends::Ends;
 use keeper::Keeper;
 use latch::{Held, Latch, News};
 use recording::RuntimeName;
@@ -87,6 +91,22 @@ pub(crate) enum Source {
     Scratch { slots: InScratch, label: String },
     /// A model file, and slots of the scratch file for the pages of it that were written.
     CopyOnWrite { file: FromFile, copies: InScratch, written: Written },
+    /// Pages of a durable folder.
+    Durable(InFolder),
+}
+
+/// Pages of a durable folder, from `first` on. The label is for messages.
+#[derive(Debug)]
+pub(crate) struct InFolder {
+    pub(crate) folder: Arc<DurableFolder>,
+    pub(crate) first: u32,
+    pub(crate) label: String,
+}
+
+impl InFolder {
+    fn page(&self, page: PageIndex) -> u32 {
+        self.first + page.get()
+    }
 }
 
 /// A model file in the store.
@@ -135,6 +155,7 @@ impl Written {
 enum Below<'a> {
     File(&'a FromFile),
     Slot(&'a InScratch),
+    Folder(&'a InFolder),
 }
 
 impl Source {
@@ -144,13 +165,14 @@ impl Source {
             Self::File(file) => Below::File(file),
             Self::CopyOnWrite { file, written, .. } if !written.has(page) => Below::File(file),
             Self::CopyOnWrite { copies: slots, .. } | Self::Scratch { slots, .. } => Below::Slot(slots),
+            Self::Durable(in_folder) => Below::Folder(in_folder),
         }
     }
 
-    /// The slots that write backs go to; none where no page is ever dirty.
+    /// The slots of the scratch file that write backs go to.
     fn slots(&self) -> Option<&InScratch> {
         match self {
-            Self::File(_) => None,
+            Self::File(_) | Self::Durable(_) => None,
             Self::CopyOnWrite { copies: slots, .. } | Self::Scratch { slots, .. } => Some(slots),
         }
     }
@@ -159,7 +181,15 @@ impl Source {
     fn file(&self) -> Option<&FromFile> {
         match self {
             Self::File(file) | Self::CopyOnWrite { file, .. } => Some(file),
-            Self::Scratch { .. } => None,
+            Self::Scratch { .. } | Self::Durable(_) => None,
+        }
+    }
+
+    /// The folder that it belongs to.
+    fn folder(&self) -> Option<&InFolder> {
+        match self {
+            Self::Durable(in_folder) => Some(in_folder),
+            _ => None,
         }
     }
 
@@ -169,6 +199,7 @@ impl Source {
             Self::File(file) => file.path(),
             Self::CopyOnWrite { file, .. } => format!("a private copy of {}", file.path()),
             Self::Scratch { label, .. } => format!("a read-write tensor {label}"),
+            Self::Durable(InFolder { label, .. }) => format!("the durable {label}"),
         }
     }
 
@@ -176,7 +207,7 @@ impl Source {
     fn tensors(&self, start: u64, end: u64) -> String {
         match self {
             Self::File(file) | Self::CopyOnWrite { file, .. } => file.tensors(start, end),
-            Self::Scratch { label, .. } => label.clone(),
+            Self::Scratch { label, .. } | Self::Durable(InFolder { label, .. }) => label.clone(),
         }
     }
 }
@@ -471,6 +502,7 @@ pub(crate) struct Engine {
     chunks: Mutex<HashMap<MoveId, Chunks>>,
     chunk: Bytes,
     wipes: Wipes,
+    ends: Ends,
     callers: Mutex<Callers>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
@@ -599,6 +631,7 @@ impl Engine {
             chunks: Mutex::default(),
             chunk,
             wipes: Wipes::default(),
+            ends: Ends::default(),
             callers: Mutex::default(),
             segments: RwLock::new(Vec::new()),
             observer,
@@ -653,6 +686,7 @@ impl Engine {
         self.gate.close();
         self.idle.notify_all();
         self.wipes.give_up();
+        self.ends.news();
         drop(News::failed(tickets, &error));
         log(|| tracing::error!(panic, "the runtime is given up: something in it panicked"));
         error
@@ -1279,6 +1313,11 @@ impl Engine {
             _ => io.source.read_from(page),
         };
         let (file, offset, valid) = match below {
+            Below::Folder(in_folder) => {
+                let (folder, page) = (&in_folder.folder, in_folder.page(page));
+                let at = if kind == IoKind::Write { folder.write_at(page)? } else { folder.read_at(page)? };
+                (folder.file(), at, self.page_bytes)
+            }
             Below::File(from) => (from.file, u64::from(page.get()) * self.page_bytes, self.valid(io, planned.page)),
             Below::Slot(InScratch { file, scratch, slots }) => {
                 (*file, scratch.offset_of(slot(slots, page)?), self.page_bytes)
@@ -1428,6 +1467,12 @@ impl Engine {
         let lost = pager.stats().poisoned;
         pager.complete(id, result, fx);
         self.wipes.ended(page);
+        if let (Some(error), Place::Disk, Ok(io)) = (&error, to, self.segment_io(page.segment))
+            && let Some(in_folder) = io.source.folder()
+        {
+            in_folder.folder.not_written(error.clone());
+        }
+        self.ends.news();
         match error {
             Some(error) if pager.stats().poisoned > lost => {
                 let mut failures = self.failures.lock();
@@ -1606,6 +1651,10 @@ impl Engine {
             let buffer = self.io_buffer(planned, address)?;
             slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
         }
+        if let Some(in_folder) = io.source.folder() {
+            let buffer = self.io_buffer(planned, address)?;
+            in_folder.folder.written(in_folder.page(planned.page.index), buffer.checksum(self.page_bytes));
+        }
         if let Source::CopyOnWrite { written, .. } = &io.source {
             written.add(planned.page.index);
         }
@@ -1646,6 +1695,9 @@ impl Engine {
             }
             Below::Slot(InScratch { slots, .. }) => {
                 slots.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes))
+            }
+            Below::Folder(in_folder) => {
+                in_folder.folder.verify(in_folder.page(page.index), buffer.checksum(self.page_bytes))
             }
         }
     }

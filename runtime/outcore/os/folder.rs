@@ -9,6 +9,7 @@ use std::fs::{File, TryLockError};
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Component, Path, absolute};
+use std::process;
 
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, mkdirat, openat, renameat, unlinkat};
 use rustix::io::{Errno, retry_on_intr};
@@ -76,6 +77,11 @@ impl Folder {
     fn at(above: impl AsFd, name: &OsStr) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(Self(retry_on_intr(|| openat(&above, name, flags, Mode::empty()))?.into()))
+    }
+
+    /// The folder itself, open.
+    pub fn file(&self) -> &File {
+        &self.0
     }
 
     /// Opens a regular file of this folder. Only this user can read and write a file that is made here.
@@ -168,14 +174,18 @@ pub struct FolderLock {
     _folder: Locked,
 }
 
-/// A locked file or folder. It is unlocked explicitly: a child that is being started has it open too for a moment.
+/// A locked file or folder. It is unlocked explicitly: a child that is being started has it open too for a moment. A
+/// child by `fork` unlocks nothing: the lock is its parent's.
 #[derive(Debug)]
-struct Locked(File);
+struct Locked {
+    file: File,
+    process: u32,
+}
 
 impl Locked {
     fn of(file: File, access: Access) -> io::Result<Option<Self>> {
         match if access == Access::Read { file.try_lock_shared() } else { file.try_lock() } {
-            Ok(()) => Ok(Some(Self(file))),
+            Ok(()) => Ok(Some(Self { file, process: process::id() })),
             Err(TryLockError::WouldBlock) => Ok(None),
             Err(TryLockError::Error(cause)) => Err(cause),
         }
@@ -184,7 +194,9 @@ impl Locked {
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        if let Err(cause) = self.0.unlock() {
+        if process::id() == self.process
+            && let Err(cause) = self.file.unlock()
+        {
             tracing::debug!(%cause, "a folder stays locked until it is closed everywhere");
         }
     }

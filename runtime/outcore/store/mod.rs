@@ -4,10 +4,12 @@
 // `engine.rs` is the one `Store`: files, checks, the queue, callers' reads, the end of an operation. A backend is only
 // the loop that takes operations off the queue and gives them to the kernel (`backend/uring.rs`, `backend/threads.rs`).
 // `backend/queue.rs` decides which operation may start, `backend/operation.rs` what a result from the kernel means.
-// `file/` opens files, sees whether they changed, and keeps those open that were used last.
+// `file/` opens files, sees whether they changed, and keeps those open that were used last. `durable/` decides where
+// pages are written that outlive the process.
 
 pub(crate) mod backend;
 pub(crate) mod contract;
+pub(crate) mod durable;
 mod engine;
 pub(crate) mod file;
 mod options;

@@ -83,6 +83,21 @@ pub struct RoomCall {
     pub len: u64,
 }
 
+/// What a call does with the files of a durable folder, beside reading and writing pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FolderCall {
+    /// Takes room for pages or for the manifest.
+    TakeRoom,
+    /// Writes a block of the manifest.
+    Write,
+    /// Syncs the pages.
+    SyncPages,
+    /// Syncs the manifest.
+    SyncManifest,
+    /// Gives the manifest its name, and makes that durable.
+    Name,
+}
+
 /// A [`CallHook`]'s answer to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Injected {
@@ -106,6 +121,12 @@ pub trait CallHook: Send + Sync {
     /// and writes of the pages that are being wiped, but no read and no other write. [`Injected::Short`] has no effect
     /// here.
     fn before_room(&self, _call: &RoomCall) -> Injected {
+        Injected::Nothing
+    }
+
+    /// Called just before a call for a durable folder, on the thread that opens it, adds tensors or commits.
+    /// [`Injected::Short`] has no effect here.
+    fn before_folder(&self, _call: FolderCall) -> Injected {
         Injected::Nothing
     }
 

@@ -1,0 +1,241 @@
+//! The files of a folder on a disk.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::ledger::Ledger;
+use super::manifest::{self, Files, Opened, Part, Terms};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::PageSize;
+use crate::os::folder::{Access, Folder, FolderLock};
+use crate::os::limits::effective_user;
+use crate::store::backend::operation::{CallHook, FolderCall, Injected};
+use crate::store::file::{filesystem_name, is_memory, is_remote};
+
+const LOCK: &str = "lock";
+const MANIFEST: &str = "manifest";
+/// The manifest's name until the folder is whole.
+const NEW: &str = "manifest.new";
+const PAGES: &str = "pages";
+
+/// An open folder, which no other process has open.
+pub(crate) struct FolderFiles {
+    manifest: File,
+    pages: File,
+    hook: Option<Arc<dyn CallHook>>,
+    /// Dropped last.
+    _lock: FolderLock,
+}
+
+impl fmt::Debug for FolderFiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FolderFiles").field("manifest", &self.manifest).finish_non_exhaustive()
+    }
+}
+
+fn ask(hook: Option<&Arc<dyn CallHook>>, call: FolderCall) -> io::Result<()> {
+    match hook.map(|hook| hook.before_folder(call)) {
+        Some(Injected::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
+        _ => Ok(()),
+    }
+}
+
+impl FolderFiles {
+    fn ask(&self, call: FolderCall) -> io::Result<()> {
+        ask(self.hook.as_ref(), call)
+    }
+
+    fn file(&self, part: Part) -> &File {
+        match part {
+            Part::Manifest => &self.manifest,
+            Part::Pages => &self.pages,
+        }
+    }
+
+    /// Takes room for so many bytes of pages.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(crate) fn take_pages(&self, bytes: u64) -> io::Result<()> {
+        self.take_room(Part::Pages, bytes)
+    }
+
+    /// A handle on the file of pages, for [`Store::add_file`](crate::store::Store::add_file).
+    ///
+    /// # Errors
+    /// If the process has no file descriptor left.
+    pub(crate) fn pages(&self) -> io::Result<File> {
+        self.pages.try_clone()
+    }
+}
+
+impl Files for FolderFiles {
+    fn read(&self, part: Part, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < bytes.len() {
+            match self.file(part).read_at(&mut bytes[done..], offset + done as u64) {
+                Ok(0) => {
+                    bytes[done..].fill(0);
+                    return Ok(());
+                }
+                Ok(read) => done += read,
+                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
+                Err(cause) => return Err(cause),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.ask(FolderCall::Write)?;
+        self.file(part).write_all_at(bytes, offset)
+    }
+
+    fn sync(&self, part: Part) -> io::Result<()> {
+        self.ask(match part {
+            Part::Pages => FolderCall::SyncPages,
+            Part::Manifest => FolderCall::SyncManifest,
+        })?;
+        self.file(part).sync_data()
+    }
+
+    fn take_room(&self, part: Part, bytes: u64) -> io::Result<()> {
+        let file = self.file(part);
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.ask(FolderCall::TakeRoom)?;
+        match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) if file.metadata()?.len() < bytes => file.set_len(bytes),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            taken => Ok(taken?),
+        }
+    }
+}
+
+/// Opens the folder at `path`, and makes it if there is none.
+///
+/// # Errors
+/// `PermissionDenied` if another process has it open, or if it is another user's, or others may write there.
+/// `Unsupported` on a network file system, in memory, and for another version of the format. `InvalidArgument` if it
+/// holds other things, or pages of another size. `Corrupt` if it is damaged. `NotFound` if the generation that was
+/// asked for is not kept. For errors of the system, theirs.
+pub(crate) fn open(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Result<(FolderFiles, Opened)> {
+    let named = |error: Error| error.context(format!("open the durable folder {}", path.display()));
+    open_files(path, terms, hook).map_err(named)
+}
+
+fn open_files(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Result<(FolderFiles, Opened)> {
+    let io = |what: &str| {
+        let what = what.to_owned();
+        move |cause| Error::io(what, cause).remedy("give a folder on a local disk that this user may write to")
+    };
+    let folder = Folder::make(path).map_err(io("make it"))?;
+    check_place(&folder)?;
+    let lock = folder.lock(LOCK, Access::Replace).map_err(io("lock it"))?.ok_or_else(is_open)?;
+    let names = folder.names().map_err(io("list it"))?;
+    if !names.iter().any(|name| name == MANIFEST) {
+        if let Some(other) = names.iter().find(|name| ![LOCK, NEW, PAGES].contains(&name.as_str())) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("it holds {other:?}, and no manifest"))
+                .remedy("give a folder that is empty, does not exist, or was made for durable tensors"));
+        }
+        // What is there was not made to its end, so nothing was ever committed there.
+        let pages = folder.open(PAGES, Access::Replace).map_err(io("make the file of pages"))?;
+        let manifest = folder.open(NEW, Access::Replace).map_err(io("make the manifest"))?;
+        let files = FolderFiles { manifest, pages, hook, _lock: lock };
+        let number = draw_number().map_err(io("draw a number for it"))?;
+        let ledger = Ledger::new(number, terms.page_bytes.unwrap_or(PageSize::DEFAULT.bytes()), terms.keep);
+        manifest::create(&files, &ledger).map_err(io("write the manifest"))?;
+        let named = files.ask(FolderCall::Name).and_then(|()| folder.rename(NEW, MANIFEST));
+        named.and_then(|()| folder.sync()).map_err(io("name the manifest"))?;
+        let opened = manifest::open(&files, terms)?;
+        return Ok((files, opened));
+    }
+    let manifest = folder.open(MANIFEST, Access::Write).map_err(io("open the manifest"))?;
+    let pages = folder.open(PAGES, Access::Write).map_err(io("open the file of pages"))?;
+    let files = FolderFiles { manifest, pages, hook, _lock: lock };
+    let opened = manifest::open(&files, terms)?;
+    check_length(&files, &opened.ledger)?;
+    Ok((files, opened))
+}
+
+/// Opens a folder that is there, to read it beside others who do so.
+///
+/// # Errors
+/// As for [`open`]; `NotFound` if there is none.
+pub(crate) fn open_to_read(path: &Path, terms: Terms) -> Result<(FolderFiles, Opened)> {
+    let io = |cause| Error::io("find it", cause).remedy("give a folder that was made for durable tensors");
+    let named = |error: Error| error.context(format!("read the durable folder {}", path.display()));
+    let open = || {
+        let folder = Folder::existing(path).map_err(io)?;
+        check_place(&folder)?;
+        let lock = folder.lock(LOCK, Access::Read).map_err(io)?.ok_or_else(is_open)?;
+        let manifest = folder.open(MANIFEST, Access::Read).map_err(io)?;
+        let pages = folder.open(PAGES, Access::Read).map_err(io)?;
+        let files = FolderFiles { manifest, pages, hook: None, _lock: lock };
+        let opened = manifest::open(&files, terms)?;
+        check_length(&files, &opened.ledger)?;
+        Ok((files, opened))
+    };
+    open().map_err(named)
+}
+
+fn is_open() -> Error {
+    Error::new(ErrorKind::PermissionDenied, "another process, or another part of this one, has it open")
+        .remedy("close it there, or use another folder")
+}
+
+/// 16 bytes that no other folder has.
+fn draw_number() -> io::Result<[u8; 16]> {
+    let mut number = [0; 16];
+    io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut number)?;
+    Ok(number)
+}
+
+/// Whether a folder may hold what nobody else may change, and keeps it.
+fn check_place(folder: &Folder) -> Result<()> {
+    let metadata = folder.file().metadata().map_err(|cause| Error::io("look at it", cause))?;
+    let user = effective_user();
+    if metadata.uid() != user {
+        let what = format!("it is user {}'s, and this process is user {user}'s", metadata.uid());
+        return Err(Error::new(ErrorKind::PermissionDenied, what).remedy("give a folder of this user's"));
+    }
+    if metadata.mode() & 0o022 != 0 {
+        let what = format!("other users may write there (mode {:o})", metadata.mode() & 0o7777);
+        return Err(Error::new(ErrorKind::PermissionDenied, what).remedy("take that right away: chmod go-w"));
+    }
+    let filesystem = filesystem_name(folder.file());
+    if is_memory(&filesystem) {
+        let what = format!("it is in memory ({filesystem}), where nothing outlives the machine's power");
+        return Err(Error::new(ErrorKind::Unsupported, what).remedy("give a folder on a disk"));
+    }
+    if is_remote(&filesystem) {
+        let what = format!("it is on {filesystem}, which does not say when bytes are durable");
+        return Err(Error::new(ErrorKind::Unsupported, what).remedy("give a folder on a local disk"));
+    }
+    Ok(())
+}
+
+/// Whether the file of pages is as long as the head says.
+fn check_length(files: &FolderFiles, ledger: &Ledger) -> Result<()> {
+    let head = ledger.head();
+    let len = files.pages.metadata().map_err(|cause| Error::io("look at its files", cause))?.len();
+    let expected = head.slots.saturating_mul(head.page_bytes);
+    if len < expected {
+        let what = format!("its file of pages has {len} bytes, and {expected} belong to it");
+        return Err(Error::new(ErrorKind::Corrupt, what).remedy("restore the folder from a copy"));
+    }
+    Ok(())
+}
+
+/// The folder's path, for messages.
+pub(crate) fn named(path: &Path) -> PathBuf {
+    path.join(PAGES)
+}
