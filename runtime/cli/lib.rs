@@ -29,6 +29,7 @@ mod report;
 mod residency;
 mod run;
 mod simulate;
+mod state;
 mod top;
 mod trial;
 
@@ -70,6 +71,8 @@ enum Command {
     Run(run::Options),
     /// Look into a store of keys and values, or replay requests through a pool of them
     Kv(kv::Options),
+    /// Look into a folder of durable tensors, check it, or copy it to a safetensors file
+    State(state::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
     Top(top::Options),
 }
@@ -91,6 +94,7 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Kv(options) => kv::run(&options).map(|report| render(&report, options.json())),
+        Command::State(options) => state::run(&options).map(|report| render(&report, options.json())),
         Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),
         Command::Report(options) => report::run(&options, own).map(|report| render(&report, options.json)),

@@ -5,6 +5,8 @@
 
 #[path = "cli/replay.rs"]
 mod replay;
+#[path = "cli/state.rs"]
+mod state;
 
 use std::fs::{self, File};
 use std::path::Path;

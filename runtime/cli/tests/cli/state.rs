@@ -1,0 +1,85 @@
+//! `outcore state`: what is in a folder of durable tensors, whether it is whole, and the same tensors in a safetensors
+//! file.
+
+use std::os::unix::fs::FileExt;
+
+use outcore::DType;
+use outcore::durable::{DurableOptions, TensorSpec};
+
+use super::*;
+
+const PAGE: u64 = 16 << 10;
+
+/// A folder with two generations of three tensors, in `scratch`.
+fn folder(dir: &Path) -> String {
+    let path = dir.join("state");
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let runtime = Runtime::builder().page_size(page).device_budget(Bytes::new(4 * PAGE)).open().unwrap();
+    let state = runtime.open_durable(&path, DurableOptions::default().keep(2)).unwrap();
+    let large = state.alloc("large", DType::F32, &[3, 5000]).unwrap();
+    let small = [TensorSpec::new("b", DType::U8, &[7]), TensorSpec::new("a\"", DType::BF16, &[2, 3])];
+    let small = state.alloc_packed(&small).unwrap();
+    for step in 1..=2u8 {
+        for row in 0..3 {
+            let row = large.rows(row..row + 1).unwrap();
+            runtime.pin(&row).write().wait().unwrap().view_mut::<f32>().unwrap().fill(f32::from(step));
+        }
+        runtime.pin(&small[1]).write().wait().unwrap().bytes_mut().fill(step);
+        state.set_note(&[step; 9]);
+        state.commit().unwrap();
+    }
+    string(&path).to_owned()
+}
+
+#[test]
+fn state_says_what_there_is_and_exports_it() {
+    let dir = scratch();
+    let state = folder(dir.path());
+    let found = json(&["state", "inspect", &state, "--json"]);
+    assert_eq!((&found["generation"], found["generations"].to_string()), (&2.into(), "[2,1]".into()));
+    assert_eq!((&found["page_bytes"], &found["note_bytes"]), (&PAGE.into(), &9.into()));
+    assert_eq!(found["bytes"], 60_000 + 7 + 12);
+    let report = text(&["state", "verify", &state]);
+    assert!(report.contains("every page was read") && report.contains("3 x 5000"), "{report}");
+    let file = dir.path().join("out.safetensors");
+    for (generation, value) in [("2", 2u8), ("1", 1)] {
+        json(&["state", "export", &state, string(&file), "--generation", generation, "--json"]);
+        let runtime = Runtime::builder().open().unwrap();
+        let model = runtime.open_model(&file).unwrap();
+        let read = |name: &str| runtime.pin(&model.tensor(name).unwrap()).wait().unwrap().bytes().to_vec();
+        assert!(read("large").chunks(4).all(|bytes| bytes == f32::from(value).to_le_bytes()));
+        assert_eq!((read("b"), read("a\"")), (vec![0; 7], vec![value; 12]));
+        assert_eq!(model.tensor("large").unwrap().shape(), [3, 5000]);
+    }
+    let left = fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name().into_string().unwrap());
+    assert_eq!(left.filter(|name| name.contains("export")).count(), 0, "nothing is left beside");
+}
+
+#[test]
+fn state_says_what_is_wrong() {
+    let dir = scratch();
+    let state = folder(dir.path());
+    let file = dir.path().join("out.safetensors");
+    refused(&["state", "inspect", string(dir.path())], 1, &["durable folder", "give a folder"]);
+    refused(&["state", "inspect", &state, "--generation", "7"], 1, &["generation 7 is not kept", "2, 1"]);
+    refused(&["state", "export", &state, "/nowhere/at.all"], 1, &["/nowhere"]);
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let runtime = Runtime::builder().page_size(page).device_budget(Bytes::new(4 * PAGE)).open().unwrap();
+    let open = runtime.open_durable(&state, DurableOptions::default().keep(2)).unwrap();
+    refused(&["state", "verify", &state], 1, &["has it open"]);
+    drop((open, runtime));
+    // One flipped bit in each slot: of the newest generation, some page is damaged.
+    let pages = File::options().read(true).write(true).open(Path::new(&state).join("pages")).unwrap();
+    for slot in 0..pages.metadata().unwrap().len() / PAGE {
+        let mut byte = [0];
+        pages.read_exact_at(&mut byte, slot * PAGE + 9).unwrap();
+        pages.write_all_at(&[byte[0] ^ 4], slot * PAGE + 9).unwrap();
+    }
+    json(&["state", "inspect", &state, "--json"]);
+    for arguments in [&["state", "verify", &state][..], &["state", "export", &state, string(&file)]] {
+        refused(arguments, 1, &["large", "other bytes than were written"]);
+    }
+    assert!(!file.exists());
+    fs::write(Path::new(&state).join("manifest"), "no manifest").unwrap();
+    refused(&["state", "inspect", &state], 1, &["damaged"]);
+}
