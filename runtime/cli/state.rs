@@ -74,6 +74,8 @@ pub struct Found {
     bytes: u64,
     verified: bool,
     exported: Option<String>,
+    /// Why generations were passed over.
+    passed_over: Vec<String>,
     tensors: Vec<Row>,
 }
 
@@ -90,6 +92,9 @@ impl Report for Found {
             false => "not looked for; `outcore state verify` reads every page",
         };
         facts.pair("damage", damage);
+        for why in &self.passed_over {
+            facts.pair("passed over", why);
+        }
         if let Some(file) = &self.exported {
             facts.pair("exported to", file);
         }
@@ -140,6 +145,7 @@ pub fn run(options: &Options) -> Result<Found> {
         bytes: tensors.iter().map(|tensor| tensor.bytes).sum(),
         verified,
         exported,
+        passed_over: reader.passed_over().iter().map(ToString::to_string).collect(),
         tensors,
     })
 }

@@ -358,7 +358,10 @@ fn folders_that_cannot_be_used_are_refused() {
     drop((state, runtime));
     assert_eq!(kind(&path), ErrorKind::PermissionDenied);
     drop(tensor);
-    let error = refused(&path, DurableOptions::default().from_generation(Generation::new(7)));
+    let nowhere = folder.path().join("nowhere");
+    let from = DurableOptions::default().from_generation(Generation::new(7));
+    assert!(refused(&nowhere, from).kind() == ErrorKind::NotFound && !nowhere.exists());
+    let error = refused(&path, from);
     assert!(error.kind() == ErrorKind::NotFound && error.to_string().contains("these are: 1"), "{error}");
     let larger = Runtime::builder().page_size(PageSize::new(Bytes::new(2 * PAGE)).unwrap()).open().unwrap();
     let error = larger.open_durable(&path, DurableOptions::default()).unwrap_err();
@@ -407,15 +410,97 @@ fn how_many_generations_are_kept_may_change() {
         let kept = state.generations();
         assert_eq!(kept.len(), keep as usize);
         drop((state, tensor, runtime));
-        for generation in kept {
-            let runtime = host(4, None);
-            let options = DurableOptions::default().keep(keep).from_generation(generation);
-            let state = runtime.open_durable(&path, options).unwrap();
+        for generation in kept.iter().copied() {
+            let (runtime, state) = open_from(&path, keep, generation);
             let tensor = state.tensor("a").unwrap();
             let last = runtime.read(&tensor.rows(7 * PAGE..8 * PAGE).unwrap()).unwrap().bytes().into_owned();
             assert!(last.iter().all(|byte| u64::from(*byte) == generation.get()), "{generation}: {}", last[0]);
         }
+        // All is written twice from the oldest one on, and there is a slot for each page each time.
+        let (runtime, state) = open_from(&path, keep, kept[kept.len() - 1]);
+        let tensor = state.tensor("a").unwrap();
+        for _ in 0..2 {
+            step += 1;
+            for page in 0..8 {
+                runtime.write(&tensor.rows(page * PAGE..(page + 1) * PAGE).unwrap()).unwrap().fill(step);
+            }
+            assert_eq!(state.commit().unwrap().get(), u64::from(step));
+        }
+        // The next round keeps another number, and adds a tensor first.
+        state.alloc(&format!("more {keep}"), DType::U8, &[8 * PAGE]).unwrap();
+        drop((tensor, state, runtime));
     }
+}
+
+fn open_from(path: &Path, keep: u32, generation: Generation) -> (Runtime, Durable) {
+    let runtime = host(4, None);
+    let options = DurableOptions::default().keep(keep).from_generation(generation);
+    let state = runtime.open_durable(path, options).unwrap();
+    (runtime, state)
+}
+
+/// Fewer generations are kept than before, tensors are added, and all are written before the next commit.
+#[test]
+fn regression_there_is_a_slot_for_each_page_where_fewer_generations_are_kept() {
+    let folder = folder();
+    let path = folder.path().join("state");
+    let fill = |runtime: &Runtime, tensor: &Tensor, byte: u8| {
+        for page in 0..tensor.size().get() / PAGE {
+            runtime.write(&tensor.rows(page * PAGE..(page + 1) * PAGE).unwrap()).unwrap().fill(byte);
+        }
+    };
+    for (keep, tensors) in [(3, 1), (1, 2)] {
+        let runtime = host(4, None);
+        let state = runtime.open_durable(&path, DurableOptions::default().keep(keep)).unwrap();
+        for name in 0..tensors {
+            let name = name.to_string();
+            let _ = state.tensor(&name).or_else(|_| state.alloc(&name, DType::U8, &[8 * PAGE])).unwrap();
+        }
+        for step in 0..4 {
+            state.tensors().iter().for_each(|tensor| fill(&runtime, tensor, step));
+            state.commit().unwrap();
+        }
+    }
+}
+
+/// A commit that the disk refuses can be repeated as often as one likes: nobody needs the frames of what it writes.
+#[test]
+fn regression_a_commit_that_fails_again_and_again_loses_nothing() {
+    let (folder, faults) = (folder(), Faults::new());
+    let runtime = host(8, Some(faults.clone()));
+    let path = folder.path().join("state");
+    let state = runtime.open_durable(&path, DurableOptions::default()).unwrap();
+    let tensor = state.alloc("a", DType::U8, &[2 * PAGE]).unwrap();
+    runtime.write(&tensor).unwrap().fill(7);
+    faults.all(IoKind::Write, harness::Fault::Errno(libc::EIO));
+    for _ in 0..20 {
+        let error = state.commit().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+    }
+    faults.off();
+    state.commit().unwrap();
+    assert_eq!(runtime.stats().pager.poisoned, 0);
+    drop((state, tensor, runtime));
+    let runtime = host(8, None);
+    let state = runtime.open_durable(&path, DurableOptions::default()).unwrap();
+    assert!(runtime.read(&state.tensor("a").unwrap()).unwrap().bytes().iter().all(|byte| *byte == 7));
+}
+
+/// What cannot be had takes nothing from the disk.
+#[test]
+fn regression_a_tensor_that_does_not_fit_leaves_the_folder_as_it_was() {
+    let folder = folder();
+    let path = folder.path().join("state");
+    let runtime = host(8, None);
+    let state = runtime.open_durable(&path, DurableOptions::default()).unwrap();
+    state.alloc("a", DType::U8, &[PAGE]).unwrap();
+    let length = || fs::metadata(path.join("pages")).unwrap().len();
+    let before = length();
+    let error = state.alloc("b", DType::U8, &[1 << 44]).unwrap_err();
+    assert!(error.kind() == ErrorKind::DiskFull && error.advice().is_some(), "{error}");
+    assert_eq!(length(), before);
+    state.alloc("b", DType::U8, &[PAGE]).unwrap();
+    state.commit().unwrap();
 }
 
 /// Ends the process at a call.

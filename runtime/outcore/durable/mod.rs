@@ -130,7 +130,8 @@ impl Contents {
 
 impl Runtime {
     /// Opens a folder of durable tensors, and makes it if there is none. It is locked until the last handle of it and
-    /// of its tensors is dropped. Only this user can read it.
+    /// of its tensors is dropped, and the moves of their pages that were under way then have ended. Only this user can
+    /// read it.
     ///
     /// # Errors
     /// [`PermissionDenied`](ErrorKind::PermissionDenied) if another process has it open, or if it is another user's, or
@@ -172,7 +173,9 @@ impl Durable {
     /// As for [`alloc_packed`](Self::alloc_packed).
     pub fn alloc(&self, name: &str, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         let made = self.alloc_packed(&[TensorSpec::new(name, dtype, shape)])?;
-        made.into_iter().next().ok_or_else(|| Error::new(ErrorKind::Internal, "no tensor was made"))
+        made.into_iter()
+            .next()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "no tensor was made").remedy("report this as a bug"))
     }
 
     /// Makes tensors of zeros that lie behind one another, so that small ones share pages. They are durable from the
@@ -181,13 +184,14 @@ impl Durable {
     ///
     /// # Errors
     /// [`DiskFull`](ErrorKind::DiskFull) if there is no such room. [`InvalidArgument`](ErrorKind::InvalidArgument) for
-    /// a name that is taken, a shape without a size, and more pages than there can be. Then nothing has changed.
+    /// a name that is taken, a shape without a size, and more pages than there can be.
+    /// [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more mappings. Then nothing
+    /// has changed.
     pub fn alloc_packed(&self, specs: &[TensorSpec]) -> Result<Vec<Tensor>> {
         let _turn = self.turn("new tensors")?;
-        let mut contents = self.contents.lock();
         let mut packed = Packed { first: 0, len: 0, tensors: Vec::with_capacity(specs.len()) };
         for (at, TensorSpec { name, dtype, shape }) in specs.iter().enumerate() {
-            if contents.by_name.contains_key(name) || specs[..at].iter().any(|other| other.name == *name) {
+            if self.contents.lock().by_name.contains_key(name) || specs[..at].iter().any(|other| other.name == *name) {
                 let what = format!("{} has a tensor {name:?} already", self.folder.path().display());
                 return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("choose another name, or use that one"));
             }
@@ -209,7 +213,8 @@ impl Durable {
                 .remedy("choose larger pages")
         })?;
         packed.first = self.folder.add_pages(pages)?;
-        let tensors = self.tensors_of(&packed)?;
+        let tensors = self.tensors_of(&packed).inspect_err(|_| self.folder.drop_pages(packed.first))?;
+        let mut contents = self.contents.lock();
         contents.table.segments.push(packed);
         contents.add(tensors.clone());
         Ok(tensors)
@@ -233,8 +238,9 @@ impl Durable {
         self.runtime.engine().change(|pager, _| pager.found_on_disk(there.into_iter()))?;
         self.folder.add_segment(segment.id, packed.first);
         let tensor = |entry: &Entry| {
-            let (dtype, bytes) =
-                entry.size().ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor without a size"))?;
+            let (dtype, bytes) = entry.size().ok_or_else(|| {
+                Error::new(ErrorKind::Internal, "a tensor without a size").remedy("report this as a bug")
+            })?;
             Ok(Tensor::new(segment.clone(), entry.offset, bytes, dtype, &entry.shape, &entry.name))
         };
         packed.tensors.iter().map(tensor).collect()
@@ -254,6 +260,7 @@ impl Durable {
     /// # Errors
     /// [`NotFound`](ErrorKind::NotFound) if there is none.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.runtime.engine().usable()?;
         let contents = self.contents.lock();
         contents.by_name.get(name).and_then(|at| contents.tensors.get(*at)).cloned().ok_or_else(|| {
             let what = format!("{} has no tensor {name:?}", self.folder.path().display());
@@ -274,8 +281,10 @@ impl Durable {
     /// # Errors
     /// [`Busy`](ErrorKind::Busy) if somebody holds a tensor of it to write; [`Poisoned`](ErrorKind::Poisoned) if a page
     /// was lost: [roll back](Self::rollback) then. [`TimedOut`](ErrorKind::TimedOut) if the disk does not answer, and
-    /// other errors of the disk: nothing that is in memory is lost, and it can be tried again, unless the error says
-    /// that the folder has to be opened again. In a waker and in a closure on a stream
+    /// other errors of the disk: nothing that is in memory is lost, and it can be tried again. If a sync fails, for
+    /// which there is no time limit, it is not known what is durable. Then nothing is written there any more, and
+    /// nothing rolled back, until the folder is opened again; pages that were written since are lost as soon as others
+    /// need their frames. In a waker and in a closure on a stream
     /// [`InvalidArgument`](ErrorKind::InvalidArgument).
     pub fn commit(&self) -> Result<Generation> {
         let _turn = self.turn("a commit")?;

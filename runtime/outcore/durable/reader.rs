@@ -48,6 +48,7 @@ pub struct DurableReader {
     ledger: Ledger,
     table: Table,
     page_size: PageSize,
+    passed_over: Vec<Error>,
 }
 
 impl DurableReader {
@@ -62,7 +63,12 @@ impl DurableReader {
         let ledger = opened.ledger;
         let page_size = PageSize::new(Bytes::new(ledger.head().page_bytes))?;
         let table = Table::read(ledger.table(), ledger.page_count() as u64, page_size.bytes())?;
-        Ok(Self { path, files, ledger, table, page_size })
+        let why = |(generation, error): (Option<Generation>, Error)| match generation {
+            Some(generation) => error.context(format!("generation {generation}")),
+            None => error,
+        };
+        let passed_over = opened.lost.into_iter().map(why).collect();
+        Ok(Self { path, files, ledger, table, page_size, passed_over })
     }
 
     /// The bytes of its pages.
@@ -73,6 +79,12 @@ impl DurableReader {
     /// The generations that are kept, newest first.
     pub fn generations(&self) -> Vec<Generation> {
         self.ledger.kept().collect()
+    }
+
+    /// Why generations were passed over that the manifest names, or that a part of it was to name. A newer one than
+    /// this may be among them: one whose commit was cut short, or one that is damaged.
+    pub fn passed_over(&self) -> &[Error] {
+        &self.passed_over
     }
 
     /// What was noted when it was committed.

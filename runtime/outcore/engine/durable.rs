@@ -54,7 +54,9 @@ impl Engine {
             left
         };
         // What cannot be written is to be forgotten.
-        self.when_nothing_moves(folder, "roll back", roll_back, || None)
+        self.when_nothing_moves(folder, "roll back", roll_back, || None)?;
+        self.failures.lock().held.retain(|page, _| !segments.contains(&page.segment));
+        Ok(())
     }
 
     /// Calls `attempt` under the latch until nothing is in its way, or `failed` says why that will not be. Waits for
@@ -70,6 +72,9 @@ impl Engine {
         let path = folder.path().display();
         let (mut since, mut least) = (Instant::now(), u32::MAX);
         loop {
+            if let Some(error) = failed() {
+                return Err(error.context(format!("{what} {path}")));
+            }
             let attempt = |pager: &mut Pager, fx: &mut Effects| (!pager.is_closing()).then(|| attempt(pager, fx));
             let left = self.change(attempt)?.ok_or_else(crate::pager::closing)?;
             if left.is_none() {
@@ -83,14 +88,12 @@ impl Engine {
             if let Some(page) = left.pinned {
                 return Err(self.is_held(page, what, folder));
             }
-            if let Some(error) = failed() {
-                return Err(error.context(format!("{what} {path}")));
-            }
             if left.moving < least {
                 (since, least) = (Instant::now(), left.moving);
             }
             let deadline = self.io_timeout.and_then(|limit| since.checked_add(limit));
-            if !watch.wait(deadline) {
+            let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if late || !watch.wait(deadline) || self.ends.is_given_up() {
                 let message = format!("{what} {path}: {} pages are still on their way", left.moving);
                 return Err(Error::new(ErrorKind::TimedOut, message).remedy("check the drive; try again"));
             }

@@ -1,11 +1,11 @@
 //! Waiting for the ends of moves, without a request.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-/// The ends of moves.
+/// The ends of moves of pages that are in durable folders.
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     /// How many have come while somebody looked out for them.
@@ -13,6 +13,7 @@ pub(super) struct Ends {
     changed: Condvar,
     /// How many look out. It saves the ends of all other moves the lock.
     watchers: AtomicU32,
+    given_up: AtomicBool,
 }
 
 /// Looks out for ends from when it was made.
@@ -23,12 +24,28 @@ pub(super) struct Watch<'a> {
 }
 
 impl Ends {
-    /// A move has ended and the pager knows, or no more will end.
+    /// Whether somebody looks out.
+    pub(super) fn are_watched(&self) -> bool {
+        self.watchers.load(Ordering::SeqCst) > 0
+    }
+
+    /// A move has ended and the pager knows.
     pub(super) fn news(&self) {
-        if self.watchers.load(Ordering::SeqCst) > 0 {
+        if self.are_watched() {
             *self.count.lock() += 1;
             self.changed.notify_all();
         }
+    }
+
+    /// No more will end.
+    pub(super) fn give_up(&self) {
+        self.given_up.store(true, Ordering::SeqCst);
+        self.news();
+    }
+
+    /// Whether no more will end.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::SeqCst)
     }
 
     pub(super) fn watch(&self) -> Watch<'_> {

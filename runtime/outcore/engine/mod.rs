@@ -686,7 +686,7 @@ impl Engine {
         self.gate.close();
         self.idle.notify_all();
         self.wipes.give_up();
-        self.ends.news();
+        self.ends.give_up();
         drop(News::failed(tickets, &error));
         log(|| tracing::error!(panic, "the runtime is given up: something in it panicked"));
         error
@@ -1467,12 +1467,15 @@ impl Engine {
         let lost = pager.stats().poisoned;
         pager.complete(id, result, fx);
         self.wipes.ended(page);
-        if let (Some(error), Place::Disk, Ok(io)) = (&error, to, self.segment_io(page.segment))
+        if (error.is_some() || self.ends.are_watched())
+            && let Ok(io) = self.segment_io(page.segment)
             && let Some(in_folder) = io.source.folder()
         {
-            in_folder.folder.not_written(error.clone());
+            if let (Some(error), Place::Disk) = (&error, to) {
+                in_folder.folder.not_written(error.clone());
+            }
+            self.ends.news();
         }
-        self.ends.news();
         match error {
             Some(error) if pager.stats().poisoned > lost => {
                 let mut failures = self.failures.lock();
@@ -1795,6 +1798,7 @@ impl Engine {
         self.keeper.stop();
         self.closed.store(true, Ordering::Release);
         let error = told(self.store.close_within(limit).err());
+        self.ends.give_up();
         // Frames, staging buffers and address ranges belong to the engine.
         std::mem::forget(self.clone());
         drop(News::failed(tickets.into_values(), &error));

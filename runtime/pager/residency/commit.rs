@@ -127,19 +127,20 @@ impl Residency {
         fx: &mut Effects,
     ) -> Unwritten {
         let mut left = Unwritten::default();
+        let pages: Vec<PageId> = segments.iter().flat_map(|segment| self.pages_of(*segment)).collect();
+        // From here on nobody pins one of them without the latch. Before any is looked at: a writer of two pages would
+        // be seen at one of them only.
+        pages.iter().for_each(|page| self.word(*page).close());
         let mut written = Vec::new();
-        for page in segments.iter().flat_map(|segment| self.pages_of(*segment)).collect::<Vec<_>>() {
-            let word = self.word(page);
+        for page in pages.iter().copied() {
+            let word = self.word(page).load();
             let entry = *self.entry_of(page);
             let committed = committed(page);
             // A page that is only read has what was committed, wherever it moves.
-            let is_newer = matches!(word.load().state, State::Dirty | State::WritingBack | State::Poisoned);
+            let is_newer = matches!(word.state, State::Dirty | State::WritingBack | State::Poisoned);
             if !is_newer && !committed.is_older && !entry.host_dirty() {
                 continue;
             }
-            // From here on nobody pins it without the latch.
-            word.close();
-            let word = word.load();
             let moves = matches!(word.state, State::WritingBack | State::Evicting) || self.is_filled_now(page);
             if moves || entry.host_busy() || entry.held_back() {
                 left.moving += 1;
@@ -148,12 +149,10 @@ impl Residency {
             }
             written.push((page, committed.on_disk));
         }
-        for (page, on_disk) in written {
-            if left.is_none() {
-                self.take_back(page, on_disk, fx);
-            }
-            self.reopen(page);
+        if left.is_none() {
+            written.into_iter().for_each(|(page, on_disk)| self.take_back(page, on_disk, fx));
         }
+        pages.into_iter().for_each(|page| self.reopen(page));
         left
     }
 
@@ -167,7 +166,10 @@ impl Residency {
             State::Poisoned => {
                 let revived = word.revive();
                 self.lost.retain(|(lost, _)| *lost != page);
-                self.took(page, revived);
+                // A page whose state was unknown has its frame yet.
+                if let (true, Some(frame)) = (self.took(page, revived), self.entry(page).frame()) {
+                    self.vacate(page, frame, fx);
+                }
                 false
             }
             _ => false,

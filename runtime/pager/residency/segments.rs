@@ -163,7 +163,12 @@ impl Residency {
         let cause = self.lost.iter().find(|(lost, _)| *lost == page).map(|(_, cause)| cause.clone());
         let message =
             format!("page {} of read-write {:?} could not be written back and is lost", page.index.0, page.segment);
-        let error = Error::new(ErrorKind::Poisoned, message).remedy("see the cause; allocate the tensor again");
+        let table = self.segments.get(page.segment.index());
+        let remedy = match table.is_some_and(|table| table.backing == Backing::Durable) {
+            true => "see the cause; roll back to the last commit",
+            false => "see the cause; allocate the tensor again",
+        };
+        let error = Error::new(ErrorKind::Poisoned, message).remedy(remedy);
         match cause {
             Some(cause) => error.caused_by(cause),
             None => error,

@@ -162,18 +162,22 @@ impl Residency {
 
     fn write_back_failed(&mut self, record: &MoveRecord, frame: FrameId, error: &Error, fx: &mut Effects) {
         let page = record.page;
+        if !self.entry(page).evict_after() {
+            // Nobody wants the frame, so the page stays as it was, however often that fails.
+            self.changed(page);
+            let failed = self.word(page).write_back_err();
+            self.took(page, failed);
+            return;
+        }
         self.put_off(page);
         let entry = self.entry(page);
         let (all, urgent) = entry.failures();
         let urgent = urgent + u8::from(record.priority <= Priority::WriteBack);
         entry.set_failures(all, urgent);
         let give_up = urgent >= URGENT_ATTEMPTS || all >= ATTEMPTS;
-        let evict = entry.evict_after();
         entry.set_evict_after(false);
         self.reopen(page);
-        if evict {
-            self.transit -= 1;
-        }
+        self.transit -= 1;
         self.changed(page);
         let failed = self.word(page).write_back_err();
         if !self.took(page, failed) {
@@ -185,7 +189,7 @@ impl Residency {
             self.forget_failures(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
-        } else if evict {
+        } else {
             self.entered(page);
         }
     }

@@ -16,6 +16,11 @@ use crate::pager::{Backing, Move, PageRun, PageView, Pager, Place, State};
 /// A version of a page; `None` stands for bytes that nobody may read.
 type Held = Option<(PageId, u32)>;
 
+/// Whether a page of such a segment has zeros, and nothing on disk, until it is written.
+fn starts_as_zeros(backing: Backing) -> bool {
+    matches!(backing, Backing::ReadWrite | Backing::Durable)
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Versions {
     newest: u32,
@@ -73,7 +78,7 @@ impl Contents {
 
     /// A segment was added.
     pub(super) fn joined(&mut self, segment: SegmentId, backing: Backing, pages: u32) {
-        let disk = (backing != Backing::ReadWrite).then_some(0);
+        let disk = (!starts_as_zeros(backing)).then_some(0);
         self.segments.insert(segment, (backing, vec![Versions { newest: 0, disk }; pages as usize]));
     }
 
@@ -235,7 +240,7 @@ impl Contents {
                 }
                 ensure!(!host || hosted.contains(&newest), "{}, but the host tier has it not", says());
                 ensure!(!disk || versions.disk == Some(newest.1), "{}, but the disk has it not", says());
-                let zero = *backing == Backing::ReadWrite && newest.1 == 0;
+                let zero = starts_as_zeros(*backing) && newest.1 == 0;
                 // Pages of a lost device are checked once everything has come to rest: some are still in flight.
                 let safe = in_frame || host || disk || zero;
                 ensure!(safe || told.contains(&page), "{}: dropped, and nobody was told", says());
@@ -252,7 +257,7 @@ impl Contents {
             for (index, versions) in pages.iter().enumerate() {
                 let page = PageId { segment: *segment, index: PageIndex::new(index as u32) };
                 let view = pager.view_of(page).ok_or_else(|| format!("{page:?} is gone"))?;
-                let safe = view.host || view.disk || *backing == Backing::ReadWrite && versions.newest == 0;
+                let safe = view.host || view.disk || starts_as_zeros(*backing) && versions.newest == 0;
                 let clear = safe != told.contains(&page);
                 ensure!(clear, "{page:?}, {versions:?}: {view:?}; it was told as lost: {}", told.contains(&page));
             }

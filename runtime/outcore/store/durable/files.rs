@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::ledger::Ledger;
@@ -24,6 +24,8 @@ const MANIFEST: &str = "manifest";
 /// The manifest's name until the folder is whole.
 const NEW: &str = "manifest.new";
 const PAGES: &str = "pages";
+/// Room is taken in slices of this many bytes.
+const SLICE: u64 = 64 << 20;
 
 /// An open folder, which no other process has open.
 pub(crate) struct FolderFiles {
@@ -106,17 +108,33 @@ impl Files for FolderFiles {
         self.file(part).sync_data()
     }
 
+    fn length(&self, part: Part) -> io::Result<u64> {
+        Ok(self.file(part).metadata()?.len())
+    }
+
     fn take_room(&self, part: Part, bytes: u64) -> io::Result<()> {
-        let file = self.file(part);
-        if bytes == 0 {
+        let (file, before) = (self.file(part), self.length(part)?);
+        if bytes <= before {
             return Ok(());
         }
         self.ask(FolderCall::TakeRoom)?;
-        match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) if file.metadata()?.len() < bytes => file.set_len(bytes),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-            taken => Ok(taken?),
+        // First, so that a request that cannot be met takes no room from anybody, even for a moment.
+        let disk = fstatvfs(file)?;
+        if u128::from(bytes - before) > u128::from(disk.f_bavail) * u128::from(disk.f_frsize) {
+            return Err(Errno::NOSPC.into());
         }
+        // The kernel holds up reads and writes of a file while it changes the file's room.
+        for from in (before..bytes).step_by(SLICE as usize) {
+            match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), from, SLICE.min(bytes - from))) {
+                Ok(()) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return file.set_len(bytes),
+                Err(cause) => {
+                    file.set_len(before)?;
+                    return Err(cause.into());
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -137,7 +155,11 @@ fn open_files(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Res
         let what = what.to_owned();
         move |cause| Error::io(what, cause).remedy("give a folder on a local disk that this user may write to")
     };
-    let folder = Folder::make(path).map_err(io("make it"))?;
+    // A folder that is to have a certain generation is there.
+    let folder = match terms.from {
+        Some(_) => Folder::existing(path).map_err(io("find it"))?,
+        None => Folder::make(path).map_err(io("make it"))?,
+    };
     check_place(&folder)?;
     let lock = folder.lock(LOCK, Access::Replace).map_err(io("lock it"))?.ok_or_else(is_open)?;
     let names = folder.names().map_err(io("list it"))?;
@@ -145,6 +167,13 @@ fn open_files(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Res
         if let Some(other) = names.iter().find(|name| ![LOCK, NEW, PAGES].contains(&name.as_str())) {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("it holds {other:?}, and no manifest"))
                 .remedy("give a folder that is empty, does not exist, or was made for durable tensors"));
+        }
+        if let Some(from) = terms.from {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!("it has no generation {from}: nothing was committed there"),
+            )
+            .remedy("open it without a generation"));
         }
         // What is there was not made to its end, so nothing was ever committed there.
         let pages = folder.open(PAGES, Access::Replace).map_err(io("make the file of pages"))?;
@@ -201,7 +230,7 @@ fn draw_number() -> io::Result<[u8; 16]> {
 
 /// Whether a folder may hold what nobody else may change, and keeps it.
 fn check_place(folder: &Folder) -> Result<()> {
-    let metadata = folder.file().metadata().map_err(|cause| Error::io("look at it", cause))?;
+    let metadata = folder.file().metadata().map_err(|cause| Error::io("look at it", cause).remedy("check the disk"))?;
     let user = effective_user();
     if metadata.uid() != user {
         let what = format!("it is user {}'s, and this process is user {user}'s", metadata.uid());
@@ -226,7 +255,8 @@ fn check_place(folder: &Folder) -> Result<()> {
 /// Whether the file of pages is as long as the head says.
 fn check_length(files: &FolderFiles, ledger: &Ledger) -> Result<()> {
     let head = ledger.head();
-    let len = files.pages.metadata().map_err(|cause| Error::io("look at its files", cause))?.len();
+    let len =
+        files.pages.metadata().map_err(|cause| Error::io("look at its files", cause).remedy("check the disk"))?.len();
     let expected = head.slots.saturating_mul(head.page_bytes);
     if len < expected {
         let what = format!("its file of pages has {len} bytes, and {expected} belong to it");

@@ -60,7 +60,8 @@ impl DurableFolder {
         let (files, opened) = files::open(&path, terms, hook)?;
         for (generation, error) in &opened.lost {
             let generation = generation.map(Generation::get);
-            tracing::warn!(folder = %path.display(), generation, %error, "a generation cannot be read, or was never complete");
+            let folder = path.display();
+            tracing::warn!(%folder, generation, %error, "a generation cannot be read, or was never complete");
         }
         let mut ledger = opened.ledger;
         let page_bytes = ledger.head().page_bytes;
@@ -141,6 +142,11 @@ impl DurableFolder {
         taken.map_err(|cause| no_room(&self.path, slots, self.page_bytes, cause))?;
         self.ledger.lock().grow(all as usize);
         Ok(first as u32)
+    }
+
+    /// Takes back the pages from `first` on, which were added last and never used.
+    pub(crate) fn drop_pages(&self, first: u32) {
+        self.ledger.lock().shrink(first as usize);
     }
 
     /// Whether the disk has bytes of a page.

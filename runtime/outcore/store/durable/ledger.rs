@@ -50,10 +50,7 @@ impl Text {
         Ok(Self { bytes: bytes.to_vec(), blocks, tree })
     }
 
-    fn read(list: List, most: u64, mut read: impl FnMut(Ref, &mut Block) -> Result<()>) -> Result<Self> {
-        // A block takes room in the file, so a text is no longer than the file.
-        let len = usize::try_from(list.len).ok().filter(|_| list.len <= most * BLOCK as u64);
-        let len = len.ok_or_else(|| damaged("a text is longer than the file"))?;
+    fn read(list: List, len: usize, mut read: impl FnMut(Ref, &mut Block) -> Result<()>) -> Result<Self> {
         let (tree, blocks) = Tree::read(list.top, len.div_ceil(BLOCK), &mut read)?;
         let mut bytes = Vec::new();
         let mut block = Box::new([0; BLOCK]);
@@ -80,15 +77,19 @@ impl State {
         let mut read = |at: Ref, block: &mut Block| {
             if within(at) { read(at, block) } else { Err(damaged("a block is outside of the file")) }
         };
-        // Each page that was ever written takes a slot, and the others were taken room for.
-        let count = usize::try_from(kept.pages.len).ok().filter(|_| kept.pages.len <= head.slots);
-        let count = count.ok_or_else(|| damaged("it has more pages than slots"))?;
+        // Before anything is read: what a list would take in memory is bounded by the file that holds it.
+        let lens = [kept.pages.len, kept.table.len, kept.note.len].map(usize::try_from);
+        let [Ok(count), Ok(table), Ok(note)] = lens else { return Err(damaged("a list is longer than any")) };
+        let blocks = blocks_of(count) as u64 + Text::blocks_of(table) as u64 + Text::blocks_of(note) as u64;
+        if count > u32::MAX as usize || blocks > head.blocks {
+            return Err(damaged("its lists are longer than the file"));
+        }
         let (tree, pages) = Tree::read(kept.pages.top, count, &mut read)?;
         if pages.iter().flatten().any(|page| page.place >= head.slots) {
             return Err(damaged("a page is outside of the file"));
         }
-        let table = Text::read(kept.table, head.blocks, &mut read)?;
-        let note = Text::read(kept.note, head.blocks, &mut read)?;
+        let table = Text::read(kept.table, table, &mut read)?;
+        let note = Text::read(kept.note, note, &mut read)?;
         Ok(Self { pages, tree, table, note })
     }
 
@@ -111,6 +112,10 @@ pub(crate) struct Ledger {
     blocks: Places,
     /// What was committed last, but for `pages`: these are as of now.
     state: State,
+    /// The generation of that. An older one than the newest, if an older one was gone back to.
+    base: Generation,
+    /// Of slots, and of blocks, that `state` names: the newest generation that names them too and is newer than `base`.
+    shared: [HashMap<u64, Generation>; 2],
     /// The pages that were written since, with where they were before.
     written: BTreeMap<u32, Option<Ref>>,
     /// The slots that pages are being written to which have none in this generation.
@@ -152,7 +157,8 @@ impl Ledger {
             blocks.take_this(place);
         }
         let (slots, state) = Default::default();
-        Self { head, keep, slots, blocks, state, written: BTreeMap::new(), under_way: HashMap::new() }
+        let (base, shared, written, under_way) = Default::default();
+        Self { head, keep, slots, blocks, state, base, shared, written, under_way }
     }
 
     /// Reads what `head` says, and goes on from the generation `from`, or from the newest. `read` fills a block, whose
@@ -166,15 +172,18 @@ impl Ledger {
         from: Option<Generation>,
         mut read: impl FnMut(Ref, &mut Block) -> Result<()>,
     ) -> Result<(Self, Vec<(Generation, Error)>)> {
-        let from = from.unwrap_or(head.newest());
-        let Some(base) = head.kept.iter().find(|kept| kept.generation == from) else {
-            // If the newest is not whole, this head is not in force. Then the other one may name it.
-            head.kept.first().map_or(Ok(()), |newest| State::read(newest, &head, &mut read).map(drop))?;
-            let kept: Vec<String> = head.kept.iter().map(|kept| kept.generation.to_string()).collect();
-            let what = format!("generation {from} is not kept; these are: {}", kept.join(", "));
-            return Err(Error::new(ErrorKind::NotFound, what).remedy("open one of these"));
-        };
-        let state = State::read(base, &head, &mut read)?;
+        let newest = head.kept.first().ok_or_else(|| damaged("a head names no generation"))?;
+        let from = from.unwrap_or(newest.generation);
+        // If the newest is not whole, this head is not in force. The other one may name `from`, too.
+        let mut state = State::read(newest, &head, &mut read)?;
+        if from != newest.generation {
+            let base = head.kept.iter().find(|kept| kept.generation == from).ok_or_else(|| {
+                let kept: Vec<String> = head.kept.iter().map(|kept| kept.generation.to_string()).collect();
+                let what = format!("generation {from} is not kept; these are: {}", kept.join(", "));
+                Error::new(ErrorKind::NotFound, what).remedy("open one of these")
+            })?;
+            state = State::read(base, &head, &mut read)?;
+        }
         let mut new = Self::new(head.folder, head.page_bytes, keep);
         new.slots.grow(head.slots);
         new.blocks.grow(head.blocks);
@@ -191,16 +200,29 @@ impl Ledger {
             match State::read(one, &head, &mut read) {
                 Ok(other) => {
                     // Newest first: who takes a place is the last generation that names it.
-                    other.slots().for_each(|slot| new.slots.is_left(slot, one.generation));
-                    other.blocks().for_each(|block| new.blocks.is_left(block, one.generation));
+                    new.keep(&other, one.generation, from);
                     kept.push(*one);
                 }
-                Err(error) => lost.push((one.generation, error)),
+                Err(error) if error.kind() == ErrorKind::Corrupt => lost.push((one.generation, error)),
+                // What cannot be read just now must not be written over.
+                Err(error) => return Err(error),
             }
         }
         new.head = Head { kept, ..head };
-        new.state = state;
+        (new.state, new.base) = (state, from);
         Ok((new, lost))
+    }
+
+    /// A generation is kept beside `base`, and no newer one is to come.
+    fn keep(&mut self, other: &State, generation: Generation, base: Generation) {
+        let Self { slots, blocks, shared: [shared_slots, shared_blocks], .. } = self;
+        let keep = |place: u64, places: &mut Places, shared: &mut HashMap<u64, Generation>| {
+            if !places.is_left(place, generation) && generation > base {
+                shared.entry(place).or_insert(generation);
+            }
+        };
+        other.slots().for_each(|slot| keep(slot, slots, shared_slots));
+        other.blocks().for_each(|block| keep(block, blocks, shared_blocks));
     }
 
     /// The newest generation, and those that are kept beside it.
@@ -225,7 +247,7 @@ impl Ledger {
 
     /// How many slots there must be for so many pages: for each generation that is kept, and for the next one.
     pub(crate) fn slots_for(&self, pages: usize) -> u64 {
-        pages as u64 * (self.keep as u64 + 1)
+        pages as u64 * (self.keep.max(self.head.kept.len()) as u64 + 1)
     }
 
     /// Makes it `pages` pages. There is room for [so many slots](Self::slots_for). The new pages hold zeros.
@@ -233,6 +255,11 @@ impl Ledger {
         let pages = pages.max(self.state.pages.len());
         self.slots.grow(self.slots_for(pages));
         self.state.pages.resize(pages, None);
+    }
+
+    /// Takes back pages that were [added](Self::grow) last, none of which was written or committed.
+    pub(crate) fn shrink(&mut self, pages: usize) {
+        self.state.pages.truncate(pages);
     }
 
     /// Where a page is; `None` if it was never written.
@@ -341,15 +368,22 @@ impl Ledger {
 
     /// A commit is durable: its generation is the newest one.
     pub(crate) fn committed(&mut self, commit: Commit) {
-        let last = self.head.newest();
+        let base = std::mem::replace(&mut self.base, commit.generation());
         let Commit { head, left, tree, table, note, .. } = commit;
         self.head = head;
         self.state.tree = tree;
         table.into_iter().for_each(|table| self.state.table = table);
         note.into_iter().for_each(|note| self.state.note = note);
-        left.into_iter().for_each(|block| self.blocks.leave(block, last));
-        let before = std::mem::take(&mut self.written).into_values().flatten();
-        before.for_each(|page| self.slots.leave(page.place, last));
+        let Self { shared: [shared_slots, shared_blocks], .. } = self;
+        // What `base` names a newer generation may name, too, which it was gone back from.
+        let last =
+            |place: u64, shared: &mut HashMap<u64, Generation>| shared.remove(&place).map_or(base, |one| one.max(base));
+        for block in left {
+            self.blocks.leave(block, last(block, shared_blocks));
+        }
+        for page in std::mem::take(&mut self.written).into_values().flatten() {
+            self.slots.leave(page.place, last(page.place, shared_slots));
+        }
         if let Some(oldest) = self.head.kept.last() {
             self.slots.forget_before(oldest.generation);
             self.blocks.forget_before(oldest.generation);

@@ -34,6 +34,8 @@ pub(crate) trait Files: fmt::Debug {
     fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// When this returns, what was written is durable.
     fn sync(&self, part: Part) -> io::Result<()>;
+    /// How long the file is.
+    fn length(&self, part: Part) -> io::Result<u64>;
     /// Takes room for so many bytes from the start of the file.
     fn take_room(&self, part: Part, bytes: u64) -> io::Result<()>;
 }
@@ -60,7 +62,11 @@ pub(crate) struct Opened {
 
 fn read_block(files: &dyn Files, place: u64, block: &mut Block) -> Result<()> {
     let read = files.read(Part::Manifest, place * BLOCK as u64, block);
-    read.map_err(|cause| Error::io(format!("read block {place} of the manifest"), cause))
+    read.map_err(|cause| unread(&format!("read block {place} of the manifest"), cause))
+}
+
+fn unread(what: &str, cause: io::Error) -> Error {
+    Error::io(what, cause).remedy("check the disk: the kernel log says more")
 }
 
 /// Opens a folder.
@@ -70,6 +76,7 @@ fn read_block(files: &dyn Files, place: u64, block: &mut Block) -> Result<()> {
 /// another size; `NotFound` if the generation that was asked for is not kept; for errors of the system, theirs.
 pub(crate) fn open(files: &dyn Files, terms: Terms) -> Result<Opened> {
     let (mut heads, mut lost) = (Vec::new(), Vec::new());
+    let length = files.length(Part::Manifest).map_err(|cause| unread("see how long the manifest is", cause))?;
     let mut block = [0; BLOCK];
     for place in 0..HEADS {
         read_block(files, place, &mut block)?;
@@ -78,7 +85,10 @@ pub(crate) fn open(files: &dyn Files, terms: Terms) -> Result<Opened> {
             continue;
         }
         match Head::read(&block) {
-            Ok(head) if head.newest().get() % HEADS == place => heads.push(head),
+            Ok(head) if head.newest().get() % HEADS == place && head.blocks * BLOCK as u64 <= length => {
+                heads.push(head);
+            }
+            Ok(head) if head.newest().get() % HEADS == place => lost.push((None, damaged("the file was cut short"))),
             Ok(_) => lost.push((None, damaged("a head is in the other one's place"))),
             // Of another version, it may be newer.
             Err(error) if error.kind() != ErrorKind::Corrupt => return Err(error),
@@ -141,7 +151,7 @@ pub(crate) fn read_page(files: &dyn Files, ledger: &Ledger, page: u32, bytes: &m
         return Ok(());
     };
     let read = files.read(Part::Pages, place * bytes.len() as u64, bytes);
-    read.map_err(|cause| Error::io(format!("read page {page} in slot {place}"), cause))?;
+    read.map_err(|cause| unread(&format!("read page {page} in slot {place}"), cause))?;
     let same = XxHash3_64::oneshot(bytes) == sum;
     if same { Ok(()) } else { Err(damaged(&format!("page {page} in slot {place} has other bytes than were written"))) }
 }
@@ -165,7 +175,10 @@ pub(crate) fn commit(
     table: &[u8],
     note: &[u8],
 ) -> Result<Generation, Failed> {
-    let io = |what: &str, cause| Error::io(format!("commit: {what}"), cause);
+    let io = |what: &str, cause| {
+        let error = Error::io(format!("commit: {what}"), cause);
+        error.remedy("check the disk and the room on it, and commit again: nothing is lost")
+    };
     // A disk that has failed to sync may have dropped what was to be synced, and then says so only once.
     files.sync(Part::Pages).map_err(|cause| Failed::Unknown(io("sync the pages", cause)))?;
     let (commit, blocks) = {

@@ -63,11 +63,13 @@ impl Places {
         self.left.entry(last).or_default().push(place);
     }
 
-    /// A place is named by `last`, and by no newer generation, if it is free so far.
-    pub(crate) fn is_left(&mut self, place: u64, last: Generation) {
-        if self.take_this(place) {
+    /// A place that is free so far is named by `last`, and by no newer generation. Returns whether it was free.
+    pub(crate) fn is_left(&mut self, place: u64, last: Generation) -> bool {
+        let was_free = self.take_this(place);
+        if was_free {
             self.leave(place, last);
         }
+        was_free
     }
 
     /// Frees the places that only generations before `oldest` name.
