@@ -6,10 +6,8 @@
 //! the program's is ever marked, unless the program has closed a marked one by a raw system call; a function that gets
 //! such a number for the program takes the mark off.
 //!
-//! Threads that this library [starts](start_thread) mark all that they open.
-//!
-//! Files that the runtime opens again later, on threads of its own, are not marked; a read of one that was closed
-//! fails.
+//! Threads that this library [starts](start_thread) mark all that they open, and so do those of the runtime, which are
+//! known by their names.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
@@ -68,7 +66,7 @@ pub fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Res
 
 /// This thread has opened a file: for the library, or for the program.
 pub fn opened(fd: c_int) {
-    if PROTECTS.try_with(Cell::get).unwrap_or(false) {
+    if PROTECTS.try_with(Cell::get).unwrap_or(false) || is_own_thread() {
         protect(fd);
     } else if is_ours(fd) {
         release(fd);
@@ -128,6 +126,17 @@ mod tests {
         release(60_001);
         assert_eq!(others(60_000, 60_001), [(60_001, 60_001)]);
         assert!(is_ours(60_005) && !is_ours(60_006) && !is_ours(-1) && !is_ours(c_int::MAX));
+    }
+
+    /// A file that a thread of the runtime's had open for a moment was closed by the program, and then by the thread.
+    #[test]
+    fn regression_what_a_thread_of_the_runtime_opens_is_ours() {
+        for (name, fd, is_its) in [("outcore-keeper", 49_000, true), ("faulting-7", 49_001, true), ("x", 49_002, false)]
+        {
+            let thread = std::thread::Builder::new().name(name.to_owned());
+            assert!(thread.spawn(move || opened(fd)).is_ok_and(|opens| opens.join().is_ok()));
+            assert_eq!(is_ours(fd), is_its, "{name}");
+        }
     }
 
     #[test]
