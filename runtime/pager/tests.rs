@@ -525,6 +525,13 @@ fn write(pager: &mut Pager, words: &[PageWord], segment: SegmentId, index: u32) 
     }
 }
 
+/// Writes back what is dirty, and begins the commit.
+fn begin_commit(pager: &mut Pager, segment: SegmentId, fx: &mut Effects) {
+    pager.begin_commit(&[segment], fx);
+    settle(pager, fx);
+    assert!(pager.begin_commit(&[segment], fx).is_none());
+}
+
 fn page(segment: SegmentId, index: u32) -> PageId {
     PageId { segment, index: PageIndex(index) }
 }
@@ -562,9 +569,7 @@ fn nothing_is_written_beside_a_commit_and_who_waits_for_a_frame_is_served_after_
     let (s, words) = durable(&mut pager);
     write(&mut pager, &words, s, 0);
     let mut fx = Effects::default();
-    pager.begin_commit(&[s], &mut fx);
-    settle(&mut pager, &mut fx);
-    assert!(pager.begin_commit(&[s], &mut fx).is_none());
+    begin_commit(&mut pager, s, &mut fx);
     write(&mut pager, &words, s, 0);
     let waits = ask(&mut pager, &[run(other, 0, 1)], Purpose::Read, &mut fx);
     assert!(fx.moves.is_empty(), "{:?}", fx.moves);
@@ -580,9 +585,7 @@ fn rolling_back_takes_what_was_written_since_and_nothing_else() {
     let (s, words) = durable(&mut pager);
     (0..2).for_each(|index| write(&mut pager, &words, s, index));
     let mut fx = Effects::default();
-    pager.begin_commit(&[s], &mut fx);
-    settle(&mut pager, &mut fx);
-    assert!(pager.begin_commit(&[s], &mut fx).is_none());
+    begin_commit(&mut pager, s, &mut fx);
     pager.end_commit(&[s], &mut fx);
     // Page 1 is dirty. Page 2 was evicted since, and is zeros in what was committed. Page 3 was only read.
     write(&mut pager, &words, s, 1);

@@ -1,8 +1,7 @@
 //! A generation of a folder, read without a runtime.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -12,6 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format;
 use crate::ids::{Bytes, PageSize};
+use crate::os::folder::Folder;
 use crate::store::durable::files::{self, FolderFiles};
 use crate::store::durable::table::{Entry, Packed, Table};
 use crate::store::durable::{Ledger, Terms, read_page};
@@ -153,8 +153,7 @@ impl DurableReader {
         format::open(beside.path()).map_err(|error| error.context(format!("export to {}", to.display())))?;
         beside.as_file().sync_all().map_err(io("sync"))?;
         beside.persist(to).map_err(|error| io("name")(error.error))?;
-        let folder = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(folder);
-        folder.and_then(|folder| folder.sync_all()).map_err(io("make durable the name of"))
+        Folder::existing(folder).and_then(|folder| folder.sync()).map_err(io("make durable the name of"))
     }
 
     /// The header of a safetensors file with all tensors.

@@ -7,8 +7,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, fallocate, fstatvfs};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::fs::fstatvfs;
+use rustix::io::Errno;
 
 use super::ledger::Ledger;
 use super::manifest::{self, Files, Opened, Part, Terms};
@@ -18,14 +18,13 @@ use crate::os::folder::{Access, Folder, FolderLock};
 use crate::os::limits::effective_user;
 use crate::store::backend::operation::{CallHook, FolderCall, Injected};
 use crate::store::file::{filesystem_name, is_memory, is_remote};
+use crate::store::scratch::{fallocate, is_unsupported, slices};
 
 const LOCK: &str = "lock";
 const MANIFEST: &str = "manifest";
 /// The manifest's name until the folder is whole.
 const NEW: &str = "manifest.new";
 const PAGES: &str = "pages";
-/// Room is taken in slices of this many bytes.
-const SLICE: u64 = 64 << 20;
 
 /// An open folder, which no other process has open.
 pub(crate) struct FolderFiles {
@@ -42,16 +41,12 @@ impl fmt::Debug for FolderFiles {
     }
 }
 
-fn ask(hook: Option<&Arc<dyn CallHook>>, call: FolderCall) -> io::Result<()> {
-    match hook.map(|hook| hook.before_folder(call)) {
-        Some(Injected::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
-        _ => Ok(()),
-    }
-}
-
 impl FolderFiles {
     fn ask(&self, call: FolderCall) -> io::Result<()> {
-        ask(self.hook.as_ref(), call)
+        match self.hook.as_ref().map(|hook| hook.before_folder(call)) {
+            Some(Injected::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
+            _ => Ok(()),
+        }
     }
 
     fn file(&self, part: Part) -> &File {
@@ -123,14 +118,13 @@ impl Files for FolderFiles {
         if u128::from(bytes - before) > u128::from(disk.f_bavail) * u128::from(disk.f_frsize) {
             return Err(Errno::NOSPC.into());
         }
-        // The kernel holds up reads and writes of a file while it changes the file's room.
-        for from in (before..bytes).step_by(SLICE as usize) {
-            match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), from, SLICE.min(bytes - from))) {
+        for (from, len) in slices(before, bytes - before) {
+            match fallocate(file, 0, from, len) {
                 Ok(()) => {}
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return file.set_len(bytes),
+                Err(cause) if is_unsupported(&cause) => return file.set_len(bytes),
                 Err(cause) => {
                     file.set_len(before)?;
-                    return Err(cause.into());
+                    return Err(cause);
                 }
             }
         }

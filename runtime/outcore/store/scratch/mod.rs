@@ -374,7 +374,7 @@ fn checksums(count: u64) -> Result<Box<[AtomicU64]>> {
 }
 
 /// The ranges of `SLICE` bytes or less that `[offset, offset + len)` is made of.
-fn slices(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
+pub(in crate::store) fn slices(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
     (0..len).step_by(SLICE as usize).map(move |done| (offset + done, SLICE.min(len - done)))
 }
 
@@ -524,7 +524,7 @@ impl Inner {
     }
 }
 
-fn is_unsupported(cause: &io::Error) -> bool {
+pub(in crate::store) fn is_unsupported(cause: &io::Error) -> bool {
     matches!(cause.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS))
 }
 
@@ -735,7 +735,7 @@ fn create_named(directory: &Path) -> io::Result<(File, PathBuf)> {
     Err(taken.unwrap_or_else(|| io::ErrorKind::AlreadyExists.into()))
 }
 
-fn fallocate(file: &File, mode: libc::c_int, offset: u64, len: u64) -> io::Result<()> {
+pub(in crate::store) fn fallocate(file: &File, mode: libc::c_int, offset: u64, len: u64) -> io::Result<()> {
     loop {
         // SAFETY: the descriptor is open; the call touches no memory of ours.
         if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as libc::off_t, len as libc::off_t) } == 0 {
