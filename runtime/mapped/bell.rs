@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::ThreadId;
 
+use outcore::os::descriptors::making;
 use outcore::{Error, Result};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
@@ -37,11 +38,10 @@ impl Bell {
     /// # Errors
     /// `Io` without a file descriptor or a thread.
     pub fn new() -> Result<Arc<Self>> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|cause| {
+        let event = making(|| eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)).map_err(|cause| {
             Error::io("make an event for the thread of faults", io::Error::from(cause))
                 .remedy("raise the limit on open files (ulimit -n)")
         })?;
-        outcore::os::descriptors::made(&event);
         let (closing, commands, thread) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
         let process = std::process::id();
         let (keeper, teller) = (Keeper::default(), Teller::start()?);

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use outcore::format::{self, ModelHeader, TensorHeader};
 use outcore::format::{Role, role};
+use outcore::os::descriptors::undisturbed;
 
 use crate::experts::Experts;
 use crate::order;
@@ -99,9 +100,11 @@ impl Outline {
 /// The indexes of safetensors models beside a file, which may be one of their shards whatever its name is.
 fn indexes(path: &Path) -> Vec<PathBuf> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let is_index = |path: &PathBuf| path.to_string_lossy().ends_with(".safetensors.index.json");
-    entries.filter(is_index).take(INDEXES_MAX).collect()
+    undisturbed(|| {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        entries.filter(is_index).take(INDEXES_MAX).collect()
+    })
 }
 
 /// Whether the file's name is that of a part of a model (`name-00001-of-00004.gguf`).

@@ -10,6 +10,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use outcore::os::descriptors::making;
 use outcore::{Error, ErrorKind, Result};
 use rustix::mm::UserfaultfdFlags;
 
@@ -267,17 +268,16 @@ impl Uffd {
         // UFFD_USER_MODE_ONLY, which rustix does not name.
         let user_mode = UserfaultfdFlags::from_bits_retain(1);
         // SAFETY: a new descriptor, whose ioctls are made in this module under the rules of each method.
-        let opened = unsafe { rustix::mm::userfaultfd(flags) };
+        let opened = making(|| unsafe { rustix::mm::userfaultfd(flags) });
         let of_kernel = opened.is_ok();
         // SAFETY: as above.
-        let opened = opened.or_else(|_| unsafe { rustix::mm::userfaultfd(flags | user_mode) });
+        let opened = opened.or_else(|_| making(|| unsafe { rustix::mm::userfaultfd(flags | user_mode) }));
         let fd = opened.map_err(|cause| {
             Error::new(ErrorKind::Unsupported, format!("userfaultfd is not to be had here: {}", io::Error::from(cause)))
                 .remedy(
                     "allow the system call (seccomp profiles of containers often forbid it), or pin tensors instead",
                 )
         })?;
-        outcore::os::descriptors::made(&fd);
         Ok(Self {
             fd,
             protects: false,

@@ -1,20 +1,23 @@
 //! Tells `outcore top` what this process does: one JSON object for each connection to a socket that is named after the
 //! process.
 //!
-//! The thread sleeps in `accept`, so nobody pays for it while nobody asks. It takes no signals, holds no lock of the
+//! The thread sleeps in `poll`, so nobody pays for it while nobody asks. It takes no signals, holds no lock of the
 //! pool's while it waits for whoever asked, and gives up one who does not read. Whoever is of another user gets
 //! nothing, unless it is root.
 
+use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
 use std::io::Write;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
+use outcore::os::descriptors::making;
 use outcore_mapped::live::{self, Optimum, Snapshot};
 
 use crate::descriptors;
+use crate::inside::start_thread;
 use crate::sys::say;
 
 /// How long one who asked may take to read the answer, and how long is waited for a file that is just being mapped.
@@ -38,7 +41,7 @@ pub fn start(look: Look, best: Best) {
     };
     SOCKET.store(listener.as_raw_fd(), Ordering::Release);
     // Without a thread nobody is answered, and whoever asks is told so.
-    if let Err(cause) = descriptors::start_thread("outcore-answer", move || serve(&listener, look, best)) {
+    if let Err(cause) = start_thread("outcore-answer", move || serve(listener, look, best)) {
         SOCKET.store(-1, Ordering::Release);
         say(&format!("`outcore top` will not see this process: no thread ({cause}); raise `ulimit -u`"));
     }
@@ -46,23 +49,18 @@ pub fn start(look: Look, best: Best) {
 
 fn listen() -> std::io::Result<UnixListener> {
     let address = SocketAddr::from_abstract_name(live::socket_name(std::process::id()))?;
-    let listener = UnixListener::bind_addr(&address)?;
-    // Where programs that close what they do not know are least likely to look.
-    // SAFETY: a copy of a descriptor that is open, and owned from here on.
-    let high = unsafe { libc::fcntl(listener.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 64) };
-    if high < 0 {
-        return Ok(listener);
-    }
-    // SAFETY: the copy that was just made, of which nobody else knows.
-    Ok(UnixListener::from(unsafe { OwnedFd::from_raw_fd(high) }))
+    let listener = making(|| UnixListener::bind_addr(&address))?;
+    let listener = UnixListener::from(descriptors::copied_high(&listener)?);
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
 /// In a child by `fork`: it has no thread that could answer, and the name stays its parent's.
 pub fn leave() {
     let socket = SOCKET.swap(-1, Ordering::AcqRel);
+    // The thread that uses it is not in this process.
     if socket >= 0 {
-        // SAFETY: the descriptor is this library's, and the thread that uses it is not in this process.
-        unsafe { libc::close(socket) };
+        descriptors::close(socket);
     }
 }
 
@@ -75,16 +73,27 @@ fn what(fd: RawFd) -> Option<(u64, u64)> {
     }
 }
 
-fn serve(listener: &UnixListener, look: Look, best: Best) {
+fn serve(listener: UnixListener, look: Look, best: Best) {
     let own = what(listener.as_raw_fd());
     let (mut optimum, mut next): (Option<Optimum>, _) = (None, Instant::now());
-    // The program may have closed the descriptor, and have another socket there by now.
-    while own.is_some() && what(listener.as_raw_fd()) == own {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            // One who has gone already, or no descriptor for now.
-            Err(cause) if matches!(cause.raw_os_error(), Some(libc::ECONNABORTED | libc::EINTR)) => continue,
-            Err(_) => return,
+    loop {
+        let mut somebody = libc::pollfd { fd: listener.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one place, which lives here.
+        unsafe { libc::poll(&raw mut somebody, 1, -1) };
+        // The program may have closed the descriptor by a raw system call, and have another file there by now.
+        if own.is_none() || what(listener.as_raw_fd()) != own {
+            SOCKET.store(-1, Ordering::Release);
+            descriptors::lost(listener.into_raw_fd());
+            return;
+        }
+        let stream = match making(|| listener.accept().map(|(stream, _)| stream)) {
+            Ok(stream) => stream,
+            // One who has gone already.
+            Err(cause) if matches!(cause.kind(), WouldBlock | ConnectionAborted | Interrupted) => continue,
+            Err(_) => {
+                SOCKET.store(-1, Ordering::Release);
+                return;
+            }
         };
         if !may_ask(&stream) {
             continue;

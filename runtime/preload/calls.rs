@@ -6,8 +6,7 @@ use std::ffi::{c_int, c_long, c_uchar, c_uint, c_void};
 use std::sync::atomic::AtomicUsize;
 
 use crate::files::LEAST_PART;
-use crate::forks::in_a_child;
-use crate::inside::{do_ours, is_inside_or_ends, ours};
+use crate::inside::{do_ours, ours};
 use crate::map::{Request, map};
 use crate::sys::{errno, kernel, next, page_size, set_errno};
 use crate::{descriptors, fragments, opens, pool, ranges, written};
@@ -361,28 +360,13 @@ pub unsafe extern "C" fn readahead(fd: c_int, offset: i64, count: usize) -> isiz
     unsafe { kernel(libc::SYS_readahead, [fd as i64 as u64, offset as u64, count as u64, 0, 0, 0]) as isize }
 }
 
-/// Whether the program closes, or replaces, a descriptor of this library's that it does not know.
-fn is_unknown(fd: c_int) -> bool {
-    if !descriptors::is_ours(fd) || in_a_child() {
-        return false;
-    }
-    if is_inside_or_ends() || descriptors::is_own_thread() {
-        descriptors::release(fd);
-        return false;
-    }
-    true
-}
-
 /// # Safety
 /// That of close(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn close(fd: c_int) -> c_int {
-    if is_unknown(fd) {
-        set_errno(libc::EBADF);
-        return -1;
-    }
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_close, [fd as i64 as u64, 0, 0, 0, 0, 0]) as c_int }
+    let of_kernel = || unsafe { kernel(libc::SYS_close, [fd as i64 as u64, 0, 0, 0, 0, 0]) as c_int };
+    descriptors::closing(fd, libc::EBADF, of_kernel)
 }
 
 /// # Safety
@@ -394,11 +378,10 @@ pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
         kernel(libc::SYS_close_range, [first.into(), last.into(), flags as i64 as u64, 0, 0, 0]) as c_int
     };
     // `CLOSE_RANGE_CLOEXEC` closes nothing now.
-    if first > last || flags as c_uint & libc::CLOSE_RANGE_CLOEXEC != 0 || !ranges::holds_any() {
+    if first > last || flags as c_uint & libc::CLOSE_RANGE_CLOEXEC != 0 {
         return of_kernel(first, last);
     }
-    let parts = descriptors::others(first, last);
-    if parts.into_iter().all(|(first, last)| of_kernel(first, last) == 0) { 0 } else { -1 }
+    descriptors::closing_range(first, last, of_kernel)
 }
 
 /// # Safety
@@ -425,14 +408,11 @@ pub unsafe extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
 /// That of dup3(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
-    if is_unknown(new) {
-        // What the kernel says where another thread has just got this descriptor.
-        set_errno(libc::EBUSY);
-        return -1;
-    }
     let arguments = [old as i64 as u64, new as i64 as u64, flags as i64 as u64, 0, 0, 0];
     // SAFETY: as the caller promised.
-    unsafe { kernel(libc::SYS_dup3, arguments) as c_int }
+    let of_kernel = || unsafe { kernel(libc::SYS_dup3, arguments) as c_int };
+    // The refusal is what the kernel says where another thread has just got this descriptor.
+    descriptors::closing(new, libc::EBUSY, of_kernel)
 }
 
 /// # Safety

@@ -3,9 +3,9 @@
 use std::sync::Once;
 use std::time::Duration;
 
-use outcore::os::signals::without_signals;
 use parking_lot::Mutex;
 
+use crate::inside::do_ours;
 use crate::{forks, interrupts, opens, pool, watch};
 
 /// How long is waited for what another thread says at the end.
@@ -21,8 +21,7 @@ pub fn follow() {
 }
 
 extern "C" fn at_exit() {
-    // A handler may touch a page while this thread has a lock of the runtime's.
-    without_signals(|| tell(Duration::ZERO));
+    do_ours(|| tell(Duration::ZERO));
     interrupts::wait_for_the_end();
 }
 

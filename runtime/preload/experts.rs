@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use outcore_mapped::{LayerExperts, Mapped};
 
-use crate::forks::in_a_child;
 use crate::inside::{do_ours, ours};
 use crate::pool::{Known, pool};
 use crate::predict::Routers;
+use crate::process::in_a_child;
 use crate::routing_state;
 
 /// What the router of a layer was given: as many numbers for each token.

@@ -5,11 +5,10 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::{answer, memory, ranges};
+use crate::{answer, memory, process, ranges, sides};
 
 /// Whether nothing is left to be said of this process: it was said, or is not for a child to say.
 static REPORTED: AtomicBool = AtomicBool::new(false);
-static IN_CHILD: AtomicBool = AtomicBool::new(false);
 /// Whether children have nothing of this library.
 static NOTHING_FOR_CHILDREN: AtomicBool = AtomicBool::new(false);
 /// How many threads there are in [`Beginning`].
@@ -42,6 +41,7 @@ pub fn follow() {
     static FOLLOWED: AtomicBool = AtomicBool::new(false);
     // No `Once`: a child would wait for the thread that its parent had there.
     if !FOLLOWED.load(Ordering::Relaxed) && !FOLLOWED.swap(true, Ordering::Relaxed) {
+        process::begins();
         memory::follow_forks();
         // SAFETY: the function has the C library's signature and does not unwind.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
@@ -54,11 +54,6 @@ pub fn leave_children_nothing() {
     NOTHING_FOR_CHILDREN.store(true, Ordering::SeqCst);
 }
 
-/// Whether this process is a child by `fork` of one that has mapped files here, or was about to.
-pub fn in_a_child() -> bool {
-    IN_CHILD.load(Ordering::Relaxed)
-}
-
 /// Whether it is left to the caller to say what happened. True once in a process, and never in a child that has nothing
 /// of this library.
 pub fn is_first_to_report() -> bool {
@@ -67,10 +62,12 @@ pub fn is_first_to_report() -> bool {
 
 /// Called in a child, by the thread that has forked.
 extern "C" fn in_child() {
+    process::begins();
+    sides::begin_anew();
     answer::leave();
     ranges::leave_to_kernel();
     // A child of a process that has no pool, and opens none just now, may have one.
     let has_nothing = BEGINNING.load(Ordering::SeqCst) > 0 || NOTHING_FOR_CHILDREN.load(Ordering::SeqCst);
-    IN_CHILD.store(has_nothing, Ordering::Relaxed);
+    process::is_a_child(has_nothing);
     REPORTED.store(has_nothing, Ordering::Relaxed);
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicI32, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Once, mpsc};
 use std::time::Duration;
 
-use crate::descriptors;
+use crate::inside;
 use crate::sys::{next, say, set_errno};
 
 const SIGNALS: [c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
@@ -67,7 +67,7 @@ pub fn follow(tell: Tell) {
         if unsafe { libc::sem_init(WAKE.get(), 0, 0) } != 0 {
             return;
         }
-        if let Err(cause) = descriptors::start_thread("outcore-signals", move || serve(tell)) {
+        if let Err(cause) = inside::start_thread("outcore-signals", move || serve(tell)) {
             return say(&format!(
                 "a signal will end the program without a word: no thread ({cause}); raise `ulimit -u`"
             ));
@@ -336,7 +336,7 @@ fn tell_in_time(tell: Tell) {
         let _ = done.send(());
     };
     // Without a thread nothing is said.
-    if descriptors::start_thread("outcore-telling", say).is_ok() {
+    if inside::start_thread("outcore-telling", say).is_ok() {
         let _ = told.recv_timeout(MOST);
     }
 }

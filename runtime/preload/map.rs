@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
+use std::os::fd::{FromRawFd, IntoRawFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,11 +13,12 @@ use outcore::{Bytes, Error};
 use outcore_mapped::MapOptions;
 
 use crate::files::{Identity, LEAST_PART, identity, least, model, shards};
-use crate::forks::{Beginning, in_a_child};
+use crate::forks::Beginning;
 use crate::given::Given;
 use crate::limit::{self, Limit};
 use crate::pool::{self, Known, Private};
 use crate::predict::Routers;
+use crate::process::in_a_child;
 use crate::ranges::{self, FILES_MAX, files_most, free_slot};
 use crate::settings::{Prediction, Settings, prediction, settings};
 use crate::sys::{page_size, say, whole_pages};
@@ -116,10 +117,11 @@ pub fn map(request: &Request) -> Option<u64> {
     let _beginning = Beginning::new();
     let settings = settings()?;
     end::follow();
+    descriptors::begin();
     opens::mapped(identity(&metadata));
     let limit = limit_within(request, settings, &path, &metadata)?;
     let identity = identity(&metadata);
-    let pool = descriptors::protecting(|| pool::open(settings, limit, &path))?;
+    let pool = pool::open(settings, limit, &path)?;
     interrupts::follow(end::tell);
     // Of slots too: only who has this lock takes one.
     let mut files = pool.files.lock();
@@ -167,8 +169,7 @@ pub fn map(request: &Request) -> Option<u64> {
     let mut given = Given::default();
     given.add(offset, len);
     if writable {
-        let opened = descriptors::protecting(|| options.open_private(&pool.runtime, &path));
-        let mapped = opened.inspect_err(refused).ok()?;
+        let mapped = options.open_private(&pool.runtime, &path).inspect_err(refused).ok()?;
         mapped.on_failure(tell_of_failure);
         ranges::set_kernel_waits(mapped.system_calls_wait());
         let (start, written) = (mapped.as_ptr() as u64, mapped.written());
@@ -177,8 +178,7 @@ pub fn map(request: &Request) -> Option<u64> {
         pool.private.lock().push(Private { identity, path, mapped, given, slot, _written: written });
         return Some(start + offset);
     }
-    let opened = descriptors::protecting(|| options.open(&pool.runtime, &path));
-    let mapped = Arc::new(opened.inspect_err(refused).ok()?);
+    let mapped = Arc::new(options.open(&pool.runtime, &path).inspect_err(refused).ok()?);
     mapped.on_failure(tell_of_failure);
     ranges::set_kernel_waits(mapped.system_calls_wait());
     let start = mapped.as_ptr() as u64;
@@ -201,15 +201,7 @@ fn opened_anew(fd: c_int, as_it_was: Identity) -> io::Result<File> {
     if identity(&file.metadata()?) != as_it_was {
         return Err(io::Error::other("it changes, or is closed, while it is mapped"));
     }
-    // Where programs that close what they do not know are least likely to look.
-    // SAFETY: a copy of a descriptor that is open, which the process gets.
-    let high = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 64) };
-    if high < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    descriptors::protect(high);
-    // SAFETY: the copy that was just made, of which nobody else knows.
-    Ok(unsafe { File::from_raw_fd(high) })
+    descriptors::copied_high(&file).map(File::from)
 }
 
 /// Takes out the files of which the program has nothing mapped. Their places are free, and their addresses nobody's

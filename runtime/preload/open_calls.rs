@@ -8,8 +8,9 @@ use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::files::{LEAST, LEAST_PART, is_model};
-use crate::forks::{Beginning, in_a_child};
+use crate::forks::Beginning;
 use crate::inside::do_ours;
+use crate::process::in_a_child;
 use crate::sys::kernel;
 use crate::{descriptors, end, names, opens};
 
@@ -94,14 +95,14 @@ macro_rules! opens {
         pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
             static NEXT: Next = Next::new($symbol);
             let next = NEXT.find();
-            let fd = if next.is_null() {
+            let open = || if next.is_null() {
                 // SAFETY: as the caller promised.
                 unsafe { kernel($number, [$($passed),*]) as c_int }
             } else {
                 // SAFETY: the C library's function has this signature, and the arguments are what the caller promised.
                 unsafe { std::mem::transmute::<*mut c_void, $signature>(next)($($argument),*) }
             };
-            descriptors::opened(fd);
+            let fd = descriptors::opening(open, |fd| *fd);
             // SAFETY: the caller's path, by which a file was opened.
             unsafe { noticed(fd, $flags, $at, $path) };
             fd
@@ -140,14 +141,12 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         return ptr::null_mut();
     }
     // SAFETY: the C library's function has this signature, and the arguments are what the caller promised.
-    let stream = unsafe { std::mem::transmute::<*mut c_void, FOpen>(function)(path, mode) };
-    if !stream.is_null() {
-        // SAFETY: a stream that was just opened.
-        let fd = unsafe { libc::fileno(stream) };
-        descriptors::opened(fd);
-        // SAFETY: the caller's path, by which a file was opened.
-        unsafe { noticed(fd, libc::O_RDONLY, libc::AT_FDCWD, path) };
-    }
+    let open = || unsafe { std::mem::transmute::<*mut c_void, FOpen>(function)(path, mode) };
+    // SAFETY: a stream that was just opened.
+    let of = |stream: &*mut libc::FILE| if stream.is_null() { -1 } else { unsafe { libc::fileno(*stream) } };
+    let stream = descriptors::opening(open, of);
+    // SAFETY: the caller's path, by which a file was opened.
+    unsafe { noticed(of(&stream), libc::O_RDONLY, libc::AT_FDCWD, path) };
     stream
 }
 

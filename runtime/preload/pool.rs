@@ -14,10 +14,11 @@ use outcore_mapped::{Faulting, Mapped, MappedMut, Written, builder_on};
 use parking_lot::Mutex;
 
 use crate::files::{Identity, identity};
-use crate::forks::{self, in_a_child};
+use crate::forks;
 use crate::given::Given;
 use crate::limit::Limit;
 use crate::predict::Routers;
+use crate::process::in_a_child;
 use crate::ranges::Slot;
 use crate::settings::Settings;
 use crate::sys::{page_size, say, whole_pages};

@@ -17,7 +17,7 @@ use crate::limit::{self, CALM, Ceiling, Follower, GROWING, Gauge, Held, LetGo, L
 use crate::settings::{self, Settings};
 use crate::sys::say;
 use crate::timeline::Timeline;
-use crate::{descriptors, opens, routing_state};
+use crate::{inside, opens, routing_state};
 
 /// Between two writes of the timeline. What is kept in between are a few thousand spans.
 const WRITE: Duration = Duration::from_millis(500);
@@ -125,7 +125,7 @@ impl Watch {
             end: Condvar::new(),
         });
         let (own, of) = (this.clone(), runtime.clone());
-        if let Err(cause) = descriptors::start_thread("outcore-memory", move || own.run(&of)) {
+        if let Err(cause) = inside::start_thread("outcore-memory", move || own.run(&of)) {
             say(&format!("the program's memory is not followed: no thread ({cause}); raise `ulimit -u`"));
         }
         this

@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 
 use outcore::device::streams::Copier;
 use outcore::device::{DeviceAddress, FrameId, StreamOp};
+use outcore::os::descriptors::making;
 use outcore::{Error, ErrorKind, PageSize, Result};
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -77,10 +78,9 @@ impl Core {
         let lost = match mechanism {
             Mechanism::Move => Lost::Poisoned,
             Mechanism::Copy => {
-                let empty = memfd_create("outcore-lost", MemfdFlags::CLOEXEC).map_err(|cause| {
+                let empty = making(|| memfd_create("outcore-lost", MemfdFlags::CLOEXEC)).map_err(|cause| {
                     Error::io("make an empty file", cause.into()).remedy("raise the limit on open files (ulimit -n)")
                 })?;
-                outcore::os::descriptors::made(&empty);
                 Lost::Buried(empty)
             }
         };

@@ -478,7 +478,10 @@ fn open_shards(
     // The error of the first shard that has one is reported, as if they had been read in order.
     let headers = thread::scope(|scope| {
         // Where no thread can be started, this one reads the share.
-        let start = |share| thread::Builder::new().spawn_scoped(scope, move || read_all(share)).ok();
+        let start = |share| {
+            let thread = thread::Builder::new().name("outcore-headers".into());
+            thread.spawn_scoped(scope, move || read_all(share)).ok()
+        };
         let others: Vec<_> = shares.map(|share| (share, start(share))).collect();
         let mut headers = read_all(own)?;
         for (share, other) in others {

@@ -1,20 +1,39 @@
-//! Descriptors that outcore does not get by opening a name: rings, events, files without one. A library that shares its
-//! process with a program, which may close what it does not know, is told of them.
+//! Descriptors that outcore makes other than by `open`: rings, events, files without a name, listings of a folder.
+//!
+//! A library that shares its process with a program, which may close what it does not know, runs each such call itself
+//! and sees what it made.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::OnceLock;
 
-static TOLD: OnceLock<fn(RawFd)> = OnceLock::new();
+/// Runs a call that makes descriptors, and learns which one stays open, if one does.
+pub type Around = fn(&mut dyn FnMut() -> Option<RawFd>);
 
-/// Has `tell` called with each such descriptor as soon as there is one, on whatever thread. Only the first call of this
-/// counts. They are closed by `close` of the C library.
-pub fn on_descriptor(tell: fn(RawFd)) {
-    let _ = TOLD.set(tell);
+static AROUND: OnceLock<Around> = OnceLock::new();
+
+/// Has `around` run each such call from now on, on whatever thread. Only the first call of this counts. The descriptors
+/// are closed by `close` of the C library.
+pub fn on_descriptors(around: Around) {
+    let _ = AROUND.set(around);
 }
 
-/// Tells of a descriptor that was just made. Nobody else knows it yet.
-pub fn made(descriptor: &impl AsRawFd) {
-    if let Some(tell) = TOLD.get() {
-        tell(descriptor.as_raw_fd());
+/// Runs `make`, which makes a descriptor.
+///
+/// # Errors
+/// Those of `make`.
+pub fn making<T: AsRawFd, E>(make: impl FnMut() -> Result<T, E>) -> Result<T, E> {
+    run(make, |made| made.as_ref().ok().map(AsRawFd::as_raw_fd))
+}
+
+/// Runs `work`, which makes descriptors other than by `open`, and closes them again.
+pub fn undisturbed<T>(work: impl FnMut() -> T) -> T {
+    run(work, |_| None)
+}
+
+fn run<T>(mut work: impl FnMut() -> T, left: impl Fn(&T) -> Option<RawFd>) -> T {
+    let mut result = None;
+    if let Some(around) = AROUND.get() {
+        around(&mut || left(result.insert(work())));
     }
+    result.unwrap_or_else(work)
 }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::cache;
+use super::descriptors::undisturbed;
 use super::limits::{effective_user, longest_file};
 
 /// The folder, which may not exist yet: `outcore` in `$XDG_CACHE_HOME`, or in `~/.cache`.
@@ -58,7 +59,8 @@ pub fn forget_old(folder: &Path, prefix: &str, age: Duration, most: usize) {
         let at = entry.metadata().and_then(|note| note.modified()).ok()?;
         ours.then(|| (at, entry.path()))
     };
-    let mut notes: Vec<_> = fs::read_dir(folder).into_iter().flatten().flatten().filter_map(written).collect();
+    let list = || fs::read_dir(folder).into_iter().flatten().flatten().filter_map(written).collect();
+    let mut notes: Vec<_> = undisturbed(list);
     notes.sort_unstable();
     let over = notes.len().saturating_sub(most);
     for (at, (written, path)) in notes.iter().enumerate() {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use io_uring::{IoUring, opcode, types};
 use parking_lot::Mutex;
 
-use crate::os::descriptors;
+use crate::os::descriptors::making;
 use crate::store::backend::operation::Active;
 
 /// Pause before trying again after the kernel has refused a submission.
@@ -28,8 +28,8 @@ impl OwnRing {
     /// descriptor.
     pub(crate) fn new() -> Option<Self> {
         // The thread that waits in the ring is the one its completions are for: no interrupt has to tell it.
-        let ring = IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2)).ok()?;
-        descriptors::made(&ring);
+        let set_up = || IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2));
+        let ring = making(set_up).ok()?;
         ring.params().is_feature_ext_arg().then(|| Self(Box::new(ring)))
     }
 

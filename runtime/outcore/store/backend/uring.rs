@@ -37,7 +37,7 @@ use slab::Slab;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
-use crate::os::descriptors;
+use crate::os::descriptors::making;
 use crate::store::backend::operation::Active;
 use crate::store::backend::queue::Lane;
 use crate::store::backend::shared::{Driver, Ended, Shared, Started};
@@ -100,12 +100,11 @@ pub(crate) fn try_set_up() -> Result<()> {
 fn set_up(depth: u32) -> Result<IoUring> {
     // Operations, the eventfd's read, and room for what is submitted again within a batch.
     let entries = (depth + 8).next_power_of_two();
-    let mut ring = match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
+    let set_up = || match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
         Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
         other => other,
-    }
-    .map_err(|cause| refused("set up a ring", cause))?;
-    descriptors::made(&ring);
+    };
+    let mut ring = making(set_up).map_err(|cause| refused("set up a ring", cause))?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|cause| refused("ask for its operations", cause))?;
     let needed = [("READ", opcode::Read::CODE), ("READV", opcode::Readv::CODE), ("WRITE", opcode::Write::CODE)];
@@ -167,14 +166,16 @@ const ASLEEP: u8 = 2;
 
 impl Bell {
     fn new() -> Result<Self> {
-        // SAFETY: eventfd touches no memory of ours.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(refused("create an eventfd", io::Error::last_os_error()));
-        }
-        // SAFETY: `fd` is a new descriptor that nothing else owns.
-        let eventfd = unsafe { File::from_raw_fd(fd) };
-        descriptors::made(&eventfd);
+        let make = || {
+            // SAFETY: eventfd touches no memory of ours.
+            let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: `fd` is a new descriptor that nothing else owns.
+            Ok(unsafe { File::from_raw_fd(fd) })
+        };
+        let eventfd = making(make).map_err(|cause| refused("create an eventfd", cause))?;
         Ok(Self { eventfd, state: AtomicU8::new(AWAKE) })
     }
 

@@ -16,6 +16,8 @@ use parking_lot::Mutex;
 use rustix::fs::inotify::{CreateFlags, ReadFlags, Reader, WatchFlags, add_watch, init, remove_watch};
 use rustix::io::Errno;
 
+use crate::os::descriptors::making;
+
 /// Bytes of a read of events: an event of a file takes 16.
 const AT_ONCE: usize = 4096;
 
@@ -38,8 +40,7 @@ struct State {
 impl Changes {
     /// `None` if the system has none of these left, or does not know them.
     pub fn new() -> Option<Arc<Self>> {
-        let inotify = init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).ok()?;
-        crate::os::descriptors::made(&inotify);
+        let inotify = making(|| init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)).ok()?;
         Some(Arc::new(Self { inotify, state: Mutex::default() }))
     }
 

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
+use crate::os::descriptors::making;
 use crate::store::IO_ALIGNMENT;
 use crate::store::file::changes::Watch;
 use crate::store::file::descriptors::{Descriptors, Number};
@@ -378,7 +379,7 @@ pub(crate) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
         Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => return Err(cause),
         // No /proc, or a descriptor to a file that may not be opened anew: change the flags of the one we have.
         Err(_) => {
-            let ours = file.try_clone()?;
+            let ours = making(|| file.try_clone())?;
             set_direct(&ours)?;
             ours
         }

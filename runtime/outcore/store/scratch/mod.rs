@@ -38,6 +38,7 @@ use twox_hash::XxHash3_64;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::os::descriptors::making;
 use crate::os::limits::effective_user;
 use crate::os::limits::longest_file;
 use crate::ranges::FreeRanges;
@@ -183,8 +184,7 @@ impl ScratchFile {
             Error::io(format!("create the scratch file in {}", directory.display()), cause)
                 .remedy("give a directory that exists and may be written to")
         };
-        let file = create_unnamed(directory).map_err(failed)?;
-        crate::os::descriptors::made(&file);
+        let file = making(|| create_unnamed(directory)).map_err(failed)?;
         let in_memory = is_memory(&filesystem_name(&file));
         Ok(Self(Arc::new(Inner {
             file,
@@ -208,7 +208,7 @@ impl ScratchFile {
     /// # Errors
     /// [`ErrorKind::Io`] if the process has no file descriptor left.
     pub fn handle(&self) -> Result<File> {
-        self.0.file.try_clone().map_err(|cause| {
+        making(|| self.0.file.try_clone()).map_err(|cause| {
             Error::io(format!("open the scratch file in {} again", self.0.directory.display()), cause)
                 .remedy("raise the limit on open files (ulimit -n)")
         })
