@@ -40,9 +40,10 @@ peers: ## Build llama.cpp and its server and fetch libCacheSim into .venv, for `
 	@scripts/need.sh cc c++ python3 pip
 	@scripts/fetch_peers.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device and on mapped files, bytes on an emulated GPU summed under overlap, simulated machines, a million judged operations, a million tensors, 1000 processes killed while they commit, a tebibyte walked, 200 GiB walked in 320 MB, a model's logits under every setting, then 64 streams of the server
+soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device and on mapped files, bytes on an emulated GPU summed under overlap, simulated machines, 10 million failed moves of the pager alone, a million judged operations, a million tensors, 1000 processes killed while they commit, a tebibyte walked, 200 GiB walked in 320 MB, a model's logits under every setting, then 64 streams of the server
 	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test runtime --test simulate --test process -- --ignored --nocapture --test-threads 1
+	cargo test --release -p outcore-pager --test pager -- --ignored --nocapture soak_of_failed_moves
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test device -- --ignored --nocapture emulated::overlap_soak
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release -p outcore-mapped --test mapped_soak -- --ignored --nocapture
 	OUTCORE_ALL=1 cargo test --test runtime --test device -- any_one whatever_call_fails interrupted

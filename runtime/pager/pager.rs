@@ -232,6 +232,10 @@ impl Pager {
     pub fn taken(&mut self, id: MoveId, point: FillPoint, fx: &mut Effects) {
         self.residency.taken(id, point);
         self.hear(fx);
+        // A scope that got its first pages has others of its requests tried before those of whoever holds nothing.
+        if self.admission.is_stirred() {
+            self.pump(fx);
+        }
     }
 
     /// Ends a move. Ignores unknown ids, so that a completion reported twice does no harm.

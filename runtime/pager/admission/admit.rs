@@ -206,6 +206,11 @@ impl Admission {
         for page in pages {
             if let Some(line) = self.page_lines.get_mut(page) {
                 line.pass(turn);
+                // A writer of a holder may have waited there for pins of its own scope only. From now on it would wait
+                // for another holder.
+                if line.next(None).is_some_and(|(first, _)| first.class == Class::Holding) {
+                    self.moved.push(*page);
+                }
             }
         }
         let needed = missing.len() as u32 + frames;

@@ -133,8 +133,7 @@ impl Admission {
             );
         }
         for (id, ..) in self.request_stages() {
-            // A scope that got lent pages is looked at with the next event, at the latest when their fills end.
-            let waits = all_told && !self.nearly.contains(&id) && self.waits_for_a_holder(res, id);
+            let waits = all_told && self.waits_for_a_holder(res, id);
             let stands = || {
                 let stand = self.request_stand(id);
                 let pages = stand.iter().flat_map(|(.., pages)| pages).map(|page| res.word(*page).load());

@@ -1111,6 +1111,29 @@ fn who_holds_pins_waits_for_its_own_that_end_behind_a_stream() {
     }
 }
 
+/// A holder asks to write a page that only its own pin has, which ends behind a stream, so it waits. Another holder may
+/// read the page meanwhile. From then on the first one would wait for the second one. The bug: it was not refused
+/// before its own pin had ended.
+#[test]
+fn regression_a_writer_that_waits_for_its_own_pins_is_refused_when_another_holder_joins_them() {
+    let (mut world, s) = world(4, 0, 8);
+    let one = world.growing_scope();
+    for index in 0..2 {
+        world.pin(&[run(s, index, 1)], Use::Stream, false).unwrap();
+        settle(&mut world);
+    }
+    world.begin_to_end(1, false);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.growing_scope();
+    world.pin(&[run(s, 2, 1)], false, false).unwrap();
+    settle(&mut world);
+    assert!(world.waits(writes) && world.told.is_empty());
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap();
+    assert!(!world.waits(writes) && world.told == [one]);
+    world.end(0);
+    world.drain();
+}
+
 /// The first request of a scope waits, and its second one is granted a pin. From then on others may wait for this
 /// scope. So its first request goes on past those in line if it can at once, and is busy otherwise.
 #[test]

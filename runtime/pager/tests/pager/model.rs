@@ -269,10 +269,10 @@ fn end(world: &mut World, guard: usize, random: &mut Random) {
     }
 }
 
-/// Returns how often it committed and rolled back.
-fn random_run(seed: u64, steps: usize) -> (u64, u64) {
+fn random_run(seed: u64, steps: usize, failing: Option<usize>) -> World {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let shape = shape(&mut random);
+    let shape = Shape { failing: failing.unwrap_or(shape.failing), ..shape };
     let mut this = Run::new(shape);
     for step in 0..steps {
         this.step(&mut random);
@@ -281,7 +281,7 @@ fn random_run(seed: u64, steps: usize) -> (u64, u64) {
         }
     }
     this.rest();
-    this.world.commits
+    this.world
 }
 
 /// `OUTCORE_SEED` replays one run, `OUTCORE_STEPS` makes it longer.
@@ -296,8 +296,8 @@ fn long_random_runs() {
     };
     for seed in seeds {
         let _replayed = replay::Case::of("long_random_runs", seed);
-        match std::panic::catch_unwind(|| random_run(seed, each)) {
-            Ok((begun, back)) => commits = (commits.0 + begun, commits.1 + back),
+        match std::panic::catch_unwind(|| random_run(seed, each, None)) {
+            Ok(world) => commits = (commits.0 + world.commits.0, commits.1 + world.commits.1),
             Err(panic) => {
                 eprintln!("{:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
                 std::panic::resume_unwind(panic);
@@ -305,6 +305,35 @@ fn long_random_runs() {
         }
     }
     assert!(replay::replayed().is_some() || commits.0 > 50 && commits.1 > 20, "{commits:?} commits");
+}
+
+/// As many moves fail as `OUTCORE_FAILURES` says, every second to every tenth one.
+#[test]
+#[ignore = "half an hour: make soak runs it"]
+fn soak_of_failed_moves() {
+    let most = std::env::var("OUTCORE_FAILURES").map_or(10_000_000, |text| text.parse().unwrap());
+    let (mut failures, mut runs) = (0, 0);
+    let mut seeds = Random(replay::first_seed() | 1);
+    while failures < most {
+        let seed = replay::replayed().unwrap_or_else(|| seeds.below(usize::MAX) as u64);
+        let _replayed = replay::Case::of("soak_of_failed_moves", seed);
+        failures += random_run(seed, 2_000, Some([2, 3, 5, 10][(seed % 4) as usize])).failures;
+        runs += 1;
+        if replay::replayed().is_some() {
+            break;
+        }
+    }
+    eprintln!("soak_of_failed_moves: {runs} runs, {failures} injected failures");
+}
+
+/// Two bugs that these runs found. The pages that a scope was lent made it a holder, and its other requests were tried
+/// with the next event only. And a writer that waited for its own scope's pins was not tried when another holder pinned
+/// the page.
+#[test]
+fn regression_runs_of_many_failures() {
+    for seed in [1_911_150_724, 1_318_227_748, 1_453_841_172, 674_533_128] {
+        random_run(seed, 2_000, Some([2, 3, 5, 10][(seed % 4) as usize]));
+    }
 }
 
 fn generated(test: &str, cases: u32) -> ProptestConfig {

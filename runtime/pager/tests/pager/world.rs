@@ -154,6 +154,8 @@ pub struct World {
     pub committing: Option<SegmentId>,
     /// How often a commit has begun, and was rolled back to.
     pub commits: (u64, u64),
+    /// How many moves were made to fail.
+    pub failures: u64,
     /// Whether requests from now on can never be refused.
     pub never_refused: bool,
     floor: u32,
@@ -215,6 +217,7 @@ impl World {
             written: HashSet::new(),
             committing: None,
             commits: (0, 0),
+            failures: 0,
             never_refused: false,
             floor: 0,
             walker: WalkerId::DEFAULT,
@@ -476,6 +479,7 @@ impl World {
             self.write(planned.page, planned.to, bytes);
             Ok(())
         } else {
+            self.failures += 1;
             for guard in self.guards.iter_mut().chain(self.endings.iter_mut().map(|ending| &mut ending.guard)) {
                 guard.void.extend(guard.lent.iter().filter(|(_, lent)| *lent == planned.id).map(|(page, _)| *page));
             }
