@@ -6,17 +6,20 @@
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use harness::replay::{Case, first_seed};
 use harness::{AnyDevice, Devices, Faults, Rng, Setting, check_at_rest, is_child, next_round, watched, whole_name};
 use outcore::durable::{Durable, DurableOptions, Generation, TensorSpec};
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, FolderCall, Injected, IoCall, IoKind};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, Tensor};
 use outcore_testkit::{harness, models, on_every_device};
+
+use super::fuzzed_state::check;
 
 on_every_device! {
     what_was_committed_is_there_again_and_nothing_else
@@ -692,4 +695,53 @@ fn who_may_not_wait_cannot_commit() {
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
     state.commit().unwrap();
+}
+
+fn seed(repairs: bool) -> Vec<u8> {
+    let manifest = fs::read(Path::new(FIXTURE).join("manifest")).unwrap();
+    [&[u8::from(repairs)][..], &manifest].concat()
+}
+
+fn fuzzed(folder: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz").join(folder).join("durable")
+}
+
+#[test]
+#[ignore = "writes into the repository"]
+fn write_seeds() {
+    fs::create_dir_all(fuzzed("corpus")).unwrap();
+    for repairs in [false, true] {
+        fs::write(fuzzed("corpus").join(if repairs { "repaired" } else { "sound" }), seed(repairs)).unwrap();
+    }
+}
+
+#[test]
+fn fuzz_corpus_of_durable_folders() {
+    let files = ["corpus", "regressions"].into_iter().filter_map(|folder| fs::read_dir(fuzzed(folder)).ok());
+    let opened = files.flatten().filter(|file| check(&fs::read(file.as_ref().unwrap().path()).unwrap())).count();
+    assert!(opened >= 2, "{opened} inputs were opened");
+}
+
+/// A little of what a fuzzer does.
+#[test]
+fn changed_manifests_are_errors_or_read() {
+    let mut opened = [0, 0];
+    for first in first_seed()..first_seed() + 1500 {
+        let _case = Case::of("changed_manifests_are_errors_or_read", first);
+        let mut rng = Rng::new(first);
+        let repairs = rng.one_in(2);
+        let mut input = seed(repairs);
+        for _ in 0..1 + rng.below(4) {
+            // Heads, and the beginnings of blocks, more often than the rest.
+            let at = match rng.below(3) {
+                0 => rng.below(input.len() as u64),
+                1 => 1 + 4096 * rng.below(2) + rng.below(256),
+                _ => 1 + 4096 * rng.below(15) + rng.below(128),
+            } as usize;
+            let values = [0, 1, 0x7F, 0xFF, input[at] ^ 1 << rng.below(8), rng.next() as u8];
+            input[at] = *rng.pick(&values);
+        }
+        opened[usize::from(repairs)] += u32::from(check(&input));
+    }
+    assert!(opened.iter().all(|count| *count > 20), "{opened:?} were opened");
 }

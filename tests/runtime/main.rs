@@ -8,6 +8,7 @@ mod concurrency;
 mod dlpack;
 mod durable;
 mod failure;
+mod fuzzed_state;
 mod link_server;
 mod panics;
 mod private;
