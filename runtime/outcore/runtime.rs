@@ -374,8 +374,8 @@ impl Runtime {
     /// Tells that the bytes of tensors are of no use any more: they will be written anew. Pages that lie entirely in
     /// one and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the
     /// next time, not read. Other pages stay as they are. So until they are written, each page has its old bytes or
-    /// zeros. Returns how many pages lost their bytes: none of a tensor of another runtime or of a file. The scratch
-    /// file keeps what it has of them until they are written back or [wiped](Self::wipe).
+    /// zeros. Returns how many pages lost their bytes: none of a tensor of another runtime, of a file or of a durable
+    /// folder. The scratch file keeps what it has of them until they are written back or [wiped](Self::wipe).
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};
@@ -402,7 +402,7 @@ impl Runtime {
     /// Makes zeros of what the scratch file has of tensors besides their newest bytes: what pages had when they were
     /// last written back, if they were [discarded](Self::discard) or written since. Without this it stays in the file
     /// until the page is written back again, or the tensor is dropped. What tensors have now is not changed. Only pages
-    /// that lie entirely in a tensor are wiped; tensors of files and of other runtimes are left out.
+    /// that lie entirely in a tensor are wiped; tensors of files, durable folders and other runtimes are left out.
     ///
     /// Waits for write backs of these pages that are under way, and holds up others. A page that a guard is writing
     /// counts as not written until the guard ends.

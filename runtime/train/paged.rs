@@ -1,0 +1,80 @@
+//! The tensors of an optimizer, and what a step uses of them.
+
+use std::num::NonZeroUsize;
+
+use outcore::pin::{Plan, Walker};
+use outcore::{Bytes, Result, Runtime, Tensor};
+
+use crate::gradients::Gradients;
+use crate::group::Group;
+use crate::layout::Layout;
+
+pub(crate) struct Paged {
+    pub runtime: Runtime,
+    pub layout: Layout,
+    pub groups: Vec<Group>,
+    /// By parameter, as one extent: the parameter, and then its states.
+    pub kept: Vec<Vec<Tensor>>,
+    pub gradients: Gradients,
+    pub working: Option<Tensor>,
+    pub walker: Walker,
+    /// As many as were asked for.
+    pub threads: NonZeroUsize,
+}
+
+impl Paged {
+    /// Declares the order of two steps: one up, and one down.
+    pub fn declare(&self) -> Result<()> {
+        let (mut up, mut down) = (Vec::new(), Vec::new());
+        for number in 0..self.layout.blocks.len() {
+            up.extend(self.used_by(number)?);
+        }
+        for number in (0..self.layout.blocks.len()).rev() {
+            down.extend(self.used_by(number)?);
+        }
+        up.append(&mut down);
+        self.walker.plan(Plan::Cycle(&up));
+        Ok(())
+    }
+
+    fn used_by(&self, block: usize) -> Result<Vec<Tensor>> {
+        let mut used = self.written_by(block)?;
+        used.push(self.gradients_of(block)?);
+        Ok(used)
+    }
+
+    pub fn gradients_of(&self, block: usize) -> Result<Tensor> {
+        self.gradients.tensor().rows(self.layout.blocks[block].positions.clone())
+    }
+
+    /// What an update of a block writes: for each of its parts the parameter and its states, and the working copy.
+    pub fn written_by(&self, block: usize) -> Result<Vec<Tensor>> {
+        let block = &self.layout.blocks[block];
+        let mut written = Vec::new();
+        for part in &self.layout.parts[block.parts.clone()] {
+            for tensor in &self.kept[part.parameter] {
+                written.push(tensor.rows(part.within.clone())?);
+            }
+        }
+        if let Some(working) = &self.working {
+            written.push(working.rows(block.positions.clone())?);
+        }
+        Ok(written)
+    }
+
+    /// What an update of a block pins at most: two pages of each tensor in `f32`, and one in `bf16`.
+    pub fn block_bytes(&self) -> Bytes {
+        let page = self.runtime.stats().page_size.bytes();
+        let states = self.groups.iter().map(|group| group.rule.states().len()).max().unwrap_or(0) as u64;
+        let gradients = self.gradients.pages_of_block();
+        Bytes::new((2 * (1 + states) + gradients + u64::from(self.working.is_some())) * page)
+    }
+
+    /// How many threads update: their blocks take half of the memory at most, so that the rest is read ahead.
+    pub fn threads(&self) -> usize {
+        let frames = self.runtime.stats().device_frames;
+        let pages = self.block_bytes().get() / self.runtime.stats().page_size.bytes();
+        let room = (frames.used + frames.free) / 2 / pages;
+        self.threads.get().min(room.max(1) as usize)
+    }
+}

@@ -1,0 +1,175 @@
+//! One pass over all blocks, by several threads.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+use half::bf16;
+use outcore::Result;
+use outcore::pin::Scope;
+use parking_lot::Mutex;
+
+use crate::errors::{invalid, of_other_elements};
+use crate::gradients::{CHUNK, Stored, narrowed};
+use crate::paged::Paged;
+use crate::rule::Moment;
+
+/// What is done to each block.
+#[derive(Debug)]
+pub(crate) enum Job {
+    /// The working copy is made.
+    Copy,
+    /// The parameters are updated.
+    Update(Update),
+}
+
+#[derive(Debug)]
+pub(crate) struct Update {
+    /// By group.
+    pub moments: Vec<Moment>,
+    /// What gradients are multiplied by.
+    pub factor: f32,
+    /// The norm of the gradients.
+    pub norm: f64,
+    /// Blocks without gradients: they count as zeros.
+    pub without: Vec<bool>,
+}
+
+/// A pass, and which blocks it has done.
+#[derive(Debug)]
+pub(crate) struct Sweep {
+    pub job: Job,
+    descends: bool,
+    done: Vec<AtomicBool>,
+    /// Whether some elements of a block may have been updated, and others not: a rule has panicked.
+    torn: AtomicBool,
+}
+
+/// While a block is updated.
+struct Updating<'a>(&'a AtomicBool);
+
+impl Drop for Updating<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Sweep {
+    pub fn new(blocks: usize, descends: bool, job: Job) -> Self {
+        let done = (0..blocks).map(|_| AtomicBool::new(false)).collect();
+        Self { job, descends, done, torn: AtomicBool::new(false) }
+    }
+
+    pub fn has_begun(&self) -> bool {
+        self.done.iter().any(|done| done.load(Ordering::Relaxed)) || self.is_torn()
+    }
+
+    fn is_torn(&self) -> bool {
+        self.torn.load(Ordering::Relaxed)
+    }
+
+    /// Does the blocks that are not done. After an error some more may be.
+    pub fn run(&self, on: &Paged) -> Result<()> {
+        if self.is_torn() {
+            let what = "a rule has panicked, and its block is neither of this step nor of the next one".to_string();
+            return Err(invalid(what, "`rollback`, or open the last commit"));
+        }
+        let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
+        let count = on.layout.blocks.len();
+        let work = || {
+            let scope = on.runtime.scope().label("optimizer").reserve(on.block_bytes()).wait();
+            let result = scope.and_then(|scope| {
+                while failed.lock().is_none() && !self.is_torn() {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= count {
+                        break;
+                    }
+                    let block = if self.descends { count - 1 - number } else { number };
+                    if !self.done[block].load(Ordering::Relaxed) {
+                        match &self.job {
+                            Job::Copy => copy(on, block, &scope)?,
+                            Job::Update(update) => self.update(on, block, update, &scope)?,
+                        }
+                        self.done[block].store(true, Ordering::Relaxed);
+                    }
+                }
+                Ok(())
+            });
+            if let Err(error) = result {
+                failed.lock().get_or_insert(error);
+            }
+        };
+        thread::scope(|threads| {
+            for _ in 1..on.threads().min(count) {
+                // Where the system has no more threads, fewer do it.
+                let _ = thread::Builder::new().name("outcore-update".into()).spawn_scoped(threads, work);
+            }
+            work();
+        });
+        failed.into_inner().map_or(Ok(()), Err)
+    }
+
+    fn update(&self, on: &Paged, number: usize, update: &Update, scope: &Scope) -> Result<()> {
+        let written = on.written_by(number)?;
+        let gradients = on.gradients_of(number)?;
+        let mut pins = on.runtime.pin(&written).write().in_scope(scope).of(&on.walker).wait()?;
+        let read = || on.runtime.pin(&gradients).in_scope(scope).of(&on.walker).wait();
+        let read = if update.without[number] { None } else { Some(read()?) };
+        let stored = read.as_ref().map_or(Ok(Stored::Zeros), |read| Stored::new(gradients.dtype(), read.bytes()))?;
+        let mut slices = pins.all_mut();
+        let block = &on.layout.blocks[number];
+        let parts = &on.layout.parts[block.parts.clone()];
+        let mut kept_of: Vec<Vec<&mut [f32]>> = Vec::with_capacity(parts.len());
+        for part in parts {
+            let all = slices.by_ref().take(on.kept[part.parameter].len());
+            let all = all.map(|bytes| bytemuck::try_cast_slice_mut(bytes).map_err(of_other_elements));
+            kept_of.push(all.collect::<Result<_>>()?);
+        }
+        let working = slices.next().map(bytemuck::try_cast_slice_mut::<u8, bf16>).transpose();
+        let mut working = working.map_err(of_other_elements)?;
+        // Nothing fails from here on.
+        let _updating = Updating(&self.torn);
+        for (part, mut kept) in parts.iter().zip(kept_of) {
+            let at = (part.at - block.positions.start) as usize;
+            let group = on.layout.parameters[part.parameter].group;
+            let [parameters, states @ ..] = &mut kept[..] else { continue };
+            let mut states: Vec<_> = states.iter_mut().map(|state| state.chunks_mut(CHUNK)).collect();
+            let mut widened = [0f32; CHUNK];
+            for (number, parameters) in parameters.chunks_mut(CHUNK).enumerate() {
+                let at = at + number * CHUNK;
+                let widened = &mut widened[..parameters.len()];
+                stored.widen(at, update.factor, widened);
+                let mut states: Vec<_> = states.iter_mut().filter_map(Iterator::next).collect();
+                on.groups[group].rule.update(update.moments[group], parameters, widened, &mut states);
+                if let Some(working) = &mut working {
+                    narrow(parameters, &mut working[at..at + parameters.len()]);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn narrow(from: &[f32], to: &mut [bf16]) {
+    to.iter_mut().zip(from).for_each(|(to, from)| *to = narrowed(*from));
+}
+
+/// Makes a block of the working copy.
+fn copy(on: &Paged, number: usize, scope: &Scope) -> Result<()> {
+    let Some(working) = &on.working else { return Ok(()) };
+    let block = &on.layout.blocks[number];
+    let parts = &on.layout.parts[block.parts.clone()];
+    let parameters = parts.iter().map(|part| on.kept[part.parameter][0].rows(part.within.clone()));
+    let parameters = parameters.collect::<Result<Vec<_>>>()?;
+    let working = working.rows(block.positions.clone())?;
+    let mut to = on.runtime.pin(&working).write().in_scope(scope).of(&on.walker).wait()?;
+    let from = on.runtime.pin(&parameters).in_scope(scope).of(&on.walker).wait()?;
+    let to: &mut [bf16] = bytemuck::try_cast_slice_mut(to.bytes_mut()).map_err(of_other_elements)?;
+    for (index, part) in parts.iter().enumerate() {
+        let from: &[f32] = bytemuck::try_cast_slice(from.bytes(index)?).map_err(of_other_elements)?;
+        let at = (part.at - block.positions.start) as usize;
+        narrow(from, &mut to[at..at + from.len()]);
+    }
+    Ok(())
+}
