@@ -49,11 +49,11 @@ pub fn check(input: &[u8]) -> bool {
     if flags & 1 == 1 {
         repair(&mut manifest);
     }
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().unwrap();
     let of_user = |name: &str, bytes: &[u8]| {
         let path = folder.path().join(name);
-        fs::write(&path, bytes).expect("a file");
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).expect("its mode");
+        fs::write(&path, bytes).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
     };
     of_user("manifest", &manifest);
     of_user("pages", PAGES);
@@ -62,7 +62,7 @@ pub fn check(input: &[u8]) -> bool {
     let tensors = reader.tensors();
     let exported = folder.path().join("exported");
     if reader.verify().is_ok() && reader.export(&exported).is_ok() {
-        let bytes = fs::metadata(&exported).expect("what was exported").len();
+        let bytes = fs::metadata(&exported).unwrap().len();
         assert!(!tensors.is_empty() && bytes > 8, "{bytes} bytes of {} tensors", tensors.len());
     }
     true
