@@ -25,7 +25,7 @@ ROUNDS = 2 if QUICK else 5
 # A small model takes more tokens, so that a run is seconds long.
 TOKENS = 12 if QUICK else 24
 PROMPT = "1,5,9,200,33"
-BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "shares", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "first_page", "walkers", "demand_latency", "verify", "kernels"]
+BENCHES = ["pin", "crowd", "fault", "stats", "mapped", "policies", "shares", "simulate", "cuda_move", "overlap", "open", "disk_to_device", "read_write", "optimizer", "first_page", "walkers", "demand_latency", "verify", "kernels"]
 # Benches of other packages than the repository's own.
 ELSEWHERE = {"kernels": "outcore-llm"}
 SKIPPED = 77

@@ -232,7 +232,7 @@ impl Pager {
     pub fn taken(&mut self, id: MoveId, point: FillPoint, fx: &mut Effects) {
         self.residency.taken(id, point);
         self.hear(fx);
-        // A scope that got its first pages has others of its requests tried before those of whoever holds nothing.
+        // The other requests of a scope that got its first pages no longer wait for other holders: they are tried now.
         if self.admission.is_stirred() {
             self.pump(fx);
         }

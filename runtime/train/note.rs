@@ -4,6 +4,7 @@ use outcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::errors::invalid;
 use crate::group::Group;
 use crate::layout::Layout;
 
@@ -83,6 +84,15 @@ impl Note {
         })
     }
 
+    /// Whether all parameters are of one step.
+    pub fn is_between_steps(&self) -> Result<()> {
+        if !self.in_step {
+            return Ok(());
+        }
+        let what = "some parameters of the folder are of another step than the others";
+        Err(invalid(what.into(), "go back to a commit (`Durable::rollback`), or open an older generation"))
+    }
+
     /// Whether this is the note of such an optimizer.
     pub fn check(&self, wanted: &Self) -> Result<()> {
         if self.groups.len() != wanted.groups.len() {
@@ -103,5 +113,5 @@ impl Note {
 }
 
 fn differs(what: String) -> Error {
-    Error::new(ErrorKind::InvalidArgument, what).remedy("give the groups that the folder was made for")
+    invalid(what, "give the groups that the folder was made for")
 }

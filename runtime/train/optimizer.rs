@@ -342,6 +342,7 @@ impl Optimizer {
         let Some((note, program)) = Note::read(&folder.note())? else {
             return Err(invalid("the last commit has no optimizer".into(), "drop this one, and open it anew"));
         };
+        note.is_between_steps()?;
         (self.note, self.program, self.unfinished) = (note, program, None);
         // New ones: pages of the scratch file that were lost do not come back.
         let Paged { runtime, layout, gradients, working, .. } = &mut self.paged;
@@ -415,10 +416,7 @@ fn of_folder(folder: &Durable, layout: &Layout, groups: &[Group]) -> Result<(Vec
     let (note, program) = match Note::read(&folder.note())? {
         Some((note, program)) => {
             note.check(&wanted)?;
-            if note.in_step {
-                let what = "some parameters of the folder are of another step than the others".to_string();
-                return Err(invalid(what, "go back to a commit (`Durable::rollback`), or open an older generation"));
-            }
+            note.is_between_steps()?;
             (note, program)
         }
         None if folder.tensors().is_empty() => {

@@ -595,9 +595,15 @@ fn a_rule_that_panics_leaves_nothing_to_commit() {
     drop(optimizer);
     assert!(make().unwrap_err().to_string().contains("another step"));
     state.rollback().unwrap();
-    let optimizer = make().unwrap();
+    let mut optimizer = make().unwrap();
     assert_eq!((optimizer.steps(), optimizer.program()), (1, &json!("one")));
     assert_eq!(bits(&runtime, &optimizer, "w"), vec![(-1f32).to_bits(); 60_000]);
+    // A state that was committed in the middle of a step, by hand, is refused by a roll back too.
+    let mut note: Value = serde_json::from_slice(&state.note()).unwrap();
+    note["optimizer"]["in_step"] = json!(true);
+    state.set_note(&serde_json::to_vec(&note).unwrap());
+    state.commit().unwrap();
+    assert!(optimizer.rollback().unwrap_err().to_string().contains("another step"));
 }
 
 /// An optimizer is dropped with steps that were not committed, and opened again in the same process.
