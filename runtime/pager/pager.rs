@@ -227,8 +227,9 @@ impl Pager {
     }
 
     /// Notes that the device has taken up the copy of a fill: it cannot be refused any more, its bytes have been
-    /// checked, and they are there once `point` has passed. Requests for streams then have what they wait for. Starts
-    /// no move. Ignores ids of other moves, and unknown ids, because the move may have ended already.
+    /// checked, and they are there once `point` has passed. Requests for streams then have what they wait for, and
+    /// others of their scopes are tried. Ignores ids of other moves, and unknown ids, because the move may have ended
+    /// already.
     pub fn taken(&mut self, id: MoveId, point: FillPoint, fx: &mut Effects) {
         self.residency.taken(id, point);
         self.hear(fx);

@@ -68,13 +68,14 @@ impl Admission {
             self.change_class(res, id, key, Class::Holding);
         }
         let (blocked, cause) = self.try_admit(res, id, key, fx).err()?;
-        let refused = if self.holds(terms.scope) && !self.comes_by_moves(res, key, blocked) {
-            self.stats.busy += 1;
-            Some(self.busy(res, key, blocked))
-        } else {
-            self.never_has(res, key)
-        };
-        if let Some(error) = refused {
+        // One look says whether the scope is a holder: another thread may let go of its last pin at any time, and pins
+        // that it gets later are reported, because it waits.
+        let is_holder = growth == Some(Class::Holding);
+        if is_holder && !self.comes_by_moves(res, key, blocked) {
+            self.refuse_as_busy(res, id, key, blocked, fx);
+            return None;
+        }
+        if let Some(error) = self.never_has(res, key) {
             self.end(res, id, error, fx);
             return None;
         }
@@ -88,7 +89,18 @@ impl Admission {
             self.change_class(res, id, key, class);
         }
         self.stand(res, id, key, blocked);
+        // Before the pages were closed, another holder may have pinned one without the latch.
+        if is_holder && !self.comes_by_moves(res, key, blocked) {
+            self.refuse_as_busy(res, id, key, blocked, fx);
+            return None;
+        }
         Some(blocked)
+    }
+
+    fn refuse_as_busy(&mut self, res: &mut Residency, id: RequestId, key: usize, blocked: Blocked, fx: &mut Effects) {
+        self.stats.busy += 1;
+        let error = self.busy(res, key, blocked);
+        self.end(res, id, error, fx);
     }
 
     /// Takes everything the request needs, or takes nothing and returns what was in the way.
@@ -208,7 +220,8 @@ impl Admission {
                 line.pass(turn);
                 // A writer of a holder may have waited there for pins of its own scope only. From now on it would wait
                 // for another holder.
-                if line.next(None).is_some_and(|(first, _)| first.class == Class::Holding) {
+                let has_holder = line.next(None).is_some_and(|(first, _)| first.class == Class::Holding);
+                if has_holder && self.moved.last() != Some(page) {
                     self.moved.push(*page);
                 }
             }

@@ -26,7 +26,7 @@ pub(super) enum Stand {
         source: Source,
         joined: u64,
     },
-    /// In the lines of these pages, each with the line's count when it joined. The first page is in its way.
+    /// In the lines of these pages, each with the line's count when it joined. One of them was in its way.
     Pages(Vec<(PageId, u64)>),
 }
 
