@@ -6,4 +6,6 @@ use libfuzzer_sys::fuzz_target;
 #[path = "../../tests/runtime/fuzzed_state.rs"]
 mod fuzzed_state;
 
-fuzz_target!(|input: &[u8]| _ = fuzzed_state::check(input));
+fuzz_target!(|input: &[u8]| {
+    fuzzed_state::check(input);
+});
