@@ -32,3 +32,8 @@ impl Group {
         self.rule.states().iter().map(move |state| (name, format!("{name}.{state}")))
     }
 }
+
+/// How many states the rule with the most of them keeps of a parameter.
+pub(crate) fn most_states(groups: &[Group]) -> usize {
+    groups.iter().map(|group| group.rule.states().len()).max().unwrap_or(0)
+}

@@ -15,10 +15,8 @@ const VERSION: u32 = 1;
 pub(crate) struct Note {
     format: String,
     version: u32,
-    /// Steps that were made.
+    /// Steps that were made. After an odd number, the next one takes the blocks from the last to the first.
     pub step: u64,
-    /// Whether the next step takes the blocks from the last to the first.
-    pub descends: bool,
     /// Whether a step has begun, and not ended: some parameters are of the next step.
     pub in_step: bool,
     groups: Vec<GroupNote>,
@@ -51,7 +49,7 @@ impl Note {
             }
         };
         let groups = groups.iter().enumerate().map(of_group).collect();
-        Self { format: FORMAT.into(), version: VERSION, step: 0, descends: false, in_step: false, groups }
+        Self { format: FORMAT.into(), version: VERSION, step: 0, in_step: false, groups }
     }
 
     /// The note, and what the program said. `None` if there is nothing.

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::errors::invalid;
 use crate::gradients::Gradients;
-use crate::group::Group;
+use crate::group::{Group, most_states};
 use crate::layout::{Layout, Parameter};
 use crate::note::Note;
 use crate::options::{NonFinite, OptimizerBuilder};
@@ -77,14 +77,13 @@ impl Optimizer {
         let order = groups.iter().enumerate().flat_map(|(number, group)| {
             group.parameters.iter().map(move |(name, shape)| (name.clone(), shape.clone(), number))
         });
-        let layout = Layout::new(order, runtime.stats().page_size)?;
+        let mut layout = Layout::new(order, runtime.stats().page_size)?;
         let mut by_name: HashMap<String, usize> = HashMap::new();
         by_name.extend(layout.parameters.iter().enumerate().map(|(at, parameter)| (parameter.name.clone(), at)));
         for (name, of) in tied {
             let known = by_name.get(&of).copied();
             by_name.extend(known.map(|at| (name, at)));
         }
-        let mut layout = layout;
         let (kept, note, program) = match &folder {
             Some(folder) => of_folder(folder, &layout, &groups)?,
             None => (in_scratch(&runtime, &layout, &groups)?, Note::new(&groups, &layout), Value::Null),
@@ -230,7 +229,6 @@ impl Optimizer {
         self.unfinished = None;
         self.paged.gradients.forget();
         self.note.step += 1;
-        self.note.descends = !self.note.descends;
         self.note.in_step = false;
         self.remember()?;
         Ok(Step { number: self.note.step, norm, skipped: None })
@@ -265,7 +263,7 @@ impl Optimizer {
         let blocks = self.paged.layout.blocks.len();
         let without = (0..blocks).map(|block| gradients.is_new(block)).collect();
         let job = Job::Update(Update { moments, factor: factor * clipped as f32, norm, without });
-        self.unfinished = Some(Sweep::new(blocks, self.note.descends, job));
+        self.unfinished = Some(Sweep::new(blocks, self.note.step % 2 == 1, job));
         Ok(None)
     }
 
@@ -405,7 +403,7 @@ fn in_scratch(runtime: &Runtime, layout: &Layout, groups: &[Group]) -> Result<Ve
         Ok(())
     };
     add(SegmentClass::Weights, layout.parameters.len())?;
-    let states = groups.iter().map(|group| group.rule.states().len()).max().unwrap_or(0);
+    let states = most_states(groups);
     (0..states).try_for_each(|state| add(SegmentClass::Optimizer, with_state(layout, groups, state)))?;
     Ok(kept)
 }
@@ -429,7 +427,7 @@ fn of_folder(folder: &Durable, layout: &Layout, groups: &[Group]) -> Result<(Vec
             return Err(invalid(what, "choose another folder, or an empty one"));
         }
     };
-    let states = groups.iter().map(|group| group.rule.states().len()).max().unwrap_or(0);
+    let states = most_states(groups);
     let mut kept: Vec<Vec<Tensor>> = vec![Vec::new(); layout.parameters.len()];
     for state in std::iter::once(None).chain((0..states).map(Some)) {
         let count = state.map_or(layout.parameters.len(), |state| with_state(layout, groups, state));

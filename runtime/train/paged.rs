@@ -6,7 +6,7 @@ use outcore::pin::{Plan, Walker};
 use outcore::{Bytes, Result, Runtime, Tensor};
 
 use crate::gradients::Gradients;
-use crate::group::Group;
+use crate::group::{Group, most_states};
 use crate::layout::Layout;
 
 pub(crate) struct Paged {
@@ -62,19 +62,21 @@ impl Paged {
         Ok(written)
     }
 
-    /// What an update of a block pins at most: two pages of each tensor in `f32`, and one in `bf16`.
+    /// Pages that an update of a block pins at most: two of each tensor in `f32`, and one of each in `bf16`.
+    fn block_pages(&self) -> u64 {
+        let states = most_states(&self.groups) as u64;
+        2 * (1 + states) + self.gradients.pages_of_block() + u64::from(self.working.is_some())
+    }
+
+    /// The bytes of these pages. A block has as many positions as a page has elements of two bytes.
     pub fn block_bytes(&self) -> Bytes {
-        let page = self.runtime.stats().page_size.bytes();
-        let states = self.groups.iter().map(|group| group.rule.states().len()).max().unwrap_or(0) as u64;
-        let gradients = self.gradients.pages_of_block();
-        Bytes::new((2 * (1 + states) + gradients + u64::from(self.working.is_some())) * page)
+        Bytes::new(self.block_pages() * 2 * self.layout.block)
     }
 
     /// How many threads update: their blocks take half of the memory at most, so that the rest is read ahead.
     pub fn threads(&self) -> usize {
         let frames = self.runtime.stats().device_frames;
-        let pages = self.block_bytes().get() / self.runtime.stats().page_size.bytes();
-        let room = (frames.used + frames.free) / 2 / pages;
+        let room = (frames.used + frames.free) / 2 / self.block_pages();
         self.threads.get().min(room.max(1) as usize)
     }
 }
