@@ -70,9 +70,9 @@ impl ComputeStream {
         self.engine().device.can_mark(self.0.id)
     }
 
-    /// Runs `then`, on a thread of the device, when everything that is on the stream has ended. `then` gets an
-    /// `InvalidArgument` if the stream was being captured by then: nothing can tell when work on it ends. With any
-    /// other error, nothing runs on the stream any more.
+    /// Runs `then`, on a thread of the device, when everything that is on the stream has ended; within this call if the
+    /// device refuses the mark. `then` gets an `InvalidArgument` if the stream was being captured by then: nothing can
+    /// tell when work on it ends. With any other error, nothing runs on the stream any more.
     pub(crate) fn mark(&self, then: impl FnOnce(Result<()>) + Send + 'static) {
         self.engine().run(self.0.id, StreamOp::Mark, Box::new(then));
     }

@@ -31,7 +31,7 @@ use std::task::Poll;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use outcore::device::parts::{closed, report, report_apart, run_call, strict, unknown_event};
+use outcore::device::parts::{closed, report, report_refusal, run_call, strict, unknown_event};
 use outcore::device::{
     Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, Direction, EventId, FrameId,
     HostPointer, HostRegion, LinkModel, LinkSchedule, StreamId, StreamKind, StreamOp, Token,
@@ -467,7 +467,7 @@ impl Core {
     fn step(&self) -> Option<()> {
         let step = self.state.lock().step()?;
         match step {
-            Step::Ended(completion) => report(&self.sink, &mut completion.into_iter().collect()),
+            Step::Ended(completion) => report(&*self.sink, &mut completion.into_iter().collect()),
             Step::Call(index, call) if self.clock == SimClock::Free => {
                 self.calls.lock().push_back((index, call));
                 self.called.notify_one();
@@ -751,7 +751,7 @@ impl Device for SimDevice {
                 return None;
             }
             drop(state);
-            report_apart(&self.core.sink, token, error);
+            report_refusal(&*self.core.sink, token, error);
             return None;
         }
         let item = match op {

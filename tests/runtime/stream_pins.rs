@@ -9,13 +9,16 @@ use std::task::{Context, Waker};
 
 use harness::{AnyDevice, Devices, Ends, Rng, Setting, check_at_rest, next_round, outlives_its_scope, watched};
 use outcore::{Bytes, DType, ErrorKind, Runtime, StreamPin, Tensor};
+use outcore_testkit::hooked::{DeviceCall, DeviceHook};
 use outcore_testkit::{harness, models, on_every_device};
+use parking_lot::Mutex;
 
 on_every_device! {
     a_stream_reads_the_files_bytes_under_pressure
     streams_and_writers_share_pages
     requests_given_up_at_any_moment_leave_no_pin_behind
     closing_with_pins_of_streams_ends
+    regression_a_pin_that_meets_the_close_has_ended_when_it_is_dropped
     regression_what_a_stream_still_uses_is_not_held_by_the_task
     regression_scopes_that_stream_layers_are_told_nothing
     a_pin_of_a_stream_may_outlive_its_scope
@@ -162,6 +165,39 @@ fn closing_with_pins_of_streams_ends(devices: Devices) {
                 assert!(pages.iter().all(|page| page.device.pins == 0), "{setting:?}: {pages:?}");
             }
             drop((stream, tensors, model, after));
+            next_round(setting.on);
+        }
+    });
+}
+
+/// Closes a runtime just before the device gets the next operation with a token: the end of a pin, which the runtime
+/// puts on a stream with no lock held.
+#[derive(Default)]
+struct ClosesFirst(Mutex<Option<Runtime>>);
+
+impl DeviceHook for ClosesFirst {
+    fn before(&self, call: DeviceCall) -> outcore::Result<()> {
+        let runtime = if call == DeviceCall::Submit { self.0.lock().take() } else { None };
+        runtime.map_or(Ok(()), Runtime::close)
+    }
+}
+
+/// The bug: where the runtime was closed while a guard was being dropped, a thread of its own ended the pins some time
+/// after the drop and after the close, and nothing did if there was no room for another thread.
+fn regression_a_pin_that_meets_the_close_has_ended_when_it_is_dropped(devices: Devices) {
+    watched("regression_a_pin_that_meets_the_close_has_ended_when_it_is_dropped", move || {
+        for setting in Setting::tiers(devices) {
+            let hook = Arc::new(ClosesFirst::default());
+            let runtime = setting.hooked(hook.clone()).open().unwrap();
+            let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+            let stream = runtime.compute_stream().unwrap();
+            let pin = runtime.pin(&tensor).on(&stream).wait().unwrap();
+            *hook.0.lock() = Some(runtime.clone());
+            drop(pin);
+            assert!(hook.0.lock().is_none(), "{setting:?}: the end of a pin is put on its stream");
+            let pages = runtime.observe().snapshot(&tensor).pages;
+            assert!(pages.iter().all(|page| page.device.pins == 0), "{setting:?}: {pages:?}");
+            drop((stream, tensor, runtime));
             next_round(setting.on);
         }
     });

@@ -28,7 +28,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
-use outcore::device::parts::{closed, has_a_link, report, report_apart, run_call};
+use outcore::device::parts::{closed, has_a_link, report, report_refusal, run_call};
 use outcore::device::{
     Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId,
     StreamKind, StreamOp, Token,
@@ -179,7 +179,7 @@ impl Shared {
             drop(ended);
             if let Some(token) = token {
                 // The receiver may panic, and may drop the last owner of the device.
-                report(&self.completions, &mut vec![Completion { token, result }]);
+                report(&*self.completions, &mut vec![Completion { token, result }]);
             }
             queue = lock(&self.queue);
         }
@@ -324,7 +324,7 @@ impl Device for Opened {
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let Ok(mut queue) = self.open_queue() else {
-            report_apart(&self.shared.completions, token, closed(NAME));
+            report_refusal(&*self.shared.completions, token, closed(NAME));
             return None;
         };
         queue.waiting.push_back((stream, op, token));

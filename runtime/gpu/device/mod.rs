@@ -49,7 +49,7 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use outcore::device::parts::{closed, report_apart, strict};
+use outcore::device::parts::{closed, report_refusal, strict};
 use outcore::device::{
     Completions, Device, DeviceAddress, EventId, FrameId, HostPointer, HostRegion, RawStream, StreamId, StreamKind,
     StreamOp, Token,
@@ -280,7 +280,7 @@ impl<D: Driver> Core<D> {
         match stream.submit_all(self, ops) {
             Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, EventId::of(id, number))).collect(),
             Err(tokens) => {
-                tokens.into_iter().for_each(|token| report_apart(&self.sink, token, closed(&self.name)));
+                tokens.into_iter().for_each(|token| report_refusal(&*self.sink, token, closed(&self.name)));
                 Vec::new()
             }
         }
@@ -656,14 +656,14 @@ impl<D: Driver> Device for GpuDevice<D> {
         let stream = match self.stream(id.get()) {
             Ok(stream) => stream,
             Err(error) => {
-                report_apart(&core.sink, token, error);
+                report_refusal(&*core.sink, token, error);
                 return None;
             }
         };
         let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
         if IN_HOST_FUNCTION.get() {
             // The mapper, which would hand it on, has ended.
-            report_apart(&core.sink, token, closed(&core.name));
+            report_refusal(&*core.sink, token, closed(&core.name));
             return None;
         }
         let taken_up = core.hand_over(id, &stream, vec![(op, token)]);

@@ -221,7 +221,7 @@ impl<D: Driver> Worker<D> {
             if !self.done.is_empty() {
                 drop(current.take());
                 core.keep_still();
-                report(&core.sink, &mut self.done);
+                report(&*core.sink, &mut self.done);
             }
         }
         let streams = core.streams.read().all.clone();

@@ -17,7 +17,8 @@
 //!    address faults. After a later `map` the content is arbitrary but readable.
 //! 4. `submit` does not wait for the operation. It may wait until a driver's queue has room; then other streams and
 //!    completions go on. Operations of one stream run in submission order; two streams are ordered only by events. An
-//!    operation with a token reports to the device's [`Completions`] exactly once.
+//!    operation with a token reports to the device's [`Completions`] exactly once. If the call refuses it, because the
+//!    device is closed or has no such stream, that is before `submit` returns.
 //! 5. Memory named by a submitted operation is borrowed until its completion is reported, even if nobody waits for the
 //!    operation any more.
 //! 6. `poll` has three answers: `Ready`, `Pending`, or an error. A failure is never reported as `Pending`. An operation
@@ -33,10 +34,10 @@
 //!    room; tokens submitted before are still reported. A mark that a closure has submitted is reported behind the work
 //!    on the stream, even if the stream is forgotten right after. While a stream is being captured into a graph, every
 //!    operation on it is refused, so none becomes part of the graph.
-//! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
-//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is dropped. The last owner may
-//!    go on one of the device's own threads, in the receiver of completions or in a closure. A drop there does not wait
-//!    for that thread, which ends when nothing is left for it. Nor does a `close`, unless it refuses.
+//! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` refuses with
+//!    [`ErrorKind::Closed`]. Mappings stay until the device is dropped. The last owner may go on one of the device's
+//!    own threads, in the receiver of completions or in a closure. A drop there does not wait for that thread, which
+//!    ends when nothing is left for it. Nor does a `close`, unless it refuses.
 
 mod ballast;
 mod factory;
@@ -176,8 +177,9 @@ pub struct Completion {
     pub result: Result<()>,
 }
 
-/// Receives completions, on threads of the device or the store. Must not block. Must not call back into the caller
-/// while holding a lock that the caller may hold.
+/// Receives completions, on threads of the device or the store, and of operations that were refused on the thread that
+/// submitted them, within the call. So it takes no lock that is held over a call of the device or the store. Must not
+/// block.
 pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);

@@ -2,8 +2,6 @@
 //! closures, and errors that read the same on every device. [`EventId::of`](super::EventId::of) numbers their events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::thread;
 
 use super::{Completion, Completions, Token};
 use crate::error::{Error, ErrorKind, Result, caught};
@@ -25,7 +23,7 @@ pub fn strict() -> bool {
 }
 
 /// Reports the completions and clears the list. If the receiver panics, that is logged, and the device goes on.
-pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
+pub fn report(sink: &dyn Completions, done: &mut Vec<Completion>) {
     if done.is_empty() {
         return;
     }
@@ -36,17 +34,12 @@ pub fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
     done.clear();
 }
 
-/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes. Without a token the
-/// error is logged.
-pub fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
-    let Some(token) = token else {
-        tracing::warn!(%error, "a stream operation was not run");
-        return;
-    };
-    let sink = Arc::clone(sink);
-    let report = move || sink.completed(&mut vec![Completion { token, result: Err(error) }]);
-    if let Err(cause) = thread::Builder::new().name("device-late".into()).spawn(report) {
-        tracing::error!(%cause, ?token, "cannot report the end of an operation");
+/// Reports that [`submit`](super::Device::submit) refuses an operation, with `error`. Call it before `submit` returns,
+/// with no lock held: the receiver may call the device. Without a token the error is logged.
+pub fn report_refusal(sink: &dyn Completions, token: Option<Token>, error: Error) {
+    match token {
+        Some(token) => report(sink, &mut vec![Completion { token, result: Err(error) }]),
+        None => tracing::warn!(%error, "a stream operation was not run"),
     }
 }
 

@@ -188,7 +188,7 @@ struct Batch {
 impl Batch {
     fn report(&mut self) {
         self.bytes = 0;
-        report(&self.sink, &mut self.done);
+        report(&*self.sink, &mut self.done);
     }
 }
 

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use parking_lot::RwLock;
 
-use super::parts::{closed, report_apart};
+use super::parts::{closed, report_refusal};
 pub use super::stream::Copier;
 use super::stream::Stream;
 use super::{Completions, EventId, StreamId, StreamKind, StreamOp, Token};
@@ -95,7 +95,7 @@ impl Streams {
         match queued {
             Ok(number) => token.map(|_| EventId::of(stream, number)),
             Err((token, error)) => {
-                report_apart(&self.sink, token, error);
+                report_refusal(&*self.sink, token, error);
                 None
             }
         }

@@ -523,7 +523,8 @@ pub(crate) struct Engine {
 /// The first token of callers' operations; ids of moves are smaller.
 const CALLER_TOKENS: u64 = 1 << 63;
 
-/// Runs after an operation of a caller's: on a thread of the device, with no lock held. It must not wait.
+/// Runs after an operation of a caller's: on a thread of the device, or within the call if that is refused, with no
+/// lock held. It must not wait.
 type AtEnd = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Operations of callers.
