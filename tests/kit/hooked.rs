@@ -58,6 +58,7 @@ pub enum DeviceCall {
 
 /// Sees the calls of a device before they are made, and can refuse them, for tests of the layers above. It runs on the
 /// thread that makes the call, which may hold locks of the runtime's, so it must not call the runtime or wait for it.
+/// When a guard's end is [submitted](DeviceCall::Submit), none is held.
 pub trait DeviceHook: Send + Sync {
     /// Called just before `call`. On an error the device does nothing, unless [`DeviceCall`] says otherwise.
     ///

@@ -301,8 +301,6 @@ struct State {
     running: BinaryHeap<Reverse<(Duration, u64, u32)>>,
     /// Closures that have returned, by stream, with their results.
     returned: VecDeque<(u32, Result<()>)>,
-    /// Completions of operations that no stream took.
-    refused: VecDeque<Completion>,
     closing: bool,
 }
 
@@ -361,7 +359,7 @@ impl State {
 
     /// The time at which the next operation ends.
     fn next(&mut self) -> Option<Duration> {
-        if !(self.refused.is_empty() && self.returned.is_empty()) {
+        if !self.returned.is_empty() {
             return Some(self.now);
         }
         self.start();
@@ -370,9 +368,6 @@ impl State {
 
     /// Ends the next operation.
     fn step(&mut self) -> Option<Step> {
-        if let Some(completion) = self.refused.pop_front() {
-            return Some(Step::Ended(Some(completion)));
-        }
         if let Some((index, result)) = self.returned.pop_front() {
             let token = self.streams[index as usize].items.pop_front().and_then(|(_, token)| token);
             return Some(Step::Ended(self.ended(index, token, result)));
@@ -429,7 +424,7 @@ impl State {
     }
 
     fn is_idle(&self) -> bool {
-        self.refused.is_empty() && self.streams.iter().all(|stream| stream.items.is_empty())
+        self.streams.iter().all(|stream| stream.items.is_empty())
     }
 
     fn first_failure(&self) -> Result<()> {
@@ -588,7 +583,6 @@ impl SimDevice {
             streams: Vec::new(),
             running: BinaryHeap::new(),
             returned: VecDeque::new(),
-            refused: VecDeque::new(),
             closing: false,
         };
         let core = Arc::new(Core {
@@ -746,10 +740,6 @@ impl Device for SimDevice {
         let mut state = self.core.state.lock();
         let known = if state.closing { Err(closed(NAME)) } else { state.stream(stream.get()).map(drop) };
         if let Err(error) = known {
-            if let (SimClock::Owned, Some(token)) = (self.core.clock, token) {
-                state.refused.push_back(Completion { token, result: Err(error) });
-                return None;
-            }
             drop(state);
             report_refusal(&*self.core.sink, token, error);
             return None;

@@ -19,6 +19,7 @@ on_every_device! {
     requests_given_up_at_any_moment_leave_no_pin_behind
     closing_with_pins_of_streams_ends
     regression_a_pin_that_meets_the_close_has_ended_when_it_is_dropped
+    regression_a_closure_that_is_refused_is_dropped_without_locks
     regression_what_a_stream_still_uses_is_not_held_by_the_task
     regression_scopes_that_stream_layers_are_told_nothing
     a_pin_of_a_stream_may_outlive_its_scope
@@ -199,6 +200,32 @@ fn regression_a_pin_that_meets_the_close_has_ended_when_it_is_dropped(devices: D
             assert!(pages.iter().all(|page| page.device.pins == 0), "{setting:?}: {pages:?}");
             drop((stream, tensor, runtime));
             next_round(setting.on);
+        }
+    });
+}
+
+/// Asks a runtime for a stream when it is dropped.
+struct AsksAtLast(Runtime);
+
+impl Drop for AsksAtLast {
+    fn drop(&mut self) {
+        assert_eq!(self.0.compute_stream().unwrap_err().kind(), ErrorKind::Closed);
+    }
+}
+
+/// The bug: a closure that came to a closed runtime was dropped under the lock of the device's streams. What it owned
+/// waited for that lock for ever, if it called the device when it was dropped.
+fn regression_a_closure_that_is_refused_is_dropped_without_locks(devices: Devices) {
+    watched("regression_a_closure_that_is_refused_is_dropped_without_locks", move || {
+        for on in devices.iter().copied() {
+            let page = outcore::PageSize::new(Bytes::new(PAGE)).unwrap();
+            let runtime = on.builder().page_size(page).device_budget(Bytes::new(2 * PAGE)).open().unwrap();
+            let stream = runtime.compute_stream().unwrap();
+            let asks = AsksAtLast(runtime.clone());
+            runtime.close().unwrap();
+            stream.call(move || drop(asks));
+            drop(stream);
+            next_round(on);
         }
     });
 }

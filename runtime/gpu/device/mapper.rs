@@ -16,7 +16,7 @@
 //! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
 //!    lock here. While it is not 0, later operations on that stream queue up too.
 //! 3. These are done without the lock: calling the driver, submitting to streams, and telling the sink what was taken
-//!    up.
+//!    up or refused. The sink is told when the operation does not count as queued here any more.
 //! 4. While a caller maps a page itself, the thread takes nothing up and does not end: an operation on that page may be
 //!    queued meanwhile. Once it has `ended`, nothing is queued any more.
 //! 5. The thread submits what waited for a page, so a full queue of that stream holds it up. The copies of the device's
@@ -330,11 +330,15 @@ fn hand_on<D: Driver>(core: &Arc<Core<D>>, ops: Vec<Deferred<D>>) {
             group.push((next.op, next.token));
         }
         let count = group.len();
-        let taken_up = core.hand_over(id, &stream, group);
+        let handed_over = core.hand_over(id, &stream, group);
         let state = core.mapper.lock();
         stream.deferred.fetch_sub(count as u32, Ordering::Relaxed);
         drop(state);
         core.mapper.settled.notify_all();
+        let taken_up = handed_over.unwrap_or_else(|refused| {
+            core.refuse(refused);
+            Vec::new()
+        });
         for (token, end) in taken_up {
             // A panic here is the caller's bug. It must not end the mapper, because no page could be mapped any more.
             if catch_unwind(AssertUnwindSafe(|| core.sink.taken_up(token, end))).is_err() {

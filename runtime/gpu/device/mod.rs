@@ -270,20 +270,21 @@ impl<D: Driver> Core<D> {
         unused.map_or_else(|| self.done(self.driver.alloc_locked(current, Bytes::new(BOUNCE_BYTES as u64))), Ok)
     }
 
-    /// Submits operations to a stream, in order; returns those with tokens that it has taken up.
+    /// Submits operations to a stream, in order. Returns those with tokens that it has taken up; if it is closed, the
+    /// tokens of those that it refuses, which are to be [reported](Self::refuse).
     fn hand_over(
         &self,
         id: StreamId,
         stream: &Arc<Stream<D>>,
         ops: Vec<(StreamOp, Option<Token>)>,
-    ) -> Vec<(Token, EventId)> {
-        match stream.submit_all(self, ops) {
-            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, EventId::of(id, number))).collect(),
-            Err(tokens) => {
-                tokens.into_iter().for_each(|token| report_refusal(&*self.sink, token, closed(&self.name)));
-                Vec::new()
-            }
-        }
+    ) -> std::result::Result<Vec<(Token, EventId)>, Vec<Option<Token>>> {
+        let taken_up = stream.submit_all(self, ops)?;
+        Ok(taken_up.into_iter().map(|(token, number)| (token, EventId::of(id, number))).collect())
+    }
+
+    /// Reports operations that a closed stream has refused.
+    fn refuse(&self, tokens: Vec<Option<Token>>) {
+        tokens.into_iter().for_each(|token| report_refusal(&*self.sink, token, closed(&self.name)));
     }
 
     fn take_event(&self, current: &D::Current<'_>) -> Result<D::Event> {
@@ -663,11 +664,16 @@ impl<D: Driver> Device for GpuDevice<D> {
         let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
         if IN_HOST_FUNCTION.get() {
             // The mapper, which would hand it on, has ended.
-            report_refusal(&*core.sink, token, closed(&core.name));
+            core.refuse(vec![token]);
             return None;
         }
-        let taken_up = core.hand_over(id, &stream, vec![(op, token)]);
-        taken_up.into_iter().next().map(|(_, end)| end)
+        match core.hand_over(id, &stream, vec![(op, token)]) {
+            Ok(taken_up) => taken_up.into_iter().next().map(|(_, end)| end),
+            Err(refused) => {
+                core.refuse(refused);
+                None
+            }
+        }
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {

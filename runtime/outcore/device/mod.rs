@@ -177,9 +177,9 @@ pub struct Completion {
     pub result: Result<()>,
 }
 
-/// Receives completions, on threads of the device or the store, and of operations that were refused on the thread that
-/// submitted them, within the call. So it takes no lock that is held over a call of the device or the store. Must not
-/// block.
+/// Receives completions, on threads of the device or the store. Those of operations that a device refuses come on the
+/// thread that submits them, within the call: so it takes no lock that is held over [`submit`](Device::submit). Must
+/// not block.
 pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);

@@ -86,12 +86,12 @@ impl Streams {
 
     /// See [`Device::submit`](super::Device::submit).
     pub fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
-        let open = self.open.read();
-        let queued = match open.get(self.device, stream) {
+        // Without the lock: a closure that is refused is dropped, and may own what calls the device then.
+        let found = self.open.read().get(self.device, stream).cloned();
+        let queued = match found {
             Ok(stream) => stream.submit(op, token).map_err(|token| (token, closed(self.device))),
             Err(error) => Err((token, error)),
         };
-        drop(open);
         match queued {
             Ok(number) => token.map(|_| EventId::of(stream, number)),
             Err((token, error)) => {

@@ -515,8 +515,7 @@ pub(crate) struct Engine {
     pub(crate) host_addressable: bool,
     /// Whether the device is told of pins; asked at every pin.
     pub(crate) hides_pages: bool,
-    /// The device accepts no more operations. Callers' operations check this first: the device would report a refusal
-    /// from a new thread, which could outlive the caller that it tells.
+    /// The device accepts no more operations. Callers that would wait for one are refused with its name.
     closed: AtomicBool,
 }
 
@@ -1262,10 +1261,11 @@ impl Engine {
             self.device.submit(stream, op, Some(Token(token)));
             Ok(())
         });
-        if let Err(error) = submitted
-            && let Some(at_end) = self.callers.lock().pending.remove(&token)
-        {
-            at_end(Err(error));
+        if let Err(error) = submitted {
+            let at_end = self.callers.lock().pending.remove(&token);
+            if let Some(at_end) = at_end {
+                at_end(Err(error));
+            }
         }
     }
 
@@ -1772,7 +1772,7 @@ impl Engine {
     }
 
     /// Stops admitting, and waits for everything in flight. Returns whether all of it has ended; false if the disk
-    /// completes nothing within `limit`.
+    /// completes nothing within `limit`. With a limit of zero it does not wait.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable).
@@ -1783,7 +1783,8 @@ impl Engine {
         while !latched.pager.is_idle() {
             let ended = self.store.ended();
             let late = latched.wait_for(&self.idle, limit, &self.latch)?;
-            if late && !latched.pager.is_idle() && self.store.outstanding() > 0 && self.store.ended() == ended {
+            let stands = limit.is_zero() || (self.store.outstanding() > 0 && self.store.ended() == ended);
+            if late && !latched.pager.is_idle() && stands {
                 latched.release();
                 return Ok(false);
             }
