@@ -1,0 +1,39 @@
+//! What a training needs beside its pages.
+
+use outcore::{Bytes, Error, ErrorKind, Result};
+
+use crate::shape::Shape;
+
+/// The program, its threads, and what the allocator keeps for later.
+const PROGRAM: u64 = 40 << 20;
+
+/// Bytes that computing a layer takes, there and back, for micro-batches of so many windows. Counted for the operations
+/// of [`layer`](crate::operations::layer): what each leaves for the way back, and half of that for the gradients that
+/// are there at a time; to that the layer's parameters and their gradients.
+pub fn computing(shape: &Shape, window: usize, at_once: usize) -> Bytes {
+    let of = |extent: usize| extent as u64;
+    let tokens = of(window) * of(at_once);
+    let scores = tokens * of(window) * of(shape.heads);
+    let layer = 26 * tokens * of(shape.width) + 6 * scores + 4 * tokens * of(shape.hidden);
+    let logits = 4 * tokens.min((1 << 20) / of(shape.vocabulary)).max(1) * of(shape.vocabulary);
+    Bytes::new(4 * layer.max(logits) * 3 / 2 + 2 * shape.largest_unit())
+}
+
+/// How a limit is divided: what is left for pages.
+///
+/// # Errors
+/// `BudgetTooSmall` if that is less than `least`.
+pub fn for_pages(limit: Bytes, computing: Bytes, least: Bytes) -> Result<Bytes> {
+    let beside = PROGRAM + computing.get();
+    let pages = limit.get().saturating_sub(beside);
+    if pages < least.get() {
+        let needed = Bytes::new(beside + least.get());
+        let what = format!(
+            "{limit} of memory are too few: the program takes {}, computing a layer {computing}, and pages {least} at least",
+            Bytes::new(PROGRAM)
+        );
+        let remedy = format!("give at least {needed} (--memory), or compute fewer windows at once (--micro)");
+        return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(remedy));
+    }
+    Ok(Bytes::new(pages))
+}

@@ -1,0 +1,149 @@
+//! What a pass computes with, paged: parameters and gradients are the optimizer's, and vectors between layers lie in a
+//! tensor beside them.
+
+use candle_core::{DType as Element, Device, Tensor as Computed, Var};
+use outcore::pin::{Plan, Walker};
+use outcore::policy::SegmentClass;
+use outcore::{DType, Result, Runtime, Tensor};
+use outcore_train::Optimizer;
+
+use crate::pass::{Place, Store, computed};
+use crate::shape::{Parameter, Shape};
+
+/// The store of a training.
+#[derive(Debug)]
+pub struct Paged {
+    runtime: Runtime,
+    /// The parameters, what is kept of them, and their gradients.
+    pub optimizer: Optimizer,
+    /// The vectors: those of a place lie behind one another.
+    vectors: Tensor,
+    width: usize,
+    micros: usize,
+    /// Walks over parameters and vectors in the order of a pass.
+    walker: Walker,
+}
+
+impl Paged {
+    /// A store for passes over `micros` micro-batches of `tokens` tokens each.
+    ///
+    /// # Errors
+    /// Those of allocations.
+    pub fn new(runtime: &Runtime, optimizer: Optimizer, shape: &Shape, micros: usize, tokens: usize) -> Result<Self> {
+        let places = ((shape.layers + 1) * micros) as u64;
+        let vectors =
+            runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
+        let (runtime, walker) = (runtime.clone(), runtime.walker()?);
+        let paged = Self { runtime, optimizer, vectors, width: shape.width, micros, walker };
+        paged.declare(shape)?;
+        Ok(paged)
+    }
+
+    /// Declares the order of a pass: up through the layers, and down.
+    fn declare(&self, shape: &Shape) -> Result<()> {
+        let mut order = Vec::new();
+        let places = |layer: usize| (0..self.micros).map(move |micro| Place { layer, micro });
+        let all = |parameters: Vec<Parameter>| -> Result<Vec<Tensor>> {
+            parameters.iter().map(|(name, _)| self.optimizer.parameter(name)).collect()
+        };
+        for place in places(0) {
+            order.push(self.place(place)?);
+        }
+        for layer in 0..shape.layers {
+            order.extend(all(shape.layer(layer))?);
+            for place in places(layer) {
+                order.push(self.place(place)?);
+                order.push(self.place(Place { layer: layer + 1, ..place })?);
+            }
+        }
+        order.extend(all(shape.head_parameters())?);
+        for place in places(shape.layers) {
+            order.push(self.place(place)?);
+        }
+        for layer in (0..shape.layers).rev() {
+            order.extend(all(shape.layer(layer))?);
+            for place in places(layer) {
+                order.push(self.place(place)?);
+                order.push(self.place(Place { layer: layer + 1, ..place })?);
+            }
+        }
+        for place in places(0) {
+            order.push(self.place(place)?);
+        }
+        self.walker.plan(Plan::Cycle(&order));
+        Ok(())
+    }
+
+    fn place(&self, Place { layer, micro }: Place) -> Result<Tensor> {
+        let at = (layer * self.micros + micro) as u64;
+        self.vectors.rows(at..at + 1)
+    }
+
+    /// The elements of a tensor, copied piece by piece: no piece needs more memory than a pin of a few pages.
+    fn copied(&self, tensor: &Tensor) -> Result<Vec<f32>> {
+        let elements = tensor.shape().iter().product::<u64>();
+        let flat = tensor.reshape(&[elements])?;
+        let mut values = Vec::with_capacity(elements as usize);
+        for first in (0..elements).step_by(PIECE as usize) {
+            let piece = flat.rows(first..(first + PIECE).min(elements))?;
+            values.extend_from_slice(self.runtime.pin(&piece).of(&self.walker).wait()?.view::<f32>()?);
+        }
+        Ok(values)
+    }
+
+    /// Writes the elements of a tensor in order, piece by piece.
+    ///
+    /// # Errors
+    /// Those of pins.
+    pub fn write(&self, tensor: &Tensor, values: impl IntoIterator<Item = f32>) -> Result<()> {
+        let elements = tensor.shape().iter().product::<u64>();
+        let flat = tensor.reshape(&[elements])?;
+        let mut values = values.into_iter();
+        for first in (0..elements).step_by(PIECE as usize) {
+            let piece = flat.rows(first..(first + PIECE).min(elements))?;
+            let mut pin = self.runtime.pin(&piece).write().of(&self.walker).wait()?;
+            pin.view_mut::<f32>()?.iter_mut().zip(&mut values).for_each(|(to, value)| *to = value);
+        }
+        Ok(())
+    }
+}
+
+/// Elements that are copied under one pin: 1 MiB.
+const PIECE: u64 = 1 << 18;
+
+fn values(tensor: &Computed) -> Result<Vec<f32>> {
+    computed("what is kept", tensor.flatten_all().and_then(|flat| flat.to_vec1()))
+}
+
+impl Store for Paged {
+    fn parameter(&mut self, (name, shape): &Parameter) -> Result<Var> {
+        let values = self.copied(&self.optimizer.parameter(name)?)?;
+        computed("a parameter", Var::from_vec(values, shape.as_slice(), &Device::Cpu))
+    }
+
+    fn rows(&mut self, (name, _): &Parameter, numbers: &[u32]) -> Result<Computed> {
+        let matrix = self.optimizer.parameter(name)?;
+        let mut values = Vec::with_capacity(numbers.len() * self.width);
+        for number in numbers {
+            let row = matrix.rows(u64::from(*number)..u64::from(*number) + 1)?;
+            values.extend_from_slice(self.runtime.pin(&row).wait()?.view::<f32>()?);
+        }
+        computed("the embedding", Computed::from_vec(values, (numbers.len(), self.width), &Device::Cpu))
+    }
+
+    fn put(&mut self, place: Place, vectors: &Computed) -> Result<()> {
+        self.write(&self.place(place)?, values(vectors)?)
+    }
+
+    fn get(&mut self, place: Place) -> Result<Var> {
+        let values = self.copied(&self.place(place)?)?;
+        let tokens = values.len() / self.width;
+        computed("what is kept", Var::from_vec(values, (tokens, self.width), &Device::Cpu))
+    }
+
+    fn add(&mut self, (name, shape): &Parameter, row: usize, gradient: &Computed) -> Result<()> {
+        debug_assert_eq!(gradient.dtype(), Element::F32);
+        let columns: usize = shape[1..].iter().product();
+        self.optimizer.accumulate(name, (row * columns) as u64, &values(gradient)?, 1.0)
+    }
+}

@@ -1,0 +1,320 @@
+//! A training from its first step, or from where it was left, to its last.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use candle_core::DType as Element;
+use outcore::durable::{Durable, DurableOptions};
+use outcore::machine::ProcessMemory;
+use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime};
+use outcore_train::{AdamW, Group, Optimizer, Schedule};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::losses::{Losses, hash};
+use crate::memory::{computing, for_pages};
+use crate::paged::Paged;
+use crate::pass::Pass;
+use crate::shape::Shape;
+use crate::text::{Text, TextId};
+
+/// Bytes of a page: large enough for the disk's full speed, and small beside a layer.
+pub const PAGE: Bytes = Bytes::kib(256);
+/// What a training needs in pages at least: a block of the optimizer, a pin of a pass, and what is read ahead.
+const LEAST: Bytes = Bytes::new(32 * PAGE.get());
+/// The standard deviation of a new matrix' elements.
+const DEVIATION: f32 = 0.02;
+
+/// What a run is given beside what its results depend on.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// The folder of the state.
+    pub state: PathBuf,
+    /// Whether a run may go on from it.
+    pub resume: bool,
+    /// The step to end with.
+    pub steps: u64,
+    /// Bytes of a page. A folder keeps its own for good.
+    pub page: Bytes,
+    /// Memory for pages: [of a limit for the process](Settings::pages_within), or as much as there can be.
+    pub budget: Option<Bytes>,
+    /// A commit comes after so many steps.
+    pub commit_every: u64,
+}
+
+/// All that the result of a step depends on. It is durable with the state, and the same in every part of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// The model.
+    pub shape: Shape,
+    /// Tokens of a window.
+    pub window: usize,
+    /// Windows of a step.
+    pub batch: usize,
+    /// Windows that are computed at once: it decides in which order gradients are added.
+    pub micro: usize,
+    /// Of the new parameters and of the order of the windows.
+    pub seed: u64,
+    /// The learning rate after the warm-up.
+    pub rate: f64,
+    /// Steps over which it rises.
+    pub warm_up: u64,
+    /// The norm to which gradients are clipped.
+    pub clip: f64,
+    /// The decay of matrices.
+    pub weight_decay: f64,
+}
+
+impl Settings {
+    /// # Errors
+    /// `InvalidArgument` for what is out of range. Rates and norms are the optimizer's to check.
+    pub fn check(&self) -> Result<()> {
+        self.shape.check()?;
+        let most = 1 << 20;
+        for (what, value) in [("--window", self.window), ("--batch", self.batch), ("--micro", self.micro)] {
+            if !(1..=most).contains(&value) {
+                let what = format!("{what} is {value}");
+                return Err(Error::new(ErrorKind::InvalidArgument, what).remedy(format!("choose 1 to {most}")));
+            }
+        }
+        if !self.batch.is_multiple_of(self.micro) {
+            let what = format!("--batch is {}, which is no multiple of --micro, {}", self.batch, self.micro);
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("choose a divisor of --batch"));
+        }
+        Ok(())
+    }
+
+    /// What a limit for the whole process leaves for pages.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check). `BudgetTooSmall` with the least that would do.
+    pub fn pages_within(&self, limit: Bytes) -> Result<Bytes> {
+        self.check()?;
+        for_pages(limit, computing(&self.shape, self.window, self.micro), LEAST)
+    }
+
+    fn groups(&self) -> [Group; 2] {
+        let schedule = || Schedule::constant(self.rate).warm_up(self.warm_up);
+        let with = |weight_decay: f64| Group::new(AdamW { weight_decay, ..AdamW::default() }, schedule());
+        let [mut matrices, mut norms] = [with(self.weight_decay), with(0.0)];
+        for (name, shape) in self.shape.all() {
+            let extents: Vec<u64> = shape.iter().map(|extent| *extent as u64).collect();
+            match extents.len() {
+                1 => norms = norms.parameter(name, &extents),
+                _ => matrices = matrices.parameter(name, &extents),
+            }
+        }
+        [matrices, norms]
+    }
+}
+
+/// How a run ended.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Steps that were made, by all parts of the run.
+    pub steps: u64,
+    /// The mean loss of each.
+    pub losses: Vec<f32>,
+    /// XXH3-64 over the bits of these, as 16 hexadecimal digits.
+    pub losses_xxh3: String,
+    /// The generation that is durable.
+    pub generation: u64,
+    #[serde(flatten)]
+    used: Used,
+}
+
+/// What a process has used until its last commit.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+struct Used {
+    peak_rss_bytes: u64,
+    disk_read_bytes: u64,
+    disk_written_bytes: u64,
+    tokens_per_second: f64,
+}
+
+/// What a step has brought.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Its number, from 1.
+    pub step: u64,
+    /// The mean loss of its tokens, before the parameters changed.
+    pub loss: f32,
+    /// The norm of its gradients, before they were clipped.
+    pub norm: f64,
+    /// Tokens a second.
+    pub speed: f64,
+}
+
+/// What the program has in the folder's note.
+#[derive(Serialize, Deserialize)]
+struct Note {
+    settings: Settings,
+    text: TextId,
+    used: Used,
+}
+
+/// Trains until the last step, or until `stop` is set: then the step that is under way is the last one. Each step is
+/// shown to `progress`, and what there is to say to `say`.
+///
+/// # Errors
+/// `InvalidArgument` for settings out of range, for a folder with a run if none is to be resumed, and for a run with
+/// other settings or another text: the message names the first that differs. `BudgetTooSmall` with the memory that is
+/// needed. Those of the text, of the runtime and of the optimizer; what was committed before stays.
+pub fn run(
+    text: &Path,
+    settings: &Settings,
+    limits: &Limits,
+    stop: &AtomicBool,
+    mut say: impl FnMut(&str),
+    mut progress: impl FnMut(&Progress),
+) -> Result<Report> {
+    settings.check()?;
+    let text = Text::open(text, settings.window, settings.seed)?;
+    let began = Instant::now();
+    let runtime = open(settings, limits)?;
+    let folder = runtime.open_durable(&limits.state, DurableOptions::default())?;
+    let mut builder = Optimizer::builder(&runtime).clip(settings.clip);
+    for group in settings.groups() {
+        builder = builder.group(group);
+    }
+    let before = kept(&folder)?;
+    let is_new = match &before {
+        Some(_) if !limits.resume => {
+            let what = format!("{} has a training already", limits.state.display());
+            return Err(Error::new(ErrorKind::InvalidArgument, what)
+                .remedy("give --resume to go on with it, or another folder"));
+        }
+        Some(note) => {
+            settings.compare(note, text.id())?;
+            false
+        }
+        None => true,
+    };
+    if is_new && limits.resume {
+        say("the folder has no training: it begins at step 0");
+    }
+    let optimizer = builder.open_in(&folder)?;
+    let made = optimizer.steps();
+    if made > limits.steps {
+        let what = format!("the training has made {made} steps, and {} are asked for", limits.steps);
+        return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("ask for more (--steps)"));
+    }
+    if !is_new {
+        say(&format!("it goes on from step {made}, generation {}", folder.generation().get()));
+    }
+    let micros = settings.batch / settings.micro;
+    let tokens = settings.micro * settings.window;
+    let mut paged = Paged::new(&runtime, optimizer, &settings.shape, micros, tokens)?;
+    if is_new {
+        initialize(&paged, settings)?;
+    }
+    let (losses, pass) = (Losses::new(&runtime, &folder), Pass::new(&settings.shape, settings.window, Element::F32)?);
+    let mut used = before.map_or(Used::default(), |note| note.used);
+    let mut made_here = 0;
+    for step in made..limits.steps {
+        let of_step = Instant::now();
+        let micros = text.step(step, settings.batch, settings.micro)?;
+        let loss = pass.run(&mut paged, &micros)? as f32;
+        let norm = paged.optimizer.step(1.0)?.norm;
+        losses.set(step, loss)?;
+        made_here += 1;
+        let tokens = (settings.batch * settings.window) as f64;
+        let is_last = step + 1 == limits.steps || stop.load(Ordering::Relaxed);
+        if is_last || (step + 1) % limits.commit_every.max(1) == 0 {
+            used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
+            let note = Note { settings: settings.clone(), text: text.id().clone(), used };
+            paged.optimizer.commit(&json!(note))?;
+        }
+        progress(&Progress { step: step + 1, loss, norm, speed: tokens / of_step.elapsed().as_secs_f64() });
+        if is_last {
+            break;
+        }
+    }
+    let steps = paged.optimizer.steps();
+    let all = losses.first(steps)?;
+    let (losses_xxh3, generation) = (format!("{:016x}", hash(&all)), folder.generation().get());
+    drop((paged, losses, folder));
+    runtime.close()?;
+    Ok(Report { steps, losses: all, losses_xxh3, generation, used })
+}
+
+fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
+    let Settings { shape, window, batch, .. } = settings;
+    let vectors = ((shape.layers + 1) * batch * window * shape.width * 4) as u64;
+    let all = Bytes::new(16 * shape.parameters() + vectors + LEAST.get());
+    let page = PageSize::new(limits.page)?;
+    Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()
+}
+
+/// What a run has left in the folder; `None` if there is none.
+fn kept(folder: &Durable) -> Result<Option<Note>> {
+    let bytes = folder.note();
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    let foreign = || {
+        Error::new(ErrorKind::Format, "the folder's state is not that of a training of this program")
+            .remedy("choose another folder")
+    };
+    let note: Value = serde_json::from_slice(&bytes).map_err(|_| foreign())?;
+    match &note["program"] {
+        Value::Null => Ok(None),
+        program => serde_json::from_value(program.clone()).map(Some).map_err(|_| foreign()),
+    }
+}
+
+impl Settings {
+    /// Whether a run with these settings goes on with what another one has left.
+    fn compare(&self, note: &Note, text: &TextId) -> Result<()> {
+        let differs = |what: &str, has: &Value, given: &Value| {
+            let what = format!("the training in the folder has {what} {has}, and {given} is given");
+            Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give what it began with, or another folder"))
+        };
+        let (has, given) = (json!(note.settings), json!(self));
+        for (name, given) in given.as_object().into_iter().flatten() {
+            if has[name] != *given {
+                return differs(name, &has[name], given);
+            }
+        }
+        if note.text != *text {
+            return differs("the text", &json!(note.text), &json!(text));
+        }
+        Ok(())
+    }
+}
+
+/// New parameters: ones for norms, and for matrices numbers from a uniform distribution around 0.
+fn initialize(paged: &Paged, settings: &Settings) -> Result<()> {
+    for (number, (name, shape)) in settings.shape.all().into_iter().enumerate() {
+        let tensor = paged.optimizer.parameter(&name)?;
+        if shape.len() == 1 {
+            paged.write(&tensor, std::iter::repeat(1.0))?;
+            continue;
+        }
+        let mut random = ChaCha8Rng::seed_from_u64(settings.seed);
+        random.set_stream(number as u64);
+        // The deviation of a uniform distribution is its half width over the root of 3.
+        let half = DEVIATION * 3f32.sqrt();
+        let uniform = || (random.next_u32() >> 8) as f32 / (1 << 24) as f32;
+        paged.write(&tensor, std::iter::repeat_with(uniform).map(|part| (2.0 * part - 1.0) * half))?;
+    }
+    Ok(())
+}
+
+impl Used {
+    fn now(tokens_per_second: f64) -> Result<Self> {
+        const FILE: &str = "/proc/self/io";
+        let text = std::fs::read_to_string(FILE).map_err(|cause| Error::io(format!("read {FILE}"), cause))?;
+        let field =
+            |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok()).unwrap_or_default();
+        Ok(Self {
+            peak_rss_bytes: ProcessMemory::now()?.peak.get(),
+            disk_read_bytes: field("read_bytes:"),
+            disk_written_bytes: field("write_bytes:"),
+            tokens_per_second,
+        })
+    }
+}

@@ -1,0 +1,203 @@
+//! A text as windows of bytes, in a shuffled order that is a function of the seed.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use outcore::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
+
+use crate::pass::Micro;
+
+/// How many pieces of a text its sum covers, and how many bytes each has. A text that is no longer is covered whole.
+const PIECES: u64 = 256;
+const PIECE: u64 = 4096;
+
+/// What tells one text from another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TextId {
+    /// Its bytes.
+    pub len: u64,
+    /// XXH3-64 over pieces at equal distances.
+    pub sum: u64,
+}
+
+/// A text file. It may be larger than memory: a window is read when it is used.
+#[derive(Debug)]
+pub struct Text {
+    path: PathBuf,
+    file: File,
+    id: TextId,
+    window: u64,
+    seed: u64,
+}
+
+impl Text {
+    /// Opens a text, to be read in windows of this many tokens.
+    ///
+    /// # Errors
+    /// `Io`; `InvalidArgument` for a text that is shorter than a window and one byte.
+    pub fn open(path: &Path, window: usize, seed: u64) -> Result<Self> {
+        let failed = |cause: io::Error| {
+            Error::io(format!("read the text {}", path.display()), cause).remedy("give a file that can be read")
+        };
+        let file = File::open(path).map_err(failed)?;
+        let meta = file.metadata().map_err(failed)?;
+        if !meta.is_file() {
+            let what = format!("{} is not a regular file", path.display());
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give a file of text"));
+        }
+        let (len, window) = (meta.len(), window as u64);
+        if len < window + 1 {
+            let what = format!("the text {} has {len} bytes, and a window needs {}", path.display(), window + 1);
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give a longer text, or lower --window"));
+        }
+        let id = TextId { len, sum: sum(&file, len).map_err(failed)? };
+        Ok(Self { path: path.into(), file, id, window, seed })
+    }
+
+    /// What tells it from other texts.
+    pub fn id(&self) -> &TextId {
+        &self.id
+    }
+
+    /// How many windows there are. Each has one more byte: the one behind its last token.
+    pub fn windows(&self) -> u64 {
+        (self.id.len - 1) / self.window
+    }
+
+    /// The windows of a step, `at_once` in each micro-batch. In each pass over the text every window comes once.
+    ///
+    /// # Errors
+    /// `Io`; `Corrupt` if the file is shorter than it was.
+    pub fn step(&self, step: u64, batch: usize, at_once: usize) -> Result<Vec<Micro>> {
+        let first = step * batch as u64;
+        let numbers: Vec<u64> = (first..first + batch as u64).collect();
+        numbers.chunks(at_once).map(|numbers| self.micro(numbers)).collect()
+    }
+
+    fn micro(&self, numbers: &[u64]) -> Result<Micro> {
+        let mut micro = Micro { inputs: Vec::new(), targets: Vec::new() };
+        let mut bytes = vec![0; self.window as usize + 1];
+        for number in numbers {
+            let (pass, within) = (number / self.windows(), number % self.windows());
+            let window =
+                shuffled(within, self.windows(), XxHash3_64::oneshot_with_seed(self.seed, &pass.to_le_bytes()));
+            self.file.read_exact_at(&mut bytes, window * self.window).map_err(|cause| match cause.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    let what = format!("the text {} is shorter than when it was opened", self.path.display());
+                    Error::new(ErrorKind::Corrupt, what).remedy("do not change the text while it is read")
+                }
+                _ => Error::io(format!("read the text {}", self.path.display()), cause),
+            })?;
+            micro.inputs.extend(bytes[..bytes.len() - 1].iter().map(|byte| u32::from(*byte)));
+            micro.targets.extend(bytes[1..].iter().map(|byte| u32::from(*byte)));
+        }
+        Ok(micro)
+    }
+}
+
+fn sum(file: &File, len: u64) -> io::Result<u64> {
+    let mut hash = XxHash3_64::with_seed(len);
+    let mut bytes = vec![0; PIECE as usize];
+    let pieces = len.div_ceil(PIECE).min(PIECES);
+    for piece in 0..pieces {
+        // The last one ends where the text ends.
+        let at = if pieces < PIECES { piece * PIECE } else { (len - PIECE) / (PIECES - 1) * piece };
+        let count = (len - at).min(PIECE) as usize;
+        file.read_exact_at(&mut bytes[..count], at)?;
+        std::hash::Hasher::write(&mut hash, &bytes[..count]);
+    }
+    Ok(std::hash::Hasher::finish(&hash))
+}
+
+/// The place of number `at` in a shuffled order of `count` numbers: a Feistel network of four rounds over the next
+/// power of four, walked until it comes out below `count` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+/// 2002).
+fn shuffled(at: u64, count: u64, key: u64) -> u64 {
+    let half = (64 - count.saturating_sub(1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1 << half) - 1;
+    let mut at = at;
+    loop {
+        let (mut left, mut right) = (at >> half, at & mask);
+        for round in 0..4u64 {
+            let mixed = XxHash3_64::oneshot_with_seed(key ^ round, &right.to_le_bytes());
+            (left, right) = (right, left ^ (mixed & mask));
+        }
+        at = left << half | right;
+        if at < count {
+            return at;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use super::*;
+
+    /// Every window comes once in a pass, and the next pass has another order.
+    #[test]
+    fn an_order_has_every_number_once() {
+        for count in [1, 2, 3, 5, 16, 17, 1000, 4097] {
+            let order = |key: u64| (0..count).map(|at| shuffled(at, count, key)).collect::<Vec<u64>>();
+            let mut sorted = order(7);
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..count).collect::<Vec<u64>>());
+            if count > 16 {
+                assert_ne!(order(7), order(8));
+                assert_ne!(order(7), (0..count).collect::<Vec<u64>>());
+            }
+        }
+    }
+
+    #[test]
+    fn targets_are_the_bytes_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("text");
+        let bytes: Vec<u8> = (0..101).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let text = Text::open(&path, 10, 3).unwrap();
+        assert_eq!(text.windows(), 10);
+        let mut seen = Vec::new();
+        for step in 0..5 {
+            let micros = text.step(step, 2, 1).unwrap();
+            assert_eq!(micros.len(), 2);
+            for micro in micros {
+                let behind: Vec<u32> = micro.inputs.iter().map(|token| token + 1).collect();
+                assert_eq!(micro.targets, behind);
+                seen.push(micro.inputs[0] / 10);
+            }
+        }
+        seen.sort_unstable();
+        assert_eq!(seen, (0..10).collect::<Vec<u32>>());
+        let both = text.step(0, 2, 2).unwrap();
+        assert_eq!(both.len(), 1);
+        assert_eq!(both[0].inputs.len(), 20);
+    }
+
+    #[test]
+    fn texts_are_told_apart_and_short_ones_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("text");
+        let mut bytes = vec![7; 3_000_000];
+        let id = |bytes: &[u8]| {
+            std::fs::write(&path, bytes).unwrap();
+            Text::open(&path, 10, 3).unwrap().id().clone()
+        };
+        let before = id(&bytes);
+        assert_eq!(id(&bytes), before);
+        *bytes.last_mut().unwrap() = 8;
+        assert_ne!(id(&bytes), before);
+        for len in [0, 10] {
+            std::fs::write(&path, &bytes[..len]).unwrap();
+            let error = Text::open(&path, 10, 3).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains("a window needs 11"), "{error}");
+        }
+        assert_eq!(Text::open(folder.path(), 10, 3).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+}

@@ -1,0 +1,262 @@
+//! A training has the same losses, bit for bit, in any memory, and whenever it was left and taken up again.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use outcore::{Bytes, ErrorKind, Result};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use tempfile::TempDir;
+use train::run::{Limits, Progress, Report, Settings, run};
+use train::shape::Shape;
+
+const STEPS: u64 = 6;
+
+fn settings() -> Settings {
+    let (vocabulary, layers, width, heads, kv_heads, hidden) = (256, 3, 32, 4, 2, 80);
+    let shape = Shape { vocabulary, layers, width, heads, kv_heads, hidden, rope_base: 10_000.0, epsilon: 1e-5 };
+    let (window, batch, micro, seed) = (24, 4, 2, 5);
+    Settings { shape, window, batch, micro, seed, rate: 3e-3, warm_up: 2, clip: 1.0, weight_decay: 0.1 }
+}
+
+/// The settings, as arguments of the program.
+fn arguments() -> Vec<String> {
+    let text = "--layers 3 --width 32 --heads 4 --kv-heads 2 --hidden 80 --window 24 --batch 4 --micro 2 --seed 5 \
+                --rate 3e-3 --warm-up 2 --clip 1.0 --weight-decay 0.1";
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+struct Bench {
+    folder: TempDir,
+    text: PathBuf,
+    states: u64,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let text = folder.path().join("text");
+        let words = ["a page ", "is pinned ", "by a scope ", "that reserved ", "its frames ", "before. "];
+        let mut random = ChaCha8Rng::seed_from_u64(1);
+        let bytes: String = (0..4000).map(|_| words[random.next_u32() as usize % words.len()]).collect();
+        std::fs::write(&text, bytes).unwrap();
+        Self { folder, text, states: 0 }
+    }
+
+    /// A new place for a state.
+    fn state(&mut self) -> PathBuf {
+        self.states += 1;
+        self.folder.path().join(format!("state-{}", self.states))
+    }
+
+    /// A state of small pages, of which so many are kept.
+    fn limits(&self, state: &Path, frames: u64, steps: u64) -> Limits {
+        let page = Bytes::kib(4);
+        let budget = Some(Bytes::new(frames * page.get()));
+        Limits { state: state.into(), resume: true, steps, page, budget, commit_every: 1 }
+    }
+
+    fn run(&self, limits: &Limits) -> Result<Report> {
+        run(&self.text, &settings(), limits, &AtomicBool::new(false), |_| {}, |_| {})
+    }
+}
+
+fn bits(report: &Report) -> Vec<u32> {
+    report.losses.iter().map(|loss| loss.to_bits()).collect()
+}
+
+#[test]
+fn any_memory_gives_the_same_losses() {
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let whole = bench.run(&bench.limits(&state, 4096, STEPS)).unwrap();
+    assert_eq!((whole.steps, whole.losses.len() as u64), (STEPS, STEPS));
+    // State and gradients have some 230 pages.
+    for frames in [20, 40, 100] {
+        let state = bench.state();
+        let report = bench.run(&bench.limits(&state, frames, STEPS)).unwrap();
+        assert_eq!(bits(&report), bits(&whole), "{frames} frames");
+        assert_eq!(report.losses_xxh3, whole.losses_xxh3);
+    }
+    let mut other = settings();
+    other.seed += 1;
+    let state = bench.state();
+    let report = run(&bench.text, &other, &bench.limits(&state, 100, 1), &AtomicBool::new(false), |_| {}, |_| {});
+    assert_ne!(report.unwrap().losses[0], whole.losses[0], "the seed changes nothing");
+}
+
+#[test]
+fn a_training_that_was_left_goes_on_with_the_same_losses() {
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let whole = bench.run(&bench.limits(&state, 4096, STEPS)).unwrap();
+    let state = bench.state();
+    for (frames, steps) in [(100, 1), (20, 2), (4096, 4), (40, STEPS)] {
+        let report = bench.run(&bench.limits(&state, frames, steps)).unwrap();
+        assert_eq!(bits(&report), bits(&whole)[..steps as usize], "{frames} frames, {steps} steps");
+    }
+    // A finished one has the same object again.
+    let again = bench.run(&bench.limits(&state, 40, STEPS)).unwrap();
+    let once_more = bench.run(&bench.limits(&state, 4096, STEPS)).unwrap();
+    assert_eq!(serde_json::to_string(&again).unwrap(), serde_json::to_string(&once_more).unwrap());
+    assert_eq!(again.losses_xxh3, whole.losses_xxh3);
+}
+
+#[test]
+fn a_training_that_is_stopped_commits_its_step_and_goes_on() {
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let whole = bench.run(&bench.limits(&state, 4096, STEPS)).unwrap();
+    let state = bench.state();
+    let limits = Limits { commit_every: 100, ..bench.limits(&state, 40, STEPS) };
+    let stop = AtomicBool::new(false);
+    let after = |at: &Progress| stop.store(at.step == 2, Ordering::Relaxed);
+    let report = run(&bench.text, &settings(), &limits, &stop, |_| {}, after).unwrap();
+    // It is asked when the next step has been made.
+    assert_eq!((report.steps, report.generation), (3, 1));
+    let report = bench.run(&limits).unwrap();
+    assert_eq!((report.generation, bits(&report)), (2, bits(&whole)));
+}
+
+#[test]
+fn a_model_learns() {
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let report = bench.run(&Limits { commit_every: 40, ..bench.limits(&state, 100, 40) }).unwrap();
+    let (first, last) = (report.losses[0], report.losses[39]);
+    assert!((first - 256f32.ln()).abs() < 0.5, "a new model knows nothing: {first}");
+    assert!(last < 0.6 * first, "{first} became {last}");
+}
+
+#[test]
+fn what_cannot_go_on_is_refused_by_name() {
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let limits = bench.limits(&state, 100, 2);
+    let whole = bench.run(&limits).unwrap();
+    let refused = |settings: &Settings, limits: &Limits, text: &Path, named: &str| {
+        let error = run(text, settings, limits, &AtomicBool::new(false), |_| {}, |_| {}).unwrap_err();
+        assert!(error.to_string().contains(named), "{named}: {error}");
+        error
+    };
+    let asked_to_resume = refused(&settings(), &Limits { resume: false, ..limits.clone() }, &bench.text, "a training");
+    assert!(asked_to_resume.to_string().contains("--resume"));
+    refused(&settings(), &Limits { steps: 1, ..limits.clone() }, &bench.text, "has made 2 steps, and 1 are asked for");
+    refused(&Settings { seed: 6, ..settings() }, &limits, &bench.text, "has seed 5, and 6 is given");
+    refused(&Settings { rate: 1.0, ..settings() }, &limits, &bench.text, "has rate 0.003, and 1.0 is given");
+    refused(&Settings { window: 12, ..settings() }, &limits, &bench.text, "has window 24, and 12 is given");
+    let wider = Shape { hidden: 96, ..settings().shape };
+    refused(&Settings { shape: wider, ..settings() }, &limits, &bench.text, "has shape");
+    let other = bench.folder.path().join("other");
+    let mut bytes = std::fs::read(&bench.text).unwrap();
+    bytes[1000] ^= 1;
+    std::fs::write(&other, &bytes).unwrap();
+    refused(&settings(), &limits, &other, "has the text");
+    std::fs::write(&other, &bytes[..24]).unwrap();
+    refused(&settings(), &limits, &other, "has 24 bytes, and a window needs 25");
+    let new = |bench: &mut Bench| Limits { state: bench.state(), ..limits.clone() };
+    let (text, at) = (bench.text.clone(), new(&mut bench));
+    let small = refused(&settings(), &Limits { budget: Some(Bytes::kib(16)), ..at.clone() }, &text, "");
+    assert_eq!(small.kind(), ErrorKind::BudgetTooSmall, "{small}");
+    refused(&Settings { micro: 3, ..settings() }, &at, &text, "--batch is 4");
+    refused(&Settings { batch: 0, ..settings() }, &at, &text, "--batch is 0");
+    refused(&Settings { clip: 0.0, ..settings() }, &at, &text, "clipped to a norm of 0");
+    refused(&Settings { weight_decay: -1.0, ..settings() }, &at, &text, "weight_decay is -1");
+    refused(&Settings { shape: Shape { heads: 5, ..settings().shape }, ..settings() }, &at, &text, "5 heads");
+    refused(
+        &Settings { shape: Shape { kv_heads: 3, ..settings().shape }, ..settings() },
+        &at,
+        &text,
+        "3 heads of keys",
+    );
+    refused(
+        &Settings { shape: Shape { hidden: usize::MAX, ..settings().shape }, ..settings() },
+        &at,
+        &text,
+        "more parameters",
+    );
+    let error = settings().pages_within(Bytes::mib(20)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
+    assert!(error.to_string().contains("give at least"), "{error}");
+    // Nothing of that has changed the training.
+    assert_eq!(bits(&bench.run(&limits).unwrap()), bits(&whole));
+}
+
+/// Gradients that are no numbers end a run; the commit before stays.
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_commit() {
+    let mut bench = Bench::new();
+    let settings = Settings { rate: 1e30, warm_up: 0, ..settings() };
+    let state = bench.state();
+    let limits = bench.limits(&state, 100, STEPS);
+    let once = |limits: &Limits| run(&bench.text, &settings, limits, &AtomicBool::new(false), |_| {}, |_| {});
+    let error = once(&limits).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("infinite or no numbers"), "{error}");
+    let report = once(&Limits { steps: 1, ..limits }).unwrap();
+    assert_eq!((report.steps, report.generation), (1, 1));
+}
+
+/// The program, on a state.
+fn program(bench: &Bench, state: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
+    command.arg("--text").arg(&bench.text).arg("--state").arg(state).args(arguments());
+    command.args(["--steps", &STEPS.to_string(), "--resume", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// What the program says at its end.
+fn ended(child: Child) -> serde_json::Value {
+    let out = child.wait_with_output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let text = String::from_utf8(out.stdout).unwrap();
+    serde_json::from_str(text.lines().last().unwrap()).unwrap()
+}
+
+/// Killed anywhere in a step or a commit, it goes on from a whole generation.
+#[test]
+fn a_training_that_is_killed_goes_on_with_the_same_losses() {
+    let seed = std::env::var("OUTCORE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x2026_1130);
+    eprintln!("seed {seed}");
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut bench = Bench::new();
+    let whole = ended(program(&bench, &bench.state_of("whole")).spawn().unwrap());
+    let (mut kills, mut ends) = (0, 0);
+    while kills < 30 {
+        let state = bench.state();
+        loop {
+            let mut child = program(&bench, &state).spawn().unwrap();
+            let mut lines = BufReader::new(child.stderr.take().unwrap());
+            // Killed some time after one of the lines that it writes, or not at all if it ends before.
+            let (mut line, count) = (String::new(), random.next_u32() % 4);
+            for _ in 0..count {
+                let _ = lines.read_line(&mut line).unwrap();
+            }
+            std::thread::sleep(Duration::from_micros(u64::from(random.next_u32() % 20_000)));
+            let _ = child.kill();
+            let mut out = String::new();
+            child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
+            if child.wait().unwrap().success() {
+                ends += 1;
+                break;
+            }
+            kills += 1;
+        }
+        let report = ended(program(&bench, &state).spawn().unwrap());
+        for field in ["losses", "losses_xxh3", "steps"] {
+            assert_eq!(report[field], whole[field], "seed {seed}: {field}");
+        }
+    }
+    eprintln!("{kills} kills in {ends} trainings");
+}
+
+impl Bench {
+    fn state_of(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+}
