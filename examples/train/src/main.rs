@@ -103,6 +103,7 @@ fn train(args: &Args) -> Result<()> {
         hidden: args.hidden,
         rope_base: 10_000.0,
         epsilon: 1e-5,
+        tied: false,
     };
     let settings = Settings {
         shape,

@@ -2,21 +2,24 @@
 
 use outcore::{Bytes, Error, ErrorKind, Result};
 
+use crate::pass::{LOGITS_AT_ONCE, rows_at_once};
 use crate::shape::Shape;
 
 /// The program, its threads, and what the allocator keeps for later.
 const PROGRAM: u64 = 40 << 20;
 
-/// Bytes that computing a layer takes, there and back, for micro-batches of so many windows. Counted for the operations
-/// of [`layer`](crate::operations::layer): what each leaves for the way back, and half of that for the gradients that
-/// are there at a time; to that the layer's parameters and their gradients.
+/// Bytes that computing a layer takes, there and back, for micro-batches of so many windows, or a block of the head if
+/// that is more. Counted for the [operations](crate::operations): what each leaves for the way back, and half of that
+/// for the gradients that are there at a time; to that the parameters and their gradients.
 pub fn computing(shape: &Shape, window: usize, at_once: usize) -> Bytes {
     let of = |extent: usize| extent as u64;
     let tokens = of(window) * of(at_once);
     let scores = tokens * of(window) * of(shape.heads);
     let layer = 26 * tokens * of(shape.width) + 6 * scores + 4 * tokens * of(shape.hidden);
-    let logits = 4 * tokens.min((1 << 20) / of(shape.vocabulary)).max(1) * of(shape.vocabulary);
-    Bytes::new(4 * layer.max(logits) * 3 / 2 + 2 * shape.largest_unit())
+    let rows = of(rows_at_once(LOGITS_AT_ONCE, window * at_once)).min(of(shape.vocabulary));
+    let head = 4 * tokens * rows;
+    let all = |kept: u64, parameters: u64| 4 * (kept * 3 / 2 + 2 * parameters);
+    Bytes::new(all(layer, shape.in_a_layer()).max(all(head, rows * of(shape.width))))
 }
 
 /// How a limit is divided: what is left for pages.

@@ -50,7 +50,10 @@ impl Positions {
 }
 
 /// `x / sqrt(mean(x^2) + epsilon) * weight`, row by row.
-fn norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
+///
+/// # Errors
+/// Those of candle.
+pub fn norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     let squares = (x.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?;
     x.broadcast_mul(&squares.sqrt()?.recip()?)?.broadcast_mul(weight)
 }
@@ -100,18 +103,60 @@ fn attention(shape: &Shape, positions: &Positions, queries: &Tensor, keys: &Tens
     mixed.reshape((windows, shape.heads, count, elements))?.transpose(1, 2)?.reshape((tokens, shape.width))
 }
 
-/// The sum of the losses of tokens: the logarithms of the probabilities that the model gives to the targets, negated.
-/// The weights are those of [`Shape::head_parameters`].
+/// The logits of some tokens of the vocabulary: a column for each row of `output`. `y` is [normed](norm) already.
 ///
 /// # Errors
 /// Those of candle.
-pub fn loss(shape: &Shape, x: &Tensor, weights: &[Tensor], targets: &[u32]) -> Result<Tensor> {
-    let [output_norm, output] = weights else {
-        candle_core::bail!("the head has 2 parameters, and {} are given", weights.len());
-    };
-    let logits = norm(x, output_norm, shape.epsilon)?.matmul(&output.t()?)?;
-    let logits = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
-    let targets = Tensor::from_slice(targets, (targets.len(), 1), x.device())?;
-    let all = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;
-    (all - logits.gather(&targets, D::Minus1)?)?.sum_all()
+pub fn logits(y: &Tensor, output: &Tensor) -> Result<Tensor> {
+    y.matmul(&output.t()?)
+}
+
+/// Of each row, the largest element seen so far, and the sum of the exponents of all, divided by that of the largest.
+#[derive(Clone, Debug)]
+pub struct Exponents {
+    largest: Tensor,
+    sum: Tensor,
+}
+
+impl Exponents {
+    /// Those of some columns.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn new(logits: &Tensor) -> Result<Self> {
+        let largest = logits.max_keepdim(D::Minus1)?;
+        let sum = logits.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+        Ok(Self { largest, sum })
+    }
+
+    /// Those of more columns.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn and(&self, more: &Self) -> Result<Self> {
+        let largest = self.largest.maximum(&more.largest)?;
+        let part = |of: &Self| of.sum.mul(&(&of.largest - &largest)?.exp()?);
+        Ok(Self { sum: (part(self)? + part(more)?)?, largest })
+    }
+
+    /// The logarithm of the sum of the exponents of each row.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn logarithm(&self) -> Result<Tensor> {
+        &self.largest + self.sum.log()?
+    }
+}
+
+/// The elements at these rows and columns, added up; `None` without any.
+///
+/// # Errors
+/// Those of candle.
+pub fn sum_at(x: &Tensor, places: &[(u32, u32)]) -> Result<Option<Tensor>> {
+    if places.is_empty() {
+        return Ok(None);
+    }
+    let (rows, columns): (Vec<u32>, Vec<u32>) = places.iter().copied().unzip();
+    let rows = x.index_select(&Tensor::from_vec(rows, places.len(), x.device())?, 0)?;
+    rows.gather(&Tensor::from_vec(columns, (places.len(), 1), x.device())?, D::Minus1)?.sum_all().map(Some)
 }

@@ -1,6 +1,8 @@
 //! What a pass computes with, paged: parameters and gradients are the optimizer's, and vectors between layers lie in a
 //! tensor beside them.
 
+use std::ops::Range;
+
 use candle_core::{DType as Element, Device, Tensor as Computed, Var};
 use outcore::pin::{Plan, Walker};
 use outcore::policy::SegmentClass;
@@ -30,7 +32,7 @@ impl Paged {
     /// # Errors
     /// Those of allocations.
     pub fn new(runtime: &Runtime, optimizer: Optimizer, shape: &Shape, micros: usize, tokens: usize) -> Result<Self> {
-        let places = ((shape.layers + 1) * micros) as u64;
+        let places = ((shape.layers + 2) * micros) as u64;
         let vectors =
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
         let (runtime, walker) = (runtime.clone(), runtime.walker()?);
@@ -56,7 +58,17 @@ impl Paged {
                 order.push(self.place(Place { layer: layer + 1, ..place })?);
             }
         }
-        order.extend(all(shape.head_parameters())?);
+        for place in places(shape.layers) {
+            order.push(self.place(place)?);
+            order.push(self.place(Place { layer: place.layer + 1, ..place })?);
+        }
+        // The output matrix goes in blocks, up and down.
+        for _ in 0..2 {
+            order.extend(all(vec![shape.output()])?);
+            for place in places(shape.layers + 1) {
+                order.push(self.place(place)?);
+            }
+        }
         for place in places(shape.layers) {
             order.push(self.place(place)?);
         }
@@ -119,6 +131,12 @@ impl Store for Paged {
     fn parameter(&mut self, (name, shape): &Parameter) -> Result<Var> {
         let values = self.copied(&self.optimizer.parameter(name)?)?;
         computed("a parameter", Var::from_vec(values, shape.as_slice(), &Device::Cpu))
+    }
+
+    fn block(&mut self, (name, shape): &Parameter, rows: Range<usize>) -> Result<Var> {
+        let block = self.optimizer.parameter(name)?.rows(rows.start as u64..rows.end as u64)?;
+        let values = self.copied(&block)?;
+        computed("a block of the head", Var::from_vec(values, (rows.len(), shape[1]), &Device::Cpu))
     }
 
     fn rows(&mut self, (name, _): &Parameter, numbers: &[u32]) -> Result<Computed> {

@@ -5,15 +5,22 @@
 //! up, and their gradients on the way down, in the same place. What a layer computes inside is computed again on the
 //! way down.
 
+use std::ops::Range;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result as Computed, Tensor, Var};
 use outcore::{Error, ErrorKind, Result};
 
-use crate::operations::{self, Positions};
+use crate::operations::{self, Exponents, Positions};
 use crate::shape::{Parameter, Shape};
 
 /// Logits that are computed at once, at most.
-const LOGITS_AT_ONCE: usize = 1 << 20;
+pub const LOGITS_AT_ONCE: usize = 1 << 20;
+
+/// Rows of the output matrix that are used at once, for micro-batches of so many tokens.
+pub fn rows_at_once(logits: usize, tokens: usize) -> usize {
+    (logits / tokens.max(1)).max(1)
+}
 
 /// Some windows that are computed at once: tokens, and the token behind each. Windows lie one behind the other.
 #[derive(Clone, Debug)]
@@ -24,7 +31,16 @@ pub struct Micro {
     pub targets: Vec<u32>,
 }
 
-/// Where the vectors of one micro-batch are kept that go into a layer; behind the last one, into the head.
+impl Micro {
+    /// Of the targets in a block of the vocabulary: the token's number here, and the target's number in the block.
+    fn targets_in(&self, block: &Range<usize>) -> Vec<(u32, u32)> {
+        let targets = self.targets.iter().enumerate().filter(|(_, target)| block.contains(&(**target as usize)));
+        targets.map(|(token, target)| (token as u32, target - block.start as u32)).collect()
+    }
+}
+
+/// Where the vectors of one micro-batch are kept that go into a layer; behind the last one, into the norm before the
+/// head; and behind that, into the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The layer, from 0.
@@ -40,6 +56,11 @@ pub trait Store {
     /// # Errors
     /// Its own.
     fn parameter(&mut self, parameter: &Parameter) -> Result<Var>;
+    /// Rows of a matrix that lie behind one another, as a variable.
+    ///
+    /// # Errors
+    /// Its own.
+    fn block(&mut self, parameter: &Parameter, rows: Range<usize>) -> Result<Var>;
     /// Rows of a matrix, one for each number: `[numbers, columns]`.
     ///
     /// # Errors
@@ -74,6 +95,7 @@ pub fn computed<T>(what: &str, outcome: Computed<T>) -> Result<T> {
 pub struct Pass {
     shape: Shape,
     positions: Positions,
+    logits: usize,
 }
 
 impl Pass {
@@ -83,7 +105,13 @@ impl Pass {
     /// Those of candle.
     pub fn new(shape: &Shape, window: usize, dtype: DType) -> Result<Self> {
         let positions = computed("the positions", Positions::new(shape, window, dtype))?;
-        Ok(Self { shape: shape.clone(), positions })
+        Ok(Self { shape: shape.clone(), positions, logits: LOGITS_AT_ONCE })
+    }
+
+    /// Computes no more logits than this at once, and those of one token of the vocabulary at least.
+    #[must_use]
+    pub fn with_logits(self, logits: usize) -> Self {
+        Self { logits, ..self }
     }
 
     /// The mean loss of the micro-batches' tokens. Adds its gradient by each parameter to the store's.
@@ -134,32 +162,84 @@ impl Pass {
         (y * behind)?.sum_all()?.backward()
     }
 
-    /// The mean loss. Leaves the gradients of the vectors in their places.
+    /// The mean loss. Leaves the gradients of the vectors behind the last layer in their places.
+    ///
+    /// The vocabulary goes in blocks of rows, twice: for the sums of the exponents, and for the gradients. With the
+    /// sums known, the loss of a token is the sum of `exp(logit - logarithm of the sum)` over all blocks, less the logit
+    /// of the target, as far as the gradients go: by each logit they are the probability, less 1 for the target.
     fn head(&self, store: &mut impl Store, micros: &[Micro], tokens: usize) -> Result<f64> {
-        let parameters = self.shape.head_parameters();
-        let weights = variables(store, &parameters)?;
-        let plain: Vec<Tensor> = weights.iter().map(|weight| weight.as_tensor().clone()).collect();
-        let at_once = (LOGITS_AT_ONCE / self.shape.vocabulary).max(1);
-        let mut sum = 0.0;
-        for (number, micro) in micros.iter().enumerate() {
-            let place = Place { layer: self.shape.layers, micro: number };
-            let vectors = store.get(place)?.as_detached_tensor();
-            let mut before = Vec::new();
-            for (part, targets) in micro.targets.chunks(at_once).enumerate() {
-                let part = || {
-                    let x = Var::from_tensor(&vectors.narrow(0, part * at_once, targets.len())?)?;
-                    let loss = operations::loss(&self.shape, &x, &plain, targets)?;
-                    let value = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-                    Ok((x, value, (loss / tokens as f64)?.backward()?))
-                };
-                let (x, value, gradients) = computed("the loss", part())?;
-                sum += value;
-                add_all(store, &parameters, &weights, &gradients)?;
-                before.push(of(&gradients, &x, "the vectors behind the last layer")?.clone());
-            }
-            store.put(place, &computed("the loss", Tensor::cat(&before, 0))?)?;
+        let (norm, output) = (self.shape.output_norm(), self.shape.output());
+        let weight = store.parameter(&norm)?;
+        let place = |micro| Place { layer: self.shape.layers, micro };
+        let behind = |micro| Place { layer: self.shape.layers + 1, micro };
+        let normed = |x: &Tensor, weight: &Tensor| operations::norm(x, weight, self.shape.epsilon);
+        for micro in 0..micros.len() {
+            let x = store.get(place(micro))?.as_detached_tensor();
+            let y = computed("a norm", normed(&x, &weight.as_detached_tensor()))?;
+            store.put(behind(micro), &y)?;
         }
-        Ok(sum / tokens as f64)
+        let blocks = self.blocks(micros);
+        let mut exponents: Vec<Option<Exponents>> = vec![None; micros.len()];
+        let mut of_targets = 0.0;
+        for block in blocks.clone() {
+            let rows = store.block(&output, block.clone())?.as_detached_tensor();
+            for (number, micro) in micros.iter().enumerate() {
+                let y = store.get(behind(number))?.as_detached_tensor();
+                let seen = || {
+                    let logits = operations::logits(&y, &rows)?;
+                    let here = Exponents::new(&logits)?;
+                    let so_far = exponents[number].as_ref().map_or_else(|| Ok(here.clone()), |all| all.and(&here))?;
+                    let of_targets = operations::sum_at(&logits, &micro.targets_in(&block))?;
+                    Ok((so_far, of_targets.map_or(Ok(0.0), |sum| scalar(&sum))?))
+                };
+                let (so_far, sum) = computed("the loss", seen())?;
+                (exponents[number], of_targets) = (Some(so_far), of_targets + sum);
+            }
+        }
+        let logarithms = exponents.iter().flatten().map(Exponents::logarithm).collect::<Computed<Vec<Tensor>>>();
+        let logarithms = computed("the loss", logarithms)?;
+        let mut loss = -of_targets;
+        for logarithms in &logarithms {
+            loss += computed("the loss", logarithms.sum_all().and_then(|sum| scalar(&sum)))?;
+        }
+        let mut sums: Vec<Option<Tensor>> = vec![None; micros.len()];
+        // From the last block on, which is still there.
+        for block in blocks.rev() {
+            let rows = store.block(&output, block.clone())?;
+            for (number, micro) in micros.iter().enumerate() {
+                let y = store.get(behind(number))?;
+                let back = || {
+                    let logits = operations::logits(&y, &rows)?;
+                    let all = logits.broadcast_sub(&logarithms[number])?.exp()?.sum_all()?;
+                    let loss = match operations::sum_at(&logits, &micro.targets_in(&block))? {
+                        Some(of_targets) => (all - of_targets)?,
+                        None => all,
+                    };
+                    (loss / tokens as f64)?.backward()
+                };
+                let gradients = computed("the gradients of the loss", back())?;
+                store.add(&output, block.start, of(&gradients, &rows, &format!("the parameter {:?}", output.0))?)?;
+                let gradient = of(&gradients, &y, "the vectors behind the last layer")?;
+                let sum = sums[number].as_ref().map_or_else(|| Ok(gradient.clone()), |sum| sum + gradient);
+                sums[number] = Some(computed("the gradients of the loss", sum)?);
+            }
+        }
+        for (micro, sum) in sums.iter().enumerate() {
+            let Some(sum) = sum else { continue };
+            let x = store.get(place(micro))?;
+            let back = || (normed(&x, &weight)? * sum)?.sum_all()?.backward();
+            let gradients = computed("a norm's gradients", back())?;
+            store.add(&norm, 0, of(&gradients, &weight, &format!("the parameter {:?}", norm.0))?)?;
+            store.put(place(micro), of(&gradients, &x, "the vectors behind the last layer")?)?;
+        }
+        Ok(loss / tokens as f64)
+    }
+
+    /// Blocks of the vocabulary, of which each has few enough logits.
+    fn blocks(&self, micros: &[Micro]) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone + use<> {
+        let tokens = micros.iter().map(|micro| micro.inputs.len()).max().unwrap_or(1);
+        let (rows, all) = (rows_at_once(self.logits, tokens), self.shape.vocabulary);
+        (0..all.div_ceil(rows)).map(move |block| block * rows..((block + 1) * rows).min(all))
     }
 
     /// Adds the gradients of tokens to the rows of these.
@@ -187,6 +267,10 @@ impl Pass {
         }
         Ok(())
     }
+}
+
+fn scalar(x: &Tensor) -> Computed<f64> {
+    x.to_dtype(DType::F64)?.to_scalar()
 }
 
 fn variables(store: &mut impl Store, parameters: &[Parameter]) -> Result<Vec<Var>> {

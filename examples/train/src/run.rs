@@ -243,7 +243,7 @@ pub fn run(
 
 fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
     let Settings { shape, window, batch, .. } = settings;
-    let vectors = ((shape.layers + 1) * batch * window * shape.width * 4) as u64;
+    let vectors = ((shape.layers + 2) * batch * window * shape.width * 4) as u64;
     let all = Bytes::new(16 * shape.parameters() + vectors + LEAST.get());
     let page = PageSize::new(limits.page)?;
     Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()

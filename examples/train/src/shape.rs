@@ -24,6 +24,8 @@ pub struct Shape {
     pub rope_base: f64,
     /// What a norm adds to the mean of the squares.
     pub epsilon: f64,
+    /// Whether the embedding is the output matrix too.
+    pub tied: bool,
 }
 
 /// A parameter: its name, and its extents, outermost first.
@@ -64,7 +66,8 @@ impl Shape {
         let product = |shape: &[usize]| shape.iter().try_fold(1u64, |all, extent| all.checked_mul(*extent as u64));
         let sum = |unit: &[Parameter]| unit.iter().try_fold(0u64, |sum, (_, shape)| sum.checked_add(product(shape)?));
         let layers = sum(&self.layer(0))?.checked_mul(self.layers as u64)?;
-        layers.checked_add(sum(&self.head_parameters())?)?.checked_add(product(&self.embedding().1)?)
+        let output = if self.tied { 0 } else { product(&self.output().1)? };
+        layers.checked_add(product(&self.embedding().1)?)?.checked_add(output)?.checked_add(self.width as u64)
     }
 
     /// How many parameters it has. Only of a shape that was [checked](Self::check).
@@ -95,25 +98,25 @@ impl Shape {
         ]
     }
 
-    /// The parameters behind the last layer: a norm, and a row for each token.
-    pub fn head_parameters(&self) -> Vec<Parameter> {
-        vec![
-            ("model.norm.weight".into(), vec![self.width]),
-            ("lm_head.weight".into(), vec![self.vocabulary, self.width]),
-        ]
+    /// The norm behind the last layer.
+    pub fn output_norm(&self) -> Parameter {
+        ("model.norm.weight".into(), vec![self.width])
+    }
+
+    /// A row for each token, by which vectors become logits: that of the embedding, if they are tied.
+    pub fn output(&self) -> Parameter {
+        if self.tied { self.embedding() } else { ("lm_head.weight".into(), vec![self.vocabulary, self.width]) }
     }
 
     /// All parameters, in the order of a pass.
     pub fn all(&self) -> Vec<Parameter> {
         let layers = (0..self.layers).flat_map(|layer| self.layer(layer));
-        std::iter::once(self.embedding()).chain(layers).chain(self.head_parameters()).collect()
+        let output = (!self.tied).then(|| self.output());
+        std::iter::once(self.embedding()).chain(layers).chain([self.output_norm()]).chain(output).collect()
     }
 
-    /// Bytes in `f32` of the layer, or of the head if that is larger.
-    pub fn largest_unit(&self) -> u64 {
-        let bytes = |unit: Vec<Parameter>| {
-            unit.iter().map(|(_, shape)| 4 * shape.iter().map(|extent| *extent as u64).product::<u64>()).sum::<u64>()
-        };
-        bytes(self.layer(0)).max(bytes(self.head_parameters()))
+    /// Parameters of a layer.
+    pub fn in_a_layer(&self) -> u64 {
+        self.layer(0).iter().map(|(_, shape)| shape.iter().map(|extent| *extent as u64).product::<u64>()).sum()
     }
 }

@@ -19,7 +19,8 @@ const STEPS: u64 = 6;
 
 fn settings() -> Settings {
     let (vocabulary, layers, width, heads, kv_heads, hidden) = (256, 3, 32, 4, 2, 80);
-    let shape = Shape { vocabulary, layers, width, heads, kv_heads, hidden, rope_base: 10_000.0, epsilon: 1e-5 };
+    let shape =
+        Shape { vocabulary, layers, width, heads, kv_heads, hidden, rope_base: 10_000.0, epsilon: 1e-5, tied: false };
     let (window, batch, micro, seed) = (24, 4, 2, 5);
     Settings { shape, window, batch, micro, seed, rate: 3e-3, warm_up: 2, clip: 1.0, weight_decay: 0.1 }
 }
