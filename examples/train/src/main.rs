@@ -9,10 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use outcore::{Bytes, Error, Result};
+use train::checkpoint::Checkpoint;
 use train::run::{Limits, PAGE, Progress, Report, Settings, run};
 use train::shape::Shape;
 
-/// Trains a model on the bytes of a text, in less memory than its state has. Killed at any time, it goes on from its
+/// Trains a model on a text, in less memory than its state has. Killed at any time, it goes on from its
 /// last commit with --resume, with the same losses.
 #[derive(Debug, Parser)]
 #[command(version)]
@@ -32,6 +33,9 @@ struct Args {
     /// Memory of the process, such as 200MiB: as much as it needs if this is not given. Losses do not depend on it.
     #[arg(long, value_name = "SIZE")]
     memory: Option<Bytes>,
+    /// Begin with this model: a Llama in a GGUF file, or a folder of safetensors. It is trained in f32.
+    #[arg(long, value_name = "MODEL", conflicts_with_all = ["layers", "width", "heads", "kv_heads", "hidden"])]
+    model: Option<PathBuf>,
     /// Go on from the folder's last commit.
     #[arg(long)]
     resume: bool,
@@ -94,7 +98,8 @@ fn main() -> ExitCode {
 }
 
 fn train(args: &Args) -> Result<()> {
-    let shape = Shape {
+    let checkpoint = args.model.as_deref().map(Checkpoint::open).transpose()?;
+    let new = || Shape {
         vocabulary: 256,
         layers: args.layers,
         width: args.width,
@@ -106,7 +111,8 @@ fn train(args: &Args) -> Result<()> {
         tied: false,
     };
     let settings = Settings {
-        shape,
+        shape: checkpoint.as_ref().map_or_else(new, |checkpoint| checkpoint.shape().clone()),
+        model: checkpoint.as_ref().map(Checkpoint::id),
         window: args.window,
         batch: args.batch,
         micro: args.micro,
@@ -142,7 +148,7 @@ fn train(args: &Args) -> Result<()> {
         bar.set_position(step);
         bar.set_message(message);
     };
-    let report = run(&args.text, &settings, &limits, &stop, say, show);
+    let report = run(&args.text, checkpoint, &settings, &limits, &stop, say, show);
     bar.finish_and_clear();
     let report = report?;
     if let Some(path) = &args.csv {

@@ -22,6 +22,8 @@ pub struct Paged {
     vectors: Tensor,
     width: usize,
     micros: usize,
+    /// Elements that are copied under one pin.
+    piece: u64,
     /// Walks over parameters and vectors in the order of a pass.
     walker: Walker,
 }
@@ -35,8 +37,9 @@ impl Paged {
         let places = ((shape.layers + 2) * micros) as u64;
         let vectors =
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
+        let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
         let (runtime, walker) = (runtime.clone(), runtime.walker()?);
-        let paged = Self { runtime, optimizer, vectors, width: shape.width, micros, walker };
+        let paged = Self { runtime, optimizer, vectors, width: shape.width, micros, piece, walker };
         paged.declare(shape)?;
         Ok(paged)
     }
@@ -96,8 +99,8 @@ impl Paged {
         let elements = tensor.shape().iter().product::<u64>();
         let flat = tensor.reshape(&[elements])?;
         let mut values = Vec::with_capacity(elements as usize);
-        for first in (0..elements).step_by(PIECE as usize) {
-            let piece = flat.rows(first..(first + PIECE).min(elements))?;
+        for first in (0..elements).step_by(self.piece as usize) {
+            let piece = flat.rows(first..(first + self.piece).min(elements))?;
             values.extend_from_slice(self.runtime.pin(&piece).of(&self.walker).wait()?.view::<f32>()?);
         }
         Ok(values)
@@ -111,8 +114,8 @@ impl Paged {
         let elements = tensor.shape().iter().product::<u64>();
         let flat = tensor.reshape(&[elements])?;
         let mut values = values.into_iter();
-        for first in (0..elements).step_by(PIECE as usize) {
-            let piece = flat.rows(first..(first + PIECE).min(elements))?;
+        for first in (0..elements).step_by(self.piece as usize) {
+            let piece = flat.rows(first..(first + self.piece).min(elements))?;
             let mut pin = self.runtime.pin(&piece).write().of(&self.walker).wait()?;
             pin.view_mut::<f32>()?.iter_mut().zip(&mut values).for_each(|(to, value)| *to = value);
         }
@@ -120,8 +123,8 @@ impl Paged {
     }
 }
 
-/// Elements that are copied under one pin: 1 MiB.
-const PIECE: u64 = 1 << 18;
+/// Pages whose elements are copied under one pin.
+const PAGES_AT_ONCE: u64 = 4;
 
 fn values(tensor: &Computed) -> Result<Vec<f32>> {
     computed("what is kept", tensor.flatten_all().and_then(|flat| flat.to_vec1()))

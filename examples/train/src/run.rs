@@ -14,17 +14,21 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::checkpoint::{Checkpoint, extents};
+use crate::file_id::FileId;
 use crate::losses::{Losses, hash};
 use crate::memory::{computing, for_pages};
 use crate::paged::Paged;
 use crate::pass::Pass;
 use crate::shape::Shape;
-use crate::text::{Text, TextId};
+use crate::text::Text;
 
 /// Bytes of a page: large enough for the disk's full speed, and small beside a layer.
 pub const PAGE: Bytes = Bytes::kib(256);
 /// What a training needs in pages at least: a block of the optimizer, a pin of a pass, and what is read ahead.
 const LEAST: Bytes = Bytes::new(32 * PAGE.get());
+/// Elements of a model that are read at once.
+const IMPORTED: usize = 1 << 18;
 /// The standard deviation of a new matrix' elements.
 const DEVIATION: f32 = 0.02;
 
@@ -50,6 +54,8 @@ pub struct Limits {
 pub struct Settings {
     /// The model.
     pub shape: Shape,
+    /// What it began with, if it was not new.
+    pub model: Option<FileId>,
     /// Tokens of a window.
     pub window: usize,
     /// Windows of a step.
@@ -152,11 +158,11 @@ pub struct Progress {
 #[derive(Serialize, Deserialize)]
 struct Note {
     settings: Settings,
-    text: TextId,
+    text: FileId,
     used: Used,
 }
 
-/// Trains until the last step, or until `stop` is set: then the step that is under way is the last one. Each step is
+/// Trains on a text, from a checkpoint or from new parameters, until the last step, or until `stop` is set: then the step that is under way is the last one. Each step is
 /// shown to `progress`, and what there is to say to `say`.
 ///
 /// # Errors
@@ -165,6 +171,7 @@ struct Note {
 /// needed. Those of the text, of the runtime and of the optimizer; what was committed before stays.
 pub fn run(
     text: &Path,
+    checkpoint: Option<Checkpoint>,
     settings: &Settings,
     limits: &Limits,
     stop: &AtomicBool,
@@ -172,7 +179,11 @@ pub fn run(
     mut progress: impl FnMut(&Progress),
 ) -> Result<Report> {
     settings.check()?;
-    let text = Text::open(text, settings.window, settings.seed)?;
+    let text = {
+        let tokenizer = checkpoint.as_ref().map(Checkpoint::tokenizer).transpose()?;
+        let beside = limits.state.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Text::open(text, settings.window, settings.seed, tokenizer.as_ref().map(|tokenizer| (tokenizer, beside)))?
+    };
     let began = Instant::now();
     let runtime = open(settings, limits)?;
     let folder = runtime.open_durable(&limits.state, DurableOptions::default())?;
@@ -209,8 +220,13 @@ pub fn run(
     let tokens = settings.micro * settings.window;
     let mut paged = Paged::new(&runtime, optimizer, &settings.shape, micros, tokens)?;
     if is_new {
-        initialize(&paged, settings)?;
+        match &checkpoint {
+            Some(checkpoint) => import(&paged, settings, checkpoint)?,
+            None => initialize(&paged, settings)?,
+        }
     }
+    // Its headers take memory that is not counted.
+    drop(checkpoint);
     let (losses, pass) = (Losses::new(&runtime, &folder), Pass::new(&settings.shape, settings.window, Element::F32)?);
     let mut used = before.map_or(Used::default(), |note| note.used);
     let mut made_here = 0;
@@ -225,7 +241,7 @@ pub fn run(
         let is_last = step + 1 == limits.steps || stop.load(Ordering::Relaxed);
         if is_last || (step + 1) % limits.commit_every.max(1) == 0 {
             used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
-            let note = Note { settings: settings.clone(), text: text.id().clone(), used };
+            let note = Note { settings: settings.clone(), text: text.id(), used };
             paged.optimizer.commit(&json!(note))?;
         }
         progress(&Progress { step: step + 1, loss, norm, speed: tokens / of_step.elapsed().as_secs_f64() });
@@ -268,7 +284,7 @@ fn kept(folder: &Durable) -> Result<Option<Note>> {
 
 impl Settings {
     /// Whether a run with these settings goes on with what another one has left.
-    fn compare(&self, note: &Note, text: &TextId) -> Result<()> {
+    fn compare(&self, note: &Note, text: FileId) -> Result<()> {
         let differs = |what: &str, has: &Value, given: &Value| {
             let what = format!("the training in the folder has {what} {has}, and {given} is given");
             Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give what it began with, or another folder"))
@@ -279,11 +295,26 @@ impl Settings {
                 return differs(name, &has[name], given);
             }
         }
-        if note.text != *text {
+        if note.text != text {
             return differs("the text", &json!(note.text), &json!(text));
         }
         Ok(())
     }
+}
+
+/// The parameters of a model that is there already.
+fn import(paged: &Paged, settings: &Settings, checkpoint: &Checkpoint) -> Result<()> {
+    for parameter in settings.shape.all() {
+        let (rows, columns) = extents(&parameter);
+        let tensor = paged.optimizer.parameter(&parameter.0)?.reshape(&[rows as u64, columns as u64])?;
+        let at_once = (IMPORTED / columns).max(1);
+        for first in (0..rows).step_by(at_once) {
+            let of = first..(first + at_once).min(rows);
+            let values = checkpoint.rows(&parameter, of.clone())?;
+            paged.write(&tensor.rows(of.start as u64..of.end as u64)?, values)?;
+        }
+    }
+    Ok(())
 }
 
 /// New parameters: ones for norms, and for matrices numbers from a uniform distribution around 0.

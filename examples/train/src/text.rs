@@ -1,45 +1,43 @@
-//! A text as windows of bytes, in a shuffled order that is a function of the seed.
+//! A text as windows of tokens, in a shuffled order that is a function of the seed. Its tokens are its bytes, or those
+//! of a model.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use outcore::{Error, ErrorKind, Result};
-use serde::{Deserialize, Serialize};
+use outcore_llm::Tokenizer;
 use twox_hash::XxHash3_64;
 
+use crate::file_id::FileId;
 use crate::pass::Micro;
 
-/// How many pieces of a text its sum covers, and how many bytes each has. A text that is no longer is covered whole.
-const PIECES: u64 = 256;
-const PIECE: u64 = 4096;
-
-/// What tells one text from another.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TextId {
-    /// Its bytes.
-    pub len: u64,
-    /// XXH3-64 over pieces at equal distances.
-    pub sum: u64,
-}
+/// Bytes of a text that are encoded at once, and up to the end of their line.
+const ENCODED: u64 = 64 << 10;
+/// A line that goes on for longer is cut.
+const LONGEST_LINE: u64 = 1 << 20;
 
 /// A text file. It may be larger than memory: a window is read when it is used.
 #[derive(Debug)]
 pub struct Text {
     path: PathBuf,
-    file: File,
-    id: TextId,
+    id: FileId,
+    tokens: File,
+    /// Bytes of a token in that file: 1, or 4 with the lowest first.
+    bytes: u64,
+    count: u64,
     window: u64,
     seed: u64,
 }
 
 impl Text {
-    /// Opens a text, to be read in windows of this many tokens.
+    /// Opens a text, to be read in windows of this many tokens. With a tokenizer it is encoded, into a file without a
+    /// name in `beside`.
     ///
     /// # Errors
-    /// `Io`; `InvalidArgument` for a text that is shorter than a window and one byte.
-    pub fn open(path: &Path, window: usize, seed: u64) -> Result<Self> {
+    /// `Io`; `InvalidArgument` for a text that is shorter than a window and one token.
+    pub fn open(path: &Path, window: usize, seed: u64, encoder: Option<(&Tokenizer, &Path)>) -> Result<Self> {
         let failed = |cause: io::Error| {
             Error::io(format!("read the text {}", path.display()), cause).remedy("give a file that can be read")
         };
@@ -49,23 +47,31 @@ impl Text {
             let what = format!("{} is not a regular file", path.display());
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give a file of text"));
         }
-        let (len, window) = (meta.len(), window as u64);
-        if len < window + 1 {
-            let what = format!("the text {} has {len} bytes, and a window needs {}", path.display(), window + 1);
+        let id = FileId::of([&file]).map_err(failed)?;
+        let (tokens, bytes, count) = match encoder {
+            None => (file, 1, meta.len()),
+            Some((tokenizer, beside)) => {
+                let (tokens, count) = encode(file, tokenizer, beside)
+                    .map_err(|error| error.context(format!("the text {} cannot be encoded", path.display())))?;
+                (tokens, 4, count)
+            }
+        };
+        let (least, kind) = (window as u64 + 1, if bytes == 1 { "bytes" } else { "tokens" });
+        if count < least {
+            let what = format!("the text {} has {count} {kind}, and a window needs {least}", path.display());
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give a longer text, or lower --window"));
         }
-        let id = TextId { len, sum: sum(&file, len).map_err(failed)? };
-        Ok(Self { path: path.into(), file, id, window, seed })
+        Ok(Self { path: path.into(), id, tokens, bytes, count, window: window as u64, seed })
     }
 
     /// What tells it from other texts.
-    pub fn id(&self) -> &TextId {
-        &self.id
+    pub fn id(&self) -> FileId {
+        self.id
     }
 
-    /// How many windows there are. Each has one more byte: the one behind its last token.
+    /// How many windows there are. Each has one more token behind its last one.
     pub fn windows(&self) -> u64 {
-        (self.id.len - 1) / self.window
+        (self.count - 1) / self.window
     }
 
     /// The windows of a step, `at_once` in each micro-batch. In each pass over the text every window comes once.
@@ -80,37 +86,54 @@ impl Text {
 
     fn micro(&self, numbers: &[u64]) -> Result<Micro> {
         let mut micro = Micro { inputs: Vec::new(), targets: Vec::new() };
-        let mut bytes = vec![0; self.window as usize + 1];
+        let mut bytes = vec![0; (self.bytes * (self.window + 1)) as usize];
         for number in numbers {
             let (pass, within) = (number / self.windows(), number % self.windows());
             let window =
                 shuffled(within, self.windows(), XxHash3_64::oneshot_with_seed(self.seed, &pass.to_le_bytes()));
-            self.file.read_exact_at(&mut bytes, window * self.window).map_err(|cause| match cause.kind() {
-                io::ErrorKind::UnexpectedEof => {
-                    let what = format!("the text {} is shorter than when it was opened", self.path.display());
-                    Error::new(ErrorKind::Corrupt, what).remedy("do not change the text while it is read")
+            self.tokens.read_exact_at(&mut bytes, window * self.window * self.bytes).map_err(|cause| {
+                match cause.kind() {
+                    io::ErrorKind::UnexpectedEof => {
+                        let what = format!("the text {} is shorter than when it was opened", self.path.display());
+                        Error::new(ErrorKind::Corrupt, what).remedy("do not change the text while it is read")
+                    }
+                    _ => Error::io(format!("read the text {}", self.path.display()), cause),
                 }
-                _ => Error::io(format!("read the text {}", self.path.display()), cause),
             })?;
-            micro.inputs.extend(bytes[..bytes.len() - 1].iter().map(|byte| u32::from(*byte)));
-            micro.targets.extend(bytes[1..].iter().map(|byte| u32::from(*byte)));
+            let tokens: Vec<u32> = match self.bytes {
+                1 => bytes.iter().map(|byte| u32::from(*byte)).collect(),
+                _ => bytes.as_chunks().0.iter().map(|token| u32::from_le_bytes(*token)).collect(),
+            };
+            micro.inputs.extend(&tokens[..tokens.len() - 1]);
+            micro.targets.extend(&tokens[1..]);
         }
         Ok(micro)
     }
 }
 
-fn sum(file: &File, len: u64) -> io::Result<u64> {
-    let mut hash = XxHash3_64::with_seed(len);
-    let mut bytes = vec![0; PIECE as usize];
-    let pieces = len.div_ceil(PIECE).min(PIECES);
-    for piece in 0..pieces {
-        // The last one ends where the text ends.
-        let at = if pieces < PIECES { piece * PIECE } else { (len - PIECE) / (PIECES - 1) * piece };
-        let count = (len - at).min(PIECE) as usize;
-        file.read_exact_at(&mut bytes[..count], at)?;
-        std::hash::Hasher::write(&mut hash, &bytes[..count]);
+/// Writes the tokens of a text to a new file, and counts them. Bytes that are no UTF-8 are encoded as the replacement
+/// character.
+fn encode(text: File, tokenizer: &Tokenizer, beside: &Path) -> Result<(File, u64)> {
+    let writing = |cause: io::Error| Error::io(format!("write tokens to a file in {}", beside.display()), cause);
+    let reading = |cause: io::Error| Error::io("read it", cause);
+    let mut tokens = BufWriter::new(tempfile::tempfile_in(beside).map_err(writing)?);
+    let (mut text, mut count) = (BufReader::new(text), 0);
+    loop {
+        let mut piece = Vec::new();
+        text.by_ref().take(ENCODED).read_to_end(&mut piece).map_err(reading)?;
+        text.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut piece).map_err(reading)?;
+        if piece.is_empty() {
+            break;
+        }
+        let encoded = tokenizer.encode(&String::from_utf8_lossy(&piece), false);
+        let encoded = encoded.map_err(|error| Error::new(ErrorKind::Format, error.to_string()))?;
+        count += encoded.len() as u64;
+        for token in encoded {
+            tokens.write_all(&token.to_le_bytes()).map_err(writing)?;
+        }
     }
-    Ok(std::hash::Hasher::finish(&hash))
+    let tokens = tokens.into_inner().map_err(|error| writing(error.into_error()))?;
+    Ok((tokens, count))
 }
 
 /// The place of number `at` in a shuffled order of `count` numbers: a Feistel network of four rounds over the next
@@ -160,7 +183,7 @@ mod tests {
         let path = folder.path().join("text");
         let bytes: Vec<u8> = (0..101).collect();
         std::fs::write(&path, &bytes).unwrap();
-        let text = Text::open(&path, 10, 3).unwrap();
+        let text = Text::open(&path, 10, 3, None).unwrap();
         assert_eq!(text.windows(), 10);
         let mut seen = Vec::new();
         for step in 0..5 {
@@ -186,7 +209,7 @@ mod tests {
         let mut bytes = vec![7; 3_000_000];
         let id = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();
-            Text::open(&path, 10, 3).unwrap().id().clone()
+            Text::open(&path, 10, 3, None).unwrap().id()
         };
         let before = id(&bytes);
         assert_eq!(id(&bytes), before);
@@ -194,10 +217,10 @@ mod tests {
         assert_ne!(id(&bytes), before);
         for len in [0, 10] {
             std::fs::write(&path, &bytes[..len]).unwrap();
-            let error = Text::open(&path, 10, 3).unwrap_err();
+            let error = Text::open(&path, 10, 3, None).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains("a window needs 11"), "{error}");
         }
-        assert_eq!(Text::open(folder.path(), 10, 3).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(Text::open(folder.path(), 10, 3, None).unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 }

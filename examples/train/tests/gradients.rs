@@ -2,50 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::collections::HashMap;
-use std::ops::Range;
+mod memory;
 
-use candle_core::{DType, Device, Tensor, Var};
-use outcore::Result;
+use candle_core::{DType, Device, Tensor};
+use memory::Memory;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use train::pass::{Micro, Pass, Place, Store};
-use train::shape::{Parameter, Shape};
-
-/// Everything in memory, in `f64`.
-#[derive(Default)]
-struct Memory {
-    parameters: HashMap<String, Tensor>,
-    gradients: HashMap<String, Vec<f64>>,
-    places: HashMap<Place, Tensor>,
-}
-
-impl Store for Memory {
-    fn parameter(&mut self, (name, _): &Parameter) -> Result<Var> {
-        Ok(Var::from_tensor(&self.parameters[name]).unwrap())
-    }
-    fn block(&mut self, (name, _): &Parameter, rows: Range<usize>) -> Result<Var> {
-        Ok(Var::from_tensor(&self.parameters[name].narrow(0, rows.start, rows.len()).unwrap()).unwrap())
-    }
-    fn rows(&mut self, (name, _): &Parameter, numbers: &[u32]) -> Result<Tensor> {
-        let numbers = Tensor::from_slice(numbers, numbers.len(), &Device::Cpu).unwrap();
-        Ok(self.parameters[name].index_select(&numbers, 0).unwrap())
-    }
-    fn put(&mut self, place: Place, vectors: &Tensor) -> Result<()> {
-        self.places.insert(place, vectors.detach());
-        Ok(())
-    }
-    fn get(&mut self, place: Place) -> Result<Var> {
-        Ok(Var::from_tensor(&self.places[&place]).unwrap())
-    }
-    fn add(&mut self, (name, shape): &Parameter, row: usize, gradient: &Tensor) -> Result<()> {
-        let columns: usize = shape[1..].iter().product();
-        let gradient: Vec<f64> = gradient.flatten_all().unwrap().to_vec1().unwrap();
-        let sums = self.gradients.entry(name.clone()).or_insert_with(|| vec![0.0; shape.iter().product()]);
-        sums[row * columns..].iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
-        Ok(())
-    }
-}
+use train::pass::{Micro, Pass};
+use train::shape::Shape;
 
 fn number(random: &mut ChaCha8Rng) -> f64 {
     f64::from(random.next_u32()) / f64::from(u32::MAX) - 0.5
@@ -93,7 +57,7 @@ fn worst(shape: &Shape, windows: usize, window: usize, micros: usize) -> (String
         let norm = gradient.iter().map(|value| value * value).sum::<f64>().sqrt();
         assert!(norm > 0.0, "{name}");
         // Some elements of each, in rows and columns of all kinds: a stride is odd.
-        let checked = (0..values.len()).step_by(values.len() / 12 | 1);
+        let checked = (0..values.len()).step_by((values.len() / 12) | 1);
         let squares: f64 = checked.map(|at| (difference(at) - gradient[at]).powi(2)).sum();
         memory.parameters.insert(name.clone(), Tensor::from_vec(values, extents, &Device::Cpu).unwrap());
         if squares.sqrt() / norm > worst.1 {

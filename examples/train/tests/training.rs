@@ -22,7 +22,7 @@ fn settings() -> Settings {
     let shape =
         Shape { vocabulary, layers, width, heads, kv_heads, hidden, rope_base: 10_000.0, epsilon: 1e-5, tied: false };
     let (window, batch, micro, seed) = (24, 4, 2, 5);
-    Settings { shape, window, batch, micro, seed, rate: 3e-3, warm_up: 2, clip: 1.0, weight_decay: 0.1 }
+    Settings { shape, model: None, window, batch, micro, seed, rate: 3e-3, warm_up: 2, clip: 1.0, weight_decay: 0.1 }
 }
 
 /// The settings, as arguments of the program.
@@ -63,7 +63,7 @@ impl Bench {
     }
 
     fn run(&self, limits: &Limits) -> Result<Report> {
-        run(&self.text, &settings(), limits, &AtomicBool::new(false), |_| {}, |_| {})
+        run(&self.text, None, &settings(), limits, &AtomicBool::new(false), |_| {}, |_| {})
     }
 }
 
@@ -87,7 +87,7 @@ fn any_memory_gives_the_same_losses() {
     let mut other = settings();
     other.seed += 1;
     let state = bench.state();
-    let report = run(&bench.text, &other, &bench.limits(&state, 100, 1), &AtomicBool::new(false), |_| {}, |_| {});
+    let report = run(&bench.text, None, &other, &bench.limits(&state, 100, 1), &AtomicBool::new(false), |_| {}, |_| {});
     assert_ne!(report.unwrap().losses[0], whole.losses[0], "the seed changes nothing");
 }
 
@@ -117,7 +117,7 @@ fn a_training_that_is_stopped_commits_its_step_and_goes_on() {
     let limits = Limits { commit_every: 100, ..bench.limits(&state, 40, STEPS) };
     let stop = AtomicBool::new(false);
     let after = |at: &Progress| stop.store(at.step == 2, Ordering::Relaxed);
-    let report = run(&bench.text, &settings(), &limits, &stop, |_| {}, after).unwrap();
+    let report = run(&bench.text, None, &settings(), &limits, &stop, |_| {}, after).unwrap();
     // It is asked when the next step has been made.
     assert_eq!((report.steps, report.generation), (3, 1));
     let report = bench.run(&limits).unwrap();
@@ -141,7 +141,7 @@ fn what_cannot_go_on_is_refused_by_name() {
     let limits = bench.limits(&state, 100, 2);
     let whole = bench.run(&limits).unwrap();
     let refused = |settings: &Settings, limits: &Limits, text: &Path, named: &str| {
-        let error = run(text, settings, limits, &AtomicBool::new(false), |_| {}, |_| {}).unwrap_err();
+        let error = run(text, None, settings, limits, &AtomicBool::new(false), |_| {}, |_| {}).unwrap_err();
         assert!(error.to_string().contains(named), "{named}: {error}");
         error
     };
@@ -195,7 +195,7 @@ fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_commit() {
     let settings = Settings { rate: 1e30, warm_up: 0, ..settings() };
     let state = bench.state();
     let limits = bench.limits(&state, 100, STEPS);
-    let once = |limits: &Limits| run(&bench.text, &settings, limits, &AtomicBool::new(false), |_| {}, |_| {});
+    let once = |limits: &Limits| run(&bench.text, None, &settings, limits, &AtomicBool::new(false), |_| {}, |_| {});
     let error = once(&limits).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("infinite or no numbers"), "{error}");
