@@ -16,10 +16,13 @@ pub fn computing(shape: &Shape, window: usize, at_once: usize) -> Bytes {
     let tokens = of(window) * of(at_once);
     let scores = tokens * of(window) * of(shape.heads);
     let layer = 26 * tokens * of(shape.width) + 6 * scores + 4 * tokens * of(shape.hidden);
-    let rows = of(rows_at_once(LOGITS_AT_ONCE, window * at_once)).min(of(shape.vocabulary));
+    let rows = of(rows_at_once(shape, LOGITS_AT_ONCE, window * at_once)).min(of(shape.vocabulary));
     let head = 4 * tokens * rows;
-    let all = |kept: u64, parameters: u64| 4 * (kept * 3 / 2 + 2 * parameters);
-    Bytes::new(all(layer, shape.in_a_layer()).max(all(head, rows * of(shape.width))))
+    // On its way a gradient is in five tensors: the product, and twice a sum before and after it was added.
+    let matrix = of(shape.width) * of(shape.hidden);
+    let all = |kept: u64, parameters: u64, largest: u64| 4 * (kept * 3 / 2 + 2 * parameters + 4 * largest);
+    let rows = rows * of(shape.width);
+    Bytes::new(all(layer, shape.in_a_layer(), matrix).max(all(head, rows, rows)))
 }
 
 /// How a limit is divided: what is left for pages.

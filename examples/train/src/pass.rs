@@ -14,12 +14,12 @@ use outcore::{Error, ErrorKind, Result};
 use crate::operations::{self, Exponents, Positions};
 use crate::shape::{Parameter, Shape};
 
-/// Logits that are computed at once, at most.
+/// Logits that are computed at once, and elements of the output matrix that are used at once, at most.
 pub const LOGITS_AT_ONCE: usize = 1 << 20;
 
 /// Rows of the output matrix that are used at once, for micro-batches of so many tokens.
-pub fn rows_at_once(logits: usize, tokens: usize) -> usize {
-    (logits / tokens.max(1)).max(1)
+pub fn rows_at_once(shape: &Shape, most: usize, tokens: usize) -> usize {
+    (most / tokens.max(shape.width)).max(1)
 }
 
 /// Some windows that are computed at once: tokens, and the token behind each. Windows lie one behind the other.
@@ -108,7 +108,8 @@ impl Pass {
         Ok(Self { shape: shape.clone(), positions, logits: LOGITS_AT_ONCE })
     }
 
-    /// Computes no more logits than this at once, and those of one token of the vocabulary at least.
+    /// Computes no more logits at once than this, of no more elements of the output matrix, and those of one token of
+    /// the vocabulary at least.
     #[must_use]
     pub fn with_logits(self, logits: usize) -> Self {
         Self { logits, ..self }
@@ -144,7 +145,7 @@ impl Pass {
                 let behind = store.get(Place { layer: layer + 1, micro })?.as_detached_tensor();
                 let gradients = computed("a layer's gradients", self.back(&x, &weights, &behind))?;
                 add_all(store, &parameters, &weights, &gradients)?;
-                store.put(Place { layer, micro }, of(&gradients, &x, "the vectors before a layer")?)?;
+                store.put(Place { layer, micro }, &of(&gradients, &x, "the vectors before a layer")?)?;
             }
         }
         for (number, micro) in micros.iter().enumerate() {
@@ -218,9 +219,9 @@ impl Pass {
                     (loss / tokens as f64)?.backward()
                 };
                 let gradients = computed("the gradients of the loss", back())?;
-                store.add(&output, block.start, of(&gradients, &rows, &format!("the parameter {:?}", output.0))?)?;
+                store.add(&output, block.start, &of(&gradients, &rows, &format!("the parameter {:?}", output.0))?)?;
                 let gradient = of(&gradients, &y, "the vectors behind the last layer")?;
-                let sum = sums[number].as_ref().map_or_else(|| Ok(gradient.clone()), |sum| sum + gradient);
+                let sum = sums[number].as_ref().map_or_else(|| Ok(gradient.clone()), |sum| sum + &gradient);
                 sums[number] = Some(computed("the gradients of the loss", sum)?);
             }
         }
@@ -229,8 +230,8 @@ impl Pass {
             let x = store.get(place(micro))?;
             let back = || (normed(&x, &weight)? * sum)?.sum_all()?.backward();
             let gradients = computed("a norm's gradients", back())?;
-            store.add(&norm, 0, of(&gradients, &weight, &format!("the parameter {:?}", norm.0))?)?;
-            store.put(place(micro), of(&gradients, &x, "the vectors behind the last layer")?)?;
+            store.add(&norm, 0, &of(&gradients, &weight, &format!("the parameter {:?}", norm.0))?)?;
+            store.put(place(micro), &of(&gradients, &x, "the vectors behind the last layer")?)?;
         }
         Ok(loss / tokens as f64)
     }
@@ -238,7 +239,7 @@ impl Pass {
     /// Blocks of the vocabulary, of which each has few enough logits.
     fn blocks(&self, micros: &[Micro]) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone + use<> {
         let tokens = micros.iter().map(|micro| micro.inputs.len()).max().unwrap_or(1);
-        let (rows, all) = (rows_at_once(self.logits, tokens), self.shape.vocabulary);
+        let (rows, all) = (rows_at_once(&self.shape, self.logits, tokens), self.shape.vocabulary);
         (0..all.div_ceil(rows)).map(move |block| block * rows..((block + 1) * rows).min(all))
     }
 
@@ -278,15 +279,16 @@ fn variables(store: &mut impl Store, parameters: &[Parameter]) -> Result<Vec<Var
 }
 
 /// What was found for a variable. Operations without a backward end the search for it in silence.
-fn of<'a>(gradients: &'a GradStore, variable: &Var, what: &str) -> Result<&'a Tensor> {
-    gradients.get(variable).ok_or_else(|| {
+fn of(gradients: &GradStore, variable: &Var, what: &str) -> Result<Tensor> {
+    // candle's gradients hold all that they were computed of, as if they were to be differentiated again.
+    gradients.get(variable).map(Tensor::detach).ok_or_else(|| {
         Error::new(ErrorKind::Internal, format!("{what} got no gradient")).remedy("report this as a bug")
     })
 }
 
 fn add_all(store: &mut impl Store, parameters: &[Parameter], weights: &[Var], gradients: &GradStore) -> Result<()> {
     for (parameter, weight) in parameters.iter().zip(weights) {
-        store.add(parameter, 0, of(gradients, weight, &format!("the parameter {:?}", parameter.0))?)?;
+        store.add(parameter, 0, &of(gradients, weight, &format!("the parameter {:?}", parameter.0))?)?;
     }
     Ok(())
 }
