@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
+use outcore::pin::Walker;
 use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use parking_lot::Mutex;
@@ -141,13 +142,14 @@ impl Gradients {
         parameter: usize,
         (first, values): (u64, &[f32]),
         factor: f32,
+        walker: &Walker,
     ) -> Result<()> {
         let mut done = 0;
         for number in layout.parts_with(parameter, first..first + values.len() as u64) {
             let Part { within, .. } = &layout.parts[number];
             let count = (within.end - (first + done)).min(values.len() as u64 - done);
             let values = &values[done as usize..(done + count) as usize];
-            let added = self.add_to_part(layout, number, (first + done, values), factor);
+            let added = self.add_to_part(layout, number, (first + done, values), factor, walker);
             if added.is_err() && done > 0 {
                 self.torn.store(true, Ordering::Relaxed);
             }
@@ -158,7 +160,14 @@ impl Gradients {
     }
 
     /// Adds to one part, or fails and changes nothing.
-    fn add_to_part(&self, layout: &Layout, number: usize, (first, values): (u64, &[f32]), factor: f32) -> Result<()> {
+    fn add_to_part(
+        &self,
+        layout: &Layout,
+        number: usize,
+        (first, values): (u64, &[f32]),
+        factor: f32,
+        walker: &Walker,
+    ) -> Result<()> {
         let Part { within, at, .. } = &layout.parts[number];
         let number_of_block = layout.block_of(number);
         let block = &layout.blocks[number_of_block];
@@ -178,7 +187,7 @@ impl Gradients {
         if state.is_new {
             self.runtime.discard(&rows);
         }
-        let mut guard = self.runtime.pin(&rows).write().wait()?;
+        let mut guard = self.runtime.pin(&rows).write().of(walker).wait()?;
         if state.is_new {
             guard.bytes_mut().fill(0);
             state.is_new = false;
@@ -221,6 +230,15 @@ impl Gradients {
             squares.iter().copied().for_each(each);
         }
         has_any
+    }
+
+    /// The gradients of a block have been used: what is in memory of them, and was written, goes at once, and none of
+    /// them is read again.
+    pub fn used(&self, block: Range<u64>) -> Result<()> {
+        let rows = self.tensor.rows(block)?;
+        self.runtime.evict(&rows);
+        self.runtime.discard(&rows);
+        Ok(())
     }
 
     /// What was accumulated is of no use any more.

@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
 
 use outcore::durable::{Durable, Generation, TensorSpec};
+use outcore::pin::Walker;
 use outcore::policy::SegmentClass;
 use outcore::{DType, Error, ErrorKind, Result, Runtime, Tensor};
 use serde_json::Value;
@@ -93,7 +94,8 @@ impl Optimizer {
         let working = has_working_copy.then(|| new_working_copy(&runtime, &layout)).transpose()?;
         let walker = runtime.walker()?;
         let threads = threads.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN);
-        let paged = Paged { runtime, layout, groups, kept, gradients, working, walker, threads };
+        let pass = Vec::new();
+        let paged = Paged { runtime, layout, groups, kept, gradients, working, pass, walker, threads };
         paged.declare()?;
         let mut this = Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None };
         this.refresh_working_copy()?;
@@ -136,6 +138,33 @@ impl Optimizer {
         working.rows(parameter.first..parameter.first + parameter.elements)?.reshape(&parameter.shape)
     }
 
+    /// The gradients of a parameter, as the program names them in [`plan_pass`](Self::plan_pass). What their bytes are
+    /// is the optimizer's alone to know.
+    ///
+    /// # Errors
+    /// [`NotFound`](ErrorKind::NotFound).
+    pub fn gradients_of(&self, name: &str) -> Result<Tensor> {
+        let (_, parameter) = self.find(name)?;
+        self.paged.gradients.tensor().rows(parameter.first..parameter.first + parameter.elements)
+    }
+
+    /// The walker of the optimizer's pins: for those of a program that has [planned](Self::plan_pass) them.
+    pub fn walker(&self) -> &Walker {
+        &self.paged.walker
+    }
+
+    /// Declares what the program uses between two steps, in order: parameters and tensors of its own, which it pins
+    /// [of the optimizer's walker](Self::walker), and [gradients](Self::gradients_of) where it accumulates them. So
+    /// passes and steps are one order, and while a pass runs nothing is read ahead for the step that would have to
+    /// leave again. Bits do not depend on it.
+    ///
+    /// # Errors
+    /// None for tensors of the optimizer's runtime; those of other runtimes are left out.
+    pub fn plan_pass(&mut self, order: &[Tensor]) -> Result<()> {
+        self.paged.pass = order.to_vec();
+        self.paged.declare()
+    }
+
     /// Makes the working copy anew, after the program has written parameters.
     ///
     /// # Errors
@@ -165,7 +194,8 @@ impl Optimizer {
                 format!("gradients of {given} elements from {first} on were given for {name:?}, which has {has}");
             return Err(invalid(what, "give those of its elements only"));
         }
-        self.paged.gradients.accumulate(&self.paged.layout, number, (first, values), factor)
+        let Paged { layout, gradients, walker, .. } = &self.paged;
+        gradients.accumulate(layout, number, (first, values), factor, walker)
     }
 
     /// Drops what was accumulated since the last step.

@@ -17,23 +17,25 @@ pub(crate) struct Paged {
     pub kept: Vec<Vec<Tensor>>,
     pub gradients: Gradients,
     pub working: Option<Tensor>,
+    /// What the program uses between two steps, in order.
+    pub pass: Vec<Tensor>,
     pub walker: Walker,
     /// As many as were asked for.
     pub threads: NonZeroUsize,
 }
 
 impl Paged {
-    /// Declares the order of two steps: one up, and one down.
+    /// Declares the order of two passes and two steps: one up, and one down.
     pub fn declare(&self) -> Result<()> {
-        let (mut up, mut down) = (Vec::new(), Vec::new());
+        let mut order = self.pass.clone();
         for number in 0..self.layout.blocks.len() {
-            up.extend(self.used_by(number)?);
+            order.extend(self.used_by(number)?);
         }
+        order.extend_from_slice(&self.pass);
         for number in (0..self.layout.blocks.len()).rev() {
-            down.extend(self.used_by(number)?);
+            order.extend(self.used_by(number)?);
         }
-        up.append(&mut down);
-        self.walker.plan(Plan::Cycle(&up));
+        self.walker.plan(Plan::Cycle(&order));
         Ok(())
     }
 

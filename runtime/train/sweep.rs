@@ -92,6 +92,9 @@ impl Sweep {
                             Job::Update(update) => self.update(on, block, update, &scope)?,
                         }
                         self.done[block].store(true, Ordering::Relaxed);
+                        if matches!(&self.job, Job::Update(_)) {
+                            on.gradients.used(on.layout.blocks[block].positions.clone())?;
+                        }
                     }
                 }
                 Ok(())

@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use candle_core::{DType as Element, Device, Tensor as Computed, Var};
-use outcore::pin::{Plan, Walker};
 use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use outcore_train::Optimizer;
@@ -24,8 +23,6 @@ pub struct Paged {
     micros: usize,
     /// Elements that are copied under one pin.
     piece: u64,
-    /// Walks over parameters and vectors in the order of a pass.
-    walker: Walker,
 }
 
 impl Paged {
@@ -38,18 +35,21 @@ impl Paged {
         let vectors =
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
         let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
-        let (runtime, walker) = (runtime.clone(), runtime.walker()?);
-        let paged = Self { runtime, optimizer, vectors, width: shape.width, micros, piece, walker };
+        let runtime = runtime.clone();
+        let mut paged = Self { runtime, optimizer, vectors, width: shape.width, micros, piece };
         paged.declare(shape)?;
         Ok(paged)
     }
 
     /// Declares the order of a pass: up through the layers, and down.
-    fn declare(&self, shape: &Shape) -> Result<()> {
+    fn declare(&mut self, shape: &Shape) -> Result<()> {
         let mut order = Vec::new();
         let places = |layer: usize| (0..self.micros).map(move |micro| Place { layer, micro });
         let all = |parameters: Vec<Parameter>| -> Result<Vec<Tensor>> {
             parameters.iter().map(|(name, _)| self.optimizer.parameter(name)).collect()
+        };
+        let gradients = |parameters: Vec<Parameter>| -> Result<Vec<Tensor>> {
+            parameters.iter().map(|(name, _)| self.optimizer.gradients_of(name)).collect()
         };
         for place in places(0) {
             order.push(self.place(place)?);
@@ -65,11 +65,14 @@ impl Paged {
             order.push(self.place(place)?);
             order.push(self.place(Place { layer: place.layer + 1, ..place })?);
         }
-        // The output matrix goes in blocks, up and down.
-        for _ in 0..2 {
+        // The output matrix goes in blocks, for the loss and for the gradients.
+        for is_back in [false, true] {
             order.extend(all(vec![shape.output()])?);
             for place in places(shape.layers + 1) {
                 order.push(self.place(place)?);
+            }
+            if is_back {
+                order.extend(gradients(vec![shape.output()])?);
             }
         }
         for place in places(shape.layers) {
@@ -80,13 +83,13 @@ impl Paged {
             for place in places(layer) {
                 order.push(self.place(place)?);
                 order.push(self.place(Place { layer: layer + 1, ..place })?);
+                order.extend(gradients(shape.layer(layer))?);
             }
         }
         for place in places(0) {
             order.push(self.place(place)?);
         }
-        self.walker.plan(Plan::Cycle(&order));
-        Ok(())
+        self.optimizer.plan_pass(&order)
     }
 
     fn place(&self, Place { layer, micro }: Place) -> Result<Tensor> {
@@ -101,7 +104,7 @@ impl Paged {
         let mut values = Vec::with_capacity(elements as usize);
         for first in (0..elements).step_by(self.piece as usize) {
             let piece = flat.rows(first..(first + self.piece).min(elements))?;
-            values.extend_from_slice(self.runtime.pin(&piece).of(&self.walker).wait()?.view::<f32>()?);
+            values.extend_from_slice(self.runtime.pin(&piece).of(self.optimizer.walker()).wait()?.view::<f32>()?);
         }
         Ok(values)
     }
@@ -116,7 +119,7 @@ impl Paged {
         let mut values = values.into_iter();
         for first in (0..elements).step_by(self.piece as usize) {
             let piece = flat.rows(first..(first + self.piece).min(elements))?;
-            let mut pin = self.runtime.pin(&piece).write().of(&self.walker).wait()?;
+            let mut pin = self.runtime.pin(&piece).write().of(self.optimizer.walker()).wait()?;
             pin.view_mut::<f32>()?.iter_mut().zip(&mut values).for_each(|(to, value)| *to = value);
         }
         Ok(())
@@ -147,7 +150,7 @@ impl Store for Paged {
         let mut values = Vec::with_capacity(numbers.len() * self.width);
         for number in numbers {
             let row = matrix.rows(u64::from(*number)..u64::from(*number) + 1)?;
-            values.extend_from_slice(self.runtime.pin(&row).wait()?.view::<f32>()?);
+            values.extend_from_slice(self.runtime.pin(&row).of(self.optimizer.walker()).wait()?.view::<f32>()?);
         }
         computed("the embedding", Computed::from_vec(values, (numbers.len(), self.width), &Device::Cpu))
     }
