@@ -142,7 +142,7 @@ impl Gradients {
         parameter: usize,
         (first, values): (u64, &[f32]),
         factor: f32,
-        walker: &Walker,
+        walker: Option<&Walker>,
     ) -> Result<()> {
         let mut done = 0;
         for number in layout.parts_with(parameter, first..first + values.len() as u64) {
@@ -166,7 +166,7 @@ impl Gradients {
         number: usize,
         (first, values): (u64, &[f32]),
         factor: f32,
-        walker: &Walker,
+        walker: Option<&Walker>,
     ) -> Result<()> {
         let Part { within, at, .. } = &layout.parts[number];
         let number_of_block = layout.block_of(number);
@@ -187,7 +187,8 @@ impl Gradients {
         if state.is_new {
             self.runtime.discard(&rows);
         }
-        let mut guard = self.runtime.pin(&rows).write().of(walker).wait()?;
+        let pin = self.runtime.pin(&rows).write();
+        let mut guard = walker.into_iter().fold(pin, |pin, walker| pin.of(walker)).wait()?;
         if state.is_new {
             guard.bytes_mut().fill(0);
             state.is_new = false;
@@ -232,17 +233,17 @@ impl Gradients {
         has_any
     }
 
-    /// The gradients of a block have been used: what is in memory of them, and was written, goes at once, and none of
-    /// them is read again.
+    /// The gradients of a block have been used. Where memory is short, what is there of them goes first.
     pub fn used(&self, block: Range<u64>) -> Result<()> {
-        let rows = self.tensor.rows(block)?;
-        self.runtime.evict(&rows);
-        self.runtime.discard(&rows);
+        if self.runtime.stats().device_frames.free == 0 {
+            self.runtime.evict(&self.tensor.rows(block)?);
+        }
         Ok(())
     }
 
-    /// What was accumulated is of no use any more.
+    /// What was accumulated is of no use any more, and need not be read when the next ones are added.
     pub fn forget(&self) {
+        self.runtime.discard(&self.tensor);
         self.blocks.iter().for_each(|block| block.lock().is_new = true);
         self.torn.store(false, Ordering::Relaxed);
     }

@@ -156,7 +156,7 @@ impl Optimizer {
     /// Declares what the program uses between two steps, in order: parameters and tensors of its own, which it pins
     /// [of the optimizer's walker](Self::walker), and [gradients](Self::gradients_of) where it accumulates them. So
     /// passes and steps are one order, and while a pass runs nothing is read ahead for the step that would have to
-    /// leave again. Bits do not depend on it.
+    /// leave again. Bits do not depend on it. A [roll back](Self::rollback) withdraws the plan.
     ///
     /// # Errors
     /// None for tensors of the optimizer's runtime; those of other runtimes are left out.
@@ -194,7 +194,9 @@ impl Optimizer {
                 format!("gradients of {given} elements from {first} on were given for {name:?}, which has {has}");
             return Err(invalid(what, "give those of its elements only"));
         }
-        let Paged { layout, gradients, walker, .. } = &self.paged;
+        let Paged { layout, gradients, walker, pass, .. } = &self.paged;
+        // Without a plan for passes they are no part of the walker's order.
+        let walker = (!pass.is_empty()).then_some(walker);
         gradients.accumulate(layout, number, (first, values), factor, walker)
     }
 
@@ -373,7 +375,9 @@ impl Optimizer {
         note.is_between_steps()?;
         (self.note, self.program, self.unfinished) = (note, program, None);
         // New ones: pages of the scratch file that were lost do not come back.
-        let Paged { runtime, layout, gradients, working, .. } = &mut self.paged;
+        let Paged { runtime, layout, gradients, working, pass, .. } = &mut self.paged;
+        // It names the old ones.
+        pass.clear();
         *gradients = Gradients::new(runtime, layout, gradients.tensor().dtype())?;
         if working.is_some() {
             *working = Some(new_working_copy(runtime, layout)?);

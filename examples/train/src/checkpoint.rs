@@ -66,6 +66,9 @@ impl Checkpoint {
         if config.arch != Arch::Llama {
             return refused(&format!("it is a {}", config.arch.gguf_name()));
         }
+        if config.rope_frequencies.len() * 2 != config.head_dim {
+            return refused("it turns a part of each head only");
+        }
         if config.head_dim * config.heads != config.dim {
             return refused("its heads are narrower or wider than its vectors");
         }
@@ -94,7 +97,10 @@ impl Checkpoint {
         let failed = |path: &Path, cause: io::Error| Error::io(format!("read the model {}", path.display()), cause);
         let files = model.paths().iter().map(|path| File::open(path).map_err(|cause| failed(path, cause)));
         let files = files.collect::<Result<Vec<File>>>()?;
-        let id = FileId::of(&files).map_err(|cause| failed(path, cause))?;
+        // The tokenizer too, where it is a file of its own.
+        let all = model.all_paths().into_iter().map(|path| File::open(&path).map_err(|cause| failed(&path, cause)));
+        let all = all.collect::<Result<Vec<File>>>()?;
+        let id = FileId::of(&all).map_err(|cause| failed(path, cause))?;
         let checkpoint = Self { path: path.into(), model, files, shape, pairs: config.rope_pairs, id };
         for parameter in checkpoint.shape.all() {
             let tensor = checkpoint.tensor(&parameter)?;

@@ -2,48 +2,39 @@
 
 use std::fs::File;
 use std::hash::Hasher;
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::io::{self, Read};
 
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-/// How many pieces of a file its sum covers, and how many bytes each has. A file that is no longer is covered whole.
-const PIECES: u64 = 256;
-const PIECE: u64 = 4096;
-
-/// What tells files from others: their length, and a sum over pieces at equal distances.
+/// What tells files from others: their length, and a sum over all bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileId {
     /// Bytes, of all files.
     pub len: u64,
-    /// XXH3-64 over pieces of each.
+    /// XXH3-64 over the length of each and its bytes.
     pub sum: u64,
 }
 
 impl FileId {
-    /// That of files, in order.
+    /// That of files that are open at their beginnings, in order. Reads them to their ends.
     ///
     /// # Errors
     /// Those of reads.
     pub fn of<'a>(files: impl IntoIterator<Item = &'a File>) -> io::Result<Self> {
         let (mut all, mut hash) = (0, XxHash3_64::with_seed(0));
-        let mut bytes = vec![0; PIECE as usize];
-        for file in files {
+        let mut bytes = vec![0; 1 << 20];
+        for mut file in files {
             let len = file.metadata()?.len();
             hash.write_u64(len);
             all += len;
-            let pieces = len.div_ceil(PIECE).min(PIECES);
-            for piece in 0..pieces {
-                let at = if pieces < PIECES { piece * PIECE } else { (len - PIECE) / (PIECES - 1) * piece };
-                let count = (len - at).min(PIECE) as usize;
-                file.read_exact_at(&mut bytes[..count], at)?;
-                hash.write(&bytes[..count]);
+            let mut file = file.by_ref().take(len);
+            loop {
+                match file.read(&mut bytes)? {
+                    0 => break,
+                    count => hash.write(&bytes[..count]),
+                }
             }
-            // The end of the text, wherever the pieces end.
-            let last = len.min(PIECE) as usize;
-            file.read_exact_at(&mut bytes[..last], len - last as u64)?;
-            hash.write(&bytes[..last]);
         }
         Ok(Self { len: all, sum: hash.finish() })
     }

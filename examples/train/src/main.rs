@@ -40,7 +40,7 @@ struct Args {
     #[arg(long)]
     resume: bool,
     /// Commit after so many steps.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     commit_every: u64,
     /// Print one JSON object at the end.
     #[arg(long)]
@@ -141,7 +141,7 @@ fn train(args: &Args) -> Result<()> {
     let say = |what: &str| bar.suspend(|| drop(writeln!(stderr(), "train: {what}")));
     let show = |at: &Progress| {
         let Progress { step, loss, norm, speed } = *at;
-        let message = format!("loss {loss:.4}, norm {norm:.2}, {speed:.0} tokens/s");
+        let message = format!("loss {loss:.4}, norm {norm:.2}, {speed:.1} tokens/s");
         if !stderr().is_terminal() {
             let _ = writeln!(stderr(), "step {step}/{}: {message}", args.steps);
         }

@@ -31,7 +31,7 @@ impl Paged {
     /// # Errors
     /// Those of allocations.
     pub fn new(runtime: &Runtime, optimizer: Optimizer, shape: &Shape, micros: usize, tokens: usize) -> Result<Self> {
-        let places = ((shape.layers + 2) * micros) as u64;
+        let places = ((shape.layers + 3) * micros) as u64;
         let vectors =
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
         let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
@@ -72,11 +72,15 @@ impl Paged {
                 order.push(self.place(place)?);
             }
             if is_back {
+                for place in places(shape.layers + 2) {
+                    order.push(self.place(place)?);
+                }
                 order.extend(gradients(vec![shape.output()])?);
             }
         }
         for place in places(shape.layers) {
             order.push(self.place(place)?);
+            order.push(self.place(Place { layer: place.layer + 2, ..place })?);
         }
         for layer in (0..shape.layers).rev() {
             order.extend(all(shape.layer(layer))?);

@@ -40,7 +40,7 @@ impl Micro {
 }
 
 /// Where the vectors of one micro-batch are kept that go into a layer; behind the last one, into the norm before the
-/// head; and behind that, into the head.
+/// head; behind that, into the head; and last, the gradients of these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The layer, from 0.
@@ -166,8 +166,8 @@ impl Pass {
     /// The mean loss. Leaves the gradients of the vectors behind the last layer in their places.
     ///
     /// The vocabulary goes in blocks of rows, twice: for the sums of the exponents, and for the gradients. With the
-    /// sums known, the loss of a token is the sum of `exp(logit - logarithm of the sum)` over all blocks, less the logit
-    /// of the target, as far as the gradients go: by each logit they are the probability, less 1 for the target.
+    /// sums known, the loss of a token is the sum of `exp(logit - logarithm of the sum)` over all blocks, less the
+    /// logit of the target, as far as the gradients go: by each logit they are the probability, less 1 for the target.
     fn head(&self, store: &mut impl Store, micros: &[Micro], tokens: usize) -> Result<f64> {
         let (norm, output) = (self.shape.output_norm(), self.shape.output());
         let weight = store.parameter(&norm)?;
@@ -203,7 +203,9 @@ impl Pass {
         for logarithms in &logarithms {
             loss += computed("the loss", logarithms.sum_all().and_then(|sum| scalar(&sum)))?;
         }
-        let mut sums: Vec<Option<Tensor>> = vec![None; micros.len()];
+        // The gradients of what the head is given, added up over the blocks.
+        let sum_of = |micro| Place { layer: self.shape.layers + 2, micro };
+        let mut is_first = true;
         // From the last block on, which is still there.
         for block in blocks.rev() {
             let rows = store.block(&output, block.clone())?;
@@ -221,13 +223,14 @@ impl Pass {
                 let gradients = computed("the gradients of the loss", back())?;
                 store.add(&output, block.start, &of(&gradients, &rows, &format!("the parameter {:?}", output.0))?)?;
                 let gradient = of(&gradients, &y, "the vectors behind the last layer")?;
-                let sum = sums[number].as_ref().map_or_else(|| Ok(gradient.clone()), |sum| sum + &gradient);
-                sums[number] = Some(computed("the gradients of the loss", sum)?);
+                let sum =
+                    if is_first { Ok(gradient) } else { store.get(sum_of(number))?.as_detached_tensor() + gradient };
+                store.put(sum_of(number), &computed("the gradients of the loss", sum)?)?;
             }
+            is_first = false;
         }
-        for (micro, sum) in sums.iter().enumerate() {
-            let Some(sum) = sum else { continue };
-            let x = store.get(place(micro))?;
+        for micro in 0..micros.len() {
+            let (x, sum) = (store.get(place(micro))?, store.get(sum_of(micro))?.as_detached_tensor());
             let back = || (normed(&x, &weight)? * sum)?.sum_all()?.backward();
             let gradients = computed("a norm's gradients", back())?;
             store.add(&norm, 0, &of(&gradients, &weight, &format!("the parameter {:?}", norm.0))?)?;

@@ -79,8 +79,9 @@ impl Settings {
     /// `InvalidArgument` for what is out of range. Rates and norms are the optimizer's to check.
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
-        let most = 1 << 20;
-        for (what, value) in [("--window", self.window), ("--batch", self.batch), ("--micro", self.micro)] {
+        let sizes =
+            [("--window", self.window, 1 << 15), ("--batch", self.batch, 1 << 20), ("--micro", self.micro, 1 << 20)];
+        for (what, value, most) in sizes {
             if !(1..=most).contains(&value) {
                 let what = format!("{what} is {value}");
                 return Err(Error::new(ErrorKind::InvalidArgument, what).remedy(format!("choose 1 to {most}")));
@@ -162,8 +163,8 @@ struct Note {
     used: Used,
 }
 
-/// Trains on a text, from a checkpoint or from new parameters, until the last step, or until `stop` is set: then the step that is under way is the last one. Each step is
-/// shown to `progress`, and what there is to say to `say`.
+/// Trains on a text, from a checkpoint or from new parameters, until the last step, or until `stop` is set: then the
+/// step that is under way is the last one. Each step is shown to `progress`, and what there is to say to `say`.
 ///
 /// # Errors
 /// `InvalidArgument` for settings out of range, for a folder with a run if none is to be resumed, and for a run with
@@ -182,7 +183,8 @@ pub fn run(
     let text = {
         let tokenizer = checkpoint.as_ref().map(Checkpoint::tokenizer).transpose()?;
         let beside = limits.state.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Text::open(text, settings.window, settings.seed, tokenizer.as_ref().map(|tokenizer| (tokenizer, beside)))?
+        let encoder = tokenizer.as_ref().map(|tokenizer| (tokenizer, settings.shape.vocabulary, beside));
+        Text::open(text, settings.window, settings.seed, encoder)?
     };
     let began = Instant::now();
     let runtime = open(settings, limits)?;
@@ -191,7 +193,7 @@ pub fn run(
     for group in settings.groups() {
         builder = builder.group(group);
     }
-    let before = kept(&folder)?;
+    let before = kept(&folder, &limits.state)?;
     let is_new = match &before {
         Some(_) if !limits.resume => {
             let what = format!("{} has a training already", limits.state.display());
@@ -259,27 +261,30 @@ pub fn run(
 
 fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
     let Settings { shape, window, batch, .. } = settings;
-    let vectors = ((shape.layers + 2) * batch * window * shape.width * 4) as u64;
-    let all = Bytes::new(16 * shape.parameters() + vectors + LEAST.get());
+    let places = (shape.layers + 3).saturating_mul(*batch);
+    let vectors = places.saturating_mul(*window).saturating_mul(shape.width).saturating_mul(4) as u64;
+    let all = Bytes::new((16 * shape.parameters()).saturating_add(vectors).saturating_add(LEAST.get()));
     let page = PageSize::new(limits.page)?;
     Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()
 }
 
 /// What a run has left in the folder; `None` if there is none.
-fn kept(folder: &Durable) -> Result<Option<Note>> {
+fn kept(folder: &Durable, path: &Path) -> Result<Option<Note>> {
     let bytes = folder.note();
     if bytes.is_empty() {
         return Ok(None);
     }
-    let foreign = || {
-        Error::new(ErrorKind::Format, "the folder's state is not that of a training of this program")
-            .remedy("choose another folder")
-    };
-    let note: Value = serde_json::from_slice(&bytes).map_err(|_| foreign())?;
+    let note: Value = serde_json::from_slice(&bytes).map_err(|_| foreign(path))?;
     match &note["program"] {
-        Value::Null => Ok(None),
-        program => serde_json::from_value(program.clone()).map(Some).map_err(|_| foreign()),
+        // An optimizer that was made, and no step of a training.
+        Value::Null if folder.generation().get() == 0 => Ok(None),
+        program => serde_json::from_value(program.clone()).map(Some).map_err(|_| foreign(path)),
     }
+}
+
+fn foreign(path: &Path) -> Error {
+    Error::new(ErrorKind::Format, format!("{} has the state of another program", path.display()))
+        .remedy("choose another folder")
 }
 
 impl Settings {

@@ -56,8 +56,11 @@ impl Shape {
         let Some(parameters) = self.checked_parameters() else {
             return refused("the model has more parameters than can be counted".into(), "choose smaller extents");
         };
-        if parameters > 1 << 40 {
-            return refused(format!("a model of {parameters} parameters"), "choose smaller extents");
+        if parameters > 1 << 40 || layers > 1 << 16 {
+            return refused(
+                format!("a model of {layers} layers and {parameters} parameters"),
+                "choose smaller extents",
+            );
         }
         Ok(())
     }

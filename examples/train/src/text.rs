@@ -2,7 +2,7 @@
 //! of a model.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::pass::Micro;
 /// Bytes of a text that are encoded at once, and up to the end of their line.
 const ENCODED: u64 = 64 << 10;
 /// A line that goes on for longer is cut.
-const LONGEST_LINE: u64 = 1 << 20;
+const LONGEST_LINE: u64 = 64 << 10;
 
 /// A text file. It may be larger than memory: a window is read when it is used.
 #[derive(Debug)]
@@ -32,12 +32,12 @@ pub struct Text {
 }
 
 impl Text {
-    /// Opens a text, to be read in windows of this many tokens. With a tokenizer it is encoded, into a file without a
-    /// name in `beside`.
+    /// Opens a text, to be read in windows of this many tokens. With a tokenizer, of a model that has so many
+    /// tokens, it is encoded into a file without a name in a folder.
     ///
     /// # Errors
     /// `Io`; `InvalidArgument` for a text that is shorter than a window and one token.
-    pub fn open(path: &Path, window: usize, seed: u64, encoder: Option<(&Tokenizer, &Path)>) -> Result<Self> {
+    pub fn open(path: &Path, window: usize, seed: u64, encoder: Option<(&Tokenizer, usize, &Path)>) -> Result<Self> {
         let failed = |cause: io::Error| {
             Error::io(format!("read the text {}", path.display()), cause).remedy("give a file that can be read")
         };
@@ -48,10 +48,11 @@ impl Text {
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give a file of text"));
         }
         let id = FileId::of([&file]).map_err(failed)?;
+        (&file).rewind().map_err(failed)?;
         let (tokens, bytes, count) = match encoder {
             None => (file, 1, meta.len()),
-            Some((tokenizer, beside)) => {
-                let (tokens, count) = encode(file, tokenizer, beside)
+            Some((tokenizer, vocabulary, beside)) => {
+                let (tokens, count) = encode(file, tokenizer, vocabulary, beside)
                     .map_err(|error| error.context(format!("the text {} cannot be encoded", path.display())))?;
                 (tokens, 4, count)
             }
@@ -113,7 +114,7 @@ impl Text {
 
 /// Writes the tokens of a text to a new file, and counts them. Bytes that are no UTF-8 are encoded as the replacement
 /// character.
-fn encode(text: File, tokenizer: &Tokenizer, beside: &Path) -> Result<(File, u64)> {
+fn encode(text: File, tokenizer: &Tokenizer, vocabulary: usize, beside: &Path) -> Result<(File, u64)> {
     let writing = |cause: io::Error| Error::io(format!("write tokens to a file in {}", beside.display()), cause);
     let reading = |cause: io::Error| Error::io("read it", cause);
     let mut tokens = BufWriter::new(tempfile::tempfile_in(beside).map_err(writing)?);
@@ -128,6 +129,10 @@ fn encode(text: File, tokenizer: &Tokenizer, beside: &Path) -> Result<(File, u64
         let encoded = tokenizer.encode(&String::from_utf8_lossy(&piece), false);
         let encoded = encoded.map_err(|error| Error::new(ErrorKind::Format, error.to_string()))?;
         count += encoded.len() as u64;
+        if let Some(token) = encoded.iter().find(|token| **token as usize >= vocabulary) {
+            let what = format!("the tokenizer has given the token {token}, and the model has {vocabulary}");
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("leave out of the text what becomes of it"));
+        }
         for token in encoded {
             tokens.write_all(&token.to_le_bytes()).map_err(writing)?;
         }
