@@ -9,24 +9,22 @@ use crate::shape::Shape;
 const PROGRAM: u64 = 40 << 20;
 
 /// Bytes that computing a layer takes, there and back, for micro-batches of so many windows, or a block of the head if
-/// that is more. Counted for the [operations](crate::operations): what each leaves for the way back, and half of that
-/// for the gradients that are there at a time; to that the parameters and their gradients.
+/// that is more. Counted for the [operations](crate::operations) as candle carries them out: what they leave for the way
+/// back, which is there until its end; what differentiating the softmax, or the gated half of the network, has beside
+/// that; the parameters and their gradients; and a gradient on its way, which is in five tensors: the product, and twice
+/// a sum before and after it was added.
 pub fn computing(shape: &Shape, window: usize, at_once: usize) -> Bytes {
     // No product of extents that were checked is larger than this holds.
     let of = |extent: usize| extent as u128;
     let tokens = of(window) * of(at_once);
-    let scores = tokens * of(window) * of(shape.heads);
-    let mask = of(window) * of(window);
-    let layer = [26 * tokens * of(shape.width), 8 * scores, 4 * tokens * of(shape.hidden), 2 * mask];
-    let layer = layer.into_iter().sum::<u128>();
-    let rows = of(rows_at_once(shape, LOGITS_AT_ONCE, window * at_once)).min(of(shape.vocabulary));
-    let head = 4 * tokens * rows;
-    // On its way a gradient is in five tensors: the product, and twice a sum before and after it was added.
+    let (scores, hidden) = (tokens * of(window) * of(shape.heads), tokens * of(shape.hidden));
+    let left = 26 * tokens * of(shape.width) + 5 * scores + 4 * hidden + of(window) * of(window);
+    let beside = (9 * scores).max(14 * hidden);
     let matrix = of(shape.width) * of(shape.hidden);
-    let all = |kept: u128, parameters: u128, largest: u128| 4 * (kept * 3 / 2 + 2 * parameters + 4 * largest);
-    let rows = rows * of(shape.width);
-    let bytes = all(layer, shape.in_a_layer().into(), matrix).max(all(head, rows, rows));
-    Bytes::new(u64::try_from(bytes).unwrap_or(u64::MAX))
+    let layer = left + beside + 2 * u128::from(shape.in_a_layer()) + 4 * matrix;
+    let rows = of(rows_at_once(shape, LOGITS_AT_ONCE, window * at_once)).min(of(shape.vocabulary));
+    let head = 6 * tokens * rows + 6 * rows * of(shape.width);
+    Bytes::new(u64::try_from(4 * layer.max(head)).unwrap_or(u64::MAX))
 }
 
 /// How a limit is divided: what is left for pages.
