@@ -1,5 +1,5 @@
 //! The shape of a model: how many layers, how wide, and what its parameters are called. The names and the order of rows
-//! are those of Llamas in transformers, so an exported state is a checkpoint for it.
+//! are those of Llamas in transformers.
 
 use outcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
