@@ -46,7 +46,7 @@ fn gguf_name(name: &str) -> String {
 }
 
 impl Checkpoint {
-    /// Opens a model. Reads headers only.
+    /// Opens a model. Reads its files once, for the sum that tells it from others.
     ///
     /// # Errors
     /// Those of the files; `Unsupported` for what is not computed here: other architectures than Llama, biases, and

@@ -39,7 +39,7 @@ struct Args {
     /// Go on from the folder's last commit.
     #[arg(long)]
     resume: bool,
-    /// Commit after so many steps.
+    /// Steps from one commit to the next.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     commit_every: u64,
     /// Print one JSON object at the end.

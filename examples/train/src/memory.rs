@@ -8,8 +8,8 @@ use crate::shape::Shape;
 /// The program, its threads, and what the allocator keeps for later.
 const PROGRAM: u64 = 40 << 20;
 
-/// Bytes that computing a layer takes, there and back, for micro-batches of so many windows, or a block of the head if
-/// that is more. Counted for the [operations](crate::operations) as candle carries them out: what they leave for the
+/// Bytes that computing a layer takes, there and back, for micro-batches of `at_once` windows, or a block of the head
+/// if that is more. Counted for the [operations](crate::operations) as candle carries them out: what they leave for the
 /// way back, which is there until its end; what differentiating the softmax, or the gated half of the network, has
 /// beside that; the parameters and their gradients; and a gradient on its way, which is in five tensors: the product,
 /// and twice a sum before and after it was added.

@@ -8,7 +8,7 @@ use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use outcore_train::Optimizer;
 
-use crate::pass::{Place, Store, computed};
+use crate::pass::{Place, Store, computed, levels};
 use crate::shape::{Parameter, Shape};
 
 /// The store of a training.
@@ -31,7 +31,7 @@ impl Paged {
     /// # Errors
     /// Those of allocations.
     pub fn new(runtime: &Runtime, optimizer: Optimizer, shape: &Shape, micros: usize, tokens: usize) -> Result<Self> {
-        let places = ((shape.layers + 3) * micros) as u64;
+        let places = (levels(shape) * micros) as u64;
         let vectors =
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
         let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
@@ -43,56 +43,41 @@ impl Paged {
 
     /// Declares the order of a pass: up through the layers, and down.
     fn declare(&mut self, shape: &Shape) -> Result<()> {
-        let mut order = Vec::new();
-        let places = |layer: usize| (0..self.micros).map(move |micro| Place { layer, micro });
-        let all = |parameters: Vec<Parameter>| -> Result<Vec<Tensor>> {
-            parameters.iter().map(|(name, _)| self.optimizer.parameter(name)).collect()
+        let parameters = |of: Vec<Parameter>| -> Result<Vec<Tensor>> {
+            of.iter().map(|(name, _)| self.optimizer.parameter(name)).collect()
         };
-        let gradients = |parameters: Vec<Parameter>| -> Result<Vec<Tensor>> {
-            parameters.iter().map(|(name, _)| self.optimizer.gradients_of(name)).collect()
+        let gradients = |of: Vec<Parameter>| -> Result<Vec<Tensor>> {
+            of.iter().map(|(name, _)| self.optimizer.gradients_of(name)).collect()
         };
-        for place in places(0) {
-            order.push(self.place(place)?);
-        }
+        // For one micro-batch after the other, the places in these layers.
+        let vectors = |layers: &[usize]| -> Result<Vec<Tensor>> {
+            let places =
+                (0..self.micros).flat_map(|micro| layers.iter().map(move |layer| Place { layer: *layer, micro }));
+            places.map(|place| self.place(place)).collect()
+        };
+        let behind = shape.layers;
+        let mut order = vectors(&[0])?;
         for layer in 0..shape.layers {
-            order.extend(all(shape.layer(layer))?);
-            for place in places(layer) {
-                order.push(self.place(place)?);
-                order.push(self.place(Place { layer: layer + 1, ..place })?);
-            }
+            order.extend(parameters(shape.layer(layer))?);
+            order.extend(vectors(&[layer, layer + 1])?);
         }
-        for place in places(shape.layers) {
-            order.push(self.place(place)?);
-            order.push(self.place(Place { layer: place.layer + 1, ..place })?);
-        }
+        order.extend(vectors(&[behind, behind + 1])?);
         // The output matrix goes in blocks, for the loss and for the gradients.
-        for is_back in [false, true] {
-            order.extend(all(vec![shape.output()])?);
-            for place in places(shape.layers + 1) {
-                order.push(self.place(place)?);
-            }
-            if is_back {
-                for place in places(shape.layers + 2) {
-                    order.push(self.place(place)?);
-                }
-                order.extend(gradients(vec![shape.output()])?);
-            }
-        }
-        for place in places(shape.layers) {
-            order.push(self.place(place)?);
-            order.push(self.place(Place { layer: place.layer + 2, ..place })?);
-        }
+        order.extend(parameters(vec![shape.output()])?);
+        order.extend(vectors(&[behind + 1])?);
+        order.extend(parameters(vec![shape.output()])?);
+        order.extend(vectors(&[behind + 1, behind + 2])?);
+        order.extend(gradients(vec![shape.output()])?);
+        order.extend(vectors(&[behind, behind + 2])?);
         for layer in (0..shape.layers).rev() {
-            order.extend(all(shape.layer(layer))?);
-            for place in places(layer) {
-                order.push(self.place(place)?);
-                order.push(self.place(Place { layer: layer + 1, ..place })?);
+            order.extend(parameters(shape.layer(layer))?);
+            for micro in 0..self.micros {
+                order.push(self.place(Place { layer, micro })?);
+                order.push(self.place(Place { layer: layer + 1, micro })?);
                 order.extend(gradients(shape.layer(layer))?);
             }
         }
-        for place in places(0) {
-            order.push(self.place(place)?);
-        }
+        order.extend(vectors(&[0])?);
         self.optimizer.plan_pass(&order)
     }
 

@@ -17,7 +17,7 @@ use crate::shape::{Parameter, Shape};
 /// Logits that are computed at once, and elements of the output matrix that are used at once, at most.
 pub const LOGITS_AT_ONCE: usize = 1 << 20;
 
-/// Rows of the output matrix that are used at once, for micro-batches of so many tokens.
+/// Rows of the output matrix that are used at once, for micro-batches of `tokens` tokens.
 pub fn rows_at_once(shape: &Shape, most: usize, tokens: usize) -> usize {
     (most / tokens.max(shape.width)).max(1)
 }
@@ -47,6 +47,11 @@ pub struct Place {
     pub layer: usize,
     /// The micro-batch, from 0.
     pub micro: usize,
+}
+
+/// How many `layer`s the [places](Place) of a micro-batch have.
+pub fn levels(shape: &Shape) -> usize {
+    shape.layers + 3
 }
 
 /// What a pass computes with. Its errors end the pass.

@@ -19,7 +19,7 @@ use crate::file_id::FileId;
 use crate::losses::{Losses, hash};
 use crate::memory::{computing, for_pages};
 use crate::paged::Paged;
-use crate::pass::Pass;
+use crate::pass::{Pass, levels};
 use crate::shape::Shape;
 use crate::text::Text;
 
@@ -45,7 +45,7 @@ pub struct Limits {
     pub page: Bytes,
     /// Memory for pages: [of a limit for the process](Settings::pages_within), or as much as there can be.
     pub budget: Option<Bytes>,
-    /// A commit comes after so many steps.
+    /// Steps from one commit to the next.
     pub commit_every: u64,
 }
 
@@ -88,7 +88,7 @@ impl Settings {
             }
         }
         if !self.batch.is_multiple_of(self.micro) {
-            let what = format!("--batch is {}, which is no multiple of --micro, {}", self.batch, self.micro);
+            let what = format!("--batch is {}, which is not a multiple of --micro, {}", self.batch, self.micro);
             return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("choose a divisor of --batch"));
         }
         Ok(())
@@ -261,8 +261,9 @@ pub fn run(
 
 fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
     let Settings { shape, window, batch, .. } = settings;
-    let places = (shape.layers + 3).saturating_mul(*batch);
-    let vectors = places.saturating_mul(*window).saturating_mul(shape.width).saturating_mul(4) as u64;
+    let vectors =
+        levels(shape).saturating_mul(*batch).saturating_mul(*window).saturating_mul(shape.width).saturating_mul(4)
+            as u64;
     let all = Bytes::new((16 * shape.parameters()).saturating_add(vectors).saturating_add(LEAST.get()));
     let page = PageSize::new(limits.page)?;
     Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()

@@ -32,8 +32,8 @@ pub struct Text {
 }
 
 impl Text {
-    /// Opens a text, to be read in windows of this many tokens. With a tokenizer, of a model that has so many
-    /// tokens, it is encoded into a file without a name in a folder.
+    /// Opens a text, to be read in windows of this many tokens. With a tokenizer, given with the size of
+    /// the model's vocabulary, it is encoded into a file without a name in a folder.
     ///
     /// # Errors
     /// `Io`; `InvalidArgument` for a text that is shorter than a window and one token.
