@@ -11,6 +11,8 @@
 //! stretch, from its end downwards, are in order of next use, farthest first. A search for the farthest of all merges
 //! as many sorted lists as there are walkers.
 
+use smallvec::SmallVec;
+
 use super::Take;
 use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
@@ -283,6 +285,7 @@ impl Active {
             place.cursor = if plan.cyclic && to >= new { 0 } else { to };
             place.place = (place.cursor % new) as usize;
             place.scan = place.cursor;
+            place.behind.clear();
             // The next expected use is not mistaken for the second use of the page used last.
             let expected = plan.order[place.place];
             place.last_used = place.last_used.filter(|number| left(number) && *number != expected);
@@ -433,12 +436,28 @@ impl Active {
         }
         for at in 0..self.places.len() {
             let next = self.next_use(at, number);
+            let behind = self.times_behind(at, number);
             let place = &mut self.places[at];
             if next < place.scan {
                 // All pages from the cursor up to this one are resident.
                 place.scan = next.max(place.cursor);
             }
+            behind.into_iter().for_each(|time| place.behind.gone(time));
         }
+    }
+
+    /// When this walker had its uses of a page at the times shortly before its place, if it has passed over any.
+    fn times_behind(&self, at: usize, number: u32) -> SmallVec<[u64; 2]> {
+        let place = &self.places[at];
+        if place.behind.is_empty() {
+            return SmallVec::new();
+        }
+        let pass = place.cursor - place.place as u64;
+        let before = |position: &u32| match *position {
+            earlier if (earlier as usize) < place.place => Some(pass + u64::from(earlier)),
+            later => (pass + u64::from(later)).checked_sub(self.len()).filter(|_| self.cyclic),
+        };
+        self.positions(number).iter().filter_map(before).collect()
     }
 
     pub(super) fn resident(&self) -> usize {
@@ -510,6 +529,7 @@ impl Active {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
+        let left_out = !place.behind.is_empty() && place.behind.come_to(place.cursor);
         if place.last_used == Some(number) {
             // Reported twice in a row, because other walkers made uses in between.
             place.stays = false;
@@ -517,7 +537,7 @@ impl Active {
             if self.order[position] == number {
                 self.twice.insert(position);
             }
-            return false;
+            return left_out;
         }
         if !repeated && self.order[place.place] == number && (self.cyclic || place.cursor < n) {
             // Nearly every use takes this path. The page's next use is at this position again.
@@ -525,17 +545,26 @@ impl Active {
             place.last_used = Some(number);
             place.stays = self.twice.contains(place.place);
             self.go_to(at, self.places[at].cursor + 1);
-            return false;
+            return left_out;
         }
         let near = (n / 8).max(8);
-        let cursor = place.cursor;
+        let (cursor, scan) = (place.cursor, place.scan);
         let position = self.next_use(at, number);
         let distance = position - cursor;
-        let mut skips = false;
-        if distance <= near && position < NEVER {
+        let mut skips = left_out;
+        if distance > 0 && self.is_expected_behind(at, number) {
+            let place = &mut self.places[at];
+            place.judge(true);
+            place.stray = None;
+        } else if distance <= near && position < NEVER {
             self.step_to(at, position);
-            skips = distance > 0;
-            self.places[at].judge(distance == 0);
+            let place = &mut self.places[at];
+            if distance == 0 {
+                place.judge(true);
+            } else {
+                skips = true;
+                place.behind.passed_over(cursor, position, scan);
+            }
         } else {
             let cyclic = self.cyclic;
             let place = &mut self.places[at];
@@ -549,6 +578,7 @@ impl Active {
                 self.step_to(at, position);
                 skips = true;
                 let place = &mut self.places[at];
+                place.behind.clear();
                 if place.suspended {
                     place.resume();
                 }
@@ -557,6 +587,12 @@ impl Active {
         let place = &mut self.places[at];
         (place.last_used, place.stays) = (Some(number), false);
         skips
+    }
+
+    /// Records a walker's use of a page behind its place. Returns whether it was expected.
+    fn is_expected_behind(&mut self, at: usize, number: u32) -> bool {
+        let times = self.times_behind(at, number);
+        times.into_iter().any(|time| self.places[at].behind.used(time))
     }
 
     /// Records a walker's use at time `now`.
@@ -604,20 +640,24 @@ impl Active {
         }
     }
 
-    /// For this walker, the first missing page at or after its place, and after how many uses of all walkers it is
-    /// wanted.
+    /// For this walker, the missing page that it is to use next, and after how many uses of all walkers it is wanted.
     pub(super) fn next_missing(&mut self, at: usize, present: impl Fn(u32) -> bool) -> Option<(u64, u32)> {
-        let n = self.len();
-        let place = &mut self.places[at];
-        let end = if self.cyclic { place.cursor + n } else { n };
-        while place.scan < end {
-            let number = self.order[(place.scan % n) as usize];
-            if !present(number) {
-                return Some(((place.scan - place.cursor) * place.weight, number));
+        let (n, order) = (self.len(), &self.order);
+        let Place { cursor, scan, behind, weight, .. } = &mut self.places[at];
+        let end = if self.cyclic { *cursor + n } else { n };
+        let ahead = (*cursor, end, scan);
+        let behind = behind.parts_mut().iter_mut().map(|part| (part.start, part.end, &mut part.scan));
+        let missing = behind.chain([ahead]).filter_map(|(start, end, scan)| {
+            while *scan < end {
+                let number = order[(*scan % n) as usize];
+                if !present(number) {
+                    return Some(((*scan - start) * *weight, number));
+                }
+                *scan += 1;
             }
-            place.scan += 1;
-        }
-        None
+            None
+        });
+        missing.min_by_key(|(distance, _)| *distance)
     }
 
     /// A named page is being filled ahead of use.
@@ -628,19 +668,29 @@ impl Active {
                 // If the fill fails, it is not repeated: the request that uses the page reports the failure.
                 place.scan += 1;
             }
+            for part in place.behind.parts_mut() {
+                if part.scan < part.end && self.order[(part.scan % n) as usize] == number {
+                    part.scan += 1;
+                }
+            }
         }
     }
 
-    /// The ranges of positions that the known walkers have found resident ahead of them: sorted and disjoint.
+    /// The ranges of positions that the known walkers have found resident ahead of them, or have passed over: sorted
+    /// and disjoint.
     pub(super) fn reached(&self) -> Vec<(usize, usize)> {
         let n = self.order.len();
         let mut all = Vec::new();
         for place in self.places.iter().filter(|place| place.is_known()) {
-            let uses = (place.scan - place.cursor).min(self.len()) as usize;
-            let end = place.place + uses;
-            all.push((place.place, end.min(n)));
-            if self.cyclic && end > n {
-                all.push((0, end - n));
+            let ahead = (place.cursor, place.scan.min(place.cursor + self.len()));
+            let behind = place.behind.parts().iter().map(|part| (part.start, part.end));
+            for (from, to) in behind.chain([ahead]) {
+                let start = (from % self.len()) as usize;
+                let end = start + (to - from) as usize;
+                all.push((start, end.min(n)));
+                if self.cyclic && end > n {
+                    all.push((0, end - n));
+                }
             }
         }
         all.sort_unstable();
@@ -661,13 +711,13 @@ impl Active {
             })
     }
 
-    /// Offers pages of one class, farthest next use first, down to but not including `floor`, where one walker follows
-    /// the plan. Adds the positions of pages that were not taken to `skipped`.
+    /// Offers pages of one class but for `staying`, farthest next use first, down to but not including `floor`, where
+    /// one walker follows the plan. Adds the positions of pages that were not taken to `skipped`.
     fn offer(
         &self,
         at: usize,
         class: &Bits,
-        numbers: &PageNumbers,
+        (numbers, staying): (&PageNumbers, &[u32]),
         floor: Option<u64>,
         skipped: &mut Vec<usize>,
         take: &mut dyn FnMut(PageId) -> Take,
@@ -678,13 +728,17 @@ impl Active {
                 if floor.is_some_and(|floor| self.time_of(place, position as u32) <= floor) {
                     return Ok(None);
                 }
-                let page = numbers.page(self.order[position]);
+                end = position;
+                let number = self.order[position];
+                if staying.binary_search(&number).is_ok() {
+                    continue;
+                }
+                let page = numbers.page(number);
                 match take(page) {
                     Take::Yes => return Ok(Some(page)),
                     Take::Skip => skipped.push(position),
                     Take::Stop => return Err(Stopped),
                 }
-                end = position;
             }
         }
         Ok(None)
@@ -703,11 +757,11 @@ impl Active {
     }
 
     /// Offers victims where one walker follows the plan: streamed pages; then, if `for_kept`, kept pages; last, if
-    /// `must`, held pages.
+    /// `must`, held pages and those in `staying`.
     pub(super) fn victim(
         &mut self,
         at: usize,
-        numbers: &PageNumbers,
+        (numbers, staying): (&PageNumbers, &[u32]),
         floor: Option<u64>,
         for_kept: bool,
         must: bool,
@@ -715,12 +769,16 @@ impl Active {
     ) -> (Result<Option<PageId>, Stopped>, Vec<usize>) {
         self.bring_back(None);
         let mut skipped = Vec::new();
-        let mut found = self.offer(at, &self.streamed, numbers, floor, &mut skipped, take);
+        let but_staying = (numbers, staying);
+        let mut found = self.offer(at, &self.streamed, but_staying, floor, &mut skipped, take);
         if for_kept && matches!(found, Ok(None)) {
-            found = self.offer(at, &self.kept, numbers, floor, &mut skipped, take);
+            found = self.offer(at, &self.kept, but_staying, floor, &mut skipped, take);
         }
         if must && matches!(found, Ok(None)) {
-            found = self.offer(at, &self.held, numbers, floor, &mut Vec::new(), take);
+            found = self.offer(at, &self.held, but_staying, floor, &mut Vec::new(), take);
+        }
+        if must && matches!(found, Ok(None)) {
+            found = offer_each(staying.iter().copied(), numbers, take);
         }
         (found, skipped)
     }
@@ -759,6 +817,32 @@ impl Active {
         let known = self.places.iter().filter(|place| place.stays && place.is_known());
         known.filter_map(|place| place.last_used).filter(|number| self.filed(*number) > 0)
     }
+
+    /// Resident pages that are expected behind a walker: those of the pages filled `ahead`, and those at the end of a
+    /// part, of which another thread has used its share. Sorted.
+    pub(super) fn expected_behind(&self, ahead: &Bits) -> SmallVec<[u32; 8]> {
+        let mut pages = SmallVec::new();
+        for (at, place) in self.places.iter().enumerate().filter(|(_, place)| place.is_known()) {
+            let parts = place.behind.parts();
+            if parts.is_empty() {
+                continue;
+            }
+            pages.extend(parts.iter().map(|part| self.order[(part.end % self.len()) as usize]));
+            let mut next = ahead.first_from(0);
+            while let Some(number) = next {
+                next = ahead.first_from(number + 1);
+                let number = number as u32;
+                let is_expected = |time: &u64| parts.iter().any(|part| (part.start..part.end).contains(time));
+                if self.names(number) && self.times_behind(at, number).iter().any(is_expected) {
+                    pages.push(number);
+                }
+            }
+        }
+        pages.retain(|number: &mut u32| self.names(*number) && self.filed(*number) > 0);
+        pages.sort_unstable();
+        pages.dedup();
+        pages
+    }
 }
 
 impl Active {
@@ -768,6 +852,24 @@ impl Active {
 }
 
 pub(super) struct Stopped;
+
+/// Offers pages in order until one is taken.
+pub(super) fn offer_each(
+    mut pages: impl Iterator<Item = u32>,
+    numbers: &PageNumbers,
+    take: &mut dyn FnMut(PageId) -> Take,
+) -> Result<Option<PageId>, Stopped> {
+    let ended = pages.find_map(|number| {
+        step(1);
+        let page = numbers.page(number);
+        match take(page) {
+            Take::Yes => Some(Ok(Some(page))),
+            Take::Skip => None,
+            Take::Stop => Some(Err(Stopped)),
+        }
+    });
+    ended.unwrap_or(Ok(None))
+}
 
 /// `count` of `n` places, evenly spread; all of them if `count >= n`.
 pub(super) fn spread(n: usize, count: usize) -> impl Iterator<Item = usize> {

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::active::{RETURNING, Stopped};
+use super::active::{RETURNING, Stopped, offer_each};
 use super::scores::Scores;
 use super::{Take, Want};
 use crate::ids::PageId;
@@ -291,22 +291,4 @@ impl Outside {
         let held = self.line.numbers().take_while(|number| Some(*number) != offered.end);
         offer_each(held.filter(|number| !offered.again.contains(number)), numbers, take)
     }
-}
-
-/// Offers pages in order until one is taken.
-pub(super) fn offer_each(
-    mut pages: impl Iterator<Item = u32>,
-    numbers: &PageNumbers,
-    take: &mut dyn FnMut(PageId) -> Take,
-) -> Result<Option<PageId>, Stopped> {
-    let ended = pages.find_map(|number| {
-        step(1);
-        let page = numbers.page(number);
-        match take(page) {
-            Take::Yes => Some(Ok(Some(page))),
-            Take::Skip => None,
-            Take::Stop => Some(Err(Stopped)),
-        }
-    });
-    ended.unwrap_or(Ok(None))
 }

@@ -1,5 +1,7 @@
 //! Where a walker is in a plan, and what lies between two walkers.
 
+use smallvec::SmallVec;
+
 use crate::ids::WalkerId;
 
 /// Consecutive uses at a new position after which a walker's place moves there.
@@ -18,6 +20,91 @@ pub(super) struct Stretch {
     pub(super) end: usize,
 }
 
+/// Uses by which what was passed over may come later than the part behind it.
+const SLACK: u64 = 8;
+/// Most parts that are expected behind a walker: as many threads as share a tensor, and what is left of the one before.
+const PARTS_MOST: usize = 128;
+
+/// A part of the order that a walker has passed over, and whose uses are still expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// The time of the next expected use. It is `end` if all have come.
+    pub(super) start: u64,
+    /// What is used at this time was used before. Its page may be needed for the end of this part too.
+    pub(super) end: u64,
+    /// All pages used from `start` up to this time are resident or on their way.
+    pub(super) scan: u64,
+    /// A walker that has come here without the uses has left them out.
+    until: u64,
+}
+
+/// What a walker has passed over, in order.
+///
+/// Where threads share a tensor, each begins at its own part of it. To the walker that is a jump ahead, and the uses of
+/// the other threads go on behind it.
+#[derive(Debug, Default)]
+pub(super) struct Behind(SmallVec<[Part; 2]>);
+
+impl Behind {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    pub(super) fn parts(&self) -> &[Part] {
+        &self.0
+    }
+
+    pub(super) fn parts_mut(&mut self) -> &mut [Part] {
+        &mut self.0
+    }
+
+    /// The walker went from `from` to `to`, and pages used up to `scan` are resident or on their way. Uses of the other
+    /// threads are as many as these, or nearly.
+    pub(super) fn passed_over(&mut self, from: u64, to: u64, scan: u64) {
+        if self.0.len() == PARTS_MOST {
+            self.0.remove(0);
+        }
+        self.0.push(Part { start: from, end: to, scan: scan.clamp(from, to), until: 3 * to - 2 * from + SLACK });
+    }
+
+    /// A use at this time. Returns whether it was expected.
+    pub(super) fn used(&mut self, time: u64) -> bool {
+        let Some(nth) = self.0.iter().position(|part| (part.start..=part.end).contains(&time)) else { return false };
+        let is_full = self.0.len() == PARTS_MOST;
+        let part = &mut self.0[nth];
+        let later = Part { start: time + 1, scan: part.scan.max(time + 1), ..*part };
+        if part.start == part.end {
+            self.0.remove(nth);
+        } else if time == part.start {
+            *part = later;
+        } else if time < part.end && !is_full {
+            (part.end, part.scan) = (time, part.scan.min(time));
+            self.0.insert(nth + 1, later);
+        }
+        true
+    }
+
+    /// The walker has come to `cursor`. Returns whether uses were left out.
+    pub(super) fn come_to(&mut self, cursor: u64) -> bool {
+        let before = self.0.len();
+        self.0.retain(|part| cursor <= part.until);
+        self.0.len() < before
+    }
+
+    /// A page used at this time is not resident any more.
+    pub(super) fn gone(&mut self, time: u64) {
+        for part in &mut self.0 {
+            if (part.start..part.scan).contains(&time) {
+                part.scan = time;
+            }
+        }
+    }
+}
+
 /// One walker's place in a plan.
 #[derive(Debug)]
 pub(super) struct Place {
@@ -28,6 +115,7 @@ pub(super) struct Place {
     pub(super) place: usize,
     /// All pages used from the cursor up to this time are resident or on their way.
     pub(super) scan: u64,
+    pub(super) behind: Behind,
     pub(super) last_used: Option<u32>,
     /// The page used last is about to be used once more.
     pub(super) stays: bool,
@@ -47,6 +135,7 @@ impl Place {
             cursor: 0,
             place: 0,
             scan: 0,
+            behind: Behind::default(),
             last_used: None,
             stays: false,
             stray: None,
@@ -77,5 +166,50 @@ impl Place {
         self.suspended = false;
         self.followed = 0;
         self.confidence = CONFIDENCE_MAX / 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(behind: &Behind) -> Vec<(u64, u64, u64)> {
+        behind.parts().iter().map(|part| (part.start, part.end, part.scan)).collect()
+    }
+
+    #[test]
+    fn each_thread_has_its_part_behind_a_walker() {
+        let mut behind = Behind::default();
+        behind.passed_over(100, 130, 116);
+        assert!(behind.used(100) && behind.used(101));
+        assert_eq!(parts(&behind), [(102, 130, 116)]);
+        // Two others begin, the second one behind what was filled.
+        assert!(behind.used(110) && behind.used(120));
+        assert_eq!(parts(&behind), [(102, 110, 110), (111, 120, 116), (121, 130, 121)]);
+        behind.gone(112);
+        assert_eq!(parts(&behind)[1], (111, 120, 112));
+        // The page at the end of a part is used twice: by who began there, and at the end.
+        (102..110).for_each(|time| assert!(behind.used(time)));
+        assert_eq!(parts(&behind)[0], (110, 110, 110));
+        assert!(behind.used(110));
+        assert_eq!(parts(&behind)[0], (111, 120, 112));
+        assert!(!behind.used(110) && !behind.used(99) && !behind.used(131));
+        // Who began there may use it again, which says nothing about the part.
+        assert!(behind.used(120));
+        assert_eq!(parts(&behind)[0], (111, 120, 112));
+        let until = 130 + 2 * 30 + SLACK;
+        assert!(!behind.come_to(until));
+        assert!(behind.come_to(until + 1) && behind.is_empty());
+    }
+
+    #[test]
+    fn parts_are_only_so_many() {
+        let mut behind = Behind::default();
+        behind.passed_over(0, 1000, 0);
+        (1..999).step_by(2).for_each(|time| assert!(behind.used(time)));
+        assert_eq!(behind.parts().len(), PARTS_MOST);
+        behind.passed_over(1001, 1010, 0);
+        assert_eq!(behind.parts().len(), PARTS_MOST);
+        assert_eq!(behind.parts().last().map(|part| part.end), Some(1010));
     }
 }
