@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use outcore::machine::{LimitSource, MemoryLimit};
@@ -99,7 +98,7 @@ impl Limit {
             Memory::Process(bytes) => Self::Process(bytes),
             Memory::Left => {
                 let limit = MemoryLimit::detect().ok()?;
-                let free = limit.free().get().saturating_add(cached(&limit.source));
+                let free = limit.free().get();
                 let held = Gauge::open()?.read()?;
                 Self::Process(held.own() + free / 10 * 9)
             }
@@ -158,7 +157,7 @@ impl Ceiling {
     pub fn now(asked_for: Option<u64>, held: Held) -> Option<Self> {
         let given = asked_for.map(|bytes| Self { bytes, source: None });
         let found = MemoryLimit::detect().ok().map(|limit| {
-            let left = limit.free().get().saturating_add(cached(&limit.source));
+            let left = limit.free().get();
             Self { bytes: left.saturating_add(held.own()).min(limit.limit.get()), source: Some(limit.source) }
         });
         given.into_iter().chain(found).min_by_key(|ceiling| ceiling.bytes)
@@ -198,21 +197,6 @@ pub fn too_few_addresses(pages: u64) -> Option<(u64, u64)> {
         kernel(libc::SYS_munmap, [found as u64, needed, 0, 0, 0, 0]);
     }
     None
-}
-
-/// Page cache of a control group, which the kernel gives back when others need it.
-fn cached(source: &LimitSource) -> u64 {
-    let (folder, names): (&Path, [&str; 2]) = match source {
-        LimitSource::CgroupV1(folder) => (folder, ["total_inactive_file", "total_active_file"]),
-        LimitSource::CgroupV2(folder) => (folder, ["inactive_file", "active_file"]),
-        _ => return 0,
-    };
-    let text = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
-    let value = |line: &str| {
-        let (name, value) = line.split_once(' ')?;
-        names.contains(&name).then(|| value.parse::<u64>().ok())?
-    };
-    text.lines().filter_map(value).sum()
 }
 
 pub fn reserve(limit: u64, growth: f64) -> u64 {

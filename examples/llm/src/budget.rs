@@ -155,7 +155,7 @@ pub fn divide(
     working: Working,
     page_of: impl Fn(Bytes) -> Result<PageSize>,
 ) -> Result<Budgets> {
-    divide_of(wishes, files, working, page_of, ProcessMemory::now()?.resident, &MemoryLimit::detect()?)
+    divide_of(wishes, files, working, page_of, ProcessMemory::now()?, &MemoryLimit::detect()?)
 }
 
 fn divide_of(
@@ -163,15 +163,15 @@ fn divide_of(
     files: &[Bytes],
     working: Working,
     page_of: impl Fn(Bytes) -> Result<PageSize>,
-    resident: Bytes,
+    held: ProcessMemory,
     limit: &MemoryLimit,
 ) -> Result<Budgets> {
     let page_of = |device| wishes.page_size.map_or_else(|| page_of(device), PageSize::new);
     // More frames than the model has pages are of no use.
     let pages =
         |page: PageSize| Bytes::new(files.iter().map(|len| page.pages_for(len.get())).sum::<u64>() * page.bytes());
-    let besides = resident + OWN_GROWTH + wishes.host;
-    let cap = wishes.memory.unwrap_or_else(|| default_cap(limit, resident));
+    let besides = held.resident + OWN_GROWTH + wishes.host;
+    let cap = wishes.memory.unwrap_or_else(|| default_cap(limit, held.anonymous));
     let room = cap.saturating_sub(besides + working.fixed);
     let pass = working.pass(match wishes.device {
         Some(device) => room.saturating_sub(device),
@@ -336,8 +336,9 @@ fn in_equal_passes(prompt: usize, fitting: usize) -> usize {
     prompt.div_ceil(passes)
 }
 
-fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {
-    let used_by_others = limit.usage.saturating_sub(resident);
+/// Of what is used, `own` is this process's.
+fn default_cap(limit: &MemoryLimit, own: Bytes) -> Bytes {
+    let used_by_others = limit.usage.saturating_sub(own);
     let free = limit.limit.saturating_sub(used_by_others);
     let headroom = match limit.source {
         LimitSource::CgroupV1(_) | LimitSource::CgroupV2(_) => Bytes::new(free.get() / 50) + GROUP_HEADROOM,
@@ -360,7 +361,8 @@ mod tests {
 
     fn divided(wishes: Wishes) -> Result<Budgets> {
         let limit = MemoryLimit { limit: Bytes::gib(64), usage: Bytes::gib(1), source: LimitSource::Machine };
-        divide_of(wishes, &[Bytes::mib(98)], WORKING, |_| Ok(PageSize::DEFAULT), Bytes::mib(12), &limit)
+        let held = ProcessMemory { resident: Bytes::mib(12), ..ProcessMemory::default() };
+        divide_of(wishes, &[Bytes::mib(98)], WORKING, |_| Ok(PageSize::DEFAULT), held, &limit)
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub enum LimitSource {
 pub struct MemoryLimit {
     /// The smallest limit that applies.
     pub limit: Bytes,
-    /// The bytes that count against it now. In a control group that includes the page cache.
+    /// The bytes that count against it now, without the page cache: the kernel takes that back for others.
     pub usage: Bytes,
     /// Where the limit comes from.
     pub source: LimitSource,
@@ -74,8 +74,23 @@ impl CgroupVersion {
             Self::V2 => ("memory.max", "memory.current", LimitSource::CgroupV2(folder.to_path_buf())),
         };
         let limit = parse_bytes(&fs::read_to_string(folder.join(limit)).ok()?)?;
-        let usage = fs::read_to_string(folder.join(usage)).ok().and_then(|text| parse_bytes(&text));
-        Some(MemoryLimit { limit, usage: usage.unwrap_or_default(), source })
+        let read = |name| fs::read_to_string(folder.join(name)).ok();
+        let charged = read(usage).and_then(|text| parse_bytes(&text)).unwrap_or_default();
+        let cached = read("memory.stat").map_or(Bytes::ZERO, |stat| self.cached(&stat));
+        Some(MemoryLimit { limit, usage: charged.saturating_sub(cached), source })
+    }
+
+    /// The page cache by a group's `memory.stat`: that of its own and of the groups below it.
+    fn cached(self, stat: &str) -> Bytes {
+        let names = match self {
+            Self::V1 => ["total_inactive_file", "total_active_file"],
+            Self::V2 => ["inactive_file", "active_file"],
+        };
+        let value = |line: &str| {
+            let (name, value) = line.split_once(' ')?;
+            names.contains(&name).then(|| parse_bytes(value))?
+        };
+        stat.lines().filter_map(value).fold(Bytes::ZERO, |sum, bytes| Bytes::new(sum.get().saturating_add(bytes.get())))
     }
 }
 
@@ -316,6 +331,25 @@ mod tests {
         assert_eq!(inside[0].folder, Path::new("/sys/fs/cgroup/app"));
         let hidden = cgroup_folders("0::/elsewhere\n", mounts);
         assert_eq!(hidden[0].folder, Path::new("/sys/fs/cgroup"));
+    }
+
+    /// What a model's download left in the page cache of a container counted as used, so nearly nothing was free.
+    #[test]
+    fn regression_page_cache_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write("memory.limit_in_bytes", "1000\n");
+        write("memory.usage_in_bytes", "990\n");
+        write("memory.max", "max\n");
+        write("memory.stat", "inactive_file 1\nactive_file 2\ntotal_inactive_file 600\ntotal_active_file 300\nx\n");
+        let found = CgroupVersion::V1.limit_at(folder.path()).unwrap();
+        assert_eq!((found.usage, found.free()), (Bytes::new(90), Bytes::new(910)));
+        assert_eq!(CgroupVersion::V2.limit_at(folder.path()), None);
+        write("memory.max", "1000\n");
+        write("memory.current", "990\n");
+        assert_eq!(CgroupVersion::V2.limit_at(folder.path()).unwrap().usage, Bytes::new(987));
+        fs::remove_file(folder.path().join("memory.stat")).unwrap();
+        assert_eq!(CgroupVersion::V2.limit_at(folder.path()).unwrap().usage, Bytes::new(990));
     }
 
     #[test]
