@@ -1,10 +1,11 @@
-//! `outcore state`: says what a folder of durable tensors holds, whether all of it can be read, and copies it out.
+//! `outcore state`: says what a folder of durable tensors holds, whether all of it can be read, and copies tensors out
+//! of it and into it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
-use outcore::durable::{DurableReader, Generation, StoredTensor};
-use outcore::{Bytes, Result};
+use outcore::durable::{DurableOptions, DurableReader, Generation, StoredTensor};
+use outcore::{Bytes, Result, Runtime};
 use serde::Serialize;
 
 use super::output::{Side, Table, printable};
@@ -30,7 +31,22 @@ enum What {
         #[arg(value_name = "FILE")]
         file: PathBuf,
     },
+    /// Copy the tensors of a model into a folder, which is made if there is none
+    Import {
+        /// The folder, which no process has open
+        #[arg(value_name = "FOLDER")]
+        folder: PathBuf,
+        /// A GGUF or safetensors file, one of several, an index.json, or a folder with one of them
+        #[arg(value_name = "MODEL")]
+        model: PathBuf,
+        /// One JSON object instead of a table
+        #[arg(long)]
+        json: bool,
+    },
 }
+
+/// What copying a model takes for pages, whatever its size.
+const FOR_IMPORT: Bytes = Bytes::mib(128);
 
 #[derive(Debug, Args)]
 struct Folder {
@@ -50,8 +66,20 @@ impl Options {
     pub fn json(&self) -> bool {
         match &self.what {
             What::Inspect(of) | What::Verify(of) | What::Export { folder: of, .. } => of.json,
+            What::Import { json, .. } => *json,
         }
     }
+}
+
+/// Copies a model's tensors into a folder, and commits.
+fn import(folder: &Path, model: &Path) -> Result<()> {
+    let runtime = Runtime::builder().device_budget(FOR_IMPORT).open()?;
+    let model = runtime.open_model(model)?;
+    let state = runtime.open_durable(folder, DurableOptions::default())?;
+    state.import(&model)?;
+    state.commit()?;
+    drop((state, model));
+    runtime.close()
 }
 
 #[derive(Debug, Serialize)]
@@ -109,16 +137,20 @@ impl Report for Found {
 }
 
 /// # Errors
-/// What opening the folder says; [`Corrupt`](outcore::ErrorKind::Corrupt) if a page was read and is not as it was
+/// What opening the folder or the model says; [`Corrupt`](outcore::ErrorKind::Corrupt) if a page was read and is not as it was
 /// written; errors of the file that is written.
 pub fn run(options: &Options) -> Result<Found> {
-    let of = match &options.what {
-        What::Inspect(of) | What::Verify(of) | What::Export { folder: of, .. } => of,
+    let (folder, generation) = match &options.what {
+        What::Inspect(of) | What::Verify(of) | What::Export { folder: of, .. } => (&of.folder, of.generation),
+        What::Import { folder, model, .. } => {
+            import(folder, model)?;
+            (folder, None)
+        }
     };
-    let reader = DurableReader::open(&of.folder, of.generation.map(Generation::new))?;
+    let reader = DurableReader::open(folder, generation.map(Generation::new))?;
     let (mut verified, mut exported) = (false, None);
     match &options.what {
-        What::Inspect(_) => {}
+        What::Inspect(_) | What::Import { .. } => {}
         What::Verify(_) => {
             reader.verify()?;
             verified = true;
@@ -137,8 +169,8 @@ pub fn run(options: &Options) -> Result<Found> {
     let generations: Vec<u64> = reader.generations().into_iter().map(Generation::get).collect();
     let tensors: Vec<Row> = reader.tensors().into_iter().map(row).collect();
     Ok(Found {
-        folder: of.folder.display().to_string(),
-        generation: of.generation.or(generations.first().copied()).unwrap_or_default(),
+        folder: folder.display().to_string(),
+        generation: generation.or(generations.first().copied()).unwrap_or_default(),
         generations,
         page_bytes: reader.page_size().bytes(),
         note_bytes: reader.note().len() as u64,

@@ -235,8 +235,10 @@ impl Gradients {
 
     /// The gradients of a block have been used. Where memory is short, what is there of them goes first.
     pub fn used(&self, block: Range<u64>) -> Result<()> {
+        let rows = self.tensor.rows(block)?;
+        self.runtime.discard(&rows);
         if self.runtime.stats().device_frames.free == 0 {
-            self.runtime.evict(&self.tensor.rows(block)?);
+            self.runtime.evict(&rows);
         }
         Ok(())
     }

@@ -291,6 +291,52 @@ impl CallHook for Counts {
     }
 }
 
+/// A model in two files, with tensors of odd sizes and of quantised types, in a budget of four pages.
+#[test]
+fn a_model_is_imported_byte_for_byte() {
+    let dir = folder();
+    let lengths = [1, 7, PAGE as usize - 1, PAGE as usize, 3 * PAGE as usize + 5, 40 * PAGE as usize + 11, 2];
+    let mut expected = Contents::new();
+    let mut index = serde_json::Map::new();
+    for (file, lengths) in lengths.chunks(4).enumerate() {
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+        let name = format!("model-0000{}-of-00002.safetensors", file + 1);
+        for (at, len) in lengths.iter().enumerate() {
+            let tensor = format!("tensor {file}.{at}");
+            let bytes: Vec<u8> = (0..*len).map(|byte| (byte * 31 + at + 7 * file) as u8).collect();
+            let offsets = [data.len(), data.len() + len];
+            header
+                .insert(tensor.clone(), serde_json::json!({ "dtype": "U8", "shape": [len], "data_offsets": offsets }));
+            index.insert(tensor.clone(), name.clone().into());
+            data.extend_from_slice(&bytes);
+            expected.insert(tensor, bytes);
+        }
+        let header = serde_json::Value::Object(header).to_string().into_bytes();
+        let parts = [&(header.len() as u64).to_le_bytes()[..], &header, &data];
+        fs::write(dir.path().join(name), parts.concat()).unwrap();
+    }
+    let index = serde_json::json!({ "weight_map": index });
+    fs::write(dir.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let open = || Runtime::builder().page_size(page).device_budget(Bytes::new(4 * PAGE)).open().unwrap();
+    let state = dir.path().join("state");
+    {
+        let runtime = open();
+        let model = runtime.open_model(dir.path()).unwrap();
+        let durable = runtime.open_durable(&state, DurableOptions::default()).unwrap();
+        assert_eq!(durable.import(&model).unwrap().len(), lengths.len());
+        durable.commit().unwrap();
+        // A second time nothing changes, and a model of another runtime is refused.
+        assert_eq!(durable.import(&model).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let other = open();
+        let error = durable.import(&other.open_model(dir.path()).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("another runtime"), "{error}");
+        assert_eq!(durable.tensors().len(), lengths.len());
+    }
+    let world = World::open(open(), &state, DurableOptions::default()).unwrap();
+    assert_eq!(world.now, expected);
+}
+
 /// A commit writes the pages that are dirty and resident, and no others. It syncs twice.
 #[test]
 fn a_commit_writes_what_is_dirty_and_syncs_twice() {

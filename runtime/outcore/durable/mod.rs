@@ -1,5 +1,6 @@
 //! Tensors that outlive the process.
 
+mod import;
 mod reader;
 
 use std::collections::HashMap;

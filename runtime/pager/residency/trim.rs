@@ -6,6 +6,7 @@ use crate::effects::Effects;
 use crate::ids::{FrameId, HostFrameId, PageId};
 use crate::page_move::{Place, Priority};
 use crate::policy::Want;
+use crate::state::Claim;
 
 impl Residency {
     /// Frames, free or in transit, that are spoken for by admitted pages, by scopes that declared them, or by a
@@ -105,13 +106,17 @@ impl Residency {
         count
     }
 
-    /// Drops the copies of these pages below the device tier, where nothing needs them. Returns how many pages lost
-    /// their bytes.
-    pub(crate) fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>) -> u32 {
+    /// Drops the copies of these pages below the device tier, where nothing needs them. What is dirty need not be
+    /// written: it is clean from here on, and the disk has nothing of it. Returns how many pages lost their bytes.
+    pub(crate) fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {
             let segment = &self.segments[page.segment.index()];
-            if segment.backing != Backing::ReadWrite || !segment.fillable(page.index) {
+            if segment.backing != Backing::ReadWrite {
+                continue;
+            }
+            if !segment.fillable(page.index) {
+                self.need_not_write(page, fx);
                 continue;
             }
             let entry = segment.entries[page.index.index()];
@@ -125,6 +130,16 @@ impl Residency {
             }
         }
         count
+    }
+
+    /// A page that is dirty, and that no writer holds, becomes clean without a write.
+    fn need_not_write(&mut self, page: PageId, fx: &mut Effects) {
+        let entry = *self.entry_of(page);
+        let Some(frame) = entry.frame().filter(|_| !entry.host_busy() && !entry.held_back()) else { return };
+        if self.word(page).begin_write_back() == Claim::Won {
+            self.outdate_copies(page);
+            self.now_clean(page, frame, fx);
+        }
     }
 
     /// Gives the memory of up to `count` device frames back to the system. Evicts pages for that if `evicting`.

@@ -103,7 +103,7 @@ impl Residency {
     }
 
     /// Takes a page from WritingBack to Clean, and releases its frame if it was a victim.
-    fn now_clean(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+    pub(super) fn now_clean(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.forget_failures(page);
         let entry = self.entry(page);
         let evict = entry.evict_after();

@@ -55,6 +55,24 @@ fn state_says_what_there_is_and_exports_it() {
     assert_eq!(left.filter(|name| name.contains("export")).count(), 0, "nothing is left beside");
 }
 
+/// What is exported and imported again is the same, and so is a model in two files with tensors of odd sizes.
+#[test]
+fn state_imports_what_it_exported() {
+    let dir = scratch();
+    let (state, file) = (folder(dir.path()), dir.path().join("out.safetensors"));
+    json(&["state", "export", &state, string(&file), "--json"]);
+    let (copy, again) = (dir.path().join("copy"), dir.path().join("again.safetensors"));
+    let found = json(&["state", "import", string(&copy), string(&file), "--json"]);
+    assert_eq!((&found["generation"], &found["bytes"]), (&1.into(), &(60_000 + 7 + 12).into()));
+    json(&["state", "export", string(&copy), string(&again), "--json"]);
+    assert_eq!(fs::read(&file).unwrap(), fs::read(&again).unwrap());
+    // Nothing changes in a folder that has a tensor of the name.
+    refused(&["state", "import", string(&copy), string(&file)], 1, &["\"large\" already", "another name"]);
+    assert_eq!(json(&["state", "inspect", string(&copy), "--json"])["generation"], 1);
+    refused(&["state", "import", string(&copy), "/nowhere/at.all"], 1, &["/nowhere"]);
+    refused(&["state", "import", string(dir.path()), string(&file)], 1, &["give a folder"]);
+}
+
 #[test]
 fn state_says_what_is_wrong() {
     let dir = scratch();

@@ -16,7 +16,8 @@ use outcore_pager::ids::{RequestId, ScopeId};
 use outcore_pager::pin::{self, Pinned};
 use outcore_pager::{
     AccessLog, Backing, Committed, DiskCopy, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords,
-    Pager, PagerConfig, Place, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
+    Pager, PagerConfig, Place, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, State, Submitted, Terms,
+    WaitCause,
 };
 
 /// What a page-sized piece of memory holds.
@@ -150,6 +151,8 @@ pub struct World {
     committed: HashMap<PageId, Bytes>,
     /// Pages that were written to disk since.
     written: HashSet<PageId>,
+    /// Resident pages whose bytes are of no use: they may become zeros at any time.
+    useless: HashSet<PageId>,
     /// The segment that is being committed.
     pub committing: Option<SegmentId>,
     /// How often a commit has begun, and was rolled back to.
@@ -215,6 +218,7 @@ impl World {
             scope: None,
             committed: HashMap::new(),
             written: HashSet::new(),
+            useless: HashSet::new(),
             committing: None,
             commits: (0, 0),
             failures: 0,
@@ -251,6 +255,7 @@ impl World {
             let zeros = matches!(backing, Backing::ReadWrite | Backing::Durable);
             let bytes = if zeros { Bytes::Zero } else { Bytes::Of(page, 0) };
             self.truth.insert(page, bytes);
+            self.useless.remove(&page);
             self.disk.insert(page, if zeros { Bytes::Garbage } else { bytes });
         }
         segment
@@ -278,8 +283,11 @@ impl World {
     pub fn discard_bytes(&mut self, page: PageId) {
         let mut fx = Effects::default();
         self.pager.record(&self.log);
+        let is_dirty = self.words.get(&page.segment).is_some() && self.word(page).load().state == State::Dirty;
         if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
             self.truth.insert(page, Bytes::Zero);
+        } else if is_dirty && self.word(page).load().state != State::Dirty {
+            self.useless.insert(page);
         }
         self.settle(fx);
     }
@@ -458,6 +466,9 @@ impl World {
             );
         }
         let bytes = self.read(page, from);
+        if from == Place::Zero && self.useless.remove(&page) {
+            self.truth.insert(page, Bytes::Zero);
+        }
         assert_eq!(bytes, self.truth[&page], "{planned:?} reads other bytes than the newest");
         if to == Place::Disk {
             assert_ne!(self.committing, Some(page.segment), "{planned:?} writes beside a commit");
@@ -565,6 +576,7 @@ impl World {
             let bytes = Bytes::Of(page, self.versions);
             self.device[frame.get() as usize] = bytes;
             self.truth.insert(page, bytes);
+            self.useless.remove(&page);
         }
     }
 
@@ -894,6 +906,7 @@ impl World {
 
     pub fn segment_done(&mut self, segment: SegmentId) {
         self.truth.retain(|page, _| page.segment != segment);
+        self.useless.retain(|page| page.segment != segment);
         self.disk.retain(|page, _| page.segment != segment);
     }
 
@@ -927,6 +940,9 @@ impl World {
         let mut truth: Vec<_> = self.truth.iter().map(|(page, bytes)| (*page, *bytes == Bytes::Zero)).collect();
         truth.sort_unstable();
         truth.hash(&mut hasher);
+        let mut useless: Vec<_> = self.useless.iter().copied().collect();
+        useless.sort_unstable();
+        useless.hash(&mut hasher);
         hasher.finish()
     }
 }

@@ -1,0 +1,52 @@
+//! Copies a model into a folder.
+
+use super::{Durable, TensorSpec};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::model::Model;
+use crate::pin::Plan;
+use crate::tensor::Tensor;
+
+impl Durable {
+    /// Makes a tensor for each tensor of a model, with its name, type, extents and bytes. They lie in the order of the
+    /// model's headers, and are durable from the next commit on. A page at a time is copied, so neither has to fit the
+    /// budget.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no tensors, if it is another runtime's, or if a
+    /// name is taken; [`DiskFull`](ErrorKind::DiskFull): as for [`alloc_packed`](Self::alloc_packed), nothing has
+    /// changed. Errors of the disks: then the tensors are there, and what they hold is not known:
+    /// [roll back](Self::rollback), and they are zeros.
+    pub fn import(&self, model: &Model) -> Result<Vec<Tensor>> {
+        let from: Vec<Tensor> =
+            model.header().tensors.iter().map(|tensor| model.tensor(&tensor.name)).collect::<Result<_>>()?;
+        let Some(first) = from.first() else {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the model has no tensors")
+                .remedy("name a file with tensors, not one of metadata"));
+        };
+        if !first.is_of(&self.runtime.shared) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the model is open in another runtime")
+                .remedy("open it in the runtime of the folder"));
+        }
+        let spec = |tensor: &Tensor| TensorSpec::new(tensor.name(), tensor.dtype(), tensor.shape());
+        let made = self.alloc_packed(&from.iter().map(spec).collect::<Vec<_>>())?;
+        let walker = self.runtime.walker()?;
+        walker.plan(Plan::Once(&from));
+        for (from, to) in from.iter().zip(&made) {
+            let page = to.segment.page_size.bytes();
+            let mut at = 0;
+            while at < to.len {
+                let len = (page - (to.offset + at) % page).min(to.len - at);
+                let bytes = self.runtime.pin(&part(from, at, len)).of(&walker).wait()?.bytes().to_vec();
+                self.runtime.pin(&part(to, at, len)).write().wait()?.bytes_mut().copy_from_slice(&bytes);
+                at += len;
+            }
+        }
+        Ok(made)
+    }
+}
+
+/// Bytes of a tensor.
+fn part(of: &Tensor, at: u64, len: u64) -> Tensor {
+    Tensor::new(of.segment.clone(), of.offset + at, len, DType::U8, &[len], of.name())
+}
