@@ -7,8 +7,9 @@
 //! a step.
 //!
 //! Parameters: `--parameters` in units of 2^20 (128), `--budget` (256MiB), `--page` (2MiB), `--resident` parameters of
-//! the part in memory in the same units (8), `--raw` bytes of a raw run (1GiB), `--depth` of it (16), `--rounds` (7),
-//! `--dir`. The disk takes 66 bytes for each parameter, besides the raw run.
+//! the part in memory in the same units (8; 0 leaves it out), `--raw` bytes of a raw run (1GiB), `--depth` of it (16),
+//! `--rounds` (7), `--ways` of a step (scratch,durable,commits), `--dir`. The disk takes 66 bytes for each parameter in
+//! all three ways, besides the raw run; 26 in a durable folder.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -41,6 +42,18 @@ struct Step {
     read: u64,
     written: u64,
     commit_written: u64,
+    /// What the kernel has counted of the process, reads and writes, without the commit.
+    by_kernel: u64,
+}
+
+/// Bytes that the process has read from disks and written to them, by the kernel's count.
+fn by_kernel() -> u64 {
+    let io = std::fs::read_to_string("/proc/self/io").unwrap();
+    let fields = io.lines().filter_map(|line| line.split_once(": "));
+    fields
+        .filter(|(name, _)| matches!(*name, "read_bytes" | "write_bytes"))
+        .map(|(_, n)| n.parse::<u64>().unwrap())
+        .sum()
 }
 
 fn open(
@@ -86,9 +99,11 @@ impl Trained {
             let traffic = runtime.stats().traffic;
             (traffic.disk_read.get(), traffic.disk_written.get())
         };
+        let kernel = by_kernel();
         let (before, start) = (traffic(&self.runtime), Instant::now());
         self.optimizer.step(1.0).unwrap();
         let seconds = start.elapsed().as_secs_f64();
+        let by_kernel = by_kernel() - kernel;
         let (between, start) = (traffic(&self.runtime), Instant::now());
         if commits {
             self.optimizer.commit(&Value::Null).unwrap();
@@ -101,6 +116,7 @@ impl Trained {
             read: between.0 - before.0,
             written: between.1 - before.1,
             commit_written: after.1 - between.1,
+            by_kernel,
         }
     }
 }
@@ -142,11 +158,14 @@ fn main() {
     let raw = Raw::open(&dir, page, depth, raw_bytes);
     let folder = |name: &str| scene.path().join(name);
     let of = |folder: Option<&Path>| open(parameters, budget, page, &dir, folder, DType::BF16);
-    let mut ways = [
-        ("scratch", false, of(None)),
-        ("durable", false, of(Some(&folder("without")))),
-        ("commits", true, of(Some(&folder("with")))),
-    ];
+    let wanted: String = param("ways", "scratch,durable,commits");
+    let way = |name| match name {
+        "scratch" => (name, false, of(None)),
+        "durable" => (name, false, of(Some(&folder("without")))),
+        "commits" => (name, true, of(Some(&folder("with")))),
+        _ => panic!("there is no way {name:?} to make a step: scratch, durable or commits"),
+    };
+    let mut ways: Vec<_> = wanted.split(',').map(way).collect();
     // What a step moves where nothing is in memory at its beginning. Memory keeps some of it.
     let formula = parameters as f64 * 26.0;
     let (mut disk, mut steps) = (Vec::new(), vec![Vec::new(); ways.len()]);
@@ -168,21 +187,38 @@ fn main() {
         let commit = spread(each(&|step| step.commit_seconds));
         let moved = spread(each(&|step| (step.read + step.written) as f64 / formula));
         let extra = spread(each(&|step| step.commit_written as f64 / budget.get() as f64));
+        let counted = spread(each(&|step| step.by_kernel as f64 / (step.read + step.written) as f64));
         println!(
-            "{name:8} {:.2} s a step, {:.2} of the store's rate [{:.2} - {:.2}], bytes {:.3} of the formula's; a \
-             commit {:.2} s, {:.2} of the budget written",
-            seconds.median, share.median, share.least, share.most, moved.median, commit.median, extra.median
+            "{name:8} {:.2} s a step, {:.2} of the store's rate [{:.2} - {:.2}], bytes {:.3} of the formula's, by the \
+             kernel {:.3} of these; a commit {:.2} s, {:.2} of the budget written",
+            seconds.median,
+            share.median,
+            share.least,
+            share.most,
+            moved.median,
+            counted.median,
+            commit.median,
+            extra.median
         );
         let result = json!({
             "seconds": seconds.json(), "share_of_disk": share.json(), "bytes_of_formula": moved.json(),
             "commit_seconds": commit.json(), "commit_written_of_budget": extra.json(),
+            "by_kernel_of_bytes": counted.json(),
         });
         results.insert((*name).into(), result);
     }
     drop(ways);
     drop(raw);
+    results.insert("disk_gib_s".into(), spread(disk).json());
+    if resident > 0 {
+        results.insert("in_memory".into(), in_memory(resident, page, &dir, rounds));
+    }
+    json_line("optimizer", &hardware, Value::Object(results));
+}
 
-    let mut trained = open(resident, Bytes::new(resident * 16 + (64 << 20)), page, &dir, None, DType::F32);
+/// A step beside a loop over the same bytes.
+fn in_memory(resident: u64, page: PageSize, dir: &Path, rounds: usize) -> Value {
+    let mut trained = open(resident, Bytes::new(resident * 16 + (64 << 20)), page, dir, None, DType::F32);
     let mut arrays = [0.5f32, 0.25, 0.125, 1.0].map(|value| vec![value; resident as usize]);
     let (mut loops, mut shares) = (Vec::new(), Vec::new());
     for _ in 0..3 * rounds {
@@ -191,12 +227,10 @@ fn main() {
         loops.push(loop_rate);
         shares.push(rate / loop_rate);
     }
-    let (loops, shares) = (spread(loops), spread(shares));
+    let (loops, shares) = (Spread::of(&loops), Spread::of(&shares));
     println!(
         "in memory: {:.2} of a loop over the same bytes [{:.2} - {:.2}], which makes {:.1} GiB/s",
         shares.median, shares.least, shares.most, loops.median
     );
-    results.insert("in_memory".into(), json!({ "share_of_loop": shares.json(), "loop_gib_s": loops.json() }));
-    results.insert("disk_gib_s".into(), spread(disk).json());
-    json_line("optimizer", &hardware, Value::Object(results));
+    json!({ "share_of_loop": shares.json(), "loop_gib_s": loops.json() })
 }

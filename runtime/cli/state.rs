@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use outcore::durable::{DurableOptions, DurableReader, Generation, StoredTensor};
-use outcore::{Bytes, Result, Runtime};
+use outcore::{Bytes, PageSize, Result, Runtime};
 use serde::Serialize;
 
 use super::output::{Side, Table, printable};
@@ -39,6 +39,9 @@ enum What {
         /// A GGUF or safetensors file, one of several, an index.json, or a folder with one of them
         #[arg(value_name = "MODEL")]
         model: PathBuf,
+        /// The size of a new folder's pages: a power of two, such as 2MiB. Programs that open it have to use the same
+        #[arg(long, value_name = "SIZE")]
+        page_size: Option<Bytes>,
         /// One JSON object instead of a table
         #[arg(long)]
         json: bool,
@@ -72,8 +75,13 @@ impl Options {
 }
 
 /// Copies a model's tensors into a folder, and commits.
-fn import(folder: &Path, model: &Path) -> Result<()> {
-    let runtime = Runtime::builder().device_budget(FOR_IMPORT).open()?;
+fn import(folder: &Path, model: &Path, page_size: Option<Bytes>) -> Result<()> {
+    let page = match page_size {
+        Some(asked) => PageSize::new(asked)?,
+        // If it cannot be opened, opening it to write says why.
+        None => DurableReader::open(folder, None).map_or(PageSize::DEFAULT, |folder| folder.page_size()),
+    };
+    let runtime = Runtime::builder().page_size(page).device_budget(FOR_IMPORT).open()?;
     let model = runtime.open_model(model)?;
     let state = runtime.open_durable(folder, DurableOptions::default())?;
     state.import(&model)?;
@@ -137,13 +145,13 @@ impl Report for Found {
 }
 
 /// # Errors
-/// What opening the folder or the model says; [`Corrupt`](outcore::ErrorKind::Corrupt) if a page was read and is not as it was
-/// written; errors of the file that is written.
+/// What opening the folder or the model says; [`Corrupt`](outcore::ErrorKind::Corrupt) if a page was read and is not as
+/// it was written; errors of the file that is written.
 pub fn run(options: &Options) -> Result<Found> {
     let (folder, generation) = match &options.what {
         What::Inspect(of) | What::Verify(of) | What::Export { folder: of, .. } => (&of.folder, of.generation),
-        What::Import { folder, model, .. } => {
-            import(folder, model)?;
+        What::Import { folder, model, page_size, .. } => {
+            import(folder, model, *page_size)?;
             (folder, None)
         }
     };

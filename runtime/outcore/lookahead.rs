@@ -24,8 +24,8 @@ pub enum Lookahead {
 impl Lookahead {
     /// The lookahead in pages, with a device tier of `frames` and an unknown disk. At least one, unless it is off.
     ///
-    /// [`Auto`](Self::Auto) is 32 MiB, but at most an eighth of the frames, or a quarter of them up to four pages. With
-    /// fewer pages a stream stalls at every unevenness.
+    /// [`Auto`](Self::Auto) is 32 MiB, but at most the larger of these: an eighth of the frames; a quarter of them, up
+    /// to four pages. With fewer pages a stream stalls at every unevenness.
     /// [`Bytes`](Self::Bytes) is at most a quarter of the frames.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
         self.pages_where(page_size, frames, AHEAD)

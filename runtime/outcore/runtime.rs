@@ -373,10 +373,10 @@ impl Runtime {
 
     /// Tells that the bytes of tensors are of no use any more: they will be written anew. Pages that lie entirely in
     /// one and have neither a device frame nor a newer copy in the host tier than on disk are filled with zeros the
-    /// next time, not read. Those that have a frame, and that no guard writes, leave it without being written. So until
-    /// they are written, each page has its old bytes or zeros. Returns how many pages lost their bytes at once: none of
-    /// a tensor of another runtime, of a file or of a durable folder. The scratch file keeps what it has of them until
-    /// they are written back or [wiped](Self::wipe).
+    /// next time, not read. Those that have a frame leave it without being written, unless a guard writes them or they
+    /// are on their way to a lower tier. So until they are written, each page has its old bytes or zeros. Returns how
+    /// many pages lost their bytes at once: none of a tensor of another runtime, of a file or of a durable folder. The
+    /// scratch file keeps what it has of them until they are written back or [wiped](Self::wipe).
     ///
     /// ```
     /// use outcore::{Bytes, DType, PageSize, Runtime};

@@ -286,8 +286,8 @@ impl Pager {
 
     /// The bytes of these pages are of no use any more. Copies below the device tier are dropped, where no move uses
     /// them and no write back of the host copy is due: a page that has no frame reads as zero bytes then, and is filled
-    /// without a read. A dirty page that no writer holds becomes clean without a write. A page that is on its way or
-    /// not read-write stays as it is. Returns how many pages lost their bytes.
+    /// without a read. A dirty page that no writer holds becomes clean without a write. A page that is on its way, in
+    /// either direction, or not read-write stays as it is. Returns how many pages lost their bytes.
     pub fn discard_bytes(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let count = self.residency.discard_bytes(pages, fx);
         self.pump(fx);

@@ -46,7 +46,7 @@ pub struct Held {
 }
 
 impl Held {
-    /// What is neither of files nor shared. What a process has of files is in the page cache too, and counted there.
+    /// What is neither of files nor shared. What a process has of files is page cache, which counts as free.
     pub fn own(self) -> u64 {
         self.resident.saturating_sub(self.of_files)
     }

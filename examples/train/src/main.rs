@@ -1,5 +1,7 @@
 //! The program `train`.
 
+mod chart;
+
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use outcore::{Bytes, Error, Result};
+use outcore::{Bytes, Error, ErrorKind, Result};
 use train::checkpoint::Checkpoint;
 use train::run::{Limits, PAGE, Progress, Report, Settings, run};
 use train::shape::Shape;
@@ -48,6 +50,9 @@ struct Args {
     /// Write the losses of all steps to a file, a line each.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
+    /// Draw the losses of all steps into an SVG file.
+    #[arg(long, value_name = "FILE")]
+    chart: Option<PathBuf>,
     /// Layers of the model.
     #[arg(long, default_value_t = 10)]
     layers: usize,
@@ -154,6 +159,12 @@ fn train(args: &Args) -> Result<()> {
     if let Some(path) = &args.csv {
         let lines = report.losses.iter().enumerate().map(|(at, loss)| format!("{},{loss}\n", at + 1));
         let text = std::iter::once("step,loss\n".to_owned()).chain(lines).collect::<String>();
+        std::fs::write(path, text).map_err(|cause| Error::io(format!("write {}", path.display()), cause))?;
+    }
+    if let Some(path) = &args.chart {
+        let text = chart::svg(&report.losses).map_err(|cause| {
+            Error::new(ErrorKind::Internal, format!("the losses were not drawn: {cause}")).remedy("take --csv")
+        })?;
         std::fs::write(path, text).map_err(|cause| Error::io(format!("write {}", path.display()), cause))?;
     }
     print(args, &report).map_err(|cause| Error::io("write the report", cause))

@@ -9,14 +9,14 @@ use crate::tensor::Tensor;
 
 impl Durable {
     /// Makes a tensor for each tensor of a model, with its name, type, extents and bytes. They lie in the order of the
-    /// model's headers, and are durable from the next commit on. A page at a time is copied, so neither has to fit the
-    /// budget.
+    /// model's headers, and are durable from the next commit on. Parts of pages are copied, one by one, so a budget of
+    /// one page is enough.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no tensors, if it is another runtime's, or if a
-    /// name is taken; [`DiskFull`](ErrorKind::DiskFull): as for [`alloc_packed`](Self::alloc_packed), nothing has
-    /// changed. Errors of the disks: then the tensors are there, and what they hold is not known:
-    /// [roll back](Self::rollback), and they are zeros.
+    /// name is taken, and those of [`alloc_packed`](Self::alloc_packed): then nothing has changed. Those of pins, such
+    /// as [`ModelChanged`](ErrorKind::ModelChanged) and [`Corrupt`](ErrorKind::Corrupt): then the tensors are there,
+    /// and what they hold is not known. Their names stay taken until the folder is opened again, without a commit.
     pub fn import(&self, model: &Model) -> Result<Vec<Tensor>> {
         let from: Vec<Tensor> =
             model.header().tensors.iter().map(|tensor| model.tensor(&tensor.name)).collect::<Result<_>>()?;
@@ -36,7 +36,9 @@ impl Durable {
             let page = to.segment.page_size.bytes();
             let mut at = 0;
             while at < to.len {
-                let len = (page - (to.offset + at) % page).min(to.len - at);
+                // Neither side of it is in two pages.
+                let left = |tensor: &Tensor| page - (tensor.offset + at) % page;
+                let len = left(from).min(left(to)).min(to.len - at);
                 let bytes = self.runtime.pin(&part(from, at, len)).of(&walker).wait()?.bytes().to_vec();
                 self.runtime.pin(&part(to, at, len)).write().wait()?.bytes_mut().copy_from_slice(&bytes);
                 at += len;

@@ -200,7 +200,8 @@ impl Durable {
             let entry = Entry { name: name.clone(), dtype: dtype.name().into(), shape: shape.clone(), offset };
             let end = entry.size().and_then(|(_, bytes)| offset.checked_add(bytes));
             packed.len = end.filter(|end| *end <= i64::MAX as u64).ok_or_else(|| {
-                Error::new(ErrorKind::InvalidArgument, format!("a tensor of {dtype} {shape:?} has no size in bytes"))
+                let what = format!("tensor {name:?} of {dtype} {shape:?} has no size in bytes");
+                Error::new(ErrorKind::InvalidArgument, what)
                     .remedy("choose extents of at least 1 whose product is a whole number of blocks of the type")
             })?;
             packed.tensors.push(entry);

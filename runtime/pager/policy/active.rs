@@ -446,18 +446,33 @@ impl Active {
         }
     }
 
-    /// When this walker had its uses of a page at the times shortly before its place, if it has passed over any.
+    /// The times of a page's uses that lie between the first part that this walker has passed over and its place.
     fn times_behind(&self, at: usize, number: u32) -> SmallVec<[u64; 2]> {
         let place = &self.places[at];
-        if place.behind.is_empty() {
-            return SmallVec::new();
-        }
+        let Some(first) = place.behind.parts().first().map(|part| part.start) else { return SmallVec::new() };
+        let positions = self.positions(number);
         let pass = place.cursor - place.place as u64;
-        let before = |position: &u32| match *position {
-            earlier if (earlier as usize) < place.place => Some(pass + u64::from(earlier)),
-            later => (pass + u64::from(later)).checked_sub(self.len()).filter(|_| self.cyclic),
-        };
-        self.positions(number).iter().filter_map(before).collect()
+        let mut times = SmallVec::new();
+        // Of the pass before this one, and of this one.
+        let ends = [(pass.checked_sub(self.len()), self.len()), (Some(pass), place.place as u64)];
+        for (begun, end) in ends.into_iter().filter_map(|(begun, end)| Some((begun?, end))) {
+            let from = first.saturating_sub(begun);
+            let later = positions.partition_point(|position| u64::from(*position) < from);
+            let within = positions[later..].iter().map(|position| u64::from(*position)).take_while(|at| *at < end);
+            times.extend(within.map(|position| begun + position));
+        }
+        step(1 + times.len());
+        times
+    }
+
+    /// After how many uses of all walkers a walker wants a page that it has passed over; `None` if none has.
+    pub(super) fn wanted_behind(&self, number: u32) -> Option<u64> {
+        let known = self.places.iter().enumerate().filter(|(_, place)| place.is_known() && !place.behind.is_empty());
+        let uses = known.flat_map(|(at, place)| {
+            let times = self.times_behind(at, number);
+            times.into_iter().filter_map(|time| Some(place.behind.uses_before(time)? * place.weight))
+        });
+        uses.min()
     }
 
     pub(super) fn resident(&self) -> usize {
@@ -529,7 +544,13 @@ impl Active {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
-        let left_out = !place.behind.is_empty() && place.behind.come_to(place.cursor);
+        let mut left_out = false;
+        if !place.behind.is_empty() {
+            let parts;
+            (parts, left_out) = place.behind.come_to(place.cursor);
+            // Each was a jump, and no other thread came for what it passed over.
+            (0..parts).for_each(|_| place.judge(false));
+        }
         if place.last_used == Some(number) {
             // Reported twice in a row, because other walkers made uses in between.
             place.stays = false;
@@ -563,7 +584,7 @@ impl Active {
                 place.judge(true);
             } else {
                 skips = true;
-                place.behind.passed_over(cursor, position, scan);
+                place.behind.passed_over(cursor, position, scan, n);
             }
         } else {
             let cyclic = self.cyclic;
@@ -832,7 +853,7 @@ impl Active {
             while let Some(number) = next {
                 next = ahead.first_from(number + 1);
                 let number = number as u32;
-                let is_expected = |time: &u64| parts.iter().any(|part| (part.start..part.end).contains(time));
+                let is_expected = |time: &u64| place.behind.uses_before(*time).is_some();
                 if self.names(number) && self.times_behind(at, number).iter().any(is_expected) {
                     pages.push(number);
                 }

@@ -20,7 +20,10 @@ pub(super) struct Stretch {
     pub(super) end: usize,
 }
 
-/// Uses by which what was passed over may come later than the part behind it.
+/// What was passed over has been left out once the walker has made this many times as many uses, and a few: if none of
+/// its uses has come by then, and if some have.
+const UNUSED: u64 = 2;
+const USED: u64 = 5;
 const SLACK: u64 = 8;
 /// Most parts that are expected behind a walker: as many threads as share a tensor, and what is left of the one before.
 const PARTS_MOST: usize = 128;
@@ -34,11 +37,15 @@ pub(super) struct Part {
     pub(super) end: u64,
     /// All pages used from `start` up to this time are resident or on their way.
     pub(super) scan: u64,
-    /// A walker that has come here without the uses has left them out.
+    /// A walker that has come past this time without the uses has left them out.
     until: u64,
+    /// The same once a use has come: then another thread is there, which may be slower.
+    until_if_used: u64,
+    /// Whether any use has come since the walker passed over it.
+    is_used: bool,
 }
 
-/// What a walker has passed over, in order.
+/// What a walker has passed over: parts in order, which do not overlap.
 ///
 /// Where threads share a tensor, each begins at its own part of it. To the walker that is a jump ahead, and the uses of
 /// the other threads go on behind it.
@@ -62,20 +69,36 @@ impl Behind {
         &mut self.0
     }
 
-    /// The walker went from `from` to `to`, and pages used up to `scan` are resident or on their way. Uses of the other
-    /// threads are as many as these, or nearly.
-    pub(super) fn passed_over(&mut self, from: u64, to: u64, scan: u64) {
+    /// The walker went from `from` to `to` in a cycle of `len` uses, and pages used up to `scan` are resident or on
+    /// their way. Uses of the other threads are as many as these, or nearly.
+    pub(super) fn passed_over(&mut self, from: u64, to: u64, scan: u64, len: u64) {
         if self.0.len() == PARTS_MOST {
             self.0.remove(0);
         }
-        self.0.push(Part { start: from, end: to, scan: scan.clamp(from, to), until: 3 * to - 2 * from + SLACK });
+        // In a short cycle, no longer than until the walker comes there again.
+        let after = |times: u64| (to + times * (to - from) + SLACK).min(from + len - 1);
+        let (until, until_if_used) = (after(UNUSED), after(USED));
+        self.0.push(Part { start: from, end: to, scan: scan.clamp(from, to), until, until_if_used, is_used: false });
+    }
+
+    /// The part that expects a use at this time, and whether it is before the part's end.
+    fn find(&self, time: u64) -> Option<usize> {
+        let nth = self.0.partition_point(|part| part.end < time);
+        self.0.get(nth).is_some_and(|part| part.start <= time).then_some(nth)
+    }
+
+    /// How many uses of its part come before a use at this time; `None` if no part has it.
+    pub(super) fn uses_before(&self, time: u64) -> Option<u64> {
+        let part = &self.0[self.find(time)?];
+        (time < part.end).then(|| time - part.start)
     }
 
     /// A use at this time. Returns whether it was expected.
     pub(super) fn used(&mut self, time: u64) -> bool {
-        let Some(nth) = self.0.iter().position(|part| (part.start..=part.end).contains(&time)) else { return false };
+        let Some(nth) = self.find(time) else { return false };
         let is_full = self.0.len() == PARTS_MOST;
         let part = &mut self.0[nth];
+        (part.is_used, part.until) = (true, part.until_if_used);
         let later = Part { start: time + 1, scan: part.scan.max(time + 1), ..*part };
         if part.start == part.end {
             self.0.remove(nth);
@@ -88,19 +111,23 @@ impl Behind {
         true
     }
 
-    /// The walker has come to `cursor`. Returns whether uses were left out.
-    pub(super) fn come_to(&mut self, cursor: u64) -> bool {
+    /// The walker has come to `cursor`. Returns how many parts it has left out as a whole, and whether any has ended.
+    pub(super) fn come_to(&mut self, cursor: u64) -> (usize, bool) {
         let before = self.0.len();
-        self.0.retain(|part| cursor <= part.until);
-        self.0.len() < before
+        let mut left_out = 0;
+        self.0.retain(|part| {
+            let is_over = cursor > part.until;
+            left_out += usize::from(is_over && !part.is_used);
+            !is_over
+        });
+        (left_out, self.0.len() < before)
     }
 
     /// A page used at this time is not resident any more.
     pub(super) fn gone(&mut self, time: u64) {
-        for part in &mut self.0 {
-            if (part.start..part.scan).contains(&time) {
-                part.scan = time;
-            }
+        if let Some(nth) = self.find(time) {
+            let part = &mut self.0[nth];
+            part.scan = part.scan.min(time);
         }
     }
 }
@@ -180,13 +207,18 @@ mod tests {
     #[test]
     fn each_thread_has_its_part_behind_a_walker() {
         let mut behind = Behind::default();
-        behind.passed_over(100, 130, 116);
+        behind.passed_over(100, 130, 116, 1000);
         assert!(behind.used(100) && behind.used(101));
         assert_eq!(parts(&behind), [(102, 130, 116)]);
         // Two others begin, the second one behind what was filled.
         assert!(behind.used(110) && behind.used(120));
         assert_eq!(parts(&behind), [(102, 110, 110), (111, 120, 116), (121, 130, 121)]);
+        assert_eq!(
+            [102, 109, 110, 115, 130, 131].map(|time| behind.uses_before(time)),
+            [Some(0), Some(7), None, Some(4), None, None]
+        );
         behind.gone(112);
+        behind.gone(119);
         assert_eq!(parts(&behind)[1], (111, 120, 112));
         // The page at the end of a part is used twice: by who began there, and at the end.
         (102..110).for_each(|time| assert!(behind.used(time)));
@@ -197,18 +229,24 @@ mod tests {
         // Who began there may use it again, which says nothing about the part.
         assert!(behind.used(120));
         assert_eq!(parts(&behind)[0], (111, 120, 112));
-        let until = 130 + 2 * 30 + SLACK;
-        assert!(!behind.come_to(until));
-        assert!(behind.come_to(until + 1) && behind.is_empty());
+        let until = 130 + USED * 30 + SLACK;
+        assert_eq!(behind.come_to(until), (0, false));
+        assert_eq!(behind.come_to(until + 1), (0, true));
+        assert!(behind.is_empty());
+        // Nobody came for these; the first is of a cycle of ten.
+        behind.passed_over(300, 308, 300, 10);
+        behind.passed_over(310, 312, 310, 1000);
+        assert_eq!((behind.come_to(309), behind.come_to(310)), ((0, false), (1, true)));
+        assert_eq!(behind.come_to(1000), (1, true));
     }
 
     #[test]
     fn parts_are_only_so_many() {
         let mut behind = Behind::default();
-        behind.passed_over(0, 1000, 0);
+        behind.passed_over(0, 1000, 0, 9000);
         (1..999).step_by(2).for_each(|time| assert!(behind.used(time)));
         assert_eq!(behind.parts().len(), PARTS_MOST);
-        behind.passed_over(1001, 1010, 0);
+        behind.passed_over(1001, 1010, 0, 9000);
         assert_eq!(behind.parts().len(), PARTS_MOST);
         assert_eq!(behind.parts().last().map(|part| part.end), Some(1010));
     }

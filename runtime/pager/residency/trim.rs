@@ -112,7 +112,7 @@ impl Residency {
         let mut count = 0;
         for page in pages {
             let segment = &self.segments[page.segment.index()];
-            if segment.backing != Backing::ReadWrite {
+            if segment.backing != Backing::ReadWrite || page.index.index() >= segment.entries.len() {
                 continue;
             }
             if !segment.fillable(page.index) {

@@ -71,7 +71,7 @@ pub enum State {
     Empty = 0,
     /// A fill is in flight or waits for its frame.
     Filling = 1,
-    /// Resident, with a valid copy in a lower tier.
+    /// Resident. It may leave without a write: a lower tier has its bytes, or they are zeros or discarded.
     Clean = 2,
     /// Resident. No other copy is valid.
     Dirty = 3,

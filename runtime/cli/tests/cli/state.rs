@@ -55,7 +55,12 @@ fn state_says_what_there_is_and_exports_it() {
     assert_eq!(left.filter(|name| name.contains("export")).count(), 0, "nothing is left beside");
 }
 
-/// What is exported and imported again is the same, and so is a model in two files with tensors of odd sizes.
+/// A safetensors file.
+fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()
+}
+
+/// What is exported and imported again is the same.
 #[test]
 fn state_imports_what_it_exported() {
     let dir = scratch();
@@ -66,6 +71,16 @@ fn state_imports_what_it_exported() {
     assert_eq!((&found["generation"], &found["bytes"]), (&1.into(), &(60_000 + 7 + 12).into()));
     json(&["state", "export", string(&copy), string(&again), "--json"]);
     assert_eq!(fs::read(&file).unwrap(), fs::read(&again).unwrap());
+    // A folder that is there has pages of its own size; a new one has those that were asked for.
+    let other = dir.path().join("other.safetensors");
+    fs::write(&other, with_header(r#"{"other":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#, &[1, 2, 3])).unwrap();
+    let found = json(&["state", "import", &state, string(&other), "--json"]);
+    assert_eq!((&found["page_bytes"], &found["generation"]), (&PAGE.into(), &3.into()));
+    let small = dir.path().join("small");
+    let found = json(&["state", "import", string(&small), string(&other), "--page-size", "64KiB", "--json"]);
+    assert_eq!(found["page_bytes"], 64 << 10);
+    refused(&["state", "import", string(&small), string(&file), "--page-size", "48KiB"], 1, &["power of two"]);
+    refused(&["state", "import", string(&small), string(&file), "--page-size", "1MiB"], 1, &["pages of"]);
     // Nothing changes in a folder that has a tensor of the name.
     refused(&["state", "import", string(&copy), string(&file)], 1, &["\"large\" already", "another name"]);
     assert_eq!(json(&["state", "inspect", string(&copy), "--json"])["generation"], 1);

@@ -286,7 +286,7 @@ impl World {
         let is_dirty = self.words.get(&page.segment).is_some() && self.word(page).load().state == State::Dirty;
         if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
             self.truth.insert(page, Bytes::Zero);
-        } else if is_dirty && self.word(page).load().state != State::Dirty {
+        } else if is_dirty && self.word(page).load().state == State::Clean {
             self.useless.insert(page);
         }
         self.settle(fx);
