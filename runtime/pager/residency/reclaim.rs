@@ -237,10 +237,7 @@ impl Residency {
         };
         let priority = if Self::is_urgent(kept, want) { Priority::WriteBack } else { Priority::Background };
         // Memory is wanted now. A copy to the host tier would take time, and more memory.
-        // Of a clean page that is nowhere else, the bytes are zeros, or of no use.
-        let entry = self.entry_of(page);
-        let has_bytes = taken == Taken::Dirty || entry.on_disk();
-        let copied = want != Want::Memory && has_bytes && entry.host().is_none();
+        let copied = want != Want::Memory && self.entry(page).host().is_none();
         let host = if copied { self.host_room(page) } else { None };
         if let Some(host) = host {
             self.place_host(page, Some(host));

@@ -286,7 +286,7 @@ impl World {
         let is_dirty = self.words.get(&page.segment).is_some() && self.word(page).load().state == State::Dirty;
         if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
             self.truth.insert(page, Bytes::Zero);
-        } else if is_dirty && self.word(page).load().state == State::Clean {
+        } else if is_dirty && !matches!(self.word(page).load().state, State::Dirty | State::WritingBack) {
             self.useless.insert(page);
         }
         self.settle(fx);
