@@ -283,7 +283,7 @@ impl World {
     pub fn discard_bytes(&mut self, page: PageId) {
         let mut fx = Effects::default();
         self.pager.record(&self.log);
-        let is_dirty = self.words.get(&page.segment).is_some() && self.word(page).load().state == State::Dirty;
+        let is_dirty = self.words.contains_key(&page.segment) && self.word(page).load().state == State::Dirty;
         if self.pager.discard_bytes(std::iter::once(page), &mut fx) == 1 {
             self.truth.insert(page, Bytes::Zero);
         } else if is_dirty && !matches!(self.word(page).load().state, State::Dirty | State::WritingBack) {
