@@ -30,6 +30,7 @@ on_every_device! {
     the_real_model_streams_through_a_tenth_of_its_size
     a_read_write_tensor_larger_than_memory_keeps_what_was_written
     each_dirty_page_is_written_back_once
+    what_is_discarded_is_not_written
     pins_are_futures
     regression_hits_never_exceed_the_best_possible
     regression_a_forgotten_request_ends_with_its_segment
@@ -185,6 +186,47 @@ impl CallHook for Writes {
 
 /// A page and a row of the table below.
 const ROW: u64 = 64 << 10;
+
+/// Dirty pages that are discarded leave memory without a write. While somebody reads them they stay as they are, and
+/// what is written afterwards is kept.
+fn what_is_discarded_is_not_written(devices: Devices) {
+    const ROWS: u64 = 6;
+    for policy in PolicyKind::ALL {
+        let writes = Arc::new(Writes::default());
+        let runtime = devices[0]
+            .builder()
+            .page_size(kib(ROW >> 10))
+            .device_budget(Bytes::new(ROWS * ROW))
+            .policy(policy)
+            .store(StoreOptions::new(IoBackend::Auto).hook(writes.clone()))
+            .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+            .open()
+            .unwrap();
+        let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
+        let part = |row: u64| table.rows(row..row + 1).unwrap();
+        for row in 0..ROWS {
+            runtime.write(&part(row)).unwrap().fill(row as u8 + 1);
+        }
+        let reader = runtime.read(&part(2)).unwrap();
+        assert_eq!(runtime.discard(&table), 0, "{policy}: all are in memory");
+        assert!(reader.bytes().iter().all(|byte| *byte == 3), "{policy}");
+        drop(reader);
+        // A page that is written again is as any other.
+        runtime.write(&part(4)).unwrap().fill(50);
+        while runtime.observe().snapshot(&table).pages.iter().any(|page| page.device.state != State::Empty) {
+            runtime.evict(&table);
+            std::thread::yield_now();
+        }
+        for row in 0..ROWS {
+            let expected = if row == 4 { 50 } else { 0 };
+            let guard = runtime.read(&part(row)).unwrap();
+            assert!(guard.bytes().iter().all(|byte| *byte == expected), "{policy}: row {row}");
+        }
+        check_writes(&runtime, &writes, 1, policy.name());
+        drop(table);
+        runtime.close().unwrap();
+    }
+}
 
 /// A tensor larger than memory is written once from start to end. This takes as many writes as it has pages. Reading it
 /// afterwards takes none.

@@ -202,7 +202,7 @@ impl Job {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if a class takes 2^64 bytes or more; [`ErrorKind::Unsupported`] if weights that
-    /// are not floats are to be trained.
+    /// are not floats are to be trained as they are stored.
     pub fn memory(&self, gpu: bool) -> Result<Memory> {
         let shape = &self.shape;
         let mut memory = match self.work {
@@ -268,9 +268,14 @@ impl Job {
     /// Bytes of weights, gradients and optimizer state.
     fn training_state(&self, optimizer: Optimizer) -> Result<[u128; 3]> {
         let shape = &self.shape;
-        if !matches!(shape.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
-            let what = format!("weights of {} cannot be trained: gradients do not fit their blocks", shape.dtype);
-            return Err(Error::new(ErrorKind::Unsupported, what).remedy("start from weights in F32, F16 or BF16"));
+        let is_float = matches!(shape.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+        // The others make floats of whatever is stored.
+        if matches!(optimizer, Optimizer::Sgd | Optimizer::Adam8) && !is_float {
+            let what =
+                format!("{optimizer} cannot train weights of {}: gradients do not fit their blocks", shape.dtype);
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy(
+                "start from weights in F32, F16 or BF16, or take adam or adam-mixed, which make floats of them",
+            ));
         }
         let each = |bytes: u64| product(&[shape.parameters, bytes]);
         let stored = u128::from(shape.weights.get());

@@ -419,12 +419,24 @@ fn what_is_written_and_what_shares_a_link_takes_its_own_time() {
 }
 
 #[test]
-fn quantised_weights_are_not_trained() {
-    let mut job = train(Optimizer::AdamMixed, Checkpointing::Full);
-    job.shape.dtype = DType::Q4_K;
-    let error = forecast(&job, &resources(48, 0, "2GB/s", None)).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("Q4_K"), "{error}");
+fn quantised_weights_are_trained_as_floats_or_not_at_all() {
+    for optimizer in Optimizer::ALL {
+        let mut job = train(optimizer, Checkpointing::Full);
+        job.shape.dtype = DType::Q4_K;
+        match job.memory(false) {
+            Ok(memory) => {
+                let each = if optimizer == Optimizer::Adam { 4 } else { 2 };
+                assert_eq!(memory.weights, Bytes::new(job.shape.parameters * each), "{optimizer}");
+                assert_eq!(memory.gradients, memory.weights, "{optimizer}");
+            }
+            Err(error) => {
+                assert!(matches!(optimizer, Optimizer::Sgd | Optimizer::Adam8), "{error}");
+                assert_eq!(error.kind(), ErrorKind::Unsupported);
+                assert!(error.to_string().contains("Q4_K"), "{error}");
+                assert_eq!(forecast(&job, &resources(48, 0, "2GB/s", None)).unwrap_err().kind(), error.kind());
+            }
+        }
+    }
 }
 
 /// Any numbers give an answer or an error, never a panic and never a NaN.
