@@ -42,7 +42,8 @@ struct Step {
     read: u64,
     written: u64,
     commit_written: u64,
-    /// What the kernel has counted of the process, reads and writes, without the commit.
+    /// What the kernel has counted of the process, reads and writes, without the commit. With several ways open, what
+    /// the others move in the background is in it.
     by_kernel: u64,
 }
 

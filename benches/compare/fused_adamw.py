@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """PyTorch's fused AdamW over mapped files: fused_adamw.py FOLDER PARAMETERS STEPS
 
-PARAMETERS is in units of 2^20. Parameters, both moments and gradients, all `float32`, are tensors of 64 MiB, each a
-mapped file of its own in FOLDER, which is made. One tensor at a time is updated, so memory may be as small as the
+PARAMETERS is in units of 2^20, and is rounded up to whole tensors. Parameters, both moments and gradients, all
+`float32` (28 bytes a parameter are read and written), are tensors of 64 MiB, each a mapped file of its own in FOLDER,
+which is made. One tensor at a time is updated, so memory may be as small as the
 kernel's cache manages with. Prints the seconds of each step as JSON. The page cache is not written back at the end of a
 step, as outcore's frames are not; `os.sync` before each step keeps one step's writes out of the next one's time.
 Needs PyTorch.
@@ -31,7 +32,8 @@ def main():
         tensor.fill_(value)
         return tensor
 
-    state = [[mapped(name, at, value) for name, value in [("p", 1.0), ("g", 0.25), ("m", 0.0), ("v", 0.0)]] for at in range(count)]
+    begin = {"p": 1.0, "g": 0.25, "m": 0.0, "v": 0.0}
+    state = [[mapped(name, at, value) for name, value in begin.items()] for at in range(count)]
     seconds = []
     for step in range(1, steps + 1):
         os.sync()

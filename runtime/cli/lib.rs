@@ -71,7 +71,7 @@ enum Command {
     Run(run::Options),
     /// Look into a store of keys and values, or replay requests through a pool of them
     Kv(kv::Options),
-    /// Look into a folder of durable tensors, check it, or copy it to a safetensors file
+    /// Look into a folder of durable tensors, check it, copy it to a safetensors file, or copy a model into it
     State(state::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
     Top(top::Options),

@@ -8,6 +8,7 @@ use outcore::durable::{DurableOptions, DurableReader, Generation, StoredTensor};
 use outcore::{Bytes, PageSize, Result, Runtime};
 use serde::Serialize;
 
+use super::arguments::page_size;
 use super::output::{Side, Table, printable};
 use super::printed::Report;
 
@@ -40,15 +41,15 @@ enum What {
         #[arg(value_name = "MODEL")]
         model: PathBuf,
         /// The size of a new folder's pages: a power of two, such as 2MiB. Programs that open it have to use the same
-        #[arg(long, value_name = "SIZE")]
-        page_size: Option<Bytes>,
+        #[arg(long, value_name = "SIZE", value_parser = page_size)]
+        page_size: Option<PageSize>,
         /// One JSON object instead of a table
         #[arg(long)]
         json: bool,
     },
 }
 
-/// What copying a model takes for pages, whatever its size.
+/// What copying a model takes for pages, whatever its size; one page, if that is larger.
 const FOR_IMPORT: Bytes = Bytes::mib(128);
 
 #[derive(Debug, Args)]
@@ -75,15 +76,15 @@ impl Options {
 }
 
 /// Copies a model's tensors into a folder, and commits.
-fn import(folder: &Path, model: &Path, page_size: Option<Bytes>) -> Result<()> {
-    let page = match page_size {
-        Some(asked) => PageSize::new(asked)?,
-        // If it cannot be opened, opening it to write says why.
-        None => DurableReader::open(folder, None).map_or(PageSize::DEFAULT, |folder| folder.page_size()),
-    };
-    let runtime = Runtime::builder().page_size(page).device_budget(FOR_IMPORT).open()?;
+fn import(folder: &Path, model: &Path, page_size: Option<PageSize>) -> Result<()> {
+    // If it cannot be opened, opening it to write says why.
+    let found = DurableReader::open(folder, None).ok();
+    let kept = found.as_ref().map_or(1, |found| found.generations().len());
+    let page = page_size.unwrap_or_else(|| found.map_or(PageSize::DEFAULT, |found| found.page_size()));
+    let budget = FOR_IMPORT.max(Bytes::new(page.bytes()));
+    let runtime = Runtime::builder().page_size(page).device_budget(budget).open()?;
     let model = runtime.open_model(model)?;
-    let state = runtime.open_durable(folder, DurableOptions::default())?;
+    let state = runtime.open_durable(folder, DurableOptions::default().keep(kept.max(1) as u32))?;
     state.import(&model)?;
     state.commit()?;
     drop((state, model));

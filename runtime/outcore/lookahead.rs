@@ -24,8 +24,8 @@ pub enum Lookahead {
 impl Lookahead {
     /// The lookahead in pages, with a device tier of `frames` and an unknown disk. At least one, unless it is off.
     ///
-    /// [`Auto`](Self::Auto) is 32 MiB, but at most the larger of these: an eighth of the frames; a quarter of them, up
-    /// to four pages. With fewer pages a stream stalls at every unevenness.
+    /// [`Auto`](Self::Auto) is 32 MiB, but at most the largest of these: a sixteenth of the frames; an eighth of them,
+    /// up to sixteen pages; a quarter of them, up to four pages. With fewer pages a stream stalls at every unevenness.
     /// [`Bytes`](Self::Bytes) is at most a quarter of the frames.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
         self.pages_where(page_size, frames, AHEAD)
@@ -37,7 +37,7 @@ impl Lookahead {
         let within = |bytes: u64, most: u32| page_size.pages_for(bytes).min(u64::from(most)) as u32;
         let pages = match self {
             Self::Off => return 0,
-            Self::Auto => within(enough.get(), (frames / 8).max((frames / 4).min(4))),
+            Self::Auto => within(enough.get(), (frames / 16).max((frames / 8).min(16)).max((frames / 4).min(4))),
             Self::Bytes(bytes) => within(bytes.get(), frames / 4),
         };
         pages.max(1)

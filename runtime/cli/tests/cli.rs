@@ -1976,6 +1976,9 @@ fn a_misspelt_command_line_is_explained() {
     for command in ["doctor", "probe", "inspect", "plan", "policies", "report", "simulate", "top"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
+    for command in ["inspect", "verify", "export", "import"] {
+        assert!(text(&["state", command, "--help"]).contains("--json"), "state {command}");
+    }
 }
 
 #[test]

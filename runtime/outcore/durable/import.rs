@@ -13,8 +13,9 @@ impl Durable {
     /// one page is enough.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no tensors, if it is another runtime's, or if a
-    /// name is taken, and those of [`alloc_packed`](Self::alloc_packed): then nothing has changed. Those of pins, such
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the model has no tensors, or one without elements, if it is
+    /// another runtime's, or if a name is taken; [`Unsupported`](ErrorKind::Unsupported) on a device whose memory is
+    /// not the host's; and those of [`alloc_packed`](Self::alloc_packed): then nothing has changed. Those of pins, such
     /// as [`ModelChanged`](ErrorKind::ModelChanged) and [`Corrupt`](ErrorKind::Corrupt): then the tensors are there,
     /// and what they hold is not known. Their names stay taken until the folder is opened again, without a commit.
     pub fn import(&self, model: &Model) -> Result<Vec<Tensor>> {
@@ -27,6 +28,10 @@ impl Durable {
         if !first.is_of(&self.runtime.shared) {
             return Err(Error::new(ErrorKind::InvalidArgument, "the model is open in another runtime")
                 .remedy("open it in the runtime of the folder"));
+        }
+        if !self.runtime.host_addressable() {
+            let what = "a model is copied by the host, which cannot reach the memory of this device";
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("import it with a runtime on the host device"));
         }
         let spec = |tensor: &Tensor| TensorSpec::new(tensor.name(), tensor.dtype(), tensor.shape());
         let made = self.alloc_packed(&from.iter().map(spec).collect::<Vec<_>>())?;

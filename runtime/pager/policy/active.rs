@@ -14,7 +14,7 @@
 use smallvec::SmallVec;
 
 use super::Take;
-use super::place::{NEVER, Place, RESYNC_RUN, Stretch};
+use super::place::{NEVER, ORDER_LEAST, Place, RESYNC_RUN, Stretch};
 use super::standing::Standing;
 use crate::PageRun;
 use crate::bits::Bits;
@@ -573,9 +573,12 @@ impl Active {
         let position = self.next_use(at, number);
         let distance = position - cursor;
         let mut skips = left_out;
-        if distance > 0 && self.is_expected_behind(at, number) {
+        let behind = if distance > 0 { self.used_behind(at, number) } else { None };
+        if let Some(follows) = behind {
             let place = &mut self.places[at];
-            place.judge(true);
+            if follows {
+                place.judge(true);
+            }
             place.stray = None;
         } else if distance <= near && position < NEVER {
             self.step_to(at, position);
@@ -584,7 +587,11 @@ impl Active {
                 place.judge(true);
             } else {
                 skips = true;
-                place.behind.passed_over(cursor, position, scan, n);
+                if n >= ORDER_LEAST {
+                    place.behind.passed_over(cursor, position, scan, n);
+                } else {
+                    place.judge(false);
+                }
             }
         } else {
             let cyclic = self.cyclic;
@@ -610,10 +617,11 @@ impl Active {
         skips
     }
 
-    /// Records a walker's use of a page behind its place. Returns whether it was expected.
-    fn is_expected_behind(&mut self, at: usize, number: u32) -> bool {
+    /// Records a walker's use of a page behind its place. `None` if it was not expected there, else whether it follows
+    /// the plan.
+    fn used_behind(&mut self, at: usize, number: u32) -> Option<bool> {
         let times = self.times_behind(at, number);
-        times.into_iter().any(|time| self.places[at].behind.used(time))
+        times.into_iter().find_map(|time| self.places[at].behind.used(time))
     }
 
     /// Records a walker's use at time `now`.
@@ -667,7 +675,9 @@ impl Active {
         let Place { cursor, scan, behind, weight, .. } = &mut self.places[at];
         let end = if self.cyclic { *cursor + n } else { n };
         let ahead = (*cursor, end, scan);
-        let behind = behind.parts_mut().iter_mut().map(|part| (part.start, part.end, &mut part.scan));
+        // Where no use has come, there may be no other thread.
+        let behind = behind.parts_mut().iter_mut().filter(|part| part.is_used());
+        let behind = behind.map(|part| (part.start, part.end, &mut part.scan));
         let missing = behind.chain([ahead]).filter_map(|(start, end, scan)| {
             while *scan < end {
                 let number = order[(*scan % n) as usize];

@@ -268,10 +268,8 @@ fn regression_pages_skipped_in_flight_are_not_ahead() {
         if arrives {
             pages(0, 1..5).into_iter().for_each(|page| policy.inserted(page));
         }
-        // They may be another thread's. If so, they are used before this one has made as many uses, or nearly.
-        (6..23).for_each(|index| policy.accessed(page(0, index)));
         assert_eq!(fill(&mut policy, &mut present), 4);
-        assert!(pages(0, 23..27).iter().all(|page| present.contains(page)));
+        assert!(pages(0, 6..10).iter().all(|page| present.contains(page)));
     }
 }
 

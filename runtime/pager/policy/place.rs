@@ -25,6 +25,8 @@ pub(super) struct Stretch {
 const UNUSED: u64 = 2;
 const USED: u64 = 5;
 const SLACK: u64 = 8;
+/// In an order of fewer uses a jump tells little of threads, and there are few frames to hold what is expected.
+pub(super) const ORDER_LEAST: u64 = 128;
 /// Most parts that are expected behind a walker: as many threads as share a tensor, and what is left of the one before.
 const PARTS_MOST: usize = 128;
 
@@ -41,8 +43,14 @@ pub(super) struct Part {
     until: u64,
     /// The same once a use has come: then another thread is there, which may be slower.
     until_if_used: u64,
-    /// Whether any use has come since the walker passed over it.
     is_used: bool,
+}
+
+impl Part {
+    /// Whether any use has come since the walker passed over it.
+    pub(super) fn is_used(&self) -> bool {
+        self.is_used
+    }
 }
 
 /// What a walker has passed over: parts in order, which do not overlap.
@@ -81,7 +89,7 @@ impl Behind {
         self.0.push(Part { start: from, end: to, scan: scan.clamp(from, to), until, until_if_used, is_used: false });
     }
 
-    /// The part that expects a use at this time, and whether it is before the part's end.
+    /// The part that expects a use at this time; its end belongs to it.
     fn find(&self, time: u64) -> Option<usize> {
         let nth = self.0.partition_point(|part| part.end < time);
         self.0.get(nth).is_some_and(|part| part.start <= time).then_some(nth)
@@ -93,12 +101,16 @@ impl Behind {
         (time < part.end).then(|| time - part.start)
     }
 
-    /// A use at this time. Returns whether it was expected.
-    pub(super) fn used(&mut self, time: u64) -> bool {
-        let Some(nth) = self.find(time) else { return false };
+    /// A use at this time. `None` if no part has it, else whether it says that another thread is there: what was used at
+    /// a part's end may be used again.
+    pub(super) fn used(&mut self, time: u64) -> Option<bool> {
+        let nth = self.find(time)?;
         let is_full = self.0.len() == PARTS_MOST;
         let part = &mut self.0[nth];
-        (part.is_used, part.until) = (true, part.until_if_used);
+        let is_within = time < part.end || part.start == part.end;
+        if is_within {
+            (part.is_used, part.until) = (true, part.until_if_used);
+        }
         let later = Part { start: time + 1, scan: part.scan.max(time + 1), ..*part };
         if part.start == part.end {
             self.0.remove(nth);
@@ -108,7 +120,7 @@ impl Behind {
             (part.end, part.scan) = (time, part.scan.min(time));
             self.0.insert(nth + 1, later);
         }
-        true
+        Some(is_within)
     }
 
     /// The walker has come to `cursor`. Returns how many parts it has left out as a whole, and whether any has ended.
@@ -208,10 +220,10 @@ mod tests {
     fn each_thread_has_its_part_behind_a_walker() {
         let mut behind = Behind::default();
         behind.passed_over(100, 130, 116, 1000);
-        assert!(behind.used(100) && behind.used(101));
+        assert_eq!((behind.used(100), behind.used(101)), (Some(true), Some(true)));
         assert_eq!(parts(&behind), [(102, 130, 116)]);
         // Two others begin, the second one behind what was filled.
-        assert!(behind.used(110) && behind.used(120));
+        assert_eq!((behind.used(110), behind.used(120)), (Some(true), Some(true)));
         assert_eq!(parts(&behind), [(102, 110, 110), (111, 120, 116), (121, 130, 121)]);
         assert_eq!(
             [102, 109, 110, 115, 130, 131].map(|time| behind.uses_before(time)),
@@ -221,13 +233,13 @@ mod tests {
         behind.gone(119);
         assert_eq!(parts(&behind)[1], (111, 120, 112));
         // The page at the end of a part is used twice: by who began there, and at the end.
-        (102..110).for_each(|time| assert!(behind.used(time)));
+        (102..110).for_each(|time| assert_eq!(behind.used(time), Some(true)));
         assert_eq!(parts(&behind)[0], (110, 110, 110));
-        assert!(behind.used(110));
+        assert_eq!(behind.used(110), Some(true));
         assert_eq!(parts(&behind)[0], (111, 120, 112));
-        assert!(!behind.used(110) && !behind.used(99) && !behind.used(131));
+        assert_eq!([110, 99, 131].map(|time| behind.used(time)), [None; 3]);
         // Who began there may use it again, which says nothing about the part.
-        assert!(behind.used(120));
+        assert_eq!(behind.used(120), Some(false));
         assert_eq!(parts(&behind)[0], (111, 120, 112));
         let until = 130 + USED * 30 + SLACK;
         assert_eq!(behind.come_to(until), (0, false));
@@ -244,7 +256,7 @@ mod tests {
     fn parts_are_only_so_many() {
         let mut behind = Behind::default();
         behind.passed_over(0, 1000, 0, 9000);
-        (1..999).step_by(2).for_each(|time| assert!(behind.used(time)));
+        (1..999).step_by(2).for_each(|time| assert_eq!(behind.used(time), Some(true)));
         assert_eq!(behind.parts().len(), PARTS_MOST);
         behind.passed_over(1001, 1010, 0, 9000);
         assert_eq!(behind.parts().len(), PARTS_MOST);

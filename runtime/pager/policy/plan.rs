@@ -1086,7 +1086,8 @@ impl PlanPolicy {
             Want::Planned(page) => match numbers.number(page).filter(|number| active.names(*number)) {
                 Some(number) => {
                     let uses = active.wanted_behind(number).map(|distance| distance / active.places[at].weight.max(1));
-                    let time = uses.map_or_else(|| active.next_use(at, number), |uses| active.places[at].cursor + uses);
+                    let next = active.next_use(at, number);
+                    let time = uses.map_or(next, |uses| next.min(active.places[at].cursor + uses));
                     (Some(time), active.keep(number) == Some(Keep::Device))
                 }
                 None => (Some(0), false),
@@ -1883,6 +1884,13 @@ mod tests {
             let fills = fills_of(&mut policy, 200, &vec![pass.clone(); 12]);
             let missing = (pass.len() as u32).saturating_sub(200 - 16 - 1 - STREAM_SLACK);
             assert!(*fills.last().unwrap() <= missing + 10, "every {stride}th page: {fills:?}");
+            // Each page once more, after the next one.
+            let mut policy = self::policy();
+            policy.resize(200, 0, 16);
+            policy.declare(&order, true);
+            let again: Vec<u32> = pass.windows(2).flat_map(|pair| [pair[1], pair[0]]).collect();
+            let fills = fills_of(&mut policy, 200, &vec![again; 12]);
+            assert!(*fills.last().unwrap() <= missing + 20, "every {stride}th page, twice: {fills:?}");
         }
     }
 

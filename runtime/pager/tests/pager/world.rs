@@ -151,7 +151,7 @@ pub struct World {
     committed: HashMap<PageId, Bytes>,
     /// Pages that were written to disk since.
     written: HashSet<PageId>,
-    /// Resident pages whose bytes are of no use: they may become zeros at any time.
+    /// Pages that were dirty when they were discarded, and not written since: they may become zeros.
     useless: HashSet<PageId>,
     /// The segment that is being committed.
     pub committing: Option<SegmentId>,
