@@ -14,7 +14,7 @@
 use smallvec::SmallVec;
 
 use super::Take;
-use super::place::{NEVER, ORDER_LEAST, Place, RESYNC_RUN, Stretch};
+use super::place::{NEVER, ORDER_LEAST, Place, RESYNC_RUN, Stretch, UseBehind};
 use super::standing::Standing;
 use crate::PageRun;
 use crate::bits::Bits;
@@ -544,13 +544,7 @@ impl Active {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
-        let mut left_out = false;
-        if !place.behind.is_empty() {
-            let parts;
-            (parts, left_out) = place.behind.come_to(place.cursor);
-            // Each was a jump, and no other thread came for what it passed over.
-            (0..parts).for_each(|_| place.judge(false));
-        }
+        let left_out = !place.behind.is_empty() && place.behind.come_to(place.cursor);
         if place.last_used == Some(number) {
             // Reported twice in a row, because other walkers made uses in between.
             place.stays = false;
@@ -574,10 +568,14 @@ impl Active {
         let distance = position - cursor;
         let mut skips = left_out;
         let behind = if distance > 0 { self.used_behind(at, number) } else { None };
-        if let Some(follows) = behind {
+        if let Some((time, found)) = behind {
+            let before = time.checked_sub(1).map(|before| self.order[(before % n) as usize]);
             let place = &mut self.places[at];
-            if follows {
-                place.judge(true);
+            match found {
+                // Where threads take turns. A run of uses behind the place may also be another order.
+                UseBehind::Next if place.last_used != before => place.judge(true),
+                UseBehind::Begins => place.judge(false),
+                UseBehind::Next | UseBehind::Again => {}
             }
             place.stray = None;
         } else if distance <= near && position < NEVER {
@@ -587,10 +585,11 @@ impl Active {
                 place.judge(true);
             } else {
                 skips = true;
-                if n >= ORDER_LEAST {
+                place.judge(false);
+                if place.suspended {
+                    place.behind.clear();
+                } else if n >= ORDER_LEAST {
                     place.behind.passed_over(cursor, position, scan, n);
-                } else {
-                    place.judge(false);
                 }
             }
         } else {
@@ -617,11 +616,10 @@ impl Active {
         skips
     }
 
-    /// Records a walker's use of a page behind its place. `None` if it was not expected there, else whether it follows
-    /// the plan.
-    fn used_behind(&mut self, at: usize, number: u32) -> Option<bool> {
+    /// Records a walker's use of a page behind its place. Returns its time; `None` if it was not expected there.
+    fn used_behind(&mut self, at: usize, number: u32) -> Option<(u64, UseBehind)> {
         let times = self.times_behind(at, number);
-        times.into_iter().find_map(|time| self.places[at].behind.used(time))
+        times.into_iter().find_map(|time| Some((time, self.places[at].behind.used(time)?)))
     }
 
     /// Records a walker's use at time `now`.

@@ -25,8 +25,9 @@ pub(super) struct Stretch {
 const UNUSED: u64 = 2;
 const USED: u64 = 5;
 const SLACK: u64 = 8;
-/// In an order of fewer uses a jump tells little of threads, and there are few frames to hold what is expected.
-pub(super) const ORDER_LEAST: u64 = 128;
+/// In an order of fewer uses a jump tells little of threads: it may as well be another order, which is to be noticed
+/// soon. And there are few frames to hold what is expected.
+pub(super) const ORDER_LEAST: u64 = 512;
 /// Most parts that are expected behind a walker: as many threads as share a tensor, and what is left of the one before.
 const PARTS_MOST: usize = 128;
 
@@ -51,6 +52,17 @@ impl Part {
     pub(super) fn is_used(&self) -> bool {
         self.is_used
     }
+}
+
+/// What a use of a page that a walker has passed over tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum UseBehind {
+    /// It is the next use of its part: a thread goes on.
+    Next,
+    /// It is in the middle of a part: a thread begins there, or the program follows no order.
+    Begins,
+    /// It was used before, at the end of a part.
+    Again,
 }
 
 /// What a walker has passed over: parts in order, which do not overlap.
@@ -101,38 +113,33 @@ impl Behind {
         (time < part.end).then(|| time - part.start)
     }
 
-    /// A use at this time. `None` if no part has it, else whether it says that another thread is there: what was used at
-    /// a part's end may be used again.
-    pub(super) fn used(&mut self, time: u64) -> Option<bool> {
+    /// A use at this time. `None` if no part has it.
+    pub(super) fn used(&mut self, time: u64) -> Option<UseBehind> {
         let nth = self.find(time)?;
         let is_full = self.0.len() == PARTS_MOST;
         let part = &mut self.0[nth];
-        let is_within = time < part.end || part.start == part.end;
-        if is_within {
-            (part.is_used, part.until) = (true, part.until_if_used);
+        if time == part.end && part.start < part.end {
+            return Some(UseBehind::Again);
         }
+        (part.is_used, part.until) = (true, part.until_if_used);
         let later = Part { start: time + 1, scan: part.scan.max(time + 1), ..*part };
+        let is_next = time == part.start;
         if part.start == part.end {
             self.0.remove(nth);
-        } else if time == part.start {
+        } else if is_next {
             *part = later;
-        } else if time < part.end && !is_full {
+        } else if !is_full {
             (part.end, part.scan) = (time, part.scan.min(time));
             self.0.insert(nth + 1, later);
         }
-        Some(is_within)
+        Some(if is_next { UseBehind::Next } else { UseBehind::Begins })
     }
 
-    /// The walker has come to `cursor`. Returns how many parts it has left out as a whole, and whether any has ended.
-    pub(super) fn come_to(&mut self, cursor: u64) -> (usize, bool) {
+    /// The walker has come to `cursor`. Returns whether any part has ended.
+    pub(super) fn come_to(&mut self, cursor: u64) -> bool {
         let before = self.0.len();
-        let mut left_out = 0;
-        self.0.retain(|part| {
-            let is_over = cursor > part.until;
-            left_out += usize::from(is_over && !part.is_used);
-            !is_over
-        });
-        (left_out, self.0.len() < before)
+        self.0.retain(|part| cursor <= part.until);
+        self.0.len() < before
     }
 
     /// A page used at this time is not resident any more.
@@ -210,6 +217,7 @@ impl Place {
 
 #[cfg(test)]
 mod tests {
+    use super::UseBehind::{Again, Begins, Next};
     use super::*;
 
     fn parts(behind: &Behind) -> Vec<(u64, u64, u64)> {
@@ -220,10 +228,10 @@ mod tests {
     fn each_thread_has_its_part_behind_a_walker() {
         let mut behind = Behind::default();
         behind.passed_over(100, 130, 116, 1000);
-        assert_eq!((behind.used(100), behind.used(101)), (Some(true), Some(true)));
+        assert_eq!((behind.used(100), behind.used(101)), (Some(Next), Some(Next)));
         assert_eq!(parts(&behind), [(102, 130, 116)]);
         // Two others begin, the second one behind what was filled.
-        assert_eq!((behind.used(110), behind.used(120)), (Some(true), Some(true)));
+        assert_eq!((behind.used(110), behind.used(120)), (Some(Begins), Some(Begins)));
         assert_eq!(parts(&behind), [(102, 110, 110), (111, 120, 116), (121, 130, 121)]);
         assert_eq!(
             [102, 109, 110, 115, 130, 131].map(|time| behind.uses_before(time)),
@@ -233,30 +241,29 @@ mod tests {
         behind.gone(119);
         assert_eq!(parts(&behind)[1], (111, 120, 112));
         // The page at the end of a part is used twice: by who began there, and at the end.
-        (102..110).for_each(|time| assert_eq!(behind.used(time), Some(true)));
+        (102..110).for_each(|time| assert_eq!(behind.used(time), Some(Next)));
         assert_eq!(parts(&behind)[0], (110, 110, 110));
-        assert_eq!(behind.used(110), Some(true));
+        assert_eq!(behind.used(110), Some(Next));
         assert_eq!(parts(&behind)[0], (111, 120, 112));
         assert_eq!([110, 99, 131].map(|time| behind.used(time)), [None; 3]);
         // Who began there may use it again, which says nothing about the part.
-        assert_eq!(behind.used(120), Some(false));
+        assert_eq!(behind.used(120), Some(Again));
         assert_eq!(parts(&behind)[0], (111, 120, 112));
         let until = 130 + USED * 30 + SLACK;
-        assert_eq!(behind.come_to(until), (0, false));
-        assert_eq!(behind.come_to(until + 1), (0, true));
-        assert!(behind.is_empty());
+        assert!(!behind.come_to(until));
+        assert!(behind.come_to(until + 1) && behind.is_empty());
         // Nobody came for these; the first is of a cycle of ten.
         behind.passed_over(300, 308, 300, 10);
         behind.passed_over(310, 312, 310, 1000);
-        assert_eq!((behind.come_to(309), behind.come_to(310)), ((0, false), (1, true)));
-        assert_eq!(behind.come_to(1000), (1, true));
+        assert!(!behind.come_to(309) && behind.come_to(310) && !behind.is_empty());
+        assert!(behind.come_to(1000) && behind.is_empty());
     }
 
     #[test]
-    fn parts_are_only_so_many() {
+    fn there_are_at_most_a_number_of_parts() {
         let mut behind = Behind::default();
         behind.passed_over(0, 1000, 0, 9000);
-        (1..999).step_by(2).for_each(|time| assert_eq!(behind.used(time), Some(true)));
+        (1..999).step_by(2).for_each(|time| assert_eq!(behind.used(time), Some(Begins)));
         assert_eq!(behind.parts().len(), PARTS_MOST);
         behind.passed_over(1001, 1010, 0, 9000);
         assert_eq!(behind.parts().len(), PARTS_MOST);
