@@ -3,7 +3,6 @@
 use std::fmt;
 
 use outcore::Result;
-use pulp::Arch;
 
 use crate::errors::invalid;
 
@@ -134,17 +133,11 @@ impl Rule for AdamW {
         let epsilon = self.epsilon as f32;
         let [averages, squares] = states else { return };
         let both = averages.iter_mut().zip(squares.iter_mut());
-        // Wider vectors change no bit: each element has the same operations, none of them fused.
-        Arch::new().dispatch(
-            #[inline(always)]
-            || {
-                for ((p, g), (m, v)) in parameters.iter_mut().zip(gradients).zip(both) {
-                    *m += weight * (g - *m);
-                    *v = *v * second + weight_of_square * g * g;
-                    *p = *p * kept - size * (*m / (v.sqrt() / root + epsilon));
-                }
-            },
-        );
+        for ((p, g), (m, v)) in parameters.iter_mut().zip(gradients).zip(both) {
+            *m += weight * (g - *m);
+            *v = *v * second + weight_of_square * g * g;
+            *p = *p * kept - size * (*m / (v.sqrt() / root + epsilon));
+        }
     }
 }
 
