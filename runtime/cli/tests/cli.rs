@@ -793,7 +793,7 @@ fn plan_refuses_bad_input() {
         1,
         &["keys and values"],
     );
-    refused(&described(&["--params", "7B", "--dtype", "q4_k", "--train"]), 1, &["Q4_K", "BF16"]);
+    refused(&described(&["--params", "7B", "--dtype", "q4_k", "--train", "--optimizer", "sgd"]), 1, &["Q4_K", "BF16"]);
 
     refused(
         &["plan", string(&dir.path().join("none")), "--device-memory", "1GiB", "--disk", "1GB/s"],
