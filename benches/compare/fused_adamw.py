@@ -3,10 +3,9 @@
 
 PARAMETERS is in units of 2^20, and is rounded up to whole tensors. Parameters, both moments and gradients, all
 `float32` (28 bytes a parameter are read and written), are tensors of 64 MiB, each a mapped file of its own in FOLDER,
-which is made. One tensor at a time is updated, so memory may be as small as the
-kernel's cache manages with. Prints the seconds of each step as JSON. The page cache is not written back at the end of a
-step, as outcore's frames are not; `os.sync` before each step keeps one step's writes out of the next one's time.
-Needs PyTorch.
+which is made. One tensor at a time is updated, so memory may be as small as the kernel's cache manages with. Prints the
+seconds of each step as JSON. The page cache is not written back at the end of a step, as outcore's frames are not;
+`os.sync` before each step keeps one step's writes out of the next one's time. Needs PyTorch.
 """
 
 import json

@@ -184,8 +184,22 @@ impl CallHook for Writes {
     }
 }
 
-/// A page and a row of the table below.
+/// A page and a row of the tables below.
 const ROW: u64 = 64 << 10;
+
+/// A runtime with frames for six rows, and host frames, which counts its writes.
+fn of_six_rows(devices: Devices, policy: PolicyKind, io: IoBackend, host: u64, writes: &Arc<Writes>) -> Runtime {
+    devices[0]
+        .builder()
+        .page_size(kib(ROW >> 10))
+        .device_budget(Bytes::new(6 * ROW))
+        .host_budget(Bytes::new(host * ROW))
+        .policy(policy)
+        .store(StoreOptions::new(io).hook(writes.clone()))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .open()
+        .unwrap()
+}
 
 /// Dirty pages that are discarded leave memory without a write. While somebody reads them they stay as they are, and
 /// what is written afterwards is kept.
@@ -193,15 +207,7 @@ fn what_is_discarded_is_not_written(devices: Devices) {
     const ROWS: u64 = 6;
     for policy in PolicyKind::ALL {
         let writes = Arc::new(Writes::default());
-        let runtime = devices[0]
-            .builder()
-            .page_size(kib(ROW >> 10))
-            .device_budget(Bytes::new(ROWS * ROW))
-            .policy(policy)
-            .store(StoreOptions::new(IoBackend::Auto).hook(writes.clone()))
-            .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
-            .open()
-            .unwrap();
+        let runtime = of_six_rows(devices, policy, IoBackend::Auto, 0, &writes);
         let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
         let part = |row: u64| table.rows(row..row + 1).unwrap();
         for row in 0..ROWS {
@@ -236,16 +242,7 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
         for policy in PolicyKind::ALL {
             let what = format!("{policy} {io}, host tier of {host}");
             let writes = Arc::new(Writes::default());
-            let runtime = devices[0]
-                .builder()
-                .page_size(kib(ROW >> 10))
-                .device_budget(Bytes::new(6 * ROW))
-                .host_budget(Bytes::new(host * ROW))
-                .policy(policy)
-                .store(StoreOptions::new(io).hook(writes.clone()))
-                .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
-                .open()
-                .unwrap();
+            let runtime = of_six_rows(devices, policy, io, host, &writes);
             let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
             let part = |row: u64| table.rows(row..row + 1).unwrap();
             for row in 0..ROWS {

@@ -3,7 +3,7 @@
 mod chart;
 
 use std::io::{IsTerminal, Write, stderr, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -159,15 +159,19 @@ fn train(args: &Args) -> Result<()> {
     if let Some(path) = &args.csv {
         let lines = report.losses.iter().enumerate().map(|(at, loss)| format!("{},{loss}\n", at + 1));
         let text = std::iter::once("step,loss\n".to_owned()).chain(lines).collect::<String>();
-        std::fs::write(path, text).map_err(|cause| Error::io(format!("write {}", path.display()), cause))?;
+        write(path, &text)?;
     }
     if let Some(path) = &args.chart {
         let text = chart::svg(&report.losses).map_err(|cause| {
             Error::new(ErrorKind::Internal, format!("the losses were not drawn: {cause}")).remedy("take --csv")
         })?;
-        std::fs::write(path, text).map_err(|cause| Error::io(format!("write {}", path.display()), cause))?;
+        write(path, &text)?;
     }
     print(args, &report).map_err(|cause| Error::io("write the report", cause))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|cause| Error::io(format!("write {}", path.display()), cause))
 }
 
 fn print(args: &Args, report: &Report) -> std::io::Result<()> {

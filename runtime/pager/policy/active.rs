@@ -465,14 +465,16 @@ impl Active {
         times
     }
 
+    /// After how many of its own uses this walker wants a page that it has passed over; `None` if it has not.
+    pub(super) fn uses_before_behind(&self, at: usize, number: u32) -> Option<u64> {
+        let times = self.times_behind(at, number);
+        times.into_iter().filter_map(|time| self.places[at].behind.uses_before(time)).min()
+    }
+
     /// After how many uses of all walkers a walker wants a page that it has passed over; `None` if none has.
     pub(super) fn wanted_behind(&self, number: u32) -> Option<u64> {
-        let known = self.places.iter().enumerate().filter(|(_, place)| place.is_known() && !place.behind.is_empty());
-        let uses = known.flat_map(|(at, place)| {
-            let times = self.times_behind(at, number);
-            times.into_iter().filter_map(|time| Some(place.behind.uses_before(time)? * place.weight))
-        });
-        uses.min()
+        let known = self.places.iter().enumerate().filter(|(_, place)| place.is_known());
+        known.filter_map(|(at, place)| Some(self.uses_before_behind(at, number)? * place.weight)).min()
     }
 
     pub(super) fn resident(&self) -> usize {
@@ -544,7 +546,7 @@ impl Active {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
-        let left_out = !place.behind.is_empty() && place.behind.come_to(place.cursor);
+        let left_out = place.behind.come_to(place.cursor);
         if place.last_used == Some(number) {
             // Reported twice in a row, because other walkers made uses in between.
             place.stays = false;
@@ -861,8 +863,7 @@ impl Active {
             while let Some(number) = next {
                 next = ahead.first_from(number + 1);
                 let number = number as u32;
-                let is_expected = |time: &u64| place.behind.uses_before(*time).is_some();
-                if self.names(number) && self.times_behind(at, number).iter().any(is_expected) {
+                if self.names(number) && self.uses_before_behind(at, number).is_some() {
                     pages.push(number);
                 }
             }

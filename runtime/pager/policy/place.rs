@@ -73,10 +73,6 @@ pub(super) enum UseBehind {
 pub(super) struct Behind(SmallVec<[Part; 2]>);
 
 impl Behind {
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
@@ -251,12 +247,12 @@ mod tests {
         assert_eq!(parts(&behind)[0], (111, 120, 112));
         let until = 130 + USED * 30 + SLACK;
         assert!(!behind.come_to(until));
-        assert!(behind.come_to(until + 1) && behind.is_empty());
+        assert!(behind.come_to(until + 1) && behind.parts().is_empty());
         // Nobody came for these; the first is of a cycle of ten.
         behind.passed_over(300, 308, 300, 10);
         behind.passed_over(310, 312, 310, 1000);
-        assert!(!behind.come_to(309) && behind.come_to(310) && !behind.is_empty());
-        assert!(behind.come_to(1000) && behind.is_empty());
+        assert!(!behind.come_to(309) && behind.come_to(310) && !behind.parts().is_empty());
+        assert!(behind.come_to(1000) && behind.parts().is_empty());
     }
 
     #[test]

@@ -1085,10 +1085,9 @@ impl PlanPolicy {
         let (floor, for_kept) = match want {
             Want::Planned(page) => match numbers.number(page).filter(|number| active.names(*number)) {
                 Some(number) => {
-                    let uses = active.wanted_behind(number).map(|distance| distance / active.places[at].weight.max(1));
                     let next = active.next_use(at, number);
-                    let time = uses.map_or(next, |uses| next.min(active.places[at].cursor + uses));
-                    (Some(time), active.keep(number) == Some(Keep::Device))
+                    let behind = active.uses_before_behind(at, number).map(|uses| active.places[at].cursor + uses);
+                    (Some(behind.map_or(next, |behind| next.min(behind))), active.keep(number) == Some(Keep::Device))
                 }
                 None => (Some(0), false),
             },
