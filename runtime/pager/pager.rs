@@ -308,6 +308,11 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// The pages of these segments that are being written to disk, or copied to the host tier.
+    pub fn write_backs_of(&self, segments: &[SegmentId]) -> Vec<PageId> {
+        self.residency.write_backs_of(segments)
+    }
+
     /// Forgets what was written to these segments since they were last committed, unless a pin or a move is in the way.
     /// Then nothing has changed.
     pub fn roll_back(

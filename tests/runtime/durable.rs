@@ -9,7 +9,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use harness::replay::{Case, first_seed};
 use harness::{AnyDevice, Devices, Faults, Rng, Setting, check_at_rest, is_child, next_round, watched, whole_name};
@@ -533,6 +533,41 @@ fn regression_a_commit_that_fails_again_and_again_loses_nothing() {
     let runtime = host(8, None);
     let state = runtime.open_durable(&path, DurableOptions::default()).unwrap();
     assert!(runtime.read(&state.tensor("a").unwrap()).unwrap().bytes().iter().all(|byte| *byte == 7));
+}
+
+/// Fails all writes, slowly.
+#[derive(Default)]
+struct SlowFailures(AtomicBool);
+
+impl CallHook for SlowFailures {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind != IoKind::Write || !self.0.load(Ordering::SeqCst) {
+            return Injected::Nothing;
+        }
+        // Whoever has seen an earlier failure gets the processor before this one.
+        (0..100).for_each(|_| std::thread::yield_now());
+        Injected::Errno(libc::EIO)
+    }
+    fn may_block(&self) -> bool {
+        false
+    }
+}
+
+/// The first failure ends a commit while other writes are under way. What these meet is no failure of the next commit,
+/// which has a disk that is well.
+#[test]
+fn regression_a_write_of_an_earlier_commit_does_not_fail_the_next_one() {
+    let (folder, hook) = (folder(), Arc::new(SlowFailures::default()));
+    let runtime = host(8, Some(hook.clone()));
+    let state = runtime.open_durable(folder.path().join("state"), DurableOptions::default()).unwrap();
+    let tensor = state.alloc("a", DType::U8, &[8 * PAGE]).unwrap();
+    for round in 0..50 {
+        runtime.write(&tensor).unwrap().fill(round);
+        hook.0.store(true, Ordering::SeqCst);
+        assert_eq!(state.commit().unwrap_err().kind(), ErrorKind::Io);
+        hook.0.store(false, Ordering::SeqCst);
+        state.commit().unwrap();
+    }
 }
 
 /// What cannot be had takes nothing from the disk.

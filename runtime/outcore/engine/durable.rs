@@ -1,5 +1,6 @@
 //! Commits of durable folders, and the way back to them.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use super::Engine;
@@ -31,9 +32,14 @@ impl Engine {
     pub(crate) fn commit(&self, folder: &DurableFolder, table: &Table, note: &[u8]) -> Result<Generation> {
         folder.usable()?;
         let segments = folder.segments();
-        folder.take_unwritten();
+        // A write that began before may yet fail for what the disk had then. Its page is written again.
+        let mut earlier: HashSet<PageId> = self.change(|pager, _| {
+            folder.take_unwritten();
+            pager.write_backs_of(&segments).into_iter().collect()
+        })?;
         let begin = |pager: &mut Pager, fx: &mut Effects| pager.begin_commit(&segments, fx);
-        self.when_nothing_moves(folder, "commit", begin, || folder.take_unwritten())?;
+        let failed = || folder.take_unwritten().into_iter().find(|(page, _)| !earlier.remove(page));
+        self.when_nothing_moves(folder, "commit", begin, failed)?;
         let _frozen = Frozen { engine: self, segments: &segments };
         folder.commit(table, note)
     }
@@ -66,13 +72,13 @@ impl Engine {
         folder: &DurableFolder,
         what: &str,
         mut attempt: impl FnMut(&mut Pager, &mut Effects) -> Unwritten,
-        failed: impl Fn() -> Option<Error>,
+        mut failed: impl FnMut() -> Option<(PageId, Error)>,
     ) -> Result<()> {
         let mut watch = self.ends.watch();
         let path = folder.path().display();
         let (mut since, mut least) = (Instant::now(), u32::MAX);
         loop {
-            if let Some(error) = failed() {
+            if let Some((_, error)) = failed() {
                 return Err(error.context(format!("{what} {path}")));
             }
             let attempt = |pager: &mut Pager, fx: &mut Effects| (!pager.is_closing()).then(|| attempt(pager, fx));

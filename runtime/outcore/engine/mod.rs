@@ -1473,7 +1473,7 @@ impl Engine {
             && let Some(in_folder) = io.source.folder()
         {
             if let (Some(error), Place::Disk) = (&error, to) {
-                in_folder.folder.not_written(error.clone());
+                in_folder.folder.not_written(page, error.clone());
             }
             self.ends.news();
         }

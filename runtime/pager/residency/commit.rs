@@ -61,6 +61,15 @@ impl Residency {
         self.eased = true;
     }
 
+    /// The pages of these segments that are being written to disk. Pages on their way to the host tier are among them.
+    pub(crate) fn write_backs_of(&self, segments: &[SegmentId]) -> Vec<PageId> {
+        let leaves = |page: &PageId| {
+            matches!(self.word(*page).load().state, State::WritingBack | State::Evicting)
+                || self.entry_of(*page).host_busy()
+        };
+        segments.iter().flat_map(|segment| self.pages_of(*segment)).filter(leaves).collect()
+    }
+
     /// Whether a fill of the page is under way, and not only waits for a frame.
     fn is_filled_now(&self, page: PageId) -> bool {
         self.filling.get(&page).is_some_and(|fill| fill.moving.is_some())

@@ -1,5 +1,6 @@
 //! A folder as the transfer engine uses it: where a page is read, and where it is written.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -35,7 +36,7 @@ pub(crate) struct DurableFolder {
     /// The turn to commit, to roll back and to add tensors.
     pub(crate) turn: Mutex<()>,
     /// Why a page could not be written, since somebody last asked.
-    unwritten: Mutex<Option<Error>>,
+    unwritten: Mutex<HashMap<PageId, Error>>,
     /// Why nothing can be committed any more.
     broken: OnceLock<Error>,
 }
@@ -184,13 +185,13 @@ impl DurableFolder {
     }
 
     /// A page could not be written.
-    pub(crate) fn not_written(&self, error: Error) {
-        self.unwritten.lock().get_or_insert(error);
+    pub(crate) fn not_written(&self, page: PageId, error: Error) {
+        self.unwritten.lock().insert(page, error);
     }
 
-    /// Why a page could not be written since the last call.
-    pub(crate) fn take_unwritten(&self) -> Option<Error> {
-        self.unwritten.lock().take()
+    /// The pages that could not be written since the last call, and why.
+    pub(crate) fn take_unwritten(&self) -> HashMap<PageId, Error> {
+        std::mem::take(&mut self.unwritten.lock())
     }
 
     /// Compares the sum of bytes that were read with that of the bytes that were written.
