@@ -173,7 +173,9 @@ fn look(of: &Folder, verified: bool) -> Result<Answer> {
             of.folder.display(),
             all.join("; ")
         );
-        return Err(Error::new(first.kind(), message));
+        return Err(
+            Error::new(first.kind(), message).remedy("look at each store's own folder; the others stay as they are")
+        );
     }
     match stores.is_empty() {
         true => Err(none),

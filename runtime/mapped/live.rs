@@ -225,7 +225,10 @@ pub fn told_of_order<'a>(files: impl IntoIterator<Item = (&'a str, &'a Whole)>) 
             _ if ordered > files => format!(" of {ordered} files that are used in turn"),
             (1, 1) => String::new(),
             (1, _) => format!(" of {name}"),
-            (files, _) if mapped < &files => format!(" of {mapped} files (their model has {files})"),
+            (files, _) if mapped < &files => {
+                let (noun, whose) = if *mapped == 1 { ("file", "its") } else { ("files", "their") };
+                format!(" of {mapped} {noun} ({whose} model has {files})")
+            }
             (files, _) => format!(" of {files} files, one model,"),
         };
         let alone = alone.as_ref().map_or(String::new(), |why| format!(" {name} counts as a model of its own: {why}."));

@@ -28,7 +28,7 @@ pub struct Outline {
     pub order: Vec<(usize, Range<u64>)>,
     /// The experts of all files. Each byte is counted from the first page of the row.
     pub experts: Experts,
-    /// Why a file that is named as a part of a model is alone.
+    /// Why a file is alone that is named as a part of a model, or lies beside an index that cannot be used.
     pub alone: Option<String>,
     tensors: Vec<TensorHeader>,
 }
@@ -37,38 +37,55 @@ impl Outline {
     /// Of the model that has this file, in the state that was found, and the file's number in it. Pages have `page`
     /// bytes.
     pub fn of(path: &Path, found: Identity, page: u64) -> (Self, usize) {
-        let read = format::open(path);
         let is_part = is_part(path);
-        let alone = match &read {
-            Err(error) if is_part => Some(error.to_string()),
-            Ok(_) if is_part => Some("its model's index does not name it, or its model's files changed".to_owned()),
-            _ => None,
+        let header = match format::open(path) {
+            Ok(header) => header,
+            Err(error) => return (Self::alone(found, page, is_part.then(|| error.to_string())), 0),
         };
-        let Ok(header) = read else { return (Self::alone(found, page, alone), 0) };
-        if let (1, format::Metadata::Safetensors(_)) = (header.files.len(), &header.metadata)
-            && let Some(whole) = indexes(path).iter().find_map(|index| {
-                let header = format::open(index).ok()?;
-                Self::together(header, found, page)
-            })
-        {
-            return whole;
+        let mut unusable = None;
+        if let (1, format::Metadata::Safetensors(_)) = (header.files.len(), &header.metadata) {
+            for index in indexes(path) {
+                let opened = format::open(&index).map_err(|error| error.to_string());
+                match opened.and_then(|header| Self::together(header, found, page)) {
+                    Ok(Some(whole)) => return whole,
+                    Ok(None) => {}
+                    Err(why) => unusable = Some(why),
+                }
+            }
         }
-        Self::together(header, found, page).unwrap_or_else(|| (Self::alone(found, page, alone), 0))
+        let (mut outline, number, why) = match Self::together(header, found, page) {
+            Ok(Some((whole, number))) => (whole, number, None),
+            Ok(None) => (Self::alone(found, page, None), 0, Some("it changed while its header was read".to_owned())),
+            Err(why) => (Self::alone(found, page, None), 0, Some(why)),
+        };
+        if outline.files.len() == 1 {
+            let unnamed = || is_part.then(|| "no index in its folder names it".to_owned());
+            outline.alone = unusable.or(why.filter(|_| is_part)).or_else(unnamed);
+        }
+        (outline, number)
     }
 
-    /// `None` if the file is none of the header's, or if a file has changed since the header was read.
-    fn together(header: ModelHeader, found: Identity, page: u64) -> Option<(Self, usize)> {
-        let identity = |file: &format::ModelFile| {
-            let now = fs::metadata(&file.path).ok().filter(|now| file.had_state(now))?;
-            Some(Identity::of(&now))
-        };
-        let files: Vec<Identity> = header.files.iter().map(identity).collect::<Option<_>>()?;
-        let number = files.iter().position(|file| *file == found)?;
-        // A file that is named twice is two files to the header, and would have to be mapped twice.
-        if files.iter().enumerate().any(|(at, file)| files[..at].contains(file)) {
-            return None;
+    /// `None` if the file is none of the header's.
+    ///
+    /// # Errors
+    /// Why the header's files are no model: one has changed since the header was read, or is there twice.
+    fn together(header: ModelHeader, found: Identity, page: u64) -> Result<Option<(Self, usize)>, String> {
+        let name = |at: usize| header.files[at].path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut files: Vec<Identity> = Vec::with_capacity(header.files.len());
+        for (at, file) in header.files.iter().enumerate() {
+            let now = fs::metadata(&file.path).ok().filter(|now| file.had_state(now));
+            let now = now.ok_or_else(|| format!("{} changed while the headers were read", name(at)))?;
+            files.push(Identity::of(&now));
         }
-        let row = Row::of(files.iter().map(|file| file.len.div_ceil(page)))?;
+        let Some(number) = files.iter().position(|file| *file == found) else { return Ok(None) };
+        // A file that is named twice is two files to the header, and would have to be mapped twice.
+        for (at, file) in files.iter().enumerate() {
+            if let Some(before) = files[..at].iter().position(|other| other == file) {
+                return Err(format!("{} and {} are the same file", name(before), name(at)));
+            }
+        }
+        let row = Row::of(files.iter().map(|file| file.len.div_ceil(page)));
+        let row = row.ok_or_else(|| "its files have more pages than there are numbers".to_owned())?;
         let tensors = header.tensors;
         // A model whose output is its embedding uses that as a matrix, after the last layer.
         let has_output = tensors.iter().any(|tensor| role(&tensor.name) == Role::Output);
@@ -80,7 +97,7 @@ impl Outline {
         let of_experts = |tensor: &&TensorHeader| matches!(role(&tensor.name), Role::Layer { expert: Some(_), .. });
         let in_row: Vec<TensorHeader> = tensors.iter().filter(of_experts).map(in_row).collect();
         let experts = Experts::of(in_row.iter());
-        Some((Self { files, row, order, experts, alone: None, tensors }, number))
+        Ok(Some((Self { files, row, order, experts, alone: None, tensors }, number)))
     }
 
     /// Of a file that has no others, and of whose use nothing is known.

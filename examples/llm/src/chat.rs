@@ -92,3 +92,26 @@ impl ChatTemplate {
             .map_err(|e| Error::format("chat template", e))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::{ChatTemplate, Message};
+
+    #[test]
+    fn further_variables_reach_the_template_and_replace_none_of_its_own() {
+        let source = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
+                      {% if enable_thinking is defined and not enable_thinking %}<no_think>{% endif %}\
+                      {{ reasoning_effort | default('medium') }}{% if add_generation_prompt %}<assistant>{% endif %}";
+        let template = ChatTemplate::new(source.to_owned(), "<s>".to_owned(), "</s>".to_owned()).unwrap();
+        let messages = [Message::new("user", "hello")];
+        assert_eq!(template.render(&messages, true).unwrap(), "<s><user>hellomedium<assistant>");
+        let more = json!({
+            "enable_thinking": false, "reasoning_effort": "high", "unknown": [1], "messages": [], "bos_token": "x",
+            "add_generation_prompt": true,
+        });
+        let rendered = template.render_with(&messages, false, more.as_object().unwrap()).unwrap();
+        assert_eq!(rendered, "<s><user>hello<no_think>high");
+    }
+}

@@ -30,7 +30,7 @@ const BIASES_MOST: usize = 1024;
 const TEMPLATE_BYTES_MOST: usize = 1 << 10;
 const TEMPLATE_VALUES: usize = 64;
 /// The most names of unknown fields that are listed.
-const UNKNOWN_MOST: usize = 8;
+const UNKNOWN_MOST: usize = 64;
 /// The most choices of a request.
 const CHOICES_MOST: u64 = 128;
 /// The most alternatives of a token that a chat completion names (OpenAI's limit), and a completion.

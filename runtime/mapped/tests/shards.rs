@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use outcore::Runtime;
-use outcore_mapped::live::Order;
+use outcore_mapped::live::{Order, told_of_order};
 use outcore_mapped::{LayerExperts, MapOptions, Mapped};
 use outcore_testkit::harness::{Rng, until};
 
@@ -211,6 +211,22 @@ fn a_scan_by_offset_reads_little_twice() {
     }
 }
 
+#[test]
+fn a_scan_by_offset_is_noticed_within_a_fiftieth_of_the_model() {
+    let folder = folder();
+    let model = write(folder.path(), "model", &layers(256), 1, true);
+    for frames in [60, 300] {
+        let Some(runtime) = runtime(frames) else { return };
+        let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+        let pages = mapped[0].chunks(PAGE as usize).map(|page| std::hint::black_box(page[0]));
+        let noticed = pages.map(|_| mapped[0].whole().order).position(|order| order == Order::ByOffset).unwrap();
+        let all = mapped[0].len() / PAGE as usize;
+        assert!(noticed <= all / 50, "{frames} frames: on page {noticed} of {all}");
+        drop(mapped);
+        runtime.close().unwrap();
+    }
+}
+
 /// Each file is mapped when it is read, as a loader does that goes through them.
 #[test]
 fn regression_a_scan_over_files_that_are_mapped_one_by_one_reads_little_twice() {
@@ -284,6 +300,8 @@ fn a_file_of_a_model_that_is_replaced_keeps_its_bytes() {
     let now = options.open(&runtime, &model.files[1]).unwrap();
     assert_eq!(now[1 << 16..][..64], [1; 64]);
     assert!(!now.is_of_model_of(&mapped[0]));
+    let told = told_of_order([("now", &now.whole())]);
+    assert!(told.starts_with("The order of use of 1 file (its model has 4) "), "{told}");
     drop((mapped, now));
     runtime.close().unwrap();
 }
@@ -378,6 +396,11 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     let Some(other) = common::runtime(30) else { return };
     let mapped = model.map(&options, &other);
     assert_eq!((mapped[0].whole().files, mapped[1].is_of_model_of(&mapped[0])), (1, false));
+    assert!(
+        ["any.safetensors.index.json", "../x/second"].iter().all(|part| why(&mapped[0]).contains(part)),
+        "{}",
+        why(&mapped[0])
+    );
     reads(&model, &mapped);
     drop(mapped);
     other.close().unwrap();
@@ -388,7 +411,8 @@ fn what_only_looks_like_a_part_is_alone_and_reads_right() {
     fs::remove_file(&model.files[1]).unwrap();
     fs::hard_link(&model.files[0], &model.files[1]).unwrap();
     let mapped = model.map(&options, &runtime);
-    assert!(!mapped[1].is_of_model_of(&mapped[0]) && !why(&mapped[0]).is_empty(), "{:?}", mapped[0].whole());
+    assert!(!mapped[1].is_of_model_of(&mapped[0]), "{:?}", mapped[0].whole());
+    assert!(why(&mapped[0]).contains(" appears twice "), "{}", why(&mapped[0]));
     order.iter().filter(|at| model.places[**at].file == 0).for_each(|at| model.uses(&mapped, *at));
     drop(mapped);
     runtime.close().unwrap();
@@ -418,6 +442,8 @@ fn of_files_that_are_not_mapped_nothing_is_read() {
     }
     let whole = mapped[0].whole();
     assert_eq!((whole.files, whole.mapped), (4, 1));
+    let told = told_of_order([("one", &whole)]);
+    assert!(told.starts_with("The order of use of 1 file (its model has 4) "), "{told}");
     // The file has 50 pages of tensors, of which passes use all.
     assert_eq!(here.len(), 20);
     assert!(runtime.stats().traffic.disk_read.get() <= 4 * 54 * PAGE, "{:?}", runtime.stats().traffic);

@@ -191,8 +191,7 @@ impl App {
             return Err(request::unknown(first));
         }
         for field in &request.common.unknown {
-            // The nth message has the same fields as the first.
-            let name: String = field.chars().filter(|c| !c.is_ascii_digit()).collect();
+            let name = without_places(field);
             let mut named = self.named.lock();
             if named.len() < NAMED_MOST && named.insert(name) {
                 tracing::warn!(field, "a request has a field that has no effect here (--unknown-fields)");
@@ -241,6 +240,17 @@ impl Drop for Logged {
         self.app.opened.metrics.answered(path, *status);
         tracing::info!(path, tenant, status, took = ?self.since.elapsed(), "answered");
     }
+}
+
+/// A field's name without the numbers in brackets: the nth message has the same fields as the first.
+fn without_places(field: &str) -> String {
+    let mut parts = field.split('[');
+    let mut name = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        name.push('[');
+        name += part.trim_start_matches(|c: char| c.is_ascii_digit());
+    }
+    name
 }
 
 /// Without a token, a page that a browser has open elsewhere must not reach the server by another name for this
@@ -449,4 +459,15 @@ async fn page(method: Method) -> Response {
     ];
     let body = if method == Method::HEAD { Body::empty() } else { Body::from(PAGE) };
     (headers, body).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_places;
+
+    #[test]
+    fn places_in_lists_are_left_out_of_names_and_other_digits_stay() {
+        let names = ["messages[12].wings2[3].x", "a1", "a[b1]", "[", ""].map(without_places);
+        assert_eq!(names, ["messages[].wings2[].x", "a1", "a[b1]", "[", ""]);
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 use super::{can_run, outcore};
 
@@ -23,7 +24,7 @@ for n in range(count):
     for tensor, at in json.loads(data[8:end]).items():
         start, stop = at["data_offsets"]
         places.append((int(tensor.split(".")[2]), data, end + start, end + stop))
-places.sort(key=lambda place: place[0])
+places.sort(key=lambda place: place[0], reverse="back" in sys.argv[5:])
 for _ in range(passes):
     for layer, data, start, stop in places:
         found = data[start:stop:4096]
@@ -62,8 +63,11 @@ fn said(folder: &Path, stem: &str, count: usize, passes: usize) -> String {
 }
 
 fn said_of(folder: &Path, what: &[&str]) -> String {
-    let arguments = ["run", "--budget", "20MiB", "--no-kept-order", "--", "python3", "-c", PROGRAM];
-    let output = outcore().args(arguments).arg(folder).args(what).output().unwrap();
+    run(outcore().args(["run", "--budget", "20MiB", "--no-kept-order"]), folder, what)
+}
+
+fn run(outcore: &mut Command, folder: &Path, what: &[&str]) -> String {
+    let output = outcore.args(["--", "python3", "-c", PROGRAM]).arg(folder).args(what).output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success() && output.stdout == b"all is equal\n", "{:?}: {told}", output.status);
     told
@@ -160,7 +164,7 @@ print("all is equal")
 "#;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let arguments = ["run", "--budget", "20MiB", "--no-kept-order", "--", "python3", "-c", MANY];
-    let output = outcore().args(arguments).arg(folder.path()).arg("300").output().unwrap();
+    let output = outcore().args(arguments).arg(folder.path()).arg("2000").output().unwrap();
     let told = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success() && output.stdout == b"all is equal\n", "{:?}: {told}", output.status);
 }
@@ -176,4 +180,46 @@ fn a_part_without_the_others_is_alone_and_the_reason_is_told() {
     let told = said(folder.path(), "model", 2, 2);
     let reason = "model-00001-of-00002.safetensors counts as a model of its own: ";
     assert!(told.contains(reason) && told.contains("model-00002-of-00002.safetensors"), "{told}");
+}
+
+/// Files that belong to a model and spoil it: the bytes are right, and the reason is told.
+#[test]
+fn files_that_spoil_a_model_are_told() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    write(folder.path(), "model", 2);
+    // Those of another model beside it change nothing.
+    write(folder.path(), "other", 4);
+    let told = said(folder.path(), "model", 2, 4);
+    assert!(told.contains("The order of use of 2 files, one model, is that of the layers, by the headers."), "{told}");
+    let index = folder.path().join("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"model.layers.0.mlp.up_proj.weight":"../elsewhere.safetensors"}}"#).unwrap();
+    let told = said(folder.path(), "model", 2, 2);
+    assert!(told.contains(" counts as a model of its own: ") && told.contains("../elsewhere.safetensors"), "{told}");
+    fs::remove_file(index).unwrap();
+    let [first, second] = [1, 2].map(|part| folder.path().join(format!("model-{part:05}-of-00002.safetensors")));
+    fs::remove_file(&second).unwrap();
+    fs::hard_link(&first, &second).unwrap();
+    let told = said(folder.path(), "model", 2, 2);
+    assert!(told.contains(" counts as a model of its own: ") && told.contains(" appears twice "), "{told}");
+}
+
+#[test]
+fn the_order_of_a_model_in_several_files_is_kept_for_the_next_start() {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    write(folder.path(), "model", 4);
+    let start = || {
+        let mut outcore = outcore();
+        outcore.env("XDG_CACHE_HOME", folder.path().join("cache")).args(["run", "--budget", "20MiB"]);
+        run(&mut outcore, folder.path(), &["model", "4", "8", "back"])
+    };
+    let told = start();
+    assert!(told.contains("The order of use of 4 files, one model, was found in pass "), "{told}");
+    let told = start();
+    assert!(told.contains("The order of use of 4 files, one model, is known from an earlier run."), "{told}");
 }

@@ -115,7 +115,15 @@ fn a_program_is_seen_while_it_runs() {
     let output = top(&[&program.id(), "--once", "--interval", "0.1"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}");
-    for part in ["hit ratio", "of 8.0 MiB in use", "model.gguf", "of 40.0 MiB", "evictions", "best possible"] {
+    for part in [
+        "hit ratio",
+        "of 8.0 MiB in use",
+        "model.gguf",
+        "of 40.0 MiB",
+        "evictions",
+        "best possible",
+        "The order of use ",
+    ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
     assert!(program.end().contains("1 file(s) mapped"));

@@ -131,6 +131,36 @@ pub struct TraceOptions {
     pub read_only: bool,
 }
 
+impl TraceOptions {
+    /// Sets [`form`](Self::form).
+    #[must_use]
+    pub fn form(mut self, form: TraceForm) -> Self {
+        self.form = Some(form);
+        self
+    }
+
+    /// Sets [`column`](Self::column).
+    #[must_use]
+    pub fn column(mut self, column: Column) -> Self {
+        self.column = Some(column);
+        self
+    }
+
+    /// Sets [`op_column`](Self::op_column).
+    #[must_use]
+    pub fn op_column(mut self, column: OpColumn) -> Self {
+        self.op_column = column;
+        self
+    }
+
+    /// Sets [`read_only`](Self::read_only).
+    #[must_use]
+    pub fn read_only(mut self, read_only: bool) -> Self {
+        self.read_only = read_only;
+        self
+    }
+}
+
 /// The error of reading a trace's bytes.
 pub(super) fn failed(name: &str, cause: io::Error) -> Error {
     let what = format!("read the trace {name}");
