@@ -10,17 +10,11 @@ use std::ops::Range;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result as Computed, Tensor, Var};
 use outcore::{Error, ErrorKind, Result};
+use outcore_lab::planning::LayerAtATime;
 
+use crate::memory::work;
 use crate::operations::{self, Exponents, Positions};
 use crate::shape::{Parameter, Shape};
-
-/// Logits that are computed at once, and elements of the output matrix that are used at once, at most.
-pub const LOGITS_AT_ONCE: usize = 1 << 20;
-
-/// Rows of the output matrix that are used at once, for micro-batches of `tokens` tokens.
-pub fn rows_at_once(shape: &Shape, most: usize, tokens: usize) -> usize {
-    (most / tokens.max(shape.width)).max(1)
-}
 
 /// Some windows that are computed at once: tokens, and the token behind each. Windows lie one behind the other.
 #[derive(Clone, Debug)]
@@ -100,7 +94,7 @@ pub fn computed<T>(what: &str, outcome: Computed<T>) -> Result<T> {
 pub struct Pass {
     shape: Shape,
     positions: Positions,
-    logits: usize,
+    logits: u64,
 }
 
 impl Pass {
@@ -110,13 +104,13 @@ impl Pass {
     /// Those of candle.
     pub fn new(shape: &Shape, window: usize, dtype: DType) -> Result<Self> {
         let positions = computed("the positions", Positions::new(shape, window, dtype))?;
-        Ok(Self { shape: shape.clone(), positions, logits: LOGITS_AT_ONCE })
+        Ok(Self { shape: shape.clone(), positions, logits: LayerAtATime::LOGITS })
     }
 
     /// Computes no more logits at once than this, of no more elements of the output matrix, and those of one token of
     /// the vocabulary at least.
     #[must_use]
-    pub fn with_logits(self, logits: usize) -> Self {
+    pub fn with_logits(self, logits: u64) -> Self {
         Self { logits, ..self }
     }
 
@@ -247,7 +241,7 @@ impl Pass {
     /// Blocks of the vocabulary, of which each has few enough logits.
     fn blocks(&self, micros: &[Micro]) -> impl DoubleEndedIterator<Item = Range<usize>> + Clone + use<> {
         let tokens = micros.iter().map(|micro| micro.inputs.len()).max().unwrap_or(1);
-        let (rows, all) = (rows_at_once(&self.shape, self.logits, tokens), self.shape.vocabulary);
+        let (rows, all) = (work(&self.shape, tokens, 1).rows(self.logits) as usize, self.shape.vocabulary);
         (0..all.div_ceil(rows)).map(move |block| block * rows..((block + 1) * rows).min(all))
     }
 

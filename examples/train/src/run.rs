@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use crate::checkpoint::{Checkpoint, extents};
 use crate::file_id::FileId;
 use crate::losses::{Losses, hash};
-use crate::memory::{computing, for_pages};
+use crate::memory::{bytes, for_pages, work};
 use crate::paged::Paged;
-use crate::pass::{Pass, levels};
+use crate::pass::Pass;
 use crate::shape::Shape;
 use crate::text::Text;
 
@@ -100,7 +100,7 @@ impl Settings {
     /// Those of [`check`](Self::check). `BudgetTooSmall` with the least that would do.
     pub fn pages_within(&self, limit: Bytes) -> Result<Bytes> {
         self.check()?;
-        for_pages(limit, computing(&self.shape, self.window, self.micro), LEAST)
+        for_pages(limit, bytes(work(&self.shape, self.window, self.micro).computing()), LEAST)
     }
 
     fn groups(&self) -> [Group; 2] {
@@ -260,11 +260,9 @@ pub fn run(
 }
 
 fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
-    let Settings { shape, window, batch, .. } = settings;
-    let vectors =
-        levels(shape).saturating_mul(*batch).saturating_mul(*window).saturating_mul(shape.width).saturating_mul(4)
-            as u64;
-    let all = Bytes::new((16 * shape.parameters()).saturating_add(vectors).saturating_add(LEAST.get()));
+    let Settings { shape, window, batch, micro, .. } = settings;
+    let vectors = work(shape, *window, *micro).kept(*batch as u64);
+    let all = bytes((16 * u128::from(shape.parameters()) + u128::from(LEAST.get())).saturating_add(vectors));
     let page = PageSize::new(limits.page)?;
     Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()
 }

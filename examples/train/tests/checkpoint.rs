@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicBool;
 use candle_core::{DType, Device, Tensor};
 use memory::Memory;
 use outcore::{Bytes, ErrorKind};
+use outcore_lab::planning::{self, Checkpointing, Optimizer};
 use outcore_llm::synthetic::{Experts, Spec};
 use outcore_llm::{Arch, KvType, Model, ModelFiles, Options, PlainWeights, Session, WeightType};
 use train::checkpoint::{Checkpoint, extents};
@@ -107,6 +108,25 @@ fn a_model_is_trained_on_in_any_memory() {
     Spec { tied: true, dtype: WeightType::Q8_0, seed: 9, ..small() }.write_gguf(&path).unwrap();
     let error = trained("whole", 4096, 6).unwrap_err();
     assert!(error.to_string().contains("has model"), "{error}");
+}
+
+/// `outcore plan MODEL --train --optimizer adam --checkpoint layers`, class by class.
+#[test]
+fn a_plan_says_what_a_training_takes() {
+    let folder = tempfile::tempdir().unwrap();
+    for (tied, dtype) in [(false, WeightType::F32), (true, WeightType::Q8_0)] {
+        let path = folder.path().join("model.gguf");
+        Spec { tied, dtype, ..small() }.write_gguf(&path).unwrap();
+        let trained = Checkpoint::open(&path).unwrap().shape().clone();
+        let shape = planning::Shape::of(&outcore::format::open(&path).unwrap(), None).unwrap();
+        let train = planning::Work::Train { optimizer: Optimizer::Adam, checkpointing: Checkpointing::Layers };
+        let job = planning::Job { shape, work: train, context: 16, batch: 4, headroom_percent: 0 };
+        let planned = job.memory(false).unwrap();
+        let each = |bytes: u64| Bytes::new(bytes * trained.parameters());
+        assert_eq!((planned.weights, planned.gradients, planned.optimizer), (each(4), each(4), each(8)));
+        let work = train::memory::work(&trained, 16, 1);
+        assert_eq!(planned.activations, train::memory::bytes(work.kept(4) + work.computing()));
+    }
 }
 
 #[test]

@@ -38,7 +38,8 @@ fn worst(shape: &Shape, windows: usize, window: usize, micros: usize) -> (String
         })
         .collect();
     // Blocks of four tokens of the vocabulary.
-    let pass = Pass::new(shape, window, DType::F64).unwrap().with_logits(4 * (windows * window).max(shape.width));
+    let pass =
+        Pass::new(shape, window, DType::F64).unwrap().with_logits((4 * (windows * window).max(shape.width)) as u64);
     pass.run(&mut memory, &tokens).unwrap();
     let gradients = std::mem::take(&mut memory.gradients);
     let mut worst = (String::new(), 0.0);

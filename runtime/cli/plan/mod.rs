@@ -116,8 +116,8 @@ pub struct Options {
     /// The optimizer, which updates the weights: sgd, adam, adam-mixed or adam-8bit
     #[arg(long, value_name = "NAME", default_value = "adam-mixed", requires = "train")]
     optimizer: Optimizer,
-    /// Which activations are computed again in the backward pass: none, selective (attention scores) or full (all but
-    /// each layer's input)
+    /// Which activations are computed again in the backward pass: none, selective (attention scores), full (all but
+    /// each layer's input) or layers (full, a layer and a sequence at a time, as the example `train` does)
     #[arg(long, value_name = "NAME", default_value = "none", requires = "train")]
     checkpoint: Checkpointing,
     /// Memory that stays free, in percent of the memory used

@@ -75,6 +75,7 @@ impl Plan {
         let how = match (job.kv, job.optimizer, job.checkpointing) {
             (Some(kv), ..) => format!("keys and values in {kv}"),
             (_, Some(optimizer), Some("none")) => format!("{optimizer}, no checkpointing"),
+            (_, Some(optimizer), Some("layers")) => format!("{optimizer}, a layer at a time"),
             (_, Some(optimizer), Some(checkpointing)) => format!("{optimizer}, {checkpointing} checkpointing"),
             _ => String::new(),
         };

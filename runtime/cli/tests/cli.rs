@@ -499,16 +499,16 @@ fn plan_and_simulate_agree_on_computing() {
 fn plan_shows_what_checkpointing_saves() {
     let fixed = ["plan", "--params", "7B", "--train", "--device-memory", "200GiB", "--disk", "2GB/s"];
     let with = |setting: &'static str| [&fixed[..], &["--context", "2048", "--checkpoint", setting]].concat();
-    for setting in ["none", "selective", "full"] {
+    for setting in ["none", "selective", "full", "layers"] {
         let found = json(&[&with(setting)[..], &["--json"]].concat());
         let all = found["memory"]["activations_by_checkpointing"].as_array().unwrap();
         let names: Vec<&str> = all.iter().map(|one| one["checkpointing"].as_str().unwrap()).collect();
-        assert_eq!(names, ["none", "selective", "full"]);
+        assert_eq!(names, ["none", "selective", "full", "layers"]);
         let chosen: Vec<&Value> = all.iter().filter(|one| one["chosen"] == true).collect();
         assert_eq!(chosen.len(), 1);
         assert_eq!(chosen[0]["checkpointing"], setting);
         assert_eq!(chosen[0]["bytes"], found["memory"]["activations_bytes"]);
-        assert!(all.is_sorted_by(|a, b| a["bytes"].as_u64() > b["bytes"].as_u64()), "{all:?}");
+        assert!(all[..3].is_sorted_by(|a, b| a["bytes"].as_u64() > b["bytes"].as_u64()), "{all:?}");
         let table = text(&with(setting));
         let lines: Vec<&str> = table.lines().filter(|line| line.ends_with("chosen")).collect();
         assert!(lines.len() == 1 && lines[0].trim().starts_with(setting), "{table}");

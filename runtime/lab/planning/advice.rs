@@ -53,6 +53,7 @@ impl fmt::Display for Change {
             Self::Batch(batch) => write!(f, "a batch of {batch}"),
             Self::Context(context) => write!(f, "a context of {context}"),
             Self::Checkpointing(Checkpointing::None) => f.write_str("no checkpointing"),
+            Self::Checkpointing(Checkpointing::Layers) => f.write_str("a layer at a time"),
             Self::Checkpointing(checkpointing) => write!(f, "{checkpointing} checkpointing"),
             Self::Optimizer(optimizer) => write!(f, "optimizer {optimizer}"),
         }

@@ -67,7 +67,7 @@ impl Job {
                 let again = match checkpointing {
                     Checkpointing::None => 0.0,
                     Checkpointing::Selective => attention,
-                    Checkpointing::Full => forward,
+                    Checkpointing::Full | Checkpointing::Layers => forward,
                 };
                 3.0 * forward + again
             }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::layer_at_a_time::LayerAtATime;
 use super::shape::Shape;
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::ids::{Bytes, PageSize};
@@ -124,11 +125,14 @@ pub enum Checkpointing {
     Selective,
     /// Only the input of each layer is kept: full recomputation. All activations of one layer at a time are in memory.
     Full,
+    /// As the example `train` does: all sequences go through a layer before the next one, one at a time, and the logits
+    /// come in blocks of the vocabulary. All is in `f32`, and counted as candle's autograd has it.
+    Layers,
 }
 
 impl Checkpointing {
     /// All settings.
-    pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
+    pub const ALL: [Self; 4] = [Self::None, Self::Selective, Self::Full, Self::Layers];
 
     /// The name users select it by.
     pub const fn name(self) -> &'static str {
@@ -136,6 +140,7 @@ impl Checkpointing {
             Self::None => "none",
             Self::Selective => "selective",
             Self::Full => "full",
+            Self::Layers => "layers",
         }
     }
 }
@@ -235,9 +240,9 @@ impl Job {
         Ok(memory)
     }
 
-    /// For all three settings, what training's activations take; `None` at inference. A setting's size is `None` if it
+    /// For all settings, what training's activations take; `None` at inference. A setting's size is `None` if it
     /// is 2^64 bytes or more.
-    pub fn activations_by_checkpointing(&self) -> Option<[(Checkpointing, Option<Bytes>); 3]> {
+    pub fn activations_by_checkpointing(&self) -> Option<[(Checkpointing, Option<Bytes>); 4]> {
         let Work::Train { optimizer, .. } = self.work else { return None };
         let bytes = |kept| u64::try_from(self.activations_of_training(optimizer, kept)).ok().map(Bytes::new);
         Some(Checkpointing::ALL.map(|kept| (kept, bytes(kept))))
@@ -328,6 +333,24 @@ impl Job {
         )
     }
 
+    fn layer_at_a_time(&self) -> LayerAtATime {
+        let Shape { layers, hidden: width, heads, kv_heads, key_dim, value_dim, vocab, gated, .. } = self.shape;
+        let hidden = self.shape.ffn_of_token();
+        let in_a_row = [heads, kv_heads].map(|count| count.saturating_mul(key_dim.saturating_add(value_dim)));
+        let matrices = hidden.saturating_mul(if gated { 3 } else { 2 });
+        let rows = in_a_row.into_iter().fold(matrices, u64::saturating_add).saturating_add(2);
+        LayerAtATime {
+            layers,
+            width,
+            heads,
+            hidden,
+            in_a_layer: width.saturating_mul(rows),
+            vocabulary: vocab,
+            window: self.context,
+            at_once: 1,
+        }
+    }
+
     /// Bytes of all layers' activations, of the inputs of the last norm and the output layer, and of the logits, which
     /// are 4 bytes wide (the same section).
     fn activations_of_training(&self, optimizer: Optimizer, checkpointing: Checkpointing) -> u128 {
@@ -341,6 +364,10 @@ impl Job {
             Checkpointing::Full => {
                 let inputs = tokens.saturating_mul(layers).saturating_mul(u128::from(shape.hidden * width));
                 inputs.saturating_add(self.layer_activations(optimizer, true))
+            }
+            Checkpointing::Layers => {
+                let work = self.layer_at_a_time();
+                return work.kept(self.batch).saturating_add(work.computing());
             }
         };
         let outside = u128::from(2 * shape.hidden * width) + 4 * u128::from(shape.vocab);
