@@ -13,10 +13,15 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// Those of a folder.
-    pub fn new(runtime: &Runtime, folder: &Durable) -> Self {
+    /// Those of a folder, with room for that of the step that comes next, from 0.
+    ///
+    /// # Errors
+    /// Those of the folder.
+    pub fn new(runtime: &Runtime, folder: &Durable, next: u64) -> Result<Self> {
         let in_a_tensor = runtime.stats().page_size.bytes() / 4;
-        Self { runtime: runtime.clone(), folder: folder.clone(), in_a_tensor }
+        let losses = Self { runtime: runtime.clone(), folder: folder.clone(), in_a_tensor };
+        losses.tensor(next / in_a_tensor)?;
+        Ok(losses)
     }
 
     fn name(number: u64) -> String {

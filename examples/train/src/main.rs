@@ -53,6 +53,9 @@ struct Args {
     /// Draw the losses of all steps into an SVG file.
     #[arg(long, value_name = "FILE")]
     chart: Option<PathBuf>,
+    /// Write which pages each step uses, in order, for `outcore policies`.
+    #[arg(long, value_name = "FILE")]
+    capture: Option<PathBuf>,
     /// Layers of the model.
     #[arg(long, default_value_t = 10)]
     layers: usize,
@@ -134,6 +137,7 @@ fn train(args: &Args) -> Result<()> {
         page: PAGE,
         budget: args.memory.map(|limit| settings.pages_within(limit)).transpose()?,
         commit_every: args.commit_every,
+        capture: args.capture.clone(),
     };
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();

@@ -81,6 +81,11 @@ impl Paged {
         self.optimizer.plan_pass(&order)
     }
 
+    /// The vectors of all places.
+    pub fn vectors(&self) -> &Tensor {
+        &self.vectors
+    }
+
     fn place(&self, Place { layer, micro }: Place) -> Result<Tensor> {
         let at = (layer * self.micros + micro) as u64;
         self.vectors.rows(at..at + 1)

@@ -1,5 +1,6 @@
 //! A training from its first step, or from where it was left, to its last.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -7,7 +8,9 @@ use std::time::Instant;
 use candle_core::DType as Element;
 use outcore::durable::{Durable, DurableOptions};
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime};
+use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor};
+use outcore_lab::output::{Input, NewFile};
+use outcore_lab::sim::{CaptureFile, CaptureHeader};
 use outcore_train::{AdamW, Group, Optimizer, Schedule};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -47,6 +50,8 @@ pub struct Limits {
     pub budget: Option<Bytes>,
     /// Steps from one commit to the next.
     pub commit_every: u64,
+    /// Where to write which pages each step uses, in order.
+    pub capture: Option<PathBuf>,
 }
 
 /// All that the result of a step depends on. It is durable with the state, and the same in every part of a run.
@@ -180,6 +185,12 @@ pub fn run(
     mut progress: impl FnMut(&Progress),
 ) -> Result<Report> {
     settings.check()?;
+    // Before a run that is too long to find out at its end.
+    let capture = limits.capture.as_deref().map(|path| {
+        let others = [Input { path: text.to_owned(), is: "it is the text" }];
+        NewFile::create(path, "capture", "--capture", &others)
+    });
+    let capture = capture.transpose()?;
     let text = {
         let tokenizer = checkpoint.as_ref().map(Checkpoint::tokenizer).transpose()?;
         let beside = limits.state.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -229,7 +240,14 @@ pub fn run(
     }
     // Its headers take memory that is not counted.
     drop(checkpoint);
-    let (losses, pass) = (Losses::new(&runtime, &folder), Pass::new(&settings.shape, settings.window, Element::F32)?);
+    let (losses, pass) =
+        (Losses::new(&runtime, &folder, made)?, Pass::new(&settings.shape, settings.window, Element::F32)?);
+    let mut capture =
+        capture.map(|file| CaptureFile::begin(file, &captured(&runtime, &paged, &folder)?)).transpose()?;
+    // What came before the first step is none of its uses.
+    if capture.is_some() {
+        runtime.observe().take_uses();
+    }
     let mut used = before.map_or(Used::default(), |note| note.used);
     let mut made_here = 0;
     for step in made..limits.steps {
@@ -246,10 +264,16 @@ pub fn run(
             let note = Note { settings: settings.clone(), text: text.id(), used };
             paged.optimizer.commit(&json!(note))?;
         }
+        if let Some(capture) = &mut capture {
+            capture.pass(&runtime)?;
+        }
         progress(&Progress { step: step + 1, loss, norm, speed: tokens / of_step.elapsed().as_secs_f64() });
         if is_last {
             break;
         }
+    }
+    if let Some(capture) = capture {
+        capture.finish(&runtime, stop.load(Ordering::Relaxed))?;
     }
     let steps = paged.optimizer.steps();
     let all = losses.first(steps)?;
@@ -264,7 +288,19 @@ fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
     let vectors = work(shape, *window, *micro).kept(*batch as u64);
     let all = bytes((16 * u128::from(shape.parameters()) + u128::from(LEAST.get())).saturating_add(vectors));
     let page = PageSize::new(limits.page)?;
-    Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all)).policy(PolicyKind::Plan).open()
+    let builder = Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all));
+    builder.policy(PolicyKind::Plan).keep_uses(limits.capture.is_some()).open()
+}
+
+/// What a capture says of the training: its segments, by what they hold.
+fn captured(runtime: &Runtime, paged: &Paged, folder: &Durable) -> Result<CaptureHeader> {
+    let parameters = paged.optimizer.names().collect::<HashSet<_>>();
+    let class = |tensor: &Tensor| if parameters.contains(tensor.name()) { "parameters" } else { "states" };
+    let durable = folder.tensors().into_iter().map(|tensor| (class(&tensor), tensor));
+    let gradients = paged.optimizer.names().next().map(|name| paged.optimizer.gradients_of(name)).transpose()?;
+    let beside =
+        gradients.map(|tensor| ("gradients", tensor)).into_iter().chain([("activations", paged.vectors().clone())]);
+    Ok(CaptureHeader::of_tensors(runtime, "a training", durable.chain(beside)))
 }
 
 /// What a run has left in the folder; `None` if there is none.

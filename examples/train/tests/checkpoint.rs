@@ -97,7 +97,7 @@ fn a_model_is_trained_on_in_any_memory() {
         let settings = settings(&checkpoint);
         let (page, state) = (Bytes::kib(4), folder.path().join(name));
         let budget = Some(Bytes::new(frames * page.get()));
-        let limits = Limits { state, resume: true, steps, page, budget, commit_every: 2 };
+        let limits = Limits { state, resume: true, steps, page, budget, commit_every: 2, capture: None };
         run(&text, Some(checkpoint), &settings, &limits, &AtomicBool::new(false), |_| {}, |_| {})
     };
     let whole = trained("whole", 4096, 5).unwrap();

@@ -2,13 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::collections::BTreeSet;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, Result};
+use outcore::{Bytes, ErrorKind, PolicyKind, Result};
+use outcore_lab::sim::{CaptureReader, CaptureStep, Trace, TraceOptions};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tempfile::TempDir;
@@ -59,7 +63,7 @@ impl Bench {
     fn limits(&self, state: &Path, frames: u64, steps: u64) -> Limits {
         let page = Bytes::kib(4);
         let budget = Some(Bytes::new(frames * page.get()));
-        Limits { state: state.into(), resume: true, steps, page, budget, commit_every: 1 }
+        Limits { state: state.into(), resume: true, steps, page, budget, commit_every: 1, capture: None }
     }
 
     fn run(&self, limits: &Limits) -> Result<Report> {
@@ -69,6 +73,57 @@ impl Bench {
 
 fn bits(report: &Report) -> Vec<u32> {
     report.losses.iter().map(|loss| loss.to_bits()).collect()
+}
+
+/// Which pages steps use does not depend on the memory, but for the direction of the sweep and the order in which
+/// threads come: `outcore policies` shows what other policies would make of it.
+#[test]
+fn a_capture_has_all_that_steps_use() {
+    let mut bench = Bench::new();
+    let [captured, few] = ["captured", "few"].map(|name| {
+        let (state, path) = (bench.state(), bench.folder.path().join(name));
+        let frames = if name == "few" { 40 } else { 4096 };
+        bench.run(&Limits { capture: Some(path.clone()), ..bench.limits(&state, frames, STEPS) }).unwrap();
+        path
+    });
+    let read = |path: &Path| {
+        let mut reader = CaptureReader::new(BufReader::new(File::open(path).unwrap()), "capture").unwrap();
+        let header = reader.header().clone();
+        let (mut passes, mut used, mut written) = (0, BTreeSet::new(), BTreeSet::new());
+        while let Some(step) = reader.step().unwrap() {
+            match step {
+                CaptureStep::Pass => passes += 1,
+                CaptureStep::Use { page, write } => {
+                    used.insert(page);
+                    if write {
+                        written.insert(page);
+                    }
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        (
+            header.segments.iter().map(|segment| segment.classes[0].class.clone()).collect::<Vec<_>>(),
+            passes,
+            used,
+            written,
+        )
+    };
+    let (classes, passes, used, written) = read(&captured);
+    assert_eq!(passes, STEPS);
+    assert!(
+        ["parameters", "states", "gradients", "activations"].iter().all(|class| classes.iter().any(|c| c == class))
+    );
+    assert!(written.len() > used.len() / 2 && written.is_subset(&used), "{} of {}", written.len(), used.len());
+    assert_eq!(read(&few), (classes, passes, used, written));
+    let mut trace = Trace::open(&captured, &TraceOptions::default(), &mut |_| ()).unwrap();
+    let frames = NonZeroU32::new(100).unwrap();
+    let lru = trace.replay(PolicyKind::Lru.build(), frames, &mut |_| ()).unwrap();
+    assert!(lru.hits < trace.optimum(frames, &mut |_| ()).unwrap().hits, "{lru:?}");
+    // A file that exists is replaced, and the text is not.
+    let refused = bench
+        .run(&Limits { capture: Some(bench.text.clone()), ..bench.limits(&bench.folder.path().join("no"), 40, 1) });
+    assert!(refused.unwrap_err().to_string().contains("it is the text"));
 }
 
 #[test]

@@ -30,6 +30,7 @@ use flate2::Compression;
 use flate2::bufread::GzDecoder;
 use flate2::write::GzEncoder;
 use integer_encoding::{VarInt, VarIntReader};
+use outcore::{Runtime, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -136,6 +137,26 @@ impl CaptureHeader {
         };
         let files = (0..model.files.len() as u32).filter_map(|file| Some((file, ids(file)?)));
         Self { page_size, about: about.into(), segments: files.filter_map(segment).collect() }
+    }
+
+    /// Makes the header of a run that uses these tensors of a runtime, with a segment for each that they lie in. The
+    /// first tensor in a segment gives it its name, and all its pages the class.
+    pub fn of_tensors<'a>(
+        runtime: &Runtime,
+        about: impl Into<String>,
+        tensors: impl IntoIterator<Item = (&'a str, Tensor)>,
+    ) -> Self {
+        let mut segments: Vec<CapturedSegment> = Vec::new();
+        for (class, tensor) in tensors {
+            let found = runtime.observe().snapshot(&tensor);
+            if segments.iter().any(|segment| segment.id == found.id) {
+                continue;
+            }
+            let pages = found.pages.len() as u32;
+            let classes = vec![ClassRun { first: 0, pages, class: class.to_owned() }];
+            segments.push(CapturedSegment { id: found.id, name: tensor.name().to_owned(), pages, classes });
+        }
+        Self { page_size: runtime.stats().page_size, about: about.into(), segments }
     }
 
     /// Returns what is wrong with the header, if anything is.

@@ -2,7 +2,6 @@
 
 mod args;
 
-mod capture;
 mod device;
 mod progress;
 mod report;
@@ -22,13 +21,13 @@ use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{Bytes, PageSize, Runtime, RuntimeBuilder};
 use outcore_kv::{KvLayout, KvPool, TenantId};
 use outcore_lab::output::{Input, NewFile};
+use outcore_lab::sim::{CaptureFile, CaptureHeader};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
     PagedKeys, PagedWeights, PassCounts, PassTime, Pool, Result, Sampler, Session, TextStream, Timing, Tokenizer,
 };
 
 use args::Args;
-use capture::Capture;
 use device::Device;
 use outcore_llm::budget::{self, Budgets, Wishes, Working};
 use progress::Progress;
@@ -264,7 +263,15 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
     let about = format!("generate --model {} --device-budget {}", source::name(&args.model), budgets.device);
-    let capture = outputs.capture.map(|file| Capture::begin(file, &runtime, &model, page_size, &about)).transpose()?;
+    let capture = outputs.capture.map(|file| {
+        let header = model.header();
+        let segment = |file| {
+            let tensor = header.tensors.iter().find(|tensor| tensor.file == file)?;
+            Some(runtime.observe().snapshot(&model.tensor(&tensor.name).ok()?).id)
+        };
+        CaptureFile::begin(file, &CaptureHeader::of_model(header, page_size, &about, segment))
+    });
+    let capture = capture.transpose()?;
     let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
     let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
     let bandwidth = gpu.as_ref().and_then(|gpu| gpu.bandwidth());
@@ -460,7 +467,7 @@ struct Generation<'a> {
     runtime: &'a Runtime,
     sequence: Sequence,
     sampler: Sampler,
-    capture: Option<Capture>,
+    capture: Option<CaptureFile>,
     decoder: Option<&'a Decoder>,
     stream: Option<TextStream<'a>>,
     /// The most tokens of one pass.
@@ -475,7 +482,7 @@ impl<'a> Generation<'a> {
         args: &'a Args,
         runtime: &'a Runtime,
         sequence: Sequence,
-        capture: Option<Capture>,
+        capture: Option<CaptureFile>,
         decoder: Option<&'a Decoder>,
         budgets: &Budgets,
         model: Bytes,

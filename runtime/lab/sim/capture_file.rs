@@ -1,41 +1,36 @@
-//! The capture of a run: in which order it used its pages.
+//! The capture of a run of this process, in a file.
 
 use std::io::BufWriter;
 
+use outcore::Runtime;
 use outcore::stats::PageUses;
-use outcore::{Error, ErrorKind, Model, PageSize, Runtime};
-use outcore_lab::output::NewFile;
-use outcore_lab::sim::{CaptureHeader, CaptureWriter};
-use outcore_llm::Result;
 use tempfile::NamedTempFile;
 
-/// A capture under way.
+use super::capture::{CaptureHeader, CaptureWriter};
+use crate::error::{Error, ErrorKind, Result};
+use crate::output::NewFile;
+
+/// The capture of a runtime that [keeps its uses](outcore::RuntimeBuilder::keep_uses), under way.
 #[derive(Debug)]
-pub struct Capture {
+pub struct CaptureFile {
     file: NewFile,
     writer: CaptureWriter<BufWriter<NamedTempFile>>,
 }
 
-impl Capture {
-    /// Begins the capture of what `runtime`, which keeps its uses, does with `model`.
+impl CaptureFile {
+    /// Begins the capture of what is used from now on, of what the header has.
     ///
     /// # Errors
-    /// Those of the file.
-    pub fn begin(file: NewFile, runtime: &Runtime, model: &Model, page_size: PageSize, about: &str) -> Result<Self> {
-        let header = model.header();
-        let segment = |file| {
-            let tensor = header.tensors.iter().find(|tensor| tensor.file == file)?;
-            Some(runtime.observe().snapshot(&model.tensor(&tensor.name).ok()?).id)
-        };
-        let header = CaptureHeader::of_model(header, page_size, about, segment);
-        let writer = CaptureWriter::new(BufWriter::new(file.beside()?), &header)?;
+    /// Those of [`CaptureWriter::new`] and of the file.
+    pub fn begin(file: NewFile, header: &CaptureHeader) -> Result<Self> {
+        let writer = CaptureWriter::new(BufWriter::new(file.beside()?), header)?;
         Ok(Self { file, writer })
     }
 
     /// Writes what was used since the last call.
     ///
     /// # Errors
-    /// `Unsupported` if there was no room to keep all uses; errors of the file.
+    /// [`Unsupported`](ErrorKind::Unsupported) if there was no room to keep all uses; those of the file.
     pub fn take(&mut self, runtime: &Runtime) -> Result<()> {
         let uses = runtime.observe().take_uses();
         self.writer.take(&uses)?;
@@ -45,7 +40,7 @@ impl Capture {
                 uses.dropped,
                 PageUses::MAX
             );
-            return Err(Error::new(ErrorKind::Unsupported, what).remedy("choose larger pages (--page-size)").into());
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("choose larger pages (--page-size)"));
         }
         Ok(())
     }
@@ -56,7 +51,7 @@ impl Capture {
     /// As for [`take`](Self::take).
     pub fn pass(&mut self, runtime: &Runtime) -> Result<()> {
         self.take(runtime)?;
-        Ok(self.writer.pass()?)
+        self.writer.pass()
     }
 
     /// The run has ended, by itself or by an interrupt.
@@ -70,6 +65,6 @@ impl Capture {
         }
         let out = self.writer.finish()?;
         let file = out.into_inner().map_err(|refused| self.file.failed(refused.into_error()))?;
-        Ok(self.file.put(file)?)
+        self.file.put(file)
     }
 }
