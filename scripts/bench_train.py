@@ -5,6 +5,8 @@
 
 scratch    a byte-level model of 32 M parameters from scratch, in 160 MiB: a quarter of what it takes in core
 tune-128   full fine-tuning of SmolLM2-135M, whose state has 2.2 GB, in 512 MiB, 128 tokens a step
+tune-128-mixed
+           the same with --mixed
 tune-2048  the same, 2048 tokens a step
 
 In turns in each round: in core, and within the limit. A side's time is the median of its steps but the first, with the
@@ -33,6 +35,7 @@ BLOCK = 1 << 20
 SCENARIOS = {
     "scratch": (160 << 20, ["--window", "256", "--batch", "8"]),
     "tune-128": (512 << 20, ["--window", "128", "--batch", "1", "--rate", "1e-5"]),
+    "tune-128-mixed": (512 << 20, ["--window", "128", "--batch", "1", "--rate", "1e-5", "--mixed"]),
     "tune-2048": (512 << 20, ["--window", "256", "--batch", "8", "--rate", "1e-5"]),
 }
 

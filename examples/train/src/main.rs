@@ -80,6 +80,9 @@ struct Args {
     /// Windows that are computed at once: fewer take less memory.
     #[arg(long, default_value_t = 1)]
     micro: usize,
+    /// Compute with a copy of the parameters in bf16, and add gradients up in bf16: fewer bytes move.
+    #[arg(long)]
+    mixed: bool,
     /// The learning rate.
     #[arg(long, default_value_t = 1e-3)]
     rate: f64,
@@ -124,6 +127,7 @@ fn train(args: &Args) -> Result<()> {
         window: args.window,
         batch: args.batch,
         micro: args.micro,
+        mixed: args.mixed,
         seed: args.seed,
         rate: args.rate,
         warm_up: args.warm_up,

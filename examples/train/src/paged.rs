@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use candle_core::{DType as Element, Device, Tensor as Computed, Var};
+use half::bf16;
 use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use outcore_train::Optimizer;
@@ -21,6 +22,8 @@ pub struct Paged {
     vectors: Tensor,
     width: usize,
     micros: usize,
+    /// Whether passes read the working copy of the parameters.
+    mixed: bool,
     /// Elements that are copied under one pin.
     piece: u64,
 }
@@ -36,16 +39,21 @@ impl Paged {
             runtime.alloc_for(SegmentClass::Activations, DType::F32, &[places, (tokens * shape.width) as u64])?;
         let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
         let runtime = runtime.clone();
-        let mut paged = Self { runtime, optimizer, vectors, width: shape.width, micros, piece };
+        let mixed = optimizer.working_copy(&shape.embedding().0).is_ok();
+        let mut paged = Self { runtime, optimizer, vectors, width: shape.width, micros, mixed, piece };
         paged.declare(shape)?;
         Ok(paged)
     }
 
+    /// A parameter as passes read it.
+    fn weights(&self, name: &str) -> Result<Tensor> {
+        if self.mixed { self.optimizer.working_copy(name) } else { self.optimizer.parameter(name) }
+    }
+
     /// Declares the order of a pass: up through the layers, and down.
     fn declare(&mut self, shape: &Shape) -> Result<()> {
-        let parameters = |of: Vec<Parameter>| -> Result<Vec<Tensor>> {
-            of.iter().map(|(name, _)| self.optimizer.parameter(name)).collect()
-        };
+        let parameters =
+            |of: Vec<Parameter>| -> Result<Vec<Tensor>> { of.iter().map(|(name, _)| self.weights(name)).collect() };
         let gradients = |of: Vec<Parameter>| -> Result<Vec<Tensor>> {
             of.iter().map(|(name, _)| self.optimizer.gradients_of(name)).collect()
         };
@@ -98,9 +106,19 @@ impl Paged {
         let mut values = Vec::with_capacity(elements as usize);
         for first in (0..elements).step_by(self.piece as usize) {
             let piece = flat.rows(first..(first + self.piece).min(elements))?;
-            values.extend_from_slice(self.runtime.pin(&piece).of(self.optimizer.walker()).wait()?.view::<f32>()?);
+            self.append(&piece, &mut values)?;
         }
         Ok(values)
+    }
+
+    /// Appends the elements of a tensor of a few pages.
+    fn append(&self, tensor: &Tensor, values: &mut Vec<f32>) -> Result<()> {
+        let pin = self.runtime.pin(tensor).of(self.optimizer.walker()).wait()?;
+        match tensor.dtype() {
+            DType::BF16 => values.extend(pin.view::<bf16>()?.iter().map(|value| value.to_f32())),
+            _ => values.extend_from_slice(pin.view::<f32>()?),
+        }
+        Ok(())
     }
 
     /// Writes the elements of a tensor in order, piece by piece.
@@ -129,22 +147,21 @@ fn values(tensor: &Computed) -> Result<Vec<f32>> {
 
 impl Store for Paged {
     fn parameter(&mut self, (name, shape): &Parameter) -> Result<Var> {
-        let values = self.copied(&self.optimizer.parameter(name)?)?;
+        let values = self.copied(&self.weights(name)?)?;
         computed("a parameter", Var::from_vec(values, shape.as_slice(), &Device::Cpu))
     }
 
     fn block(&mut self, (name, shape): &Parameter, rows: Range<usize>) -> Result<Var> {
-        let block = self.optimizer.parameter(name)?.rows(rows.start as u64..rows.end as u64)?;
+        let block = self.weights(name)?.rows(rows.start as u64..rows.end as u64)?;
         let values = self.copied(&block)?;
         computed("a block of the head", Var::from_vec(values, (rows.len(), shape[1]), &Device::Cpu))
     }
 
     fn rows(&mut self, (name, _): &Parameter, numbers: &[u32]) -> Result<Computed> {
-        let matrix = self.optimizer.parameter(name)?;
+        let matrix = self.weights(name)?;
         let mut values = Vec::with_capacity(numbers.len() * self.width);
         for number in numbers {
-            let row = matrix.rows(u64::from(*number)..u64::from(*number) + 1)?;
-            values.extend_from_slice(self.runtime.pin(&row).of(self.optimizer.walker()).wait()?.view::<f32>()?);
+            self.append(&matrix.rows(u64::from(*number)..u64::from(*number) + 1)?, &mut values)?;
         }
         computed("the embedding", Computed::from_vec(values, (numbers.len(), self.width), &Device::Cpu))
     }

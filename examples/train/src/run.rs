@@ -8,7 +8,7 @@ use std::time::Instant;
 use candle_core::DType as Element;
 use outcore::durable::{Durable, DurableOptions};
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor};
+use outcore::{Bytes, DType, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::{CaptureFile, CaptureHeader};
 use outcore_train::{AdamW, Group, Optimizer, Schedule};
@@ -67,6 +67,9 @@ pub struct Settings {
     pub batch: usize,
     /// Windows that are computed at once: it decides in which order gradients are added.
     pub micro: usize,
+    /// Whether passes read a copy of the parameters in `bf16`, and gradients are added up in `bf16`.
+    #[serde(default)]
+    pub mixed: bool,
     /// Of the new parameters and of the order of the windows.
     pub seed: u64,
     /// The learning rate after the warm-up.
@@ -204,6 +207,9 @@ pub fn run(
     for group in settings.groups() {
         builder = builder.group(group);
     }
+    if settings.mixed {
+        builder = builder.gradients(DType::BF16).with_working_copy();
+    }
     let before = kept(&folder, &limits.state)?;
     let is_new = match &before {
         Some(_) if !limits.resume => {
@@ -237,6 +243,7 @@ pub fn run(
             Some(checkpoint) => import(&paged, settings, checkpoint)?,
             None => initialize(&paged, settings)?,
         }
+        paged.optimizer.refresh_working_copy()?;
     }
     // Its headers take memory that is not counted.
     drop(checkpoint);

@@ -86,6 +86,7 @@ fn a_model_is_trained_on_in_any_memory() {
         window: 16,
         batch: 4,
         micro: 2,
+        mixed: false,
         seed: 1,
         rate: 1e-3,
         warm_up: 0,
@@ -110,7 +111,7 @@ fn a_model_is_trained_on_in_any_memory() {
     assert!(error.to_string().contains("has model"), "{error}");
 }
 
-/// `outcore plan MODEL --train --optimizer adam --checkpoint layers`, class by class.
+/// `outcore plan MODEL --train --checkpoint layers`, class by class.
 #[test]
 fn a_plan_says_what_a_training_takes() {
     let folder = tempfile::tempdir().unwrap();
@@ -119,13 +120,16 @@ fn a_plan_says_what_a_training_takes() {
         Spec { tied, dtype, ..small() }.write_gguf(&path).unwrap();
         let trained = Checkpoint::open(&path).unwrap().shape().clone();
         let shape = planning::Shape::of(&outcore::format::open(&path).unwrap(), None).unwrap();
-        let train = planning::Work::Train { optimizer: Optimizer::Adam, checkpointing: Checkpointing::Layers };
-        let job = planning::Job { shape, work: train, context: 16, batch: 4, headroom_percent: 0 };
-        let planned = job.memory(false).unwrap();
-        let each = |bytes: u64| Bytes::new(bytes * trained.parameters());
-        assert_eq!((planned.weights, planned.gradients, planned.optimizer), (each(4), each(4), each(8)));
-        let work = train::memory::work(&trained, 16, 1);
-        assert_eq!(planned.activations, train::memory::bytes(work.kept(4) + work.computing()));
+        // What passes read, gradients, and what only the step uses: all in f32, and with `--mixed`.
+        for (optimizer, classes) in [(Optimizer::Adam, [4, 4, 8]), (Optimizer::AdamMixed, [2, 2, 12])] {
+            let train = planning::Work::Train { optimizer, checkpointing: Checkpointing::Layers };
+            let job = planning::Job { shape: shape.clone(), work: train, context: 16, batch: 4, headroom_percent: 0 };
+            let planned = job.memory(false).unwrap();
+            let each = classes.map(|bytes| Bytes::new(bytes * trained.parameters()));
+            assert_eq!([planned.weights, planned.gradients, planned.optimizer], each);
+            let work = train::memory::work(&trained, 16, 1);
+            assert_eq!(planned.activations, train::memory::bytes(work.kept(4) + work.computing()));
+        }
     }
 }
 

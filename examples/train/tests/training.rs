@@ -25,8 +25,20 @@ fn settings() -> Settings {
     let (vocabulary, layers, width, heads, kv_heads, hidden) = (256, 3, 32, 4, 2, 80);
     let shape =
         Shape { vocabulary, layers, width, heads, kv_heads, hidden, rope_base: 10_000.0, epsilon: 1e-5, tied: false };
-    let (window, batch, micro, seed) = (24, 4, 2, 5);
-    Settings { shape, model: None, window, batch, micro, seed, rate: 3e-3, warm_up: 2, clip: 1.0, weight_decay: 0.1 }
+    let (window, batch, micro, seed, mixed) = (24, 4, 2, 5, false);
+    Settings {
+        shape,
+        model: None,
+        window,
+        batch,
+        micro,
+        mixed,
+        seed,
+        rate: 3e-3,
+        warm_up: 2,
+        clip: 1.0,
+        weight_decay: 0.1,
+    }
 }
 
 /// The settings, as arguments of the program.
@@ -124,6 +136,29 @@ fn a_capture_has_all_that_steps_use() {
     let refused = bench
         .run(&Limits { capture: Some(bench.text.clone()), ..bench.limits(&bench.folder.path().join("no"), 40, 1) });
     assert!(refused.unwrap_err().to_string().contains("it is the text"));
+}
+
+/// Parameters that are read in `bf16`, and gradients that are added up so.
+#[test]
+fn mixed_precision_has_the_same_losses_in_any_memory_and_after_a_resume() {
+    let mut bench = Bench::new();
+    let mixed = Settings { mixed: true, ..settings() };
+    let states: Vec<PathBuf> = (0..3).map(|_| bench.state()).collect();
+    let trained = |state: &Path, frames, steps| {
+        let limits = bench.limits(state, frames, steps);
+        run(&bench.text, None, &mixed, &limits, &AtomicBool::new(false), |_| {}, |_| {}).map(|report| bits(&report))
+    };
+    let whole = trained(&states[0], 4096, STEPS).unwrap();
+    assert_eq!(trained(&states[1], 40, STEPS).unwrap(), whole);
+    trained(&states[2], 60, 2).unwrap();
+    assert_eq!(trained(&states[2], 40, STEPS).unwrap(), whole);
+    let plain = bench.run(&bench.limits(&bench.folder.path().join("plain"), 4096, STEPS)).unwrap();
+    let off = plain.losses.iter().zip(&whole).map(|(loss, mixed)| (loss / f32::from_bits(*mixed) - 1.0).abs());
+    let off = off.fold(0f32, f32::max);
+    assert!(off > 0.0 && off < 0.01, "{off}");
+    // It is part of what a resumed run has to have.
+    let error = bench.run(&bench.limits(&states[0], 40, STEPS)).unwrap_err();
+    assert!(error.to_string().contains("has mixed true"), "{error}");
 }
 
 #[test]
