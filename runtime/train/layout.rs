@@ -117,6 +117,15 @@ impl Layout {
         part(elements.start)..part(elements.end - 1) + 1
     }
 
+    /// The blocks that have any of these elements of a parameter.
+    pub fn blocks_with(&self, parameter: usize, elements: Range<u64>) -> Range<usize> {
+        let parts = self.parts_with(parameter, elements);
+        match parts.clone().next_back() {
+            Some(last) => self.block_of(parts.start)..self.block_of(last) + 1,
+            None => 0..0,
+        }
+    }
+
     pub fn block_of(&self, part: usize) -> usize {
         (self.parts[part].at / self.block) as usize
     }

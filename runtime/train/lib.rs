@@ -43,7 +43,7 @@ mod schedule;
 mod sweep;
 
 pub use group::Group;
-pub use optimizer::{Optimizer, Step};
+pub use optimizer::{Optimizer, Planned, Step};
 pub use options::{NonFinite, OptimizerBuilder};
 pub use rule::{AdamW, Moment, Rule, Sgd};
 pub use schedule::Schedule;

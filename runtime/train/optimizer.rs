@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::thread::available_parallelism;
 
 use outcore::durable::{Durable, Generation, TensorSpec};
@@ -16,9 +17,18 @@ use crate::group::{Group, most_states};
 use crate::layout::{Layout, Parameter};
 use crate::note::Note;
 use crate::options::{NonFinite, OptimizerBuilder};
-use crate::paged::Paged;
+use crate::paged::{Paged, Pass, Used};
 use crate::rule::Moment;
 use crate::sweep::{Job, Sweep, Update};
+
+/// A place in the order of a pass.
+#[derive(Clone, Debug)]
+pub enum Planned {
+    /// The program uses a tensor.
+    Use(Tensor),
+    /// It [updates](Optimizer::update) a parameter of this name.
+    Update(String),
+}
 
 /// A step that was made, or skipped.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,7 +60,7 @@ pub struct Optimizer {
     note: Note,
     /// What the program said with the last commit.
     program: Value,
-    /// A step that failed on its way.
+    /// A step that has begun, or failed on its way.
     unfinished: Option<Sweep>,
 }
 
@@ -94,7 +104,7 @@ impl Optimizer {
         let working = has_working_copy.then(|| new_working_copy(&runtime, &layout)).transpose()?;
         let walker = runtime.walker()?;
         let threads = threads.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN);
-        let pass = Vec::new();
+        let pass = Pass::Between(Vec::new());
         let paged = Paged { runtime, layout, groups, kept, gradients, working, pass, walker, threads };
         paged.declare()?;
         let mut this = Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None };
@@ -161,7 +171,37 @@ impl Optimizer {
     /// # Errors
     /// None for tensors of the optimizer's runtime; those of other runtimes are left out.
     pub fn plan_pass(&mut self, order: &[Tensor]) -> Result<()> {
-        self.paged.pass = order.to_vec();
+        self.paged.pass = Pass::Between(order.to_vec());
+        self.paged.declare()
+    }
+
+    /// [`plan_pass`](Self::plan_pass) for a program that [updates](Self::update) parameters while it uses them: also
+    /// where it does. Blocks that it updates nowhere count as updated at the end.
+    ///
+    /// # Errors
+    /// [`NotFound`](ErrorKind::NotFound) for a parameter that it does not have.
+    pub fn plan_pass_with_updates(&mut self, order: &[Planned]) -> Result<()> {
+        let blocks = self.paged.layout.blocks.len();
+        let mut is_planned = vec![false; blocks];
+        let mut all = Vec::with_capacity(order.len() + blocks);
+        let mut add = |blocks: Range<usize>, all: &mut Vec<Used>| {
+            for block in blocks {
+                if !std::mem::replace(&mut is_planned[block], true) {
+                    all.push(Used::Block(block));
+                }
+            }
+        };
+        for planned in order {
+            match planned {
+                Planned::Use(tensor) => all.push(Used::Tensor(tensor.clone())),
+                Planned::Update(name) => {
+                    let (number, parameter) = self.find(name)?;
+                    add(self.paged.layout.blocks_with(number, 0..parameter.elements), &mut all);
+                }
+            }
+        }
+        add(0..blocks, &mut all);
+        self.paged.pass = Pass::With(all);
         self.paged.declare()
     }
 
@@ -173,7 +213,8 @@ impl Optimizer {
         if self.paged.working.is_none() {
             return Ok(());
         }
-        Sweep::new(self.paged.layout.blocks.len(), false, Job::Copy).run(&self.paged)
+        let blocks = self.paged.layout.blocks.len();
+        Sweep::new(blocks, Job::Copy).run(&self.paged, 0..blocks, false)
     }
 
     /// Adds `values` times `factor` to the gradient of a parameter, from its element `first` on. What several threads
@@ -184,7 +225,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// [`NotFound`](ErrorKind::NotFound) for an unknown name; [`InvalidArgument`](ErrorKind::InvalidArgument) for
-    /// elements that the parameter does not have, and while a step has failed on its way; those of pins.
+    /// elements that the parameter does not have, and while a step is under way; those of pins.
     pub fn accumulate(&self, name: &str, first: u64, values: &[f32], factor: f32) -> Result<()> {
         let (number, parameter) = self.find(name)?;
         self.is_between_steps()?;
@@ -203,7 +244,7 @@ impl Optimizer {
     /// Drops what was accumulated since the last step.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) while a step has failed on its way, which needs it.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) while a step is under way, which needs it.
     pub fn drop_gradients(&mut self) -> Result<()> {
         self.is_between_steps()?;
         self.paged.gradients.forget();
@@ -214,7 +255,7 @@ impl Optimizer {
         if self.unfinished.is_none() {
             return Ok(());
         }
-        Err(invalid("a step has failed on its way".into(), "call `step` again, or `rollback`"))
+        Err(invalid("a step is under way, or has failed".into(), "call `end_step`, `step` again, or `rollback`"))
     }
 
     /// How many steps were made.
@@ -238,36 +279,91 @@ impl Optimizer {
     /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins.
     pub fn step(&mut self, factor: f32) -> Result<Step> {
         if self.unfinished.is_none() {
-            if let Some(skipped) = self.begin_step(factor)? {
-                return Ok(skipped);
+            let begun = self.begin_step(factor)?;
+            if begun.skipped.is_some() {
+                return Ok(begun);
             }
-            self.note.in_step = true;
-            self.remember()?;
         }
-        // It stays where it is while a rule may panic.
-        let Some(sweep) = &self.unfinished else { return Err(invalid("there is no step".into(), "begin one")) };
-        if let Err(error) = sweep.run(&self.paged) {
-            if !sweep.has_begun() {
+        let norm = self.norm_of_step();
+        if let Err(error) = self.end_step() {
+            if self.unfinished.as_ref().is_some_and(|sweep| !sweep.has_begun()) {
                 self.unfinished = None;
                 self.note.in_step = false;
                 self.remember()?;
             }
             return Err(error);
         }
-        let norm = match &sweep.job {
-            Job::Update(update) => update.norm,
-            Job::Copy => 0.0,
-        };
+        Ok(Step { number: self.note.step, norm, skipped: None })
+    }
+
+    /// Begins a [`step`](Self::step) that updates parameters when they are needed: [`update`](Self::update) those of
+    /// its choice, [`end_step`](Self::end_step) the others. A program that updates each layer just before its next pass
+    /// uses it has pages read and written for the step while it computes. Until its end no gradients can be added, and
+    /// nothing can be committed.
+    ///
+    /// A step that is [skipped](Step::skipped) does not begin.
+    ///
+    /// # Errors
+    /// As for [`step`](Self::step), also if a step has begun.
+    pub fn begin_step(&mut self, factor: f32) -> Result<Step> {
+        self.is_between_steps()?;
+        if let Some(skipped) = self.prepare(factor)? {
+            return Ok(skipped);
+        }
+        self.note.in_step = true;
+        self.remember()?;
+        Ok(Step { number: self.note.step + 1, norm: self.norm_of_step(), skipped: None })
+    }
+
+    /// Updates these elements of a parameter, and what lies in one block with them, if a step has begun that has not
+    /// done so.
+    ///
+    /// # Errors
+    /// [`NotFound`](ErrorKind::NotFound) for an unknown name; [`InvalidArgument`](ErrorKind::InvalidArgument) for
+    /// elements that the parameter does not have, and if a rule has panicked. Otherwise as for [`step`](Self::step): it
+    /// can be repeated.
+    pub fn update(&self, name: &str, elements: Range<u64>) -> Result<()> {
+        let (number, parameter) = self.find(name)?;
+        if elements.start > elements.end || elements.end > parameter.elements {
+            let what = format!("elements {elements:?} of {name:?} are to be updated, which has {}", parameter.elements);
+            return Err(invalid(what, "give those of its elements only"));
+        }
+        match &self.unfinished {
+            Some(sweep) => sweep.run(&self.paged, self.paged.layout.blocks_with(number, elements), false),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a step has begun, and not ended.
+    pub fn is_in_step(&self) -> bool {
+        self.unfinished.is_some()
+    }
+
+    /// Ends a step that has [begun](Self::begin_step): updates what was not updated yet. Without one, nothing happens.
+    ///
+    /// # Errors
+    /// As for [`step`](Self::step): it can be repeated.
+    pub fn end_step(&mut self) -> Result<()> {
+        // It stays where it is while a rule may panic.
+        let Some(sweep) = &self.unfinished else { return Ok(()) };
+        // Where the next one begins, memory has what this one used last.
+        sweep.run(&self.paged, 0..self.paged.layout.blocks.len(), self.note.step % 2 == 1)?;
         self.unfinished = None;
         self.paged.gradients.forget();
         self.note.step += 1;
         self.note.in_step = false;
-        self.remember()?;
-        Ok(Step { number: self.note.step, norm, skipped: None })
+        self.remember()
+    }
+
+    fn norm_of_step(&self) -> f64 {
+        match self.unfinished.as_ref().map(|sweep| &sweep.job) {
+            Some(Job::Update(update)) => update.norm,
+            _ => 0.0,
+        }
     }
 
     /// Makes the sweep of a step, or skips the step.
-    fn begin_step(&mut self, factor: f32) -> Result<Option<Step>> {
+    fn prepare(&mut self, factor: f32) -> Result<Option<Step>> {
         if !factor.is_finite() {
             return Err(invalid(format!("gradients cannot be multiplied by {factor}"), "give a finite factor"));
         }
@@ -295,7 +391,7 @@ impl Optimizer {
         let blocks = self.paged.layout.blocks.len();
         let without = (0..blocks).map(|block| gradients.is_new(block)).collect();
         let job = Job::Update(Update { moments, factor: factor * clipped as f32, norm, without });
-        self.unfinished = Some(Sweep::new(blocks, self.note.step % 2 == 1, job));
+        self.unfinished = Some(Sweep::new(blocks, job));
         Ok(None)
     }
 
@@ -337,7 +433,7 @@ impl Optimizer {
     /// in the data. Gradients are not kept.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step has failed on its way; those
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step is under way; those
     /// of [`Durable::commit`].
     pub fn commit(&mut self, program: &Value) -> Result<Generation> {
         let folder = self.durable()?;
@@ -377,7 +473,7 @@ impl Optimizer {
         // New ones: pages of the scratch file that were lost do not come back.
         let Paged { runtime, layout, gradients, working, pass, .. } = &mut self.paged;
         // It names the old ones.
-        pass.clear();
+        *pass = Pass::Between(Vec::new());
         *gradients = Gradients::new(runtime, layout, gradients.tensor().dtype())?;
         if working.is_some() {
             *working = Some(new_working_copy(runtime, layout)?);

@@ -17,23 +17,59 @@ pub(crate) struct Paged {
     pub kept: Vec<Vec<Tensor>>,
     pub gradients: Gradients,
     pub working: Option<Tensor>,
-    /// What the program uses between two steps, in order.
-    pub pass: Vec<Tensor>,
+    pub pass: Pass,
     pub walker: Walker,
     /// As many as were asked for.
     pub threads: NonZeroUsize,
 }
 
-impl Paged {
-    /// Declares the order of two passes and two steps: one up, and one down.
-    pub fn declare(&self) -> Result<()> {
-        let mut order = self.pass.clone();
-        for number in 0..self.layout.blocks.len() {
-            order.extend(self.used_by(number)?);
+/// What is used from one step to the next, in order.
+#[derive(Debug)]
+pub(crate) enum Pass {
+    /// What the program uses between two steps.
+    Between(Vec<Tensor>),
+    /// What it uses, and the blocks that are updated in between.
+    With(Vec<Used>),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Used {
+    Tensor(Tensor),
+    Block(usize),
+}
+
+impl Pass {
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::Between(tensors) => tensors.is_empty(),
+            Self::With(used) => used.is_empty(),
         }
-        order.extend_from_slice(&self.pass);
-        for number in (0..self.layout.blocks.len()).rev() {
-            order.extend(self.used_by(number)?);
+    }
+}
+
+impl Paged {
+    /// Declares the order: of two passes and two steps, one up and one down, or of a pass in which a step is made.
+    pub fn declare(&self) -> Result<()> {
+        let mut order = Vec::new();
+        match &self.pass {
+            Pass::Between(tensors) => {
+                order.extend_from_slice(tensors);
+                for number in 0..self.layout.blocks.len() {
+                    order.extend(self.used_by(number)?);
+                }
+                order.extend_from_slice(tensors);
+                for number in (0..self.layout.blocks.len()).rev() {
+                    order.extend(self.used_by(number)?);
+                }
+            }
+            Pass::With(all) => {
+                for used in all {
+                    match used {
+                        Used::Tensor(tensor) => order.push(tensor.clone()),
+                        Used::Block(number) => order.extend(self.used_by(*number)?),
+                    }
+                }
+            }
         }
         self.walker.plan(Plan::Cycle(&order));
         Ok(())

@@ -1,5 +1,6 @@
 //! One pass over all blocks, by several threads.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
@@ -38,7 +39,6 @@ pub(crate) struct Update {
 #[derive(Debug)]
 pub(crate) struct Sweep {
     pub job: Job,
-    descends: bool,
     done: Vec<AtomicBool>,
     /// Whether some elements of a block may have been updated, and others not: a rule has panicked.
     torn: AtomicBool,
@@ -56,9 +56,9 @@ impl Drop for Updating<'_> {
 }
 
 impl Sweep {
-    pub fn new(blocks: usize, descends: bool, job: Job) -> Self {
+    pub fn new(blocks: usize, job: Job) -> Self {
         let done = (0..blocks).map(|_| AtomicBool::new(false)).collect();
-        Self { job, descends, done, torn: AtomicBool::new(false) }
+        Self { job, done, torn: AtomicBool::new(false) }
     }
 
     pub fn has_begun(&self) -> bool {
@@ -69,24 +69,32 @@ impl Sweep {
         self.torn.load(Ordering::Relaxed)
     }
 
-    /// Does the blocks that are not done. After an error some more may be.
-    pub fn run(&self, on: &Paged) -> Result<()> {
+    fn is_done(&self, block: usize) -> bool {
+        self.done[block].load(Ordering::Relaxed)
+    }
+
+    /// Does those of these blocks that are not done, from the last one on if it `descends`. After an error some more
+    /// may be done.
+    pub fn run(&self, on: &Paged, blocks: Range<usize>, descends: bool) -> Result<()> {
         if self.is_torn() {
             let what = "a rule has panicked, and its block is neither of this step nor of the next one".to_string();
             return Err(invalid(what, "`rollback`, or open the last commit"));
         }
+        let count = blocks.clone().filter(|block| !self.is_done(*block)).count();
+        if count == 0 {
+            return Ok(());
+        }
         let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
-        let count = on.layout.blocks.len();
         let work = || {
             let scope = on.runtime.scope().label("optimizer").reserve(on.block_bytes()).wait();
             let result = scope.and_then(|scope| {
                 while failed.lock().is_none() && !self.is_torn() {
                     let number = next.fetch_add(1, Ordering::Relaxed);
-                    if number >= count {
+                    if number >= blocks.len() {
                         break;
                     }
-                    let block = if self.descends { count - 1 - number } else { number };
-                    if !self.done[block].load(Ordering::Relaxed) {
+                    let block = if descends { blocks.end - 1 - number } else { blocks.start + number };
+                    if !self.is_done(block) {
                         match &self.job {
                             Job::Copy => copy(on, block, &scope)?,
                             Job::Update(update) => self.update(on, block, update, &scope)?,

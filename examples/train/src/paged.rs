@@ -7,7 +7,8 @@ use candle_core::{DType as Element, Device, Tensor as Computed, Var};
 use half::bf16;
 use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
-use outcore_train::Optimizer;
+use outcore_train::{Optimizer, Planned};
+use serde_json::Value;
 
 use crate::pass::{Place, Store, computed, levels};
 use crate::shape::{Parameter, Shape};
@@ -26,6 +27,8 @@ pub struct Paged {
     mixed: bool,
     /// Elements that are copied under one pin.
     piece: u64,
+    /// What the step that has begun is committed with.
+    commit: Option<Value>,
 }
 
 impl Paged {
@@ -40,7 +43,7 @@ impl Paged {
         let piece = PAGES_AT_ONCE * runtime.stats().page_size.bytes() / 4;
         let runtime = runtime.clone();
         let mixed = optimizer.working_copy(&shape.embedding().0).is_ok();
-        let mut paged = Self { runtime, optimizer, vectors, width: shape.width, micros, mixed, piece };
+        let mut paged = Self { runtime, optimizer, vectors, width: shape.width, micros, mixed, piece, commit: None };
         paged.declare(shape)?;
         Ok(paged)
     }
@@ -50,29 +53,36 @@ impl Paged {
         if self.mixed { self.optimizer.working_copy(name) } else { self.optimizer.parameter(name) }
     }
 
-    /// Declares the order of a pass: up through the layers, and down.
+    /// Declares the order of a pass: up through the layers, each of which the step before updates first, and down.
     fn declare(&mut self, shape: &Shape) -> Result<()> {
-        let parameters =
-            |of: Vec<Parameter>| -> Result<Vec<Tensor>> { of.iter().map(|(name, _)| self.weights(name)).collect() };
-        let gradients = |of: Vec<Parameter>| -> Result<Vec<Tensor>> {
-            of.iter().map(|(name, _)| self.optimizer.gradients_of(name)).collect()
+        let updates = |of: &[Parameter]| of.iter().map(|(name, _)| Planned::Update(name.clone())).collect::<Vec<_>>();
+        let parameters = |of: Vec<Parameter>| -> Result<Vec<Planned>> {
+            of.iter().map(|(name, _)| self.weights(name).map(Planned::Use)).collect()
+        };
+        let gradients = |of: Vec<Parameter>| -> Result<Vec<Planned>> {
+            of.iter().map(|(name, _)| self.optimizer.gradients_of(name).map(Planned::Use)).collect()
         };
         // For one micro-batch after the other, the places in these layers.
-        let vectors = |layers: &[usize]| -> Result<Vec<Tensor>> {
+        let vectors = |layers: &[usize]| -> Result<Vec<Planned>> {
             let places =
                 (0..self.micros).flat_map(|micro| layers.iter().map(move |layer| Place { layer: *layer, micro }));
-            places.map(|place| self.place(place)).collect()
+            places.map(|place| self.place(place).map(Planned::Use)).collect()
         };
         let behind = shape.layers;
         let mut order = vectors(&[0])?;
         for layer in 0..shape.layers {
+            order.extend(updates(&shape.layer(layer)));
             order.extend(parameters(shape.layer(layer))?);
             order.extend(vectors(&[layer, layer + 1])?);
         }
+        order.extend(updates(&[shape.output_norm()]));
         order.extend(vectors(&[behind, behind + 1])?);
         // The output matrix goes in blocks, for the loss and for the gradients.
+        order.extend(updates(&[shape.output()]));
         order.extend(parameters(vec![shape.output()])?);
         order.extend(vectors(&[behind + 1])?);
+        // Of the embedding a pass has used few rows.
+        order.extend(updates(&[shape.embedding()]));
         order.extend(parameters(vec![shape.output()])?);
         order.extend(vectors(&[behind + 1, behind + 2])?);
         order.extend(gradients(vec![shape.output()])?);
@@ -80,13 +90,44 @@ impl Paged {
         for layer in (0..shape.layers).rev() {
             order.extend(parameters(shape.layer(layer))?);
             for micro in 0..self.micros {
-                order.push(self.place(Place { layer, micro })?);
-                order.push(self.place(Place { layer: layer + 1, micro })?);
+                order.push(Planned::Use(self.place(Place { layer, micro })?));
+                order.push(Planned::Use(self.place(Place { layer: layer + 1, micro })?));
                 order.extend(gradients(shape.layer(layer))?);
             }
         }
         order.extend(vectors(&[0])?);
-        self.optimizer.plan_pass(&order)
+        self.optimizer.plan_pass_with_updates(&order)
+    }
+
+    /// Begins the optimizer's step, whose updates the next pass makes where it comes to a parameter. When all are made,
+    /// they are committed with `commit`, if there is any. Returns the norm of the gradients.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::begin_step`].
+    pub fn begin_step(&mut self, commit: Option<Value>) -> Result<f64> {
+        let step = self.optimizer.begin_step(1.0)?;
+        self.commit = commit;
+        Ok(step.norm)
+    }
+
+    /// Ends the step that has begun, if there is one, and commits it if that is to be.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::end_step`] and [`Optimizer::commit`].
+    pub fn end_step(&mut self) -> Result<()> {
+        if self.optimizer.is_in_step() {
+            self.optimizer.end_step()?;
+            if let Some(program) = self.commit.take() {
+                self.optimizer.commit(&program)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Updates these rows of a parameter, if a step has begun.
+    fn update(&self, (name, shape): &Parameter, rows: Range<usize>) -> Result<()> {
+        let columns: usize = shape[1..].iter().product();
+        self.optimizer.update(name, (rows.start * columns) as u64..(rows.end * columns) as u64)
     }
 
     /// The vectors of all places.
@@ -146,21 +187,27 @@ fn values(tensor: &Computed) -> Result<Vec<f32>> {
 }
 
 impl Store for Paged {
-    fn parameter(&mut self, (name, shape): &Parameter) -> Result<Var> {
+    fn parameter(&mut self, parameter: &Parameter) -> Result<Var> {
+        let (name, shape) = parameter;
+        self.update(parameter, 0..shape[0])?;
         let values = self.copied(&self.weights(name)?)?;
         computed("a parameter", Var::from_vec(values, shape.as_slice(), &Device::Cpu))
     }
 
-    fn block(&mut self, (name, shape): &Parameter, rows: Range<usize>) -> Result<Var> {
+    fn block(&mut self, parameter: &Parameter, rows: Range<usize>) -> Result<Var> {
+        let (name, shape) = parameter;
+        self.update(parameter, rows.clone())?;
         let block = self.weights(name)?.rows(rows.start as u64..rows.end as u64)?;
         let values = self.copied(&block)?;
         computed("a block of the head", Var::from_vec(values, (rows.len(), shape[1]), &Device::Cpu))
     }
 
-    fn rows(&mut self, (name, _): &Parameter, numbers: &[u32]) -> Result<Computed> {
+    fn rows(&mut self, parameter: &Parameter, numbers: &[u32]) -> Result<Computed> {
+        let (name, _) = parameter;
         let matrix = self.weights(name)?;
         let mut values = Vec::with_capacity(numbers.len() * self.width);
         for number in numbers {
+            self.update(parameter, *number as usize..*number as usize + 1)?;
             self.append(&matrix.rows(u64::from(*number)..u64::from(*number) + 1)?, &mut values)?;
         }
         computed("the embedding", Computed::from_vec(values, (numbers.len(), self.width), &Device::Cpu))
@@ -178,6 +225,7 @@ impl Store for Paged {
 
     fn add(&mut self, (name, shape): &Parameter, row: usize, gradient: &Computed) -> Result<()> {
         debug_assert_eq!(gradient.dtype(), Element::F32);
+        self.end_step()?;
         let columns: usize = shape[1..].iter().product();
         self.optimizer.accumulate(name, (row * columns) as u64, &values(gradient)?, 1.0)
     }

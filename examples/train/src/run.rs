@@ -261,15 +261,20 @@ pub fn run(
         let of_step = Instant::now();
         let micros = text.step(step, settings.batch, settings.micro)?;
         let loss = pass.run(&mut paged, &micros)? as f32;
-        let norm = paged.optimizer.step(1.0)?.norm;
         losses.set(step, loss)?;
         made_here += 1;
         let tokens = (settings.batch * settings.window) as f64;
         let is_last = step + 1 == limits.steps || stop.load(Ordering::Relaxed);
-        if is_last || (step + 1) % limits.commit_every.max(1) == 0 {
+        let mut note = || -> Result<Value> {
             used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
-            let note = Note { settings: settings.clone(), text: text.id(), used };
-            paged.optimizer.commit(&json!(note))?;
+            Ok(json!(Note { settings: settings.clone(), text: text.id(), used }))
+        };
+        let is_committed = !is_last && (step + 1) % limits.commit_every.max(1) == 0;
+        // The next pass makes it, where it needs what it changes.
+        let norm = paged.begin_step(is_committed.then(&mut note).transpose()?)?;
+        if is_last {
+            paged.end_step()?;
+            paged.optimizer.commit(&note()?)?;
         }
         if let Some(capture) = &mut capture {
             capture.pass(&runtime)?;

@@ -8,7 +8,7 @@ use std::path::Path;
 use outcore::durable::{Durable, DurableOptions};
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
 use outcore_testkit::harness::{Faults, Rng};
-use outcore_train::{AdamW, Group, NonFinite, Optimizer, OptimizerBuilder, Rule, Schedule, Sgd};
+use outcore_train::{AdamW, Group, NonFinite, Optimizer, OptimizerBuilder, Planned, Rule, Schedule, Sgd};
 use serde_json::{Value, json};
 
 fn runtime(page_kib: u64, pages: u64) -> Runtime {
@@ -495,6 +495,70 @@ fn a_step_that_fails_goes_on_or_is_rolled_back() {
         assert!(all_bits(&runtime, &optimizer) == expected, "seed {seed}");
     }
     assert!(failures.iter().all(|count| *count > 2), "few steps failed: {failures:?}");
+}
+
+/// Parameters are updated when they are needed, in any order and in parts, or by nobody before the step's end.
+#[test]
+fn a_step_in_parts_has_the_bits_of_one_in_one_piece() {
+    let (expected, norms) = by_hand(6, DType::BF16, 20.0);
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let runtime = runtime(16, 40);
+    let state = state(&runtime, &folder.path().join("state"));
+    let builder = three_groups(&runtime).gradients(DType::BF16).with_working_copy().clip(20.0);
+    let mut optimizer = builder.open_in(&state).unwrap();
+    initialise(&runtime, &mut optimizer);
+    let planned = SIZES
+        .iter()
+        .flat_map(|(name, _)| [Planned::Update((*name).to_owned()), Planned::Use(optimizer.parameter(name).unwrap())]);
+    let planned: Vec<Planned> = planned.collect();
+    optimizer.plan_pass_with_updates(&planned).unwrap();
+    let mut random = Rng::new(3);
+    // Without a step, nothing is to be done.
+    optimizer.update("a", 0..1).unwrap();
+    optimizer.end_step().unwrap();
+    for step in 1..=6 {
+        add_gradients(&optimizer, step);
+        let begun = optimizer.begin_step(1.0).unwrap();
+        assert!((begun.norm / norms[step as usize - 1] - 1.0).abs() < 1e-9 && begun.number == step);
+        assert!(optimizer.is_in_step() && optimizer.steps() == step - 1);
+        for _ in 0..random.below(40) {
+            let (name, size) = SIZES[random.below(SIZES.len() as u64) as usize];
+            let first = random.below(size);
+            optimizer.update(name, first..first + random.below(size - first + 1)).unwrap();
+        }
+        for refused in [
+            optimizer.accumulate("a", 0, &[1.0], 1.0).unwrap_err(),
+            optimizer.begin_step(1.0).unwrap_err(),
+            optimizer.commit(&Value::Null).unwrap_err(),
+            optimizer.drop_gradients().unwrap_err(),
+        ] {
+            assert!(refused.to_string().contains("a step is under way"), "{refused}");
+        }
+        let size = SIZES[0].1;
+        for elements in [size..size + 1, 0..u64::MAX, size..size - 1] {
+            assert_eq!(optimizer.update(SIZES[0].0, elements).unwrap_err().kind(), ErrorKind::InvalidArgument);
+        }
+        assert_eq!(optimizer.update("nobody", 0..1).unwrap_err().kind(), ErrorKind::NotFound);
+        if random.below(2) == 0 {
+            optimizer.end_step().unwrap();
+        } else {
+            // `step` ends what has begun.
+            assert_eq!(optimizer.step(1.0).unwrap().number, step);
+        }
+        assert_eq!(optimizer.steps(), step);
+        optimizer.commit(&Value::Null).unwrap();
+    }
+    assert!(all_bits(&runtime, &optimizer) == expected);
+    // A step that has begun is rolled back like one that has failed.
+    add_gradients(&optimizer, 7);
+    optimizer.begin_step(1.0).unwrap();
+    optimizer.update("a", 0..SIZES[0].1).unwrap();
+    optimizer.rollback().unwrap();
+    assert!(!optimizer.is_in_step() && optimizer.steps() == 6);
+    assert!(all_bits(&runtime, &optimizer) == expected);
+    // A plan that names what is not there changes nothing.
+    let refused = optimizer.plan_pass_with_updates(&[Planned::Update("nobody".into())]).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NotFound);
 }
 
 /// Elements without gradients have zeros, whatever the last step had there.
