@@ -9,10 +9,11 @@ tune-128-mixed
            the same with --mixed
 tune-2048  the same, 2048 tokens a step
 
-In turns in each round: in core, and within the limit. A side's time is the median of its steps but the first, with the
-commit after each. Beside it stands how long the disk would take for the bytes of a step, at the rate of reads and
-writes at the same time that the round has measured. Exit status 1: losses differ, or a process took more memory than
-it may. The disk takes 8 GB for `tune`, and less than 2 GB for `scratch`.
+In turns in each round: in core, and within the limit. A side's time is the median of its steps but the first and the
+last: each has the update and the commit of the step before, which the first has not, and the last has its own too.
+Beside it stands how long the disk would take for the bytes of a step, at the rate of reads and writes at the same time
+that the round has measured. Exit status 1: losses differ, or a process took more memory than it may. The disk takes 8
+GB for `tune`, and less than 2 GB for `scratch`.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def train(options, folder, steps, limit):
         sys.exit(f"bench_train: {' '.join(map(str, command))} failed: {done.stderr[-500:]}")
     speeds = [float(found) for found in re.findall(r"([\d.]+) tokens/s", done.stderr)]
     window, batch = (int(options[options.index(name) + 1]) for name in ("--window", "--batch"))
-    return statistics.median(window * batch / speed for speed in speeds[1:]), json.loads(done.stdout.splitlines()[-1])
+    return statistics.median(window * batch / speed for speed in speeds[1:-1]), json.loads(done.stdout.splitlines()[-1])
 
 
 def scenario(name, arguments, text, folder):
@@ -126,15 +127,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", help=f"of {', '.join(SCENARIOS)}; all unless named")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--dir", default=ROOT / "target", help="where states and the probe lie")
     parser.add_argument("--model", default=ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     names = arguments.scenarios or list(SCENARIOS)
     unknown = [name for name in names if name not in SCENARIOS]
-    if unknown or arguments.rounds < 1 or arguments.steps < 2:
-        parser.error(f"no scenario {unknown[0]}" if unknown else "at least one round of two steps")
+    if unknown or arguments.rounds < 1 or arguments.steps < 3:
+        parser.error(f"no scenario {unknown[0]}" if unknown else "at least one round of three steps")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         text = Path(folder) / "text"
         files = sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "runtime").rglob("*.rs"))

@@ -200,7 +200,7 @@ pub struct Whole {
     pub first: (u64, u64),
     /// Uses of pages so far that have an order.
     pub uses: u64,
-    /// Why the file is alone, although its name is that of a part of a model.
+    /// Why the file is alone, although its name is that of a part of a model, or an index names it.
     pub alone: Option<String>,
 }
 

@@ -16,6 +16,8 @@ use crate::row::Row;
 
 /// Indexes of a folder that are looked at.
 const INDEXES_MAX: usize = 16;
+/// The largest index that is looked at for a reason, in bytes.
+const INDEX_MAX: u64 = 16 << 20;
 
 /// A model in one file or in several; a file of any other kind is alone, and nothing is told of it.
 #[derive(Debug)]
@@ -28,7 +30,7 @@ pub struct Outline {
     pub order: Vec<(usize, Range<u64>)>,
     /// The experts of all files. Each byte is counted from the first page of the row.
     pub experts: Experts,
-    /// Why a file is alone that is named as a part of a model, or lies beside an index that cannot be used.
+    /// Why a file is alone that is named as a part of a model, or by an index that cannot be used.
     pub alone: Option<String>,
     tensors: Vec<TensorHeader>,
 }
@@ -45,11 +47,14 @@ impl Outline {
         let mut unusable = None;
         if let (1, format::Metadata::Safetensors(_)) = (header.files.len(), &header.metadata) {
             for index in indexes(path) {
-                let opened = format::open(&index).map_err(|error| error.to_string());
-                match opened.and_then(|header| Self::together(header, found, page)) {
-                    Ok(Some(whole)) => return whole,
-                    Ok(None) => {}
-                    Err(why) => unusable = Some(why),
+                match format::open(&index) {
+                    Ok(header) => match Self::together(header, found, page) {
+                        Ok(Some(whole)) => return whole,
+                        Ok(None) => {}
+                        Err(why) => unusable = Some(why),
+                    },
+                    Err(error) if has_name(&index, path) => unusable = Some(error.to_string()),
+                    Err(_) => {}
                 }
             }
         }
@@ -68,16 +73,18 @@ impl Outline {
     /// `None` if the file is none of the header's.
     ///
     /// # Errors
-    /// Why the header's files are no model: one has changed since the header was read, or is there twice.
+    /// Why the header's files are no model, although this one is of them: one has changed since the header was read, or
+    /// is there twice.
     fn together(header: ModelHeader, found: Identity, page: u64) -> Result<Option<(Self, usize)>, String> {
         let name = |at: usize| header.files[at].path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_found = |file: &format::ModelFile| fs::metadata(&file.path).is_ok_and(|now| Identity::of(&now) == found);
+        let Some(number) = header.files.iter().position(is_found) else { return Ok(None) };
         let mut files: Vec<Identity> = Vec::with_capacity(header.files.len());
         for (at, file) in header.files.iter().enumerate() {
             let now = fs::metadata(&file.path).ok().filter(|now| file.had_state(now));
             let now = now.ok_or_else(|| format!("{} changed while the headers were read", name(at)))?;
             files.push(Identity::of(&now));
         }
-        let Some(number) = files.iter().position(|file| *file == found) else { return Ok(None) };
         // A file that is named twice is two files to the header, and would have to be mapped twice.
         for (at, file) in files.iter().enumerate() {
             if let Some(before) = files[..at].iter().position(|other| other == file) {
@@ -122,6 +129,13 @@ fn indexes(path: &Path) -> Vec<PathBuf> {
         let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
         entries.filter(is_index).take(INDEXES_MAX).collect()
     })
+}
+
+/// Whether an index that cannot be used has the file's name in it.
+fn has_name(index: &Path, path: &Path) -> bool {
+    let is_small = fs::metadata(index).is_ok_and(|index| index.len() <= INDEX_MAX);
+    let Some(name) = path.file_name().and_then(|name| name.to_str()).filter(|_| is_small) else { return false };
+    undisturbed(|| fs::read_to_string(index).is_ok_and(|text| text.contains(&format!("\"{name}\""))))
 }
 
 /// Whether the file's name is that of a part of a model (`name-00001-of-00004.gguf`).

@@ -278,7 +278,8 @@ impl Optimizer {
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the budget does not hold one block.
     /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins.
     pub fn step(&mut self, factor: f32) -> Result<Step> {
-        if self.unfinished.is_none() {
+        let is_new = self.unfinished.is_none();
+        if is_new {
             let begun = self.begin_step(factor)?;
             if begun.skipped.is_some() {
                 return Ok(begun);
@@ -286,7 +287,8 @@ impl Optimizer {
         }
         let norm = self.norm_of_step();
         if let Err(error) = self.end_step() {
-            if self.unfinished.as_ref().is_some_and(|sweep| !sweep.has_begun()) {
+            // One that somebody else has begun stays.
+            if is_new && self.unfinished.as_ref().is_some_and(|sweep| !sweep.has_begun()) {
                 self.unfinished = None;
                 self.note.in_step = false;
                 self.remember()?;
@@ -316,7 +318,10 @@ impl Optimizer {
     }
 
     /// Updates these elements of a parameter, and what lies in one block with them, if a step has begun that has not
-    /// done so.
+    /// done so. Several threads may do so at once.
+    ///
+    /// No guard of parameters, states or gradients may be held on the calling thread, of neighbours in a block either:
+    /// it would wait for itself.
     ///
     /// # Errors
     /// [`NotFound`](ErrorKind::NotFound) for an unknown name; [`InvalidArgument`](ErrorKind::InvalidArgument) for

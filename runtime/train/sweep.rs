@@ -76,10 +76,7 @@ impl Sweep {
     /// Does those of these blocks that are not done, from the last one on if it `descends`. After an error some more
     /// may be done.
     pub fn run(&self, on: &Paged, blocks: Range<usize>, descends: bool) -> Result<()> {
-        if self.is_torn() {
-            let what = "a rule has panicked, and its block is neither of this step nor of the next one".to_string();
-            return Err(invalid(what, "`rollback`, or open the last commit"));
-        }
+        self.is_whole()?;
         let count = blocks.clone().filter(|block| !self.is_done(*block)).count();
         if count == 0 {
             return Ok(());
@@ -94,13 +91,13 @@ impl Sweep {
                         break;
                     }
                     let block = if descends { blocks.end - 1 - number } else { blocks.start + number };
-                    if !self.is_done(block) {
-                        match &self.job {
-                            Job::Copy => copy(on, block, &scope)?,
-                            Job::Update(update) => self.update(on, block, update, &scope)?,
-                        }
-                        self.done[block].store(true, Ordering::Relaxed);
-                        if matches!(&self.job, Job::Update(_)) {
+                    if self.is_done(block) {
+                        continue;
+                    }
+                    match &self.job {
+                        Job::Copy => copy(on, block, &scope)?,
+                        Job::Update(update) => {
+                            self.update(on, block, update, &scope)?;
                             on.gradients.used(on.layout.blocks[block].positions.clone())?;
                         }
                     }
@@ -118,13 +115,28 @@ impl Sweep {
             }
             work();
         });
-        failed.into_inner().map_or(Ok(()), Err)
+        match failed.into_inner() {
+            Some(error) => Err(error),
+            None => self.is_whole(),
+        }
+    }
+
+    fn is_whole(&self) -> Result<()> {
+        if !self.is_torn() {
+            return Ok(());
+        }
+        let what = "a rule has panicked, and its block is neither of this step nor of the next one".to_string();
+        Err(invalid(what, "`rollback`, or open the last commit"))
     }
 
     fn update(&self, on: &Paged, number: usize, update: &Update, scope: &Scope) -> Result<()> {
         let written = on.written_by(number)?;
         let gradients = on.gradients_of(number)?;
         let mut pins = on.runtime.pin(&written).write().in_scope(scope).of(&on.walker).wait()?;
+        // Somebody else may have done it while this thread waited. From here on nobody else has the block.
+        if self.is_done(number) || self.is_torn() {
+            return Ok(());
+        }
         let read = || on.runtime.pin(&gradients).in_scope(scope).of(&on.walker).wait();
         let read = if update.without[number] { None } else { Some(read()?) };
         let stored = read.as_ref().map_or(Ok(Stored::Zeros), |read| Stored::new(gradients.dtype(), read.bytes()))?;
@@ -158,6 +170,8 @@ impl Sweep {
                 }
             }
         }
+        // Before the pins go.
+        self.done[number].store(true, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -1,5 +1,7 @@
 //! The losses of all steps, in the same durable folder as the model: a commit has those of its steps.
 
+use std::ops::Range;
+
 use outcore::durable::Durable;
 use outcore::{DType, ErrorKind, Result, Runtime, Tensor};
 use twox_hash::XxHash3_64;
@@ -13,14 +15,16 @@ pub struct Losses {
 }
 
 impl Losses {
-    /// Those of a folder, with room for that of the step that comes next, from 0.
+    /// Those of a folder, with room for those of these steps, from 0.
     ///
     /// # Errors
     /// Those of the folder.
-    pub fn new(runtime: &Runtime, folder: &Durable, next: u64) -> Result<Self> {
+    pub fn new(runtime: &Runtime, folder: &Durable, steps: Range<u64>) -> Result<Self> {
         let in_a_tensor = runtime.stats().page_size.bytes() / 4;
         let losses = Self { runtime: runtime.clone(), folder: folder.clone(), in_a_tensor };
-        losses.tensor(next / in_a_tensor)?;
+        for number in steps.start / in_a_tensor..steps.end.div_ceil(in_a_tensor) {
+            losses.tensor(number)?;
+        }
         Ok(losses)
     }
 

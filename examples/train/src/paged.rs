@@ -115,11 +115,10 @@ impl Paged {
     /// # Errors
     /// Those of [`Optimizer::end_step`] and [`Optimizer::commit`].
     pub fn end_step(&mut self) -> Result<()> {
-        if self.optimizer.is_in_step() {
-            self.optimizer.end_step()?;
-            if let Some(program) = self.commit.take() {
-                self.optimizer.commit(&program)?;
-            }
+        self.optimizer.end_step()?;
+        if let Some(program) = &self.commit {
+            self.optimizer.commit(program)?;
+            self.commit = None;
         }
         Ok(())
     }

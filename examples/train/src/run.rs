@@ -141,7 +141,7 @@ pub struct Report {
     used: Used,
 }
 
-/// What a process has used until its last commit.
+/// What a process has used until its last commit; where others follow, until the pass that makes that step.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Used {
     peak_rss_bytes: u64,
@@ -247,8 +247,10 @@ pub fn run(
     }
     // Its headers take memory that is not counted.
     drop(checkpoint);
+    // A capture names all segments before the first use.
+    let known = if capture.is_some() { limits.steps } else { made };
     let (losses, pass) =
-        (Losses::new(&runtime, &folder, made)?, Pass::new(&settings.shape, settings.window, Element::F32)?);
+        (Losses::new(&runtime, &folder, made..known)?, Pass::new(&settings.shape, settings.window, Element::F32)?);
     let mut capture =
         capture.map(|file| CaptureFile::begin(file, &captured(&runtime, &paged, &folder)?)).transpose()?;
     // What came before the first step is none of its uses.
@@ -257,10 +259,10 @@ pub fn run(
     }
     let mut used = before.map_or(Used::default(), |note| note.used);
     let mut made_here = 0;
-    for step in made..limits.steps {
+    let mut one = |step: u64, paged: &mut Paged| -> Result<bool> {
         let of_step = Instant::now();
         let micros = text.step(step, settings.batch, settings.micro)?;
-        let loss = pass.run(&mut paged, &micros)? as f32;
+        let loss = pass.run(paged, &micros)? as f32;
         losses.set(step, loss)?;
         made_here += 1;
         let tokens = (settings.batch * settings.window) as f64;
@@ -280,14 +282,23 @@ pub fn run(
             capture.pass(&runtime)?;
         }
         progress(&Progress { step: step + 1, loss, norm, speed: tokens / of_step.elapsed().as_secs_f64() });
-        if is_last {
-            break;
+        Ok(is_last)
+    };
+    for step in made..limits.steps {
+        match one(step, &mut paged) {
+            Ok(false) => {}
+            Ok(true) => break,
+            Err(error) => {
+                // The step before was shown: it is kept, if that can be.
+                let _ = paged.end_step();
+                return Err(error);
+            }
         }
     }
-    if let Some(capture) = capture {
-        capture.finish(&runtime, stop.load(Ordering::Relaxed))?;
-    }
     let steps = paged.optimizer.steps();
+    if let Some(capture) = capture {
+        capture.finish(&runtime, steps < limits.steps)?;
+    }
     let all = losses.first(steps)?;
     let (losses_xxh3, generation) = (format!("{:016x}", hash(&all)), folder.generation().get());
     drop((paged, losses, folder));
@@ -309,9 +320,11 @@ fn captured(runtime: &Runtime, paged: &Paged, folder: &Durable) -> Result<Captur
     let parameters = paged.optimizer.names().collect::<HashSet<_>>();
     let class = |tensor: &Tensor| if parameters.contains(tensor.name()) { "parameters" } else { "states" };
     let durable = folder.tensors().into_iter().map(|tensor| (class(&tensor), tensor));
-    let gradients = paged.optimizer.names().next().map(|name| paged.optimizer.gradients_of(name)).transpose()?;
-    let beside =
-        gradients.map(|tensor| ("gradients", tensor)).into_iter().chain([("activations", paged.vectors().clone())]);
+    let mut beside = vec![("activations", paged.vectors().clone())];
+    if let Some(name) = paged.optimizer.names().next() {
+        beside.push(("gradients", paged.optimizer.gradients_of(name)?));
+        beside.extend(paged.optimizer.working_copy(name).ok().map(|tensor| ("working copy", tensor)));
+    }
     Ok(CaptureHeader::of_tensors(runtime, "a training", durable.chain(beside)))
 }
 

@@ -121,6 +121,11 @@ fn a_capture_has_all_that_steps_use() {
             written,
         )
     };
+    let mixed = Settings { mixed: true, ..settings() };
+    let (state, path) = (bench.state(), bench.folder.path().join("mixed"));
+    let limits = Limits { capture: Some(path.clone()), ..bench.limits(&state, 60, 2) };
+    run(&bench.text, None, &mixed, &limits, &AtomicBool::new(false), |_| {}, |_| {}).unwrap();
+    assert!(read(&path).0.iter().any(|class| class == "working copy"));
     let (classes, passes, used, written) = read(&captured);
     assert_eq!(passes, STEPS);
     assert!(

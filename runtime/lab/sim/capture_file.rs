@@ -18,7 +18,7 @@ pub struct CaptureFile {
 }
 
 impl CaptureFile {
-    /// Begins the capture of what is used from now on, of what the header has.
+    /// Begins a capture of what the header has. What the runtime has used so far, and nobody has taken, is in it.
     ///
     /// # Errors
     /// Those of [`CaptureWriter::new`] and of the file.
@@ -40,7 +40,7 @@ impl CaptureFile {
                 uses.dropped,
                 PageUses::MAX
             );
-            return Err(Error::new(ErrorKind::Unsupported, what).remedy("choose larger pages (--page-size)"));
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("choose larger pages, or shorter passes"));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::thread;
 
 use outcore::durable::{Durable, DurableOptions};
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
@@ -549,6 +550,28 @@ fn a_step_in_parts_has_the_bits_of_one_in_one_piece() {
         optimizer.commit(&Value::Null).unwrap();
     }
     assert!(all_bits(&runtime, &optimizer) == expected);
+    // Many threads, of which some need what others update.
+    let expected = {
+        let runtime = roomy_with(16);
+        let mut optimizer = three_groups(&runtime).gradients(DType::BF16).clip(20.0).open().unwrap();
+        initialise(&runtime, &mut optimizer);
+        for step in 1..=7 {
+            add_gradients(&optimizer, step);
+            optimizer.step(1.0).unwrap();
+        }
+        all_bits(&runtime, &optimizer)
+    };
+    add_gradients(&optimizer, 7);
+    optimizer.begin_step(1.0).unwrap();
+    thread::scope(|threads| {
+        for _ in 0..4 {
+            threads.spawn(|| SIZES.iter().for_each(|(name, size)| optimizer.update(name, 0..*size).unwrap()));
+        }
+    });
+    optimizer.end_step().unwrap();
+    assert!(all_bits(&runtime, &optimizer) == expected);
+    optimizer.rollback().unwrap();
+    let expected = all_bits(&runtime, &optimizer);
     // A step that has begun is rolled back like one that has failed.
     add_gradients(&optimizer, 7);
     optimizer.begin_step(1.0).unwrap();
