@@ -87,7 +87,7 @@ file = open(sys.argv[1], "rb")
 one = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 order = list(range(0, len(one) - 4096, 1 << 18))
 random.Random(3).shuffle(order)
-for _ in range(8):
+for _ in range(24):
     for at in order:
         file.seek(at)
         assert one[at : at + 100] == file.read(100), at
