@@ -271,7 +271,7 @@ pub fn run(
             used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
             Ok(json!(Note { settings: settings.clone(), text: text.id(), used }))
         };
-        let is_committed = !is_last && (step + 1) % limits.commit_every.max(1) == 0;
+        let is_committed = !is_last && (step + 1).is_multiple_of(limits.commit_every.max(1));
         // The next pass makes it, where it needs what it changes.
         let norm = paged.begin_step(is_committed.then(&mut note).transpose()?)?;
         if is_last {
