@@ -489,7 +489,8 @@ mod tests {
             job.work = train(Optimizer::AdamMixed, checkpointing);
             assert_eq!(bytes, Some(job.memory(true).unwrap().activations), "{checkpointing}");
         }
-        assert!(found.is_sorted_by(|a, b| a.1 > b.1), "{found:?}");
+        // The last one has a layer's parameters and gradients in it too.
+        assert!(found[..3].is_sorted_by(|a, b| a.1 > b.1), "{found:?}");
         job.context = 1 << 27;
         let found = job.activations_by_checkpointing().unwrap();
         assert!(found[0].1.is_none() && found[1].1.is_some(), "{found:?}");
