@@ -8,7 +8,7 @@ use crate::shape::Shape;
 /// The program, its threads, and what the allocator keeps for later.
 const PROGRAM: u64 = 40 << 20;
 
-/// How a training goes whose windows have so many tokens, `at_once` of which are computed at once.
+/// The work of training this shape on windows of `window` tokens, `at_once` of them at a time.
 pub fn work(shape: &Shape, window: usize, at_once: usize) -> LayerAtATime {
     LayerAtATime {
         layers: shape.layers as u64,
@@ -22,7 +22,7 @@ pub fn work(shape: &Shape, window: usize, at_once: usize) -> LayerAtATime {
     }
 }
 
-/// A size that was counted without a limit.
+/// A count of bytes as a size; what 64 bits do not hold becomes the largest size.
 pub fn bytes(counted: u128) -> Bytes {
     Bytes::new(u64::try_from(counted).unwrap_or(u64::MAX))
 }
