@@ -11,6 +11,10 @@ const MISSING: usize = 4;
 const MISSING_PART: usize = 8;
 /// The longest step that is looked at.
 const STEP: usize = 1 << 12;
+/// The trust in an order at first, and the most. It falls by one with each fault that the order does not explain, and
+/// rises by one with each that it does.
+const TRUST: u32 = 4;
+const TRUST_MAX: u32 = 16;
 
 /// An order of pages that repeats, and the place of the last fault in it.
 #[derive(Debug)]
@@ -21,6 +25,9 @@ pub struct Followed {
     at: usize,
     /// The place of the last fault, if the program did not come there from `at`.
     stray: Option<usize>,
+    /// At 0, no use is inferred: pages that were used the other way round are there as well, and an order that is told
+    /// of uses which it has led to itself would never be given up.
+    trust: u32,
 }
 
 impl Followed {
@@ -32,7 +39,7 @@ impl Followed {
         }
         let at = next.checked_sub(1).unwrap_or(order.len().saturating_sub(1));
         let at = at.min(order.len().saturating_sub(1));
-        Self { order, places, at, stray: None }
+        Self { order, places, at, stray: None, trust: TRUST }
     }
 
     /// Uses of the order; none if there is none.
@@ -41,7 +48,7 @@ impl Followed {
     }
 
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
-    /// through the order forwards; none if it has gone elsewhere. `there` says whether the program sees a page: one
+    /// through the order forwards; none if it has gone elsewhere, or if most faults were elsewhere of late. `there` says whether the program sees a page: one
     /// that it does not see it did not use, or there would have been a fault. So a program that has come from the fault
     /// before has passed over next to none of these.
     pub fn passed(&mut self, page: u32, there: impl Fn(u32) -> bool) -> Vec<u32> {
@@ -52,13 +59,17 @@ impl Followed {
         };
         if let (to, Some(between)) = (next(self.at), self.between(self.at, next(self.at), &there)) {
             (self.at, self.stray) = (to, None);
-            return between;
+            self.trust = (self.trust + 1).min(TRUST_MAX);
+            return if self.trust > 1 { between } else { Vec::new() };
         }
         // A single page that is used out of order says nothing. Two that follow one another do.
         let follows = self.stray.is_some_and(|stray| self.between(stray, next(stray), &there).is_some());
         match (follows, self.stray.take()) {
             (true, Some(stray)) => self.at = next(stray),
-            _ => self.stray = Some(next(self.at)),
+            _ => {
+                self.stray = Some(next(self.at));
+                self.trust = self.trust.saturating_sub(1);
+            }
         }
         Vec::new()
     }
@@ -125,5 +136,23 @@ mod tests {
         // The program goes on elsewhere.
         assert!(followed.passed(800, |_| false).is_empty() && followed.passed(808, there).is_empty());
         assert_eq!(followed.passed(816, there).len(), 7);
+    }
+
+    /// Uses were inferred between pages that the program had used the other way round. They were those of the order, so
+    /// the policy went on believing in it.
+    #[test]
+    fn regression_a_program_that_goes_backwards_tells_of_no_uses() {
+        let mut followed = Followed::new((0..30).collect(), 0);
+        assert_eq!(followed.passed(3, ALL), [0, 1, 2]);
+        // Now and then a page has left early, and its fault seems to lie ahead.
+        let backwards = (0..3).flat_map(|_| (0..30).rev()).flat_map(|page| match page % 10 {
+            0 => vec![page, page + 9],
+            _ => vec![page],
+        });
+        let inferred: Vec<usize> = backwards.map(|page| followed.passed(page % 30, ALL).len()).collect();
+        assert!(inferred.iter().skip(8).all(|pages| *pages == 0), "{inferred:?}");
+        // Forwards again, it is believed soon.
+        let inferred: Vec<usize> = (0..60).step_by(3).map(|page| followed.passed(page % 30, ALL).len()).collect();
+        assert!(inferred.iter().skip(3).all(|pages| *pages == 2), "{inferred:?}");
     }
 }

@@ -216,7 +216,7 @@ fn the_order_of_a_model_in_several_files_is_kept_for_the_next_start() {
     let start = || {
         let mut outcore = outcore();
         outcore.env("XDG_CACHE_HOME", folder.path().join("cache")).args(["run", "--budget", "20MiB"]);
-        run(&mut outcore, folder.path(), &["model", "4", "8", "back"])
+        run(&mut outcore, folder.path(), &["model", "4", "16", "back"])
     };
     let told = start();
     assert!(told.contains("The order of use of 4 files, one model, was found in pass "), "{told}");
