@@ -48,9 +48,9 @@ impl Followed {
     }
 
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
-    /// through the order forwards; none if it has gone elsewhere, or if most faults were elsewhere of late. `there` says whether the program sees a page: one
-    /// that it does not see it did not use, or there would have been a fault. So a program that has come from the fault
-    /// before has passed over next to none of these.
+    /// through the order forwards; none if it has gone elsewhere, or if most faults were elsewhere of late. `there`
+    /// says whether the program sees a page: one that it does not see it did not use, or there would have been a fault.
+    /// So a program that has come from the fault before has passed over next to none of these.
     pub fn passed(&mut self, page: u32, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let Some(places) = self.places.get(&page) else { return Vec::new() };
         let next = |at: usize| {
@@ -58,9 +58,9 @@ impl Followed {
             next.map_or(0, |place| *place as usize)
         };
         if let (to, Some(between)) = (next(self.at), self.between(self.at, next(self.at), &there)) {
-            (self.at, self.stray) = (to, None);
-            self.trust = (self.trust + 1).min(TRUST_MAX);
-            return if self.trust > 1 { between } else { Vec::new() };
+            let is_trusted = self.trust > 0;
+            (self.at, self.stray, self.trust) = (to, None, (self.trust + 1).min(TRUST_MAX));
+            return if is_trusted { between } else { Vec::new() };
         }
         // A single page that is used out of order says nothing. Two that follow one another do.
         let follows = self.stray.is_some_and(|stray| self.between(stray, next(stray), &there).is_some());

@@ -3,11 +3,13 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
+use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use outcore::{Error, ErrorKind, Result};
 use outcore_llm::Tokenizer;
+use rustix::fs::{Advice, fadvise};
 use twox_hash::XxHash3_64;
 
 use crate::file_id::FileId;
@@ -75,31 +77,43 @@ impl Text {
         (self.count - 1) / self.window
     }
 
-    /// The windows of a step, `at_once` in each micro-batch. In each pass over the text every window comes once.
+    /// The windows of a step, `at_once` in each micro-batch. In each pass over the text every window comes once. Those
+    /// of the step behind it are read ahead.
     ///
     /// # Errors
     /// `Io`; `Corrupt` if the file is shorter than it was.
     pub fn step(&self, step: u64, batch: usize, at_once: usize) -> Result<Vec<Micro>> {
-        let first = step * batch as u64;
-        let numbers: Vec<u64> = (first..first + batch as u64).collect();
-        numbers.chunks(at_once).map(|numbers| self.micro(numbers)).collect()
+        let of_step = |step: u64| (0..batch as u64).map(move |at| step * batch as u64 + at);
+        let numbers: Vec<u64> = of_step(step).collect();
+        let micros = numbers.chunks(at_once).map(|numbers| self.micro(numbers)).collect::<Result<_>>()?;
+        for number in of_step(step + 1) {
+            // Where the file system does not read ahead, the step waits for its windows.
+            let _ = fadvise(&self.tokens, self.place(number), NonZeroU64::new(self.window_bytes()), Advice::WillNeed);
+        }
+        Ok(micros)
+    }
+
+    fn window_bytes(&self) -> u64 {
+        self.bytes * (self.window + 1)
+    }
+
+    /// Where a window begins, by its number among all that are used.
+    fn place(&self, number: u64) -> u64 {
+        let (pass, within) = (number / self.windows(), number % self.windows());
+        let key = XxHash3_64::oneshot_with_seed(self.seed, &pass.to_le_bytes());
+        shuffled(within, self.windows(), key) * self.window * self.bytes
     }
 
     fn micro(&self, numbers: &[u64]) -> Result<Micro> {
         let mut micro = Micro { inputs: Vec::new(), targets: Vec::new() };
-        let mut bytes = vec![0; (self.bytes * (self.window + 1)) as usize];
+        let mut bytes = vec![0; self.window_bytes() as usize];
         for number in numbers {
-            let (pass, within) = (number / self.windows(), number % self.windows());
-            let window =
-                shuffled(within, self.windows(), XxHash3_64::oneshot_with_seed(self.seed, &pass.to_le_bytes()));
-            self.tokens.read_exact_at(&mut bytes, window * self.window * self.bytes).map_err(|cause| {
-                match cause.kind() {
-                    io::ErrorKind::UnexpectedEof => {
-                        let what = format!("the text {} is shorter than when it was opened", self.path.display());
-                        Error::new(ErrorKind::Corrupt, what).remedy("do not change the text while it is read")
-                    }
-                    _ => Error::io(format!("read the text {}", self.path.display()), cause),
+            self.tokens.read_exact_at(&mut bytes, self.place(*number)).map_err(|cause| match cause.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    let what = format!("the text {} is shorter than when it was opened", self.path.display());
+                    Error::new(ErrorKind::Corrupt, what).remedy("do not change the text while it is read")
                 }
+                _ => Error::io(format!("read the text {}", self.path.display()), cause),
             })?;
             let tokens: Vec<u32> = match self.bytes {
                 1 => bytes.iter().map(|byte| u32::from(*byte)).collect(),

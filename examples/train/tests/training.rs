@@ -354,6 +354,37 @@ fn a_training_that_is_killed_goes_on_with_the_same_losses() {
     eprintln!("{kills} kills in {ends} trainings");
 }
 
+/// Where no file may be as long as the state is, as on a full disk, a run is refused before its first step, or fails in
+/// one of them. Either leaves what was committed, and with room it goes on.
+#[test]
+fn a_training_without_room_on_the_disk_is_refused_and_goes_on_with_it() {
+    let bench = Bench::new();
+    let whole = ended(program(&bench, &bench.state_of("whole")).spawn().unwrap());
+    let state = bench.state_of("full");
+    let longest = std::fs::read_dir(bench.state_of("whole")).unwrap();
+    let longest = longest.map(|file| file.unwrap().metadata().unwrap().len()).max().unwrap();
+    let mut refused = 0;
+    for eighths in 1..=8 {
+        // In blocks of 512 bytes; a shell that counts in others makes other lengths of them.
+        let blocks = longest * eighths / 8 / 512 - 8;
+        let mut limited = Command::new("sh");
+        limited.args(["-c", &format!("ulimit -f {blocks}; exec \"$@\""), "sh"]);
+        let inner = program(&bench, &state);
+        limited.arg(inner.get_program()).args(inner.get_args()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let out = limited.output().unwrap();
+        if out.status.success() {
+            continue;
+        }
+        refused += 1;
+        let told = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{blocks} blocks: {told}");
+        assert!(told.contains("train: ") && told.contains("room"), "{told}");
+    }
+    assert!(refused > 0, "nothing was refused, so this shows nothing");
+    let report = ended(program(&bench, &state).spawn().unwrap());
+    assert_eq!((&report["losses"], &report["losses_xxh3"]), (&whole["losses"], &whole["losses_xxh3"]));
+}
+
 impl Bench {
     fn state_of(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)

@@ -13,9 +13,9 @@ use rustix::io::Errno;
 use super::ledger::Ledger;
 use super::manifest::{self, Files, Opened, Part, Terms};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::PageSize;
+use crate::ids::{Bytes, PageSize};
 use crate::os::folder::{Access, Folder, FolderLock};
-use crate::os::limits::effective_user;
+use crate::os::limits::{effective_user, longest_file};
 use crate::store::backend::operation::{CallHook, FolderCall, Injected};
 use crate::store::file::{filesystem_name, is_memory, is_remote};
 use crate::store::scratch::{fallocate, is_unsupported, slices};
@@ -113,6 +113,13 @@ impl Files for FolderFiles {
             return Ok(());
         }
         self.ask(FolderCall::TakeRoom)?;
+        // To ask for more would end the process by a signal.
+        let most = longest_file();
+        if bytes > most {
+            let most = Bytes::new(most);
+            let what = format!("no file of this process may be longer than {most}: raise that limit (ulimit -f)");
+            return Err(io::Error::new(io::ErrorKind::StorageFull, what));
+        }
         // First, so that a request that cannot be met takes no room from anybody, even for a moment.
         let disk = fstatvfs(file)?;
         if u128::from(bytes - before) > u128::from(disk.f_bavail) * u128::from(disk.f_frsize) {
