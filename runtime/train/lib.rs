@@ -30,6 +30,7 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
+mod commit;
 mod errors;
 mod gradients;
 mod group;

@@ -11,6 +11,7 @@ use outcore::policy::SegmentClass;
 use outcore::{DType, Error, ErrorKind, Result, Runtime, Tensor};
 use serde_json::Value;
 
+use crate::commit::Committing;
 use crate::errors::invalid;
 use crate::gradients::Gradients;
 use crate::group::{Group, most_states};
@@ -62,6 +63,7 @@ pub struct Optimizer {
     program: Value,
     /// A step that has begun, or failed on its way.
     unfinished: Option<Sweep>,
+    committing: Option<Committing>,
 }
 
 impl std::fmt::Debug for Optimizer {
@@ -107,7 +109,8 @@ impl Optimizer {
         let pass = Pass::Between(Vec::new());
         let paged = Paged { runtime, layout, groups, kept, gradients, working, pass, walker, threads };
         paged.declare()?;
-        let mut this = Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None };
+        let mut this =
+            Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None, committing: None };
         this.refresh_working_copy()?;
         Ok(this)
     }
@@ -276,7 +279,8 @@ impl Optimizer {
     /// number (unless such steps are [skipped](NonFinite::Skip)): the message names it, and nothing has changed. So for
     /// gradients that were [added in part](Self::accumulate), and a factor that is not finite.
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the budget does not hold one block.
-    /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins.
+    /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins, and of a commit that had
+    /// [begun](Self::begin_commit).
     pub fn step(&mut self, factor: f32) -> Result<Step> {
         let is_new = self.unfinished.is_none();
         if is_new {
@@ -309,6 +313,7 @@ impl Optimizer {
     /// As for [`step`](Self::step), also if a step has begun.
     pub fn begin_step(&mut self, factor: f32) -> Result<Step> {
         self.is_between_steps()?;
+        self.end_commit()?;
         if let Some(skipped) = self.prepare(factor)? {
             return Ok(skipped);
         }
@@ -438,15 +443,52 @@ impl Optimizer {
     /// in the data. Gradients are not kept.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step is under way; those
-    /// of [`Durable::commit`].
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step is under way; those of a
+    /// commit that had [begun](Self::begin_commit) before, and then this one is not made; those of [`Durable::commit`].
     pub fn commit(&mut self, program: &Value) -> Result<Generation> {
-        let folder = self.durable()?;
+        let folder = self.prepare_commit(program)?;
+        let committed = folder.commit().map(|generation| (generation, program.clone()));
+        self.committed(committed)
+    }
+
+    /// Begins a [`commit`](Self::commit) on a thread of its own, while the program computes. Until its
+    /// [end](Self::end_commit) the program may read parameters and [accumulate](Self::accumulate). It may write no
+    /// tensor of the folder: that may be in the generation in part, and if one is held to write, the commit fails.
+    ///
+    /// Whatever begins a step, commits or rolls back ends it first, and so does whoever drops the optimizer: then
+    /// nobody is told whether it was made.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) as for [`commit`](Self::commit); those of a commit that had begun
+    /// before. Where the system has no thread for it, it is made at once, with its errors.
+    pub fn begin_commit(&mut self, program: &Value) -> Result<()> {
+        let folder = self.prepare_commit(program)?;
+        self.committing = Committing::begin(&folder, program);
+        if self.committing.is_some() { Ok(()) } else { self.commit(program).map(drop) }
+    }
+
+    /// Waits for the commit that has [begun](Self::begin_commit). Without one, nothing happens.
+    ///
+    /// # Errors
+    /// Those of [`Durable::commit`]: it can be begun again.
+    pub fn end_commit(&mut self) -> Result<Option<Generation>> {
+        let Some(committing) = self.committing.take() else { return Ok(None) };
+        let ended = committing.end().map_err(|error| error.context("the commit that had begun"));
+        self.committed(ended).map(Some)
+    }
+
+    fn prepare_commit(&mut self, program: &Value) -> Result<Durable> {
+        let folder = self.durable()?.clone();
         self.is_between_steps()?;
+        self.end_commit()?;
         folder.set_note(&self.note.with(program)?);
-        match folder.commit() {
-            Ok(generation) => {
-                self.program = program.clone();
+        Ok(folder)
+    }
+
+    fn committed(&mut self, outcome: Result<(Generation, Value)>) -> Result<Generation> {
+        match outcome {
+            Ok((generation, program)) => {
+                self.program = program;
                 Ok(generation)
             }
             Err(error) => {
@@ -456,18 +498,22 @@ impl Optimizer {
         }
     }
 
-    /// What the program gave to the last commit; `Null` before the first one.
+    /// What the program gave to the last commit that has ended; `Null` before the first one.
     pub fn program(&self) -> &Value {
         &self.program
     }
 
-    /// Goes back to the last commit, also from a step that has failed on its way. Drops all gradients.
+    /// Goes back to the last commit, also from a step that has failed on its way. Drops all gradients. A commit that
+    /// has [begun](Self::begin_commit) is ended first; if that fails, the one before is the last: see
+    /// [`program`](Self::program).
     ///
     /// # Errors
     /// Those of [`Durable::rollback`]: then nothing has changed. [`InvalidArgument`](ErrorKind::InvalidArgument) if
     /// that commit was made before the optimizer was: open it anew. Those of [`Runtime::alloc`] and of pins, if the
     /// gradients and the working copy cannot be made.
     pub fn rollback(&mut self) -> Result<()> {
+        // If it fails, there is nothing of it to go back to.
+        let _ = self.end_commit();
         let folder = self.durable()?;
         folder.rollback()?;
         let Some((note, program)) = Note::read(&folder.note())? else {

@@ -132,8 +132,8 @@ impl Rule for AdamW {
         let root = correction(self.betas.1).sqrt() as f32;
         let epsilon = self.epsilon as f32;
         let [averages, squares] = states else { return };
-        // The widest vectors that the processor has: a root and two quotients take longer than their bytes. No product
-        // is fused with a sum, so the bits are the same with any.
+        // By AVX2 where the processor has it: a root and two quotients of four elements at a time take longer than
+        // their bytes. No product is fused with a sum, so the bits are the same without it.
         pulp::Arch::new().dispatch(|| {
             let both = averages.iter_mut().zip(squares.iter_mut());
             for ((p, g), (m, v)) in parameters.iter_mut().zip(gradients).zip(both) {

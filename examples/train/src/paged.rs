@@ -27,8 +27,16 @@ pub struct Paged {
     mixed: bool,
     /// Elements that are copied under one pin.
     piece: u64,
-    /// What the step that has begun is committed with.
-    commit: Option<Value>,
+    /// Of the step that has begun, until it is durable.
+    commit: Option<Commit>,
+}
+
+/// A commit that is to be made.
+#[derive(Debug)]
+struct Commit {
+    /// What is said with it.
+    program: Value,
+    has_begun: bool,
 }
 
 impl Paged {
@@ -106,18 +114,32 @@ impl Paged {
     /// Those of [`Optimizer::begin_step`].
     pub fn begin_step(&mut self, commit: Option<Value>) -> Result<f64> {
         let step = self.optimizer.begin_step(1.0)?;
-        self.commit = commit;
+        self.commit = commit.map(|program| Commit { program, has_begun: false });
         Ok(step.norm)
     }
 
-    /// Ends the step that has begun, if there is one, and commits it if that is to be.
+    /// Ends the step that has begun, if there is one, and begins to commit it if that is to be: while a pass goes on,
+    /// which reads parameters from here on and writes nothing of the folder.
     ///
     /// # Errors
-    /// Those of [`Optimizer::end_step`] and [`Optimizer::commit`].
+    /// Those of [`Optimizer::end_step`] and [`Optimizer::begin_commit`].
     pub fn end_step(&mut self) -> Result<()> {
         self.optimizer.end_step()?;
-        if let Some(program) = &self.commit {
-            self.optimizer.commit(program)?;
+        if let Some(commit) = self.commit.as_mut().filter(|commit| !commit.has_begun) {
+            self.optimizer.begin_commit(&commit.program)?;
+            commit.has_begun = true;
+        }
+        Ok(())
+    }
+
+    /// Waits for the commit that has begun, if there is one. If it fails, [`end_step`](Self::end_step) begins it again.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::end_commit`].
+    pub fn end_commit(&mut self) -> Result<()> {
+        if let Some(commit) = self.commit.as_mut().filter(|commit| commit.has_begun) {
+            commit.has_begun = false;
+            self.optimizer.end_commit()?;
             self.commit = None;
         }
         Ok(())

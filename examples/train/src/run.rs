@@ -263,6 +263,8 @@ pub fn run(
         let of_step = Instant::now();
         let micros = text.step(step, settings.batch, settings.micro)?;
         let loss = pass.run(paged, &micros)? as f32;
+        // Waits for the commit of the step before. The losses are in the same folder: none may be written until then.
+        paged.end_commit()?;
         losses.set(step, loss)?;
         made_here += 1;
         let tokens = (settings.batch * settings.window) as f64;
@@ -290,7 +292,7 @@ pub fn run(
             Ok(true) => break,
             Err(error) => {
                 // The step before was shown: it is kept, if that can be.
-                let _ = paged.end_step();
+                let _ = paged.end_step().and_then(|()| paged.end_commit());
                 return Err(error);
             }
         }

@@ -78,7 +78,7 @@ impl Text {
     }
 
     /// The windows of a step, `at_once` in each micro-batch. In each pass over the text every window comes once. Those
-    /// of the step behind it are read ahead.
+    /// of the next step are read ahead.
     ///
     /// # Errors
     /// `Io`; `Corrupt` if the file is shorter than it was.

@@ -303,9 +303,14 @@ fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_commit() {
 
 /// The program, on a state.
 fn program(bench: &Bench, state: &Path) -> Command {
+    program_to(bench, state, STEPS)
+}
+
+/// The program, on a state, to a step.
+fn program_to(bench: &Bench, state: &Path, steps: u64) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
     command.arg("--text").arg(&bench.text).arg("--state").arg(state).args(arguments());
-    command.args(["--steps", &STEPS.to_string(), "--resume", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.args(["--steps", &steps.to_string(), "--resume", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
@@ -354,35 +359,41 @@ fn a_training_that_is_killed_goes_on_with_the_same_losses() {
     eprintln!("{kills} kills in {ends} trainings");
 }
 
-/// Where no file may be as long as the state is, as on a full disk, a run is refused before its first step, or fails in
-/// one of them. Either leaves what was committed, and with room it goes on.
+/// Where no file may be as long as the state is, as on a full disk, a run is refused: a new one before its first commit,
+/// and one that goes on before its first step. With room, either goes on.
 #[test]
-fn a_training_without_room_on_the_disk_is_refused_and_goes_on_with_it() {
+fn regression_a_training_without_room_on_the_disk_is_refused_and_goes_on_with_it() {
     let bench = Bench::new();
     let whole = ended(program(&bench, &bench.state_of("whole")).spawn().unwrap());
-    let state = bench.state_of("full");
-    let longest = std::fs::read_dir(bench.state_of("whole")).unwrap();
-    let longest = longest.map(|file| file.unwrap().metadata().unwrap().len()).max().unwrap();
-    let mut refused = 0;
+    let lengths =
+        std::fs::read_dir(bench.state_of("whole")).unwrap().map(|file| file.unwrap().metadata().unwrap().len());
+    let longest = lengths.max().unwrap();
+    let (new, left) = (bench.state_of("new"), bench.state_of("left"));
+    assert_eq!(ended(program_to(&bench, &left, 2).spawn().unwrap())["generation"], 2);
+    let mut refused = [0, 0];
     for eighths in 1..=8 {
         // In blocks of 512 bytes; a shell that counts in others makes other lengths of them.
         let blocks = longest * eighths / 8 / 512 - 8;
-        let mut limited = Command::new("sh");
-        limited.args(["-c", &format!("ulimit -f {blocks}; exec \"$@\""), "sh"]);
-        let inner = program(&bench, &state);
-        limited.arg(inner.get_program()).args(inner.get_args()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let out = limited.output().unwrap();
-        if out.status.success() {
-            continue;
+        for (state, refused) in [&new, &left].into_iter().zip(&mut refused) {
+            let inner = program(&bench, state);
+            let mut limited = Command::new("sh");
+            limited.args(["-c", &format!("ulimit -f {blocks}; exec \"$@\""), "sh"]);
+            limited.arg(inner.get_program()).args(inner.get_args()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            let out = limited.output().unwrap();
+            if out.status.success() {
+                continue;
+            }
+            *refused += 1;
+            let told = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(1), "{blocks} blocks: {told}");
+            assert!(told.contains("ulimit -f") && told.contains("raise that limit"), "{told}");
         }
-        refused += 1;
-        let told = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(1), "{blocks} blocks: {told}");
-        assert!(told.contains("train: ") && told.contains("room"), "{told}");
     }
-    assert!(refused > 0, "nothing was refused, so this shows nothing");
-    let report = ended(program(&bench, &state).spawn().unwrap());
-    assert_eq!((&report["losses"], &report["losses_xxh3"]), (&whole["losses"], &whole["losses_xxh3"]));
+    assert!(refused.iter().all(|times| *times > 0), "{refused:?} refusals show nothing");
+    for state in [new, left] {
+        let report = ended(program(&bench, &state).spawn().unwrap());
+        assert_eq!((&report["losses"], &report["losses_xxh3"]), (&whole["losses"], &whole["losses_xxh3"]));
+    }
 }
 
 impl Bench {

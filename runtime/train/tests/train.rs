@@ -339,6 +339,77 @@ fn a_rollback_goes_back_to_the_last_commit() {
     assert_eq!(all_bits(&runtime, &optimizer), by_hand(2, DType::F32, 1e9).0);
 }
 
+/// While a commit is under way gradients are added; the next step waits for it, and what is reopened is a run's whose
+/// commits were made at once.
+#[test]
+fn a_commit_goes_on_beside_a_pass() {
+    let (expected, _) = by_hand(4, DType::F32, 1e9);
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("state");
+    for (step, pages) in (1..=4).zip([300, 24, 40, 60]) {
+        let runtime = runtime(16, pages);
+        let state = state(&runtime, &path);
+        let mut optimizer = three_groups(&runtime).open_in(&state).unwrap();
+        assert_eq!((optimizer.steps(), optimizer.end_commit().unwrap()), (step - 1, None));
+        if step == 1 {
+            initialise(&runtime, &mut optimizer);
+        }
+        add_gradients(&optimizer, step);
+        optimizer.step(1.0).unwrap();
+        optimizer.begin_commit(&json!({ "place": step })).unwrap();
+        // Of the next step, which is lost.
+        add_gradients(&optimizer, 77);
+        match step {
+            // Whoever drops it waits for the commit.
+            1 => {}
+            2 => {
+                let generation = optimizer.end_commit().unwrap().unwrap();
+                assert_eq!((generation, optimizer.program()), (state.generation(), &json!({ "place": 2 })));
+                assert_eq!(optimizer.end_commit().unwrap(), None);
+            }
+            3 => {
+                optimizer.step(1.0).unwrap();
+                assert_eq!(*optimizer.program(), json!({ "place": 3 }));
+            }
+            _ => {
+                optimizer.rollback().unwrap();
+                assert_eq!((optimizer.steps(), optimizer.program()), (4, &json!({ "place": 4 })));
+            }
+        }
+        drop((optimizer, state));
+        runtime.close().unwrap();
+    }
+    let runtime = roomy_with(16);
+    let state = state(&runtime, &path);
+    let optimizer = three_groups(&runtime).open_in(&state).unwrap();
+    assert_eq!((state.generation().get(), all_bits(&runtime, &optimizer)), (4, expected));
+}
+
+#[test]
+fn a_commit_that_fails_beside_a_pass_is_told_at_its_end_and_can_be_made_again() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let runtime = runtime(16, 40);
+    let state = state(&runtime, &folder.path().join("state"));
+    let mut optimizer = three_groups(&runtime).open_in(&state).unwrap();
+    initialise(&runtime, &mut optimizer);
+    optimizer.commit(&json!("first")).unwrap();
+    add_gradients(&optimizer, 1);
+    optimizer.step(1.0).unwrap();
+    let held = optimizer.parameter("a").unwrap();
+    let guard = runtime.pin(&held).write().wait().unwrap();
+    optimizer.begin_commit(&json!("second")).unwrap();
+    // Another one waits for its end too.
+    let error = optimizer.begin_commit(&json!("third")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+    drop(guard);
+    assert_eq!((optimizer.program(), state.generation().get()), (&json!("first"), 1));
+    optimizer.begin_commit(&json!("fourth")).unwrap();
+    assert_eq!(optimizer.end_commit().unwrap().unwrap().get(), 2);
+    assert_eq!((optimizer.program(), optimizer.steps()), (&json!("fourth"), 1));
+    let mut lost = three_groups(&runtime).open().unwrap();
+    assert_eq!(lost.begin_commit(&Value::Null).unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
 #[test]
 fn gradients_that_are_missing_or_not_finite_are_named() {
     let runtime = roomy();

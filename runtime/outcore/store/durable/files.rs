@@ -109,17 +109,16 @@ impl Files for FolderFiles {
 
     fn take_room(&self, part: Part, bytes: u64) -> io::Result<()> {
         let (file, before) = (self.file(part), self.length(part)?);
+        // A write beyond it would end the process by a signal, also within a file that is longer already.
+        let most = longest_file();
+        if bytes > most {
+            let what = format!("no file of this process may be longer than {} (ulimit -f)", Bytes::new(most));
+            return Err(io::Error::new(io::ErrorKind::StorageFull, what));
+        }
         if bytes <= before {
             return Ok(());
         }
         self.ask(FolderCall::TakeRoom)?;
-        // To ask for more would end the process by a signal.
-        let most = longest_file();
-        if bytes > most {
-            let most = Bytes::new(most);
-            let what = format!("no file of this process may be longer than {most}: raise that limit (ulimit -f)");
-            return Err(io::Error::new(io::ErrorKind::StorageFull, what));
-        }
         // First, so that a request that cannot be met takes no room from anybody, even for a moment.
         let disk = fstatvfs(file)?;
         if u128::from(bytes - before) > u128::from(disk.f_bavail) * u128::from(disk.f_frsize) {

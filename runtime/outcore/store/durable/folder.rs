@@ -43,8 +43,11 @@ pub(crate) struct DurableFolder {
 
 fn no_room(path: &Path, slots: u64, page_bytes: u64, cause: io::Error) -> Error {
     let room = Bytes::new(slots.saturating_mul(page_bytes));
-    Error::io(format!("take {room} for the pages of {}", path.display()), cause)
-        .remedy("free space on that disk, keep fewer generations, or use another folder")
+    let remedy = match cause.raw_os_error() {
+        Some(_) => "free space on that disk, keep fewer generations, or use another folder",
+        None => "raise that limit",
+    };
+    Error::io(format!("take {room} for the pages of {}", path.display()), cause).remedy(remedy)
 }
 
 impl DurableFolder {
@@ -68,10 +71,10 @@ impl DurableFolder {
         let page_bytes = ledger.head().page_bytes;
         // More generations may be kept from now on.
         let (pages, slots) = (ledger.page_count(), ledger.slots_for(ledger.page_count()));
-        if ledger.room().0 < slots {
-            files
-                .take_pages(slots.saturating_mul(page_bytes))
-                .map_err(|cause| no_room(&path, slots, page_bytes, cause))?;
+        let has = ledger.room().0;
+        let all = slots.max(has);
+        files.take_pages(all.saturating_mul(page_bytes)).map_err(|cause| no_room(&path, all, page_bytes, cause))?;
+        if has < slots {
             ledger.grow(pages);
         }
         let table = Table::read(ledger.table(), ledger.page_count() as u64, page_bytes)?;
