@@ -459,8 +459,8 @@ impl Optimizer {
     /// nobody is told whether it was made.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) as for [`commit`](Self::commit); those of a commit that had begun
-    /// before. Where the system has no thread for it, it is made at once, with its errors.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) as for [`commit`](Self::commit); those of a commit that had
+    /// begun before. Where the system has no thread for it, it is made at once, with its errors.
     pub fn begin_commit(&mut self, program: &Value) -> Result<()> {
         let folder = self.prepare_commit(program)?;
         self.committing = Committing::begin(&folder, program);

@@ -359,8 +359,8 @@ fn a_training_that_is_killed_goes_on_with_the_same_losses() {
     eprintln!("{kills} kills in {ends} trainings");
 }
 
-/// Where no file may be as long as the state is, as on a full disk, a run is refused: a new one before its first commit,
-/// and one that goes on before its first step. With room, either goes on.
+/// Where no file may be as long as the state is, as on a full disk, a run is refused: a new one before its first
+/// commit, and one that goes on before its first step. With room, either goes on.
 #[test]
 fn regression_a_training_without_room_on_the_disk_is_refused_and_goes_on_with_it() {
     let bench = Bench::new();
