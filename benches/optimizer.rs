@@ -6,10 +6,10 @@
 //! durable folder; a step and a commit in another. Then, in memory, a loop that reads four arrays and writes three, and
 //! a step.
 //!
-//! Parameters: `--parameters` in units of 2^20 (128), `--budget` (256MiB), `--page` (2MiB), `--resident` parameters of
-//! the part in memory in the same units (8; 0 leaves it out), `--raw` bytes of a raw run (1GiB), `--depth` of it (16),
-//! `--rounds` (7), `--ways` of a step (scratch,durable,commits), `--dir`. The disk takes 66 bytes for each parameter in
-//! all three ways, besides the raw run; 26 in a durable folder.
+//! Parameters: `--parameters` in units of 2^20 (128), `--budget` (256MiB), `--page` (2MiB), `--lookahead` (auto),
+//! `--resident` parameters of the part in memory in the same units (8; 0 leaves it out), `--raw` bytes of a raw run
+//! (1GiB), `--depth` of it (16), `--rounds` (7), `--ways` of a step (scratch,durable,commits), `--dir`. The disk takes
+//! 66 bytes for each parameter in all three ways, besides the raw run; 26 in a durable folder.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -21,7 +21,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use outcore::durable::DurableOptions;
-use outcore::{Bytes, DType, PageSize, PolicyKind, Runtime};
+use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Runtime};
 use outcore_train::{AdamW, Group, Optimizer, Schedule};
 use raw::Raw;
 use serde_json::{Value, json};
@@ -57,10 +57,17 @@ fn by_kernel() -> u64 {
         .sum()
 }
 
-fn open(
-    parameters: u64,
+/// What a runtime is opened with.
+#[derive(Clone, Copy)]
+struct Sizes {
     budget: Bytes,
     page: PageSize,
+    lookahead: Lookahead,
+}
+
+fn open(
+    parameters: u64,
+    Sizes { budget, page, lookahead }: Sizes,
     dir: &Path,
     folder: Option<&Path>,
     gradients: DType,
@@ -68,6 +75,7 @@ fn open(
     let runtime = Runtime::builder()
         .page_size(page)
         .device_budget(budget)
+        .lookahead(lookahead)
         .policy(PolicyKind::Plan)
         .scratch_dir(dir)
         .open()
@@ -158,7 +166,8 @@ fn main() {
     let scene = tempfile::tempdir_in(&dir).unwrap();
     let raw = Raw::open(&dir, page, depth, raw_bytes);
     let folder = |name: &str| scene.path().join(name);
-    let of = |folder: Option<&Path>| open(parameters, budget, page, &dir, folder, DType::BF16);
+    let sizes = Sizes { budget, page, lookahead: param("lookahead", "auto") };
+    let of = |folder: Option<&Path>| open(parameters, sizes, &dir, folder, DType::BF16);
     let wanted: String = param("ways", "scratch,durable,commits");
     let way = |name| match name {
         "scratch" => (name, false, of(None)),
@@ -212,14 +221,15 @@ fn main() {
     drop(raw);
     results.insert("disk_gib_s".into(), spread(disk).json());
     if resident > 0 {
-        results.insert("in_memory".into(), in_memory(resident, page, &dir, rounds));
+        results.insert("in_memory".into(), in_memory(resident, sizes, &dir, rounds));
     }
     json_line("optimizer", &hardware, Value::Object(results));
 }
 
 /// A step beside a loop over the same bytes.
-fn in_memory(resident: u64, page: PageSize, dir: &Path, rounds: usize) -> Value {
-    let mut trained = open(resident, Bytes::new(resident * 16 + (64 << 20)), page, dir, None, DType::F32);
+fn in_memory(resident: u64, sizes: Sizes, dir: &Path, rounds: usize) -> Value {
+    let sizes = Sizes { budget: Bytes::new(resident * 16 + (64 << 20)), ..sizes };
+    let mut trained = open(resident, sizes, dir, None, DType::F32);
     let mut arrays = [0.5f32, 0.25, 0.125, 1.0].map(|value| vec![value; resident as usize]);
     let (mut loops, mut shares) = (Vec::new(), Vec::new());
     for _ in 0..3 * rounds {

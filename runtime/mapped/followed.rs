@@ -11,11 +11,11 @@ const MISSING: usize = 4;
 const MISSING_PART: usize = 8;
 /// The longest step that is looked at.
 const STEP: usize = 1 << 12;
-/// After so many faults in a row that the order does not explain, one of so many parts of it at the most, it is not
-/// believed until so many have come that it does explain.
-const STRAYS: usize = 16;
-const STRAYS_PART: usize = 4;
+/// How far an order is believed: a fault that it explains adds so much, any other one takes 1 away. Below the least,
+/// which it begins with, no uses are inferred from it.
+const EXPLAINED: u32 = 4;
 const BELIEVED: u32 = 8;
+const BELIEVED_MOST: u32 = 32;
 
 /// An order of pages that repeats, and the place of the last fault in it.
 #[derive(Debug)]
@@ -26,12 +26,10 @@ pub struct Followed {
     at: usize,
     /// The place of the last fault, if the program did not come there from `at`.
     stray: Option<usize>,
-    /// Faults in a row that the order does not explain. Threads that share a tensor make a few: each has a place of its
-    /// own. A program that goes backwards makes half an order of them. It leaves the same pages visible, and if their
-    /// uses were inferred, the policy would be told that its own order goes on.
-    strays: usize,
-    /// Faults that the order has to explain before it is believed again.
-    owed: u32,
+    /// How far the order is believed. Where some threads share a tensor, one of them is at `at`, and the faults of the
+    /// others are not explained. A program that goes backwards leaves the same pages visible as one that goes forwards,
+    /// and if their uses were inferred, the policy would be told that its own order goes on.
+    belief: u32,
 }
 
 impl Followed {
@@ -43,7 +41,7 @@ impl Followed {
         }
         let at = next.checked_sub(1).unwrap_or(order.len().saturating_sub(1));
         let at = at.min(order.len().saturating_sub(1));
-        Self { order, places, at, stray: None, strays: 0, owed: 0 }
+        Self { order, places, at, stray: None, belief: BELIEVED }
     }
 
     /// Uses of the order; none if there is none.
@@ -52,9 +50,9 @@ impl Followed {
     }
 
     /// There was a fault on `page`. Returns the pages between the fault before and this one, if the program goes
-    /// through the order forwards; none if it has gone elsewhere, or if the order is not believed. `there`
-    /// says whether the program sees a page: one that it does not see it did not use, or there would have been a fault.
-    /// So a program that has come from the fault before has passed over next to none of these.
+    /// through the order forwards; none if it has gone elsewhere, or if the order is not believed. `there` says whether
+    /// the program sees a page: one that it does not see it did not use, or there would have been a fault. So a program
+    /// that has come from the fault before has passed over next to none of these.
     pub fn passed(&mut self, page: u32, there: impl Fn(u32) -> bool) -> Vec<u32> {
         let Some(places) = self.places.get(&page) else { return Vec::new() };
         let next = |at: usize| {
@@ -62,12 +60,10 @@ impl Followed {
             next.map_or(0, |place| *place as usize)
         };
         if let (to, Some(between)) = (next(self.at), self.between(self.at, next(self.at), &there)) {
-            (self.at, self.stray, self.strays) = (to, None, 0);
-            if self.owed > 0 {
-                self.owed -= 1;
-                return Vec::new();
-            }
-            return between;
+            let is_believed = self.belief >= BELIEVED;
+            (self.at, self.stray) = (to, None);
+            self.belief = (self.belief + EXPLAINED).min(BELIEVED_MOST);
+            return if is_believed { between } else { Vec::new() };
         }
         // A single page that is used out of order says nothing. Two that follow one another do.
         let follows = self.stray.is_some_and(|stray| self.between(stray, next(stray), &there).is_some());
@@ -75,10 +71,7 @@ impl Followed {
             (true, Some(stray)) => self.at = next(stray),
             _ => {
                 self.stray = Some(next(self.at));
-                self.strays += 1;
-                if self.strays > (self.order.len() / STRAYS_PART).min(STRAYS) {
-                    self.owed = BELIEVED;
-                }
+                self.belief = self.belief.saturating_sub(1);
             }
         }
         Vec::new()
