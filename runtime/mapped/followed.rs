@@ -27,8 +27,8 @@ pub struct Followed {
     /// The place of the last fault, if the program did not come there from `at`.
     stray: Option<usize>,
     /// How far the order is believed. Where some threads share a tensor, one of them is at `at`, and the faults of the
-    /// others are not explained. A program that goes backwards leaves the same pages visible as one that goes forwards,
-    /// and if their uses were inferred, the policy would be told that its own order goes on.
+    /// others are not explained. A program that goes backwards leaves the same pages visible as one that goes forwards.
+    /// Uses inferred from these would be the order's own, and the policy would go on following it.
     belief: u32,
 }
 

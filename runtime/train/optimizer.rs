@@ -455,8 +455,7 @@ impl Optimizer {
     /// [end](Self::end_commit) the program may read parameters and [accumulate](Self::accumulate). It may write no
     /// tensor of the folder: that may be in the generation in part, and if one is held to write, the commit fails.
     ///
-    /// Whatever begins a step, commits or rolls back ends it first, and so does whoever drops the optimizer: then
-    /// nobody is told whether it was made.
+    /// A step, a commit and a rollback end it first. So does dropping the optimizer, which discards its outcome.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) as for [`commit`](Self::commit); those of a commit that had

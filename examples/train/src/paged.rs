@@ -27,14 +27,14 @@ pub struct Paged {
     mixed: bool,
     /// Elements that are copied under one pin.
     piece: u64,
-    /// Of the step that has begun, until it is durable.
+    /// The commit of the step that has begun, until it is durable.
     commit: Option<Commit>,
 }
 
-/// A commit that is to be made.
+/// A commit that is to be made, or is under way.
 #[derive(Debug)]
 struct Commit {
-    /// What is said with it.
+    /// What the program needs to go on from it: see [`Optimizer::commit`].
     program: Value,
     has_begun: bool,
 }
