@@ -46,6 +46,11 @@ impl Row {
         (file, number - self.first(file))
     }
 
+    /// Whether this number is left out, or lies behind all files: no page has it.
+    pub fn is_left_out(&self, number: u32) -> bool {
+        !self.of_file(self.place(number).0).contains(&number)
+    }
+
     /// The numbers of a file's pages.
     pub fn of_file(&self, file: usize) -> Range<u32> {
         self.first(file)..self.first(file + 1).saturating_sub(1).max(self.first(file))
@@ -159,6 +164,7 @@ mod tests {
         assert_eq!((row.files(), row.len()), (4, 10));
         // The number behind a file is no page of the next one.
         assert_eq!(row.place(3), (0, 3));
+        assert_eq!((0..12).filter(|number| row.is_left_out(*number)).collect::<Vec<_>>(), [3, 5, 6, 9, 10, 11]);
         assert_eq!(Row::of([u64::from(u32::MAX)]), None);
         assert_eq!(Row::of([1 << 31, 1 << 31]), None);
     }

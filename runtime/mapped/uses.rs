@@ -289,7 +289,8 @@ impl Uses {
         if state.looks.is_learning() && state.seen.last() != Some(&page) && (state.seen.len() as u64) < USES_MOST {
             state.seen.push(page);
         }
-        let by_offset = state.scan.as_mut().and_then(|scan| scan.used(page));
+        let may_pass = |page| self.members.row().is_left_out(page) || there(page);
+        let by_offset = state.scan.as_mut().and_then(|scan| scan.fault(page, may_pass));
         if by_offset == Some(state.declared == Order::OfHeaders) && state.declared != Order::Looking {
             state.changes += 1;
             match by_offset {

@@ -227,6 +227,25 @@ fn a_scan_by_offset_is_noticed_within_a_fiftieth_of_the_model() {
     }
 }
 
+/// A program reads the headers of all files first, so a scan has no fault on the first page of any.
+#[test]
+fn regression_a_scan_is_noticed_where_headers_are_there() {
+    let folder = folder();
+    let mut tensors: Vec<(String, u64)> =
+        (0..48).map(|layer| (format!("model.layers.{layer}.mlp.up_proj.weight"), 6 * PAGE)).collect();
+    tensors.sort_by_key(|(name, _)| name.clone());
+    let model = write(folder.path(), "model", &tensors, 4, true);
+    let Some(runtime) = runtime(150) else { return };
+    let mapped = model.map(&MapOptions::new().keep_order(false), &runtime);
+    let read = |page: &[u8]| std::hint::black_box(page[0]);
+    mapped.iter().for_each(|file| _ = read(file));
+    let pages = mapped.iter().flat_map(|file| file.chunks(PAGE as usize).map(read));
+    let noticed = pages.map(|_| mapped[0].whole().order).position(|order| order == Order::ByOffset);
+    assert!(noticed.is_some_and(|page| page < 150), "on page {noticed:?} of 292");
+    drop(mapped);
+    runtime.close().unwrap();
+}
+
 /// Each file is mapped when it is read, as a loader does that goes through them.
 #[test]
 fn regression_a_scan_over_files_that_are_mapped_one_by_one_reads_little_twice() {
