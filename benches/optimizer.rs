@@ -9,7 +9,12 @@
 //! Parameters: `--parameters` in units of 2^20 (128), `--budget` (256MiB), `--page` (2MiB), `--lookahead` (auto),
 //! `--resident` parameters of the part in memory in the same units (8; 0 leaves it out), `--raw` bytes of a raw run
 //! (1GiB), `--depth` of it (16), `--rounds` (7), `--ways` of a step (scratch,durable,commits), `--dir`. The disk takes
-//! 66 bytes for each parameter in all three ways, besides the raw run; 26 in a durable folder.
+//! 66 bytes for each parameter in all three ways, besides the raw run; 26 in a durable folder. It says so first, and
+//! all is gone behind it.
+//!
+//! A step moves 26 bytes a parameter where memory keeps nothing: 12 of parameters and moments and 2 of gradients are
+//! read, 12 are written. What stays in memory from one step to the next need not be read: the budget, less what is read
+//! ahead and what threads update.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -175,9 +180,16 @@ fn main() {
         "commits" => (name, true, of(Some(&folder("with")))),
         _ => panic!("there is no way {name:?} to make a step: scratch, durable or commits"),
     };
+    let of_way = |name| if name == "scratch" { 14 } else { 26 };
+    let room = wanted.split(',').map(of_way).sum::<u64>() * parameters + raw_bytes;
+    println!("the disk takes up to {} until the end", Bytes::new(room));
     let mut ways: Vec<_> = wanted.split(',').map(way).collect();
-    // What a step moves where nothing is in memory at its beginning. Memory keeps some of it.
-    let formula = parameters as f64 * 26.0;
+    let all = parameters as f64 * 26.0;
+    // Of a block two pages of the parameters and of each moment, and one of the gradients.
+    let threads = std::thread::available_parallelism().unwrap().get() as u64;
+    let frames = (budget.get() / page.bytes()) as u32;
+    let in_flight = (u64::from(sizes.lookahead.pages(page, frames)) + 7 * threads) * page.bytes();
+    let formula = all - budget.get().saturating_sub(in_flight) as f64;
     let (mut disk, mut steps) = (Vec::new(), vec![Vec::new(); ways.len()]);
     for _ in 0..rounds {
         disk.push(raw.mixed(raw_bytes));
@@ -199,13 +211,16 @@ fn main() {
         let extra = spread(each(&|step| step.commit_written as f64 / budget.get() as f64));
         let counted = spread(each(&|step| step.by_kernel as f64 / (step.read + step.written) as f64));
         println!(
-            "{name:8} {:.2} s a step, {:.2} of the store's rate [{:.2} - {:.2}], bytes {:.3} of the formula's, by the \
-             kernel {:.3} of these; a commit {:.2} s, {:.2} of the budget written",
+            "{name:8} {:.2} s a step, {:.2} of the store's rate [{:.2} - {:.2}], {:.1} bytes a parameter, {:.3} of the \
+             formula's [{:.3} - {:.3}], by the kernel {:.3} of these; a commit {:.2} s, {:.2} of the budget written",
             seconds.median,
             share.median,
             share.least,
             share.most,
+            moved.median * formula / parameters as f64,
             moved.median,
+            moved.least,
+            moved.most,
             counted.median,
             commit.median,
             extra.median

@@ -17,7 +17,7 @@ export CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
-features=outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
+features=outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda,outcore-train/cuda
 cargo check --target "$target" --workspace --all-targets --features "$features"
 cargo test --target "$target" -p outcore-pager -p outcore-lab --lib
 cargo test --target "$target" -p outcore --lib -- device::kernel_pages device::tables

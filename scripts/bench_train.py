@@ -12,8 +12,8 @@ tune-2048  the same, 2048 tokens a step
 In turns in each round: in core, and within the limit. A side's time is the median of its steps but the first and the
 last: each has the update and the commit of the step before, which the first has not, and the last has its own too.
 Beside it stands how long the disk would take for the bytes of a step, at the rate of reads and writes at the same time
-that the round has measured. Exit status 1: losses differ, or a process took more memory than it may. The disk takes 8
-GB for `tune`, and less than 2 GB for `scratch`.
+that the round has measured. Exit status 1: losses differ, or a process took more memory than it may. It needs 8 GB of
+disk for `tune`, and 2 GB for `scratch`, and does not begin where less is free.
 """
 
 import argparse
@@ -33,11 +33,13 @@ from pathlib import Path
 from bench import RELEASE, ROOT, hardware, spread
 
 BLOCK = 1 << 20
+GB = 10**9
+# What each may take of memory, what it needs of the disk, and what it is given.
 SCENARIOS = {
-    "scratch": (160 << 20, ["--window", "256", "--batch", "8"]),
-    "tune-128": (512 << 20, ["--window", "128", "--batch", "1", "--rate", "1e-5"]),
-    "tune-128-mixed": (512 << 20, ["--window", "128", "--batch", "1", "--rate", "1e-5", "--mixed"]),
-    "tune-2048": (512 << 20, ["--window", "256", "--batch", "8", "--rate", "1e-5"]),
+    "scratch": (160 << 20, 2 * GB, ["--window", "256", "--batch", "8"]),
+    "tune-128": (512 << 20, 8 * GB, ["--window", "128", "--batch", "1", "--rate", "1e-5"]),
+    "tune-128-mixed": (512 << 20, 8 * GB, ["--window", "128", "--batch", "1", "--rate", "1e-5", "--mixed"]),
+    "tune-2048": (512 << 20, 8 * GB, ["--window", "256", "--batch", "8", "--rate", "1e-5"]),
 }
 
 
@@ -71,6 +73,15 @@ def mixed(folder, blocks=768, threads=8):
         path.unlink()
 
 
+def check_room(names, folder):
+    """Ends the program unless the disk has room: a run that finds none on its way is lost."""
+    needed, name = max((SCENARIOS[name][1], name) for name in names)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        has = f"{folder} has {free / GB:.1f} GB free"
+        sys.exit(f"bench_train: {name} needs {needed / GB:.0f} GB of disk, and {has}: choose another folder (--dir)")
+
+
 def train(options, folder, steps, limit):
     """Seconds of a step, and the program's object."""
     state = Path(folder) / "state"
@@ -87,7 +98,7 @@ def train(options, folder, steps, limit):
 
 
 def scenario(name, arguments, text, folder):
-    limit, options = SCENARIOS[name]
+    limit, _, options = SCENARIOS[name]
     options = ["--text", text, *options]
     if name.startswith("tune"):
         options += ["--model", arguments.model]
@@ -136,6 +147,7 @@ def main():
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown or arguments.rounds < 1 or arguments.steps < 3:
         parser.error(f"no scenario {unknown[0]}" if unknown else "at least one round of three steps")
+    check_room(names, arguments.dir)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         text = Path(folder) / "text"
         files = sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "runtime").rglob("*.rs"))

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks what the compiler does not: where `unsafe` may stand, which file may name a processor, what the pager may use
-of `std`, what texts may say, how long lines are.
+of `std`, what the trainer may use of candle, what texts may say, how long lines are.
 
     check_tree.py               check the repository this script lies in
     check_tree.py --self-test   check that every rule can fail
@@ -46,7 +46,9 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/kernels/": "vector instructions: loads, stores and prefetches through references",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLASLt",
-    "examples/llm/tests/cuda/": "loads the kernels that were compiled for the CPU, and a cuBLASLt of the tests",
+    "examples/llm/tests/cuda/": "loads a cuBLASLt of the tests",
+    "runtime/train/cuda.rs": "launches kernels on raw device addresses",
+    "tests/kit/emulated_kernels.rs": "loads kernels that were compiled for the CPU, and calls its functions",
     "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
     "tests/fake-cublaslt/": "emulates a C library: pointers from C, and functions found by name",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
@@ -93,6 +95,14 @@ PAGER = "runtime/pager/"
 PAGER_STD_BANNED = {"env", "fs", "io", "net", "os", "path", "process", "thread", "time"}
 PAGER_STD_ALLOWED = {"runtime/pager/error.rs": {"io"}}
 
+# What the trainer may not use of candle: these operations have no backward. What they are given gets no gradient, and
+# no error says so.
+TRAINER = "examples/train/"
+NO_BACKWARD = re.compile(
+    r"\b(?:rms_norm|layer_norm|softmax_last_dim|rope(?:_i|_thd)?|sdpa|QMatMul|apply_op[123]_no_bwd)\b"
+    r"|\bcandle_nn\s*::\s*(?:ops|rotary_emb)\b"
+)
+
 # Characters beyond ASCII that sources and texts may hold.
 CHARACTERS_ALLOWED = set("\u00b2\u00b3\u00b5\u00d7")  # superscript 2 and 3, micro, times
 # Files whose subject is text beyond ASCII.
@@ -119,7 +129,7 @@ TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c
 TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
 BLOB_BYTES_MAX = 1 << 20
 # Generated texts, whose own checks bound them.
-BLOB_BYTES_OF = {"examples/llm/src/cuda/kernels.ptx": 3 << 19}
+BLOB_BYTES_OF = {"examples/llm/src/cuda/kernels.ptx": 3 << 19, "runtime/train/cuda/kernels.ptx": 1 << 16}
 
 # ---- a small reader of Rust: blanks out what is not code, keeping line numbers ----
 
@@ -275,6 +285,14 @@ def pager_pure(path, text):
         for module in first_names(code[hit.end() : hit.end() + 4000]):
             if module in PAGER_STD_BANNED - PAGER_STD_ALLOWED.get(path, set()):
                 yield line_of(code, hit.start()), f"the pager uses std::{module}: it has no I/O, clock or threads"
+
+
+def gradients(path, text):
+    if not (path.startswith(TRAINER) and path.endswith(".rs")):
+        return
+    code, _ = split_rust(text)
+    for hit in NO_BACKWARD.finditer(code):
+        yield line_of(code, hit.start()), f"`{hit.group(0)}` has no backward: it cuts gradients off in silence"
 
 
 def words(path, text):
@@ -479,6 +497,7 @@ RULES = [
     ("unsafe-reason", unsafe_reason),
     ("architecture", architecture),
     ("pager-pure", pager_pure),
+    ("gradients", gradients),
     ("words", words),
     ("ascii", ascii_only),
     ("columns", columns),
@@ -555,6 +574,12 @@ BAD = [
     ("pager-pure", "runtime/pager/table.rs", "use std::{sync::Arc, time::Instant};\n"),
     ("pager-pure", "runtime/pager/table.rs", "fn f() { std::thread::yield_now(); }\n"),
     ("pager-pure", "runtime/pager/table.rs", "#[cfg(test)]\nmod tests { use std::fs; }\nuse std::fs;\n"),
+    ("gradients", "examples/train/src/a.rs", "fn f() { let y = candle_nn::ops::rms_norm(&x, &w, 1e-5)?; }\n"),
+    ("gradients", "examples/train/src/a.rs", "use candle_nn::ops;\n"),
+    ("gradients", "examples/train/src/a.rs", "use candle_nn::{ops::softmax_last_dim, rotary_emb::rope};\n"),
+    ("gradients", "examples/train/src/a.rs", "use candle_nn::{LayerNorm, layer_norm};\n"),
+    ("gradients", "examples/train/src/a.rs", "use candle_core::quantized::QMatMul;\n"),
+    ("gradients", "examples/train/tests/a.rs", "fn f() { x.apply_op1_no_bwd(&op) }\n"),
     ("words", "docs/a.md", "Look in /home/me/outcore.\n"),
     ("words", "runtime/outcore/lib.rs", "fn f() { todo!() }\n"),
     ("words", "runtime/outcore/lib.rs", "// FIXME later\n"),
@@ -583,6 +608,8 @@ GOOD = [
     ("runtime/pager/table.rs", "//! [`Store`](crate::store::Store)\nuse std::{collections::BTreeMap, fmt};\nuse slab::Slab;\n"),
     ("runtime/pager/table.rs", "use super::state::Word;\n#[cfg(test)]\nmod tests {\n    use std::time::Instant;\n    use proptest::prelude::*;\n}\n"),
     ("runtime/pager/table.rs", "#[cfg(all(test, loom))]\nmod loom_word { use loom::thread; use crate::store::Store; }\n"),
+    ("examples/train/src/a.rs", "// candle_nn::ops::rms_norm\nfn norm(rope_base: f64) -> &str { \"softmax_last_dim\" }\n"),
+    ("examples/llm/src/a.rs", "fn rms_norm() { rope() }\n"),
     ("docs/a.md", "# Some `thing` here\n\n[up](#some-thing-here) [web](https://example.org/x) `[no](none.md)`\n"),
     ("runtime/outcore/lib.rs", f'const S: &str = "{"long_word " * 20}";\n//! | {"a cell " * 20} |\n'),
     ("scripts/a.py", f'S = "{"a long text " * 12}"\n'),

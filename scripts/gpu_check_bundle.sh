@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Packs everything that the GPU check needs: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
 #
-# There are two folders, one for each run of the check: target/gpu-check/bundle, and beside it bundle-peers. Each can be
-# copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or newer; it needs no network and no
-# compiler there: `./run.sh [--quick]`. What is packed: probes, generate, make_model and the kernels, compiled here, in
-# both; the tests of the device, the runtime and the GPU's kernels in the first; llama-bench in the second, if
-# scripts/fetch_gpu_peers.sh has built it; the newest results for comparison, and a hash of what each part is made of.
+# There are two folders, one for each run of the check: target/gpu-check/bundle, and beside it bundle-peers. Each can
+# be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or newer; it needs no network and no
+# compiler there: `./run.sh [--quick]`. What is packed: probes, generate, make_model and the kernels, compiled here,
+# in both; the tests of the device, the runtime, the GPU's kernels and updates by them in the first; llama-bench in
+# the second, if scripts/fetch_gpu_peers.sh has built it; the newest results for comparison, and a hash of what each
+# part is made of.
 #
 # The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC;
 # KERNELS_DIR names a folder that has them compiled. Without them the folder is not made, unless
@@ -40,10 +41,12 @@ if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" != 1 ]; then
             exit 1
         fi
     fi
-    if [ ! -f "$kernels/kernels.fatbin" ]; then
-        echo "gpu_check_bundle: $kernels holds no kernels.fatbin; scripts/check_kernels.sh makes one" >&2
-        exit 1
-    fi
+    for file in kernels.fatbin train.fatbin; do
+        if [ ! -f "$kernels/$file" ]; then
+            echo "gpu_check_bundle: $kernels holds no $file; scripts/check_kernels.sh makes one" >&2
+            exit 1
+        fi
+    done
 fi
 
 # The messages of panics would hold paths of this machine, so these paths are given other names. The flags for that are
@@ -60,10 +63,11 @@ out=$(cd "$out" && pwd) peers=$(cd "$peers" && pwd)
 
 # One set of packages and features, so that nothing is built twice. Test binaries are named with a hash; cargo says
 # where they are.
-of=(--profile "$profile" -p outcore -p outcore-llm -p outcore-gpu-check
-    --features outcore-gpu-check/cuda,outcore-llm/cuda --message-format json-render-diagnostics)
+of=(--profile "$profile" -p outcore -p outcore-llm -p outcore-train -p outcore-gpu-check
+    --features outcore-gpu-check/cuda,outcore-llm/cuda,outcore-train/cuda --message-format json-render-diagnostics)
 {
-    cargo build "${of[@]}" --bin gpu-probe --bin generate --bin make_model --test device --test cuda --test prompts
+    cargo build "${of[@]}" --bin gpu-probe --bin generate --bin make_model --test device --test cuda --test prompts \
+        --test train_cuda
     cargo test "${of[@]}" --lib --no-run
 } >"$target/built.json"
 python3 - "$target/built.json" "$out/bin" <<'E'
@@ -75,6 +79,7 @@ packed = {
     ("test", "device"): "device",
     ("test", "cuda"): "forward",
     ("test", "prompts"): "prompts",
+    ("test", "train_cuda"): "updates",
     ("lib", "outcore_llm"): "kernels",
 }
 found = {}
@@ -92,7 +97,7 @@ python3 benches/gpu-check/sources.py >"$out/SOURCES"
 if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" = 1 ]; then
     echo "gpu_check_bundle: WITHOUT kernels: the parts kernels and generate will use NVRTC, or the programs' own PTX"
 else
-    cp "$kernels/kernels.fatbin" "$out/kernels/"
+    cp "$kernels"/{kernels,train}.fatbin "$out/kernels/"
 fi
 find docs/results -name 'gpu-*.json' -exec cp {} "$out/previous/" \;
 changed=$([ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || echo ", changed")
@@ -100,7 +105,7 @@ echo "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)$changed, profile
 
 # The second run: what is compared, and the peers.
 cp -r "$out/." "$peers/"
-rm "$peers"/bin/{device,kernels,forward,prompts}
+rm "$peers"/bin/{device,kernels,forward,prompts,updates}
 echo 1 >"$out/PART"
 echo 2 >"$peers/PART"
 llama=${target%/gpu-check}/gpu-peers/bin/llama-bench

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The PTX of the GPU's kernels that is part of the program: examples/llm/src/cuda/kernels.ptx.
+"""The PTX of the GPU's kernels that is part of programs: a file kernels.ptx beside each kernels.cu.
 
-    kernels_ptx.py              check that it was made from the kernels' sources as they are; needs no compiler
-    kernels_ptx.py --compare    compile them, and check that the same text comes out
-    kernels_ptx.py --write      compile them, and write the file
+    kernels_ptx.py              check that they were made from the kernels' sources as they are; needs no compiler
+    kernels_ptx.py --compare    compile them, and check that the same texts come out
+    kernels_ptx.py --write      compile them, and write the files
 
 The compiler is that of fetch_nvcc.sh, or NVCC. Only its version is compared with: another one writes other text.
 """
@@ -17,16 +17,14 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "examples/llm/src/cuda"
-SOURCE = FOLDER / "kernels.cu"
-PTX = FOLDER / "kernels.ptx"
+SOURCES = [ROOT / "examples/llm/src/cuda/kernels.cu", ROOT / "runtime/train/cuda/kernels.cu"]
 VERSION = "13.0.88"
 # The oldest architecture and the oldest driver that are supported: CUDA 12.0 knows PTX 8.0.
 ARCHITECTURE = "compute_80"
 ISA = "8.0"
 # What checks that no newer instruction is in it.
 MACHINES = ("sm_80", "sm_90")
-# Every program has the text in it, and every copy of the repository too.
+# A program has the text in it, and every copy of the repository too.
 LIMIT = 1_500_000
 
 
@@ -34,17 +32,15 @@ def fail(text):
     sys.exit(f"kernels_ptx: {text}")
 
 
-def sources():
-    """The files that the kernels are made of, in order: kernels.cu says which."""
-    names = re.findall(r'^#include "(.*)"$', SOURCE.read_text(encoding="utf-8"), re.M)
-    if not names:
-        fail(f"{SOURCE} includes nothing")
-    return [FOLDER / name for name in names]
+def parts(source):
+    """The files that kernels are made of, in order: those that the source includes, or itself."""
+    names = re.findall(r'^#include "(.*)"$', source.read_text(encoding="utf-8"), re.M)
+    return [source.parent / name for name in names] or [source]
 
 
-def first_line():
+def first_line(source):
     digest = hashlib.sha256()
-    for path in sources():
+    for path in parts(source):
         digest.update(path.read_bytes() + b"\0")
     return f"// {ARCHITECTURE}, PTX {ISA}, by nvcc {VERSION} from sources with sha256 {digest.hexdigest()}\n"
 
@@ -64,7 +60,7 @@ def shortened(text):
     return text
 
 
-def compiled():
+def compiled(source):
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     nvcc = pathlib.Path(os.environ.get("NVCC", target / "nvcc/nvidia/cu13/bin/nvcc"))
     if not nvcc.exists():
@@ -74,11 +70,11 @@ def compiled():
         return None
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "kernels.ptx"
-        subprocess.run([nvcc, "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", "-o", out, SOURCE], check=True)
+        subprocess.run([nvcc, "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", "-o", out, source], check=True)
         text, count = re.subn(r"^\.version \d+\.\d+$", f".version {ISA}", out.read_text(), flags=re.M)
         if count != 1:
             fail("the compiler writes no line with a version")
-        text = first_line() + shortened(text)
+        text = first_line(source) + shortened(text)
         out.write_text(text)
         for machine in MACHINES:
             done = subprocess.run(
@@ -95,22 +91,25 @@ def main():
     what = sys.argv[1:]
     if what not in ([], ["--compare"], ["--write"]):
         sys.exit(__doc__)
-    if what == ["--write"]:
-        text = compiled()
-        if text is None:
-            fail(f"the compiler is not of version {VERSION}")
-        PTX.write_text(text, encoding="utf-8")
-        print(f"{PTX.relative_to(ROOT)}: {len(text)} characters")
-        return
-    have = PTX.read_text(encoding="utf-8") if PTX.exists() else ""
-    if not have.startswith(first_line()):
-        fail(f"{PTX.relative_to(ROOT)} was made from other sources: scripts/kernels_ptx.py --write makes it anew")
-    if what == ["--compare"]:
-        text = compiled()
-        if text is None:
-            print(f"kernels_ptx: the compiler is not of version {VERSION}: its PTX was not compared")
-        elif text != have:
-            fail(f"the compiler makes other PTX than {PTX.relative_to(ROOT)}: --write makes it anew")
+    for source in SOURCES:
+        ptx = source.with_suffix(".ptx")
+        name = ptx.relative_to(ROOT)
+        if what == ["--write"]:
+            text = compiled(source)
+            if text is None:
+                fail(f"the compiler is not of version {VERSION}")
+            ptx.write_text(text, encoding="utf-8")
+            print(f"{name}: {len(text)} characters")
+            continue
+        have = ptx.read_text(encoding="utf-8") if ptx.exists() else ""
+        if not have.startswith(first_line(source)):
+            fail(f"{name} was made from other sources: scripts/kernels_ptx.py --write makes it anew")
+        if what == ["--compare"]:
+            text = compiled(source)
+            if text is None:
+                print(f"kernels_ptx: the compiler is not of version {VERSION}: its PTX was not compared")
+            elif text != have:
+                fail(f"the compiler makes other PTX than {name}: --write makes it anew")
     print("kernels_ptx: ok")
 
 

@@ -28,7 +28,7 @@ cargo metadata --locked --format-version 1 >/dev/null
 say "format"
 cargo fmt --all --check
 # Everything first, because the other steps need what this builds of the dependencies.
-all=(--features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda,outcore/strict)
+all=(--features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda,outcore-train/cuda,outcore/strict)
 say "clippy, all that there is"
 cargo clippy --workspace --all-targets "${all[@]}" -- -D warnings
 say "clippy, without features"

@@ -32,7 +32,7 @@ step_checker() {
 # All members with all their features, so that nothing is built twice. Memory of a GPU is tested over an emulated
 # driver: no GPU is needed, and none is used. Those of outcore-kv are turned on by the programs that use it. Builds
 # without these features are for lint, and for the step without-features.
-everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
+everything=(--workspace --features outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda,outcore-train/cuda)
 
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {

@@ -242,8 +242,19 @@ def kernels(arguments):
             record("chosen", name=f"largest error, {what}", value=f"{largest:.2e} of {len(errors)}: {case}")
             formula = "length of the difference / length of what is right; largest of all that were compared"
             verdict(what, largest, "relative", {"at_most": most}, formula)
+    reasons += updates(arguments)
     if reasons:
         fail("; ".join(reasons))
+
+
+def updates(arguments):
+    """Updates of parameters by kernels: the bits of the host, also in a durable folder, which lies where files may."""
+    environment = {"OUTCORE_TEST_GPU": "0", "TMPDIR": arguments.dir}
+    file = Path(arguments.bundle) / "kernels/train.fatbin"
+    if file.exists():
+        environment["OUTCORE_TEST_KERNELS"] = str(file)
+    _, _, why = run_tests("updates", binary(arguments, "updates"), "_a_gpu", 1, **environment)
+    return [why] if why else []
 
 
 def tool(name):

@@ -15,6 +15,7 @@ PROBE = ["Cargo.lock", f"{HERE}/Cargo.toml", f"{HERE}/src/kernels.ptx"] + [
 # The library with the CUDA device.
 RUNTIME = ["Cargo.lock"] + [f"runtime/{folder}/**/*.rs" for folder in ("cuda", "gpu", "kv", "outcore", "pager")]
 MODEL = [*RUNTIME, "examples/llm/src/**/*"]
+TRAIN = [f"runtime/train/{files}" for files in ("*.rs", "cuda/*", "tests/cuda.rs")]
 EXTRA = [f"{HERE}/extra.py", f"{HERE}/limits.py"]
 SOAK = ["tests/soak/*"]
 PEERS = [f"{HERE}/peers.py", f"{HERE}/limits.py"]
@@ -50,7 +51,7 @@ PARTS = {
     "children": with_runtime() + [f"{HERE}/src/children.rs"] + EXTRA,
     "device-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,
     "runtime-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,
-    "kernels": MODEL + ["examples/llm/tests/**/*.rs"] + EXTRA,
+    "kernels": MODEL + TRAIN + ["examples/llm/tests/**/*.rs"] + EXTRA,
     "generate": MODEL + EXTRA,
     "ncu": MODEL + EXTRA,
     "torch-decode": MODEL + PEERS,

@@ -1,6 +1,7 @@
 //! Gradients: accumulated where they are paged, and summed up as they come.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
@@ -9,12 +10,15 @@ use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use parking_lot::Mutex;
 
+use crate::device::{Added, OnDevice};
 use crate::errors::of_other_elements;
 use crate::layout::{Layout, Part};
 
 /// Positions that are handled at a time, in the first cache: a chunk begins at a multiple of this. A block has whole
 /// chunks, so what is done by chunks does not depend on the size of pages.
 pub(crate) const CHUNK: usize = 2048;
+/// Partial sums of which a sum of squares is made, of every so manyth element each.
+pub(crate) const PARTIAL: usize = 8;
 
 /// The gradients of all parameters, in `f32` or `bf16`.
 #[derive(Debug)]
@@ -22,6 +26,8 @@ pub(crate) struct Gradients {
     runtime: Runtime,
     tensor: Tensor,
     blocks: Vec<Mutex<Block>>,
+    /// Where the host cannot address them.
+    device: Option<Arc<dyn OnDevice>>,
     /// Whether a call has failed when it had added some of its gradients.
     torn: AtomicBool,
 }
@@ -32,6 +38,18 @@ struct Block {
     is_new: bool,
     /// Of each part the sum of the squares in each chunk that it is in; empty if nothing was added to it.
     squares: Vec<Vec<f64>>,
+}
+
+impl Block {
+    /// The sums of squares of a part with so many chunks. From here on the block is not new.
+    fn squares_of(&mut self, part: usize, chunks: usize) -> &mut [f64] {
+        if std::mem::replace(&mut self.is_new, false) {
+            self.squares.iter_mut().for_each(Vec::clear);
+        }
+        let squares = &mut self.squares[part];
+        squares.resize(chunks, 0.0);
+        squares
+    }
 }
 
 /// Gradients of a block, to be read.
@@ -76,8 +94,20 @@ impl<'a> Changed<'a> {
         }
     }
 
+    /// Adds values. Writes the sum of the squares of each chunk of the whole to `sums`.
+    fn add(&mut self, added: &Added<'_>, sums: &mut [f64]) {
+        let mut whole = added.whole.start;
+        for (number, sum) in sums.iter_mut().enumerate() {
+            let end = (added.whole.start + added.head + number * CHUNK).min(added.whole.end);
+            let (from, to) = (whole.max(added.first), end.min(added.first + added.values.len()));
+            *sum =
+                self.add_to_chunk(from, &added.values[from - added.first..to - added.first], added.factor, whole..end);
+            whole = end;
+        }
+    }
+
     /// Adds `values` times `factor` to the elements from `first` on. Returns the sum of the squares of `whole`.
-    fn add(&mut self, first: usize, values: &[f32], factor: f32, whole: Range<usize>) -> f64 {
+    fn add_to_chunk(&mut self, first: usize, values: &[f32], factor: f32, whole: Range<usize>) -> f64 {
         let added = first..first + values.len();
         match self {
             Self::Single(all) => {
@@ -95,8 +125,8 @@ impl<'a> Changed<'a> {
 
 /// The sum of squares in `f64`: partial sums, so that it is vectorised, and always in the same order.
 fn squares<T: Copy>(values: &[T], widen: impl Fn(T) -> f32) -> f64 {
-    let mut sums = [0f64; 8];
-    for values in values.chunks(8) {
+    let mut sums = [0f64; PARTIAL];
+    for values in values.chunks(PARTIAL) {
         for (sum, value) in sums.iter_mut().zip(values) {
             let value = f64::from(widen(*value));
             *sum += value * value;
@@ -119,11 +149,11 @@ pub(crate) fn narrowed(value: f32) -> bf16 {
 }
 
 impl Gradients {
-    pub fn new(runtime: &Runtime, layout: &Layout, dtype: DType) -> Result<Self> {
+    pub fn new(runtime: &Runtime, layout: &Layout, dtype: DType, device: Option<Arc<dyn OnDevice>>) -> Result<Self> {
         let tensor = runtime.alloc_for(SegmentClass::Optimizer, dtype, &[layout.positions])?;
         let unused = |count: usize| Mutex::new(Block { is_new: true, squares: vec![Vec::new(); count] });
         let blocks = layout.blocks.iter().map(|block| unused(block.parts.len())).collect();
-        Ok(Self { runtime: runtime.clone(), tensor, blocks, torn: AtomicBool::new(false) })
+        Ok(Self { runtime: runtime.clone(), tensor, blocks, device, torn: AtomicBool::new(false) })
     }
 
     pub fn tensor(&self) -> &Tensor {
@@ -159,7 +189,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Adds to one part, or fails and changes nothing.
+    /// Adds to one part, or fails and changes nothing; on a device it may have added some: then the gradients are torn.
     fn add_to_part(
         &self,
         layout: &Layout,
@@ -187,26 +217,44 @@ impl Gradients {
         if state.is_new {
             self.runtime.discard(&rows);
         }
+        let whole =
+            part.start.max(chunk(added.start) * CHUNK as u64)..part.end.min((chunk(added.end - 1) + 1) * CHUNK as u64);
+        let of_part = chunk(part.end - 1) - chunk(part.start) + 1;
+        let chunks =
+            (chunk(whole.start) - chunk(part.start)) as usize..(chunk(whole.end - 1) - chunk(part.start) + 1) as usize;
+        let index = |position: u64| (position - pinned.start) as usize;
+        let end_of_first = whole.end.min((chunk(whole.start) + 1) * CHUNK as u64);
+        let added = Added {
+            first: index(added.start),
+            values,
+            factor,
+            head: (end_of_first - whole.start) as usize,
+            whole: index(whole.start)..index(whole.end),
+        };
         let pin = self.runtime.pin(&rows).write();
-        let mut guard = walker.into_iter().fold(pin, |pin, walker| pin.of(walker)).wait()?;
-        if state.is_new {
-            guard.bytes_mut().fill(0);
-            state.is_new = false;
-            state.squares.iter_mut().for_each(Vec::clear);
-        }
-        let mut gradients = Changed::new(self.tensor.dtype(), guard.bytes_mut())?;
-        let squares = &mut state.squares[number - block.parts.start];
-        squares.resize((chunk(part.end - 1) - chunk(part.start) + 1) as usize, 0.0);
-        let mut next = added.start;
-        while next < added.end {
-            let of_chunk = chunk(next) * CHUNK as u64..(chunk(next) + 1) * CHUNK as u64;
-            let until = of_chunk.end.min(added.end);
-            let values = &values[(next - added.start) as usize..(until - added.start) as usize];
-            let whole = part.start.max(of_chunk.start)..part.end.min(of_chunk.end);
-            let index = |position: u64| (position - pinned.start) as usize;
-            let sum = gradients.add(index(next), values, factor, index(whole.start)..index(whole.end));
-            squares[(chunk(next) - chunk(part.start)) as usize] = sum;
-            next = until;
+        let pin = walker.into_iter().fold(pin, |pin, walker| pin.of(walker));
+        let dtype = self.tensor.dtype();
+        match &self.device {
+            None => {
+                let mut guard = pin.wait()?;
+                if state.is_new {
+                    guard.bytes_mut().fill(0);
+                }
+                let mut gradients = Changed::new(dtype, guard.bytes_mut())?;
+                let squares = state.squares_of(number - block.parts.start, of_part as usize);
+                gradients.add(&added, &mut squares[chunks]);
+            }
+            Some(device) => {
+                let mut guard = pin.on_device().wait()?;
+                if state.is_new {
+                    device.clear(&mut guard)?;
+                }
+                let squares = state.squares_of(number - block.parts.start, of_part as usize);
+                // If it fails, some may have been added.
+                device
+                    .add(&mut guard, dtype, &added, &mut squares[chunks])
+                    .inspect_err(|_| self.torn.store(true, Ordering::Relaxed))?;
+            }
         }
         Ok(())
     }

@@ -49,6 +49,11 @@ pub(crate) struct Block {
     pub parts: Range<usize>,
 }
 
+/// Positions of a block.
+pub(crate) fn block_of(page: PageSize) -> u64 {
+    page.bytes() / 2
+}
+
 #[derive(Debug)]
 pub(crate) struct Layout {
     pub parameters: Vec<Parameter>,
@@ -63,7 +68,7 @@ pub(crate) struct Layout {
 impl Layout {
     /// The layout of parameters in this order: the name, the shape and the group of each.
     pub fn new(order: impl IntoIterator<Item = (String, Vec<u64>, usize)>, page: PageSize) -> Result<Self> {
-        let block = page.bytes() / 2;
+        let block = block_of(page);
         let mut this = Self { parameters: Vec::new(), parts: Vec::new(), blocks: Vec::new(), positions: 0, block };
         for (name, shape, group) in order {
             let elements = shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));

@@ -30,11 +30,14 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
-mod commit;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
 mod errors;
 mod gradients;
 mod group;
 mod layout;
+mod loss_scale;
 mod note;
 mod optimizer;
 mod options;
@@ -43,8 +46,11 @@ mod rule;
 mod schedule;
 mod sweep;
 
+#[cfg(feature = "cuda")]
+pub use cuda::CudaKernels;
 pub use group::Group;
+pub use loss_scale::LossScale;
 pub use optimizer::{Optimizer, Planned, Step};
 pub use options::{NonFinite, OptimizerBuilder};
-pub use rule::{AdamW, Moment, Rule, Sgd};
+pub use rule::{AdamW, DeviceRule, Moment, Rule, Sgd};
 pub use schedule::Schedule;

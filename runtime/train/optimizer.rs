@@ -11,11 +11,10 @@ use outcore::policy::SegmentClass;
 use outcore::{DType, Error, ErrorKind, Result, Runtime, Tensor};
 use serde_json::Value;
 
-use crate::commit::Committing;
 use crate::errors::invalid;
 use crate::gradients::Gradients;
 use crate::group::{Group, most_states};
-use crate::layout::{Layout, Parameter};
+use crate::layout::{Layout, Parameter, block_of};
 use crate::note::Note;
 use crate::options::{NonFinite, OptimizerBuilder};
 use crate::paged::{Paged, Pass, Used};
@@ -63,7 +62,6 @@ pub struct Optimizer {
     program: Value,
     /// A step that has begun, or failed on its way.
     unfinished: Option<Sweep>,
-    committing: Option<Committing>,
 }
 
 impl std::fmt::Debug for Optimizer {
@@ -83,14 +81,17 @@ impl Optimizer {
     }
 
     fn open(options: OptimizerBuilder, folder: Option<Durable>) -> Result<Self> {
-        let OptimizerBuilder { runtime, mut groups, tied, gradients, has_working_copy, clip, non_finite, threads } =
-            options;
+        let page = options.runtime.stats().page_size;
+        let device = options.device(block_of(page))?;
+        let OptimizerBuilder {
+            runtime, mut groups, tied, gradients, has_working_copy, clip, non_finite, threads, ..
+        } = options;
         // A segment of states has those of a number of parameters from the first on, so their positions are the same.
         groups.sort_by_key(|group| std::cmp::Reverse(group.rule.states().len()));
         let order = groups.iter().enumerate().flat_map(|(number, group)| {
             group.parameters.iter().map(move |(name, shape)| (name.clone(), shape.clone(), number))
         });
-        let mut layout = Layout::new(order, runtime.stats().page_size)?;
+        let mut layout = Layout::new(order, page)?;
         let mut by_name: HashMap<String, usize> = HashMap::new();
         by_name.extend(layout.parameters.iter().enumerate().map(|(at, parameter)| (parameter.name.clone(), at)));
         for (name, of) in tied {
@@ -102,15 +103,14 @@ impl Optimizer {
             None => (in_scratch(&runtime, &layout, &groups)?, Note::new(&groups, &layout), Value::Null),
         };
         layout.divide();
-        let gradients = Gradients::new(&runtime, &layout, gradients)?;
+        let gradients = Gradients::new(&runtime, &layout, gradients, device.clone())?;
         let working = has_working_copy.then(|| new_working_copy(&runtime, &layout)).transpose()?;
         let walker = runtime.walker()?;
         let threads = threads.or_else(|| available_parallelism().ok()).unwrap_or(NonZeroUsize::MIN);
         let pass = Pass::Between(Vec::new());
-        let paged = Paged { runtime, layout, groups, kept, gradients, working, pass, walker, threads };
+        let paged = Paged { runtime, layout, groups, kept, gradients, working, pass, walker, device, threads };
         paged.declare()?;
-        let mut this =
-            Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None, committing: None };
+        let mut this = Self { paged, folder, by_name, clip, non_finite, note, program, unfinished: None };
         this.refresh_working_copy()?;
         Ok(this)
     }
@@ -279,8 +279,7 @@ impl Optimizer {
     /// number (unless such steps are [skipped](NonFinite::Skip)): the message names it, and nothing has changed. So for
     /// gradients that were [added in part](Self::accumulate), and a factor that is not finite.
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the budget does not hold one block.
-    /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins, and of a commit that had
-    /// [begun](Self::begin_commit).
+    /// [`Busy`](ErrorKind::Busy) if others hold what is needed: repeat it. Those of pins.
     pub fn step(&mut self, factor: f32) -> Result<Step> {
         let is_new = self.unfinished.is_none();
         if is_new {
@@ -313,7 +312,6 @@ impl Optimizer {
     /// As for [`step`](Self::step), also if a step has begun.
     pub fn begin_step(&mut self, factor: f32) -> Result<Step> {
         self.is_between_steps()?;
-        self.end_commit()?;
         if let Some(skipped) = self.prepare(factor)? {
             return Ok(skipped);
         }
@@ -443,51 +441,15 @@ impl Optimizer {
     /// in the data. Gradients are not kept.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step is under way; those of a
-    /// commit that had [begun](Self::begin_commit) before, and then this one is not made; those of [`Durable::commit`].
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) without a folder, and while a step is under way; those of
+    /// [`Durable::commit`].
     pub fn commit(&mut self, program: &Value) -> Result<Generation> {
-        let folder = self.prepare_commit(program)?;
-        let committed = folder.commit().map(|generation| (generation, program.clone()));
-        self.committed(committed)
-    }
-
-    /// Begins a [`commit`](Self::commit) on a thread of its own, while the program computes. Until its
-    /// [end](Self::end_commit) the program may read parameters and [accumulate](Self::accumulate). It may write no
-    /// tensor of the folder: that may be in the generation in part, and if one is held to write, the commit fails.
-    ///
-    /// A step, a commit and a rollback end it first. So does dropping the optimizer, which discards its outcome.
-    ///
-    /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) as for [`commit`](Self::commit); those of a commit that had
-    /// begun before. Where the system has no thread for it, it is made at once, with its errors.
-    pub fn begin_commit(&mut self, program: &Value) -> Result<()> {
-        let folder = self.prepare_commit(program)?;
-        self.committing = Committing::begin(&folder, program);
-        if self.committing.is_some() { Ok(()) } else { self.commit(program).map(drop) }
-    }
-
-    /// Waits for the commit that has [begun](Self::begin_commit). Without one, nothing happens.
-    ///
-    /// # Errors
-    /// Those of [`Durable::commit`]: it can be begun again.
-    pub fn end_commit(&mut self) -> Result<Option<Generation>> {
-        let Some(committing) = self.committing.take() else { return Ok(None) };
-        let ended = committing.end().map_err(|error| error.context("the commit that had begun"));
-        self.committed(ended).map(Some)
-    }
-
-    fn prepare_commit(&mut self, program: &Value) -> Result<Durable> {
-        let folder = self.durable()?.clone();
+        let folder = self.durable()?;
         self.is_between_steps()?;
-        self.end_commit()?;
         folder.set_note(&self.note.with(program)?);
-        Ok(folder)
-    }
-
-    fn committed(&mut self, outcome: Result<(Generation, Value)>) -> Result<Generation> {
-        match outcome {
-            Ok((generation, program)) => {
-                self.program = program;
+        match folder.commit() {
+            Ok(generation) => {
+                self.program = program.clone();
                 Ok(generation)
             }
             Err(error) => {
@@ -497,22 +459,18 @@ impl Optimizer {
         }
     }
 
-    /// What the program gave to the last commit that has ended; `Null` before the first one.
+    /// What the program gave to the last commit; `Null` before the first one.
     pub fn program(&self) -> &Value {
         &self.program
     }
 
-    /// Goes back to the last commit, also from a step that has failed on its way. Drops all gradients. A commit that
-    /// has [begun](Self::begin_commit) is ended first; if that fails, the one before is the last: see
-    /// [`program`](Self::program).
+    /// Goes back to the last commit, also from a step that has failed on its way. Drops all gradients.
     ///
     /// # Errors
     /// Those of [`Durable::rollback`]: then nothing has changed. [`InvalidArgument`](ErrorKind::InvalidArgument) if
     /// that commit was made before the optimizer was: open it anew. Those of [`Runtime::alloc`] and of pins, if the
     /// gradients and the working copy cannot be made.
     pub fn rollback(&mut self) -> Result<()> {
-        // If it fails, there is nothing of it to go back to.
-        let _ = self.end_commit();
         let folder = self.durable()?;
         folder.rollback()?;
         let Some((note, program)) = Note::read(&folder.note())? else {
@@ -521,10 +479,10 @@ impl Optimizer {
         note.is_between_steps()?;
         (self.note, self.program, self.unfinished) = (note, program, None);
         // New ones: pages of the scratch file that were lost do not come back.
-        let Paged { runtime, layout, gradients, working, pass, .. } = &mut self.paged;
+        let Paged { runtime, layout, gradients, working, pass, device, .. } = &mut self.paged;
         // It names the old ones.
         *pass = Pass::Between(Vec::new());
-        *gradients = Gradients::new(runtime, layout, gradients.tensor().dtype())?;
+        *gradients = Gradients::new(runtime, layout, gradients.tensor().dtype(), device.clone())?;
         if working.is_some() {
             *working = Some(new_working_copy(runtime, layout)?);
         }

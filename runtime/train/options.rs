@@ -2,10 +2,16 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
-use outcore::{DType, Result, Runtime};
+use outcore::{DType, Error, ErrorKind, Result, Runtime};
 
+#[cfg(feature = "cuda")]
+use crate::cuda::CudaKernels;
+use crate::device::OnDevice;
 use crate::errors::invalid;
+#[cfg(feature = "cuda")]
+use crate::errors::no_kernel;
 use crate::group::Group;
 
 /// What a step does about gradients that are infinite or no numbers.
@@ -30,6 +36,8 @@ pub struct OptimizerBuilder {
     pub(crate) clip: Option<f64>,
     pub(crate) non_finite: NonFinite,
     pub(crate) threads: Option<NonZeroUsize>,
+    #[cfg(feature = "cuda")]
+    pub(crate) cuda: Option<CudaKernels>,
 }
 
 impl OptimizerBuilder {
@@ -43,6 +51,8 @@ impl OptimizerBuilder {
             clip: None,
             non_finite: NonFinite::default(),
             threads: None,
+            #[cfg(feature = "cuda")]
+            cuda: None,
         }
     }
 
@@ -87,6 +97,35 @@ impl OptimizerBuilder {
     pub fn threads(mut self, count: NonZeroUsize) -> Self {
         self.threads = Some(count);
         self
+    }
+
+    /// Updates by these kernels, for a runtime on the same GPU. They take 4 MiB of its memory beside the device budget,
+    /// and somewhat more for sums. Gradients come from the host, as elsewhere; parameters are read and written [on the
+    /// device](outcore::PinRequest::on_device). Results have the bits that they have on the host.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(mut self, kernels: CudaKernels) -> Self {
+        self.cuda = Some(kernels);
+        self
+    }
+
+    /// What computes on the runtime's device; `None` if the host does.
+    pub(crate) fn device(&self, block: u64) -> Result<Option<Arc<dyn OnDevice>>> {
+        #[cfg(feature = "cuda")]
+        if let Some(kernels) = &self.cuda {
+            self.groups.iter().try_for_each(|group| match group.rule.on_device() {
+                Some(_) => Ok(()),
+                None => Err(no_kernel(group.rule.name())),
+            })?;
+            return Ok(Some(Arc::new(kernels.adopt(&self.runtime, block)?)));
+        }
+        if self.runtime.host_addressable() {
+            return Ok(None);
+        }
+        let what =
+            "the host cannot address the memory of the runtime's device, and the optimizer has no kernels for it";
+        let remedy =
+            "build outcore-train with the feature `cuda` and give the builder `cuda`, or use a runtime on the host";
+        Err(Error::new(ErrorKind::Unsupported, what).remedy(remedy))
     }
 
     pub(crate) fn check(&self) -> Result<()> {

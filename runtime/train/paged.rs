@@ -1,10 +1,12 @@
 //! The tensors of an optimizer, and what a step uses of them.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use outcore::pin::{Plan, Walker};
 use outcore::{Bytes, Result, Runtime, Tensor};
 
+use crate::device::OnDevice;
 use crate::gradients::Gradients;
 use crate::group::{Group, most_states};
 use crate::layout::Layout;
@@ -19,6 +21,8 @@ pub(crate) struct Paged {
     pub working: Option<Tensor>,
     pub pass: Pass,
     pub walker: Walker,
+    /// Where the host cannot address the pages.
+    pub device: Option<Arc<dyn OnDevice>>,
     /// As many as were asked for.
     pub threads: NonZeroUsize,
 }

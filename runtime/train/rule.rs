@@ -70,6 +70,22 @@ pub trait Rule: fmt::Debug + Send + Sync + 'static {
     /// Changes `parameters` and `states`. All slices have one length, and the states are in the order of
     /// [`states`](Self::states). The gradients are what was accumulated, unscaled and clipped.
     fn update(&self, at: Moment, parameters: &mut [f32], gradients: &[f32], states: &mut [&mut [f32]]);
+
+    /// The rule that does the same on a device whose memory the host cannot address. A rule without one updates there
+    /// nothing: [`open`](crate::OptimizerBuilder::open) says so.
+    fn on_device(&self) -> Option<DeviceRule> {
+        None
+    }
+}
+
+/// A rule of which there is a kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum DeviceRule {
+    /// AdamW.
+    AdamW(AdamW),
+    /// Gradient descent.
+    Sgd(Sgd),
 }
 
 fn in_range(what: &str, value: f64, least: f64, below: f64) -> Result<()> {
@@ -106,6 +122,40 @@ impl Default for AdamW {
     }
 }
 
+/// What elements are multiplied by in a step of AdamW; the names are those of the terms of [`AdamW`]'s formula.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Factors {
+    /// `1 - rate * weight_decay`.
+    pub kept: f32,
+    /// `1 - beta1`.
+    pub weight: f32,
+    /// `beta2`.
+    pub second: f32,
+    /// `1 - beta2`.
+    pub weight_of_square: f32,
+    /// `rate / (1 - beta1^step)`.
+    pub size: f32,
+    /// `sqrt(1 - beta2^step)`.
+    pub root: f32,
+    pub epsilon: f32,
+}
+
+impl AdamW {
+    pub(crate) fn factors(&self, at: Moment) -> Factors {
+        let Moment { step, rate } = at;
+        let correction = |beta: f64| 1.0 - beta.powf(step as f64);
+        Factors {
+            kept: (1.0 - rate * self.weight_decay) as f32,
+            weight: (1.0 - self.betas.0) as f32,
+            second: self.betas.1 as f32,
+            weight_of_square: (1.0 - self.betas.1) as f32,
+            size: (rate / correction(self.betas.0)) as f32,
+            root: correction(self.betas.1).sqrt() as f32,
+            epsilon: self.epsilon as f32,
+        }
+    }
+}
+
 impl Rule for AdamW {
     fn name(&self) -> &'static str {
         "adamw"
@@ -123,14 +173,7 @@ impl Rule for AdamW {
     }
 
     fn update(&self, at: Moment, parameters: &mut [f32], gradients: &[f32], states: &mut [&mut [f32]]) {
-        let Moment { step, rate } = at;
-        let correction = |beta: f64| 1.0 - beta.powf(step as f64);
-        let kept = (1.0 - rate * self.weight_decay) as f32;
-        let (weight, second) = ((1.0 - self.betas.0) as f32, self.betas.1 as f32);
-        let weight_of_square = (1.0 - self.betas.1) as f32;
-        let size = (rate / correction(self.betas.0)) as f32;
-        let root = correction(self.betas.1).sqrt() as f32;
-        let epsilon = self.epsilon as f32;
+        let Factors { kept, weight, second, weight_of_square, size, root, epsilon } = self.factors(at);
         let [averages, squares] = states else { return };
         // By AVX2 where the processor has it: a root and two quotients of four elements at a time take longer than
         // their bytes. No product is fused with a sum, so the bits are the same without it.
@@ -142,6 +185,10 @@ impl Rule for AdamW {
                 *p = *p * kept - size * (*m / (v.sqrt() / root + epsilon));
             }
         });
+    }
+
+    fn on_device(&self) -> Option<DeviceRule> {
+        Some(DeviceRule::AdamW(*self))
     }
 }
 
@@ -180,5 +227,9 @@ impl Rule for Sgd {
             *b = *b * momentum + (g + decay * *p);
             *p -= rate * *b;
         }
+    }
+
+    fn on_device(&self) -> Option<DeviceRule> {
+        Some(DeviceRule::Sgd(*self))
     }
 }

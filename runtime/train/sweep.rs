@@ -9,8 +9,10 @@ use outcore::Result;
 use outcore::pin::Scope;
 use parking_lot::Mutex;
 
-use crate::errors::{invalid, of_other_elements};
+use crate::device::{CopiedPart, GradientsOnDevice, OnDevice, UpdatedPart};
+use crate::errors::{invalid, no_kernel, of_other_elements};
 use crate::gradients::{CHUNK, Stored, narrowed};
+use crate::layout::Part;
 use crate::paged::Paged;
 use crate::rule::Moment;
 
@@ -40,7 +42,7 @@ pub(crate) struct Update {
 pub(crate) struct Sweep {
     pub job: Job,
     done: Vec<AtomicBool>,
-    /// Whether some elements of a block may have been updated, and others not: a rule has panicked.
+    /// Whether some elements of a block may have been updated, and others not: a rule has panicked, or a device failed.
     torn: AtomicBool,
 }
 
@@ -125,11 +127,15 @@ impl Sweep {
         if !self.is_torn() {
             return Ok(());
         }
-        let what = "a rule has panicked, and its block is neither of this step nor of the next one".to_string();
+        let what = "a rule has panicked, or a device failed, and a block is neither of this step nor of the next one"
+            .to_string();
         Err(invalid(what, "`rollback`, or open the last commit"))
     }
 
     fn update(&self, on: &Paged, number: usize, update: &Update, scope: &Scope) -> Result<()> {
+        if let Some(device) = &on.device {
+            return self.update_on(&**device, on, number, update, scope);
+        }
         let written = on.written_by(number)?;
         let gradients = on.gradients_of(number)?;
         let mut pins = on.runtime.pin(&written).write().in_scope(scope).of(&on.walker).wait()?;
@@ -174,6 +180,42 @@ impl Sweep {
         self.done[number].store(true, Ordering::Relaxed);
         Ok(())
     }
+
+    /// [`update`](Self::update) where the host cannot address the pages.
+    fn update_on(
+        &self,
+        device: &dyn OnDevice,
+        on: &Paged,
+        number: usize,
+        update: &Update,
+        scope: &Scope,
+    ) -> Result<()> {
+        let written = on.written_by(number)?;
+        let gradients = on.gradients_of(number)?;
+        let mut pins = on.runtime.pin(&written).write().on_device().in_scope(scope).of(&on.walker).wait()?;
+        if self.is_done(number) || self.is_torn() {
+            return Ok(());
+        }
+        let read = || on.runtime.pin(&gradients).on_device().in_scope(scope).of(&on.walker).wait();
+        let read = if update.without[number] { None } else { Some(read()?) };
+        let block = &on.layout.blocks[number];
+        let mut first = 0;
+        let mut parts = Vec::with_capacity(block.parts.len());
+        for part in &on.layout.parts[block.parts.clone()] {
+            let group = on.layout.parameters[part.parameter].group;
+            let rule = on.groups[group].rule.on_device().ok_or_else(|| no_kernel(on.groups[group].rule.name()))?;
+            let (at, offset) = (update.moments[group], part.at - block.positions.start);
+            parts.push(UpdatedPart { rule, at, first, offset, elements: part.within.end - part.within.start });
+            first += on.kept[part.parameter].len();
+        }
+        let gradients = GradientsOnDevice { pin: read.as_ref(), dtype: gradients.dtype(), factor: update.factor };
+        // If it fails, some of the parts may have been updated.
+        device
+            .update(&parts, &mut pins, gradients, on.working.is_some())
+            .inspect_err(|_| self.torn.store(true, Ordering::Relaxed))?;
+        self.done[number].store(true, Ordering::Relaxed);
+        Ok(())
+    }
 }
 
 fn narrow(from: &[f32], to: &mut [bf16]) {
@@ -188,6 +230,15 @@ fn copy(on: &Paged, number: usize, scope: &Scope) -> Result<()> {
     let parameters = parts.iter().map(|part| on.kept[part.parameter][0].rows(part.within.clone()));
     let parameters = parameters.collect::<Result<Vec<_>>>()?;
     let working = working.rows(block.positions.clone())?;
+    if let Some(device) = &on.device {
+        let mut to = on.runtime.pin(&working).write().on_device().in_scope(scope).of(&on.walker).wait()?;
+        let from = on.runtime.pin(&parameters).on_device().in_scope(scope).of(&on.walker).wait()?;
+        let positions = |part: &Part| {
+            part.at - block.positions.start..part.at - block.positions.start + part.within.end - part.within.start
+        };
+        let parts: Vec<CopiedPart> = parts.iter().map(|part| CopiedPart { positions: positions(part) }).collect();
+        return device.narrow(&parts, &from, &mut to);
+    }
     let mut to = on.runtime.pin(&working).write().in_scope(scope).of(&on.walker).wait()?;
     let from = on.runtime.pin(&parameters).in_scope(scope).of(&on.walker).wait()?;
     let to: &mut [bf16] = bytemuck::try_cast_slice_mut(to.bytes_mut()).map_err(of_other_elements)?;

@@ -7,6 +7,7 @@
 #![allow(clippy::new_without_default, clippy::should_implement_trait, reason = "the names are the plain ones")]
 
 pub mod cuda_calls;
+pub mod emulated_kernels;
 pub mod fake_cuda;
 pub mod harness;
 pub mod headers;

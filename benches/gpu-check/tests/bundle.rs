@@ -301,7 +301,9 @@ fn generating(hash: &str, more: &str, options: &str) -> String {
 fn what_the_gpu_computes_is_judged_by_the_largest_error() {
     let bundle = Bundle::new();
     fs::create_dir(bundle.path("kernels")).unwrap();
-    fs::write(bundle.path("kernels/kernels.fatbin"), "").unwrap();
+    for name in ["kernels", "train"] {
+        fs::write(bundle.path(&format!("kernels/{name}.fatbin")), "").unwrap();
+    }
     let ended = "echo 'test result: ok. 9 passed; 0 failed; 0 ignored'";
     let wanted = "[ \"$OUTCORE_TEST_GPU\" = 0 ] && [ -f \"$OUTCORE_TEST_KERNELS\" ] || exit 7";
     let line = |(error, allowed): (&str, &str)| format!("echo 'relative error {error}, {allowed} allowed: a case'");
@@ -332,6 +334,11 @@ fn what_the_gpu_computes_is_judged_by_the_largest_error() {
     program("kernels", "cuda::", &kernels, "");
     forward("3e-6");
     prompts("3e-6");
+    let updates =
+        |more: &str| says(&bundle, "updates", &[wanted, "[ \"$1\" = _a_gpu ] || exit 8", more, ended].join("\n"));
+    updates("echo 'test result: FAILED. 1 passed; 1 failed; 0 ignored' && exit 101");
+    assert!(run(1).contains("updates"));
+    updates("");
     run(0);
     let part = judged(&bundle.results(), None);
     assert_eq!(part["verdicts"]["kernels against sums in f64"]["value"], 2e-7, "{part}");
@@ -421,6 +428,7 @@ fn the_whole_check_is_rehearsed() {
     program("kernels", &["1e-5", "5e-4", "4e-3"]);
     program("forward", &["1e-3", "3e-2"]);
     program("prompts", &["2e-3", "1e-2", "3e-2"]);
+    program("updates", &[]);
     says(&bundle, "make_model", ": >\"$1\"");
     says(&bundle, "generate", &generating("one", WORK, "--repeat N, --logits-hash, --time-stalls"));
     let rows =

@@ -12,7 +12,7 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use outcore::{Bytes, Error, ErrorKind, Result};
 use train::checkpoint::Checkpoint;
-use train::run::{Limits, PAGE, Progress, Report, Settings, run};
+use train::run::{AtNonFinite, Limits, PAGE, Progress, Report, Settings, run};
 use train::shape::Shape;
 
 /// Trains a model on a text, in less memory than its state has. Killed at any time, it goes on from its
@@ -44,6 +44,9 @@ struct Args {
     /// Steps from one commit to the next.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     commit_every: u64,
+    /// What to do about a step whose gradients are infinite or no numbers.
+    #[arg(long, value_enum, default_value_t)]
+    non_finite: AtNonFinite,
     /// Print one JSON object at the end.
     #[arg(long)]
     json: bool,
@@ -141,7 +144,9 @@ fn train(args: &Args) -> Result<()> {
         page: PAGE,
         budget: args.memory.map(|limit| settings.pages_within(limit)).transpose()?,
         commit_every: args.commit_every,
+        non_finite: args.non_finite,
         capture: args.capture.clone(),
+        store: None,
     };
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();

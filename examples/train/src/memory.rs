@@ -7,6 +7,7 @@ use crate::shape::Shape;
 
 /// The program, its threads, and what the allocator keeps for later.
 const PROGRAM: u64 = 40 << 20;
+const MIB: u64 = 1 << 20;
 
 /// The work of training this shape on windows of `window` tokens, `at_once` of them at a time.
 pub fn work(shape: &Shape, window: usize, at_once: usize) -> LayerAtATime {
@@ -35,7 +36,8 @@ pub fn for_pages(limit: Bytes, computing: Bytes, least: Bytes) -> Result<Bytes> 
     let beside = computing.get().saturating_add(PROGRAM);
     let pages = limit.get().saturating_sub(beside);
     if pages < least.get() {
-        let needed = Bytes::new(beside.saturating_add(least.get()));
+        // Rounded up, as sizes are shown with few digits: what is named here is enough.
+        let needed = Bytes::new(beside.saturating_add(least.get()).div_ceil(MIB).saturating_mul(MIB));
         let what = format!(
             "{limit} of memory are too few: the program takes {}, computing a layer {computing}, and pages {least} at least",
             Bytes::new(PROGRAM)

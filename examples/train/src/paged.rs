@@ -7,7 +7,7 @@ use candle_core::{DType as Element, Device, Tensor as Computed, Var};
 use half::bf16;
 use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
-use outcore_train::{Optimizer, Planned};
+use outcore_train::{Optimizer, Planned, Step};
 use serde_json::Value;
 
 use crate::pass::{Place, Store, computed, levels};
@@ -27,16 +27,8 @@ pub struct Paged {
     mixed: bool,
     /// Elements that are copied under one pin.
     piece: u64,
-    /// The commit of the step that has begun, until it is durable.
-    commit: Option<Commit>,
-}
-
-/// A commit that is to be made, or is under way.
-#[derive(Debug)]
-struct Commit {
-    /// What the program needs to go on from it: see [`Optimizer::commit`].
-    program: Value,
-    has_begun: bool,
+    /// What the step that has begun is committed with, until it is durable: see [`Optimizer::commit`].
+    commit: Option<Value>,
 }
 
 impl Paged {
@@ -107,39 +99,32 @@ impl Paged {
         self.optimizer.plan_pass_with_updates(&order)
     }
 
-    /// Begins the optimizer's step, whose updates the next pass makes where it comes to a parameter. When all are made,
-    /// they are committed with `commit`, if there is any. Returns the norm of the gradients.
+    /// Begins the optimizer's step, whose updates the next pass makes where it comes to a parameter.
+    ///
+    /// A step that is skipped does not begin: the next pass finds nothing to update. It has declared updates that it
+    /// does not make, as the first pass of a process has, so what was read ahead for them is not used.
     ///
     /// # Errors
     /// Those of [`Optimizer::begin_step`].
-    pub fn begin_step(&mut self, commit: Option<Value>) -> Result<f64> {
-        let step = self.optimizer.begin_step(1.0)?;
-        self.commit = commit.map(|program| Commit { program, has_begun: false });
-        Ok(step.norm)
+    pub fn begin_step(&mut self) -> Result<Step> {
+        self.optimizer.begin_step(1.0)
     }
 
-    /// Ends the step that has begun, if there is one, and begins to commit it if that is to be: while a pass goes on,
-    /// which reads parameters from here on and writes nothing of the folder.
+    /// Has the step that has begun committed with `program` when all its updates are made. After one that was skipped,
+    /// what the folder has then is committed at the same place of the next pass.
+    pub fn commit_with_step(&mut self, program: Value) {
+        self.commit = Some(program);
+    }
+
+    /// Ends the step that has begun, if there is one, and commits it if that is to be. Where the commit fails, the next
+    /// call makes it.
     ///
     /// # Errors
-    /// Those of [`Optimizer::end_step`] and [`Optimizer::begin_commit`].
+    /// Those of [`Optimizer::end_step`] and [`Optimizer::commit`].
     pub fn end_step(&mut self) -> Result<()> {
         self.optimizer.end_step()?;
-        if let Some(commit) = self.commit.as_mut().filter(|commit| !commit.has_begun) {
-            self.optimizer.begin_commit(&commit.program)?;
-            commit.has_begun = true;
-        }
-        Ok(())
-    }
-
-    /// Waits for the commit that has begun, if there is one. If it fails, [`end_step`](Self::end_step) begins it again.
-    ///
-    /// # Errors
-    /// Those of [`Optimizer::end_commit`].
-    pub fn end_commit(&mut self) -> Result<()> {
-        if let Some(commit) = self.commit.as_mut().filter(|commit| commit.has_begun) {
-            commit.has_begun = false;
-            self.optimizer.end_commit()?;
+        if let Some(program) = &self.commit {
+            self.optimizer.commit(program)?;
             self.commit = None;
         }
         Ok(())

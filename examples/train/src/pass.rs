@@ -294,3 +294,55 @@ fn add_all(store: &mut impl Store, parameters: &[Parameter], weights: &[Var], gr
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use candle_core::Device;
+
+    use super::*;
+
+    /// Keeps the gradients that are added.
+    struct Added(Vec<Tensor>);
+
+    impl Store for Added {
+        fn parameter(&mut self, _: &Parameter) -> Result<Var> {
+            unreachable!("gradients are only added")
+        }
+        fn block(&mut self, _: &Parameter, _: Range<usize>) -> Result<Var> {
+            unreachable!("gradients are only added")
+        }
+        fn rows(&mut self, _: &Parameter, _: &[u32]) -> Result<Tensor> {
+            unreachable!("gradients are only added")
+        }
+        fn put(&mut self, _: Place, _: &Tensor) -> Result<()> {
+            unreachable!("gradients are only added")
+        }
+        fn get(&mut self, _: Place) -> Result<Var> {
+            unreachable!("gradients are only added")
+        }
+        fn add(&mut self, _: &Parameter, _: usize, gradient: &Tensor) -> Result<()> {
+            self.0.push(gradient.clone());
+            Ok(())
+        }
+    }
+
+    /// As behind an operation without a backward, which gives no gradient and no error.
+    #[test]
+    fn a_parameter_that_gets_no_gradient_is_an_error_with_its_name() {
+        let variable = || Var::from_vec(vec![1f32, 2.0], 2, &Device::Cpu).unwrap();
+        let (used, cut) = (variable(), variable());
+        let product = (used.as_tensor() * cut.as_detached_tensor()).unwrap();
+        let gradients = product.sum_all().unwrap().backward().unwrap();
+        let parameters = [("used".to_owned(), vec![2]), ("cut off".to_owned(), vec![2])];
+        let mut store = Added(Vec::new());
+        let error = add_all(&mut store, &parameters, &[used.clone(), cut], &gradients).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Internal);
+        assert!(error.to_string().contains("the parameter \"cut off\" got no gradient"), "{error}");
+        let added: Vec<Vec<f32>> = store.0.iter().map(|gradient| gradient.to_vec1().unwrap()).collect();
+        assert_eq!(added, [[1.0, 2.0]]);
+        let error = of(&gradients, &variable(), "the vectors before a layer").unwrap_err();
+        assert!(error.to_string().contains("the vectors before a layer got no gradient"), "{error}");
+    }
+}

@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use candle_core::DType as Element;
+use clap::ValueEnum;
 use outcore::durable::{Durable, DurableOptions};
 use outcore::machine::ProcessMemory;
+use outcore::store::StoreOptions;
 use outcore::{Bytes, DType, Error, ErrorKind, PageSize, PolicyKind, Result, Runtime, Tensor};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::{CaptureFile, CaptureHeader};
-use outcore_train::{AdamW, Group, Optimizer, Schedule};
+use outcore_train::{AdamW, Group, NonFinite, Optimizer, Schedule};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -35,6 +37,16 @@ const IMPORTED: usize = 1 << 18;
 /// The standard deviation of a new matrix' elements.
 const DEVIATION: f32 = 0.02;
 
+/// What a run does about a step whose gradients are infinite or no numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum AtNonFinite {
+    /// It ends with an error that names a parameter, and the last commit stays.
+    #[default]
+    Stop,
+    /// It goes on with the next step. The step counts and has its loss, and changes nothing else.
+    Skip,
+}
+
 /// What a run is given beside what its results depend on.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -50,8 +62,12 @@ pub struct Limits {
     pub budget: Option<Bytes>,
     /// Steps from one commit to the next.
     pub commit_every: u64,
+    /// What becomes of a step whose gradients are not finite. A run that was stopped by one may go on and skip it.
+    pub non_finite: AtNonFinite,
     /// Where to write which pages each step uses, in order.
     pub capture: Option<PathBuf>,
+    /// How files are read and written, in detail: as the runtime chooses unless it is given.
+    pub store: Option<StoreOptions>,
 }
 
 /// All that the result of a step depends on. It is durable with the state, and the same in every part of a run.
@@ -129,8 +145,10 @@ impl Settings {
 /// How a run ended.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Steps that were made, by all parts of the run.
+    /// Steps of all parts of the run, also those that were skipped.
     pub steps: u64,
+    /// Steps that were skipped.
+    pub skipped_steps: u64,
     /// The mean loss of each.
     pub losses: Vec<f32>,
     /// XXH3-64 over the bits of these, as 16 hexadecimal digits.
@@ -168,6 +186,9 @@ pub struct Progress {
 struct Note {
     settings: Settings,
     text: FileId,
+    /// Steps that were skipped: the optimizer does not count them.
+    #[serde(default)]
+    skipped: u64,
     used: Used,
 }
 
@@ -176,8 +197,9 @@ struct Note {
 ///
 /// # Errors
 /// `InvalidArgument` for settings out of range, for a folder with a run if none is to be resumed, and for a run with
-/// other settings or another text: the message names the first that differs. `BudgetTooSmall` with the memory that is
-/// needed. Those of the text, of the runtime and of the optimizer; what was committed before stays.
+/// other settings or another text: the message names the first that differs. So for gradients that are not finite,
+/// unless such steps are [skipped](AtNonFinite::Skip). `BudgetTooSmall` with the memory that is needed. Those of the
+/// text, of the runtime and of the optimizer; what was committed before stays.
 pub fn run(
     text: &Path,
     checkpoint: Option<Checkpoint>,
@@ -203,7 +225,7 @@ pub fn run(
     let began = Instant::now();
     let runtime = open(settings, limits)?;
     let folder = runtime.open_durable(&limits.state, DurableOptions::default())?;
-    let mut builder = Optimizer::builder(&runtime).clip(settings.clip);
+    let mut builder = Optimizer::builder(&runtime).clip(settings.clip).non_finite(NonFinite::Skip);
     for group in settings.groups() {
         builder = builder.group(group);
     }
@@ -227,7 +249,8 @@ pub fn run(
         say("the folder has no training: it begins at step 0");
     }
     let optimizer = builder.open_in(&folder)?;
-    let made = optimizer.steps();
+    let mut skipped = before.as_ref().map_or(0, |note| note.skipped);
+    let made = optimizer.steps() + skipped;
     if made > limits.steps {
         let what = format!("the training has made {made} steps, and {} are asked for", limits.steps);
         return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("ask for more (--steps)"));
@@ -263,19 +286,29 @@ pub fn run(
         let of_step = Instant::now();
         let micros = text.step(step, settings.batch, settings.micro)?;
         let loss = pass.run(paged, &micros)? as f32;
-        // Waits for the commit of the step before. The losses are in the same folder: none may be written until then.
-        paged.end_commit()?;
         losses.set(step, loss)?;
         made_here += 1;
         let tokens = (settings.batch * settings.window) as f64;
         let is_last = step + 1 == limits.steps || stop.load(Ordering::Relaxed);
-        let mut note = || -> Result<Value> {
-            used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
-            Ok(json!(Note { settings: settings.clone(), text: text.id(), used }))
-        };
         let is_committed = !is_last && (step + 1).is_multiple_of(limits.commit_every.max(1));
         // The next pass makes it, where it needs what it changes.
-        let norm = paged.begin_step(is_committed.then(&mut note).transpose()?)?;
+        let begun = paged.begin_step()?;
+        if let Some(name) = &begun.skipped {
+            let what = format!("the gradients of {name:?} are infinite or no numbers");
+            if limits.non_finite == AtNonFinite::Stop {
+                return Err(Error::new(ErrorKind::InvalidArgument, format!("in step {} {what}", step + 1))
+                    .remedy("begin anew with a lower --rate, or go on without such steps: --non-finite skip"));
+            }
+            skipped += 1;
+            say(&format!("step {} is skipped: {what}", step + 1));
+        }
+        let mut note = || -> Result<Value> {
+            used = Used::now(tokens * made_here as f64 / began.elapsed().as_secs_f64())?;
+            Ok(json!(Note { settings: settings.clone(), text: text.id(), skipped, used }))
+        };
+        if is_committed {
+            paged.commit_with_step(note()?);
+        }
         if is_last {
             paged.end_step()?;
             paged.optimizer.commit(&note()?)?;
@@ -283,6 +316,7 @@ pub fn run(
         if let Some(capture) = &mut capture {
             capture.pass(&runtime)?;
         }
+        let norm = begun.norm;
         progress(&Progress { step: step + 1, loss, norm, speed: tokens / of_step.elapsed().as_secs_f64() });
         Ok(is_last)
     };
@@ -292,12 +326,12 @@ pub fn run(
             Ok(true) => break,
             Err(error) => {
                 // The step before was shown: it is kept, if that can be.
-                let _ = paged.end_step().and_then(|()| paged.end_commit());
+                let _ = paged.end_step();
                 return Err(error);
             }
         }
     }
-    let steps = paged.optimizer.steps();
+    let steps = paged.optimizer.steps() + skipped;
     if let Some(capture) = capture {
         capture.finish(&runtime, steps < limits.steps)?;
     }
@@ -305,7 +339,7 @@ pub fn run(
     let (losses_xxh3, generation) = (format!("{:016x}", hash(&all)), folder.generation().get());
     drop((paged, losses, folder));
     runtime.close()?;
-    Ok(Report { steps, losses: all, losses_xxh3, generation, used })
+    Ok(Report { steps, skipped_steps: skipped, losses: all, losses_xxh3, generation, used })
 }
 
 fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
@@ -313,7 +347,10 @@ fn open(settings: &Settings, limits: &Limits) -> Result<Runtime> {
     let vectors = work(shape, *window, *micro).kept(*batch as u64);
     let all = bytes((16 * u128::from(shape.parameters()) + u128::from(LEAST.get())).saturating_add(vectors));
     let page = PageSize::new(limits.page)?;
-    let builder = Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all));
+    let mut builder = Runtime::builder().page_size(page).device_budget(limits.budget.unwrap_or(all));
+    if let Some(store) = &limits.store {
+        builder = builder.store(store.clone());
+    }
     builder.policy(PolicyKind::Plan).keep_uses(limits.capture.is_some()).open()
 }
 

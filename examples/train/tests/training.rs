@@ -6,17 +6,25 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::num::NonZeroU32;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use outcore::{Bytes, ErrorKind, PolicyKind, Result};
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, FolderCall, Injected, IoCall, IoKind};
+use outcore::{Bytes, ErrorKind, IoBackend, PolicyKind, Result};
 use outcore_lab::sim::{CaptureReader, CaptureStep, Trace, TraceOptions};
+use outcore_testkit::harness::is_child;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use rustix::process::{Pid, Signal, getpid, kill_process};
+use serde_json::{Value, json};
 use tempfile::TempDir;
-use train::run::{Limits, Progress, Report, Settings, run};
+use train::losses::hash;
+use train::run::{AtNonFinite, Limits, Progress, Report, Settings, run};
 use train::shape::Shape;
 
 const STEPS: u64 = 6;
@@ -42,10 +50,23 @@ fn settings() -> Settings {
 }
 
 /// The settings, as arguments of the program.
-fn arguments() -> Vec<String> {
-    let text = "--layers 3 --width 32 --heads 4 --kv-heads 2 --hidden 80 --window 24 --batch 4 --micro 2 --seed 5 \
-                --rate 3e-3 --warm-up 2 --clip 1.0 --weight-decay 0.1";
-    text.split_whitespace().map(str::to_owned).collect()
+const ARGUMENTS: &str = "--layers 3 --width 32 --heads 4 --kv-heads 2 --hidden 80 --window 24 --batch 4 --micro 2 \
+                         --seed 5 --rate 3e-3 --warm-up 2 --clip 1.0 --weight-decay 0.1";
+
+/// A state of small pages, of which so many are kept.
+fn limits(state: &Path, frames: u64, steps: u64) -> Limits {
+    let page = Bytes::kib(4);
+    Limits {
+        state: state.into(),
+        resume: true,
+        steps,
+        page,
+        budget: Some(Bytes::new(frames * page.get())),
+        commit_every: 1,
+        non_finite: AtNonFinite::Stop,
+        capture: None,
+        store: None,
+    }
 }
 
 struct Bench {
@@ -73,9 +94,7 @@ impl Bench {
 
     /// A state of small pages, of which so many are kept.
     fn limits(&self, state: &Path, frames: u64, steps: u64) -> Limits {
-        let page = Bytes::kib(4);
-        let budget = Some(Bytes::new(frames * page.get()));
-        Limits { state: state.into(), resume: true, steps, page, budget, commit_every: 1, capture: None }
+        limits(state, frames, steps)
     }
 
     fn run(&self, limits: &Limits) -> Result<Report> {
@@ -297,8 +316,33 @@ fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_commit() {
     let error = once(&limits).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(error.to_string().contains("infinite or no numbers"), "{error}");
+    assert!(error.advice().unwrap().contains("--non-finite skip"), "{error}");
     let report = once(&Limits { steps: 1, ..limits }).unwrap();
-    assert_eq!((report.steps, report.generation), (1, 1));
+    assert_eq!((report.steps, report.skipped_steps, report.generation), (1, 0, 1));
+}
+
+/// The folder that was left by such a step goes on without it.
+#[test]
+fn the_program_stops_at_gradients_that_are_no_numbers_or_skips_such_steps() {
+    let bench = Bench::new();
+    let state = bench.state_of("state");
+    let arguments = ARGUMENTS.replace("--rate 3e-3", "--rate 1e30").replace("--warm-up 2", "--warm-up 0");
+    let ended = |more: &str| {
+        let out = program_with(&bench, &state, 4, &format!("{arguments}{more}")).output().unwrap();
+        (out.status.code(), String::from_utf8(out.stderr).unwrap(), out.stdout)
+    };
+    let (code, told, _) = ended("");
+    assert_eq!(code, Some(1), "{told}");
+    assert!(told.contains("in step 2 the gradients of \"") && told.contains("--non-finite skip"), "{told}");
+    let (code, told, out) = ended(" --non-finite skip");
+    assert_eq!(code, Some(0), "{told}");
+    for step in 2..=4 {
+        let skipped = format!("step {step} is skipped: the gradients of \"");
+        assert_eq!(told.matches(&skipped).count(), 1, "{told}");
+    }
+    let report = last_object(&out);
+    assert_eq!((&report["steps"], &report["skipped_steps"], &report["generation"]), (&json!(4), &json!(3), &json!(4)));
+    assert_eq!(report["losses"].as_array().unwrap().len(), 4);
 }
 
 /// The program, on a state.
@@ -308,18 +352,136 @@ fn program(bench: &Bench, state: &Path) -> Command {
 
 /// The program, on a state, to a step.
 fn program_to(bench: &Bench, state: &Path, steps: u64) -> Command {
+    program_with(bench, state, steps, ARGUMENTS)
+}
+
+/// The program, on a state, to a step, with these arguments.
+fn program_with(bench: &Bench, state: &Path, steps: u64, arguments: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_train"));
-    command.arg("--text").arg(&bench.text).arg("--state").arg(state).args(arguments());
+    command.arg("--text").arg(&bench.text).arg("--state").arg(state).args(arguments.split_whitespace());
     command.args(["--steps", &steps.to_string(), "--resume", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
 /// What the program says at its end.
-fn ended(child: Child) -> serde_json::Value {
+fn ended(child: Child) -> Value {
     let out = child.wait_with_output().unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    let text = String::from_utf8(out.stdout).unwrap();
-    serde_json::from_str(text.lines().last().unwrap()).unwrap()
+    last_object(&out.stdout)
+}
+
+/// The JSON object in the last line of what a program has written.
+fn last_object(out: &[u8]) -> Value {
+    let text = std::str::from_utf8(out).unwrap();
+    let object: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    assert!(object.is_object(), "{text}");
+    object
+}
+
+/// What the program says on its way, the losses as text, and the picture of them.
+#[test]
+fn a_run_says_where_it_begins_and_writes_the_losses_of_all_its_parts() {
+    let bench = Bench::new();
+    let (state, csv, chart) = (bench.state_of("state"), bench.state_of("losses.csv"), bench.state_of("losses.svg"));
+    let trained = |steps: u64| {
+        let mut program = program_to(&bench, &state, steps);
+        let out = program.arg("--csv").arg(&csv).arg("--chart").arg(&chart).output().unwrap();
+        let told = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success(), "{told}");
+        let text = std::fs::read_to_string(&csv).unwrap();
+        let mut lines = text.lines();
+        assert_eq!(lines.next(), Some("step,loss"));
+        let lines: Vec<(u64, f32)> = lines
+            .map(|line| line.split_once(',').unwrap())
+            .map(|(step, loss)| (step.parse().unwrap(), loss.parse().unwrap()))
+            .collect();
+        let (numbers, losses): (Vec<u64>, Vec<f32>) = lines.into_iter().unzip();
+        assert_eq!(numbers, (1..=steps).collect::<Vec<u64>>());
+        let report = last_object(&out.stdout);
+        // They are as exact as the object's: the sum over their bits is the same.
+        assert_eq!(report["losses_xxh3"], format!("{:016x}", hash(&losses)));
+        let of_object: Vec<f32> =
+            report["losses"].as_array().unwrap().iter().map(|loss| loss.to_string().parse().unwrap()).collect();
+        assert_eq!(of_object, losses);
+        let picture = std::fs::read_to_string(&chart).unwrap();
+        assert!(picture.starts_with("<svg") && picture.contains("polyline"), "{picture}");
+        told
+    };
+    let told = trained(2);
+    assert!(told.contains("the folder has no training: it begins at step 0"), "{told}");
+    let told = trained(4);
+    assert!(told.contains("it goes on from step 2, generation 2") && !told.contains("begins at"), "{told}");
+}
+
+/// What a program says at its end, and on its way, that is interrupted when it has shown its first step.
+fn interrupted_after_a_step(mut program: Command) -> (Value, String) {
+    let mut child = program.spawn().unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap());
+    let mut text = String::new();
+    while !text.contains("step 1/") {
+        assert_ne!(told.read_line(&mut text).unwrap(), 0, "{text}");
+    }
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    told.read_to_string(&mut text).unwrap();
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0), "{:?}: {text}", out.status);
+    (last_object(&out.stdout), text)
+}
+
+/// It is asked for more steps than anybody waits for, so nothing else ends it.
+#[test]
+fn an_interrupt_ends_the_program_after_its_step_with_all_it_has_made() {
+    let bench = Bench::new();
+    let state = bench.state_of("state");
+    let mut program = program_to(&bench, &state, 1_000_000);
+    program.args(["--commit-every", "1000000"]);
+    let (report, told) = interrupted_after_a_step(program);
+    let made = report["steps"].as_u64().unwrap();
+    assert!((1..1_000_000).contains(&made), "{made}");
+    // Every step that was shown is durable.
+    assert_eq!(told.lines().filter(|line| line.starts_with("step ")).count() as u64, made, "{told}");
+    assert_eq!((&report["generation"], report["losses"].as_array().unwrap().len() as u64), (&json!(1), made));
+    let report = ended(program_to(&bench, &state, made + 2).spawn().unwrap());
+    let whole = ended(program_to(&bench, &bench.state_of("whole"), made + 2).spawn().unwrap());
+    for field in ["losses", "losses_xxh3", "steps"] {
+        assert_eq!(report[field], whole[field], "{field}, interrupted after step {made}");
+    }
+}
+
+/// A model whose state and gradients have 58 MB, in no more than 13 MiB for pages.
+#[test]
+fn a_process_stays_within_its_memory_and_has_the_losses_that_it_has_in_core() {
+    let bench = Bench::new();
+    let wide = "--layers 8 --width 128 --heads 4 --kv-heads 2 --hidden 1024 --window 16 --batch 1 --commit-every 9";
+    let program = |name: &str, steps: u64| program_with(&bench, &bench.state_of(name), steps, wide);
+    let done = |name: &str, steps: u64, memory: Bytes| {
+        ended(program(name, steps).args(["--memory", &memory.to_string()]).spawn().unwrap())
+    };
+    let whole = ended(program("whole", 3).spawn().unwrap());
+    let refused = |memory: &str| {
+        let out = program("little", 3).args(["--memory", memory]).output().unwrap();
+        let told = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{told}");
+        let least = told.split_once("give at least ").and_then(|(_, rest)| rest.split_once(" (--memory)"));
+        least.unwrap_or_else(|| panic!("{told}")).0.parse::<Bytes>().unwrap()
+    };
+    // What it names is enough.
+    let least = refused("1MiB");
+    let limits = [(2, least + Bytes::mib(4)), (3, least)];
+    assert!(whole["peak_rss_bytes"].as_u64().unwrap() > limits[0].1.get(), "it would fit: {whole}");
+    for (steps, memory) in limits {
+        let report = done("little", steps, memory);
+        let peak = report["peak_rss_bytes"].as_u64().unwrap();
+        assert!(peak <= memory.get(), "{peak} bytes were resident, and {memory} are allowed");
+        let losses = report["losses"].as_array().unwrap();
+        assert_eq!(losses[..], whole["losses"].as_array().unwrap()[..steps as usize]);
+    }
+    let manifest = || std::fs::read(bench.state_of("little").join("manifest")).unwrap();
+    let before = manifest();
+    assert_eq!(refused("20MiB"), least);
+    assert_eq!(manifest(), before);
+    let again = done("little", 3, least);
+    assert_eq!((&again["generation"], &again["losses_xxh3"]), (&json!(2), &whole["losses_xxh3"]));
 }
 
 /// Killed anywhere in a step or a commit, it goes on from a whole generation.
@@ -357,6 +519,106 @@ fn a_training_that_is_killed_goes_on_with_the_same_losses() {
         }
     }
     eprintln!("{kills} kills in {ends} trainings");
+}
+
+/// Counts the calls that change what is on the disk, and ends the process just before one of them.
+struct Calls {
+    made: AtomicU64,
+    last: u64,
+}
+
+impl Calls {
+    fn until(last: u64) -> Arc<Self> {
+        Arc::new(Self { made: AtomicU64::new(0), last })
+    }
+
+    fn count(&self) -> Injected {
+        if self.made.fetch_add(1, Ordering::SeqCst) + 1 == self.last {
+            let _ = kill_process(getpid(), Signal::KILL);
+        }
+        Injected::Nothing
+    }
+
+    fn store(self: &Arc<Self>) -> Option<StoreOptions> {
+        Some(StoreOptions::new(IoBackend::Auto).hook(self.clone()))
+    }
+}
+
+impl CallHook for Calls {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind == IoKind::Write { self.count() } else { Injected::Nothing }
+    }
+    fn before_folder(&self, _: FolderCall) -> Injected {
+        self.count()
+    }
+    fn may_block(&self) -> bool {
+        false
+    }
+}
+
+/// Steps of a run that is killed at a call.
+const FEW: u64 = 4;
+const AT_A_CALL: &str = "whatever_call_a_training_is_killed_at_it_goes_on_with_the_same_losses";
+/// What the child is told: the text, the state, and at which call it ends.
+const CHILD: [&str; 3] = ["OUTCORE_TEXT", "OUTCORE_STATE", "OUTCORE_CALLS"];
+
+/// A run of a model of two layers that are smaller still.
+fn smallest(text: &Path, limits: &Limits, say: impl FnMut(&str)) -> Result<Report> {
+    let shape = Shape { layers: 2, width: 16, heads: 2, kv_heads: 1, hidden: 40, ..settings().shape };
+    let settings = Settings { shape, window: 8, batch: 2, micro: 1, ..settings() };
+    run(text, None, &settings, limits, &AtomicBool::new(false), say, |_| {})
+}
+
+/// The child of [`whatever_call_a_training_is_killed_at_it_goes_on_with_the_same_losses`].
+#[test]
+fn a_training_that_is_killed_at_a_call() {
+    if !is_child(AT_A_CALL) {
+        return;
+    }
+    let [text, state, calls] = CHILD.map(|name| std::env::var(name).unwrap());
+    let store = Calls::until(calls.parse().unwrap()).store();
+    let limits = Limits { store, ..limits(Path::new(&state), 24, FEW) };
+    smallest(Path::new(&text), &limits, |_| {}).unwrap();
+}
+
+/// Each child is killed at a later call than the one before: a write of a page, a write or a sync of a manifest, or its
+/// rename.
+#[test]
+fn whatever_call_a_training_is_killed_at_it_goes_on_with_the_same_losses() {
+    const CHILDREN: u64 = 32;
+    if is_child(AT_A_CALL) {
+        return;
+    }
+    let mut bench = Bench::new();
+    let state = bench.state();
+    let whole = smallest(&bench.text, &bench.limits(&state, 4096, FEW), |_| {}).unwrap();
+    let (state, calls) = (bench.state(), Calls::until(u64::MAX));
+    let counted = Limits { store: calls.store(), ..bench.limits(&state, 24, FEW) };
+    assert_eq!(bits(&smallest(&bench.text, &counted, |_| {}).unwrap()), bits(&whole));
+    let all = calls.made.load(Ordering::SeqCst);
+    assert!(all >= CHILDREN, "{all} calls");
+    let (mut kills, mut begins) = (0, BTreeSet::new());
+    for child in 0..CHILDREN {
+        let (state, at) = (bench.state(), 1 + child * all / CHILDREN);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "a_training_that_is_killed_at_a_call", "--nocapture"]).env("OUTCORE_SCENE", AT_A_CALL);
+        command.env(CHILD[0], &bench.text).env(CHILD[1], &state).env(CHILD[2], at.to_string());
+        let out = command.output().unwrap();
+        // A run whose threads come in another order may have fewer calls.
+        let is_killed = out.status.signal() == Some(Signal::KILL.as_raw());
+        assert!(is_killed || out.status.success(), "call {at}: {}", String::from_utf8_lossy(&out.stderr));
+        kills += u64::from(is_killed);
+        let begin = |said: &str| {
+            begins.insert(said.to_owned());
+        };
+        let report = smallest(&bench.text, &bench.limits(&state, 30, FEW), begin).unwrap();
+        assert_eq!(bits(&report), bits(&whole), "killed at call {at} of {all}");
+        assert_eq!(report.losses_xxh3, whole.losses_xxh3);
+    }
+    assert!(kills > CHILDREN * 3 / 4, "{kills} kills show nothing");
+    eprintln!("{kills} kills, at up to {all} calls; the next ones said {begins:?}");
+    // They were killed in all parts of a run.
+    assert!(begins.len() as u64 >= FEW, "{begins:?}");
 }
 
 /// Where no file may be as long as the state is, as on a full disk, a run is refused: a new one before its first

@@ -1,6 +1,6 @@
 // The kernels of the forward pass. Compiled by NVRTC at run time, by nvcc where the sources are checked, and by a C++
 // compiler for the emulated driver, which brings its own definitions of what CUDA has built in
-// (examples/llm/tests/cuda/emulation.h). No header is included, because NVRTC has none.
+// (tests/kit/emulation/emulation.h). No header is included, because NVRTC has none.
 //
 // Conventions
 // 1. Every number that is not a weight is f32, in buffers of the program's own, which are aligned. Weights lie where

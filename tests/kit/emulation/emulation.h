@@ -87,6 +87,10 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float float_of_half(unsigned short bits) { return emulation::float_of_half(bits); }
 inline unsigned short half_of_float(float value) { return emulation::half_of_float(value); }
