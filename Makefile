@@ -47,7 +47,7 @@ soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every dev
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test device -- --ignored --nocapture emulated::overlap_soak
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release -p outcore-mapped --test mapped_soak -- --ignored --nocapture
 	OUTCORE_ALL=1 cargo test --test runtime --test device -- any_one whatever_call_fails interrupted
-	OUTCORE_KILLS=1000 OUTCORE_CUTS=2000 cargo test -p outcore --lib --test runtime -- power_cut whatever_call_it_is_killed
+	OUTCORE_KILLS=1000 OUTCORE_CUTS=2000 cargo test -p outcore --lib --test runtime -- --nocapture power_cut whatever_call_it_is_killed
 	@scripts/fetch_model.sh
 	cargo test --workspace --test generate -- --ignored --nocapture
 	cargo build --release -p outcore-serve

@@ -7,12 +7,11 @@ use std::collections::HashMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use harness::replay::{Case, first_seed};
-use harness::{AnyDevice, Devices, Faults, Rng, Setting, check_at_rest, is_child, next_round, watched, whole_name};
+use harness::{AnyDevice, Devices, Faults, Rng, Setting, check_at_rest, next_round, watched};
 use outcore::durable::{Durable, DurableOptions, Generation, TensorSpec};
 use outcore::store::StoreOptions;
 use outcore::testing::{CallHook, FolderCall, Injected, IoCall, IoKind};
@@ -27,9 +26,9 @@ on_every_device! {
     failures_of_the_disk_lose_nothing_that_was_committed
 }
 
-const PAGE: u64 = 16 << 10;
+pub(super) const PAGE: u64 = 16 << 10;
 
-fn folder() -> tempfile::TempDir {
+pub(super) fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(models::folder()).unwrap()
 }
 
@@ -258,7 +257,7 @@ fn failures_of_the_disk_lose_nothing_that_was_committed(devices: Devices) {
     });
 }
 
-fn host(frames: u64, hook: Option<Arc<dyn CallHook>>) -> Runtime {
+pub(super) fn host(frames: u64, hook: Option<Arc<dyn CallHook>>) -> Runtime {
     let mut store = StoreOptions::new(IoBackend::Auto);
     if let Some(hook) = hook {
         store = store.hook(hook);
@@ -585,118 +584,6 @@ fn regression_a_tensor_that_does_not_fit_leaves_the_folder_as_it_was() {
     assert_eq!(length(), before);
     state.alloc("b", DType::U8, &[PAGE]).unwrap();
     state.commit().unwrap();
-}
-
-/// Ends the process at a call.
-struct Kill(AtomicU64);
-
-impl Kill {
-    fn count(&self) -> Injected {
-        if self.0.fetch_sub(1, Ordering::SeqCst) == 1 {
-            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-        }
-        Injected::Nothing
-    }
-}
-
-impl CallHook for Kill {
-    fn before(&self, call: &IoCall) -> Injected {
-        if call.kind == IoKind::Write { self.count() } else { Injected::Nothing }
-    }
-    fn before_folder(&self, _: FolderCall) -> Injected {
-        self.count()
-    }
-    fn may_block(&self) -> bool {
-        false
-    }
-}
-
-const STATE: &str = "OUTCORE_STATE";
-const CALLS: &str = "OUTCORE_CALLS";
-/// Pages of the tensor that is written in every step.
-const PAGES: u64 = 12;
-
-/// What a page holds after a step.
-fn byte_of(step: u64, page: u64) -> u8 {
-    (step * 31 + page * 7) as u8
-}
-
-/// The bytes of generation `step`, or what is wrong.
-fn check_step(state: &Durable, runtime: &Runtime) -> u64 {
-    let step = state.generation().get();
-    if step == 0 {
-        return 0;
-    }
-    assert_eq!(state.note(), step.to_le_bytes());
-    let tensor = state.tensor("a").unwrap();
-    for page in 0..PAGES {
-        let bytes = runtime.read(&tensor.rows(page * PAGE..(page + 1) * PAGE).unwrap()).unwrap().bytes().into_owned();
-        assert!(bytes.iter().all(|byte| *byte == byte_of(step, page)), "page {page} of generation {step}");
-    }
-    step
-}
-
-/// The child of [`whatever_call_it_is_killed_at_the_newest_generation_is_whole`]: goes on from where the last one was
-/// killed, and writes and commits until it is killed itself.
-#[test]
-fn a_process_that_commits_until_it_is_killed() {
-    if !is_child("whatever_call_it_is_killed_at_the_newest_generation_is_whole") {
-        return;
-    }
-    let calls: u64 = std::env::var(CALLS).unwrap().parse().unwrap();
-    let runtime = host(5, Some(Arc::new(Kill(AtomicU64::new(calls)))));
-    let state = runtime.open_durable(std::env::var(STATE).unwrap(), DurableOptions::default()).unwrap();
-    let from = check_step(&state, &runtime);
-    println!("from {from}");
-    let tensor = match state.tensor("a") {
-        Ok(tensor) => tensor,
-        Err(_) => state.alloc("a", DType::U8, &[PAGES * PAGE]).unwrap(),
-    };
-    for step in from + 1.. {
-        for page in 0..PAGES {
-            runtime.write(&tensor.rows(page * PAGE..(page + 1) * PAGE).unwrap()).unwrap().fill(byte_of(step, page));
-        }
-        state.set_note(&step.to_le_bytes());
-        assert_eq!(state.commit().unwrap().get(), step);
-        println!("committed {step}");
-    }
-}
-
-/// Each child is killed at a later call than the one before, by a countdown over all writes, syncs and the rename. The
-/// next one finds the last generation whose commit has returned, or the one behind it.
-#[test]
-fn whatever_call_it_is_killed_at_the_newest_generation_is_whole() {
-    const TEST: &str = "whatever_call_it_is_killed_at_the_newest_generation_is_whole";
-    if is_child(TEST) {
-        return;
-    }
-    let name = whole_name("a_process_that_commits_until_it_is_killed");
-    let runs = std::env::var("OUTCORE_KILLS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(100u64);
-    let mut folder = folder();
-    let (mut last, mut newest) = (0, 0);
-    for run in 0..runs {
-        if run % 40 == 0 {
-            folder = self::folder();
-            last = 0;
-        }
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", &name, "--nocapture"]).env("OUTCORE_SCENE", TEST);
-        command.env(STATE, folder.path().join("state")).env(CALLS, (run % 40 + 1).to_string());
-        let output = command.stderr(Stdio::piped()).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(!text.contains("FAILED") && !errors.contains("panicked"), "run {run}: {text}{errors}");
-        let numbers = |what: &str| -> Vec<u64> {
-            text.lines().filter_map(|line| line.strip_prefix(what)?.trim().parse().ok()).collect()
-        };
-        if let Some(from) = numbers("from").first() {
-            assert!(*from == last || *from == last + 1, "run {run}: from {from}, {last} was committed");
-            last = *from;
-        }
-        last = numbers("committed").last().copied().unwrap_or(last);
-        newest = newest.max(last);
-    }
-    assert!(newest >= 10, "{newest} generations");
 }
 
 /// The folder that version 1 of the format made, as it is in the repository.

@@ -7,6 +7,8 @@ mod compute;
 mod concurrency;
 mod dlpack;
 mod durable;
+mod durable_damage;
+mod durable_kills;
 mod failure;
 mod fuzzed_state;
 mod link_server;

@@ -134,6 +134,12 @@ impl Runtime {
     /// of its tensors is dropped, and the moves of their pages that were under way then have ended. Only this user can
     /// read it.
     ///
+    /// Room on the disk is taken when tensors are made, so that their pages find it later. Not so where the file system
+    /// takes none in advance, which is logged, and on btrfs and ZFS, which do not keep it: each later write of a page
+    /// takes new room. Opening a folder there logs a warning. A full disk is then an error of a write back or of a
+    /// commit ([`DiskFull`](ErrorKind::DiskFull)). The last generation stays, and the step can be repeated when there
+    /// is room again.
+    ///
     /// # Errors
     /// [`PermissionDenied`](ErrorKind::PermissionDenied) if another process has it open, or if it is another user's, or
     /// others may write there. [`Unsupported`](ErrorKind::Unsupported) on a network file system, in memory, and for

@@ -3,6 +3,8 @@
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+#[cfg(any(test, feature = "testing"))]
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
@@ -12,6 +14,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format;
 use crate::ids::{Bytes, PageSize};
 use crate::os::folder::Folder;
+#[cfg(any(test, feature = "testing"))]
+use crate::store::backend::operation::CallHook;
+use crate::store::backend::operation::FolderCall;
 use crate::store::durable::files::{self, FolderFiles};
 use crate::store::durable::table::{Entry, Packed, Table};
 use crate::store::durable::{Ledger, Terms, read_page};
@@ -69,6 +74,14 @@ impl DurableReader {
         };
         let passed_over = opened.lost.into_iter().map(why).collect();
         Ok(Self { path, files, ledger, table, page_size, passed_over })
+    }
+
+    /// Has a hook see the calls of [`export`](Self::export).
+    #[cfg(any(test, feature = "testing"))]
+    #[must_use]
+    pub fn hook(mut self, hook: Arc<dyn CallHook>) -> Self {
+        self.files.set_hook(hook);
+        self
     }
 
     /// The bytes of its pages.
@@ -132,7 +145,8 @@ impl DurableReader {
     }
 
     /// Writes the tensors to a safetensors file, which gets its name when it is whole and durable. A file of that name
-    /// is replaced.
+    /// is replaced. A process that is killed meanwhile leaves a file beside it whose name begins with
+    /// `.outcore-export-`.
     ///
     /// # Errors
     /// [`Unsupported`](ErrorKind::Unsupported) for a tensor of a type that the format does not have.
@@ -147,13 +161,16 @@ impl DurableReader {
         let beside =
             tempfile::Builder::new().prefix(".outcore-export-").tempfile_in(folder).map_err(io("write beside"))?;
         let header = self.header()?;
-        let file = BufWriter::with_capacity(1 << 20, beside.as_file());
+        let file = BufWriter::with_capacity(1 << 20, Exported { files: &self.files, file: beside.as_file() });
         self.write_all(file, &header, &|cause| io("write")(cause))?;
         // Its own reader must know it.
         format::open(beside.path()).map_err(|error| error.context(format!("export to {}", to.display())))?;
-        beside.as_file().sync_all().map_err(io("sync"))?;
+        let ask = || self.files.ask(FolderCall::Export);
+        ask().and_then(|()| beside.as_file().sync_all()).map_err(io("sync"))?;
+        ask().map_err(io("name"))?;
         beside.persist(to).map_err(|error| io("name")(error.error))?;
-        Folder::existing(folder).and_then(|folder| folder.sync()).map_err(io("make durable the name of"))
+        let synced = ask().and_then(|()| Folder::existing(folder)).and_then(|folder| folder.sync());
+        synced.map_err(io("make durable the name of"))
     }
 
     /// The header of a safetensors file with all tensors.
@@ -174,7 +191,12 @@ impl DurableReader {
         Ok(header)
     }
 
-    fn write_all(&self, mut file: BufWriter<&File>, header: &[u8], io: &dyn Fn(io::Error) -> Error) -> Result<()> {
+    fn write_all(
+        &self,
+        mut file: BufWriter<Exported<'_>>,
+        header: &[u8],
+        io: &dyn Fn(io::Error) -> Error,
+    ) -> Result<()> {
         let page_bytes = self.page_size.bytes();
         file.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| file.write_all(header)).map_err(io)?;
         for packed in &self.table.segments {
@@ -194,5 +216,22 @@ impl DurableReader {
             }
         }
         file.flush().map_err(io)
+    }
+}
+
+/// A file that is being exported.
+struct Exported<'a> {
+    files: &'a FolderFiles,
+    file: &'a File,
+}
+
+impl Write for Exported<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.files.ask(FolderCall::Export)?;
+        self.file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }

@@ -116,3 +116,43 @@ fn state_says_what_is_wrong() {
     fs::write(Path::new(&state).join("manifest"), "no manifest").unwrap();
     refused(&["state", "inspect", &state], 1, &["damaged"]);
 }
+
+/// Flips a bit of the manifest.
+fn flip(state: &str, at: u64) {
+    let manifest = File::options().read(true).write(true).open(Path::new(state).join("manifest")).unwrap();
+    let mut byte = [0];
+    manifest.read_exact_at(&mut byte, at).unwrap();
+    manifest.write_all_at(&[byte[0] ^ 1], at).unwrap();
+}
+
+/// The newest generation is damaged: in its head, and in a block that only this one names.
+#[test]
+fn state_shows_the_generation_before_a_damaged_one_and_says_why() {
+    let dir = scratch();
+    let state = folder(dir.path());
+    let manifest = fs::read(Path::new(&state).join("manifest")).unwrap();
+    // Of generation 2, the head is the first block. Its note is 9 bytes.
+    let note = manifest.chunks(4096).position(|block| block.starts_with(&[2; 9]) && block[9] == 0).unwrap() as u64;
+    let file = dir.path().join("out.safetensors");
+    for (at, why) in [(100, "does not match its checksum"), (note * 4096, "generation 2: the manifest is damaged")] {
+        flip(&state, at);
+        let found = json(&["state", "inspect", &state, "--json"]);
+        assert_eq!((&found["generation"], found["generations"].to_string()), (&1.into(), "[1,0]".into()));
+        let passed_over = found["passed_over"].as_array().unwrap();
+        assert!(passed_over.len() == 1 && passed_over[0].as_str().unwrap().contains(why), "{passed_over:?}");
+        let report = text(&["state", "inspect", &state]);
+        assert!(report.contains("passed over") && report.contains(why), "{report}");
+        // And it is whole.
+        assert_eq!(json(&["state", "verify", &state, "--json"])["verified"], true);
+        json(&["state", "export", &state, string(&file), "--json"]);
+        let runtime = Runtime::builder().open().unwrap();
+        let model = runtime.open_model(&file).unwrap();
+        let bytes = runtime.pin(&model.tensor("a\"").unwrap()).wait().unwrap().bytes().to_vec();
+        assert_eq!(bytes, [1; 12]);
+        let of_newest = if at == 100 { "generation 2 is not kept" } else { "other bytes than were written" };
+        refused(&["state", "inspect", &state, "--generation", "2"], 1, &[of_newest]);
+        flip(&state, at);
+        let found = json(&["state", "inspect", &state, "--json"]);
+        assert_eq!((&found["generation"], found["passed_over"].to_string()), (&2.into(), "[]".into()));
+    }
+}

@@ -94,8 +94,12 @@ pub enum FolderCall {
     SyncPages,
     /// Syncs the manifest.
     SyncManifest,
-    /// Gives the manifest its name, and makes that durable.
+    /// Gives the manifest its name.
     Name,
+    /// Makes that name durable.
+    SyncFolder,
+    /// Writes to a file of exported tensors, syncs it, gives it its name, or makes that durable.
+    Export,
 }
 
 /// A [`CallHook`]'s answer to a call.
@@ -124,7 +128,7 @@ pub trait CallHook: Send + Sync {
         Injected::Nothing
     }
 
-    /// Called just before a call for a durable folder, on the thread that opens it, adds tensors or commits.
+    /// Called just before a call for a durable folder, on the thread that opens it, adds tensors, commits or exports.
     /// [`Injected::Short`] has no effect here.
     fn before_folder(&self, _call: FolderCall) -> Injected {
         Injected::Nothing

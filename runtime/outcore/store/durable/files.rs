@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::fstatvfs;
 use rustix::io::Errno;
@@ -28,9 +29,12 @@ const PAGES: &str = "pages";
 
 /// An open folder, which no other process has open.
 pub(crate) struct FolderFiles {
+    path: PathBuf,
     manifest: File,
     pages: File,
     hook: Option<Arc<dyn CallHook>>,
+    /// The file system has taken no room in advance, and that was said.
+    sparse: AtomicBool,
     /// Dropped last.
     _lock: FolderLock,
 }
@@ -42,7 +46,21 @@ impl fmt::Debug for FolderFiles {
 }
 
 impl FolderFiles {
-    fn ask(&self, call: FolderCall) -> io::Result<()> {
+    fn new(path: &Path, manifest: File, pages: File, hook: Option<Arc<dyn CallHook>>, lock: FolderLock) -> Self {
+        Self { path: path.to_owned(), manifest, pages, hook, sparse: AtomicBool::new(false), _lock: lock }
+    }
+
+    /// Has a hook see all further calls.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn set_hook(&mut self, hook: Arc<dyn CallHook>) {
+        self.hook = Some(hook);
+    }
+
+    /// Tells the hook of a call that comes next.
+    ///
+    /// # Errors
+    /// What the hook has in place of that call.
+    pub(crate) fn ask(&self, call: FolderCall) -> io::Result<()> {
         match self.hook.as_ref().map(|hook| hook.before_folder(call)) {
             Some(Injected::Errno(errno)) => Err(io::Error::from_raw_os_error(errno)),
             _ => Ok(()),
@@ -127,7 +145,15 @@ impl Files for FolderFiles {
         for (from, len) in slices(before, bytes - before) {
             match fallocate(file, 0, from, len) {
                 Ok(()) => {}
-                Err(cause) if is_unsupported(&cause) => return file.set_len(bytes),
+                Err(cause) if is_unsupported(&cause) => {
+                    if !self.sparse.swap(true, Ordering::Relaxed) {
+                        tracing::info!(
+                            folder = %self.path.display(),
+                            "the file system does not preallocate: a write back or a commit may find the disk full"
+                        );
+                    }
+                    return file.set_len(bytes);
+                }
                 Err(cause) => {
                     file.set_len(before)?;
                     return Err(cause);
@@ -160,7 +186,14 @@ fn open_files(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Res
         Some(_) => Folder::existing(path).map_err(io("find it"))?,
         None => Folder::make(path).map_err(io("make it"))?,
     };
-    check_place(&folder)?;
+    let filesystem = check_place(&folder)?;
+    if copies_on_write(&filesystem) {
+        tracing::warn!(
+            folder = %path.display(),
+            filesystem,
+            "this file system keeps no room that was taken: a write back or a commit may find the disk full"
+        );
+    }
     let lock = folder.lock(LOCK, Access::Replace).map_err(io("lock it"))?.ok_or_else(is_open)?;
     let names = folder.names().map_err(io("list it"))?;
     if !names.iter().any(|name| name == MANIFEST) {
@@ -178,18 +211,19 @@ fn open_files(path: &Path, terms: Terms, hook: Option<Arc<dyn CallHook>>) -> Res
         // What is there was not made to its end, so nothing was ever committed there.
         let pages = folder.open(PAGES, Access::Replace).map_err(io("make the file of pages"))?;
         let manifest = folder.open(NEW, Access::Replace).map_err(io("make the manifest"))?;
-        let files = FolderFiles { manifest, pages, hook, _lock: lock };
+        let files = FolderFiles::new(path, manifest, pages, hook, lock);
         let number = draw_number().map_err(io("draw a number for it"))?;
         let ledger = Ledger::new(number, terms.page_bytes.unwrap_or(PageSize::DEFAULT.bytes()), terms.keep);
         manifest::create(&files, &ledger).map_err(io("write the manifest"))?;
         let named = files.ask(FolderCall::Name).and_then(|()| folder.rename(NEW, MANIFEST));
-        named.and_then(|()| folder.sync()).map_err(io("name the manifest"))?;
+        let synced = named.and_then(|()| files.ask(FolderCall::SyncFolder)).and_then(|()| folder.sync());
+        synced.map_err(io("name the manifest"))?;
         let opened = manifest::open(&files, terms)?;
         return Ok((files, opened));
     }
     let manifest = folder.open(MANIFEST, Access::Write).map_err(io("open the manifest"))?;
     let pages = folder.open(PAGES, Access::Write).map_err(io("open the file of pages"))?;
-    let files = FolderFiles { manifest, pages, hook, _lock: lock };
+    let files = FolderFiles::new(path, manifest, pages, hook, lock);
     let opened = manifest::open(&files, terms)?;
     check_length(&files, &opened.ledger)?;
     Ok((files, opened))
@@ -208,7 +242,7 @@ pub(crate) fn open_to_read(path: &Path, terms: Terms) -> Result<(FolderFiles, Op
         let lock = folder.lock(LOCK, Access::Read).map_err(io)?.ok_or_else(is_open)?;
         let manifest = folder.open(MANIFEST, Access::Read).map_err(io)?;
         let pages = folder.open(PAGES, Access::Read).map_err(io)?;
-        let files = FolderFiles { manifest, pages, hook: None, _lock: lock };
+        let files = FolderFiles::new(path, manifest, pages, None, lock);
         let opened = manifest::open(&files, terms)?;
         check_length(&files, &opened.ledger)?;
         Ok((files, opened))
@@ -228,8 +262,14 @@ fn draw_number() -> io::Result<[u8; 16]> {
     Ok(number)
 }
 
-/// Whether a folder may hold what nobody else may change, and keeps it.
-fn check_place(folder: &Folder) -> Result<()> {
+/// Whether a file system of this name writes nothing in place. Room that was taken in advance serves the first write
+/// there; each later one takes new room before the old one is given back.
+fn copies_on_write(filesystem: &str) -> bool {
+    matches!(filesystem, "btrfs" | "zfs")
+}
+
+/// Whether a folder may hold what nobody else may change, and keeps it. Returns the name of its file system.
+fn check_place(folder: &Folder) -> Result<String> {
     let metadata = folder.file().metadata().map_err(|cause| Error::io("look at it", cause).remedy("check the disk"))?;
     let user = effective_user();
     if metadata.uid() != user {
@@ -249,7 +289,7 @@ fn check_place(folder: &Folder) -> Result<()> {
         let what = format!("it is on {filesystem}, which does not say when bytes are durable");
         return Err(Error::new(ErrorKind::Unsupported, what).remedy("give a folder on a local disk"));
     }
-    Ok(())
+    Ok(filesystem)
 }
 
 /// Whether the file of pages is as long as the head says.

@@ -120,6 +120,8 @@ pub(crate) struct Ledger {
     written: BTreeMap<u32, Option<Ref>>,
     /// The slots that pages are being written to which have none in this generation.
     under_way: HashMap<u32, u64>,
+    /// The other head, or something below it, is not whole. It may be newer.
+    pub(crate) passed_over: bool,
 }
 
 /// A commit whose blocks and head are to be written.
@@ -129,6 +131,8 @@ pub(crate) struct Commit {
     pub(crate) blocks: Blocks,
     /// To be written to [`place`](Self::place).
     pub(crate) head: Head,
+    /// How many blocks the manifest had before.
+    had: u64,
     left: Vec<u64>,
     tree: Tree,
     table: Option<Text>,
@@ -158,7 +162,7 @@ impl Ledger {
         }
         let (slots, state) = Default::default();
         let (base, shared, written, under_way) = Default::default();
-        Self { head, keep, slots, blocks, state, base, shared, written, under_way }
+        Self { head, keep, slots, blocks, state, base, shared, written, under_way, passed_over: false }
     }
 
     /// Reads what `head` says, and goes on from the generation `from`, or from the newest. `read` fills a block, whose
@@ -332,14 +336,24 @@ impl Ledger {
     /// If there is no place for a block. Then nothing has changed.
     pub(crate) fn commit(&mut self, table: &[u8], note: &[u8]) -> Result<Commit> {
         let most = blocks_of(self.state.pages.len()) + Text::blocks_of(table.len()) + Text::blocks_of(note.len());
+        let had = self.blocks.count();
         let short = (most as u64).saturating_sub(self.blocks.free());
-        self.blocks.grow(self.blocks.count() + short);
+        self.blocks.grow(had + short);
         let mut blocks = Blocks::new();
-        let planned = self.plan(table, note, &mut blocks);
-        planned.inspect_err(|_| blocks.iter().for_each(|(place, _)| self.blocks.give(*place))).map(|mut commit| {
-            commit.blocks = blocks;
-            commit
-        })
+        match self.plan(table, note, &mut blocks) {
+            Ok(commit) => Ok(Commit { blocks, had, ..commit }),
+            Err(error) => {
+                self.give_blocks(&blocks, had);
+                Err(error)
+            }
+        }
+    }
+
+    /// Blocks that were taken for a commit are free again, and the manifest is no longer than it was: so the next
+    /// commit needs no room that this one would have needed.
+    fn give_blocks(&mut self, blocks: &Blocks, had: u64) {
+        blocks.iter().for_each(|(place, _)| self.blocks.give(*place));
+        self.blocks.shrink(had);
     }
 
     fn plan(&mut self, table: &[u8], note: &[u8], written: &mut Blocks) -> Result<Commit> {
@@ -363,7 +377,7 @@ impl Ledger {
         };
         let kept = std::iter::once(newest).chain(head.kept.iter().copied()).take((*keep).clamp(1, KEPT_MOST)).collect();
         let head = Head { slots: slots.count(), blocks: blocks.count(), kept, ..*head };
-        Ok(Commit { blocks: Blocks::new(), head, left, tree, table, note })
+        Ok(Commit { blocks: Blocks::new(), head, had: 0, left, tree, table, note })
     }
 
     /// A commit is durable: its generation is the newest one.
@@ -390,8 +404,8 @@ impl Ledger {
         }
     }
 
-    /// Nothing of a commit's head has been, or will be, written.
+    /// A commit's head has not been, and will not be, written whole.
     pub(crate) fn not_committed(&mut self, commit: Commit) {
-        commit.blocks.iter().for_each(|(place, _)| self.blocks.give(*place));
+        self.give_blocks(&commit.blocks, commit.had);
     }
 }

@@ -30,7 +30,7 @@ pub(crate) enum Part {
 pub(crate) trait Files: fmt::Debug {
     /// Reads all of `bytes`. What is behind the end of the file reads as zeros.
     fn read(&self, part: Part, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
-    /// Writes all of `bytes`.
+    /// Writes all of `bytes`. If it fails, it has written less than that.
     fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// When this returns, what was written is durable.
     fn sync(&self, part: Part) -> io::Result<()>;
@@ -120,12 +120,17 @@ pub(crate) fn open(files: &dyn Files, terms: Terms) -> Result<Opened> {
         let opened =
             opened.and_then(|opened| if sure { Ok(opened) } else { verify(files, &opened.0).map(|()| opened) });
         match opened {
-            Ok((ledger, others)) => {
+            Ok((mut ledger, others)) => {
+                ledger.passed_over = !lost.is_empty();
                 lost.extend(others.into_iter().map(|(generation, error)| (Some(generation), error)));
                 return Ok(Opened { ledger, lost });
             }
             Err(error) if error.kind() == ErrorKind::Corrupt => lost.push((Some(newest), error)),
-            Err(error) => return Err(error),
+            Err(error) => {
+                // The one that was asked for is not among the kept because it is damaged: that is what is wrong.
+                let damaged = lost.into_iter().find(|(lost, _)| lost.is_some() && *lost == terms.from);
+                return Err(damaged.map_or(error, |(_, damaged)| damaged));
+            }
         }
     }
     let error = lost.pop().map_or_else(|| damaged("it has no head"), |(_, error)| error);
@@ -161,7 +166,7 @@ pub(crate) fn read_page(files: &dyn Files, ledger: &Ledger, page: u32, bytes: &m
 pub(crate) enum Failed {
     /// Nothing has changed on the disk that counts. It can be tried again.
     Before(Error),
-    /// The head, or what it names, may or may not be durable. Only opening the folder anew tells.
+    /// A sync failed. The head, or what it names, may or may not be durable. Only opening the folder anew tells.
     Unknown(Error),
 }
 
@@ -179,27 +184,37 @@ pub(crate) fn commit(
         let error = Error::io(format!("commit: {what}"), cause);
         error.remedy("check the disk and the room on it, and commit again: nothing is lost")
     };
+    let write = |place: u64, block: &Block| files.write(Part::Manifest, place * BLOCK as u64, block);
+    let sync = || files.sync(Part::Manifest).map_err(|cause| Failed::Unknown(io("sync the manifest", cause)));
     // A disk that has failed to sync may have dropped what was to be synced, and then says so only once.
     files.sync(Part::Pages).map_err(|cause| Failed::Unknown(io("sync the pages", cause)))?;
+    let (passed_over, place) = {
+        let ledger = ledger.lock();
+        (ledger.passed_over, ledger.head().newest().next().get() % HEADS)
+    };
+    if passed_over {
+        // What is written from here on may be what it lacks. If this commit then failed, that head would be in force,
+        // whatever its pages have held since.
+        write(place, &[0; BLOCK]).map_err(|cause| Failed::Before(io("write the manifest", cause)))?;
+        sync()?;
+        ledger.lock().passed_over = false;
+    }
     let (commit, blocks) = {
         let mut ledger = ledger.lock();
         let commit = ledger.commit(table, note).map_err(Failed::Before)?;
         (commit, ledger.room().1)
     };
     let room = files.take_room(Part::Manifest, blocks * BLOCK as u64);
-    let written = room.and_then(|()| {
-        commit
-            .blocks
-            .iter()
-            .try_for_each(|(place, block)| files.write(Part::Manifest, place * BLOCK as u64, &block[..]))
-    });
+    let written = room.and_then(|()| commit.blocks.iter().try_for_each(|(place, block)| write(*place, block)));
+    // Of a head whose write fails, the rest is that of an older one, or zeros. So it does not match its checksum, and
+    // the other head stays in force, whatever becomes durable.
+    let written = written.and_then(|()| write(commit.place(), &commit.head.bytes()));
     if let Err(cause) = written {
         ledger.lock().not_committed(commit);
         return Err(Failed::Before(io("write the manifest", cause)));
     }
     let generation = commit.generation();
-    let head = files.write(Part::Manifest, commit.place() * BLOCK as u64, &commit.head.bytes()[..]);
-    head.and_then(|()| files.sync(Part::Manifest)).map_err(|cause| Failed::Unknown(io("sync the manifest", cause)))?;
+    sync()?;
     ledger.lock().committed(commit);
     Ok(generation)
 }

@@ -1,6 +1,7 @@
 //! Which places of a file may be written: those that no kept generation names.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::generation::Generation;
 use crate::ranges::FreeRanges;
@@ -38,6 +39,18 @@ impl Places {
         if count > self.count {
             self.free.give(self.count, count - self.count, &(0..count));
             self.count = count;
+        }
+    }
+
+    /// Makes it `count` places, if it has more. Those behind them are free.
+    pub(crate) fn shrink(&mut self, count: u64) {
+        let behind = |last: &Range<u64>| last.end == self.count && last.contains(&count);
+        if let Some(last) = self.free.last().filter(behind) {
+            self.free.remove(last.start);
+            self.count = count;
+            if last.start < count {
+                self.free.give(last.start, count - last.start, &(0..count));
+            }
         }
     }
 

@@ -1,16 +1,21 @@
-//! A folder on a disk whose power is cut: whatever was not synced is lost, in any order, and torn at 512 bytes.
+//! A folder on a disk whose power is cut: whatever was not synced is lost, in any order, and torn at 512 bytes. And on
+//! one that gets full in the middle of a write.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Debug;
 use std::io;
 
+use outcore_testkit::harness::replay::first_seed;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree;
+use proptest::test_runner::{RngSeed, TestRunner};
 use twox_hash::XxHash3_64;
 
 use super::generation::Generation;
+use super::head::HEADS;
 use super::ledger::Ledger;
 use super::manifest::{self, Failed, Files, Part, Terms};
 use super::tree::BLOCK;
@@ -18,6 +23,9 @@ use crate::error::{Error, ErrorKind, Result};
 
 const SECTOR: usize = 512;
 const PAGE: usize = 8 * SECTOR;
+
+/// The first byte behind the heads.
+const HEADS_END: u64 = HEADS * BLOCK as u64;
 
 type Sector = [u8; SECTOR];
 
@@ -36,7 +44,36 @@ struct Disk {
     /// What was written since the last sync, by sector, in order.
     pending: RefCell<BTreeMap<(u8, u64), Vec<Sector>>>,
     /// So many calls until the power is cut.
-    calls: RefCell<u64>,
+    calls: Cell<u64>,
+    /// So many sectors, and requests for room, until the disk is full.
+    room: Cell<u64>,
+    /// What was asked for last of room for the manifest.
+    asked: Cell<u64>,
+    tally: Tally,
+}
+
+/// What has happened to disks.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    /// Power cuts.
+    cuts: u64,
+    /// Those in the middle of a commit.
+    cut_commits: u64,
+    /// Commits that a full disk has ended.
+    full_commits: u64,
+    /// Those of them that ended in the middle of the head.
+    torn_heads: u64,
+}
+
+#[derive(Debug, Default)]
+struct Tally(Cell<Counts>);
+
+impl Tally {
+    fn count(&self, count: impl FnOnce(&mut Counts)) {
+        let mut counts = self.0.get();
+        count(&mut counts);
+        self.0.set(counts);
+    }
 }
 
 fn key(part: Part, sector: u64) -> (u8, u64) {
@@ -45,12 +82,22 @@ fn key(part: Part, sector: u64) -> (u8, u64) {
 
 impl Disk {
     fn new(lies: Lies) -> Self {
-        Self { lies, durable: RefCell::default(), pending: RefCell::default(), calls: RefCell::new(u64::MAX) }
+        let (durable, pending, tally) = Default::default();
+        let [calls, room] = [u64::MAX; 2].map(Cell::new);
+        Self { lies, durable, pending, calls, room, asked: Cell::new(0), tally }
     }
 
     fn call(&self) -> io::Result<()> {
-        let left = self.calls.borrow().checked_sub(1);
-        *self.calls.borrow_mut() = left.ok_or_else(|| io::Error::other("the power is cut"))?;
+        let left = self.calls.get().checked_sub(1);
+        self.calls.set(left.ok_or_else(|| io::Error::other("the power is cut"))?);
+        Ok(())
+    }
+
+    /// A call that needs room.
+    fn call_for_room(&self) -> io::Result<()> {
+        self.call()?;
+        let left = self.room.get().checked_sub(1);
+        self.room.set(left.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))?);
         Ok(())
     }
 
@@ -62,7 +109,8 @@ impl Disk {
                 self.durable.borrow_mut().insert((part, sector), versions[last]);
             }
         }
-        *self.calls.borrow_mut() = u64::MAX;
+        self.calls.set(u64::MAX);
+        self.tally.count(|counts| counts.cuts += 1);
     }
 }
 
@@ -80,7 +128,7 @@ impl Files for Disk {
     fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> io::Result<()> {
         for (n, from) in bytes.as_chunks::<SECTOR>().0.iter().enumerate() {
             // In the middle of a write, too.
-            self.call()?;
+            self.call_for_room()?;
             let sector = offset / SECTOR as u64 + n as u64;
             self.pending.borrow_mut().entry(key(part, sector)).or_default().push(*from);
         }
@@ -105,8 +153,9 @@ impl Files for Disk {
         Ok(u64::MAX)
     }
 
-    fn take_room(&self, _: Part, _: u64) -> io::Result<()> {
-        self.call()
+    fn take_room(&self, _: Part, bytes: u64) -> io::Result<()> {
+        self.asked.set(bytes);
+        self.call_for_room()
     }
 }
 
@@ -152,6 +201,9 @@ enum Step {
     RollBack,
     /// The power is cut, after so many calls of a commit with a note of so many bytes if there is one.
     Cut(Option<(u64, usize)>),
+    /// All pages are written, and a note of so many bytes is committed. After so many sectors of the pages, or of the
+    /// commit, the disk is full.
+    Full(Part, u64, usize),
     /// From an older generation, which was kept.
     GoBack(Index),
 }
@@ -171,12 +223,18 @@ impl World {
         Self { disk, ledger, keep, now: Vec::new(), committed }
     }
 
-    fn write(&mut self, page: u32, value: u8) {
+    /// As the engine does it: a page whose write has failed keeps its slot, and is written there again.
+    fn try_write(&mut self, page: u32, value: u8) -> io::Result<()> {
         let slot = self.ledger.lock().begin_write(page).unwrap();
         let bytes = bytes_of(value);
-        self.disk.write(Part::Pages, slot * PAGE as u64, &bytes).unwrap();
-        self.ledger.lock().end_write(page, XxHash3_64::oneshot(&bytes));
         self.now[page as usize] = value;
+        self.disk.write(Part::Pages, slot * PAGE as u64, &bytes)?;
+        self.ledger.lock().end_write(page, XxHash3_64::oneshot(&bytes));
+        Ok(())
+    }
+
+    fn write(&mut self, page: u32, value: u8) {
+        self.try_write(page, value).unwrap();
     }
 
     fn commit(&mut self, note: &[u8]) -> Result<(), Failed> {
@@ -219,22 +277,19 @@ impl World {
                 self.ledger.lock().grow(self.now.len());
             }
             Step::Commit(len) => self.commit(&note(len, self.committed.len())).unwrap(),
-            Step::RollBack => {
-                self.ledger.lock().roll_back();
-                let mut before = self.committed[&self.ledger.lock().head().newest()].0.clone();
-                before.resize(self.now.len(), 0);
-                self.now = before;
-            }
+            Step::RollBack => self.roll_back(),
             Step::Cut(None) => {
                 self.disk.cut(choose);
                 self.reopen(None, false)?;
             }
             Step::Cut(Some((calls, len))) => {
-                *self.disk.calls.borrow_mut() = calls;
-                let _ = self.commit(&note(len, 77));
+                self.disk.calls.set(calls);
+                let made = self.commit(&note(len, 77));
+                self.disk.tally.count(|counts| counts.cut_commits += u64::from(made.is_err()));
                 self.disk.cut(choose);
                 self.reopen(None, true)?;
             }
+            Step::Full(part, sectors, len) => self.fill_up(part, sectors, &note(len, 77), choose)?,
             Step::GoBack(which) => {
                 self.disk.cut(&mut *choose);
                 let kept: Vec<Generation> = self.ledger.lock().kept().collect();
@@ -249,6 +304,68 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    fn roll_back(&mut self) {
+        let mut ledger = self.ledger.lock();
+        ledger.roll_back();
+        let mut before = self.committed[&ledger.head().newest()].0.clone();
+        before.resize(self.now.len(), 0);
+        self.now = before;
+    }
+
+    /// A step on a disk that gets full: what was committed before it stays. Then there is room again, and the step is
+    /// repeated, or gone back from, or the power is cut.
+    fn fill_up(
+        &mut self,
+        part: Part,
+        sectors: u64,
+        note: &[u8],
+        choose: &mut impl FnMut(usize) -> usize,
+    ) -> Result<(), Wrong> {
+        let value = choose(256) as u8;
+        let all = 0..self.now.len() as u32;
+        self.disk.room.set(if part == Part::Pages { sectors } else { u64::MAX });
+        let fails = |page: &u32| self.try_write(*page, value ^ *page as u8).is_err();
+        let unwritten: Vec<u32> = all.clone().filter(fails).collect();
+        // A commit waits until all pages are written.
+        if unwritten.is_empty() {
+            self.disk.room.set(self.disk.room.get().min(sectors));
+            match self.commit(note) {
+                Ok(()) => {
+                    self.disk.room.set(u64::MAX);
+                    return Ok(());
+                }
+                Err(Failed::Before(error)) if error.kind() == ErrorKind::DiskFull => {}
+                Err(failed) => return Err(Wrong(format!("{failed:?} on a full disk"))),
+            }
+            let of_a_head = |(is_pages, sector): &(u8, u64)| *is_pages == 0 && sector * (SECTOR as u64) < HEADS_END;
+            let torn = self.disk.pending.borrow().keys().any(of_a_head);
+            self.disk.tally.count(|counts| {
+                counts.full_commits += 1;
+                counts.torn_heads += u64::from(torn);
+            });
+        }
+        self.check_kept()?;
+        self.disk.room.set(u64::MAX);
+        match choose(4) {
+            // Nothing of a commit that has failed so is ever in force.
+            0 => {
+                self.disk.cut(&mut *choose);
+                self.reopen(None, false)
+            }
+            1 => {
+                self.roll_back();
+                Ok(())
+            }
+            again => {
+                match again {
+                    2 => unwritten.into_iter().for_each(|page| self.write(page, value ^ page as u8)),
+                    _ => all.for_each(|page| self.write(page, !value ^ page as u8)),
+                }
+                self.commit(note).map_err(|failed| Wrong(format!("{failed:?} when there is room again")))
+            }
+        }
     }
 
     /// Every kept generation holds what it was committed with.
@@ -296,6 +413,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::RollBack),
         1 => Just(Step::Cut(None)),
         3 => (0u64..80, note()).prop_map(|at| Step::Cut(Some(at))),
+        1 => (0u64..80, note()).prop_map(|(sectors, len)| Step::Full(Part::Pages, sectors, len)),
+        2 => (0u64..80, note()).prop_map(|(sectors, len)| Step::Full(Part::Manifest, sectors, len)),
         1 => any::<Index>().prop_map(Step::GoBack),
     ];
     prop::collection::vec(step, 1..40)
@@ -306,21 +425,52 @@ fn cases() -> u32 {
     std::env::var("OUTCORE_CUTS").ok().and_then(|cases| cases.parse().ok()).unwrap_or(100)
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases()))]
-    /// After a power cut at any call, the newest generation is complete and holds what it was committed with: that of
-    /// the last commit that has returned, or the one that was under way. So do all that are kept.
-    #[test]
-    fn a_power_cut_leaves_whole_generations(steps in steps(), keep in 1usize..4, seed in any::<u64>()) {
-        let outcome = run(Lies::Never, keep, steps, seed).map(drop);
-        prop_assert!(outcome.is_ok(), "{outcome:?}");
-    }
+/// Runs the cases of a test, and says what has happened in them.
+fn try_cases<T: Debug>(
+    test: &str,
+    cases_of: impl Strategy<Value = T>,
+    check: impl Fn(T) -> Result<Counts, TestCaseError>,
+) {
+    let (seed, cases) = (first_seed(), cases());
+    let config =
+        ProptestConfig { cases, failure_persistence: None, rng_seed: RngSeed::Fixed(seed), ..Default::default() };
+    eprintln!("replay: OUTCORE_SEED={seed} OUTCORE_CUTS={cases} cargo test -p outcore --lib -- power_cut::{test}");
+    let all = Tally::default();
+    let outcome = TestRunner::new(config).run(&cases_of, |case| {
+        let of_case = check(case)?;
+        all.count(|all| {
+            all.cuts += of_case.cuts;
+            all.cut_commits += of_case.cut_commits;
+            all.full_commits += of_case.full_commits;
+            all.torn_heads += of_case.torn_heads;
+        });
+        Ok(())
+    });
+    let counts = all.0.get();
+    eprintln!("{test}: {cases} runs, {counts:?}");
+    assert!(outcome.is_ok(), "{}", outcome.unwrap_err());
+    let Counts { cuts, cut_commits, full_commits, torn_heads } = counts;
+    let all_happened = [cuts, cut_commits, full_commits, torn_heads].into_iter().all(|count| count > 0);
+    assert!(all_happened || cases < 100, "{counts:?}");
+}
 
-    /// A flipped bit of the manifest or of a page is an error, or leaves a generation that was kept.
-    #[test]
-    fn a_flipped_bit_never_mixes_generations(
-        steps in steps(), keep in 1usize..4, seed in any::<u64>(), which in any::<Index>(), bit in 0..SECTOR * 8
-    ) {
+/// After a power cut at any call, the newest generation is complete and holds what it was committed with: that of the
+/// last commit that has returned, or the one that was under way. So do all that are kept. A commit that a full disk has
+/// ended changes nothing, and can be repeated.
+#[test]
+fn a_power_cut_or_a_full_disk_leaves_whole_generations() {
+    let cases = (steps(), 1usize..4, any::<u64>());
+    try_cases("a_power_cut_or_a_full_disk_leaves_whole_generations", cases, |(steps, keep, seed)| {
+        let outcome = run(Lies::Never, keep, steps, seed).map(|world| world.disk.tally.0.get());
+        outcome.map_err(|wrong| TestCaseError::fail(wrong.0))
+    });
+}
+
+/// A flipped bit of the manifest or of a page is an error, or leaves a generation that was kept.
+#[test]
+fn a_flipped_bit_never_mixes_generations() {
+    let cases = (steps(), 1usize..4, any::<u64>(), any::<Index>(), 0..SECTOR * 8);
+    try_cases("a_flipped_bit_never_mixes_generations", cases, |(steps, keep, seed, which, bit)| {
         let world = run(Lies::Never, keep, steps, seed).map_err(|wrong| TestCaseError::fail(wrong.0))?;
         world.disk.cut(|versions| versions - 1);
         {
@@ -341,7 +491,38 @@ proptest! {
                 }
             },
         }
+        Ok(world.disk.tally.0.get())
+    });
+}
+
+/// A head has reached the disk without a part of it, or without a block below it. The next commit writes just that, and
+/// fails: the head is not in force by that.
+#[test]
+fn regression_a_head_that_was_passed_over_never_comes_into_force() {
+    for (cut, sectors, seed) in (0..9000).map(|n| (20 + n % 10, n / 10 % 30, n / 300)) {
+        let steps = vec![Step::Cut(Some((cut, 0))), Step::Full(Part::Manifest, sectors, 0)];
+        let outcome = run(Lies::Never, 1, steps, seed).map(drop);
+        assert!(outcome.is_ok(), "cut at {cut}, full at {sectors}, seed {seed}: {outcome:?}");
     }
+}
+
+/// A commit that a full disk has ended leaves the manifest as long as it was: one that needs less needs no more room.
+#[test]
+fn a_commit_needs_no_room_for_one_that_has_failed() {
+    let mut world = World::new(Lies::Never, 1);
+    world.step(Step::Grow(3), &mut |_| 0).unwrap();
+    for value in 0..3 {
+        world.step(Step::Sweep(value), &mut |_| 0).unwrap();
+        world.commit(b"small").unwrap();
+    }
+    let asked = world.disk.asked.get();
+    world.disk.room.set(0);
+    let failed = world.commit(&[1; 1 << 16]);
+    assert!(matches!(failed, Err(Failed::Before(_))), "{failed:?}");
+    assert!(world.disk.asked.get() > asked + (1 << 15));
+    world.disk.room.set(u64::MAX);
+    world.commit(b"other").unwrap();
+    assert_eq!(world.disk.asked.get(), asked);
 }
 
 /// How many of 300 runs on a disk that lies go wrong.
