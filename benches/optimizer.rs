@@ -185,11 +185,14 @@ fn main() {
     println!("the disk takes up to {} until the end", Bytes::new(room));
     let mut ways: Vec<_> = wanted.split(',').map(way).collect();
     let all = parameters as f64 * 26.0;
-    // Of a block two pages of the parameters and of each moment, and one of the gradients.
-    let threads = std::thread::available_parallelism().unwrap().get() as u64;
+    // Of a block two pages of the parameters and of each moment, and one of the gradients; the optimizer takes no more
+    // threads than half of the frames can hold blocks for.
     let frames = (budget.get() / page.bytes()) as u32;
+    let cores = std::thread::available_parallelism().unwrap().get() as u64;
+    let threads = cores.min(u64::from(frames) / 2 / 7).max(1);
     let in_flight = (u64::from(sizes.lookahead.pages(page, frames)) + 7 * threads) * page.bytes();
-    let formula = all - budget.get().saturating_sub(in_flight) as f64;
+    let kept = budget.get().saturating_sub(in_flight).min(parameters * 14);
+    let formula = all - kept as f64;
     let (mut disk, mut steps) = (Vec::new(), vec![Vec::new(); ways.len()]);
     for _ in 0..rounds {
         disk.push(raw.mixed(raw_bytes));

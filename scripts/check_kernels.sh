@@ -17,15 +17,16 @@ mkdir -p "$out"
 # The PTX in programs: it comes out again, if the compiler is the one that made it.
 python3 scripts/kernels_ptx.py --compare
 
-# compile SOURCE NAME: into target/kernels/NAME.fatbin.
+# compile SOURCE NAME [OPTION...]: into target/kernels/NAME.fatbin.
 compile() {
     local source=$1 fatbin=$out/$2.fatbin log=$out/$2.log
+    shift 2
     # PTX for GPUs of tomorrow, machine code for those of today.
     "$nvcc" -std=c++17 -fatbin -o "$fatbin.tmp" -Werror all-warnings \
         -Xptxas -v,--warn-on-spills,-Werror \
         -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
         -gencode arch=compute_100,code=sm_100 -gencode arch=compute_100,code=compute_100 \
-        "$source" >"$log" 2>&1 || { cat "$log" >&2; fail "$source does not compile without warnings"; }
+        "$@" "$source" >"$log" 2>&1 || { cat "$log" >&2; fail "$source does not compile without warnings"; }
     # What ptxas says of every kernel: none may spill.
     python3 - "$log" <<'PY'
 import re, sys
@@ -54,4 +55,4 @@ PY
     echo "$fatbin is there"
 }
 compile examples/llm/src/cuda/kernels.cu kernels
-compile runtime/train/cuda/kernels.cu train
+compile runtime/train/cuda/kernels.cu train -fmad=false

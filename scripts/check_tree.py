@@ -48,6 +48,7 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLASLt",
     "examples/llm/tests/cuda/": "loads a cuBLASLt of the tests",
     "runtime/train/cuda.rs": "launches kernels on raw device addresses",
+    "runtime/train/tests/cuda.rs": "trusts files of kernels, and changes a thread's context",
     "tests/kit/emulated_kernels.rs": "loads kernels that were compiled for the CPU, and calls its functions",
     "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
     "tests/fake-cublaslt/": "emulates a C library: pointers from C, and functions found by name",

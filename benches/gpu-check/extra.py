@@ -204,9 +204,9 @@ NO_CUBLASLT = "there is no cuBLASLt"
 
 
 def compiled_kernels(arguments):
-    """The file of kernels that were compiled beforehand, if the bundle has one."""
+    """The file of kernels of `generate` that were compiled beforehand, if the bundle has one."""
     folder = Path(arguments.bundle) / "kernels"
-    return next((file for ending in ["fatbin", "cubin", "ptx"] for file in sorted(folder.glob(f"*.{ending}"))), None)
+    return next((file for file in [folder / f"kernels.{ending}" for ending in ["fatbin", "cubin", "ptx"]] if file.is_file()), None)
 
 
 def finite(error):

@@ -15,7 +15,9 @@ PROBE = ["Cargo.lock", f"{HERE}/Cargo.toml", f"{HERE}/src/kernels.ptx"] + [
 # The library with the CUDA device.
 RUNTIME = ["Cargo.lock"] + [f"runtime/{folder}/**/*.rs" for folder in ("cuda", "gpu", "kv", "outcore", "pager")]
 MODEL = [*RUNTIME, "examples/llm/src/**/*"]
-TRAIN = [f"runtime/train/{files}" for files in ("*.rs", "cuda/*", "tests/cuda.rs")]
+TRAIN = [f"runtime/train/{files}" for files in ("*.rs", "cuda/*", "tests/cuda.rs", "tests/cuda/*")]
+# Beside the tests of kernels: how they find the GPU, or its emulation.
+KERNEL_TESTS = ["examples/llm/tests/**/*.rs", "tests/kit/emulated_kernels.rs", "tests/kit/emulation/*"]
 EXTRA = [f"{HERE}/extra.py", f"{HERE}/limits.py"]
 SOAK = ["tests/soak/*"]
 PEERS = [f"{HERE}/peers.py", f"{HERE}/limits.py"]
@@ -51,7 +53,7 @@ PARTS = {
     "children": with_runtime() + [f"{HERE}/src/children.rs"] + EXTRA,
     "device-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,
     "runtime-suite": RUNTIME + ["tests/device/**/*"] + EXTRA,
-    "kernels": MODEL + TRAIN + ["examples/llm/tests/**/*.rs"] + EXTRA,
+    "kernels": MODEL + TRAIN + KERNEL_TESTS + EXTRA,
     "generate": MODEL + EXTRA,
     "ncu": MODEL + EXTRA,
     "torch-decode": MODEL + PEERS,

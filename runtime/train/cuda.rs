@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUresult;
+use cudarc::driver::sys::{CUcontext, CUresult};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtrMut, DeviceRepr, DriverError, LaunchArgs,
     LaunchConfig, PinnedHostSlice, PushKernelArg, result,
@@ -15,7 +15,7 @@ use outcore::{ComputeStream, DType, Error, ErrorKind, Read, Result, Runtime, Wri
 use outcore_cuda::{CudaDeviceSelector, cuda_device, is_device_lost};
 use parking_lot::Mutex;
 
-use crate::device::{Added, CopiedPart, GradientsOnDevice, OnDevice, UpdatedPart};
+use crate::device::{Added, CopiedPart, Failed, GradientsOnDevice, OnDevice, UpdatedPart};
 use crate::gradients::{CHUNK, PARTIAL};
 use crate::rule::DeviceRule;
 
@@ -33,7 +33,11 @@ const STAGED: usize = 1 << 20;
 const CAPABILITY_MIN: (u32, u32) = (8, 0);
 
 /// The kernels of [`AdamW`](crate::AdamW) and [`Sgd`](crate::Sgd) on a GPU, for
-/// [`OptimizerBuilder::cuda`](crate::OptimizerBuilder::cuda). One may be used by several optimizers.
+/// [`OptimizerBuilder::cuda`](crate::OptimizerBuilder::cuda). One may be used by several optimizers, one launch behind
+/// the other.
+///
+/// They run in the GPU's primary context. Making and dropping these, or an optimizer with them, leaves it the current
+/// one of the thread; other calls of an optimizer leave the thread's as it was.
 #[derive(Clone)]
 pub struct CudaKernels {
     loaded: Arc<Loaded>,
@@ -86,9 +90,13 @@ impl CudaKernels {
 
     /// As [`open`](Self::open), from a file with PTX, a cubin or a fatbin of the kernels.
     ///
+    /// # Safety
+    /// The file was compiled from this version's `cuda/kernels.cu`. Its kernels are given addresses of pages, and other
+    /// ones may do anything with the GPU's memory; what can be checked is that the names are there.
+    ///
     /// # Errors
-    /// Also those of reading it; [`Unsupported`](ErrorKind::Unsupported) if it has other kernels.
-    pub fn open_from(device: &CudaDeviceSelector, file: &Path) -> Result<Self> {
+    /// Also those of reading it; [`Unsupported`](ErrorKind::Unsupported) if it lacks a kernel.
+    pub unsafe fn open_from(device: &CudaDeviceSelector, file: &Path) -> Result<Self> {
         let image = std::fs::read(file).map_err(|cause| {
             Error::io(format!("read the kernels in {}", file.display()), cause)
                 .remedy("name a file of compiled kernels")
@@ -280,35 +288,78 @@ fn blocks_for(elements: u64) -> u64 {
     elements.div_ceil(u64::from(THREADS)).min(BLOCKS)
 }
 
-impl OnGpu {
-    fn stream(&self) -> &Arc<CudaStream> {
-        &self.kernels.loaded.stream
+/// A use of the stream. When it ends, everything that was put on the stream has ended, and the context that was current
+/// on the thread before is so again.
+struct Work<'a> {
+    gpu: &'a OnGpu,
+    before: Option<CUcontext>,
+    has_launched: bool,
+    has_finished: bool,
+}
+
+impl<'a> Work<'a> {
+    fn begin(gpu: &'a OnGpu) -> Result<Self> {
+        let refused = |e| failed("use the GPU", e);
+        let before = result::ctx::get_current().map_err(refused)?;
+        let work = Self { gpu, before, has_launched: false, has_finished: false };
+        gpu.stream().context().bind_to_thread().map_err(refused)?;
+        Ok(work)
+    }
+
+    fn stream(&self) -> &'a Arc<CudaStream> {
+        self.gpu.stream()
+    }
+
+    fn loaded(&self) -> &'a Loaded {
+        &self.gpu.kernels.loaded
     }
 
     /// Launches a kernel.
     ///
     /// # Safety
     /// The arguments are what the kernel's source declares, and their addresses are of memory of the sizes that the
-    /// kernel accesses. It stays, and nobody else accesses it, before the stream has been waited for.
-    unsafe fn launch(&self, what: &str, launch: &mut LaunchArgs<'_>, blocks: u64) -> Result<()> {
+    /// kernel accesses. It stays, and nobody else accesses it, before this work ends.
+    unsafe fn launch(&mut self, what: &str, launch: &mut LaunchArgs<'_>, blocks: u64) -> Result<()> {
         let blocks = u32::try_from(blocks.max(1)).map_err(|_| other_sizes("a launch has too many blocks"))?;
         let config = LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: the caller's promise.
-        unsafe { launch.launch(config) }.map(drop).map_err(|e| failed(what, e))
+        unsafe { launch.launch(config) }.map_err(|e| failed(what, e))?;
+        self.has_launched = true;
+        Ok(())
     }
 
-    /// Waits until everything that was launched has ended. The launches' own error comes first.
-    fn finish(&self, launched: Result<()>) -> Result<()> {
-        let finished = self.adopted.synchronize();
-        launched.and(finished)
+    /// Waits for what is on the stream.
+    fn wait(&mut self) -> Result<()> {
+        self.gpu.adopted.synchronize()?;
+        self.has_finished = true;
+        Ok(())
     }
 
-    fn bind(&self) -> Result<()> {
-        self.stream().context().bind_to_thread().map_err(|e| failed("use the GPU", e))
+    /// Waits, and says how it went: the error of what was launched comes first.
+    fn end(&mut self, launched: Result<()>) -> Result<(), Failed> {
+        let finished = self.wait();
+        launched.and(finished).map_err(|error| Failed { error, has_changed: self.has_launched })
     }
+}
 
-    fn launch_update(
-        &self,
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        // A panic, or a runtime that does not wait any more: it was closed.
+        if !self.has_finished {
+            // SAFETY: the stream lives as long as its kernels. It fails if the GPU is lost: then nothing runs on it.
+            let _ = unsafe { result::stream::synchronize(self.stream().cu_stream()) };
+        }
+        let before = self.before.unwrap_or(std::ptr::null_mut());
+        if before != self.stream().context().cu_ctx() {
+            // SAFETY: it was the thread's before, and whoever made it current keeps it.
+            let _ = unsafe { result::ctx::set_current(before) };
+        }
+    }
+}
+
+impl Work<'_> {
+    fn update(
+        &mut self,
         part: &UpdatedPart,
         pins: &DevicePin<Write>,
         gradients: GradientsOnDevice<'_>,
@@ -321,7 +372,7 @@ impl OnGpu {
             RawGradients { at: read.unwrap_or(0), count: elements, narrow: narrow as u32, factor: gradients.factor };
         let kept = |number: usize| Place::of(pins.device_bytes(first + number))?.at(0, elements, 4);
         let working = working.map(|working| working.at(offset, elements, 2)).transpose()?.unwrap_or(0);
-        let (loaded, blocks) = (&self.kernels.loaded, blocks_for(elements));
+        let (loaded, blocks) = (self.loaded(), blocks_for(elements));
         match rule {
             DeviceRule::AdamW(rule) => {
                 let f = rule.factors(at);
@@ -342,7 +393,7 @@ impl OnGpu {
                 let mut launch = self.stream().launch_builder(&loaded.adamw);
                 launch.arg(&raw).arg(&gradients);
                 // SAFETY: the kernel's parameters. Each address is of as many elements of a pinned tensor, which the
-                // caller keeps pinned until it has waited for the stream, to write where the kernel does.
+                // caller keeps pinned until this work has ended, to write where the kernel does.
                 unsafe { self.launch("update by AdamW", &mut launch, blocks) }
             }
             DeviceRule::Sgd(rule) => {
@@ -363,8 +414,19 @@ impl OnGpu {
         }
     }
 
-    fn launch_add(
-        &self,
+    fn narrow(&mut self, part: &CopiedPart, from: Place, to: Place) -> Result<()> {
+        let count = part.positions.end - part.positions.start;
+        let from = from.at(0, count, 4)?;
+        let to = to.at(part.positions.start, count, 2)?;
+        let mut launch = self.stream().launch_builder(&self.loaded().narrow);
+        launch.arg(&from).arg(&to).arg(&count);
+        // SAFETY: the kernel's parameters; both tensors have as many elements, and the caller keeps them pinned until
+        // this work has ended.
+        unsafe { self.launch("make a working copy", &mut launch, blocks_for(count)) }
+    }
+
+    fn add(
+        &mut self,
         gradients: Place,
         dtype: DType,
         added: &Added<'_>,
@@ -372,13 +434,13 @@ impl OnGpu {
         staging: &mut Staging,
     ) -> Result<()> {
         let (kind, size) = kind_of(dtype);
-        let (loaded, stream) = (&self.kernels.loaded, self.stream());
+        let (loaded, stream) = (self.loaded(), self.stream());
         let locked = |e| failed("use locked host memory", e);
-        self.bind()?;
         let values_at = staging.values.device_ptr_mut(stream).0;
         for (number, values) in added.values.chunks(STAGED).enumerate() {
             if number > 0 {
-                self.finish(Ok(()))?;
+                self.wait()?;
+                self.has_finished = false;
             }
             let staged = &mut staging.values_of_host.as_mut_slice().map_err(locked)?[..values.len()];
             staged.copy_from_slice(values);
@@ -391,7 +453,7 @@ impl OnGpu {
             let mut launch = stream.launch_builder(&loaded.add[kind]);
             launch.arg(&to).arg(&values_at).arg(&count).arg(&added.factor);
             // SAFETY: the kernel's parameters. The caller keeps the gradients pinned to write, and the staged values
-            // locked, until it has waited for the stream.
+            // locked, until this work has ended.
             unsafe { self.launch("add gradients", &mut launch, blocks_for(count)) }?;
         }
         let (count, head) = (added.whole.len() as u64, added.head as u32);
@@ -413,6 +475,30 @@ impl OnGpu {
     }
 }
 
+/// Makes the context current: cudarc frees memory and unloads modules in whichever is.
+fn bind(stream: &CudaStream) {
+    // SAFETY: the stream keeps its context.
+    let _ = unsafe { result::ctx::set_current(stream.context().cu_ctx()) };
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        bind(&self.stream);
+    }
+}
+
+impl Drop for OnGpu {
+    fn drop(&mut self) {
+        bind(self.stream());
+    }
+}
+
+impl OnGpu {
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.kernels.loaded.stream
+    }
+}
+
 impl OnDevice for OnGpu {
     fn update(
         &self,
@@ -420,41 +506,48 @@ impl OnDevice for OnGpu {
         pins: &mut DevicePin<Write>,
         gradients: GradientsOnDevice<'_>,
         has_working_copy: bool,
-    ) -> Result<()> {
+    ) -> Result<(), Failed> {
         let last = pins.count().checked_sub(1).filter(|_| has_working_copy);
         let working = last.map(|last| Place::of(pins.device_bytes(last))).transpose()?;
-        self.finish(parts.iter().try_for_each(|part| self.launch_update(part, pins, gradients, working)))
+        let mut work = Work::begin(self)?;
+        let launched = parts.iter().try_for_each(|part| work.update(part, pins, gradients, working));
+        work.end(launched)
     }
 
     fn narrow(&self, parts: &[CopiedPart], from: &DevicePin<Read>, to: &mut DevicePin<Write>) -> Result<()> {
         let to = Place::of(to.device_bytes(0))?;
-        let launch = |(index, part): (usize, &CopiedPart)| {
-            let count = part.positions.end - part.positions.start;
-            let from = Place::of(from.device_bytes(index))?.at(0, count, 4)?;
-            let to = to.at(part.positions.start, count, 2)?;
-            let mut launch = self.stream().launch_builder(&self.kernels.loaded.narrow);
-            launch.arg(&from).arg(&to).arg(&count);
-            // SAFETY: the kernel's parameters; both tensors have as many elements, and are pinned until `finish`.
-            unsafe { self.launch("make a working copy", &mut launch, blocks_for(count)) }
-        };
-        self.finish(parts.iter().enumerate().try_for_each(launch))
+        let mut work = Work::begin(self)?;
+        let launched = parts
+            .iter()
+            .enumerate()
+            .try_for_each(|(index, part)| work.narrow(part, Place::of(from.device_bytes(index))?, to));
+        Ok(work.end(launched)?)
     }
 
     fn clear(&self, gradients: &mut DevicePin<Write>) -> Result<()> {
         let Place(DeviceBytes { address, len }) = Place::of(gradients.device_bytes(0))?;
-        self.bind()?;
-        // SAFETY: as many bytes are pinned there to write until `finish`.
+        let mut work = Work::begin(self)?;
+        // SAFETY: as many bytes are pinned there to write until the work has ended.
         let cleared =
             unsafe { result::memset_d8_async(address.get(), 0, len.get() as usize, self.stream().cu_stream()) };
-        self.finish(cleared.map_err(|e| failed("clear gradients", e)))
+        Ok(work.end(cleared.map_err(|e| failed("clear gradients", e)))?)
     }
 
-    fn add(&self, gradients: &mut DevicePin<Write>, dtype: DType, added: &Added<'_>, sums: &mut [f64]) -> Result<()> {
+    fn add(
+        &self,
+        gradients: &mut DevicePin<Write>,
+        dtype: DType,
+        added: &Added<'_>,
+        sums: &mut [f64],
+    ) -> Result<(), Failed> {
         let gradients = Place::of(gradients.device_bytes(0))?;
+        // The work ends before the lock is free: nothing may be on its way from or to the staging then.
         let mut staging = self.staging.lock();
-        // Also where it fails: nothing may be on its way when the staging is free again.
-        self.finish(self.launch_add(gradients, dtype, added, sums.len(), &mut staging))?;
-        let of_host = staging.sums_of_host.as_slice().map_err(|e| failed("use locked host memory", e))?;
+        let mut work = Work::begin(self)?;
+        let launched = work.add(gradients, dtype, added, sums.len(), &mut staging);
+        work.end(launched)?;
+        let of_host = staging.sums_of_host.as_slice();
+        let of_host = of_host.map_err(|e| Failed { error: failed("use locked host memory", e), has_changed: true })?;
         sums.copy_from_slice(&of_host[..sums.len()]);
         Ok(())
     }

@@ -1,10 +1,13 @@
 //! What computes where the host cannot address the pages.
 
+#![cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "CUDA is the only such device"))]
+
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 use outcore::pin::DevicePin;
-use outcore::{DType, Read, Result, Write};
+use outcore::{DType, Error, Read, Result, Write};
 
 use crate::rule::{DeviceRule, Moment};
 
@@ -49,7 +52,36 @@ pub(crate) struct Added<'a> {
     pub head: usize,
 }
 
-/// A device's kernels. What they do has the bits of the host, and has ended when a call returns, also with an error.
+/// Why a device did not do what it was given.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub error: Error,
+    /// Whether some elements may have changed: work had been put on the device.
+    pub has_changed: bool,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Self { error, has_changed: false }
+    }
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Self {
+        failed.error
+    }
+}
+
+/// What computes in place of the host, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Device {
+    pub kernels: Arc<dyn OnDevice>,
+    /// By group.
+    pub rules: Vec<DeviceRule>,
+}
+
+/// A device's kernels. What they do has the bits of the host, but for which NaN a NaN is. It has ended when a call
+/// returns or unwinds.
 pub(crate) trait OnDevice: Debug + Send + Sync {
     /// Updates parts of a block. The last tensor of the pins is the block's working copy if `has_working_copy`.
     fn update(
@@ -58,7 +90,7 @@ pub(crate) trait OnDevice: Debug + Send + Sync {
         pins: &mut DevicePin<Write>,
         gradients: GradientsOnDevice<'_>,
         has_working_copy: bool,
-    ) -> Result<()>;
+    ) -> Result<(), Failed>;
 
     /// Makes `bf16` of the parts of a block, each of which is a tensor of `from`.
     fn narrow(&self, parts: &[CopiedPart], from: &DevicePin<Read>, to: &mut DevicePin<Write>) -> Result<()>;
@@ -67,5 +99,11 @@ pub(crate) trait OnDevice: Debug + Send + Sync {
     fn clear(&self, gradients: &mut DevicePin<Write>) -> Result<()>;
 
     /// Adds values to the gradients of a pin. Writes the sum of the squares of each chunk to `sums`.
-    fn add(&self, gradients: &mut DevicePin<Write>, dtype: DType, added: &Added<'_>, sums: &mut [f64]) -> Result<()>;
+    fn add(
+        &self,
+        gradients: &mut DevicePin<Write>,
+        dtype: DType,
+        added: &Added<'_>,
+        sums: &mut [f64],
+    ) -> Result<(), Failed>;
 }

@@ -11,9 +11,3 @@ pub(crate) fn invalid(what: String, remedy: &str) -> Error {
 pub(crate) fn of_other_elements(cause: bytemuck::PodCastError) -> Error {
     Error::new(ErrorKind::Internal, format!("a tensor has no such elements: {cause}")).remedy("report this as a bug")
 }
-
-/// The runtime's device has no kernel of a rule.
-pub(crate) fn no_kernel(rule: &str) -> Error {
-    let what = format!("the rule {rule:?} has no kernel, and the host cannot address the device's memory");
-    Error::new(ErrorKind::Unsupported, what).remedy("use AdamW or Sgd, or a runtime on the host")
-}

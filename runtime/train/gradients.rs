@@ -1,8 +1,6 @@
 //! Gradients: accumulated where they are paged, and summed up as they come.
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
 use outcore::pin::Walker;
@@ -10,9 +8,10 @@ use outcore::policy::SegmentClass;
 use outcore::{DType, Result, Runtime, Tensor};
 use parking_lot::Mutex;
 
-use crate::device::{Added, OnDevice};
+use crate::device::{Added, Device};
 use crate::errors::of_other_elements;
 use crate::layout::{Layout, Part};
+use crate::torn::Torn;
 
 /// Positions that are handled at a time, in the first cache: a chunk begins at a multiple of this. A block has whole
 /// chunks, so what is done by chunks does not depend on the size of pages.
@@ -27,9 +26,9 @@ pub(crate) struct Gradients {
     tensor: Tensor,
     blocks: Vec<Mutex<Block>>,
     /// Where the host cannot address them.
-    device: Option<Arc<dyn OnDevice>>,
+    device: Option<Device>,
     /// Whether a call has failed when it had added some of its gradients.
-    torn: AtomicBool,
+    torn: Torn,
 }
 
 #[derive(Debug)]
@@ -149,11 +148,11 @@ pub(crate) fn narrowed(value: f32) -> bf16 {
 }
 
 impl Gradients {
-    pub fn new(runtime: &Runtime, layout: &Layout, dtype: DType, device: Option<Arc<dyn OnDevice>>) -> Result<Self> {
+    pub fn new(runtime: &Runtime, layout: &Layout, dtype: DType, device: Option<Device>) -> Result<Self> {
         let tensor = runtime.alloc_for(SegmentClass::Optimizer, dtype, &[layout.positions])?;
         let unused = |count: usize| Mutex::new(Block { is_new: true, squares: vec![Vec::new(); count] });
         let blocks = layout.blocks.iter().map(|block| unused(block.parts.len())).collect();
-        Ok(Self { runtime: runtime.clone(), tensor, blocks, device, torn: AtomicBool::new(false) })
+        Ok(Self { runtime: runtime.clone(), tensor, blocks, device, torn: Torn::default() })
     }
 
     pub fn tensor(&self) -> &Tensor {
@@ -181,7 +180,7 @@ impl Gradients {
             let values = &values[done as usize..(done + count) as usize];
             let added = self.add_to_part(layout, number, (first + done, values), factor, walker);
             if added.is_err() && done > 0 {
-                self.torn.store(true, Ordering::Relaxed);
+                self.torn.set();
             }
             added?;
             done += count;
@@ -189,7 +188,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Adds to one part, or fails and changes nothing; on a device it may have added some: then the gradients are torn.
+    /// Adds to one part, or fails and changes nothing; a device may have added some: then the gradients are torn.
     fn add_to_part(
         &self,
         layout: &Layout,
@@ -234,6 +233,7 @@ impl Gradients {
         let pin = self.runtime.pin(&rows).write();
         let pin = walker.into_iter().fold(pin, |pin, walker| pin.of(walker));
         let dtype = self.tensor.dtype();
+        let _changing = self.torn.changing();
         match &self.device {
             None => {
                 let mut guard = pin.wait()?;
@@ -247,13 +247,16 @@ impl Gradients {
             Some(device) => {
                 let mut guard = pin.on_device().wait()?;
                 if state.is_new {
-                    device.clear(&mut guard)?;
+                    device.kernels.clear(&mut guard)?;
                 }
+                let mut sums = vec![0.0; chunks.len()];
+                let done = device.kernels.add(&mut guard, dtype, &added, &mut sums);
+                if done.as_ref().is_err_and(|failed| failed.has_changed) {
+                    self.torn.set();
+                }
+                done?;
                 let squares = state.squares_of(number - block.parts.start, of_part as usize);
-                // If it fails, some may have been added.
-                device
-                    .add(&mut guard, dtype, &added, &mut squares[chunks])
-                    .inspect_err(|_| self.torn.store(true, Ordering::Relaxed))?;
+                squares[chunks].copy_from_slice(&sums);
             }
         }
         Ok(())
@@ -261,7 +264,7 @@ impl Gradients {
 
     /// Whether a call has failed when it had added some of its gradients.
     pub fn is_torn(&self) -> bool {
-        self.torn.load(Ordering::Relaxed)
+        self.torn.get()
     }
 
     /// Whether nothing was added to a block.
@@ -295,7 +298,7 @@ impl Gradients {
     pub fn forget(&self) {
         self.runtime.discard(&self.tensor);
         self.blocks.iter().for_each(|block| block.lock().is_new = true);
-        self.torn.store(false, Ordering::Relaxed);
+        self.torn.forget();
     }
 }
 

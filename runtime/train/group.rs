@@ -2,6 +2,13 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use outcore::{Error, ErrorKind, Result};
+
+#[cfg(feature = "cuda")]
+use crate::errors::invalid;
+#[cfg(feature = "cuda")]
+use crate::rule::DeviceRule;
 use crate::rule::Rule;
 use crate::schedule::Schedule;
 
@@ -30,6 +37,29 @@ impl Group {
     /// With the name of a parameter, the names of its states.
     pub(crate) fn states_of<'a>(&self, name: &'a str) -> impl Iterator<Item = (&'a str, String)> + use<'a> {
         self.rule.states().iter().map(move |state| (name, format!("{name}.{state}")))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Group {
+    /// What updates the group on a device whose memory the host cannot address.
+    pub(crate) fn on_device(&self) -> Result<DeviceRule> {
+        let name = self.rule.name();
+        let Some(rule) = self.rule.on_device() else {
+            let what = format!("the rule {name:?} has no kernel, and the host cannot address the device's memory");
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("use AdamW or Sgd, or a runtime on the host"));
+        };
+        let kernel: &dyn Rule = match &rule {
+            DeviceRule::AdamW(rule) => rule,
+            DeviceRule::Sgd(rule) => rule,
+        };
+        kernel.check().map_err(|error| error.context(format!("update by {name:?} on a device")))?;
+        let (states, of_kernel) = (self.rule.states(), kernel.states());
+        if states.len() != of_kernel.len() {
+            let what = format!("the rule {name:?} keeps {states:?} of a parameter, and on a device {of_kernel:?}");
+            return Err(invalid(what, "have `on_device` return a rule that keeps as many states as `states` names"));
+        }
+        Ok(rule)
     }
 }
 

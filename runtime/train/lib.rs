@@ -45,6 +45,7 @@ mod paged;
 mod rule;
 mod schedule;
 mod sweep;
+mod torn;
 
 #[cfg(feature = "cuda")]
 pub use cuda::CudaKernels;

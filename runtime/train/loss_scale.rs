@@ -1,6 +1,6 @@
 //! A loss scale that adapts itself.
 
-use outcore::Result;
+use outcore::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::errors::invalid;
@@ -30,14 +30,32 @@ use crate::optimizer::Step;
 /// # Ok::<(), outcore::Error>(())
 /// ```
 ///
-/// A program keeps it with [what it commits](crate::Optimizer::commit): it is a value that serde knows.
+/// A program keeps it with [what it commits](crate::Optimizer::commit): it is a value that serde knows. One that is out
+/// of range is not deserialized.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(try_from = "Stored")]
 pub struct LossScale {
     exponent: u8,
     interval: u64,
     /// Steps since it changed.
     steps: u64,
+}
+
+/// A [`LossScale`] that was not checked.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stored {
+    exponent: u8,
+    interval: u64,
+    steps: u64,
+}
+
+impl TryFrom<Stored> for LossScale {
+    type Error = Error;
+
+    fn try_from(Stored { exponent, interval, steps }: Stored) -> Result<Self> {
+        Ok(Self { steps, ..Self::new(exponent, interval)? })
+    }
 }
 
 impl Default for LossScale {
@@ -64,12 +82,12 @@ impl LossScale {
 
     /// What the loss is multiplied by.
     pub fn get(&self) -> f32 {
-        f32::from(self.exponent).exp2()
+        (1u64 << self.exponent) as f32
     }
 
     /// What undoes it, for [`Optimizer::step`](crate::Optimizer::step).
     pub fn inverse(&self) -> f32 {
-        (-f32::from(self.exponent)).exp2()
+        1.0 / self.get()
     }
 
     /// Adapts it to how a step went.
@@ -78,7 +96,7 @@ impl LossScale {
     /// [`InvalidArgument`](outcore::ErrorKind::InvalidArgument) if gradients are not finite with a scale of 1 either:
     /// the message names the parameter.
     pub fn after(&mut self, step: &Step) -> Result<()> {
-        self.steps += 1;
+        self.steps = self.steps.saturating_add(1);
         match &step.skipped {
             Some(name) if self.exponent == 0 => {
                 let what = format!("gradients of {name:?} are infinite or no numbers without a loss scale too");
@@ -126,5 +144,12 @@ mod tests {
         let error = scale.after(&step(Some("w"))).unwrap_err();
         assert!(error.to_string().contains("\"w\""), "{error}");
         assert!(LossScale::new(33, 1).is_err() && LossScale::new(3, 0).is_err());
+        let read = |text: &str| serde_json::from_str::<LossScale>(text);
+        let error = read(r#"{"exponent":200,"interval":1,"steps":0}"#).unwrap_err();
+        assert!(error.to_string().contains("2^200"), "{error}");
+        assert!(read(r#"{"exponent":3,"interval":0,"steps":0}"#).is_err());
+        let mut scale = read(&format!(r#"{{"exponent":3,"interval":7,"steps":{}}}"#, u64::MAX)).unwrap();
+        scale.after(&step(None)).unwrap();
+        assert_eq!(scale.get(), 16.0);
     }
 }

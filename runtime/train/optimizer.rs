@@ -80,14 +80,13 @@ impl Optimizer {
         OptimizerBuilder::new(runtime)
     }
 
-    fn open(options: OptimizerBuilder, folder: Option<Durable>) -> Result<Self> {
+    fn open(mut options: OptimizerBuilder, folder: Option<Durable>) -> Result<Self> {
         let page = options.runtime.stats().page_size;
-        let device = options.device(block_of(page))?;
-        let OptimizerBuilder {
-            runtime, mut groups, tied, gradients, has_working_copy, clip, non_finite, threads, ..
-        } = options;
         // A segment of states has those of a number of parameters from the first on, so their positions are the same.
-        groups.sort_by_key(|group| std::cmp::Reverse(group.rule.states().len()));
+        options.groups.sort_by_key(|group| std::cmp::Reverse(group.rule.states().len()));
+        let device = options.device(block_of(page))?;
+        let OptimizerBuilder { runtime, groups, tied, gradients, has_working_copy, clip, non_finite, threads, .. } =
+            options;
         let order = groups.iter().enumerate().flat_map(|(number, group)| {
             group.parameters.iter().map(move |(name, shape)| (name.clone(), shape.clone(), number))
         });
@@ -271,6 +270,8 @@ impl Optimizer {
     ///
     /// If it fails while it updates, parts of the parameters are of the next step already. They are remembered: the
     /// next call goes on with the others, with the same factor. Nothing can be accumulated or committed in between.
+    /// After a rule that has panicked, and a GPU that failed with a block half updated, no call goes on: only
+    /// [`rollback`](Self::rollback) does.
     ///
     /// No guard of parameters, states or gradients may be held on the calling thread: it would wait for itself.
     ///
@@ -328,8 +329,8 @@ impl Optimizer {
     ///
     /// # Errors
     /// [`NotFound`](ErrorKind::NotFound) for an unknown name; [`InvalidArgument`](ErrorKind::InvalidArgument) for
-    /// elements that the parameter does not have, and if a rule has panicked. Otherwise as for [`step`](Self::step): it
-    /// can be repeated.
+    /// elements that the parameter does not have, and if a rule has panicked or a GPU has failed with a block half
+    /// updated. Otherwise as for [`step`](Self::step): it can be repeated.
     pub fn update(&self, name: &str, elements: Range<u64>) -> Result<()> {
         let (number, parameter) = self.find(name)?;
         if elements.start > elements.end || elements.end > parameter.elements {

@@ -2,16 +2,15 @@
 
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
+#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 use outcore::{DType, Error, ErrorKind, Result, Runtime};
 
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaKernels;
-use crate::device::OnDevice;
+use crate::device::Device;
 use crate::errors::invalid;
-#[cfg(feature = "cuda")]
-use crate::errors::no_kernel;
 use crate::group::Group;
 
 /// What a step does about gradients that are infinite or no numbers.
@@ -100,8 +99,9 @@ impl OptimizerBuilder {
     }
 
     /// Updates by these kernels, for a runtime on the same GPU. They take 4 MiB of its memory beside the device budget,
-    /// and somewhat more for sums. Gradients come from the host, as elsewhere; parameters are read and written [on the
-    /// device](outcore::PinRequest::on_device). Results have the bits that they have on the host.
+    /// 4 MiB of locked host memory, and somewhat more of both for sums. Gradients come from the host, as elsewhere;
+    /// parameters are read and written [on the device](outcore::PinRequest::on_device). Results have the bits that they
+    /// have on the host, but for which NaN a NaN is.
     #[cfg(feature = "cuda")]
     pub fn cuda(mut self, kernels: CudaKernels) -> Self {
         self.cuda = Some(kernels);
@@ -109,14 +109,12 @@ impl OptimizerBuilder {
     }
 
     /// What computes on the runtime's device; `None` if the host does.
-    pub(crate) fn device(&self, block: u64) -> Result<Option<Arc<dyn OnDevice>>> {
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only kernels have sizes"))]
+    pub(crate) fn device(&self, block: u64) -> Result<Option<Device>> {
         #[cfg(feature = "cuda")]
         if let Some(kernels) = &self.cuda {
-            self.groups.iter().try_for_each(|group| match group.rule.on_device() {
-                Some(_) => Ok(()),
-                None => Err(no_kernel(group.rule.name())),
-            })?;
-            return Ok(Some(Arc::new(kernels.adopt(&self.runtime, block)?)));
+            let rules = self.groups.iter().map(Group::on_device).collect::<Result<_>>()?;
+            return Ok(Some(Device { kernels: Arc::new(kernels.adopt(&self.runtime, block)?), rules }));
         }
         if self.runtime.host_addressable() {
             return Ok(None);

@@ -1,12 +1,11 @@
 //! The tensors of an optimizer, and what a step uses of them.
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 
 use outcore::pin::{Plan, Walker};
 use outcore::{Bytes, Result, Runtime, Tensor};
 
-use crate::device::OnDevice;
+use crate::device::Device;
 use crate::gradients::Gradients;
 use crate::group::{Group, most_states};
 use crate::layout::Layout;
@@ -22,7 +21,7 @@ pub(crate) struct Paged {
     pub pass: Pass,
     pub walker: Walker,
     /// Where the host cannot address the pages.
-    pub device: Option<Arc<dyn OnDevice>>,
+    pub device: Option<Device>,
     /// As many as were asked for.
     pub threads: NonZeroUsize,
 }

@@ -71,8 +71,9 @@ pub trait Rule: fmt::Debug + Send + Sync + 'static {
     /// [`states`](Self::states). The gradients are what was accumulated, unscaled and clipped.
     fn update(&self, at: Moment, parameters: &mut [f32], gradients: &[f32], states: &mut [&mut [f32]]);
 
-    /// The rule that does the same on a device whose memory the host cannot address. A rule without one updates there
-    /// nothing: [`open`](crate::OptimizerBuilder::open) says so.
+    /// The rule of which there is a kernel that does the same on a device whose memory the host cannot address, with as
+    /// many states. An optimizer with kernels refuses to [open](crate::OptimizerBuilder::open) with a rule that has
+    /// none. It asks once, and updates all pages by the answer.
     fn on_device(&self) -> Option<DeviceRule> {
         None
     }

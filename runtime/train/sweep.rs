@@ -9,12 +9,13 @@ use outcore::Result;
 use outcore::pin::Scope;
 use parking_lot::Mutex;
 
-use crate::device::{CopiedPart, GradientsOnDevice, OnDevice, UpdatedPart};
-use crate::errors::{invalid, no_kernel, of_other_elements};
+use crate::device::{CopiedPart, Device, GradientsOnDevice, UpdatedPart};
+use crate::errors::{invalid, of_other_elements};
 use crate::gradients::{CHUNK, Stored, narrowed};
 use crate::layout::Part;
 use crate::paged::Paged;
 use crate::rule::Moment;
+use crate::torn::Torn;
 
 /// What is done to each block.
 #[derive(Debug)]
@@ -43,24 +44,13 @@ pub(crate) struct Sweep {
     pub job: Job,
     done: Vec<AtomicBool>,
     /// Whether some elements of a block may have been updated, and others not: a rule has panicked, or a device failed.
-    torn: AtomicBool,
-}
-
-/// While a block is updated.
-struct Updating<'a>(&'a AtomicBool);
-
-impl Drop for Updating<'_> {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
+    torn: Torn,
 }
 
 impl Sweep {
     pub fn new(blocks: usize, job: Job) -> Self {
         let done = (0..blocks).map(|_| AtomicBool::new(false)).collect();
-        Self { job, done, torn: AtomicBool::new(false) }
+        Self { job, done, torn: Torn::default() }
     }
 
     pub fn has_begun(&self) -> bool {
@@ -68,7 +58,7 @@ impl Sweep {
     }
 
     fn is_torn(&self) -> bool {
-        self.torn.load(Ordering::Relaxed)
+        self.torn.get()
     }
 
     fn is_done(&self, block: usize) -> bool {
@@ -127,14 +117,13 @@ impl Sweep {
         if !self.is_torn() {
             return Ok(());
         }
-        let what = "a rule has panicked, or a device failed, and a block is neither of this step nor of the next one"
-            .to_string();
+        let what = "a rule has panicked, or a GPU has failed, and a block is half updated".to_string();
         Err(invalid(what, "`rollback`, or open the last commit"))
     }
 
     fn update(&self, on: &Paged, number: usize, update: &Update, scope: &Scope) -> Result<()> {
         if let Some(device) = &on.device {
-            return self.update_on(&**device, on, number, update, scope);
+            return self.update_on(device, on, number, update, scope);
         }
         let written = on.written_by(number)?;
         let gradients = on.gradients_of(number)?;
@@ -158,7 +147,7 @@ impl Sweep {
         let working = slices.next().map(bytemuck::try_cast_slice_mut::<u8, bf16>).transpose();
         let mut working = working.map_err(of_other_elements)?;
         // Nothing fails from here on.
-        let _updating = Updating(&self.torn);
+        let _changing = self.torn.changing();
         for (part, mut kept) in parts.iter().zip(kept_of) {
             let at = (part.at - block.positions.start) as usize;
             let group = on.layout.parameters[part.parameter].group;
@@ -182,14 +171,7 @@ impl Sweep {
     }
 
     /// [`update`](Self::update) where the host cannot address the pages.
-    fn update_on(
-        &self,
-        device: &dyn OnDevice,
-        on: &Paged,
-        number: usize,
-        update: &Update,
-        scope: &Scope,
-    ) -> Result<()> {
+    fn update_on(&self, device: &Device, on: &Paged, number: usize, update: &Update, scope: &Scope) -> Result<()> {
         let written = on.written_by(number)?;
         let gradients = on.gradients_of(number)?;
         let mut pins = on.runtime.pin(&written).write().on_device().in_scope(scope).of(&on.walker).wait()?;
@@ -203,16 +185,18 @@ impl Sweep {
         let mut parts = Vec::with_capacity(block.parts.len());
         for part in &on.layout.parts[block.parts.clone()] {
             let group = on.layout.parameters[part.parameter].group;
-            let rule = on.groups[group].rule.on_device().ok_or_else(|| no_kernel(on.groups[group].rule.name()))?;
+            let rule = device.rules[group];
             let (at, offset) = (update.moments[group], part.at - block.positions.start);
             parts.push(UpdatedPart { rule, at, first, offset, elements: part.within.end - part.within.start });
             first += on.kept[part.parameter].len();
         }
         let gradients = GradientsOnDevice { pin: read.as_ref(), dtype: gradients.dtype(), factor: update.factor };
-        // If it fails, some of the parts may have been updated.
-        device
-            .update(&parts, &mut pins, gradients, on.working.is_some())
-            .inspect_err(|_| self.torn.store(true, Ordering::Relaxed))?;
+        let _changing = self.torn.changing();
+        let done = device.kernels.update(&parts, &mut pins, gradients, on.working.is_some());
+        if done.as_ref().is_err_and(|failed| failed.has_changed) {
+            self.torn.set();
+        }
+        done?;
         self.done[number].store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -237,7 +221,7 @@ fn copy(on: &Paged, number: usize, scope: &Scope) -> Result<()> {
             part.at - block.positions.start..part.at - block.positions.start + part.within.end - part.within.start
         };
         let parts: Vec<CopiedPart> = parts.iter().map(|part| CopiedPart { positions: positions(part) }).collect();
-        return device.narrow(&parts, &from, &mut to);
+        return device.kernels.narrow(&parts, &from, &mut to);
     }
     let mut to = on.runtime.pin(&working).write().in_scope(scope).of(&on.walker).wait()?;
     let from = on.runtime.pin(&parameters).in_scope(scope).of(&on.walker).wait()?;

@@ -192,7 +192,12 @@ fn print(args: &Args, report: &Report) -> std::io::Result<()> {
     if args.json {
         return writeln!(out, "{}", serde_json::to_string(report)?);
     }
-    let Report { steps, losses, generation, .. } = report;
+    let Report { steps, skipped_steps, losses, generation, .. } = report;
     let last = losses.last().copied().unwrap_or_default();
-    writeln!(out, "{steps} steps, loss {last:.4}; durable as generation {generation} of {}", args.state.display())
+    let skipped = if *skipped_steps == 0 { String::new() } else { format!(", {skipped_steps} of them skipped") };
+    writeln!(
+        out,
+        "{steps} steps{skipped}, loss {last:.4}; durable as generation {generation} of {}",
+        args.state.display()
+    )
 }

@@ -36,14 +36,33 @@ pub fn for_pages(limit: Bytes, computing: Bytes, least: Bytes) -> Result<Bytes> 
     let beside = computing.get().saturating_add(PROGRAM);
     let pages = limit.get().saturating_sub(beside);
     if pages < least.get() {
-        // Rounded up, as sizes are shown with few digits: what is named here is enough.
-        let needed = Bytes::new(beside.saturating_add(least.get()).div_ceil(MIB).saturating_mul(MIB));
+        // Whole MiB, rounded up: sizes above a GiB are shown with one digit, and what is named here has to be enough.
+        let needed = beside.saturating_add(least.get()).div_ceil(MIB);
         let what = format!(
             "{limit} of memory are too few: the program takes {}, computing a layer {computing}, and pages {least} at least",
             Bytes::new(PROGRAM)
         );
-        let remedy = format!("give at least {needed} (--memory), or compute fewer windows at once (--micro)");
+        let remedy = format!("give at least {needed}MiB (--memory), or compute fewer windows at once (--micro)");
         return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(remedy));
     }
     Ok(Bytes::new(pages))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_that_a_refusal_names_is_enough() {
+        for computing in [3 << 20, (7 << 30) + 54_321_001] {
+            let (computing, least) = (Bytes::new(computing), Bytes::mib(8));
+            let error = for_pages(Bytes::mib(20), computing, least).unwrap_err();
+            let advice = error.advice().unwrap();
+            let named = advice.split_whitespace().find(|word| word.ends_with("MiB")).unwrap();
+            let named: Bytes = named.parse().unwrap();
+            assert!(for_pages(named, computing, least).unwrap() >= least, "{advice}");
+            assert!(for_pages(Bytes::new(named.get() - MIB), computing, least).is_err(), "{advice}");
+        }
+    }
 }

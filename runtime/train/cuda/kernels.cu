@@ -1,5 +1,6 @@
-// Updates of parameters in device memory: the same arithmetic as `rule.rs` and `gradients.rs`, to the last bit. The
-// intrinsics round each operation by itself: a compiler would fuse products with sums, and the host does not.
+// Updates of parameters in device memory: the same arithmetic as `rule.rs` and `gradients.rs`, to the last bit. Each
+// operation is rounded by itself, as on the host. The intrinsics say so, and the scripts that compile this set
+// -fmad=false.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -120,8 +121,7 @@ KERNEL train_add_bf16(u16 *to, const float *values, u64 count, float factor) {
 }
 
 // The sum of the squares in each chunk of `count` gradients, of which the first chunk has `head`, and the others CHUNK.
-// Eight lanes take every eighth element each. The square of an f32 is exact in f64, so that nothing is lost where it is
-// fused with the sum.
+// Eight lanes take every eighth element each.
 template <class Element>
 static __device__ __forceinline__ void squares_of(const Element *gradients, u64 count, u32 head, double *sums) {
     __shared__ double parts[THREADS];
