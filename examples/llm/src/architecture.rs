@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::config::{Arch, Config};
+use crate::config::{Config, Mixture};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
 use crate::known;
@@ -27,9 +27,90 @@ pub(crate) struct Layer {
     pub k_norm: Option<WeightInfo>,
     pub o: Linear,
     pub ffn_norm: WeightInfo,
+    pub ffn: FeedForward,
+}
+
+/// What a layer has behind its attention.
+#[derive(Clone, Debug)]
+pub(crate) enum FeedForward {
+    Dense(Dense),
+    Experts(Experts),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Dense {
     pub gate: Linear,
     pub up: Linear,
     pub down: Linear,
+}
+
+/// A layer's mixture of experts.
+#[derive(Clone, Debug)]
+pub(crate) struct Experts {
+    /// A row for each expert.
+    pub router: WeightInfo,
+    pub gate: Stack,
+    pub up: Stack,
+    pub down: Stack,
+}
+
+/// One matrix of each expert of a layer.
+#[derive(Clone, Debug)]
+pub(crate) enum Stack {
+    /// All in one tensor, of which an expert has `stride` rows. Its matrix has `rows` of these, the first at `first`.
+    One { tensor: WeightInfo, stride: u64, first: u64, rows: u64 },
+    /// Each in its own.
+    Each(Vec<WeightInfo>),
+}
+
+impl Stack {
+    /// The matrix of an expert: the tensor and its rows in it.
+    fn of(&self, expert: usize) -> (&WeightInfo, Range<u64>) {
+        match self {
+            Self::One { tensor, stride, first, rows } => {
+                let start = expert as u64 * stride + first;
+                (tensor, start..start + rows)
+            }
+            Self::Each(tensors) => (&tensors[expert], 0..tensors[expert].rows),
+        }
+    }
+
+    fn tensors(&self) -> &[WeightInfo] {
+        match self {
+            Self::One { tensor, .. } => std::slice::from_ref(tensor),
+            Self::Each(tensors) => tensors,
+        }
+    }
+}
+
+impl Experts {
+    /// The matrices of an expert that there is, in the order of their use: gate, up and down.
+    pub fn of(&self, expert: usize) -> [(&WeightInfo, Range<u64>); 3] {
+        [&self.gate, &self.up, &self.down].map(|stack| stack.of(expert))
+    }
+
+    /// All tensors but the router.
+    fn tensors(&self) -> impl Iterator<Item = &WeightInfo> {
+        [&self.gate, &self.up, &self.down].into_iter().flat_map(Stack::tensors)
+    }
+}
+
+impl Layer {
+    pub fn experts(&self) -> Option<&Experts> {
+        match &self.ffn {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// The feed-forward layer, unless there are experts.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a GPU computes no others"))]
+    pub fn dense(&self) -> Option<&Dense> {
+        match &self.ffn {
+            FeedForward::Dense(dense) => Some(dense),
+            FeedForward::Experts(_) => None,
+        }
+    }
 }
 
 /// One step of a pass over tokens, whose residual stream is `x: [tokens x dim]`. Whatever computes a pass follows
@@ -60,6 +141,8 @@ pub(crate) enum Op<'a> {
     Up(&'a Linear),
     /// `x = x + W (silu(gate) * up) + b`.
     Down(&'a Linear),
+    /// Chooses experts by the products of the router's rows with `normed`, and adds what they make of it to `x`.
+    Experts(&'a Experts),
     /// [`Norm`](Self::Norm), for the tokens whose logits are wanted.
     LastNorm(&'a WeightInfo),
     /// `logits = W normed`.
@@ -67,7 +150,8 @@ pub(crate) enum Op<'a> {
 }
 
 impl<'a> Op<'a> {
-    /// The matrix or vector that a step uses first, and the vector that it uses after that.
+    /// The matrix or vector that a step uses first, and the vector that it uses after that. Which experts follow is not
+    /// known before.
     fn weights(self) -> (Option<&'a WeightInfo>, Option<&'a WeightInfo>) {
         match self {
             Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::AttentionOutput(l) => {
@@ -76,6 +160,7 @@ impl<'a> Op<'a> {
             Self::Gate(l) | Self::Up(l) | Self::Down(l) => (Some(&l.weight), l.bias.as_ref()),
             Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), None),
             Self::LastNorm(w) | Self::Logits(w) => (Some(w), None),
+            Self::Experts(experts) => (Some(&experts.router), None),
             Self::Attend(_) => (None, None),
         }
     }
@@ -103,6 +188,7 @@ pub(crate) fn hf_name(gguf: &str) -> String {
         "ffn_gate" => "mlp.gate_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
+        "ffn_gate_inp" => "mlp.gate",
         other => other,
     };
     format!("{head}{stem}.{kind}")
@@ -119,7 +205,12 @@ impl Names<'_> {
     }
 
     fn optional(&self, gguf: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
-        let Some(info) = self.files.tensor(&self.translate(gguf)) else { return Ok(None) };
+        self.of_file(&self.translate(gguf), rows, cols)
+    }
+
+    /// As [`optional`](Self::optional), by the name that the file has.
+    fn of_file(&self, name: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
+        let Some(info) = self.files.tensor(name) else { return Ok(None) };
         if (info.rows, info.cols) != (rows as u64, cols as u64) {
             return Err(Error::Shape {
                 name: info.name.clone(),
@@ -154,7 +245,15 @@ impl Names<'_> {
         let [of_inputs, of_output, of_ffn] = c.biases;
         let head_norm = |stem: &str| {
             let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.head_dim);
-            (c.arch == Arch::Qwen3).then(norm).transpose()
+            c.arch.has_head_norms().then(norm).transpose()
+        };
+        let ffn = match c.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&i)) {
+            Some(mixture) => FeedForward::Experts(self.experts(i, c, mixture)?),
+            None => FeedForward::Dense(Dense {
+                gate: self.linear(&name("ffn_gate"), [c.ffn_dim, c.dim], of_ffn)?,
+                up: self.linear(&name("ffn_up"), [c.ffn_dim, c.dim], of_ffn)?,
+                down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
+            }),
         };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
@@ -165,9 +264,58 @@ impl Names<'_> {
             k_norm: head_norm("attn_k_norm")?,
             o: self.linear(&name("attn_output"), [c.dim, q_dim], of_output)?,
             ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
-            gate: self.linear(&name("ffn_gate"), [c.ffn_dim, c.dim], of_ffn)?,
-            up: self.linear(&name("ffn_up"), [c.ffn_dim, c.dim], of_ffn)?,
-            down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
+            ffn,
+        })
+    }
+
+    fn experts(&self, i: usize, c: &Config, mixture: &Mixture) -> Result<Experts> {
+        let Mixture { count, ffn_dim, .. } = *mixture;
+        let of_mixtral = format!("model.layers.{i}.block_sparse_moe");
+        let router = match self.of_file(&format!("{of_mixtral}.gate.weight"), count, c.dim)? {
+            Some(router) => router,
+            None => self.need(&format!("blk.{i}.ffn_gate_inp.weight"), count, c.dim)?,
+        };
+        if self.files.container() == Container::Gguf {
+            let stack = |stem: &str, [rows, cols]: [usize; 2]| -> Result<Stack> {
+                let tensor = self.need(&format!("blk.{i}.{stem}.weight"), count * rows, cols)?;
+                Ok(Stack::One { tensor, stride: rows as u64, first: 0, rows: rows as u64 })
+            };
+            return Ok(Experts {
+                router,
+                gate: stack("ffn_gate_exps", [ffn_dim, c.dim])?,
+                up: stack("ffn_up_exps", [ffn_dim, c.dim])?,
+                down: stack("ffn_down_exps", [c.dim, ffn_dim])?,
+            });
+        }
+        let of_layer = format!("model.layers.{i}.mlp.experts");
+        // transformers 5 keeps all experts in two tensors, unless it is asked to write what it has read.
+        if let Some(both) = self.of_file(&format!("{of_layer}.gate_up_proj"), 2 * count * ffn_dim, c.dim)? {
+            let down = format!("{of_layer}.down_proj");
+            let (rows, wide) = (ffn_dim as u64, c.dim as u64);
+            let down = self.of_file(&down, count * c.dim, ffn_dim)?.ok_or_else(|| Error::MissingTensor(down))?;
+            let half = |first| Stack::One { tensor: both.clone(), stride: 2 * rows, first, rows };
+            let (gate, up) = (half(0), half(rows));
+            return Ok(Experts {
+                router,
+                gate,
+                up,
+                down: Stack::One { tensor: down, stride: wide, first: 0, rows: wide },
+            });
+        }
+        // By the names of Mixtral's checkpoints, or of all others.
+        let is_mixtral = router.name.starts_with(&of_mixtral);
+        let of_layer = if is_mixtral { format!("{of_mixtral}.experts") } else { of_layer };
+        let [gate, up, down] = if is_mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
+        let each = |projection: &str, [rows, cols]: [usize; 2]| {
+            let name = |expert| format!("{of_layer}.{expert}.{projection}.weight");
+            let need = |name: String| self.of_file(&name, rows, cols)?.ok_or(Error::MissingTensor(name));
+            (0..count).map(|expert| need(name(expert))).collect::<Result<_>>().map(Stack::Each)
+        };
+        Ok(Experts {
+            router,
+            gate: each(gate, [ffn_dim, c.dim])?,
+            up: each(up, [ffn_dim, c.dim])?,
+            down: each(down, [c.dim, ffn_dim])?,
         })
     }
 }
@@ -190,9 +338,15 @@ pub(crate) struct Architecture {
 /// # Errors
 /// Whatever keeps the model from being loaded.
 pub fn pass_bytes(files: &ModelFiles) -> Result<u64> {
-    let order = Architecture::new(files)?.pass_order(&[0], |_| u64::MAX);
+    let arch = Architecture::new(files)?;
+    let order = arch.pass_order(&[0], |_| u64::MAX);
     let row_bytes = |id: TensorId| files.tensors().get(id.0 as usize).map_or(0, |info| info.row_bytes);
-    Ok(order.iter().map(|(id, rows)| (rows.end - rows.start) * row_bytes(*id)).sum())
+    let of_all: u64 = order.iter().map(|(id, rows)| (rows.end - rows.start) * row_bytes(*id)).sum();
+    let used = arch.config.mixture.as_ref().map_or(0, |mixture| mixture.used as u64);
+    let of_one =
+        |experts: &Experts| experts.of(0).iter().map(|(info, rows)| (rows.end - rows.start) * info.row_bytes).sum();
+    let experts: u64 = arch.layers.iter().filter_map(Layer::experts).map(of_one).map(|one: u64| one * used).sum();
+    Ok(of_all + experts)
 }
 
 impl Architecture {
@@ -214,7 +368,9 @@ impl Architecture {
             output,
         };
         let used = arch.ops().flat_map(|op| <[_; 2]>::from(op.weights())).flatten();
-        let used: HashSet<TensorId> = used.chain(&stored).chain(&arch.rope_factors).map(|info| info.id).collect();
+        let experts = arch.layers.iter().filter_map(Layer::experts).flat_map(Experts::tensors);
+        let used = used.chain(&stored).chain(&arch.rope_factors).chain(experts);
+        let used: HashSet<TensorId> = used.map(|info| info.id).collect();
         match files.tensors().iter().find(|t| !used.contains(&t.id) && !known::unused_tensor(&t.name)) {
             Some(t) => Err(Error::Unsupported(format!(
                 "tensor {:?} is not known in a model of the architecture {}, and may change what it computes \
@@ -229,6 +385,12 @@ impl Architecture {
     /// The steps of a pass, in order.
     pub fn ops(&self) -> impl Iterator<Item = Op<'_>> {
         let layers = self.layers.iter().enumerate().flat_map(|(index, layer)| {
+            let of_ffn = match &layer.ffn {
+                FeedForward::Dense(Dense { gate, up, down }) => {
+                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down))]
+                }
+                FeedForward::Experts(experts) => [Some(Op::Experts(experts)), None, None],
+            };
             let steps = [
                 Some(Op::Norm(&layer.attn_norm)),
                 Some(Op::Query(&layer.q)),
@@ -239,11 +401,8 @@ impl Architecture {
                 Some(Op::Attend(index)),
                 Some(Op::AttentionOutput(&layer.o)),
                 Some(Op::Norm(&layer.ffn_norm)),
-                Some(Op::Gate(&layer.gate)),
-                Some(Op::Up(&layer.up)),
-                Some(Op::Down(&layer.down)),
             ];
-            steps.into_iter().flatten()
+            steps.into_iter().chain(of_ffn).flatten()
         });
         let last = [Op::LastNorm(&self.norm), Op::Logits(&self.output)];
         std::iter::once(Op::Embed(&self.embedding)).chain(layers).chain(last)
@@ -264,7 +423,8 @@ impl Architecture {
         (self.embedding.id, u64::from(token)..u64::from(token) + 1)
     }
 
-    /// The rows that a pass over `tokens` uses, in order. Of the embeddings these are the tokens' rows, ascending.
+    /// The rows that every pass over `tokens` uses, in order: all but those of experts. Of the embeddings these are the
+    /// tokens' rows, ascending.
     /// `tile_rows` says how many rows of a tensor are a step.
     pub fn pass_order(&self, tokens: &[u32], tile_rows: impl Fn(TensorId) -> u64) -> Vec<Step> {
         let mut order = Vec::with_capacity(self.layers.len() * 12 + tokens.len() + 2);
@@ -278,7 +438,7 @@ impl Architecture {
             }
             let (first, then) = op.weights();
             if let Some(info) = first {
-                order.extend(tiles(info, tile_rows(info.id)).map(|rows| (info.id, rows)));
+                order.extend(tiles(0..info.rows, tile_rows(info.id)).map(|rows| (info.id, rows)));
             }
             order.extend(then.map(|info| (info.id, 0..1)));
         }
@@ -302,8 +462,9 @@ impl Architecture {
     }
 }
 
-/// The rows of `info`, `step` at a time.
-pub(crate) fn tiles(info: &WeightInfo, step: u64) -> impl Iterator<Item = Range<u64>> + use<> {
-    let (rows, step) = (info.rows, step.max(1));
-    (0..rows.div_ceil(step)).map(move |i| i * step..rows.min((i + 1) * step))
+/// These rows, `step` at a time.
+pub(crate) fn tiles(rows: Range<u64>, step: u64) -> impl Iterator<Item = Range<u64>> {
+    let step = step.max(1);
+    let starts = (0..(rows.end - rows.start).div_ceil(step)).map(move |i| rows.start + i * step);
+    starts.map(move |start| start..rows.end.min(start + step))
 }

@@ -103,7 +103,14 @@ impl Working {
         let copy = |elements: u128| elements * kernels::PREPARED_BYTES as u128 / FLOAT;
         // A product of several vectors exists twice for a while, by rows and by vectors.
         let attention = 2 * (q + k) + copy(q) + 2 * dim;
-        let feed_forward = 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
+        let feed_forward = |ffn: u128| 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
+        // Of a mixture, all tokens may draw the same expert: their vectors are copied for it. The router's scores, and
+        // of each expert that is drawn its number, the token's, and the weight.
+        let mixture = config.mixture.as_ref().map_or(0, |mixture| {
+            let [count, used, ffn] = [mixture.count, mixture.used, mixture.ffn_dim].map(|size| size as u128);
+            2 * count + 6 * used + dim + copy(dim) + feed_forward(ffn)
+        });
+        let feed_forward = feed_forward(ffn).max(mixture);
         // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.

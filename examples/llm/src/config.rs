@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use outcore::ErrorKind;
+use outcore::{ErrorKind, PolicyKind};
 use outcore_lab::planning::Declared;
 use serde_json::{Map, Value};
 
@@ -17,22 +17,38 @@ use crate::known;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Arch {
-    /// Llama 2 and 3, SmolLM2, TinyLlama, Mistral without a sliding window.
+    /// Llama 2 and 3, SmolLM2, TinyLlama, Mistral and Mixtral without a sliding window.
     Llama,
     /// Qwen2 and Qwen2.5: biases on queries, keys and values.
     Qwen2,
     /// Qwen3: queries and keys are normalised per head.
     Qwen3,
+    /// Qwen3 with a mixture of experts in each layer.
+    Qwen3Moe,
 }
 
 impl Arch {
-    /// GGUF's name of the architecture, which `config.json` uses as `model_type` too.
+    /// GGUF's name of the architecture.
     pub fn gguf_name(self) -> &'static str {
         match self {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Qwen3Moe => "qwen3moe",
         }
+    }
+
+    /// The `model_type` of `config.json`.
+    pub(crate) fn hf_name(self) -> &'static str {
+        match self {
+            Self::Qwen3Moe => "qwen3_moe",
+            other => other.gguf_name(),
+        }
+    }
+
+    /// Whether queries and keys are normalised, head by head.
+    pub(crate) fn has_head_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
 
     /// The class that Hugging Face transformers runs it with.
@@ -41,18 +57,20 @@ impl Arch {
             Self::Llama => "LlamaForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
         }
     }
 
     /// The architecture that GGUF or `config.json` call `name`; the error lists what is supported.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
-            "llama" | "mistral" => Ok(Self::Llama),
+            "llama" | "mistral" | "mixtral" => Ok(Self::Llama),
             "qwen2" => Ok(Self::Qwen2),
             "qwen3" => Ok(Self::Qwen3),
+            "qwen3moe" | "qwen3_moe" => Ok(Self::Qwen3Moe),
             other => Err(Error::Unsupported(format!(
-                "architecture {other:?} is not supported; supported are llama, mistral (without a sliding window), \
-                 qwen2 and qwen3, all dense"
+                "architecture {other:?} is not supported; supported are llama, mistral and mixtral (without a sliding \
+                 window), qwen2, qwen3 and qwen3moe"
             ))),
         }
     }
@@ -105,9 +123,31 @@ pub struct Config {
     /// Whether there are biases of queries, keys and values; of attention's output; of the feed-forward layer. `None`
     /// where the tensors that there are say so.
     pub biases: [Option<bool>; 3],
+    /// The experts, if there are any.
+    pub mixture: Option<Mixture>,
+}
+
+/// A mixture of experts: networks of which each token uses a few, which a router chooses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mixture {
+    /// Experts of a layer.
+    pub count: usize,
+    /// How many of them a token uses.
+    pub used: usize,
+    /// Width of an expert's feed-forward layer.
+    pub ffn_dim: usize,
+    /// Whether the weights of the experts that a token uses are divided by their sum.
+    pub normalised: bool,
+    /// Layers that have a feed-forward layer of [`Config::ffn_dim`] instead, ascending.
+    pub dense_layers: Vec<usize>,
 }
 
 impl Config {
+    /// The policy that suits a pass over the model: the order of a pass is known, but for the experts that are drawn.
+    pub fn policy(&self) -> PolicyKind {
+        if self.mixture.is_some() { PolicyKind::Model } else { PolicyKind::Plan }
+    }
+
     /// Reads the configuration of `model`.
     pub fn new(model: &ModelFiles) -> Result<Self> {
         let file = match model.container() {
@@ -126,10 +166,17 @@ impl Config {
         let name = meta.text("general.architecture")?;
         let arch = Arch::parse(name).map_err(|error| meta.said(&error))?;
         let key = |suffix: &str| format!("{name}.{suffix}");
-        if meta.optional_count(&key("expert_count"), usize::MAX)?.is_some_and(|n| n > 0) {
-            return Err(meta.unsupported("mixture-of-experts models are not supported"));
-        }
         let declared = meta.declared()?;
+        match (arch, &declared.experts) {
+            (Arch::Llama, _) | (Arch::Qwen3Moe, Some(_)) | (Arch::Qwen2 | Arch::Qwen3, None) => {}
+            (Arch::Qwen3Moe, None) => return Err(meta.bad(&format!("{} is missing", key("expert_count")))),
+            (_, Some(_)) => {
+                let what = format!("{} in the architecture {name:?} is not supported", key("expert_count"));
+                return Err(meta.unsupported(&what));
+            }
+        }
+        // llama.cpp divides the weights by their sum in both families, whatever the file says.
+        let mixture = meta.mixture(&declared, true, Vec::new())?;
         if declared.key_dim != declared.value_dim {
             return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
         }
@@ -173,6 +220,7 @@ impl Config {
             eos: meta.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
             tied: false,
             biases: [(arch == Arch::Qwen2).then_some(true), None, None],
+            mixture,
         })
     }
 
@@ -189,7 +237,7 @@ impl Config {
         };
         // Mistral's class has no switch; Qwen's has, and Llama's no window at all.
         let used = match model_type {
-            "mistral" => true,
+            "mistral" | "mixtral" => true,
             _ => map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false),
         };
         if let Some(window) = window.filter(|window| used && *window < context) {
@@ -205,9 +253,9 @@ impl Config {
         }
         let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
         let biases = match model_type {
-            "mistral" => [false; 3],
+            "mistral" | "mixtral" => [false; 3],
             "qwen2" => [true, false, false],
-            "qwen3" => [says("attention_bias"), says("attention_bias"), false],
+            "qwen3" | "qwen3_moe" => [says("attention_bias"), says("attention_bias"), false],
             _ => [says("attention_bias"), says("attention_bias"), says("mlp_bias")],
         };
         let object = |key: &str| match map.get(key) {
@@ -262,6 +310,7 @@ impl Config {
             eos: ids("eos_token_id"),
             tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
             biases: biases.map(Some),
+            mixture: meta.hf_mixture(model_type, &declared)?,
         })
     }
 
@@ -281,7 +330,8 @@ impl Config {
         if let Some(t) = uncounted {
             return Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name)));
         }
-        let sizes = known::Sizes { context: self.context, head_dim: self.head_dim };
+        let has_experts = self.mixture.is_some();
+        let sizes = known::Sizes { context: self.context, head_dim: self.head_dim, has_experts };
         match known::unknown_key(sizes, model.container(), meta.map) {
             Some(what) => Err(meta.unsupported(&what)),
             None => Ok(self),
@@ -393,6 +443,39 @@ impl Reader<'_> {
             ErrorKind::Unsupported => self.unsupported(&error.to_string()),
             _ => self.bad(&error.to_string()),
         })
+    }
+
+    /// The experts that the metadata declare.
+    fn mixture(&self, declared: &Declared, normalised: bool, dense_layers: Vec<usize>) -> Result<Option<Mixture>> {
+        let Some(experts) = &declared.experts else { return Ok(None) };
+        let used = experts.active.ok_or_else(|| self.bad(&format!("{} is missing", experts.active_key)))?;
+        let [count, used, ffn_dim] = [experts.count, used, experts.ffn].map(|size| size as usize);
+        Ok(Some(Mixture { count, used, ffn_dim, normalised, dense_layers }))
+    }
+
+    /// As [`mixture`](Self::mixture), of a `config.json`, with the layers that have none.
+    fn hf_mixture(&self, model_type: &str, declared: &Declared) -> Result<Option<Mixture>> {
+        match (model_type, &declared.experts) {
+            ("mixtral", Some(_)) => return self.mixture(declared, true, Vec::new()),
+            ("qwen3_moe", Some(_)) => {}
+            ("mixtral" | "qwen3_moe", None) => return Err(self.bad("the number of experts is missing")),
+            (_, None) => return Ok(None),
+            (_, Some(_)) => {
+                let what = format!("experts in the architecture {model_type:?} are not supported");
+                return Err(self.unsupported(&what));
+            }
+        }
+        // What the class takes.
+        let every = self.optional_size("decoder_sparse_step", usize::MAX)?.unwrap_or(1);
+        let listed = match self.map.get("mlp_only_layers") {
+            None | Some(Value::Null) => Vec::new(),
+            Some(Value::Array(all)) if all.iter().all(Value::is_u64) => all.iter().filter_map(Value::as_u64).collect(),
+            Some(other) => return Err(self.bad(&format!("mlp_only_layers is {other}, and no list of layers"))),
+        };
+        let is_dense = |layer: &usize| listed.contains(&(*layer as u64)) || !(layer + 1).is_multiple_of(every);
+        let dense = (0..declared.layers as usize).filter(is_dense).collect();
+        let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
+        self.mixture(declared, normalised, dense)
     }
 
     /// A size that has to be there.

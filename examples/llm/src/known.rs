@@ -14,6 +14,8 @@ pub(crate) struct Sizes {
     pub context: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Whether [`Config`](crate::Config) has a mixture of experts.
+    pub has_experts: bool,
 }
 
 /// When a key changes nothing beyond what [`Config`](crate::Config) holds.
@@ -21,6 +23,8 @@ pub(crate) struct Sizes {
 enum When {
     /// Always: [`Config`](crate::Config) reads it, or it does not concern a pass.
     Always,
+    /// Where there are experts, of which [`Config`](crate::Config) reads it; elsewhere where it is 0.
+    WithExperts,
     /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
     Is(&'static [f64]),
     /// Where it is this text, or a list of this text only.
@@ -31,7 +35,7 @@ enum When {
     UsualScale,
 }
 
-use When::{Always, Is, Text, UsualScale, WholeContext};
+use When::{Always, Is, Text, UsualScale, WholeContext, WithExperts};
 
 const OFF: When = Is(&[0.0]);
 const ONE: When = Is(&[1.0]);
@@ -59,8 +63,14 @@ const GGUF: &[(&str, When)] = &[
     ("embedding_length", Always),
     ("embedding_scale", NO_FACTOR),
     ("expert_count", Always),
+    ("expert_feed_forward_length", WithExperts),
+    // 1 is a softmax over all experts, and 0 stands for the architecture's own.
+    ("expert_gating_func", Is(&[0.0, 1.0])),
     ("expert_shared_count", OFF),
-    ("expert_used_count", OFF),
+    ("expert_shared_feed_forward_length", OFF),
+    ("expert_used_count", WithExperts),
+    ("expert_weights_norm", ONE),
+    ("expert_weights_scale", NO_FACTOR),
     ("feed_forward_length", Always),
     ("final_logit_softcapping", OFF),
     ("leading_dense_block_count", OFF),
@@ -102,6 +112,7 @@ const HF: &[(&str, When)] = &[
     ("begin_suppress_tokens", Always),
     ("bos_token_id", Always),
     ("chunk_size_feed_forward", Always),
+    ("decoder_sparse_step", WithExperts),
     ("decoder_start_token_id", Always),
     ("diversity_penalty", Always),
     ("do_sample", Always),
@@ -133,17 +144,24 @@ const HF: &[(&str, When)] = &[
     ("max_window_layers", Always),
     ("min_length", Always),
     ("mlp_bias", Always),
+    ("mlp_only_layers", WithExperts),
     ("model_type", Always),
+    ("moe_intermediate_size", WithExperts),
     ("neftune_noise_alpha", Always),
     ("no_repeat_ngram_size", Always),
+    ("norm_topk_prob", WithExperts),
     ("num_attention_heads", Always),
     ("num_beam_groups", Always),
     ("num_beams", Always),
+    ("num_experts", WithExperts),
+    ("num_experts_per_tok", WithExperts),
     ("num_hidden_layers", Always),
     ("num_key_value_heads", Always),
+    ("num_local_experts", WithExperts),
     ("num_return_sequences", Always),
     ("output_attentions", Always),
     ("output_hidden_states", Always),
+    ("output_router_logits", Always),
     ("output_scores", Always),
     ("pad_token_id", Always),
     ("partial_rotary_factor", Always),
@@ -161,6 +179,9 @@ const HF: &[(&str, When)] = &[
     ("rope_parameters", Always),
     ("rope_scaling", Always),
     ("rope_theta", Always),
+    // Both for training.
+    ("router_aux_loss_coef", Always),
+    ("router_jitter_noise", Always),
     ("sep_token_id", Always),
     ("sliding_window", Always),
     ("suppress_tokens", Always),
@@ -261,6 +282,7 @@ impl When {
         let number = value.as_f64().or_else(|| value.as_bool().map(|set| f64::from(u8::from(set))));
         match self {
             Always => true,
+            WithExperts => sizes.has_experts || number == Some(0.0),
             Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
             Text(text) => value.as_str() == Some(text),
             WholeContext => number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
@@ -276,6 +298,7 @@ impl std::fmt::Display for When {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Always => write!(f, "any value"),
+            WithExperts => write!(f, "0 in a model without experts"),
             Is(numbers) => {
                 let all: Vec<String> = numbers.iter().map(f64::to_string).collect();
                 write!(f, "{}", all.join(" or "))

@@ -47,6 +47,7 @@ mod config;
 mod cuda;
 mod dtype;
 mod error;
+mod experts;
 mod files;
 mod generation;
 pub mod kernels;
@@ -64,7 +65,7 @@ mod weights;
 
 pub use architecture::pass_bytes;
 pub use chat::{ChatTemplate, Message};
-pub use config::{Arch, Config, RopePairs};
+pub use config::{Arch, Config, Mixture, RopePairs};
 pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::{KvType, WeightType};
 pub use error::{Error, Result};

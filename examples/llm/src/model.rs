@@ -16,10 +16,11 @@ use half::f16;
 use outcore::Bytes;
 use parking_lot::Mutex;
 
-use crate::architecture::{Architecture, Linear, Op, tiles};
+use crate::architecture::{Architecture, Experts, Linear, Op, tiles};
 use crate::config::{Config, RopePairs};
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
+use crate::experts::{Draw, drawn};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
@@ -169,6 +170,7 @@ impl Model {
                     drop(up);
                     add(&mut work.x, &self.linear(linear, &mut Input::new(gate, m))?);
                 }
+                Op::Experts(experts) => self.add_experts(experts, take(&mut work.input), &mut work.x)?,
                 Op::LastNorm(weight) => {
                     let x = take(&mut work.x);
                     work.input = self.normed(&with_logits(parts, &x, c.dim), weight)?;
@@ -274,15 +276,60 @@ impl Model {
         Ok(out)
     }
 
+    /// Adds to each vector of `x` what the experts that its router draws make of `input`.
+    ///
+    /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
+    /// order of their numbers, so that its bits do not depend on who shares the pass.
+    fn add_experts(&self, experts: &Experts, mut input: Input, x: &mut [f32]) -> Result<()> {
+        let Some(mixture) = &self.arch.config.mixture else { return Ok(()) };
+        let dim = self.arch.config.dim;
+        let scores = self.matmul(&experts.router, &mut input)?;
+        let draws = drawn(&scores, mixture).map_err(|vector| {
+            let name = &experts.router.name;
+            Error::Invalid(format!(
+                "the router {name:?} gives vector {vector} of the pass scores that are infinite or no numbers \
+                 (the model is damaged, or was converted wrongly: fetch it again)"
+            ))
+        })?;
+        let tiles_of = |(info, rows): (&WeightInfo, Range<u64>)| {
+            let id = info.id;
+            tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
+        };
+        let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
+        let steps = by_expert().flat_map(|draws| experts.of(draws[0].expert)).flat_map(tiles_of);
+        self.weights.drawn(&steps.collect::<Vec<_>>());
+        for draws in by_expert() {
+            let [gate, up, down] = experts.of(draws[0].expert);
+            let vector = |draw: &Draw| draw.vector * dim..(draw.vector + 1) * dim;
+            let vectors = draws.iter().flat_map(|draw| &input.x[vector(draw)]).copied().collect();
+            let mut vectors = Input::new(vectors, draws.len());
+            let mut gated = self.matmul_rows(gate, &mut vectors)?;
+            let raised = self.matmul_rows(up, &mut vectors)?;
+            drop(vectors);
+            self.silu_multiply(&mut gated, &raised);
+            drop(raised);
+            let made = self.matmul_rows(down, &mut Input::new(gated, draws.len()))?;
+            for (draw, made) in draws.iter().zip(made.chunks_exact(dim)) {
+                x[vector(draw)].iter_mut().zip(made).for_each(|(x, made)| *x += draw.weight * made);
+            }
+        }
+        Ok(())
+    }
+
     fn matmul(&self, w: &WeightInfo, x: &mut Input) -> Result<Vec<f32>> {
-        let (k, n, m) = (w.cols as usize, w.rows as usize, x.m);
+        self.matmul_rows((w, 0..w.rows), x)
+    }
+
+    /// The product of these rows of a matrix.
+    fn matmul_rows(&self, (w, rows): (&WeightInfo, Range<u64>), x: &mut Input) -> Result<Vec<f32>> {
+        let (k, n, m) = (w.cols as usize, (rows.end - rows.start) as usize, x.m);
         let acts = x.prepare(w.dtype, self);
         let mut out = vec![0f32; m * n];
         let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
-        for tile in tiles(w, self.weights.tile_rows(w.id)) {
+        for tile in tiles(rows.clone(), self.weights.tile_rows(w.id)) {
             let bytes = self.rows(w, tile.clone())?;
             let bytes: &[u8] = &bytes;
-            let (start, end) = (tile.start as usize * m, tile.end as usize * m);
+            let (start, end) = ((tile.start - rows.start) as usize * m, (tile.end - rows.start) as usize * m);
             let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
             kernels::rows_dot_on(&self.pool, self.level, w.dtype, k, bytes, acts, m, target);
         }

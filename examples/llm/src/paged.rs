@@ -1,6 +1,7 @@
 //! Weights in pages of an outcore runtime: only what a step uses has to be resident.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,6 +23,9 @@ pub struct PagedWeights {
     /// Whether everything fitted the device budget that there was when the weights were opened.
     whole: bool,
     declared: Mutex<Declared>,
+    drawn: Mutex<Drawn>,
+    /// Pages of experts that are requested before they are used, at most: more would push each other out.
+    ahead_most: u64,
     cancelled: Arc<AtomicBool>,
 }
 
@@ -33,6 +37,17 @@ struct Declared {
     taken: bool,
     /// Whether the pages that no plan names have been requested, too.
     all_asked: bool,
+}
+
+/// What a router has drawn, and nobody has used yet.
+#[derive(Debug, Default)]
+struct Drawn {
+    /// What was requested, with how many pages it takes at most.
+    requested: VecDeque<(Step, u64)>,
+    /// The sum of these.
+    pages: u64,
+    /// What waits for that.
+    waiting: VecDeque<Step>,
 }
 
 /// Frames of the device tier.
@@ -96,6 +111,8 @@ impl PagedWeights {
             waited: AtomicU64::new(0),
             whole,
             declared: Mutex::default(),
+            drawn: Mutex::default(),
+            ahead_most: frames / 2,
             cancelled: Arc::default(),
         })
     }
@@ -179,6 +196,31 @@ impl PagedWeights {
         Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
+    /// Requests what was drawn, as far as there is room for it.
+    fn request(&self, drawn: &mut Drawn) {
+        while let Some((id, rows)) = drawn.waiting.front().cloned() {
+            let Ok(part) = self.part(id, &rows) else { return };
+            let pages = part.page_count();
+            if drawn.pages + pages > self.ahead_most && !drawn.requested.is_empty() {
+                return;
+            }
+            self.runtime.prefetch(&*part);
+            drawn.pages += pages;
+            drawn.waiting.pop_front();
+            drawn.requested.push_back(((id, rows), pages));
+        }
+    }
+
+    /// If these rows are the next that were drawn, there is room for others.
+    fn used(&self, tensor: TensorId, rows: &Range<u64>) {
+        let mut drawn = self.drawn.lock();
+        let is_next = drawn.requested.front().is_some_and(|((id, next), _)| (*id, next) == (tensor, rows));
+        if is_next && let Some((_, pages)) = drawn.requested.pop_front() {
+            drawn.pages -= pages;
+            self.request(&mut drawn);
+        }
+    }
+
     /// The runtime.
     pub fn runtime(&self) -> &Runtime {
         &self.runtime
@@ -188,6 +230,7 @@ impl PagedWeights {
 impl Weights for PagedWeights {
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
         let part = self.part(tensor, &rows)?;
+        self.used(tensor, &rows);
         let guard = self.wait_for(|| self.runtime.pin(&*part).wait())?;
         Ok(Rows::new(guard))
     }
@@ -224,6 +267,13 @@ impl Weights for PagedWeights {
         if rest {
             self.tensors.iter().for_each(|tensor| self.runtime.prefetch(&tensor.whole));
         }
+    }
+
+    /// All are requested at once, as far as half of the frames have room for them; the others as these are used.
+    fn drawn(&self, steps: &[Step]) {
+        let mut drawn = self.drawn.lock();
+        *drawn = Drawn { waiting: steps.iter().cloned().collect(), ..Drawn::default() };
+        self.request(&mut drawn);
     }
 
     fn waited(&self) -> Duration {

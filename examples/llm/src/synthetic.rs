@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -48,7 +49,8 @@ pub struct Spec {
     pub tied: bool,
     /// Seed of all weights.
     pub seed: u64,
-    /// A mixture of experts in each layer, in place of its feed-forward network. Only in GGUF, of the Llama family.
+    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE; in the Llama
+    /// family only in GGUF.
     pub experts: Option<Experts>,
 }
 
@@ -60,6 +62,15 @@ pub struct Experts {
     pub count: u64,
     /// How many of them a token uses.
     pub used: u64,
+    /// In safetensors, all experts of a layer are in two tensors, as transformers 5 keeps them; else each has its own.
+    pub fused: bool,
+}
+
+/// A tensor of a safetensors file: rows of tensors that GGUF has.
+struct Stored<'a> {
+    name: String,
+    shape: Vec<u64>,
+    rows: Vec<(&'a Tensor, Range<u64>)>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -120,7 +131,7 @@ impl Spec {
             context: 64,
             tied: false,
             seed: 7,
-            experts: None,
+            experts: (arch == Arch::Qwen3Moe).then_some(Experts { count: 8, used: 2, fused: false }),
         }
     }
 
@@ -140,7 +151,7 @@ impl Spec {
                     push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
                 }
             }
-            if self.arch == Arch::Qwen3 {
+            if self.arch.has_head_norms() {
                 push(name("attn_q_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
                 push(name("attn_k_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
             }
@@ -176,11 +187,17 @@ impl Spec {
         if !self.heads.is_multiple_of(self.kv_heads) || !self.head_dim.is_multiple_of(2) {
             return Err(Error::Invalid("key heads must divide the query heads, and heads must be of even size".into()));
         }
-        if let Some(Experts { count, used }) = self.experts
-            && (self.arch != Arch::Llama || used == 0 || used > count || count > 1 << 12)
-        {
+        let wrong = match self.experts {
+            None => self.arch == Arch::Qwen3Moe,
+            Some(Experts { count, used, .. }) => {
+                !matches!(self.arch, Arch::Llama | Arch::Qwen3Moe) || used == 0 || used > count || count > 1 << 12
+            }
+        };
+        if wrong {
             return Err(Error::Invalid(
-                "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family".into(),
+                "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family or \
+                 Qwen3-MoE, which is always one"
+                    .into(),
             ));
         }
         for cols in [self.dim, self.ffn_dim, self.heads * self.head_dim] {
@@ -221,21 +238,21 @@ impl Spec {
         }
     }
 
-    /// Writes a tensor's bytes.
-    fn write_tensor(
+    /// Writes the bytes of some rows of a tensor.
+    fn write_rows(
         &self,
-        tensor: &Tensor,
+        (tensor, rows): (&Tensor, Range<u64>),
         dtype: WeightType,
         permute: bool,
         out: &mut impl Write,
     ) -> std::io::Result<()> {
         let per_batch = (BATCH / tensor.cols).max(1);
         let (mut values, mut bytes) = (Vec::new(), Vec::new());
-        let mut row = 0;
-        while row < tensor.rows {
+        let mut row = rows.start;
+        while row < rows.end {
             values.clear();
             bytes.clear();
-            let end = tensor.rows.min(row + per_batch);
+            let end = rows.end.min(row + per_batch);
             for row in row..end {
                 // GGUF row (head, pair, side) is checkpoint row (head, side, pair).
                 let (head, inside, half) = (row / self.head_dim, row % self.head_dim, self.head_dim / 2);
@@ -282,6 +299,9 @@ impl Spec {
         if let Some(experts) = self.experts {
             meta.number(&format!("{arch}.expert_count"), experts.count as u32);
             meta.number(&format!("{arch}.expert_used_count"), experts.used as u32);
+            if self.arch == Arch::Qwen3Moe {
+                meta.number(&format!("{arch}.expert_feed_forward_length"), self.ffn_dim as u32);
+            }
         }
         meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
         meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
@@ -318,7 +338,7 @@ impl Spec {
         head.resize(head.len().next_multiple_of(ALIGNMENT as usize), 0);
         out.write_all(&head)?;
         for (t, size) in tensors.iter().zip(sizes) {
-            self.write_tensor(t, dtype(t), self.arch == Arch::Llama, out)?;
+            self.write_rows((t, 0..t.rows), dtype(t), self.arch == Arch::Llama, out)?;
             out.write_all(&[0; ALIGNMENT as usize][..(size.next_multiple_of(ALIGNMENT) - size) as usize])?;
         }
         Ok(())
@@ -362,8 +382,8 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
-        if self.experts.is_some() {
-            return Err(Error::Invalid("a mixture of experts is written as GGUF only".into()));
+        if self.experts.is_some() && self.arch == Arch::Llama {
+            return Err(Error::Invalid("a mixture of the Llama family is written as GGUF only".into()));
         }
         let type_name = match self.dtype {
             WeightType::F32 | WeightType::F16 | WeightType::BF16 => self.dtype.to_string(),
@@ -372,12 +392,13 @@ impl Spec {
         let io = |path: &Path, e| Error::io(format!("cannot write {}", path.display()), e);
         std::fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
         let tensors = self.tensors();
-        let size = |t: &Tensor| t.rows * t.cols * self.dtype.block_bytes() as u64;
-        let total: u64 = tensors.iter().map(size).sum();
-        let shards = shards.clamp(1, tensors.len());
-        let mut groups: Vec<Vec<&Tensor>> = (0..shards).map(|_| Vec::new()).collect();
+        let stored = self.stored(&tensors);
+        let size = |t: &Stored<'_>| t.shape.iter().product::<u64>() * self.dtype.block_bytes() as u64;
+        let total: u64 = stored.iter().map(size).sum();
+        let shards = shards.clamp(1, stored.len());
+        let mut groups: Vec<Vec<&Stored<'_>>> = (0..shards).map(|_| Vec::new()).collect();
         let mut before = 0;
-        for t in &tensors {
+        for t in &stored {
             groups[(before * shards as u64 / total) as usize].push(t);
             before += size(t);
         }
@@ -390,10 +411,10 @@ impl Spec {
             };
             let (mut header, mut at) = (Map::new(), 0u64);
             for t in group {
-                let shape = if t.kind == Kind::Matrix { json!([t.rows, t.cols]) } else { json!([t.cols]) };
                 let end = at + size(t);
-                header.insert(hf_name(&t.name), json!({"dtype": type_name, "shape": shape, "data_offsets": [at, end]}));
-                index.insert(hf_name(&t.name), name.clone().into());
+                let entry = json!({"dtype": type_name, "shape": t.shape, "data_offsets": [at, end]});
+                header.insert(t.name.clone(), entry);
+                index.insert(t.name.clone(), name.clone().into());
                 at = end;
             }
             let mut text = Value::Object(header).to_string();
@@ -404,8 +425,8 @@ impl Spec {
                 let mut out = BufWriter::with_capacity(1 << 20, File::create(&path)?);
                 out.write_all(&(text.len() as u64).to_le_bytes())?;
                 out.write_all(text.as_bytes())?;
-                for t in group {
-                    self.write_tensor(t, self.dtype, false, &mut out)?;
+                for rows in group.iter().flat_map(|t| &t.rows) {
+                    self.write_rows(rows.clone(), self.dtype, false, &mut out)?;
                 }
                 out.flush()
             };
@@ -418,10 +439,8 @@ impl Spec {
         if groups.len() > 1 {
             put("model.safetensors.index.json", &json!({"metadata": {"total_size": total}, "weight_map": index}))?;
         }
-        put(
-            "config.json",
-            &json!({
-                "model_type": self.arch.gguf_name(),
+        let mut config = json!({
+                "model_type": self.arch.hf_name(),
                 "architectures": [self.arch.hf_class()],
                 "hidden_size": self.dim,
                 "num_hidden_layers": self.layers,
@@ -436,8 +455,59 @@ impl Spec {
                 "hidden_act": "silu",
                 "tie_word_embeddings": self.tied,
                 "torch_dtype": match self.dtype { WeightType::F32 => "float32", WeightType::F16 => "float16", _ => "bfloat16" },
-            }),
-        )
+        });
+        if let Some(experts) = self.experts {
+            config["num_experts"] = experts.count.into();
+            config["num_experts_per_tok"] = experts.used.into();
+            config["moe_intermediate_size"] = self.ffn_dim.into();
+            config["norm_topk_prob"] = true.into();
+        }
+        put("config.json", &config)
+    }
+
+    /// The tensors of safetensors files.
+    fn stored<'a>(&self, tensors: &'a [Tensor]) -> Vec<Stored<'a>> {
+        let mut all = Vec::new();
+        for (at, tensor) in tensors.iter().enumerate() {
+            let Tensor { name, rows, cols, matrices, .. } = tensor;
+            let fused = self.experts.is_some_and(|experts| experts.fused);
+            let of_layer = || hf_name(name).rsplit_once('.').map(|(start, _)| start.replace("ffn_", "mlp.experts/"));
+            match of_layer().filter(|_| *matrices > 0) {
+                None => {
+                    let is_matrix = !matches!(tensor.kind, Kind::Norm | Kind::Bias);
+                    let shape = if is_matrix { vec![*rows, *cols] } else { vec![*cols] };
+                    all.push(Stored { name: hf_name(name), shape, rows: vec![(tensor, 0..*rows)] });
+                }
+                Some(of_layer) => {
+                    let (layer, projection) = of_layer.split_once('/').unwrap_or((&of_layer, ""));
+                    let projection = projection.trim_end_matches("_exps");
+                    let each = rows / matrices;
+                    let of = |expert: u64| expert * each..(expert + 1) * each;
+                    match (fused, projection) {
+                        (false, _) => all.extend((0..*matrices).map(|expert| Stored {
+                            name: format!("{layer}.{expert}.{projection}_proj.weight"),
+                            shape: vec![each, *cols],
+                            rows: vec![(tensor, of(expert))],
+                        })),
+                        (true, "gate") => all.push(Stored {
+                            name: format!("{layer}.gate_up_proj"),
+                            shape: vec![*matrices, 2 * each, *cols],
+                            // The next tensor has the other half.
+                            rows: (0..*matrices)
+                                .flat_map(|expert| [(tensor, of(expert)), (&tensors[at + 1], of(expert))])
+                                .collect(),
+                        }),
+                        (true, "up") => {}
+                        (true, _) => all.push(Stored {
+                            name: format!("{layer}.{projection}_proj"),
+                            shape: vec![*matrices, each, *cols],
+                            rows: vec![(tensor, 0..*rows)],
+                        }),
+                    }
+                }
+            }
+        }
+        all
     }
 }
 

@@ -72,7 +72,8 @@ pub type Step = (TensorId, Range<u64>);
 /// Gives a model the bytes of its weights, and decides what is resident.
 ///
 /// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order,
-/// one at a time, each once, and drops a guard before it asks for the next. The bytes of a row are the file's bytes.
+/// one at a time, each once, and drops a guard before it asks for the next. After [`Weights::drawn`] it asks for those
+/// steps before it goes on. The bytes of a row are the file's bytes.
 pub trait Weights: Send + Sync {
     /// The bytes of rows `rows` of `tensor`. Blocks until they are resident.
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>>;
@@ -80,8 +81,12 @@ pub trait Weights: Send + Sync {
     /// How many rows of `tensor` may be held at once, at least 1. Must not change while the model is open.
     fn tile_rows(&self, tensor: TensorId) -> u64;
 
-    /// Declares the order in which a pass that starts now will use the weights.
+    /// Declares the order in which a pass that starts now will use the weights: all but experts, which are drawn.
     fn will_use(&self, order: &[Step]);
+
+    /// Says which rows are used next, each once, in this order: those of the experts that a router has drawn. They come
+    /// between two steps that were declared.
+    fn drawn(&self, _steps: &[Step]) {}
 
     /// How long callers of [`Weights::rows`] have waited for bytes, since the weights were opened.
     fn waited(&self) -> Duration {

@@ -2,15 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, PageSize, Runtime};
+use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_llm::kernels::Level;
-use outcore_llm::synthetic::Spec;
+use outcore_llm::synthetic::{Experts, Spec};
 use outcore_llm::{
     Arch, ChatTemplate, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result, Rows,
     Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
@@ -20,7 +21,7 @@ const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     // In Qwen3 a head is not dim / heads.
-    let head_dim = if arch == Arch::Qwen3 { 128 } else { 64 };
+    let head_dim = if matches!(arch, Arch::Qwen3 | Arch::Qwen3Moe) { 128 } else { 64 };
     Spec { head_dim, tied: arch == Arch::Qwen2, ..Spec::small(arch, dtype) }
 }
 
@@ -71,21 +72,23 @@ fn tiles_and_threads_change_no_bit() {
 #[test]
 fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
-    for dtype in [WeightType::Q4_1, WeightType::Q6_K, WeightType::BF16] {
-        let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
+    let archs = [Arch::Qwen2, Arch::Qwen3Moe];
+    let kinds = [WeightType::Q4_1, WeightType::Q6_K, WeightType::BF16];
+    for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
+        let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();
         let model = Arc::new(model);
         let all = Session::new(Arc::clone(&model), 16, KvType::F32).unwrap().forward_all(&PROMPT).unwrap();
         let mut single = Session::new(model, 16, KvType::F32).unwrap();
         let one_by_one: Vec<f32> = PROMPT.iter().flat_map(|t| single.forward(&[*t]).unwrap()).collect();
-        assert_eq!(all, one_by_one, "{dtype}");
+        assert_eq!(all, one_by_one, "{arch:?} {dtype}");
     }
 }
 
 #[test]
 fn both_containers_give_the_same_logits() {
     let folder = tempfile::tempdir().unwrap();
-    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3] {
+    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe] {
         for (dtype, shards) in [(WeightType::F32, 1), (WeightType::F16, 3)] {
             let spec = spec(arch, dtype);
             let place = folder.path().join(format!("{arch:?}-{dtype}"));
@@ -96,6 +99,42 @@ fn both_containers_give_the_same_logits() {
             let b = run(&from_folder, u64::MAX, threads(2), KvType::F32);
             // Norms are F32 in GGUF, and the order of sums differs where rows are permuted.
             assert_close(&a, &b, if dtype == WeightType::F32 { 1e-4 } else { 5e-3 });
+        }
+    }
+}
+
+/// Each expert in tensors of its own, or all of a layer in two: the bytes are the same, and so are all bits.
+#[test]
+fn experts_may_be_stored_in_either_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let logits = [false, true].map(|fused| {
+        let experts = Some(Experts { count: 8, used: 3, fused });
+        let place = folder.path().join(fused.to_string());
+        Spec { experts, ..spec(Arch::Qwen3Moe, WeightType::BF16) }.write_safetensors(&place, 2).unwrap();
+        run(&ModelFiles::open(&place).unwrap(), 5000, threads(2), KvType::F32)
+    });
+    assert_eq!(logits[0], logits[1]);
+}
+
+/// With frames for a few experts only, they come and go: no bit changes.
+#[test]
+fn experts_in_few_pages_change_no_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    let mixture =
+        |arch| Spec { experts: Some(Experts { count: 32, used: 4, fused: false }), ..spec(arch, WeightType::Q8_0) };
+    for arch in [Arch::Llama, Arch::Qwen3Moe] {
+        let files = gguf(folder.path(), &mixture(arch));
+        let expected = run(&files, u64::MAX, threads(2), KvType::F32);
+        for frames in [12, 40, 400] {
+            let budget = Bytes::new(frames * page.bytes());
+            let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model);
+            let runtime = builder.open().unwrap();
+            let opened = runtime.open_parsed(files.header().clone()).unwrap();
+            let weights = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+            assert_eq!(run_on(&files, weights, threads(2), KvType::F32), expected, "{arch:?}, {frames} frames");
+            drop(opened);
+            runtime.close().unwrap();
         }
     }
 }
@@ -144,12 +183,18 @@ impl Weights for Checked {
         assert_eq!(*left, [], "a pass ended early");
         *left = order.iter().rev().cloned().collect();
     }
+
+    fn drawn(&self, steps: &[Step]) {
+        let distinct: HashSet<&Step> = steps.iter().collect();
+        assert!(!steps.is_empty() && distinct.len() == steps.len(), "an expert is used twice in a pass");
+        self.left.lock().unwrap().extend(steps.iter().rev().cloned());
+    }
 }
 
 #[test]
 fn weights_are_used_once_and_in_the_declared_order() {
     let folder = tempfile::tempdir().unwrap();
-    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3] {
+    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe] {
         let files = gguf(folder.path(), &spec(arch, WeightType::Q4_1));
         let inner = PlainWeights::read(&files).unwrap().with_tile_bytes(10_000);
         let weights = Arc::new(Checked { inner, left: Mutex::default() });

@@ -153,9 +153,9 @@ pub struct Args {
     /// Bytes of a page: a power of two. Default: what weights want, and at most 512KiB.
     #[arg(long)]
     pub page_size: Option<Bytes>,
-    /// Which page goes when a frame is needed: see `generate --help`.
-    #[arg(long, default_value = "plan")]
-    pub policy: PolicyKind,
+    /// Which page goes when a frame is needed: see `generate --help`. Default: plan; model for a mixture of experts.
+    #[arg(long)]
+    pub policy: Option<PolicyKind>,
     /// How files are read: auto, io_uring, threads or buffered.
     #[arg(long, default_value = "auto")]
     pub io: IoBackend,

@@ -184,7 +184,11 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     };
     let budgets = divide(wishes, &lengths, working, page_of)?;
     let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
-    let runtime = builder.page_size(page).device_budget(budgets.device).policy(args.policy).open()?;
+    let runtime = builder
+        .page_size(page)
+        .device_budget(budgets.device)
+        .policy(args.policy.unwrap_or_else(|| config.policy()))
+        .open()?;
 
     let active = args
         .kv_memory

@@ -295,7 +295,7 @@ fn models_of_other_kinds_are_refused_by_name() {
     };
     refused("qwen2", &Spec::small(Arch::Qwen2, WeightType::F32), "qwen2");
     refused("qwen3", &Spec::small(Arch::Qwen3, WeightType::F32), "qwen3");
-    refused("experts", &Spec { experts: Some(Experts { count: 4, used: 2 }), ..small() }, "experts");
+    refused("experts", &Spec { experts: Some(Experts { count: 4, used: 2, fused: false }), ..small() }, "experts");
     refused("wide", &Spec { head_dim: 32, ..small() }, "wider");
     let missing = Checkpoint::open(&folder.path().join("nowhere")).unwrap_err();
     assert_eq!(missing.kind(), ErrorKind::NotFound, "{missing}");

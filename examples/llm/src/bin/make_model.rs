@@ -52,12 +52,15 @@ struct Args {
     shards: usize,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Experts of each layer, each as wide as --ffn says; gguf only. `generate` runs no mixtures: other engines do.
+    /// Experts of each layer, each as wide as --ffn says, of llama (gguf only) and qwen3moe.
     #[arg(long, requires = "experts_used")]
     experts: Option<u64>,
     /// Experts that a token uses.
     #[arg(long, requires = "experts")]
     experts_used: Option<u64>,
+    /// In safetensors, the experts of a layer are in two tensors, as transformers 5 keeps them.
+    #[arg(long, requires = "experts")]
+    experts_fused: bool,
 }
 
 fn main() -> ExitCode {
@@ -85,7 +88,11 @@ fn run(args: &Args) -> Result<()> {
         context: args.context,
         tied: args.tied,
         seed: args.seed,
-        experts: args.experts.zip(args.experts_used).map(|(count, used)| Experts { count, used }),
+        experts: args.experts.zip(args.experts_used).map(|(count, used)| Experts {
+            count,
+            used,
+            fused: args.experts_fused,
+        }),
     };
     match args.format {
         Format::Gguf => spec.write_gguf(&args.out)?,

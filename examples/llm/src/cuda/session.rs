@@ -64,6 +64,9 @@ impl CudaModel {
     /// begin where the kernels cannot read them; `InvalidArgument` if the pages are not on `gpu`.
     pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
         let arch = Architecture::new(files)?;
+        if arch.config.mixture.is_some() {
+            return Err(Error::Unsupported("experts are not supported on a GPU: use --device host".into()));
+        }
         let head = arch.config.head_dim;
         if head > HEAD_MAX {
             return Err(Error::Unsupported(format!(

@@ -11,7 +11,7 @@ use std::ops::Range;
 use outcore::Tensor;
 
 use super::places::SLOTS;
-use crate::architecture::{Architecture, Linear, tiles};
+use crate::architecture::{Architecture, Dense, Layer, Linear, tiles};
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::paged::{Frames, PagedWeights};
@@ -51,7 +51,8 @@ impl Work {
     /// Norms and biases, each at its place: a norm first, then the biases of the matrices.
     pub fn vectors(self, arch: &Architecture) -> [Option<&WeightInfo>; SLOTS] {
         let layer = self.layer().and_then(|layer| arch.layers.get(layer));
-        let bias = |of: fn(&crate::architecture::Layer) -> &Linear| layer.and_then(|layer| of(layer).bias.as_ref());
+        let bias = |of: fn(&Layer) -> &Linear| layer.and_then(|layer| of(layer).bias.as_ref());
+        let ffn = |of: fn(&Dense) -> &Linear| layer.and_then(Layer::dense).and_then(|dense| of(dense).bias.as_ref());
         match self {
             Self::Inputs(_) => [layer.map(|layer| &layer.attn_norm), bias(|l| &l.q), bias(|l| &l.k), bias(|l| &l.v)],
             Self::Attend(_) => [
@@ -61,8 +62,8 @@ impl Work {
                 None,
             ],
             Self::Output(_) => [None, bias(|l| &l.o), None, None],
-            Self::FeedForward(_) => [layer.map(|layer| &layer.ffn_norm), bias(|l| &l.gate), bias(|l| &l.up), None],
-            Self::Down(_) => [None, bias(|l| &l.down), None, None],
+            Self::FeedForward(_) => [layer.map(|layer| &layer.ffn_norm), ffn(|d| &d.gate), ffn(|d| &d.up), None],
+            Self::Down(_) => [None, ffn(|d| &d.down), None, None],
             Self::Logits => [Some(&arch.norm), None, None, None],
         }
     }
@@ -73,8 +74,10 @@ impl Work {
         match (self, layer) {
             (Self::Inputs(_), Some(layer)) => vec![&layer.q.weight, &layer.k.weight, &layer.v.weight],
             (Self::Output(_), Some(layer)) => vec![&layer.o.weight],
-            (Self::FeedForward(_), Some(layer)) => vec![&layer.gate.weight, &layer.up.weight],
-            (Self::Down(_), Some(layer)) => vec![&layer.down.weight],
+            (Self::FeedForward(_), Some(layer)) => {
+                layer.dense().map_or_else(Vec::new, |dense| vec![&dense.gate.weight, &dense.up.weight])
+            }
+            (Self::Down(_), Some(layer)) => layer.dense().map_or_else(Vec::new, |dense| vec![&dense.down.weight]),
             (Self::Logits, _) => vec![&arch.output],
             _ => Vec::new(),
         }
@@ -244,7 +247,7 @@ impl Schedule {
             // Where the weights were opened with more frames, their own tiles may be too large.
             let most = weights.rows_within(info.id, self.most)?.min(weights.tile_rows(info.id));
             let tile = |rows: Range<u64>| (Piece::Rows(work, nth, rows.clone()), vec![(info.id, rows)]);
-            pieces.extend(tiles(info, most).map(tile));
+            pieces.extend(tiles(0..info.rows, most).map(tile));
         }
         pieces.push((Piece::Rest(work), Vec::new()));
         Ok(pieces)

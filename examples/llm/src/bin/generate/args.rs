@@ -46,10 +46,10 @@ pub struct Args {
     /// the disk is slow, and more where the kernel allows too few mappings (vm.max_map_count).
     #[arg(long)]
     pub page_size: Option<Bytes>,
-    /// Which page goes when a frame is needed: plan (follows the order of use), lru, model, s3fifo, 2q, arc,
-    /// lirs, wtinylfu, kv, shares or auto.
-    #[arg(long, default_value = "plan")]
-    pub policy: PolicyKind,
+    /// Which page goes when a frame is needed: plan (follows the order of use), model (as plan, and experts by their
+    /// uses), lru, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares or auto. Default: plan; model for a mixture of experts.
+    #[arg(long)]
+    pub policy: Option<PolicyKind>,
     /// How far ahead of use pages are filled: auto, off, or a size.
     #[arg(long, default_value = "auto")]
     pub prefetch: Lookahead,

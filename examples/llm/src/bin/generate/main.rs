@@ -453,7 +453,7 @@ fn open_runtime(
         .device(args.device.factory())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
-        .policy(args.policy)
+        .policy(args.policy.unwrap_or_else(|| config.policy()))
         .verify(args.verify)
         .timeline(args.timeline.is_some())
         .keep_uses(args.capture.is_some())

@@ -1,0 +1,67 @@
+//! Small models that transformers has written, beside its logits and those of llama.cpp: `tests/reference/README.md`.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use outcore_llm::{KvType, Model, ModelFiles, Options, PlainWeights, Session};
+
+/// Of the largest logit: both engines compute in f32 too.
+const TOLERANCE: f32 = 1e-4;
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reference").join(name)
+}
+
+/// The numbers, of four bytes each, of a tensor in a model's `logits.safetensors`. `None` if there is none.
+fn numbers<T>(model: &str, name: &str, read: impl Fn([u8; 4]) -> T) -> Option<Vec<T>> {
+    let path = folder(model).join("logits.safetensors");
+    let header = outcore::format::open(&path).unwrap();
+    let tensor = header.tensors.iter().find(|tensor| tensor.name == name)?;
+    let bytes = std::fs::read(&path).unwrap();
+    let bytes = &bytes[tensor.offset as usize..(tensor.offset + tensor.len) as usize];
+    Some(bytes.chunks_exact(4).map(|bytes| read(bytes.try_into().unwrap())).collect())
+}
+
+/// Compares the logits at all positions, read in passes of so many tokens.
+fn compare(model: &str, path: &Path, passes: &[usize]) {
+    let tokens = numbers(model, "tokens", u32::from_le_bytes).unwrap();
+    let logits_of = |engine: &'static str| Some((engine, numbers(model, engine, f32::from_le_bytes)?));
+    let engines: Vec<_> = ["transformers", "llama_cpp"].into_iter().filter_map(logits_of).collect();
+    assert!(!engines.is_empty());
+    assert!(tokens.len() >= 64);
+    let files = ModelFiles::open(path).unwrap();
+    let weights = Arc::new(PlainWeights::read(&files).unwrap().with_tile_bytes(5000));
+    let loaded = Arc::new(Model::load(&files, weights, Options { threads: 2, ..Options::default() }).unwrap());
+    for pass in passes {
+        let mut session = Session::new(loaded.clone(), tokens.len(), KvType::F32).unwrap();
+        let found: Vec<f32> = tokens.chunks(*pass).flat_map(|tokens| session.forward_all(tokens).unwrap()).collect();
+        for (engine, expected) in &engines {
+            assert_eq!(found.len(), expected.len());
+            let largest = expected.iter().fold(0f32, |most, logit| most.max(logit.abs()));
+            let worst = found.iter().zip(expected).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+            assert!(worst <= TOLERANCE, "{}: {worst} from {engine}, in passes of {pass}", path.display());
+        }
+    }
+}
+
+#[test]
+fn qwen3_moe_has_the_logits_of_its_engines() {
+    for (model, file) in [
+        ("qwen3moe", ""),
+        ("qwen3moe", "fused"),
+        ("qwen3moe", "model.gguf"),
+        ("qwen3moe-unscaled", ""),
+        ("qwen3moe-dense-layers", ""),
+    ] {
+        compare(model, &folder(model).join(file), &[1, 7, 96]);
+    }
+}
+
+#[test]
+fn mixtral_has_the_logits_of_its_engines() {
+    for file in ["", "model.gguf"] {
+        compare("mixtral", &folder("mixtral").join(file), &[1, 96]);
+    }
+}
