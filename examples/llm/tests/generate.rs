@@ -12,8 +12,8 @@ use std::sync::LazyLock;
 
 use outcore::PolicyKind;
 use outcore_lab::sim::{CaptureReader, CaptureStep, Trace, TraceOptions};
-use outcore_llm::synthetic::Spec;
-use outcore_llm::{Arch, WeightType};
+use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::{Arch, ModelFiles, WeightType};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -201,6 +201,57 @@ fn the_real_model_says_the_same_in_every_budget() {
 fn a_sharded_model_says_the_same_in_every_budget() {
     let base = [&["--model", text(&MODELS.large)][..], &LARGE].concat();
     same_words(&base, &some_settings(files_len(&MODELS.large), 200 * MIB));
+}
+
+fn mixture(arch: Arch) -> Spec {
+    Spec { arch, experts: Some(Experts { count: 16, used: 3, fused: false }), ..spec() }
+}
+
+#[test]
+fn mixtures_say_the_same_in_every_budget() {
+    for arch in [Arch::Llama, Arch::Qwen3Moe] {
+        let path = place(&format!("mixture-{}.gguf", arch.gguf_name()));
+        mixture(arch).write_gguf(&path).unwrap();
+        let base = ["--model", text(&path), "--prompt", "Explain virtual memory.", "--tokens", "12"];
+        let len = files_len(&path);
+        // A quarter is fewer frames than a layer has experts.
+        let settings = [
+            format!("--device-budget {}", 2 * len),
+            format!("--device-budget {} --page-size 64KiB", len / 2),
+            format!("--device-budget {} --page-size 64KiB --threads 1", len / 4),
+            format!("--device-budget {} --page-size 64KiB --policy lru --io threads", len / 4),
+            format!("--device-budget {} --page-size 64KiB --policy plan --prefetch off", len / 4),
+        ];
+        same_words(&base, &settings);
+    }
+}
+
+#[test]
+fn mixtures_that_cannot_be_run_are_refused() {
+    let path = place("honest-mixture.gguf");
+    mixture(Arch::Qwen3Moe).write_gguf(&path).unwrap();
+    let honest = std::fs::read(&path).unwrap();
+    let run = |model: &str| generate(&["--model", model, "--prompt", "Hi", "--tokens", "2"]);
+    let lies: [(&str, u32, &[&str]); 5] = [
+        ("qwen3moe.expert_count", 15, &["ffn_gate_inp.weight", "16", "15", "fetch the model again"]),
+        ("qwen3moe.expert_count", 0, &["qwen3moe.expert_count"]),
+        ("qwen3moe.expert_used_count", 17, &["qwen3moe.expert_used_count is 17", "16"]),
+        ("qwen3moe.expert_used_count", 0, &["qwen3moe.expert_used_count is 0"]),
+        ("qwen3moe.expert_feed_forward_length", 255, &["ffn_gate_exps.weight", "4080"]),
+    ];
+    for (n, (key, value, wanted)) in lies.into_iter().enumerate() {
+        let mut lie = honest.clone();
+        let at = find(&lie, key.as_bytes(), 0) + key.len() + 4;
+        lie[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        refused(&run(&file(&format!("mixture-lie-{n}.gguf"), &lie)), wanted);
+    }
+    // A router of infinite scores: the pass ends, and names it.
+    let files = ModelFiles::open(&path).unwrap();
+    let router = files.tensor("blk.1.ffn_gate_inp.weight").unwrap();
+    let mut broken = honest.clone();
+    let at = router.offset as usize;
+    broken[at..at + router.row_bytes as usize].copy_from_slice(&f32::NAN.to_le_bytes().repeat(router.cols as usize));
+    refused(&run(&file("broken-router.gguf", &broken)), &["blk.1.ffn_gate_inp.weight", "no numbers", "fetch it again"]);
 }
 
 #[test]

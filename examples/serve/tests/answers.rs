@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use outcore::Bytes;
 use outcore_kv::TenantId;
-use outcore_llm::Sampler;
+use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::{Arch, Sampler};
 use outcore_serve::engine::{BACKLOG, End, Event, Job, Sink};
 use outcore_serve::tenants::Tenants;
 use outcore_testkit::harness::Rng;
-use support::{PATIENCE, Server, VOCAB};
+use support::{PATIENCE, Server, VOCAB, small};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 const PAGE: [&str; 2] = ["--page-size", "16KiB"];
@@ -90,8 +91,8 @@ fn collect(mut events: Receiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> 
 }
 
 /// The answers to each question when it is alone.
-fn alone(questions: &[Question]) -> Vec<Vec<u32>> {
-    let server = Server::with(&PAGE, Tenants::single(None).unwrap(), |_| {});
+fn alone(spec: &Spec, questions: &[Question]) -> Vec<Vec<u32>> {
+    let server = Server::of(spec, &PAGE, Tenants::single(None).unwrap(), |_| {});
     let answer = |question: &Question| {
         let (sender, events) = channel(EVENTS);
         server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
@@ -125,14 +126,24 @@ fn is_empty(server: &Server) {
 
 #[test]
 fn answers_are_the_same_alone_and_in_any_company() {
+    same_in_any_company(&small(), 30);
+}
+
+#[test]
+fn answers_of_a_mixture_are_the_same_alone_and_in_any_company() {
+    let experts = Some(Experts { count: 8, used: 2, fused: false });
+    same_in_any_company(&Spec { arch: Arch::Qwen3Moe, experts, ..small() }, 30);
+}
+
+fn same_in_any_company(spec: &Spec, count: usize) {
     let seed = std::env::var("OUTCORE_SEED").map_or(1, |seed| seed.parse().unwrap());
-    let questions = Question::some(30, seed);
-    let wanted = alone(&questions);
+    let questions = Question::some(count, seed);
+    let wanted = alone(spec, &questions);
     // 32 KiB a block of 64 tokens: eight blocks, where a question with its answer has up to seven.
     for (preempt, more) in [("park", ""), ("recompute", "--speculate"), ("auto", "--speculate")] {
         let mut args = vec![PAGE[0], PAGE[1], "--kv-memory", "256KiB", "--preempt", preempt];
         args.extend(Some(more).filter(|more| !more.is_empty()));
-        let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+        let server = Server::of(spec, &args, Tenants::single(None).unwrap(), |_| {});
         for frames in [1 << 14, 40] {
             let runtime = server.app.opened.places.pool().runtime();
             runtime.set_device_budget(Bytes::kib(16 * frames)).unwrap();
@@ -152,7 +163,7 @@ fn an_answer_that_is_larger_than_what_may_be_active_is_written_when_nobody_else_
     let long = Question { prompt: (0..900).map(|n| n % VOCAB as u32).collect(), most: 100, seed: 0, choices: 1 };
     let mut questions = Question::some(6, 3);
     questions.insert(2, long);
-    let wanted = alone(&questions);
+    let wanted = alone(&small(), &questions);
     let args = [PAGE[0], PAGE[1], "--kv-memory", "256KiB"];
     let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
     assert!(together(&server, &questions) == wanted);

@@ -4,7 +4,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -42,9 +42,9 @@ pub struct Server {
     _folder: TempDir,
 }
 
-fn write_model(folder: &Path) -> PathBuf {
-    let path = folder.join(format!("{MODEL}.gguf"));
-    let spec = Spec {
+/// A model that runs in milliseconds.
+pub fn small() -> Spec {
+    Spec {
         arch: Arch::Llama,
         dtype: WeightType::Q8_0,
         layers: 2,
@@ -58,9 +58,7 @@ fn write_model(folder: &Path) -> PathBuf {
         tied: false,
         seed: 7,
         experts: None,
-    };
-    spec.write_gguf(&path).unwrap();
-    path
+    }
 }
 
 impl Server {
@@ -71,8 +69,14 @@ impl Server {
 
     /// With more arguments, these tenants, and what `change` makes of the settings.
     pub fn with(more: &[&str], tenants: Tenants, change: impl FnOnce(&mut App)) -> Self {
+        Self::of(&small(), more, tenants, change)
+    }
+
+    /// As [`with`](Self::with), of another model.
+    pub fn of(spec: &Spec, more: &[&str], tenants: Tenants, change: impl FnOnce(&mut App)) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let model = write_model(folder.path());
+        let model = folder.path().join(format!("{MODEL}.gguf"));
+        spec.write_gguf(&model).unwrap();
         let args = ["serve", "--model", model.to_str().unwrap(), "--kv-space", "16MiB", "--threads", "1"];
         let args = Args::parse_from(args.into_iter().chain(more.iter().copied()));
         let opened = open(&args, &tenants).unwrap_or_else(|error| panic!("{}", error.in_full()));
