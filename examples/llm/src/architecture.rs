@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::config::{Config, Mixture};
+use crate::config::{Arch, Config, Mixture};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
 use crate::known;
@@ -52,6 +52,15 @@ pub(crate) struct Experts {
     pub gate: Stack,
     pub up: Stack,
     pub down: Stack,
+    pub shared: Option<Shared>,
+}
+
+/// An expert that all tokens use.
+#[derive(Clone, Debug)]
+pub(crate) struct Shared {
+    pub network: Dense,
+    /// One row: what it makes is multiplied by the sigmoid of its product with the input.
+    pub gate: WeightInfo,
 }
 
 /// One matrix of each expert of a layer.
@@ -141,6 +150,8 @@ pub(crate) enum Op<'a> {
     Up(&'a Linear),
     /// `x = x + W (silu(gate) * up) + b`.
     Down(&'a Linear),
+    /// `x = x + sigmoid(v normed) (W (silu(gate) * up))`, with the row `v`.
+    AddShared(&'a Shared),
     /// Chooses experts by the products of the router's rows with `normed`, and adds what they make of it to `x`.
     Experts(&'a Experts),
     /// [`Norm`](Self::Norm), for the tokens whose logits are wanted.
@@ -160,6 +171,7 @@ impl<'a> Op<'a> {
             Self::Gate(l) | Self::Up(l) | Self::Down(l) => (Some(&l.weight), l.bias.as_ref()),
             Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), None),
             Self::LastNorm(w) | Self::Logits(w) => (Some(w), None),
+            Self::AddShared(shared) => (Some(&shared.network.down.weight), Some(&shared.gate)),
             Self::Experts(experts) => (Some(&experts.router), None),
             Self::Attend(_) => (None, None),
         }
@@ -189,6 +201,10 @@ pub(crate) fn hf_name(gguf: &str) -> String {
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
         "ffn_gate_inp" => "mlp.gate",
+        "ffn_gate_inp_shexp" => "mlp.shared_expert_gate",
+        "ffn_gate_shexp" => "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp" => "mlp.shared_expert.up_proj",
+        "ffn_down_shexp" => "mlp.shared_expert.down_proj",
         other => other,
     };
     format!("{head}{stem}.{kind}")
@@ -243,9 +259,14 @@ impl Names<'_> {
         let name = |stem: &str| format!("blk.{i}.{stem}");
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let [of_inputs, of_output, of_ffn] = c.biases;
-        let head_norm = |stem: &str| {
-            let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.head_dim);
-            c.arch.has_head_norms().then(norm).transpose()
+        // A norm of each head, or of all of them together.
+        let head_norm = |stem: &str, of_all: usize| {
+            let elements = match c.arch {
+                Arch::Olmoe => of_all,
+                _ if c.arch.has_head_norms() => c.head_dim,
+                _ => return Ok(None),
+            };
+            self.need(&name(&format!("{stem}.weight")), 1, elements).map(Some)
         };
         let ffn = match c.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&i)) {
             Some(mixture) => FeedForward::Experts(self.experts(i, c, mixture)?),
@@ -260,8 +281,8 @@ impl Names<'_> {
             q: self.linear(&name("attn_q"), [q_dim, c.dim], of_inputs)?,
             k: self.linear(&name("attn_k"), [kv_dim, c.dim], of_inputs)?,
             v: self.linear(&name("attn_v"), [kv_dim, c.dim], of_inputs)?,
-            q_norm: head_norm("attn_q_norm")?,
-            k_norm: head_norm("attn_k_norm")?,
+            q_norm: head_norm("attn_q_norm", q_dim)?,
+            k_norm: head_norm("attn_k_norm", kv_dim)?,
             o: self.linear(&name("attn_output"), [c.dim, q_dim], of_output)?,
             ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
             ffn,
@@ -269,7 +290,15 @@ impl Names<'_> {
     }
 
     fn experts(&self, i: usize, c: &Config, mixture: &Mixture) -> Result<Experts> {
-        let Mixture { count, ffn_dim, .. } = *mixture;
+        let Mixture { count, ffn_dim, shared_ffn_dim: wide, .. } = *mixture;
+        let name = |stem: &str| format!("blk.{i}.{stem}");
+        let shared = || -> Result<Shared> {
+            let of = |stem: &str, sizes| self.linear(&name(stem), sizes, Some(false));
+            let (gate, up) = (of("ffn_gate_shexp", [wide, c.dim])?, of("ffn_up_shexp", [wide, c.dim])?);
+            let network = Dense { gate, up, down: of("ffn_down_shexp", [c.dim, wide])? };
+            Ok(Shared { network, gate: self.need(&name("ffn_gate_inp_shexp.weight"), 1, c.dim)? })
+        };
+        let shared = (wide > 0).then(shared).transpose()?;
         let of_mixtral = format!("model.layers.{i}.block_sparse_moe");
         let router = match self.of_file(&format!("{of_mixtral}.gate.weight"), count, c.dim)? {
             Some(router) => router,
@@ -285,13 +314,14 @@ impl Names<'_> {
                 gate: stack("ffn_gate_exps", [ffn_dim, c.dim])?,
                 up: stack("ffn_up_exps", [ffn_dim, c.dim])?,
                 down: stack("ffn_down_exps", [c.dim, ffn_dim])?,
+                shared,
             });
         }
         let of_layer = format!("model.layers.{i}.mlp.experts");
         // transformers 5 keeps all experts in two tensors, unless it is asked to write what it has read.
         if let Some(both) = self.of_file(&format!("{of_layer}.gate_up_proj"), 2 * count * ffn_dim, c.dim)? {
             let down = format!("{of_layer}.down_proj");
-            let (rows, wide) = (ffn_dim as u64, c.dim as u64);
+            let (rows, of_down) = (ffn_dim as u64, c.dim as u64);
             let down = self.of_file(&down, count * c.dim, ffn_dim)?.ok_or_else(|| Error::MissingTensor(down))?;
             let half = |first| Stack::One { tensor: both.clone(), stride: 2 * rows, first, rows };
             let (gate, up) = (half(0), half(rows));
@@ -299,7 +329,8 @@ impl Names<'_> {
                 router,
                 gate,
                 up,
-                down: Stack::One { tensor: down, stride: wide, first: 0, rows: wide },
+                down: Stack::One { tensor: down, stride: of_down, first: 0, rows: of_down },
+                shared,
             });
         }
         // By the names of Mixtral's checkpoints, or of all others.
@@ -316,6 +347,7 @@ impl Names<'_> {
             gate: each(gate, [ffn_dim, c.dim])?,
             up: each(up, [ffn_dim, c.dim])?,
             down: each(down, [c.dim, ffn_dim])?,
+            shared,
         })
     }
 }
@@ -387,9 +419,18 @@ impl Architecture {
         let layers = self.layers.iter().enumerate().flat_map(|(index, layer)| {
             let of_ffn = match &layer.ffn {
                 FeedForward::Dense(Dense { gate, up, down }) => {
-                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down))]
+                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down)), None]
                 }
-                FeedForward::Experts(experts) => [Some(Op::Experts(experts)), None, None],
+                FeedForward::Experts(experts) => {
+                    let shared = experts.shared.as_ref();
+                    let network = shared.map(|shared| &shared.network);
+                    [
+                        network.map(|network| Op::Gate(&network.gate)),
+                        network.map(|network| Op::Up(&network.up)),
+                        shared.map(Op::AddShared),
+                        Some(Op::Experts(experts)),
+                    ]
+                }
             };
             let steps = [
                 Some(Op::Norm(&layer.attn_norm)),

@@ -108,7 +108,8 @@ impl Working {
         // of each expert that is drawn its number, the token's, and the weight.
         let mixture = config.mixture.as_ref().map_or(0, |mixture| {
             let [count, used, ffn] = [mixture.count, mixture.used, mixture.ffn_dim].map(|size| size as u128);
-            2 * count + 6 * used + dim + copy(dim) + feed_forward(ffn)
+            (2 * count + 6 * used + dim + copy(dim) + feed_forward(ffn))
+                .max(feed_forward(mixture.shared_ffn_dim as u128))
         });
         let feed_forward = feed_forward(ffn).max(mixture);
         // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.

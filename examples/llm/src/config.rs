@@ -23,8 +23,12 @@ pub enum Arch {
     Qwen2,
     /// Qwen3: queries and keys are normalised per head.
     Qwen3,
+    /// Qwen1.5-MoE and Qwen2-MoE: as Qwen2, with a mixture of experts, one of which all tokens share.
+    Qwen2Moe,
     /// Qwen3 with a mixture of experts in each layer.
     Qwen3Moe,
+    /// OLMoE: a mixture of experts; queries and keys are normalised as one vector each.
+    Olmoe,
 }
 
 impl Arch {
@@ -34,13 +38,16 @@ impl Arch {
             Self::Llama => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
+            Self::Olmoe => "olmoe",
         }
     }
 
     /// The `model_type` of `config.json`.
     pub(crate) fn hf_name(self) -> &'static str {
         match self {
+            Self::Qwen2Moe => "qwen2_moe",
             Self::Qwen3Moe => "qwen3_moe",
             other => other.gguf_name(),
         }
@@ -51,13 +58,20 @@ impl Arch {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
 
+    /// Whether it is a mixture of experts in any case.
+    pub(crate) fn is_mixture(self) -> bool {
+        matches!(self, Self::Qwen2Moe | Self::Qwen3Moe | Self::Olmoe)
+    }
+
     /// The class that Hugging Face transformers runs it with.
     pub(crate) fn hf_class(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Olmoe => "OlmoeForCausalLM",
         }
     }
 
@@ -67,10 +81,12 @@ impl Arch {
             "llama" | "mistral" | "mixtral" => Ok(Self::Llama),
             "qwen2" => Ok(Self::Qwen2),
             "qwen3" => Ok(Self::Qwen3),
+            "qwen2moe" | "qwen2_moe" => Ok(Self::Qwen2Moe),
             "qwen3moe" | "qwen3_moe" => Ok(Self::Qwen3Moe),
+            "olmoe" => Ok(Self::Olmoe),
             other => Err(Error::Unsupported(format!(
                 "architecture {other:?} is not supported; supported are llama, mistral and mixtral (without a sliding \
-                 window), qwen2, qwen3 and qwen3moe"
+                 window), qwen2, qwen2moe, qwen3, qwen3moe and olmoe"
             ))),
         }
     }
@@ -136,6 +152,8 @@ pub struct Mixture {
     pub used: usize,
     /// Width of an expert's feed-forward layer.
     pub ffn_dim: usize,
+    /// Width of the feed-forward layer of an expert that all tokens use besides; 0 if there is none.
+    pub shared_ffn_dim: usize,
     /// Whether the weights of the experts that a token uses are divided by their sum.
     pub normalised: bool,
     /// Layers that have a feed-forward layer of [`Config::ffn_dim`] instead, ascending.
@@ -168,15 +186,18 @@ impl Config {
         let key = |suffix: &str| format!("{name}.{suffix}");
         let declared = meta.declared()?;
         match (arch, &declared.experts) {
-            (Arch::Llama, _) | (Arch::Qwen3Moe, Some(_)) | (Arch::Qwen2 | Arch::Qwen3, None) => {}
-            (Arch::Qwen3Moe, None) => return Err(meta.bad(&format!("{} is missing", key("expert_count")))),
+            (Arch::Llama, _) => {}
+            (_, Some(_)) if arch.is_mixture() => {}
+            (_, None) if !arch.is_mixture() => {}
+            (_, None) => return Err(meta.bad(&format!("{} is missing", key("expert_count")))),
             (_, Some(_)) => {
                 let what = format!("{} in the architecture {name:?} is not supported", key("expert_count"));
                 return Err(meta.unsupported(&what));
             }
         }
-        // llama.cpp divides the weights by their sum in both families, whatever the file says.
-        let mixture = meta.mixture(&declared, true, Vec::new())?;
+        // By the architecture, as llama.cpp has it: files do not say.
+        let normalised = matches!(arch, Arch::Llama | Arch::Qwen3Moe);
+        let mixture = meta.mixture(arch, &declared, normalised, Vec::new())?;
         if declared.key_dim != declared.value_dim {
             return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
         }
@@ -219,7 +240,7 @@ impl Config {
             bos: meta.token("tokenizer.ggml.bos_token_id")?,
             eos: meta.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
             tied: false,
-            biases: [(arch == Arch::Qwen2).then_some(true), None, None],
+            biases: [matches!(arch, Arch::Qwen2 | Arch::Qwen2Moe).then_some(true), None, None],
             mixture,
         })
     }
@@ -255,6 +276,8 @@ impl Config {
         let biases = match model_type {
             "mistral" | "mixtral" => [false; 3],
             "qwen2" => [true, false, false],
+            "qwen2_moe" => [map.get("qkv_bias").and_then(Value::as_bool).unwrap_or(true), false, false],
+            "olmoe" => [says("attention_bias"), says("attention_bias"), false],
             "qwen3" | "qwen3_moe" => [says("attention_bias"), says("attention_bias"), false],
             _ => [says("attention_bias"), says("attention_bias"), says("mlp_bias")],
         };
@@ -310,7 +333,7 @@ impl Config {
             eos: ids("eos_token_id"),
             tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
             biases: biases.map(Some),
-            mixture: meta.hf_mixture(model_type, &declared)?,
+            mixture: meta.hf_mixture(arch, &declared)?,
         })
     }
 
@@ -446,19 +469,33 @@ impl Reader<'_> {
     }
 
     /// The experts that the metadata declare.
-    fn mixture(&self, declared: &Declared, normalised: bool, dense_layers: Vec<usize>) -> Result<Option<Mixture>> {
+    fn mixture(
+        &self,
+        arch: Arch,
+        declared: &Declared,
+        normalised: bool,
+        dense_layers: Vec<usize>,
+    ) -> Result<Option<Mixture>> {
         let Some(experts) = &declared.experts else { return Ok(None) };
+        if (experts.shared_ffn > 0) != (arch == Arch::Qwen2Moe) {
+            let what = "an expert that all tokens share (expert_shared_feed_forward_length, expert_shared_count, or \
+                        shared_expert_intermediate_size) is what qwen2moe has, and no other architecture";
+            return Err(self.unsupported(what));
+        }
         let used = experts.active.ok_or_else(|| self.bad(&format!("{} is missing", experts.active_key)))?;
-        let [count, used, ffn_dim] = [experts.count, used, experts.ffn].map(|size| size as usize);
-        Ok(Some(Mixture { count, used, ffn_dim, normalised, dense_layers }))
+        let sizes = [experts.count, used, experts.ffn, experts.shared_ffn];
+        let [count, used, ffn_dim, shared_ffn_dim] = sizes.map(|size| size as usize);
+        Ok(Some(Mixture { count, used, ffn_dim, shared_ffn_dim, normalised, dense_layers }))
     }
 
     /// As [`mixture`](Self::mixture), of a `config.json`, with the layers that have none.
-    fn hf_mixture(&self, model_type: &str, declared: &Declared) -> Result<Option<Mixture>> {
+    fn hf_mixture(&self, arch: Arch, declared: &Declared) -> Result<Option<Mixture>> {
+        let model_type = self.text("model_type")?;
         match (model_type, &declared.experts) {
-            ("mixtral", Some(_)) => return self.mixture(declared, true, Vec::new()),
-            ("qwen3_moe", Some(_)) => {}
-            ("mixtral" | "qwen3_moe", None) => return Err(self.bad("the number of experts is missing")),
+            ("mixtral", Some(_)) => return self.mixture(arch, declared, true, Vec::new()),
+            ("mixtral", None) => return Err(self.bad("the number of experts is missing")),
+            (_, Some(_)) if arch.is_mixture() => {}
+            (_, None) if arch.is_mixture() => return Err(self.bad("the number of experts is missing")),
             (_, None) => return Ok(None),
             (_, Some(_)) => {
                 let what = format!("experts in the architecture {model_type:?} are not supported");
@@ -475,7 +512,7 @@ impl Reader<'_> {
         let is_dense = |layer: &usize| listed.contains(&(*layer as u64)) || !(layer + 1).is_multiple_of(every);
         let dense = (0..declared.layers as usize).filter(is_dense).collect();
         let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
-        self.mixture(declared, normalised, dense)
+        self.mixture(arch, declared, normalised, dense)
     }
 
     /// A size that has to be there.

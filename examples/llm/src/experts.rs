@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     fn mixture(count: usize, used: usize, normalised: bool) -> Mixture {
-        Mixture { count, used, ffn_dim: 1, normalised, dense_layers: Vec::new() }
+        Mixture { count, used, ffn_dim: 1, shared_ffn_dim: 0, normalised, dense_layers: Vec::new() }
     }
 
     #[test]

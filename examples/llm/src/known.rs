@@ -67,7 +67,7 @@ const GGUF: &[(&str, When)] = &[
     // 1 is a softmax over all experts, and 0 stands for the architecture's own.
     ("expert_gating_func", Is(&[0.0, 1.0])),
     ("expert_shared_count", OFF),
-    ("expert_shared_feed_forward_length", OFF),
+    ("expert_shared_feed_forward_length", WithExperts),
     ("expert_used_count", WithExperts),
     ("expert_weights_norm", ONE),
     ("expert_weights_scale", NO_FACTOR),
@@ -112,6 +112,8 @@ const HF: &[(&str, When)] = &[
     ("begin_suppress_tokens", Always),
     ("bos_token_id", Always),
     ("chunk_size_feed_forward", Always),
+    // Null, if nothing is cut off.
+    ("clip_qkv", OFF),
     ("decoder_sparse_step", WithExperts),
     ("decoder_start_token_id", Always),
     ("diversity_penalty", Always),
@@ -168,6 +170,7 @@ const HF: &[(&str, When)] = &[
     ("prefix", Always),
     ("pretraining_tp", Always),
     ("problem_type", Always),
+    ("qkv_bias", Always),
     ("quantization_config", Always),
     ("remove_invalid_values", Always),
     ("repetition_penalty", Always),
@@ -183,6 +186,7 @@ const HF: &[(&str, When)] = &[
     ("router_aux_loss_coef", Always),
     ("router_jitter_noise", Always),
     ("sep_token_id", Always),
+    ("shared_expert_intermediate_size", WithExperts),
     ("sliding_window", Always),
     ("suppress_tokens", Always),
     ("task_specific_params", Always),

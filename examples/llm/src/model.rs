@@ -170,6 +170,18 @@ impl Model {
                     drop(up);
                     add(&mut work.x, &self.linear(linear, &mut Input::new(gate, m))?);
                 }
+                Op::AddShared(shared) => {
+                    let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
+                    self.silu_multiply(&mut gate, &up);
+                    drop(up);
+                    let made = self.linear(&shared.network.down, &mut Input::new(gate, m))?;
+                    let row = self.vector(&shared.gate)?;
+                    let of_each = work.x.chunks_exact_mut(c.dim).zip(made.chunks_exact(c.dim));
+                    for ((x, made), input) in of_each.zip(work.input.x.chunks_exact(c.dim)) {
+                        let scale = 1.0 / (1.0 + (-kernels::dot(self.level, input, &row)).exp());
+                        x.iter_mut().zip(made).for_each(|(x, made)| *x += scale * made);
+                    }
+                }
                 Op::Experts(experts) => self.add_experts(experts, take(&mut work.input), &mut work.x)?,
                 Op::LastNorm(weight) => {
                     let x = take(&mut work.x);

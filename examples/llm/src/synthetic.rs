@@ -188,7 +188,7 @@ impl Spec {
             return Err(Error::Invalid("key heads must divide the query heads, and heads must be of even size".into()));
         }
         let wrong = match self.experts {
-            None => self.arch == Arch::Qwen3Moe,
+            None => self.arch.is_mixture(),
             Some(Experts { count, used, .. }) => {
                 !matches!(self.arch, Arch::Llama | Arch::Qwen3Moe) || used == 0 || used > count || count > 1 << 12
             }

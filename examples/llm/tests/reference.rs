@@ -60,6 +60,20 @@ fn qwen3_moe_has_the_logits_of_its_engines() {
 }
 
 #[test]
+fn qwen2_moe_has_the_logits_of_its_engines() {
+    for file in ["", "model.gguf"] {
+        compare("qwen2moe", &folder("qwen2moe").join(file), &[1, 96]);
+    }
+}
+
+#[test]
+fn olmoe_has_the_logits_of_its_engines() {
+    for file in ["", "model.gguf"] {
+        compare("olmoe", &folder("olmoe").join(file), &[1, 96]);
+    }
+}
+
+#[test]
 fn mixtral_has_the_logits_of_its_engines() {
     for file in ["", "model.gguf"] {
         compare("mixtral", &folder("mixtral").join(file), &[1, 96]);
