@@ -17,13 +17,16 @@ const COLUMNS: usize = 2048;
 const ROWS: usize = 5632;
 /// Bytes of weights that one measurement reads.
 const BYTES: usize = 256 << 20;
-const TYPES: [WeightType; 8] = [
+const TYPES: [WeightType; 11] = [
     WeightType::Q8_0,
     WeightType::Q4_0,
     WeightType::Q4_1,
     WeightType::Q4_K,
     WeightType::Q5_K,
     WeightType::Q6_K,
+    WeightType::IQ4_NL,
+    WeightType::IQ4_XS,
+    WeightType::MXFP4,
     WeightType::BF16,
     WeightType::F16,
 ];
@@ -151,7 +154,7 @@ fn main() {
             });
             let operations = 2.0 * (COLUMNS * ROWS * count * m) as f64;
             let gop = operations / median(&mut own).1 / 1e9;
-            print!("{dtype:<5} {m:>7} {:>10.1} {:>10.1} {gop:>6.0}", rate(&mut reads), rate(&mut own));
+            print!("{dtype:<6} {m:>6} {:>10.1} {:>10.1} {gop:>6.0}", rate(&mut reads), rate(&mut own));
             if !ratios.is_empty() {
                 let (low, middle, high) = median(&mut ratios);
                 print!(" {:>12.1} {middle:>9.2} ({low:.2} to {high:.2})", rate(&mut theirs));

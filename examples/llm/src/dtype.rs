@@ -23,6 +23,9 @@ pub enum WeightType {
     Q4_K,
     Q5_K,
     Q6_K,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
 }
 
 /// What one block holds: elements, bytes, ggml's number of the type, its name.
@@ -30,7 +33,27 @@ type Layout = (usize, usize, u32, &'static str);
 
 impl WeightType {
     /// Every type, in ggml's order.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 16] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2_K,
+        Self::Q3_K,
+        Self::Q4_K,
+        Self::Q5_K,
+        Self::Q6_K,
+        Self::IQ4_NL,
+        Self::IQ4_XS,
+        Self::MXFP4,
+    ];
+
+    /// The types that the kernels of a GPU multiply with, in the order of their numbers there.
+    pub const ON_GPU: [Self; 13] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -61,6 +84,9 @@ impl WeightType {
             Self::Q4_K => (256, 144, 12, "Q4_K"),
             Self::Q5_K => (256, 176, 13, "Q5_K"),
             Self::Q6_K => (256, 210, 14, "Q6_K"),
+            Self::IQ4_NL => (32, 18, 20, "IQ4_NL"),
+            Self::IQ4_XS => (256, 136, 23, "IQ4_XS"),
+            Self::MXFP4 => (32, 17, 39, "MXFP4"),
         }
     }
 

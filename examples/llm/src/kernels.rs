@@ -19,7 +19,7 @@ use half::f16;
 
 use crate::dtype::WeightType;
 use crate::pool::Pool;
-use crate::quants::{dequantise, scale_min};
+use crate::quants::{E2M1, IQ4, dequantise, half_power, iq4_scale, scale_min};
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -310,15 +310,15 @@ pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Ac
     }
     #[cfg(target_arch = "x86_64")]
     {
-        use WeightType::{BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0};
+        use WeightType::{BF16, F16, F32, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0};
         let job = x86::Rows { k, row_bytes, rows, m };
         // SAFETY: `clamped` returns a level only after its features were detected (invariant 3).
         unsafe {
             match (level.clamped(), acts, dtype) {
-                (Level::Avx512, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
+                (Level::Avx512, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K | IQ4_NL | IQ4_XS | MXFP4) => {
                     return avx512::rows(dtype, job, a, out);
                 }
-                (Level::Avx2, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
+                (Level::Avx2, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K | IQ4_NL | IQ4_XS | MXFP4) => {
                     return x86::avx2::rows(dtype, job, a, out);
                 }
                 (Level::Avx512, Acts::Plain(a, fours), F32 | F16 | BF16) => {
@@ -435,7 +435,7 @@ mod x86 {
 
     use std::arch::x86_64::*;
 
-    use super::{BLOCK, Q8Vector, Quantised, WeightType, f16, scale_min};
+    use super::{BLOCK, E2M1, IQ4, Q8Vector, Quantised, WeightType, f16, half_power, iq4_scale, scale_min};
 
     /// A block of rows to be multiplied with `m` vectors of `k` elements.
     #[derive(Clone, Copy)]
@@ -512,6 +512,14 @@ mod x86 {
         _mm256_and_si256(both, _mm256_set1_epi8(15))
     }
 
+    /// What nibbles stand for in `table`.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn looked_up(table: &[i8; 16], nibbles: __m256i) -> __m256i {
+        let table = load16(&table.map(|value| value as u8));
+        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles)
+    }
+
     macro_rules! kernels {
         ($module:ident, $features:literal, $dot:expr) => {
             pub mod $module {
@@ -544,6 +552,13 @@ mod x86 {
                         WeightType::Q5_K => {
                             drive(job, acts, out, q45_k::<2, 1, true>, q45_k::<1, 1, true>, q45_k::<1, 4, true>)
                         }
+                        WeightType::IQ4_NL => {
+                            drive(job, acts, out, listed::<4, 1, 18>, listed::<1, 1, 18>, listed::<1, 4, 18>)
+                        }
+                        WeightType::MXFP4 => {
+                            drive(job, acts, out, listed::<4, 1, 17>, listed::<1, 1, 17>, listed::<1, 4, 17>)
+                        }
+                        WeightType::IQ4_XS => drive(job, acts, out, iq4_xs::<2, 1>, iq4_xs::<1, 1>, iq4_xs::<1, 4>),
                         _ => drive(job, acts, out, q6_k::<2, 1>, q6_k::<1, 1>, q6_k::<1, 4>),
                     }
                 }
@@ -651,6 +666,57 @@ mod x86 {
                                 let y = acts[j].at(b);
                                 let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
                                 acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
+                }
+
+                /// IQ4_NL (blocks of 18 bytes) and MXFP4 (of 17).
+                #[target_feature(enable = $features)]
+                fn listed<const R: usize, const M: usize, const SIZE: usize>(
+                    rows: [&[u8]; R],
+                    acts: [Q8Vector<'_>; M],
+                ) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<SIZE>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    for b in 0..acts[0].len {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, table) = if SIZE == 17 {
+                                (half_power(block[0]), &E2M1)
+                            } else {
+                                (halves(&[block[0], block[1], 0, 0]).0, &IQ4)
+                            };
+                            let w = looked_up(table, nibbles(part(block, SIZE - 16)));
+                            let magnitude = _mm256_abs_epi8(w);
+                            for j in 0..M {
+                                let y = acts[j].at(b);
+                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
+                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
+                }
+
+                #[target_feature(enable = $features)]
+                fn iq4_xs<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [Q8Vector<'_>; M]) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<136>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    for b in 0..acts[0].len / 8 {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
+                            for sub in 0..8 {
+                                let w = looked_up(&IQ4, nibbles(part(block, 8 + 16 * sub)));
+                                let magnitude = _mm256_abs_epi8(w);
+                                let scale = d * f32::from(iq4_scale(sub, *part(block, 2)));
+                                for j in 0..M {
+                                    let y = acts[j].at(b * 8 + sub);
+                                    let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(y.q)));
+                                    acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(scale * y.scale), p, acc[r][j]);
+                                }
                             }
                         }
                     }

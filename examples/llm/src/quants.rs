@@ -16,9 +16,14 @@
 //! | Q4_K | 256 | `d` 2, `dmin` 2, `scales` 12, `qs` 128 | `d * scale * q - dmin * min`, one pair for 32 |
 //! | Q5_K | 256 | `d` 2, `dmin` 2, `scales` 12, `qh` 32, `qs` 128 | the same |
 //! | Q6_K | 256 | `ql` 128, `qh` 64, `scales` 16, `d` 2 | `d * scale * (q - 32)`, `scale` signed, one for 16 |
+//! | IQ4_NL | 32 | `d` 2, `qs` 16 | `d * IQ4[q]` |
+//! | IQ4_XS | 256 | `d` 2, `scales_h` 2, `scales_l` 4, `qs` 128 | `d * (scale - 32) * IQ4[q]`, one for 32 |
+//! | MXFP4 | 32 | `e` 1, `qs` 16 | `2^(e - 128) * E2M1[q]` |
 //!
 //! `q` is an element's quant: unsigned, of as many bits as the type's name says. Its low bits are in `qs` (`ql`), its
-//! other bits in `qh` (`hmask`). Where they lie is said at the functions below.
+//! other bits in `qh` (`hmask`). Where they lie is said at the functions below. `IQ4` and `E2M1` are tables of whole
+//! numbers. MXFP4 is of the Microscaling Formats (MX) Specification of the Open Compute Project, which has halves in
+//! place of `E2M1`, and `2^(e - 127)`. What is no number there, `e` = 255, is one more power of two for ggml, and here.
 
 use half::{bf16, f16};
 
@@ -30,8 +35,14 @@ mod tests;
 
 pub use quantise::quantise;
 
-/// Elements in one block of a K type.
+/// Elements in one block of a K type, and of IQ4_XS.
 const SUPER: usize = 256;
+
+/// What the quants of IQ4_NL and IQ4_XS stand for, in ascending order.
+pub(crate) const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+/// Twice what the quants of MXFP4 stand for. Bit 3 is the sign, but of a zero.
+pub(crate) const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Writes the values of a row (or of any whole number of blocks) to `out`.
 pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
@@ -49,6 +60,9 @@ pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
         WeightType::Q4_K => each(row, out, q4_k),
         WeightType::Q5_K => each(row, out, q5_k),
         WeightType::Q6_K => each(row, out, q6_k),
+        WeightType::IQ4_NL => each(row, out, iq4_nl),
+        WeightType::IQ4_XS => each(row, out, iq4_xs),
+        WeightType::MXFP4 => each(row, out, mxfp4),
     }
 }
 
@@ -78,6 +92,24 @@ fn q3_scale(j: usize, s: &[u8]) -> i8 {
     let low = (s[j % 8] >> (j / 8 * 4)) & 15;
     let high = (s[8 + j % 4] >> (j / 4 * 2)) & 3;
     (low | high << 4) as i8 - 32
+}
+
+/// `2^(e - 128)`, for all 256 of `e`: half of what the byte stands for in the specification. The first two are
+/// subnormal.
+#[inline]
+pub(crate) fn half_power(e: u8) -> f32 {
+    let bits = if e < 2 { 0x0020_0000 << e } else { (u32::from(e) - 1) << 23 };
+    f32::from_bits(bits)
+}
+
+/// The scale of sub-block `j` (0..8) of an IQ4_XS block, from the six bytes of `scales_h` and `scales_l`, in -32..32.
+/// The first two bytes, as one number, hold the high two bits of each, the lowest those of the first. Byte `2 + j / 2`
+/// holds the low four bits: in its low half where `j` is even.
+#[inline]
+pub(crate) fn iq4_scale(j: usize, s: [u8; 6]) -> i8 {
+    let high = (u16::from_le_bytes([s[0], s[1]]) >> (2 * j)) & 3;
+    let low = (s[2 + j / 2] >> (j % 2 * 4)) & 15;
+    (low | (high as u8) << 4) as i8 - 32
 }
 
 /// `qs` of the types of four and five bits: element `i` is the low half of byte `i`, element `i + 16` its high half.
@@ -195,4 +227,32 @@ fn q6_k(b: &[u8; 210], o: &mut [f32; SUPER]) {
             *o = scale * (f32::from(q) - 32.0);
         }
     }
+}
+
+/// Writes `d` times what the quants of a block of 32 stand for in `table`; `qs` as in Q4_0.
+#[inline(always)]
+fn looked_up(table: &[i8; 16], d: f32, qs: &[u8; 16], o: &mut [f32; 32]) {
+    for (i, q) in qs.iter().enumerate() {
+        o[i] = d * f32::from(table[usize::from(q & 15)]);
+        o[i + 16] = d * f32::from(table[usize::from(q >> 4)]);
+    }
+}
+
+fn iq4_nl(b: &[u8; 18], o: &mut [f32; 32]) {
+    let [d0, d1, qs @ ..] = b;
+    looked_up(&IQ4, f16::from_le_bytes([*d0, *d1]).to_f32(), qs, o);
+}
+
+/// Each 16 bytes of `qs` hold a sub-block, in the order of a block of IQ4_NL.
+fn iq4_xs(b: &[u8; 136], o: &mut [f32; SUPER]) {
+    let [d0, d1, s0, s1, s2, s3, s4, s5, qs @ ..] = b;
+    let (d, scales) = (f16::from_le_bytes([*d0, *d1]).to_f32(), [*s0, *s1, *s2, *s3, *s4, *s5]);
+    for (j, (qs, o)) in qs.as_chunks::<16>().0.iter().zip(o.as_chunks_mut::<32>().0).enumerate() {
+        looked_up(&IQ4, d * f32::from(iq4_scale(j, scales)), qs, o);
+    }
+}
+
+fn mxfp4(b: &[u8; 17], o: &mut [f32; 32]) {
+    let [e, qs @ ..] = b;
+    looked_up(&E2M1, half_power(*e), qs, o);
 }

@@ -7,6 +7,51 @@ use outcore_llm::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use outcore_llm::{Pool, WeightType, quants};
 use proptest::prelude::*;
 
+/// Rows of blocks with every quant and every kind of scale, which what quantises may not make.
+#[test]
+fn every_level_agrees_on_any_blocks_of_types_with_a_table() {
+    const K: usize = 512;
+    let pool = Pool::new(1).unwrap();
+    for dtype in [WeightType::IQ4_NL, WeightType::IQ4_XS, WeightType::MXFP4] {
+        let blocks = K / dtype.block_elements();
+        let mut bytes: Vec<u8> =
+            numbers(240 * blocks * dtype.block_bytes(), 5).iter().map(|v| v.to_bits() as u8).collect();
+        for (nth, block) in bytes.chunks_exact_mut(dtype.block_bytes()).enumerate() {
+            // Far from where sums of products are infinite.
+            if dtype == WeightType::MXFP4 {
+                block[0] = (nth / blocks) as u8;
+            } else {
+                block[1] &= 0xbf;
+            }
+        }
+        let mut weights = vec![0f32; 240 * K];
+        quants::dequantise(dtype, &bytes, &mut weights);
+        for m in [1, 4, 7, 16, 17] {
+            let x = numbers(m * K, 6);
+            let products = |level: Level| {
+                let quantised = Quantised::new(level, &x, m, &pool);
+                let mut out = vec![0f32; 240 * m];
+                kernels::rows_dot(level, dtype, K, &bytes, Acts::Q8(&quantised), m, &mut out);
+                out
+            };
+            let want = products(Level::Scalar);
+            for level in [Level::Avx2, Level::Avx512] {
+                let got = products(level);
+                let rows = want.chunks_exact(m).zip(got.chunks_exact(m)).zip(weights.chunks_exact(K));
+                for (r, ((want, got), weights)) in rows.enumerate() {
+                    let most = weights.iter().fold(0f32, |most, w| most.max(w.abs()));
+                    for (a, b) in want.iter().zip(got) {
+                        assert!(
+                            (a - b).abs() <= 1e-5 * K as f32 * most,
+                            "{dtype} at {level:?}, row {r}: {a:e} and {b:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn numbers(len: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {

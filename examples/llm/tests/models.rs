@@ -72,8 +72,9 @@ fn tiles_and_threads_change_no_bit() {
 #[test]
 fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
+    use WeightType::{BF16, IQ4_NL, IQ4_XS, MXFP4, Q4_1, Q6_K};
+    let kinds = [Q4_1, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16];
     let archs = [Arch::Qwen2, Arch::Qwen3Moe];
-    let kinds = [WeightType::Q4_1, WeightType::Q6_K, WeightType::BF16];
     for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
         let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();

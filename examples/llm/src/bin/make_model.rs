@@ -24,7 +24,8 @@ struct Args {
     /// llama, qwen2 or qwen3.
     #[arg(long, default_value = "llama")]
     arch: String,
-    /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K.
+    /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL
+    /// IQ4_XS MXFP4.
     #[arg(long, default_value = "Q8_0")]
     dtype: WeightType,
     #[arg(long, default_value_t = 22)]

@@ -334,7 +334,7 @@ struct OfElements {
 
 /// A type's number in the kernels.
 pub(super) fn number(dtype: WeightType) -> u32 {
-    WeightType::ALL.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
+    WeightType::ON_GPU.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
 }
 
 pub(super) struct Kernels {

@@ -12,7 +12,8 @@
 use std::arch::x86_64::*;
 
 use super::x86::Rows;
-use super::{BLOCK, Four, GROUP, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
+use super::{BLOCK, E2M1, Four, GROUP, IQ4, LANES, Q8Group, Q8Lanes, Quantised, Quants, WeightType};
+use super::{half_power, iq4_scale};
 
 /// Rows that are unpacked at a time for many vectors.
 const ROWS: usize = 4;
@@ -28,6 +29,9 @@ const Q8_0: u32 = WeightType::Q8_0.ggml_id();
 const Q4_K: u32 = WeightType::Q4_K.ggml_id();
 const Q5_K: u32 = WeightType::Q5_K.ggml_id();
 const Q6_K: u32 = WeightType::Q6_K.ggml_id();
+const IQ4_NL: u32 = WeightType::IQ4_NL.ggml_id();
+const IQ4_XS: u32 = WeightType::IQ4_XS.ggml_id();
+const MXFP4: u32 = WeightType::MXFP4.ggml_id();
 
 /// So many bytes of vectors are multiplied with one row after the other: what the second cache holds beside the rows.
 const VECTORS_BYTES: usize = 384 << 10;
@@ -52,6 +56,9 @@ pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32])
         WeightType::Q8_0 => drive::<Q8_0>(job, acts, out),
         WeightType::Q4_K => drive::<Q4_K>(job, acts, out),
         WeightType::Q5_K => drive::<Q5_K>(job, acts, out),
+        WeightType::IQ4_NL => drive::<IQ4_NL>(job, acts, out),
+        WeightType::IQ4_XS => drive::<IQ4_XS>(job, acts, out),
+        WeightType::MXFP4 => drive::<MXFP4>(job, acts, out),
         _ => drive::<Q6_K>(job, acts, out),
     }
 }
@@ -95,9 +102,11 @@ fn drive<const KIND: u32>(job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
 
 const fn block_bytes(kind: u32) -> usize {
     match kind {
-        Q4_0 => 18,
+        MXFP4 => 17,
+        Q4_0 | IQ4_NL => 18,
         Q4_1 => 20,
         Q8_0 => 34,
+        IQ4_XS => 136,
         Q4_K => 144,
         Q5_K => 176,
         _ => 210,
@@ -107,7 +116,7 @@ const fn block_bytes(kind: u32) -> usize {
 /// Bytes of sixteen blocks of 32 elements.
 const fn group_bytes(kind: u32) -> usize {
     match kind {
-        Q4_0 | Q4_1 | Q8_0 => 16 * block_bytes(kind),
+        Q4_0 | Q4_1 | Q8_0 | IQ4_NL | MXFP4 => 16 * block_bytes(kind),
         _ => 2 * block_bytes(kind),
     }
 }
@@ -292,6 +301,49 @@ fn sum_quads(q: [__m512i; 4], order: __m512i) -> __m512i {
     _mm512_permutexvar_epi32(order, all)
 }
 
+/// What the quants of a type with a table stand for, 128 larger.
+const fn unsigned(kind: u32) -> [u8; 16] {
+    let table = if kind == MXFP4 { E2M1 } else { IQ4 };
+    let mut larger = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        larger[i] = (table[i] as u8) ^ 128;
+        i += 1;
+    }
+    larger
+}
+
+/// [`half_power`] of sixteen bytes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn half_powers(e: __m128i) -> __m512 {
+    let e = _mm512_cvtepu8_epi32(e);
+    let subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x0020_0000), e);
+    let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(e, _mm512_set1_epi32(1)));
+    let below_two = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));
+    _mm512_castsi512_ps(_mm512_mask_blend_epi32(below_two, normal, subnormal))
+}
+
+/// `d * scale` of the sixteen parts of two blocks of IQ4_XS, or of one.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn iq4_scales<const N: usize>(bytes: &[u8]) -> __m512 {
+    let size = block_bytes(IQ4_XS);
+    let both = |at: usize| {
+        let second = if N > 2 { word(bytes, size + at) } else { 0 };
+        _mm512_inserti64x4::<1>(_mm512_set1_epi32(word(bytes, at)), _mm256_set1_epi32(second))
+    };
+    // `scales_h` is above `d`.
+    let high =
+        _mm512_srlv_epi32(both(0), _mm512_setr_epi32(16, 18, 20, 22, 24, 26, 28, 30, 16, 18, 20, 22, 24, 26, 28, 30));
+    let low = _mm512_srlv_epi32(both(4), _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+    let low = _mm512_and_si512(low, _mm512_set1_epi32(15));
+    let high = _mm512_slli_epi32::<4>(_mm512_and_si512(high, _mm512_set1_epi32(3)));
+    let scale = _mm512_sub_epi32(_mm512_or_si512(low, high), _mm512_set1_epi32(32));
+    let second = if N > 2 { half_at(bytes, size) } else { 0.0 };
+    _mm512_mul_ps(two_halves(half_at(bytes, 0), second), _mm512_cvtepi32_ps(scale))
+}
+
 /// Sums of the products of four blocks from `first`, four parts for each block.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -310,13 +362,21 @@ fn quad<const KIND: u32>(bytes: &[u8], y: &Q8Group, first: usize) -> __m512i {
         let low = _mm512_shuffle_i64x2::<0x88>(pa, pb);
         return _mm512_add_epi32(low, _mm512_shuffle_i64x2::<0xDD>(pa, pb));
     }
-    let at = |b: usize| part::<16>(bytes, (first + b) * size + size - 16);
-    let two = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(load16(at(0))), load16(at(1)));
-    let more = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(load16(at(2))), load16(at(3)));
-    let four = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(two), more);
+    let four = if KIND == IQ4_XS {
+        load(part::<64>(bytes, first / 8 * size + 8 + first % 8 * 16))
+    } else {
+        let at = |b: usize| part::<16>(bytes, (first + b) * size + size - 16);
+        let two = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(load16(at(0))), load16(at(1)));
+        let more = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(load16(at(2))), load16(at(3)));
+        _mm512_inserti64x4::<1>(_mm512_castsi256_si512(two), more)
+    };
     let mask = _mm512_set1_epi8(15);
-    let low = _mm512_and_si512(four, mask);
-    let high = _mm512_and_si512(_mm512_srli_epi16::<4>(four), mask);
+    let mut low = _mm512_and_si512(four, mask);
+    let mut high = _mm512_and_si512(_mm512_srli_epi16::<4>(four), mask);
+    if let IQ4_NL | IQ4_XS | MXFP4 = KIND {
+        let table = _mm512_broadcast_i32x4(load16(&const { unsigned(KIND) }));
+        (low, high) = (_mm512_shuffle_epi8(table, low), _mm512_shuffle_epi8(table, high));
+    }
     let p = _mm512_dpbusd_epi32(zero, low, _mm512_shuffle_i64x2::<0x88>(ya, yb));
     _mm512_dpbusd_epi32(p, high, _mm512_shuffle_i64x2::<0xDD>(ya, yb))
 }
@@ -326,6 +386,16 @@ fn quad<const KIND: u32>(bytes: &[u8], y: &Q8Group, first: usize) -> __m512i {
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn plain_scales<const KIND: u32, const N: usize>(bytes: &[u8]) -> (__m512, __m512) {
     let size = block_bytes(KIND);
+    if KIND == IQ4_XS {
+        return (iq4_scales::<N>(bytes), _mm512_setzero_ps());
+    }
+    if KIND == MXFP4 {
+        let mut e = [0; 16];
+        for (b, e) in e.iter_mut().enumerate().take(4 * N) {
+            *e = bytes[b * size];
+        }
+        return (half_powers(load16(&e)), _mm512_setzero_ps());
+    }
     if KIND == Q4_1 {
         let at = |b: usize| if b < 4 * N { word(bytes, b * size) } else { 0 };
         let both = _mm512_setr_epi32(
@@ -492,7 +562,7 @@ fn sixteens(block: &[u8; 210], y: &Q8Group, nth: usize) -> __m512 {
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Tile {
-    /// The weights, without sign.
+    /// The weights without sign, larger by what [`terms`] takes off.
     w: [[u8; BLOCK]; ROWS],
     d: [f32; ROWS],
     min: [f32; ROWS],
@@ -504,20 +574,32 @@ impl Tile {
     const ZERO: Self = Self { w: [[0; BLOCK]; ROWS], d: [0.0; ROWS], min: [0.0; ROWS], sixteen: [[0.0; 2]; ROWS] };
 }
 
+/// The 32 weights of 16 bytes: first the low nibbles, then the high ones, or what they stand for.
+#[inline]
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn unpack32<const KIND: u32>(bytes: &[u8; 16]) -> __m256i {
+    let low = load16(bytes);
+    let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
+    let nibbles = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    if let IQ4_NL | IQ4_XS | MXFP4 = KIND {
+        let table = load16(&const { unsigned(KIND) });
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
+    }
+    nibbles
+}
+
 /// Unpacks row `r` of `tile`.
 #[inline]
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn unpack<const KIND: u32>(row: &[u8], tile: &mut [Tile], r: usize) {
     let size = block_bytes(KIND);
-    if let Q4_0 | Q4_1 | Q8_0 = KIND {
+    if let Q4_0 | Q4_1 | Q8_0 | IQ4_NL | MXFP4 = KIND {
         for (block, tile) in row.chunks_exact(size).zip(tile) {
-            tile.d[r] = half_at(block, 0);
+            tile.d[r] = if KIND == MXFP4 { half_power(block[0]) } else { half_at(block, 0) };
             let w = if KIND == Q8_0 {
                 _mm256_xor_si256(load32(part(block, 2)), _mm256_set1_epi8(-128))
             } else {
-                let low = load16(part(block, size - 16));
-                let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
-                _mm256_and_si256(both, _mm256_set1_epi8(15))
+                unpack32::<KIND>(part(block, size - 16))
             };
             store32(&mut tile.w[r], w);
             if KIND == Q4_1 {
@@ -527,6 +609,14 @@ fn unpack<const KIND: u32>(row: &[u8], tile: &mut [Tile], r: usize) {
         return;
     }
     for (block, tile) in row.chunks_exact(size).zip(tile.as_chunks_mut::<8>().0) {
+        if KIND == IQ4_XS {
+            let (d, scales) = (half_at(block, 0), *part(block, 2));
+            for (t, tile) in tile.iter_mut().enumerate() {
+                tile.d[r] = d * f32::from(iq4_scale(t, scales));
+                store32(&mut tile.w[r], unpack32::<KIND>(part(block, 8 + 16 * t)));
+            }
+            continue;
+        }
         for half in 0..2 {
             let (parts, order) = if KIND == Q6_K {
                 (sixth_parts(part(block, 0), half), [0, 1, 2, 3])
@@ -625,14 +715,14 @@ fn terms<const KIND: u32>(w: &Tile, y: &Q8Lanes) -> [__m512; ROWS] {
     let sum = load(&y.sum);
     let start = match KIND {
         Q4_0 => _mm512_sub_epi32(zero, _mm512_slli_epi32::<3>(sum)),
-        Q8_0 => _mm512_sub_epi32(zero, _mm512_slli_epi32::<7>(sum)),
+        Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_sub_epi32(zero, _mm512_slli_epi32::<7>(sum)),
         _ => zero,
     };
     let p = products(0..8, start);
     for r in 0..ROWS {
         let (d, p) = (_mm512_set1_ps(w.d[r]), _mm512_cvtepi32_ps(p[r]));
         out[r] = match KIND {
-            Q4_0 | Q8_0 => _mm512_mul_ps(d, p),
+            Q4_0 | Q8_0 | IQ4_NL | IQ4_XS | MXFP4 => _mm512_mul_ps(d, p),
             _ => {
                 let low = _mm512_mul_ps(_mm512_set1_ps(w.min[r]), _mm512_cvtepi32_ps(sum));
                 _mm512_fmadd_ps(d, p, low)

@@ -3,13 +3,15 @@
 //!
 //! Bytes are the same as ggml's for finite numbers, if its compiler fused no products with sums. Where `d` or `dmin` is
 //! zero as f16, what it is multiplied by may differ: inverses of tiny ranges are infinite, of which ggml's conversions
-//! to integers make what they will.
+//! to integers make what they will. A block of IQ4_NL of numbers below [`ZERO`] has quants of zero here, and ggml's has
+//! those of the block before; `d` is zero in both. The power of two of MXFP4 is that of the largest number, which ggml
+//! has from a logarithm in `f32`: just below a power of two it is rounded up.
 //!
 //! Sums are added in the order of elements, because a rule compares sums that differ in their last bits.
 
 use half::{bf16, f16};
 
-use super::SUPER;
+use super::{E2M1, IQ4, SUPER, half_power};
 use crate::dtype::WeightType;
 
 /// Sub-blocks of the K types with numbers below this are zeros.
@@ -34,6 +36,9 @@ pub fn quantise(dtype: WeightType, values: &[f32], out: &mut Vec<u8>) {
         WeightType::Q4_K => each(values, out, q4_k),
         WeightType::Q5_K => each(values, out, q5_k),
         WeightType::Q6_K => each(values, out, q6_k),
+        WeightType::IQ4_NL => each(values, out, iq4_nl),
+        WeightType::IQ4_XS => each(values, out, iq4_xs),
+        WeightType::MXFP4 => each(values, out, mxfp4),
     }
 }
 
@@ -426,4 +431,93 @@ fn q6_k(x: &[f32; SUPER]) -> [u8; 210] {
     let high = pairs_of_bits(&q.map(|q| q >> 4));
     let scales = scales.map(|scale| scale as u8);
     joined(&[&nibbles::<64>(first), &nibbles::<64>(second), &high, &scales, &d.to_le_bytes()])
+}
+
+/// The number of the nearest value of [`IQ4`], of the larger one of two as near.
+fn nearest_iq4(v: f32) -> u8 {
+    // So many borders between neighbours are not above it.
+    IQ4.windows(2).map(|pair| u8::from(v >= (f32::from(pair[0]) + f32::from(pair[1])) / 2.0)).sum()
+}
+
+/// Quants of a block of 32 by [`IQ4`], and the scale of the least squares for them. Weights are the squares of the
+/// elements.
+struct Listed {
+    q: [u8; 32],
+    xq: f32,
+    qq: f32,
+}
+
+impl Listed {
+    fn new(x: &[f32; 32], inverse: f32) -> Self {
+        let q = x.map(|v| nearest_iq4(inverse * v));
+        let value = |i: usize| f32::from(IQ4[usize::from(q[i])]);
+        let xq = sum::<32>(|i| x[i] * x[i] * value(i) * x[i]);
+        let qq = sum::<32>(|i| x[i] * x[i] * value(i) * value(i));
+        Self { q, xq, qq }
+    }
+
+    fn scale(&self) -> f32 {
+        if self.qq > 0.0 { self.xq / self.qq } else { 0.0 }
+    }
+}
+
+/// The number farthest from zero gets the value farthest from zero.
+fn iq4_nl(x: &[f32; 32]) -> [u8; 18] {
+    let far = farthest(x);
+    if far.abs() < ZERO {
+        return [0; 18];
+    }
+    let listed = Listed::new(x, 1.0 / (far / f32::from(IQ4[0])));
+    joined(&[&f16::from_f32(listed.scale()).to_le_bytes(), &nibbles::<16>(&listed.q)])
+}
+
+/// The scale of a sub-block of IQ4_XS: the best of 16 ranges.
+fn best_listed(x: &[f32; 32]) -> f32 {
+    let (far, end) = (farthest(x), f32::from(IQ4[0]));
+    if far.abs() < ZERO {
+        return 0.0;
+    }
+    let first = Listed::new(x, 1.0 / (-far / end));
+    let mut scale = first.scale();
+    let mut best = scale * first.xq;
+    for step in -7i8..=7 {
+        let tried = Listed::new(x, (f32::from(step) + end) / far);
+        if tried.qq > 0.0 && tried.xq * tried.xq > best * tried.qq {
+            scale = tried.scale();
+            best = scale * tried.xq;
+        }
+    }
+    scale
+}
+
+fn iq4_xs(x: &[f32; SUPER]) -> [u8; 136] {
+    let (x, _) = x.as_chunks::<32>();
+    let found: [f32; 8] = std::array::from_fn(|j| best_listed(&x[j]));
+    // The largest scale is -32, which has no counterpart above. Quants are rounded for `d` before it is f16.
+    let d = -farthest(&found) / 32.0;
+    let (mut scales, mut qs) = ([0u8; 8], [0u8; SUPER / 2]);
+    for (j, x) in x.iter().enumerate() {
+        let scale = within(nearest(inverse(d) * found[j]), -32.0, 31.0);
+        let inverse = inverse(d * scale);
+        let q = x.map(|v| nearest_iq4(inverse * v));
+        qs.as_chunks_mut::<16>().0[j] = nibbles(&q);
+        scales[j] = (scale + 32.0) as u8;
+    }
+    let high = scales.iter().enumerate().fold(0, |bits, (j, scale)| bits | u16::from(scale >> 4) << (2 * j));
+    let low: [u8; 4] = std::array::from_fn(|i| scales[2 * i] & 15 | scales[2 * i + 1] << 4);
+    joined(&[&f16::from_f32(d).to_le_bytes(), &high.to_le_bytes(), &low, &qs])
+}
+
+/// The largest number is in 4..8 times the power of two, so that those above 6 become 6: what the specification wants.
+/// Quants are the nearest, the first of two as near.
+fn mxfp4(x: &[f32; 32]) -> [u8; 17] {
+    let most = farthest(x).abs();
+    // Below the smallest normal number, the exponent's bits are zeros: the power is the least then anyway.
+    let e = ((most.to_bits() >> 23) as u8).saturating_sub(2);
+    let d = half_power(e);
+    let q = x.map(|v| {
+        let off = |q: u8| (d * f32::from(E2M1[usize::from(q)]) - v).abs();
+        (1..16).fold(0, |best, q| if off(q) < off(best) { q } else { best })
+    });
+    joined(&[&[e], &nibbles::<16>(&q)])
 }

@@ -1,4 +1,4 @@
-//! Beside candle, which has these formats too, and against what ggml made.
+//! Beside candle, which has most of these formats too, and against what ggml and the package `gguf` made.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,6 +11,7 @@ use twox_hash::XxHash3_64;
 use super::{SUPER, dequantise, quantise};
 use crate::dtype::WeightType;
 
+/// Those that candle has.
 const QUANTISED: [WeightType; 10] = [
     WeightType::Q4_0,
     WeightType::Q4_1,
@@ -23,6 +24,9 @@ const QUANTISED: [WeightType; 10] = [
     WeightType::Q5_K,
     WeightType::Q6_K,
 ];
+
+/// Those that candle does not have.
+const LISTED: [WeightType; 3] = [WeightType::IQ4_NL, WeightType::IQ4_XS, WeightType::MXFP4];
 
 /// candle's name of the type, and where f16 numbers are in its blocks.
 fn candles(dtype: WeightType) -> (GgmlDType, &'static [usize]) {
@@ -38,6 +42,7 @@ fn candles(dtype: WeightType) -> (GgmlDType, &'static [usize]) {
         WeightType::Q5_K => (GgmlDType::Q5K, &[0, 2]),
         WeightType::Q6_K => (GgmlDType::Q6K, &[208]),
         WeightType::F32 | WeightType::F16 | WeightType::BF16 => unreachable!("not quantised"),
+        WeightType::IQ4_NL | WeightType::IQ4_XS | WeightType::MXFP4 => unreachable!("candle does not have it"),
     }
 }
 
@@ -179,6 +184,67 @@ fn errors_of_k_types_are_no_larger_than_candles() {
             let (ours, theirs) = (error(&ours), error(&theirs));
             assert!(ours <= theirs * (1.0 + 1e-6), "{dtype}, {what}: {ours} and {theirs}");
         }
+    }
+}
+
+fn hex(text: &str) -> Vec<u8> {
+    text.as_bytes().chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
+}
+
+/// Blocks with every quant, and with scales of every kind.
+#[test]
+fn values_are_those_of_the_package_gguf_bit_by_bit() {
+    let mut blocks: Vec<(WeightType, Vec<u8>, Vec<u32>)> = Vec::new();
+    for line in include_str!("gguf.txt").lines().filter(|line| !line.starts_with('#')) {
+        match (line.split_once(' ').unwrap(), blocks.last_mut()) {
+            (("type", name), _) => blocks.push((name.parse().unwrap(), Vec::new(), Vec::new())),
+            (("block", bytes), Some(last)) => last.1.extend(hex(bytes)),
+            (("values", values), Some(last)) => {
+                last.2.extend(values.split(' ').map(|bits| u32::from_str_radix(bits, 16).unwrap()));
+            }
+            _ => panic!("{line:?}"),
+        }
+    }
+    for dtype in LISTED {
+        assert!(blocks.iter().filter(|block| block.0 == dtype).count() >= 3, "{dtype}");
+    }
+    for (dtype, bytes, want) in blocks {
+        assert_eq!((bytes.len(), want.len()), (dtype.block_bytes(), dtype.block_elements()), "{dtype}");
+        let mut got = vec![f32::NAN; want.len()];
+        dequantise(dtype, &bytes, &mut got);
+        let got: Vec<u32> = got.iter().map(|value| value.to_bits()).collect();
+        assert_eq!(got, want, "{dtype} {bytes:02x?}");
+    }
+}
+
+/// XXH3 of the values, as little-endian `f32`, that ggml's `dequantize_row_*` of llama-cpp-python 0.3.36 makes of these
+/// blocks. Those of gguf 0.19.0 are the same.
+#[test]
+fn values_of_random_blocks_are_ggmls() {
+    for (dtype, hash) in LISTED.into_iter().zip([0x1c4d_f317_b474_eeb0, 0x5a51_8a8b_3aa8_ca7a, 0x9921_6cc1_a7df_9c0f]) {
+        let mut random = Random(7);
+        let mut bytes: Vec<u8> = (0..1024 * dtype.block_bytes()).map(|_| random.next() as u8).collect();
+        if dtype != WeightType::MXFP4 {
+            // Scales below two: none is infinite, or no number.
+            bytes.chunks_exact_mut(dtype.block_bytes()).for_each(|block| block[1] &= 0xbf);
+        }
+        let mut values = vec![0f32; 1024 * dtype.block_elements()];
+        dequantise(dtype, &bytes, &mut values);
+        let values: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        assert_eq!(XxHash3_64::oneshot(&values), hash, "{dtype}");
+    }
+}
+
+/// Without blocks of 32 whose numbers are too small for a scale: of these, ggml leaves quants of IQ4_NL undefined.
+#[test]
+fn bytes_of_types_with_a_table_are_ggmls() {
+    let mut values = ordinary();
+    let supers = values.as_chunks::<SUPER>().0.iter();
+    let kept = supers.filter(|x| x.as_chunks::<32>().0.iter().all(|x| x.iter().any(|v| v.abs() >= 1e-15)));
+    values = kept.flatten().copied().collect();
+    for (dtype, hash) in LISTED.into_iter().zip([0x26f8_e6fd_ac21_4be5, 0xa9ef_26a5_62d0_77ab, 0x4134_a18a_408b_8d1b]) {
+        let bytes = quantised(dtype, &values);
+        assert_eq!(XxHash3_64::oneshot(&bytes), hash, "{dtype}");
     }
 }
 

@@ -95,6 +95,35 @@ fn a_budget_larger_than_what_is_free_is_refused() {
     driver.finish();
 }
 
+/// By name, before a weight is read.
+#[test]
+fn weights_of_types_without_kernels_are_refused() {
+    let Some(driver) = driver("weights_of_types_without_kernels_are_refused") else { return };
+    if driver.fake.is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let without: Vec<WeightType> = WeightType::ALL.into_iter().filter(|t| !WeightType::ON_GPU.contains(t)).collect();
+    assert_eq!(without, [WeightType::IQ4_NL, WeightType::IQ4_XS, WeightType::MXFP4]);
+    for dtype in without {
+        let files = gguf(folder.path(), &Spec { layers: 1, ..spec(Arch::Llama, dtype) });
+        let runtime = Runtime::builder().device(driver.device.clone()).device_budget(Bytes::new(6 * PAGE)).open();
+        let runtime = runtime.unwrap();
+        let model = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights = Arc::new(PagedWeights::open(&runtime, &model, &files).unwrap());
+        drop(model);
+        let Err(error) = CudaModel::load(&files, weights, Arc::new(gpu(&driver))) else {
+            panic!("{dtype} is not refused")
+        };
+        runtime.close().unwrap();
+        let text = error.to_string();
+        assert!(matches!(error, Error::Unsupported(_)), "{dtype}: {text}");
+        let wanted = [".gguf: tensor \"", &format!("has type {dtype}"), "--device host", "one of F32, F16, BF16, Q4_0"];
+        assert!(wanted.iter().all(|part| text.contains(part)), "{dtype}: wanted {wanted:?}: {text}");
+    }
+    driver.finish();
+}
+
 /// Whatever is the matter with the library, own kernels multiply.
 #[test]
 fn a_cublaslt_that_refuses_is_done_without() {
