@@ -154,7 +154,8 @@ fn main() {
             });
             let operations = 2.0 * (COLUMNS * ROWS * count * m) as f64;
             let gop = operations / median(&mut own).1 / 1e9;
-            print!("{dtype:<6} {m:>6} {:>10.1} {:>10.1} {gop:>6.0}", rate(&mut reads), rate(&mut own));
+            let name = dtype.to_string();
+            print!("{name:<6} {m:>6} {:>10.1} {:>10.1} {gop:>6.0}", rate(&mut reads), rate(&mut own));
             if !ratios.is_empty() {
                 let (low, middle, high) = median(&mut ratios);
                 print!(" {:>12.1} {middle:>9.2} ({low:.2} to {high:.2})", rate(&mut theirs));

@@ -232,9 +232,10 @@ fn q6_k(b: &[u8; 210], o: &mut [f32; SUPER]) {
 /// Writes `d` times what the quants of a block of 32 stand for in `table`; `qs` as in Q4_0.
 #[inline(always)]
 fn looked_up(table: &[i8; 16], d: f32, qs: &[u8; 16], o: &mut [f32; 32]) {
+    let values = table.map(|value| d * f32::from(value));
     for (i, q) in qs.iter().enumerate() {
-        o[i] = d * f32::from(table[usize::from(q & 15)]);
-        o[i + 16] = d * f32::from(table[usize::from(q >> 4)]);
+        o[i] = values[usize::from(q & 15)];
+        o[i + 16] = values[usize::from(q >> 4)];
     }
 }
 

@@ -390,10 +390,7 @@ fn plain_scales<const KIND: u32, const N: usize>(bytes: &[u8]) -> (__m512, __m51
         return (iq4_scales::<N>(bytes), _mm512_setzero_ps());
     }
     if KIND == MXFP4 {
-        let mut e = [0; 16];
-        for (b, e) in e.iter_mut().enumerate().take(4 * N) {
-            *e = bytes[b * size];
-        }
+        let e = std::array::from_fn(|b| if b < 4 * N { bytes[b * size] } else { 0 });
         return (half_powers(load16(&e)), _mm512_setzero_ps());
     }
     if KIND == Q4_1 {
