@@ -316,7 +316,11 @@ impl Answer {
     pub fn assert_shape(&self) -> String {
         assert_eq!(self.header("content-type"), Some("application/json"), "{} {}", self.status, self.text());
         let whole = self.json();
-        let names = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        let names = |value: &Value| {
+            let mut names: Vec<String> = value.as_object().unwrap().keys().cloned().collect();
+            names.sort_unstable();
+            names
+        };
         assert_eq!(
             (names(&whole), names(&whole["error"])),
             (vec!["error".to_owned()], ["code", "message", "param", "type"].map(str::to_owned).to_vec())

@@ -1,0 +1,191 @@
+//! The table of OpenAI's fields in docs/serving.md is true: what each row says is what the server does.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod support;
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+use support::Server;
+
+const DOCS: &str = include_str!("../../../docs/serving.md");
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+
+/// OpenAI's fields: those of `/v1/chat/completions` and those of `/v1/completions`.
+const CHAT_FIELDS: [&str; 35] = [
+    "messages",
+    "model",
+    "audio",
+    "frequency_penalty",
+    "function_call",
+    "functions",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "metadata",
+    "modalities",
+    "n",
+    "parallel_tool_calls",
+    "prediction",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "stop",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+    "web_search_options",
+];
+const TEXT_FIELDS: [&str; 18] = [
+    "prompt",
+    "model",
+    "best_of",
+    "echo",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "suffix",
+    "temperature",
+    "top_p",
+    "user",
+];
+
+/// The rows of the table: what it says of a field in chats and in completions, and values that ask for nothing.
+fn rows() -> BTreeMap<String, ([String; 2], Vec<Value>)> {
+    let table = DOCS.split("| field | chat | completions | |\n|---|---|---|---|\n").nth(1).unwrap();
+    let mut rows = BTreeMap::new();
+    for line in table.lines().take_while(|line| line.starts_with('|')) {
+        let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(|cell| cell.trim_matches([' ', '|'])).collect();
+        let [field, chat, text, notes] = cells.as_slice() else { panic!("{line}") };
+        let nothing = notes.strip_suffix("asks for nothing").or(notes.strip_suffix("ask for nothing"));
+        let values = nothing.into_iter().flat_map(|said| said.split('`').skip(1).step_by(2));
+        let values = values.map(|value| serde_json::from_str(value).unwrap()).collect();
+        let before = rows.insert(field.trim_matches('`').to_owned(), ([chat.to_string(), text.to_string()], values));
+        assert!(before.is_none(), "{field} stands twice");
+    }
+    rows
+}
+
+/// What has to be there for the field to be of use, a value that asks for something, and one of a wrong kind.
+fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
+    let alone = |value: Value, wrong: Value| (json!({}), value, wrong);
+    match field {
+        "messages" => alone(json!([{ "role": "user", "content": "a" }]), json!(1)),
+        "prompt" => alone(json!("a"), json!(1)),
+        "model" => alone(json!(support::MODEL), json!(1)),
+        "max_tokens" | "max_completion_tokens" | "n" | "best_of" => alone(json!(1), json!("1")),
+        "temperature" | "top_p" | "presence_penalty" | "frequency_penalty" => alone(json!(0.5), json!("0")),
+        "logit_bias" => alone(json!({ "5": 1 }), json!([])),
+        "seed" => alone(json!(1), json!("1")),
+        "stop" => alone(json!(["a"]), json!(1)),
+        "stream" | "echo" => alone(json!(true), json!("true")),
+        "stream_options" => (json!({ "stream": true }), json!({ "include_usage": true }), json!(1)),
+        "logprobs" if is_chat => alone(json!(true), json!(1)),
+        "logprobs" => alone(json!(1), json!(true)),
+        "top_logprobs" => (json!({ "logprobs": true }), json!(1), json!("1")),
+        "reasoning_effort" => alone(json!("low"), json!(1)),
+        "response_format" => alone(json!({ "type": "json_object" }), json!(1)),
+        "tools" => alone(json!([{ "type": "function", "function": { "name": "f" } }]), json!(1)),
+        "functions" => alone(json!([{ "name": "f" }]), json!(1)),
+        "tool_choice" => alone(json!("required"), json!(1)),
+        "function_call" => alone(json!({ "name": "f" }), json!(1)),
+        "suffix" => alone(json!("end"), json!(1)),
+        "modalities" => alone(json!(["text", "audio"]), json!(1)),
+        "audio" => alone(json!({ "voice": "any", "format": "wav" }), json!(1)),
+        "prediction" => alone(json!({ "type": "content", "content": "a" }), json!(1)),
+        "verbosity" => alone(json!("low"), json!(1)),
+        "web_search_options" => alone(json!({}), json!(1)),
+        _ => alone(json!({ "any": ["thing"] }), json!(["other"])),
+    }
+}
+
+/// A request that is answered, with these fields.
+fn body(is_chat: bool, fields: &[(&str, &Value)]) -> String {
+    let mut body = match is_chat {
+        true => json!({ "messages": [{ "role": "user", "content": "hello" }] }),
+        false => json!({ "prompt": "hello" }),
+    };
+    body["max_tokens"] = json!(2);
+    body["temperature"] = json!(0);
+    for (name, value) in fields {
+        match *name {
+            "" => body.as_object_mut().unwrap().extend(value.as_object().unwrap().clone()),
+            name => body[name] = (*value).clone(),
+        }
+    }
+    body.to_string()
+}
+
+#[test]
+fn each_row_of_the_table_of_fields_is_true() {
+    let server = Server::start();
+    let rows = rows();
+    let param = |answer: &support::Answer| answer.json()["error"]["param"].as_str().unwrap_or_default().to_owned();
+    for (column, (path, fields)) in [(CHAT, &CHAT_FIELDS[..]), (TEXT, &TEXT_FIELDS[..])].into_iter().enumerate() {
+        let is_chat = column == 0;
+        let ask = |fields: &[(&str, &Value)]| server.post(path, body(is_chat, fields));
+        let plain = ask(&[]).json()["choices"].clone();
+        for field in fields {
+            assert!(rows.contains_key(*field), "{field} is not in the table");
+        }
+        for (field, (said, nothing)) in &rows {
+            let (field, said) = (field.as_str(), said[column].as_str());
+            assert_eq!(said == "-", !fields.contains(&field), "{path}: {field} is said to be {said}");
+            let (with, value, wrong) = samples(field, is_chat);
+            let answer = |value: &Value| ask(&[("", &with), (field, value)]);
+            match said {
+                "-" => {}
+                "yes" => {
+                    let given = answer(&value);
+                    assert_eq!(given.status, 200, "{path}: {field}: {}", given.text());
+                    // It is read: what is wrong is named.
+                    let refused = answer(&wrong);
+                    assert_eq!((refused.status, param(&refused).as_str()), (400, field), "{path}");
+                }
+                "no effect" => {
+                    for value in [&value, &wrong] {
+                        assert_eq!(answer(value).json()["choices"], plain, "{path}: {field}");
+                    }
+                }
+                "refused" => {
+                    answer(&value).assert_error(
+                        400,
+                        "invalid_request_error",
+                        Some(field),
+                        Some("unsupported_parameter"),
+                    );
+                    for value in nothing.iter().chain([&Value::Null]) {
+                        assert_eq!(answer(value).json()["choices"], plain, "{path}: {field}: {value}");
+                    }
+                }
+                other => panic!("{field}: {other}"),
+            }
+        }
+    }
+    let answer = server.post("/v1/embeddings", r#"{"input": "a"}"#);
+    answer.assert_error(404, "invalid_request_error", None, Some("unknown_url"));
+    assert!(DOCS.contains("There is no `/v1/embeddings`: it gets\n404."));
+    server.assert_nothing_is_held();
+}
