@@ -127,20 +127,44 @@ impl Sampler {
     /// The next token of the answer. 0 for empty `logits`.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         if !self.changes_logits() {
-            return self.choose(logits);
+            return self.choose(logits, None);
         }
-        let token = self.choose(&self.changed(logits));
+        let token = self.choose(&self.changed(logits), None);
         *self.met.entry(token).or_default() += 1;
         token
     }
 
-    fn choose(&mut self, logits: &[f32]) -> u32 {
+    /// As [`sample`](Self::sample), among the tokens that are `allowed`: of the others, the logits do not count. `None`
+    /// if none of these is.
+    pub fn sample_among(&mut self, logits: &[f32], allowed: &dyn Fn(u32) -> bool) -> Option<u32> {
+        let mut changed = if self.changes_logits() { self.changed(logits) } else { logits.to_vec() };
+        let mut first = None;
+        for (token, logit) in (0u32..).zip(&mut changed) {
+            if allowed(token) {
+                first.get_or_insert(token);
+            } else {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        let first = first?;
+        // Logits that are not numbers choose none of them.
+        let token = Some(self.choose(&changed, Some(allowed))).filter(|token| allowed(*token)).unwrap_or(first);
+        if self.changes_logits() {
+            *self.met.entry(token).or_default() += 1;
+        }
+        Some(token)
+    }
+
+    fn choose(&mut self, logits: &[f32], allowed: Option<&dyn Fn(u32) -> bool>) -> u32 {
         if self.temperature <= 0.0 {
             return argmax(logits);
         }
         let peak = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |l: f32| f64::from((l - peak) / self.temperature).exp();
         let mut odds: Vec<(u32, f64)> = (0u32..).zip(logits.iter().map(|l| weight(*l))).collect();
+        if let Some(allowed) = allowed {
+            odds.retain(|(token, _)| allowed(*token));
+        }
         if self.top_k > 0 && self.top_k < odds.len() {
             odds.select_nth_unstable_by(self.top_k - 1, likelier);
             odds.truncate(self.top_k);
@@ -284,6 +308,42 @@ mod tests {
         assert_eq!((negative(&[]), negative(&[0])), (0, 1));
         let bias = vec![(0, -100.0), (3, 5.0), (4000, 100.0)];
         assert_eq!(said(Penalties { bias, ..none }, &[]), [3, 3, 3, 3]);
+    }
+
+    #[test]
+    fn only_what_is_allowed_is_chosen_however_unlikely_it_is() {
+        let logits = [9.0, f32::NEG_INFINITY, -90.0, f32::NAN, -91.0, 9.0];
+        let even = |token: u32| [2, 4].contains(&token);
+        let bias = Penalties { bias: vec![(4, 5.0), (0, 100.0)], ..Penalties::default() };
+        for seed in 0..100 {
+            let samplers = [0.0, 0.1, 2.0].map(|temperature| Sampler::new(temperature, seed).top_p(0.9).min_p(0.1));
+            for mut sampler in samplers {
+                assert!(sampler.sample_among(&logits, &even).is_some_and(even));
+            }
+            let mut sampler = Sampler::new(2.0, seed).top_k(1);
+            assert_eq!(sampler.sample_among(&logits, &even), Some(2));
+            assert_eq!(Sampler::greedy().penalties(bias.clone(), &[]).sample_among(&logits, &even), Some(4));
+        }
+        // What the model cannot tell apart, or rules out, is allowed all the same.
+        for temperature in [0.0, 1.0] {
+            let mut sampler = Sampler::new(temperature, 1);
+            assert_eq!(sampler.sample_among(&logits, &|token| token == 1), Some(1));
+            assert_eq!(sampler.sample_among(&logits, &|token| token == 3), Some(3));
+            assert_eq!(sampler.sample_among(&logits, &|token| token > 5), None);
+        }
+    }
+
+    #[test]
+    fn where_all_tokens_are_allowed_the_same_ones_are_chosen() {
+        let logits: Vec<f32> = (0..50).map(|n| (n * 37 % 50) as f32 / 10.0).collect();
+        let penalties = Penalties { frequency: 0.5, ..Penalties::default() };
+        for (temperature, penalties) in [(0.0, penalties.clone()), (1.5, penalties), (1.5, Penalties::default())] {
+            let [mut one, mut other] =
+                [(); 2].map(|()| Sampler::new(temperature, 7).top_p(0.9).penalties(penalties.clone(), &[]));
+            for _ in 0..50 {
+                assert_eq!(Some(one.sample(&logits)), other.sample_among(&logits, &|_| true));
+            }
+        }
     }
 
     proptest! {

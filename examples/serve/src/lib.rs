@@ -4,6 +4,7 @@
 pub mod args;
 pub mod engine;
 pub mod error;
+pub mod grammar;
 pub mod http;
 pub mod metrics;
 pub mod open;

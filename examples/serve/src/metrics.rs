@@ -59,6 +59,14 @@ pub struct Metrics {
     between_tokens: Histogram,
     pass_time: Histogram,
     pass_waited: Histogram,
+    grammar_answers: Counter,
+    grammar_compile: Histogram,
+    grammar_mask: Histogram,
+}
+
+/// From 10 us to about 10 s.
+fn short_seconds() -> Histogram {
+    Histogram::new(exponential_buckets(0.000_01, 2.0, 21))
 }
 
 /// From 1 ms to about two minutes.
@@ -84,6 +92,7 @@ impl Metrics {
         let accepted_tokens = counter("accepted_tokens", "Of these, tokens that the model agreed to");
         let passes = counter("passes", "Passes over the model");
         let pass_tokens = counter("pass_tokens", "Tokens read in passes");
+        let grammar_answers = counter("grammar_answers", "Answers whose form is given by a grammar");
         let preemptions = Family::<How, Counter>::default();
         registry.register("preemptions", "Answers that had to make room for others", preemptions.clone());
         let mut gauge = |name: &str, help: &str| {
@@ -104,6 +113,13 @@ impl Metrics {
         let between_tokens = histogram("time_between_tokens", "From a token of an answer to the next one");
         let pass_time = histogram("pass", "What a pass took");
         let pass_waited = histogram("pass_waited", "Of that, waiting for weights");
+        let mut short = |name: &str, help: &str| {
+            let histogram = short_seconds();
+            registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+            histogram
+        };
+        let grammar_compile = short("grammar_compile", "What compiling a grammar took");
+        let grammar_mask = short("grammar_mask", "What finding the tokens took that a grammar allows next");
         registry.register_collector(Box::new(Engine(places)));
         Self {
             registry,
@@ -124,6 +140,9 @@ impl Metrics {
             between_tokens,
             pass_time,
             pass_waited,
+            grammar_answers,
+            grammar_compile,
+            grammar_mask,
         }
     }
 
@@ -190,6 +209,16 @@ impl Metrics {
     pub(crate) fn drafted(&self, drafted: usize, right: usize) {
         self.drafted_tokens.inc_by(drafted as u64);
         self.accepted_tokens.inc_by(right as u64);
+    }
+
+    /// A grammar was compiled, or refused, for so many answers.
+    pub(crate) fn grammar(&self, took: Duration, answers: usize) {
+        self.grammar_compile.observe(took.as_secs_f64());
+        self.grammar_answers.inc_by(answers as u64);
+    }
+
+    pub(crate) fn mask(&self, took: Duration) {
+        self.grammar_mask.observe(took.as_secs_f64());
     }
 
     pub(crate) fn preempted(&self, how: Preempted) {

@@ -18,6 +18,7 @@ use outcore_llm::{
 
 use crate::args::Args;
 use crate::engine::{Engine, Limits};
+use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
 use crate::places::Places;
 use crate::sampling::Defaults;
@@ -41,6 +42,10 @@ const NETWORK: Bytes = Bytes::mib(16);
 const REQUESTS_PART: u64 = 64;
 /// The least and the most of that, in bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
+/// Grammars may take one part in so many of the memory.
+const GRAMMARS_PART: u64 = 16;
+/// The most of that, in bytes.
+const GRAMMARS_MOST: u64 = 1 << 30;
 /// Bytes for each token of the vocabulary that choosing one takes: a copy of the logits, the odds, and their order.
 const CHOOSING: u64 = 24;
 /// Of each row of logits: the product by rows and by vectors.
@@ -65,6 +70,8 @@ pub struct Opened {
     pub vocab: usize,
     /// Bytes that requests may hold in memory.
     pub room: usize,
+    /// What forms of answers share.
+    pub grammars: Arc<Grammars>,
     /// How tokens are chosen where a request does not say.
     pub sampling: Defaults,
 }
@@ -165,8 +172,15 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let mut working = Working::of(&config, context, 0, KvType::F32, PROMPT_TOKENS + concurrency + drafts, threads);
     // Each thread that chooses a token has the odds of all, and perhaps their order.
     let choosing = (threads.min(concurrency) as u64 - 1) * config.vocab as u64 * CHOOSING;
-    working.fixed =
-        working.fixed + Bytes::new(choosing) + Bytes::new((concurrency + drafts) as u64 * row) + room + NETWORK;
+    let grammars = (memory.get() / GRAMMARS_PART).clamp(grammar::BYTES_LEAST as u64, GRAMMARS_MOST);
+    let of_tokens = grammar::vocab_bytes(&tokenizer, config.vocab);
+    working.fixed = working.fixed
+        + Bytes::new(choosing)
+        + Bytes::new((concurrency + drafts) as u64 * row)
+        + room
+        + Bytes::new(grammars)
+        + Bytes::new(of_tokens)
+        + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
     let weights = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
@@ -223,9 +237,10 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         requests = %room,
         "memory is divided"
     );
+    let grammars = Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, metrics.clone()));
     let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);
-    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room, sampling })
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room, grammars, sampling })
 }

@@ -29,6 +29,10 @@ const BIASES_MOST: usize = 1024;
 /// The longest `chat_template_kwargs`, in bytes, and how much more memory its values take.
 const TEMPLATE_BYTES_MOST: usize = 1 << 10;
 const TEMPLATE_VALUES: usize = 64;
+/// The longest schema of a `response_format`, in bytes.
+const SCHEMA_BYTES_MOST: usize = 64 << 10;
+/// The longest name of a schema or of a function (OpenAI's limit).
+const NAME_MOST: usize = 64;
 /// The most names of unknown fields that are listed.
 const UNKNOWN_MOST: usize = 64;
 /// The most choices of a request.
@@ -81,8 +85,29 @@ pub struct Common {
     pub ignore_end: bool,
     /// What a chat template gets besides the messages.
     pub template: Map<String, Value>,
+    /// What an answer has to be, if not just any text.
+    pub format: Option<Format>,
     /// The first fields with names that nobody knows, cut short. They have no effect.
     pub unknown: Vec<String>,
+}
+
+/// What an answer has to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Any JSON object.
+    Object,
+    /// JSON that this schema describes: a JSON object, as it stands in the body.
+    Schema(String),
+}
+
+impl Format {
+    /// Bytes of memory that it takes.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Object => 0,
+            Self::Schema(schema) => schema.len(),
+        }
+    }
 }
 
 /// How tokens are chosen; what is `None` is the server's choice.
@@ -156,7 +181,8 @@ impl Common {
     /// Bytes of memory that a request takes besides its prompts.
     pub fn bytes(&self) -> usize {
         let texts = self.stop.iter().chain(&self.model).map(String::len).sum::<usize>();
-        REQUEST_BYTES + texts + size_of_val(self.sampling.bias.as_slice())
+        let format = self.format.as_ref().map_or(0, Format::bytes);
+        REQUEST_BYTES + texts + format + size_of_val(self.sampling.bias.as_slice())
     }
 }
 
@@ -195,7 +221,7 @@ const UNSUPPORTED: [&str; 11] = [
 ];
 
 /// All other names that something here looks up, in whichever object.
-const LOOKED_UP: [&str; 35] = [
+const LOOKED_UP: [&str; 39] = [
     "model",
     "max_tokens",
     "max_completion_tokens",
@@ -231,6 +257,10 @@ const LOOKED_UP: [&str; 35] = [
     "prompt",
     "echo",
     "best_of",
+    "json_schema",
+    "schema",
+    "strict",
+    "description",
 ];
 
 /// Whether such a field's value asks for nothing.
@@ -678,6 +708,32 @@ impl<'a> Fields<'a> {
         Ok(variables)
     }
 
+    /// What the answer to a chat has to be.
+    fn format(&mut self, unknown: &mut Vec<String>) -> Result<Option<Format>, ApiError> {
+        const NAME: &str = "response_format";
+        let Some(value) = self.take(NAME) else { return Ok(None) };
+        if !value.is_object() {
+            return Err(wrong_type(NAME, "an object", value));
+        }
+        let (mut fields, within) = (Fields::of(value)?, "response_format.");
+        let kind = fields.need("type", within)?;
+        let wrong = || {
+            let why = "supported are 'text', 'json_object' and 'json_schema'";
+            wrong_value("response_format.type", why)
+        };
+        if !kind.is_string() {
+            return Err(wrong());
+        }
+        let format = match &*kind.text()? {
+            "text" => None,
+            "json_object" => Some(Format::Object),
+            "json_schema" => Some(schema(fields.need("json_schema", within)?, unknown)?),
+            _ => return Err(wrong()),
+        };
+        fields.finish(within, unknown)?;
+        Ok(format)
+    }
+
     /// What both kinds of requests have.
     fn common(&mut self, logprobs: Option<usize>, mut unknown: Vec<String>) -> Result<Common, ApiError> {
         let (stream, stream_usage) = self.stream(&mut unknown)?;
@@ -694,6 +750,7 @@ impl<'a> Fields<'a> {
             logprobs,
             ignore_end: self.bool("ignore_eos", "")?.unwrap_or(false),
             template: self.template()?,
+            format: None,
             unknown,
         };
         Ok(common)
@@ -727,6 +784,45 @@ impl<'a> Fields<'a> {
 pub fn unknown(param: &str) -> ApiError {
     let message = format!("Unrecognized request argument supplied: {param}");
     ApiError::invalid(message).param(param).code("unknown_parameter")
+}
+
+/// A name of 1 to 64 letters, digits, underscores and hyphens, as OpenAI's API wants those of functions and schemas.
+fn name(param: &str, value: Raw<'_>) -> Result<String, ApiError> {
+    if !value.is_string() {
+        return Err(wrong_type(param, "a string", value));
+    }
+    let name = value.text()?;
+    let fits = |c: u8| c.is_ascii_alphanumeric() || c == b'_' || c == b'-';
+    if name.is_empty() || name.len() > NAME_MOST || !name.bytes().all(fits) {
+        let why = format!("a name has 1 to {NAME_MOST} letters, digits, underscores and hyphens");
+        return Err(wrong_value(param, why));
+    }
+    Ok(name.into_owned())
+}
+
+/// The schema in a `response_format`.
+fn schema(value: Raw<'_>, unknown: &mut Vec<String>) -> Result<Format, ApiError> {
+    const NAME: &str = "response_format.json_schema";
+    if !value.is_object() {
+        return Err(wrong_type(NAME, "an object", value));
+    }
+    let (mut fields, within) = (Fields::of(value)?, "response_format.json_schema.");
+    name(&format!("{within}name"), fields.need("name", within)?)?;
+    // What was asked for is what is answered, strict or not.
+    fields.bool("strict", within)?;
+    if let Some(other) = fields.take("description").filter(|value| !value.is_string()) {
+        return Err(wrong_type(&format!("{within}description"), "a string", other));
+    }
+    let schema = fields.need("schema", within)?;
+    let param = format!("{within}schema");
+    if !schema.is_object() {
+        return Err(wrong_type(&param, "an object", schema));
+    }
+    if schema.0.len() > SCHEMA_BYTES_MOST {
+        return Err(wrong_value(&param, format!("a schema has at most {SCHEMA_BYTES_MOST} bytes")));
+    }
+    fields.finish(within, unknown)?;
+    Ok(Format::Schema(schema.0.to_owned()))
 }
 
 /// A message's text: a string, or parts of type `text`.
@@ -820,6 +916,11 @@ pub fn chat(body: &[u8]) -> Result<Request, ApiError> {
         (false, Some(_)) => return Err(wrong_value("top_logprobs", "'logprobs' has to be true for it")),
     };
     let mut common = fields.common(logprobs, unknown)?;
+    common.format = fields.format(&mut common.unknown)?;
+    if common.format.is_some() && common.ignore_end {
+        let message = "'ignore_eos' is not supported with 'response_format': what is whole has an end.";
+        return Err(ApiError::invalid(message).param("ignore_eos").code("unsupported_value"));
+    }
     fields.finish("", &mut common.unknown)?;
     Ok(Request { prompts: vec![Prompt::Chat(messages)], echo: false, common })
 }
@@ -1081,7 +1182,6 @@ mod tests {
             ("functions", json!([]), json!([1])),
             ("tool_choice", json!("auto"), json!("required")),
             ("tool_choice", json!("none"), json!({ "type": "function" })),
-            ("response_format", json!({ "type": "text" }), json!({ "type": "json_object" })),
             ("modalities", json!(["text"]), json!(["audio"])),
             ("suffix", json!(""), json!("end")),
         ];
@@ -1106,6 +1206,45 @@ mod tests {
                 assert_eq!(error.param.as_ref(), Some(listed));
             }
         }
+    }
+
+    #[test]
+    fn forms_of_answers_are_read_and_what_is_wrong_is_named() {
+        let [(chat, messages), (completion, prompt)] = BOTH;
+        let object = json!({ "type": "json_object" });
+        let schema = |schema: Value| json!({ "type": "json_schema", "json_schema": { "name": "a", "schema": schema } });
+        let read = |value: &Value| chat(&with(messages, "response_format", value.clone())).unwrap().common;
+        assert_eq!(read(&json!({ "type": "text" })).format, None);
+        assert_eq!(read(&object).format, Some(Format::Object));
+        let common = read(&schema(json!({ "type": "object" })));
+        assert_eq!((common.format, common.unknown.len()), (Some(Format::Schema(r#"{"type":"object"}"#.into())), 0));
+        let mut more = schema(json!({}));
+        more["json_schema"]["strict"] = json!(true);
+        more["json_schema"]["description"] = json!("b");
+        more["json_schema"]["wings"] = json!(2);
+        assert_eq!(read(&more).unknown, ["response_format.json_schema.wings"]);
+        let long = json!({ "a": "b".repeat(SCHEMA_BYTES_MOST) });
+        for (value, param) in [
+            (json!("json"), ""),
+            (json!({}), ".type"),
+            (json!({ "type": 1 }), ".type"),
+            (json!({ "type": "xml" }), ".type"),
+            (json!({ "type": "json_schema" }), ".json_schema"),
+            (json!({ "type": "json_schema", "json_schema": [] }), ".json_schema"),
+            (json!({ "type": "json_schema", "json_schema": { "schema": {} } }), ".json_schema.name"),
+            (json!({ "type": "json_schema", "json_schema": { "name": "a b", "schema": {} } }), ".json_schema.name"),
+            (json!({ "type": "json_schema", "json_schema": { "name": "a" } }), ".json_schema.schema"),
+            (schema(json!(true)), ".json_schema.schema"),
+            (schema(long), ".json_schema.schema"),
+        ] {
+            let wanted = format!("response_format{param}");
+            assert_eq!(refused(chat, messages, "response_format", value).1.as_deref(), Some(&*wanted));
+        }
+        let refused = refused(completion, prompt, "response_format", object.clone());
+        assert_eq!((refused.1.as_deref(), refused.2), (Some("response_format"), Some("unsupported_parameter")));
+        let body = with(messages, "response_format", object);
+        let error = chat(&with(std::str::from_utf8(&body).unwrap(), "ignore_eos", json!(true))).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("ignore_eos"));
     }
 
     #[test]

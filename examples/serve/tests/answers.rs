@@ -59,6 +59,7 @@ impl Question {
                 // Little randomness: then some drafts hold.
                 seed => Sampler::new(0.2, seed + nth as u64).top_p(0.9),
             },
+            grammar: None,
             ignore_end: true,
             logprobs: None,
             sink: Sink { index: first + nth, events: events.clone(), enough: Arc::default() },

@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use crate::error::ApiError;
+use crate::grammar::Grammar;
 use crate::metrics::Metrics;
 
 /// An answer to be written.
@@ -31,6 +32,8 @@ pub struct Job {
     pub most: usize,
     /// Chooses its tokens.
     pub sampler: Sampler,
+    /// Which tokens it may have, if not all.
+    pub grammar: Option<Grammar>,
     /// Whether it goes on behind the model's end tokens.
     pub ignore_end: bool,
     /// How many alternatives of each token are named.

@@ -17,13 +17,14 @@ use std::time::{Duration, Instant};
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, ErrorKind};
 use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
-use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Session, Tokenizer};
+use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Sampler, Session, Tokenizer};
 
 use super::draft::{DRAFT_MOST, Drafts, follow};
 use super::pace::Pace;
 use super::turns::Turns;
 use super::{Command, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
 use crate::error::ApiError;
+use crate::grammar::Grammar;
 use crate::metrics::{Metrics, Preempted};
 
 /// The fewest tokens of prompts that join a pass: fewer would not be worth their share of it.
@@ -59,6 +60,8 @@ struct Answer {
     charged: Option<u64>,
     /// Why it has all its tokens, if it has.
     ended: Option<End>,
+    /// Why it cannot go on, if it cannot.
+    failed: Option<ApiError>,
     /// When its last token came.
     last: Option<Instant>,
 }
@@ -77,6 +80,7 @@ impl Answer {
             alone: false,
             charged: None,
             ended: None,
+            failed: None,
             last: None,
         }
     }
@@ -130,6 +134,12 @@ struct Chosen {
     /// How many of the drafted tokens are among them.
     right: usize,
     ended: Option<End>,
+    /// The last of the tokens is the model's end, which has no text.
+    by_token: bool,
+    /// Why it cannot go on, if it cannot.
+    failed: Option<ApiError>,
+    /// What finding the allowed tokens took, for each of `tokens`; nothing if all are allowed.
+    masks: Vec<Duration>,
 }
 
 impl Given<'_> {
@@ -138,10 +148,22 @@ impl Given<'_> {
         let (prompt, turn, chosen) = (self.answer.prompt, self.turn, &mut self.chosen);
         let job = &mut self.answer.job;
         for (nth, row) in self.logits.chunks_exact(vocab).enumerate() {
-            let id = job.sampler.sample(row);
+            let id = match &mut job.grammar {
+                None => job.sampler.sample(row),
+                Some(grammar) => match choose_among(grammar, &mut job.sampler, row, &mut chosen.masks) {
+                    Ok(id) => id,
+                    Err(error) => {
+                        chosen.failed = Some(error);
+                        return;
+                    }
+                },
+            };
             chosen.tokens.push(Token { id, logprobs: job.logprobs.map(|most| logprobs(row, id, most)) });
             let whole = self.answer.tokens.len() + chosen.tokens.len();
             if !job.ignore_end && tokenizer.is_end(id) {
+                chosen.ended = Some(End::Stop);
+                chosen.by_token = true;
+            } else if job.grammar.as_ref().is_some_and(Grammar::is_over) {
                 chosen.ended = Some(End::Stop);
             } else if whole - prompt >= job.most || whole >= context {
                 chosen.ended = Some(End::Length);
@@ -152,6 +174,22 @@ impl Given<'_> {
             chosen.right = nth + 1;
         }
     }
+}
+
+/// The next token, of those that the grammar allows.
+fn choose_among(
+    grammar: &mut Grammar,
+    sampler: &mut Sampler,
+    row: &[f32],
+    masks: &mut Vec<Duration>,
+) -> Result<u32, ApiError> {
+    let since = Instant::now();
+    let mask = grammar.mask()?;
+    masks.push(since.elapsed());
+    // A grammar that allows a token allows one that the model has.
+    let id = sampler.sample_among(row, &|id| mask.allows(id)).unwrap_or_default();
+    grammar.push(id)?;
+    Ok(id)
 }
 
 /// See the [module's documentation](self).
@@ -677,7 +715,7 @@ impl Scheduler {
 
     /// What a pass gave to one of them.
     fn take(&mut self, turn: &Turn, chosen: Chosen) {
-        let Chosen { tokens, right, ended } = chosen;
+        let Chosen { tokens, right, ended, by_token, failed, masks } = chosen;
         let Some(answer) = self.running.get_mut(turn.at) else { return };
         let before = answer.read() - turn.input.len();
         if let ([first, ..], [drafted, ..], 0) = (&tokens[..], &turn.draft[..], turn.drafted) {
@@ -687,14 +725,16 @@ impl Scheduler {
         let count = tokens.len();
         for (nth, token) in tokens.into_iter().enumerate() {
             answer.tokens.push(token.id);
-            if ended == Some(End::Stop) && nth + 1 == count {
+            if by_token && nth + 1 == count {
                 break;
             }
             answer.send(Event::Token(token));
             let now = Instant::now();
             self.metrics.token(answer.job.received, answer.last.replace(now), now);
         }
+        masks.into_iter().for_each(|took| self.metrics.mask(took));
         answer.ended = ended;
+        answer.failed = failed;
         answer.drafts.observe(turn.drafted, right);
         self.metrics.drafted(turn.drafted, right);
         let valid = before + turn.input.len() - turn.drafted + right;
@@ -723,6 +763,11 @@ impl Scheduler {
         for answer in ended {
             let end = answer.ended.unwrap_or(End::Stop);
             self.end_one(answer, end);
+        }
+        let failed: Vec<Answer> = self.running.extract_if(.., |answer| answer.failed.is_some()).collect();
+        for mut answer in failed {
+            let error = answer.failed.take().unwrap_or_else(stopping);
+            self.fail(answer, error);
         }
         // Those whose drafts could not be taken back are read again.
         let lost: Vec<Answer> = self.running.extract_if(.., |answer| answer.session.is_none()).collect();

@@ -19,8 +19,9 @@ use super::room::Hold;
 use super::{App, blocking, check_model};
 use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
+use crate::grammar::{Grammar, Source};
 use crate::open::Opened;
-use crate::request::{Prompt, Request};
+use crate::request::{Format, Prompt, Request};
 use crate::tenants::{Leave, Tenant};
 use crate::text::Stops;
 
@@ -221,6 +222,16 @@ fn logprobs_bytes(app: &App, kind: Kind, tokens: usize, top: usize) -> Result<us
     Err(ApiError::invalid(message).param(top).code("invalid_value"))
 }
 
+/// The grammars of so many answers of this form, one each; none for any text.
+async fn grammars(app: &App, format: Option<Format>, answers: usize) -> Result<Vec<Grammar>, ApiError> {
+    let source = match format {
+        None => return Ok(Vec::new()),
+        Some(Format::Object) => Source::Schema(r#"{"type":"object"}"#.to_owned()),
+        Some(Format::Schema(schema)) => Source::Schema(schema),
+    };
+    app.opened.grammars.compile(source, "response_format", answers).await
+}
+
 /// The text of one choice so far.
 struct Text {
     unfinished: Unfinished,
@@ -277,6 +288,7 @@ impl Writing {
         let mut leave = tenant.enter(answers, Instant::now())?;
         let variables = std::mem::take(&mut common.template);
         let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), hold).await?;
+        let mut grammars = grammars(&app, common.format.take(), answers).await?.into_iter();
         let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
@@ -309,6 +321,7 @@ impl Writing {
                     prompt: prompt.clone(),
                     most,
                     sampler: app.opened.sampling.sampler(&common.sampling, seed.wrapping_add(nth as u64), &prompt),
+                    grammar: grammars.next(),
                     ignore_end: common.ignore_end,
                     logprobs: common.logprobs,
                     sink,

@@ -53,6 +53,7 @@ fn accepted(request: &Request) {
     assert!(common.unknown.len() <= 8, "{request:?}");
     assert!(common.stop.len() <= 4 && common.stop.iter().all(|stop| (1..=1024).contains(&stop.len())), "{request:?}");
     assert!(common.logprobs.is_none_or(|most| most <= if is_chat { 20 } else { 5 }), "{request:?}");
+    assert!(is_chat && !common.ignore_end || common.format.is_none(), "{request:?}");
     assert!(common.stream || !common.stream_usage, "{request:?}");
     assert!(!echo || common.logprobs.is_none(), "{request:?}");
 }

@@ -1,0 +1,220 @@
+//! Answers of a given form: they have it, whatever the model says, with and without drafts and whoever else is served;
+//! and a schema that cannot be used is refused before anything is written.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod support;
+
+use outcore_serve::tenants::Tenants;
+use serde_json::{Map, Value, json};
+use support::{Answer, Server};
+
+const CHAT: &str = "/v1/chat/completions";
+const INVALID: &str = "invalid_request_error";
+const SCHEMA: &str = "response_format";
+
+fn schema(schema: &Value) -> Value {
+    json!({ "type": "json_schema", "json_schema": { "name": "form", "schema": schema, "strict": true } })
+}
+
+fn body(format: &Value, more: Value) -> Value {
+    let mut body = json!({
+        "messages": [{ "role": "user", "content": "hello" }], "response_format": format, "max_tokens": 2000,
+        "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0,
+    });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+/// What an answer says, which has to be whole.
+#[track_caller]
+fn said(answer: &Answer) -> Value {
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let choice = &answer.json()["choices"][0];
+    assert_eq!(choice["finish_reason"], "stop", "{choice}");
+    let text = choice["message"]["content"].as_str().unwrap();
+    serde_json::from_str(text).unwrap_or_else(|wrong| panic!("{wrong}: {text:?}"))
+}
+
+/// Schemas whose texts are short, and whether a value is what they say.
+fn schemas() -> Vec<(Value, fn(&Value) -> bool)> {
+    let object = json!({
+        "type": "object", "required": ["kind", "size"], "additionalProperties": false,
+        "properties": { "kind": { "enum": ["one", "two", "\u{fc}"] }, "size": { "$ref": "#/$defs/size" } },
+        "$defs": { "size": { "type": "integer", "minimum": 3, "maximum": 420 } },
+    });
+    let list = json!({
+        "type": "array", "minItems": 2, "maxItems": 3,
+        "items": { "anyOf": [{ "type": "boolean" }, { "type": "string", "pattern": "^[ab]{1,3}$" }] },
+    });
+    let same = json!({ "type": "array", "minItems": 12, "maxItems": 12, "items": { "const": "again and again" } });
+    vec![
+        (object, |value| {
+            let known = ["one", "two", "\u{fc}"].contains(&value["kind"].as_str().unwrap());
+            known && (3..=420).contains(&value["size"].as_u64().unwrap()) && value.as_object().unwrap().len() == 2
+        }),
+        (list, |value| {
+            let all = value.as_array().unwrap();
+            let fits = |text: &str| (1..=3).contains(&text.len()) && text.bytes().all(|byte| b"ab".contains(&byte));
+            (2..=3).contains(&all.len()) && all.iter().all(|one| one.is_boolean() || one.as_str().is_some_and(fits))
+        }),
+        (same, |value| value.as_array().unwrap() == &vec![json!("again and again"); 12]),
+    ]
+}
+
+#[test]
+fn answers_have_the_form_that_is_asked_for() {
+    let server = Server::start();
+    for (schema_of, is_right) in schemas() {
+        for seed in 0..4 {
+            let temperature = f64::from(seed % 2) * 1.5;
+            let penalties = json!({ "seed": seed, "temperature": temperature, "frequency_penalty": 0.5 });
+            let answer = server.post(CHAT, body(&schema(&schema_of), penalties).to_string());
+            let value = said(&answer);
+            assert!(is_right(&value), "{value} for {schema_of}");
+        }
+    }
+    // The form comes before what the client makes likelier.
+    let bias = json!({ "logit_bias": { "5": 100 }, "temperature": 0 });
+    let short = json!({ "const": "a" });
+    assert_eq!(said(&server.post(CHAT, body(&schema(&short), bias).to_string())), "a");
+    // Several choices, and a stream.
+    let answer = server.post(CHAT, body(&schema(&schemas()[0].0), json!({ "n": 2, "seed": 3 })).to_string());
+    let choices = answer.json()["choices"].as_array().unwrap().clone();
+    assert_eq!(choices.len(), 2, "{}", answer.text());
+    for choice in &choices {
+        let text = choice["message"]["content"].as_str().unwrap();
+        assert!(schemas()[0].1(&serde_json::from_str(text).unwrap()), "{text}");
+    }
+    let stream = server.post(CHAT, body(&schema(&schemas()[0].0), json!({ "stream": true, "seed": 3 })).to_string());
+    let text: String = stream
+        .text()
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+        .filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned()))
+        .collect();
+    assert_eq!(text, choices[0]["message"]["content"].as_str().unwrap());
+    // Any object, which may be cut off.
+    for seed in 0..4 {
+        let more = json!({ "seed": seed, "max_tokens": 200 });
+        let answer = server.post(CHAT, body(&json!({ "type": "json_object" }), more).to_string()).json();
+        let choice = &answer["choices"][0];
+        let text = choice["message"]["content"].as_str().unwrap();
+        match serde_json::from_str::<Value>(text) {
+            Ok(value) => assert!(value.is_object() && choice["finish_reason"] == "stop", "{choice}"),
+            Err(error) => assert!(error.is_eof() && choice["finish_reason"] == "length", "{choice}"),
+        }
+    }
+    assert_eq!(server.metric("outcore_grammar_answers_total"), 12 + 1 + 2 + 1 + 4);
+    assert_eq!(server.metric("outcore_grammar_compile_seconds_count"), 12 + 1 + 1 + 1 + 4);
+    assert!(server.metric("outcore_grammar_mask_seconds_count") > 100);
+    server.assert_nothing_is_held();
+}
+
+#[test]
+fn answers_of_a_form_are_the_same_with_drafts_and_in_company() {
+    let all: Vec<String> = schemas()
+        .iter()
+        .flat_map(|(of, _)| {
+            (0..4).map(|seed| body(&schema(of), json!({ "seed": seed, "temperature": f64::from(seed % 2) })))
+        })
+        .map(|body| body.to_string())
+        .collect();
+    let text = |answer: &Answer| said(answer).to_string() + &answer.json()["choices"][0].to_string();
+    let alone = Server::start();
+    let wanted: Vec<String> = all.iter().map(|body| text(&alone.post(CHAT, body))).collect();
+    let args = ["--speculate", "--page-size", "16KiB", "--kv-memory", "256KiB"];
+    let together = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+    // Others are not bound to any form.
+    let free = r#"{"prompt": [1, 2, 3, 1, 2, 3, 1, 2], "max_tokens": 300, "ignore_eos": true, "temperature": 0}"#;
+    std::thread::scope(|scope| {
+        let (together, text) = (&together, &text);
+        let others: Vec<_> = (0..3).map(|_| scope.spawn(|| together.post("/v1/completions", free).status)).collect();
+        let asked: Vec<_> = all.iter().map(|body| scope.spawn(move || text(&together.post(CHAT, body)))).collect();
+        for (nth, (answer, wanted)) in asked.into_iter().zip(&wanted).enumerate() {
+            assert_eq!(&answer.join().unwrap(), wanted, "{}", all[nth]);
+        }
+        others.into_iter().for_each(|other| assert_eq!(other.join().unwrap(), 200));
+    });
+    // One alone, whose text repeats itself: drafts of it are right.
+    let before = together.metric("outcore_accepted_tokens_total");
+    assert_eq!(text(&together.post(CHAT, all.last().unwrap())), *wanted.last().unwrap());
+    assert!(together.metric("outcore_accepted_tokens_total") > before, "no draft of a form was right");
+    together.assert_nothing_is_held();
+}
+
+/// Schemas that cannot be used, and a part of what is said about each.
+fn refused() -> Vec<(Value, &'static str)> {
+    // Each level has the next one twice.
+    let mut levels = Map::from_iter([("d20".to_owned(), json!({ "type": "string" }))]);
+    for level in 0..20 {
+        let next = json!({ "$ref": format!("#/$defs/d{}", level + 1) });
+        let twice = json!([{ "allOf": [next, { "minLength": 1 }] }, { "allOf": [next, { "maxLength": 9 }] }]);
+        levels.insert(format!("d{level}"), json!({ "anyOf": twice }));
+    }
+    let deep = json!({ "$ref": "#/$defs/d0", "$defs": levels });
+    let many: Vec<Value> = (0..14)
+        .map(|n| json!({ "anyOf": [{ "properties": { format!("a{n}"): {} } }, { "properties": { format!("b{n}"): {} } }] }))
+        .collect();
+    let properties: Map<String, Value> =
+        (0..1200).map(|n| (format!("p{n}"), json!({ "enum": [n.to_string(), n] }))).collect();
+    let exponential = "^(a|b)*a(a|b){20}$";
+    vec![
+        (json!({ "type": "wings" }), "wings"),
+        (json!({ "type": 1 }), ""),
+        (json!({ "enum": 1 }), ""),
+        (json!({ "properties": [] }), ""),
+        (json!({ "not": {} }), "not"),
+        (json!({ "type": "string", "pattern": "((" }), "regex"),
+        (json!({ "type": "string", "pattern": "(a)\\1" }), "backreference"),
+        (json!({ "$ref": "https://example.com/schema.json" }), "example.com"),
+        (json!({ "$ref": "file:///etc/passwd" }), "fetch"),
+        (json!({ "$ref": "#/$defs/none" }), "none"),
+        (
+            json!({ "$ref": "#/$defs/a", "$defs": { "a": { "allOf": [{ "$ref": "#/$defs/a" }, { "type": "object" }] } } }),
+            "circular",
+        ),
+        // No text meets them.
+        (json!({ "$ref": "#" }), "no text can meet it"),
+        (json!({ "type": "integer", "minimum": 5, "maximum": 1 }), "minimum"),
+        (json!({ "enum": [] }), "empty"),
+        (json!({ "allOf": [{ "type": "string", "pattern": "^a+$" }, { "pattern": "^b+$" }] }), "empty"),
+        // They would take too much.
+        (deep, "too complex"),
+        (json!({ "allOf": many }), "too complex"),
+        (json!({ "type": "object", "properties": properties }), "too complex"),
+        (json!({ "type": "integer", "multipleOf": 1_000_003 }), "too complex"),
+        (json!({ "type": "number", "allOf": [{ "multipleOf": 0.37 }, { "multipleOf": 41 }] }), "too complex"),
+        (json!({ "type": "string", "pattern": exponential, "minLength": 5000, "maxLength": 9000 }), "too complex"),
+    ]
+}
+
+#[test]
+fn schemas_that_cannot_be_used_are_refused_with_the_reason_and_the_server_goes_on() {
+    let server = Server::start();
+    for (of, part) in refused() {
+        let answer = server.post(CHAT, body(&schema(&of), json!({ "max_tokens": 5 })).to_string());
+        let message = answer.assert_error(400, INVALID, Some(SCHEMA), Some("invalid_value"));
+        assert!(message.contains(part), "{message}");
+    }
+    // An answer that gets to where it cannot go on is given up, with the reason.
+    let patterns = json!({ "type": "string", "pattern": "^(.{0,5000}x){500}$" });
+    let answer = server.post(CHAT, body(&schema(&patterns), json!({ "max_tokens": 2000, "seed": 1 })).to_string());
+    let message = answer.assert_error(400, INVALID, Some(SCHEMA), Some("invalid_value"));
+    assert!(message.contains("too many states"), "{message}");
+    // Deep, but no deeper than a body may be; and nested without end.
+    let mut deep = json!({ "const": 1 });
+    for _ in 0..58 {
+        deep = json!({ "anyOf": [deep] });
+    }
+    assert_eq!(said(&server.post(CHAT, body(&schema(&deep), json!({})).to_string())), 1);
+    let tree = json!({ "$ref": "#/$defs/a", "$defs": { "a": { "type": "array", "items": { "$ref": "#/$defs/a" } } } });
+    assert_eq!(server.post(CHAT, body(&schema(&tree), json!({ "max_tokens": 50 })).to_string()).status, 200);
+    let many = body(&json!({ "type": "json_object" }), json!({ "n": 128, "max_tokens": 1 })).to_string();
+    let bytes = Server::with(&["--memory", "256MiB"], Tenants::single(None).unwrap(), |_| {});
+    let message = bytes.post(CHAT, many).assert_error(400, INVALID, Some("n"), Some("invalid_value"));
+    assert!(message.contains("--memory"), "{message}");
+    assert_eq!(server.metric("outcore_kv_blocks{state=\"used\"}"), 0);
+    server.assert_lives();
+    server.assert_nothing_is_held();
+}
