@@ -1,7 +1,12 @@
 //! Chat templates: how a list of messages becomes a prompt.
 
+use std::io::{self, Write};
+
+use minijinja::value::Kwargs;
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value as Json};
 
 use crate::error::{Error, Result};
@@ -24,15 +29,119 @@ impl Message {
     }
 }
 
+/// A turn of a conversation in which tools are called.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// `system`, `user`, `assistant` or `tool`.
+    pub role: String,
+    /// What was said, if anything.
+    pub content: Option<String>,
+    /// The tools that the assistant calls.
+    pub calls: Vec<Call>,
+    /// The call whose result this is, by its id.
+    pub call: Option<String>,
+}
+
+/// A call of a tool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Tells it from others.
+    pub id: String,
+    /// The function's name.
+    pub name: String,
+    /// A JSON object, as text.
+    pub arguments: String,
+}
+
+impl From<Message> for Turn {
+    fn from(message: Message) -> Self {
+        Self { role: message.role, content: Some(message.content), ..Self::default() }
+    }
+}
+
+impl Turn {
+    /// As templates know it from the `transformers` library.
+    fn value(&self) -> Result<Value> {
+        let mut members = vec![("role", Value::from(&self.role)), ("content", Value::from(self.content.clone()))];
+        if !self.calls.is_empty() {
+            members.push(("tool_calls", self.calls.iter().map(Call::value).collect::<Result<Value>>()?));
+        }
+        members.extend(self.call.as_ref().map(|id| ("tool_call_id", Value::from(id))));
+        Ok(members.into_iter().collect())
+    }
+}
+
+impl Call {
+    fn value(&self) -> Result<Value> {
+        let function =
+            [("name", Value::from(&self.name)), ("arguments", json("arguments of a call", &self.arguments)?)];
+        let members = [
+            ("id", Value::from(&self.id)),
+            ("type", Value::from("function")),
+            ("function", function.into_iter().collect()),
+        ];
+        Ok(members.into_iter().collect())
+    }
+}
+
+/// What a text of JSON says, with members in their order.
+fn json(what: &str, text: &str) -> Result<Value> {
+    serde_json::from_str(text).map_err(|e| Error::format(what, e))
+}
+
+/// JSON on one line, with spaces behind commas and colons: models are trained on what Python writes.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+/// The filter `tojson`. Unlike that of web pages, it escapes nothing that JSON does not.
+fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaError> {
+    const INDENT_MOST: usize = 16;
+    let indent: Option<usize> = options.get("indent")?;
+    let ascii: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    if indent.is_some_and(|indent| indent > INDENT_MOST) || ascii == Some(true) {
+        let why = format!("tojson takes an indent of at most {INDENT_MOST}, and no ensure_ascii");
+        return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
+    }
+    let mut out = Vec::new();
+    let spaces = " ".repeat(indent.unwrap_or(0));
+    let written = match indent {
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine)),
+        Some(_) => {
+            let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut out, pretty))
+        }
+    };
+    let wrong = |why: String| JinjaError::new(ErrorKind::BadSerialization, why);
+    written.map_err(|error| wrong(error.to_string()))?;
+    String::from_utf8(out).map_err(|error| wrong(error.to_string()))
+}
+
 /// A model's own template, in the Jinja dialect that Hugging Face tokenizers use.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
     bos: String,
     eos: String,
 }
 
 const NAME: &str = "chat";
+/// The most steps of a template. The longest conversations take a small part of that.
+const STEPS_MOST: u64 = 10_000_000;
 
 impl ChatTemplate {
     /// The template that `files` carry (GGUF metadata, `chat_template.jinja` or `tokenizer_config.json`), if any.
@@ -67,8 +176,10 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
         });
-        environment.add_template_owned(NAME, source).map_err(|e| Error::format("chat template", e))?;
-        Ok(Self { environment, bos, eos })
+        environment.add_filter("tojson", to_json);
+        environment.set_fuel(Some(STEPS_MOST));
+        environment.add_template_owned(NAME, source.clone()).map_err(|e| Error::format("chat template", e))?;
+        Ok(Self { environment, source, bos, eos })
     }
 
     /// The prompt for `messages`, with the opening of the assistant's turn where `open_turn` is set.
@@ -79,17 +190,55 @@ impl ChatTemplate {
     /// As [`render`](Self::render), with further variables (`enable_thinking`, say). What a template does not know has
     /// no effect.
     pub fn render_with(&self, messages: &[Message], open_turn: bool, more: &Map<String, Json>) -> Result<String> {
-        let template = self.environment.get_template(NAME).map_err(|e| Error::format("chat template", e))?;
         let messages: Vec<Value> = messages.iter().map(|m| context! { role => m.role, content => m.content }).collect();
-        template
-            .render(context! {
-                messages,
-                add_generation_prompt => open_turn,
-                bos_token => self.bos,
-                eos_token => self.eos,
-                ..Value::from_serialize(more)
-            })
-            .map_err(|e| Error::format("chat template", e))
+        self.render_values(messages, None, open_turn, more)
+    }
+
+    /// As [`render_with`](Self::render_with), with calls of tools. `tools` is a JSON array of their definitions.
+    ///
+    /// # Errors
+    /// What is no JSON, and what the template refuses.
+    pub fn render_turns(
+        &self,
+        turns: &[Turn],
+        tools: Option<&str>,
+        open_turn: bool,
+        more: &Map<String, Json>,
+    ) -> Result<String> {
+        let tools = tools.map(|tools| json("tools", tools)).transpose()?;
+        let turns = turns.iter().map(Turn::value).collect::<Result<_>>()?;
+        self.render_values(turns, tools, open_turn, more)
+    }
+
+    fn render_values(
+        &self,
+        messages: Vec<Value>,
+        tools: Option<Value>,
+        open_turn: bool,
+        more: &Map<String, Json>,
+    ) -> Result<String> {
+        let template = self.environment.get_template(NAME).map_err(|e| Error::format("chat template", e))?;
+        // A template asks whether there are tools by whether they are defined, or by whether they are none.
+        let tools = tools.map_or_else(|| context! {}, |tools| context! { tools });
+        let rendered = template.render(context! {
+            messages,
+            add_generation_prompt => open_turn,
+            bos_token => self.bos,
+            eos_token => self.eos,
+            ..context! { ..tools, ..Value::from_serialize(more) }
+        });
+        rendered.map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel => {
+                let why = format!("it takes more than {STEPS_MOST} steps: shorten the conversation");
+                Error::format("chat template", why)
+            }
+            _ => Error::format("chat template", error),
+        })
+    }
+
+    /// Whether its source has this text somewhere.
+    pub fn mentions(&self, text: &str) -> bool {
+        self.source.contains(text)
     }
 }
 
@@ -97,7 +246,7 @@ impl ChatTemplate {
 mod tests {
     use serde_json::json;
 
-    use super::{ChatTemplate, Message};
+    use super::{Call, ChatTemplate, Message, Turn};
 
     #[test]
     fn further_variables_reach_the_template_and_replace_none_of_its_own() {
@@ -113,5 +262,56 @@ mod tests {
         });
         let rendered = template.render_with(&messages, false, more.as_object().unwrap()).unwrap();
         assert_eq!(rendered, "<s><user>hello<no_think>high");
+    }
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source.to_owned(), String::new(), String::new()).unwrap()
+    }
+
+    #[test]
+    fn tools_and_calls_reach_the_template_with_members_in_their_order() {
+        let source = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]\
+                      {% if m.content is not none %}{{ m.content }}{% endif %}\
+                      {% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function | tojson }}{{ c.type }}{% endfor %}\
+                      {% endif %}{{ m.tool_call_id }}{% endfor %}";
+        let template = template(source);
+        let turns = [
+            Turn { role: "user".into(), content: Some("hello".into()), ..Turn::default() },
+            Turn {
+                role: "assistant".into(),
+                calls: vec![Call { id: "1".into(), name: "f".into(), arguments: r#"{"z":[1,2],"a":"<b>"}"#.into() }],
+                ..Turn::default()
+            },
+            Turn { role: "tool".into(), content: Some("5".into()), call: Some("1".into()), ..Turn::default() },
+        ];
+        let tools = r#"[{"type":"function","function":{"name":"f","description":"\u00fc"}}]"#;
+        let rendered = template.render_turns(&turns, Some(tools), true, &serde_json::Map::new()).unwrap();
+        let wanted = "[{\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"\u{fc}\"}}]\
+                      [user]hello[assistant]{\"name\": \"f\", \"arguments\": {\"z\": [1, 2], \"a\": \"<b>\"}}function\
+                      [tool]51";
+        assert_eq!(rendered, wanted);
+        let rendered = template.render_turns(&turns[..1], None, true, &serde_json::Map::new()).unwrap();
+        assert_eq!(rendered, "[user]hello");
+        assert!(template.mentions("tools") && !template.mentions("[TOOL_CALLS]"));
+        let wrong = Call { id: "1".into(), name: "f".into(), arguments: "{".into() };
+        let turns = [Turn { role: "assistant".into(), calls: vec![wrong], ..Turn::default() }];
+        assert!(template.render_turns(&turns, None, true, &serde_json::Map::new()).is_err());
+    }
+
+    #[test]
+    fn json_is_written_as_python_writes_it() {
+        let tools = r#"[{"a":{},"b":[[],null,true,1.5]}]"#;
+        let one = |source| template(source).render_turns(&[], Some(tools), true, &serde_json::Map::new());
+        assert_eq!(one("{{ tools | tojson }}").unwrap(), r#"[{"a": {}, "b": [[], null, true, 1.5]}]"#);
+        let pretty = serde_json::to_string_pretty(&json!([{ "a": {}, "b": [[], null, true, 1.5] }])).unwrap();
+        assert_eq!(one("{{ tools | tojson(indent=2) }}").unwrap(), pretty);
+        assert!(one("{{ tools | tojson(indent=17) }}").is_err());
+    }
+
+    #[test]
+    fn a_template_without_end_is_given_up() {
+        let loops = "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}{% endfor %}";
+        let error = template(loops).render(&[], true).unwrap_err();
+        assert!(error.in_full().contains("10000000 steps"), "{}", error.in_full());
     }
 }

@@ -64,7 +64,7 @@ mod tokenizer;
 mod weights;
 
 pub use architecture::pass_bytes;
-pub use chat::{ChatTemplate, Message};
+pub use chat::{Call, ChatTemplate, Message, Turn};
 pub use config::{Arch, Config, Mixture, RopePairs};
 pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::{KvType, WeightType};
