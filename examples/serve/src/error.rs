@@ -1,7 +1,7 @@
 //! Errors as OpenAI's API shapes them: `{"error": {"message", "type", "param", "code"}}` with an HTTP status.
 //!
 //! Shapes and codes: <https://platform.openai.com/docs/guides/error-codes>. No message repeats what the user wrote but
-//! for names of fields, which are cut short.
+//! for names of fields, which are cut short, and what is wrong in a schema, in the words of who compiles it.
 
 use std::time::Duration;
 

@@ -112,7 +112,7 @@ fn refused(param: &'static str, why: &str) -> ApiError {
 }
 
 /// What exceeds a limit, with the limit and what to do.
-fn too_complex(param: &'static str, why: &str) -> ApiError {
+pub fn too_complex(param: &'static str, why: &str) -> ApiError {
     refused(param, &format!("it is too complex: {why}. Use shorter patterns, fewer alternatives, or smaller bounds"))
 }
 

@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 
 pub mod args;
+pub mod calls;
 pub mod engine;
 pub mod error;
 pub mod grammar;

@@ -93,7 +93,7 @@ fn collect(mut events: Receiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> 
 
 /// The answers to each question when it is alone.
 fn alone(spec: &Spec, questions: &[Question]) -> Vec<Vec<u32>> {
-    let server = Server::of(spec, &PAGE, Tenants::single(None).unwrap(), |_| {});
+    let server = Server::of(|path| spec.write_gguf(path).unwrap(), &PAGE, Tenants::single(None).unwrap(), |_| {});
     let answer = |question: &Question| {
         let (sender, events) = channel(EVENTS);
         server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
@@ -144,7 +144,7 @@ fn same_in_any_company(spec: &Spec, count: usize) {
     for (preempt, more) in [("park", ""), ("recompute", "--speculate"), ("auto", "--speculate")] {
         let mut args = vec![PAGE[0], PAGE[1], "--kv-memory", "256KiB", "--preempt", preempt];
         args.extend(Some(more).filter(|more| !more.is_empty()));
-        let server = Server::of(spec, &args, Tenants::single(None).unwrap(), |_| {});
+        let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
         for frames in [1 << 14, 40] {
             let runtime = server.app.opened.places.pool().runtime();
             runtime.set_device_budget(Bytes::kib(16 * frames)).unwrap();

@@ -6,6 +6,8 @@ mod support;
 
 use std::collections::BTreeMap;
 
+use outcore_llm::ChatTemplate;
+use outcore_serve::tenants::Tenants;
 use serde_json::{Value, json};
 use support::Server;
 
@@ -88,6 +90,10 @@ fn rows() -> BTreeMap<String, ([String; 2], Vec<Value>)> {
     rows
 }
 
+fn tools() -> Value {
+    json!([{ "type": "function", "function": { "name": "f" } }])
+}
+
 /// What has to be there for the field to be of use, a value that asks for something, and one of a wrong kind.
 fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
     let alone = |value: Value, wrong: Value| (json!({}), value, wrong);
@@ -107,9 +113,9 @@ fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
         "top_logprobs" => (json!({ "logprobs": true }), json!(1), json!("1")),
         "reasoning_effort" => alone(json!("low"), json!(1)),
         "response_format" => alone(json!({ "type": "json_object" }), json!(1)),
-        "tools" => alone(json!([{ "type": "function", "function": { "name": "f" } }]), json!(1)),
+        "tools" => alone(tools(), json!(1)),
         "functions" => alone(json!([{ "name": "f" }]), json!(1)),
-        "tool_choice" => alone(json!("required"), json!(1)),
+        "tool_choice" => (json!({ "tools": tools() }), json!("required"), json!(1)),
         "function_call" => alone(json!({ "name": "f" }), json!(1)),
         "suffix" => alone(json!("end"), json!(1)),
         "modalities" => alone(json!(["text", "audio"]), json!(1)),
@@ -140,7 +146,10 @@ fn body(is_chat: bool, fields: &[(&str, &Value)]) -> String {
 
 #[test]
 fn each_row_of_the_table_of_fields_is_true() {
-    let server = Server::start();
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools: <tool_call> #}";
+    let server = Server::with(&[], Tenants::single(None).unwrap(), |app| {
+        app.opened.template = Some(ChatTemplate::new(template.into(), String::new(), String::new()).unwrap());
+    });
     let rows = rows();
     let param = |answer: &support::Answer| answer.json()["error"]["param"].as_str().unwrap_or_default().to_owned();
     for (column, (path, fields)) in [(CHAT, &CHAT_FIELDS[..]), (TEXT, &TEXT_FIELDS[..])].into_iter().enumerate() {

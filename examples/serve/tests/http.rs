@@ -383,7 +383,7 @@ fn what_would_never_fit_into_memory_is_refused_with_what_to_do() {
     let answer = server.post(TEXT, long(30_000));
     let message = answer.assert_error(400, INVALID, Some("prompt"), Some("invalid_value"));
     assert!(message.contains("18724 bytes") && message.contains("--memory"), "{message}");
-    server.post(TEXT, long(300_000)).assert_error(400, INVALID, Some("prompt"), Some("context_length_exceeded"));
+    server.post(TEXT, long(250_000)).assert_error(400, INVALID, Some("prompt"), Some("context_length_exceeded"));
     let choices = json!({ "prompt": vec![1; 10_000], "n": 100, "max_tokens": 1 }).to_string();
     let message = server.post(TEXT, choices).assert_error(400, INVALID, None, None);
     assert!(message.contains("--memory"), "{message}");

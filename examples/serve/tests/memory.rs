@@ -18,6 +18,18 @@ fn filled(begin: &str, part: &str, end: &str, bytes: usize) -> String {
     [begin, parts, end].concat()
 }
 
+const CALLS: &str = r#"{"messages":[{"role":"assistant","tool_calls":"#;
+const CALL: &str = r#"{"id":"a","type":"function","function":{"name":"a","arguments":""}},"#;
+
+/// So many definitions of tools.
+fn tools(count: usize, description: usize) -> String {
+    let tool = |nth| {
+        let description = "d".repeat(description);
+        format!(r#"{{"type":"function","function":{{"name":"{nth}","description":"{description}"}}}}"#)
+    };
+    (0..count).map(tool).collect::<Vec<_>>().join(",")
+}
+
 #[test]
 fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
     let bytes = 1 << 20;
@@ -57,6 +69,11 @@ fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
         filled("{\"prompt\":\"a\",", "\"\":0,", "}", bytes),
         filled("{\"prompt\":\"a\",\"\\n", "a", "\":0}", bytes),
         filled("{\"prompt\":\"a\",", "\"n\":1,", "}", bytes),
+        filled(&format!("{CALLS}["), CALL, "]}]}", 120 * CALL.len()),
+        filled(&format!("{CALLS}["), CALL, "]}]}", bytes),
+        [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(128, 10), "]}"].concat(),
+        [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(120, 1000), "]}"].concat(),
+        [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(129, 10), "]}"].concat(),
         said("\"\\n", "a", "\""),
         said("[", r#"{"type":"text","text":"a"},"#, "]"),
         said("[", r#"{"type":"text","text":"\n"},"#, "]"),

@@ -9,7 +9,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
-use outcore_llm::{Message, Unfinished};
+use outcore_llm::{Call as LlmCall, Turn, Unfinished};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
@@ -17,11 +17,12 @@ use tokio::time::{Interval, interval_at};
 use super::reply::{Choice, Kind, Reply, Usage};
 use super::room::Hold;
 use super::{App, blocking, check_model};
+use crate::calls::{self, Call, Finder, Form};
 use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
 use crate::grammar::{Grammar, Source};
 use crate::open::Opened;
-use crate::request::{Format, Prompt, Request};
+use crate::request::{Common, Format, Message, Prompt, Request, ToolChoice, Tools};
 use crate::tenants::{Leave, Tenant};
 use crate::text::Stops;
 
@@ -34,6 +35,10 @@ const ALIVE_EVERY: Duration = Duration::from_secs(10);
 const CHUNK_BYTES: usize = 16 << 10;
 /// What a chat template writes for a turn, besides what was said, in bytes.
 const TURN_BYTES: usize = 64;
+/// What a value of JSON takes besides its text, while a template is rendered, in bytes.
+const VALUE_BYTES: usize = 128;
+/// Bytes of the text of a token that may be held back as a part of a call.
+const HELD_BYTES: usize = 8;
 /// What a choice takes besides tokens and texts, in bytes.
 const CHOICE_BYTES: usize = 1 << 10;
 
@@ -72,12 +77,15 @@ async fn encode(
     kind: Kind,
     prompts: Vec<Prompt>,
     (echo, choices, variables): (bool, usize, Map<String, Value>),
+    tools: Option<Arc<str>>,
     mut hold: Hold,
 ) -> Result<(Vec<Encoded>, Hold), ApiError> {
     // They are encoded one after the other.
     let mut most = 0;
     for prompt in &prompts {
-        most = most.max(encoding_bytes(app, kind, text_bytes(app, prompt, echo))?);
+        let text = text_bytes(app, prompt, echo) + tools.as_ref().map_or(0, |tools| tools.len());
+        let values = tools.iter().map(|tools| value_bytes(tools)).sum::<usize>() + values_of(prompt);
+        most = most.max(encoding_bytes(app, kind, text)?.saturating_add(values));
     }
     let mut room = app.room.encoding(most).await?;
     let app = app.clone();
@@ -85,7 +93,7 @@ async fn encode(
     blocking(move || {
         let mut bytes = hold.bytes();
         let encoded = prompts.into_iter().map(|prompt| {
-            let one = encode_one(&app, kind, prompt, (echo, &variables), &mut room)?;
+            let one = encode_one(&app, kind, prompt, (echo, &variables, tools.as_deref()), &mut room)?;
             bytes += one.bytes(choices);
             hold.set(bytes)?;
             Ok(one)
@@ -102,7 +110,46 @@ fn text_bytes(app: &App, prompt: &Prompt, echo: bool) -> usize {
         Prompt::Text(text) => text.len(),
         Prompt::Tokens(tokens) if echo => tokens.iter().map(|id| app.opened.tokenizer.bytes(*id).len()).sum(),
         Prompt::Tokens(_) => 0,
-        Prompt::Chat(turns) => turns.iter().map(|turn| turn.role.len() + turn.content.len() + TURN_BYTES).sum(),
+        Prompt::Chat(turns) => turns.iter().map(turn_bytes).sum(),
+    }
+}
+
+/// Bytes of the text of a turn.
+fn turn_bytes(turn: &Message) -> usize {
+    let calls = turn.calls.iter().map(|call| call.id.len() + call.name.len() + call.arguments.len() + TURN_BYTES);
+    let said = turn.content.iter().chain(&turn.call).map(String::len).sum::<usize>();
+    turn.role.len() + said + calls.sum::<usize>() + TURN_BYTES
+}
+
+/// Bytes of memory that the values of a JSON text take while a template is rendered, at most.
+fn value_bytes(text: &str) -> usize {
+    text.len() + text.bytes().filter(|byte| b"[{,:".contains(byte)).count() * VALUE_BYTES
+}
+
+/// As [`value_bytes`], of the calls in a prompt.
+fn values_of(prompt: &Prompt) -> usize {
+    match prompt {
+        Prompt::Chat(turns) => turns.iter().flat_map(|turn| &turn.calls).map(|call| value_bytes(&call.arguments)).sum(),
+        _ => 0,
+    }
+}
+
+/// A turn as templates get it.
+fn turn(message: Message) -> Turn {
+    let Message { role, content, calls, call } = message;
+    let calls = calls.into_iter().map(|call| LlmCall { id: call.id, name: call.name, arguments: call.arguments });
+    Turn { role: role.to_owned(), content, calls: calls.collect(), call }
+}
+
+/// Refuses tools where the model's template has no place for them.
+fn check_tools(app: &App) -> Result<(), ApiError> {
+    match &app.opened.template {
+        Some(template) if !template.mentions("tools") => {
+            let message = "The chat template of this server's model does not mention 'tools', so that it would never \
+                           learn of them: leave them out, or describe them in a message.";
+            Err(ApiError::invalid(message).param("tools").code("unsupported_value"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -129,7 +176,7 @@ fn encode_one(
     app: &App,
     kind: Kind,
     prompt: Prompt,
-    (echo, variables): (bool, &Map<String, Value>),
+    (echo, variables, tools): (bool, &Map<String, Value>, Option<&str>),
     room: &mut Hold,
 ) -> Result<Encoded, ApiError> {
     let failed =
@@ -153,8 +200,8 @@ fn encode_one(
                 let message = "The model of this server has no chat template: use /v1/completions.";
                 return Err(ApiError::invalid(message).param("messages").code("unsupported_value"));
             };
-            let messages = messages.into_iter().map(|turn| Message::new(turn.role, turn.content));
-            let text = template.render_with(&messages.collect::<Vec<_>>(), true, variables).map_err(failed)?;
+            let turns: Vec<Turn> = messages.into_iter().map(turn).collect();
+            let text = template.render_turns(&turns, tools, true, variables).map_err(failed)?;
             let bytes = encoding_bytes(app, kind, text.len())?;
             room.set(bytes.max(room.bytes()))?;
             (tokenizer.encode_chat_at_most(&text, *context).map_err(failed)?, String::new())
@@ -222,20 +269,39 @@ fn logprobs_bytes(app: &App, kind: Kind, tokens: usize, top: usize) -> Result<us
     Err(ApiError::invalid(message).param(top).code("invalid_value"))
 }
 
-/// The grammars of so many answers of this form, one each; none for any text.
-async fn grammars(app: &App, format: Option<Format>, answers: usize) -> Result<Vec<Grammar>, ApiError> {
-    let source = match format {
-        None => return Ok(Vec::new()),
+/// The grammars of so many answers of the form that is asked for, one each; none for any text.
+async fn grammars(app: &App, common: &mut Common, answers: usize) -> Result<Vec<Grammar>, ApiError> {
+    let source = match common.format.take() {
+        None => return grammars_of_calls(app, common.tools.as_ref(), answers).await,
         Some(Format::Object) => Source::Schema(r#"{"type":"object"}"#.to_owned()),
         Some(Format::Schema(schema)) => Source::Schema(schema),
     };
     app.opened.grammars.compile(source, "response_format", answers).await
 }
 
+/// Those of answers that have to call a tool.
+async fn grammars_of_calls(app: &App, tools: Option<&Tools>, answers: usize) -> Result<Vec<Grammar>, ApiError> {
+    let Some(tools) = tools else { return Ok(Vec::new()) };
+    let only = match &tools.choice {
+        ToolChoice::Auto => return Ok(Vec::new()),
+        ToolChoice::Required => None,
+        ToolChoice::Named(name) => Some(name.as_str()),
+    };
+    let Some(form) = app.opened.template.as_ref().and_then(Form::of) else {
+        let message = "This server does not know how its model calls tools, so it cannot make it call one: give \
+                       'tool_choice' as 'auto'.";
+        return Err(ApiError::invalid(message).param("tool_choice").code("unsupported_value"));
+    };
+    let source = calls::rules(form, &tools.definitions, only, &app.opened.tokenizer)?;
+    app.opened.grammars.compile(source, "tools", answers).await
+}
+
 /// The text of one choice so far.
 struct Text {
     unfinished: Unfinished,
     stops: Stops,
+    /// Looks for calls of tools, if there are tools.
+    calls: Option<Finder>,
     enough: Arc<AtomicBool>,
     finished: bool,
 }
@@ -266,6 +332,7 @@ struct Writing {
 struct Piece {
     index: usize,
     text: String,
+    calls: Vec<Call>,
     token: Option<Token>,
     finish: Option<&'static str>,
 }
@@ -287,8 +354,15 @@ impl Writing {
         }
         let mut leave = tenant.enter(answers, Instant::now())?;
         let variables = std::mem::take(&mut common.template);
-        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), hold).await?;
-        let mut grammars = grammars(&app, common.format.take(), answers).await?.into_iter();
+        let tools = common.tools.as_ref().map(|tools| tools.definitions.clone());
+        if tools.is_some() {
+            check_tools(&app)?;
+        }
+        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), tools, hold).await?;
+        let mut grammars = grammars(&app, &mut common, answers).await?.into_iter();
+        let form = app.opened.template.as_ref().and_then(Form::of);
+        let names = common.tools.as_ref().map(|tools| tools.names.clone());
+        let finder = || Some(Finder::new(form?, names.clone()?));
         let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
@@ -312,6 +386,7 @@ impl Writing {
                 texts.push(Text {
                     unfinished: Unfinished::default(),
                     stops: Stops::new(common.stop.clone()),
+                    calls: finder(),
                     enough: sink.enough.clone(),
                     finished: false,
                 });
@@ -333,6 +408,9 @@ impl Writing {
             let Some(mut first) = of_prompt.next() else { continue };
             first.followers = of_prompt.collect();
             jobs.push(first);
+        }
+        if common.tools.is_some() {
+            bytes += tokens.saturating_mul(HELD_BYTES);
         }
         match common.logprobs {
             Some(top) if !common.stream => bytes += logprobs_bytes(&app, kind, tokens, top)?,
@@ -382,7 +460,9 @@ impl Writing {
             Event::Token(new) => {
                 self.usage.completion += 1;
                 self.leave.used(1);
-                let piece = text.stops.push(&tokenizer.push(&mut text.unfinished, new.id));
+                let mut said = tokenizer.push(&mut text.unfinished, new.id);
+                said.push_str(text.calls.as_ref().map_or("", |calls| calls.spoken(tokenizer, new.id)));
+                let piece = text.stops.push(&said);
                 let found = text.stops.found();
                 text.enough.store(found, Ordering::Relaxed);
                 (piece, Some(new), found.then_some("stop"))
@@ -397,11 +477,24 @@ impl Writing {
                 (piece, None, Some(why))
             }
         };
+        let mut piece = Piece { index, text: piece, calls: Vec::new(), token, finish };
+        if let Some(calls) = &mut text.calls {
+            let found = calls.push(&piece.text);
+            (piece.text, piece.calls) = (found.text, found.calls);
+            if finish.is_some() {
+                let rest = calls.finish();
+                piece.text += &rest.text;
+                piece.calls.extend(rest.calls);
+            }
+            if finish == Some("stop") && calls.found() > 0 {
+                piece.finish = Some("tool_calls");
+            }
+        }
         if finish.is_some() {
             text.finished = true;
             self.open -= 1;
         }
-        Ok(Some(Piece { index, text: piece, token, finish }))
+        Ok(Some(piece))
     }
 
     /// What came out of the channel, as a [piece](Self::piece).
@@ -421,6 +514,7 @@ impl Writing {
             let Some(piece) = self.received(event)? else { continue };
             if let Some(choice) = choices.get_mut(piece.index) {
                 choice.add(&piece.text, piece.token, piece.finish);
+                piece.calls.into_iter().for_each(|call| choice.add_call(call));
             }
         }
         let mut chunks = chunks(self.reply.whole(choices, &self.usage));
@@ -460,13 +554,17 @@ impl Writing {
 
     /// Has a piece sent.
     fn say(&mut self, piece: Option<Piece>) {
-        let Some(Piece { index, text, token, finish }) = piece else { return };
+        let Some(Piece { index, text, calls, token, finish }) = piece else { return };
         // One chunk a token, also where its text is not known yet: clients measure by them.
         let is_said = token.is_some() || !text.is_empty();
         let mut choice = Choice::default();
         choice.add(&text, token, None);
         if is_said {
             let chunk = self.reply.chunk(index, &choice, None);
+            self.ready.push_back(event(&chunk));
+        }
+        for call in calls {
+            let chunk = self.reply.call_chunk(index, call);
             self.ready.push_back(event(&chunk));
         }
         if finish.is_some() {

@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use outcore_llm::{Tokenizer, Unfinished};
 use serde_json::{Map, Value, json};
 
+use crate::calls::Call;
 use crate::engine::{LogProbs, Token};
 
 /// Texts are written in pieces of so many bytes at most.
@@ -65,6 +66,8 @@ pub struct Reply {
     echoed: Vec<Arc<str>>,
     /// Where each choice's next token begins.
     offsets: Vec<Offset>,
+    /// How many calls of tools each choice's chunks had.
+    calls: Vec<usize>,
 }
 
 /// Text of one choice, with what is known of its tokens.
@@ -73,6 +76,14 @@ pub struct Choice {
     text: String,
     finish: Option<&'static str>,
     tokens: Vec<(u32, LogProbs)>,
+    calls: Vec<Value>,
+}
+
+/// A call of a tool, as OpenAI's API shapes it.
+fn call_object(call: Call) -> Value {
+    let Call { name, arguments } = call;
+    let id = format!("call_{:032x}", rand::random::<u128>());
+    json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
 }
 
 impl Choice {
@@ -89,6 +100,13 @@ impl Choice {
         if let Some(Token { id, logprobs: Some(logprobs) }) = token {
             self.tokens.push((id, logprobs));
         }
+    }
+}
+
+impl Choice {
+    /// Adds a call of a tool.
+    pub fn add_call(&mut self, call: Call) {
+        self.calls.push(call_object(call));
     }
 }
 
@@ -231,7 +249,8 @@ impl Reply {
         let id = format!("{prefix}-{:032x}", rand::random::<u128>());
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let offsets = vec![Offset::default(); echoed.len()];
-        Self { kind, model, tokenizer, logprobs, stream_usage, echoed, id, created, offsets }
+        let calls = vec![0; echoed.len()];
+        Self { kind, model, tokenizer, logprobs, stream_usage, echoed, id, created, offsets, calls }
     }
 
     fn object(&self, kind: &str) -> Value {
@@ -243,12 +262,18 @@ impl Reply {
         let (kind, logprobs, tokenizer) = (self.kind, self.logprobs, self.tokenizer.clone());
         let one = move |(index, (choice, echoed)): (usize, (Choice, Arc<str>))| {
             let rest = members(&json!({ "index": index, "finish_reason": choice.finish }));
+            let is_silent = choice.text.is_empty() && !choice.calls.is_empty();
             let (text, tokens) = (string(echoed, choice.text), choice.tokens);
             let before = if index == 0 { "{" } else { ",{" };
             let text: Pieces = match kind {
                 Kind::Chat => {
                     let message = format!(r#"{before}"message":{{"role":"assistant","refusal":null,"content":"#);
-                    Box::new(between(message, text, "}".into()))
+                    let text: Pieces = if is_silent { Box::new(once("null".to_owned())) } else { Box::new(text) };
+                    let end = match choice.calls.is_empty() {
+                        true => "}".to_owned(),
+                        false => format!(r#","tool_calls":{}}}"#, Value::from(choice.calls)),
+                    };
+                    Box::new(between(message, text, end))
                 }
                 Kind::Completion => Box::new(between(format!(r#"{before}"text":"#), text, String::new())),
             };
@@ -332,6 +357,17 @@ impl Reply {
         };
         let mut chunk = self.chunk_object();
         chunk["choices"] = json!([choice]);
+        chunk
+    }
+
+    /// A chunk with a call of one choice.
+    pub fn call_chunk(&mut self, index: usize, call: Call) -> Value {
+        let mut object = call_object(call);
+        object["index"] = self.calls[index].into();
+        self.calls[index] += 1;
+        let delta = json!({ "tool_calls": [object] });
+        let mut chunk = self.chunk_object();
+        chunk["choices"] = json!([{ "index": index, "delta": delta, "logprobs": null, "finish_reason": null }]);
         chunk
     }
 

@@ -2,7 +2,7 @@
 //! and the tests use it.
 
 use super::error::ApiError;
-use super::request::{Prompt, Request, chat, completion};
+use super::request::{Prompt, Request, ToolChoice, Tools, chat, completion};
 use super::tenants::Tenants;
 
 /// Looks that these bytes are refused properly, or that what they ask for is within the limits. Returns whether they
@@ -54,6 +54,12 @@ fn accepted(request: &Request) {
     assert!(common.stop.len() <= 4 && common.stop.iter().all(|stop| (1..=1024).contains(&stop.len())), "{request:?}");
     assert!(common.logprobs.is_none_or(|most| most <= if is_chat { 20 } else { 5 }), "{request:?}");
     assert!(is_chat && !common.ignore_end || common.format.is_none(), "{request:?}");
+    assert!(common.format.is_none() || common.tools.is_none(), "{request:?}");
+    if let Some(Tools { definitions, names, choice }) = &common.tools {
+        assert!((1..=128).contains(&names.len()) && definitions.len() <= 128 << 10 && is_chat, "{request:?}");
+        assert!(!common.ignore_end || *choice == ToolChoice::Auto, "{request:?}");
+        assert!(!matches!(choice, ToolChoice::Named(name) if !names.contains(name)), "{request:?}");
+    }
     assert!(common.stream || !common.stream_usage, "{request:?}");
     assert!(!echo || common.logprobs.is_none(), "{request:?}");
 }

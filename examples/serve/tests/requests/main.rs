@@ -17,8 +17,15 @@ fn valid() -> [Value; 4] {
             { "role": "developer", "content": "a", "name": "n" },
             { "role": "user", "content": [{ "type": "text", "text": "b" }, { "type": "text", "text": "c" }] },
             { "role": "assistant", "content": "d", "refusal": null, "tool_calls": [] },
+            { "role": "assistant", "content": null, "tool_calls": [
+                { "id": "c", "type": "function", "function": { "name": "f", "arguments": "{\"a\": 1}" } },
+            ] },
+            { "role": "tool", "tool_call_id": "c", "content": "e" },
         ],
-        "tools": [], "tool_choice": "auto", "chat_template_kwargs": { "enable_thinking": false }, "reasoning_effort": "low", "response_format": { "type": "text" }, "metadata": { "k": "v" },
+        "tools": [{ "type": "function", "function": {
+            "name": "f", "description": "g", "parameters": { "type": "object" }, "strict": true,
+        } }],
+        "tool_choice": { "type": "function", "function": { "name": "f" } }, "chat_template_kwargs": { "enable_thinking": false }, "reasoning_effort": "low", "response_format": { "type": "text" }, "metadata": { "k": "v" },
     });
     let mut text = json!({ "prompt": ["a", "b"], "echo": true, "best_of": 2, "n": 2, "suffix": "" });
     let mut ids =

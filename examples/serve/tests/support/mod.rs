@@ -4,7 +4,7 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -69,14 +69,28 @@ impl Server {
 
     /// With more arguments, these tenants, and what `change` makes of the settings.
     pub fn with(more: &[&str], tenants: Tenants, change: impl FnOnce(&mut App)) -> Self {
-        Self::of(&small(), more, tenants, change)
+        Self::with_model(more, tenants, |_| {}, change)
     }
 
-    /// As [`with`](Self::with), of another model.
-    pub fn of(spec: &Spec, more: &[&str], tenants: Tenants, change: impl FnOnce(&mut App)) -> Self {
+    /// As [`with`](Self::with), with what `patch` makes of the model's file.
+    pub fn with_model(
+        more: &[&str],
+        tenants: Tenants,
+        patch: impl FnOnce(&Path),
+        change: impl FnOnce(&mut App),
+    ) -> Self {
+        let write = |path: &Path| {
+            small().write_gguf(path).unwrap();
+            patch(path);
+        };
+        Self::of(write, more, tenants, change)
+    }
+
+    /// As [`with`](Self::with), of the model that `write` writes.
+    pub fn of(write: impl FnOnce(&Path), more: &[&str], tenants: Tenants, change: impl FnOnce(&mut App)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let model = folder.path().join(format!("{MODEL}.gguf"));
-        spec.write_gguf(&model).unwrap();
+        write(&model);
         let args = ["serve", "--model", model.to_str().unwrap(), "--kv-space", "16MiB", "--threads", "1"];
         let args = Args::parse_from(args.into_iter().chain(more.iter().copied()));
         let opened = open(&args, &tenants).unwrap_or_else(|error| panic!("{}", error.in_full()));
