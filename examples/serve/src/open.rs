@@ -43,7 +43,7 @@ const REQUESTS_PART: u64 = 64;
 /// The least and the most of that, in bytes.
 const REQUESTS: [u64; 2] = [16 << 20, 128 << 20];
 /// Grammars may take one part in so many of the memory.
-const GRAMMARS_PART: u64 = 16;
+const GRAMMARS_PART: u64 = 64;
 /// The most of that, in bytes.
 const GRAMMARS_MOST: u64 = 1 << 30;
 /// Bytes for each token of the vocabulary that choosing one takes: a copy of the logits, the odds, and their order.
