@@ -254,6 +254,14 @@ class Api(OfOneServer):
         self.assertGreater(usage.prompt_tokens_details.cached_tokens, 0)
         self.assertLess(usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
 
+    def test_an_answer_has_the_form_that_is_asked_for(self):
+        properties = {"city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}}
+        schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": schema}}
+        answer = chat(self.client, "Describe Paris.", response_format=form, max_tokens=200)
+        described = json.loads(said(answer))
+        self.assertEqual((set(described), type(described["inhabitants"])), (set(properties), int))
+
     def test_a_wrong_request_is_refused_by_name(self):
         ask = lambda **options: chat(self.client, QUESTION, **options)
         wrong = openai.BadRequestError
@@ -263,8 +271,10 @@ class Api(OfOneServer):
         self.refused(wrong, "messages", "context_length_exceeded", ask, max_tokens=1 << 20)
         self.refused(wrong, "messages", "invalid_value", chat, self.client, [])
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        self.refused(wrong, "tools", "unsupported_parameter", ask, tools=[tool])
-        self.refused(wrong, "response_format", "unsupported_parameter", ask, response_format={"type": "json_object"})
+        # The model's template does not mention tools.
+        self.refused(wrong, "tools", "unsupported_value", ask, tools=[tool])
+        self.refused(wrong, "tools[0].type", "invalid_value", ask, tools=[{"type": "custom", "custom": {"name": "f"}}])
+        self.refused(wrong, "response_format.type", "invalid_value", ask, response_format={"type": "xml"})
         # Fields that nobody knows have no effect.
         ask(max_tokens=1, extra_body={"colour": 1, "min_p": 0.1})
         picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]

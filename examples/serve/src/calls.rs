@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
-use crate::grammar::{Source, check, too_complex, with_options};
+use crate::grammar::{check, too_complex, with_options};
 
 /// How a model writes calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -275,11 +275,12 @@ fn parameters(nth: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
     Ok(schema)
 }
 
-/// The grammar of one call of one of `tools`, a JSON array of definitions: of the one with this name, if there is one.
+/// The grammar of one call, as `llguidance` reads it: of one of `tools`, a JSON array of definitions, or of the one
+/// with the name `only`.
 ///
 /// # Errors
 /// 400 for a tool whose parameters are no object.
-pub fn rules(form: Form, tools: &str, only: Option<&str>, tokenizer: &Tokenizer) -> Result<Source, ApiError> {
+pub fn rules(form: Form, tools: &str, only: Option<&str>, tokenizer: &Tokenizer) -> Result<String, ApiError> {
     let tools: Vec<Value> = serde_json::from_str(tools).unwrap_or_default();
     let mut alternatives = Vec::new();
     let mut rules = String::new();
@@ -301,7 +302,7 @@ pub fn rules(form: Form, tools: &str, only: Option<&str>, tokenizer: &Tokenizer)
         Form::Listed => format!(r#"{list} "[" call "]""#),
         Form::Bare => "call".to_owned(),
     };
-    Ok(Source::Rules(format!("start: {start}\ncall: {}\n{rules}", alternatives.join(" | "))))
+    Ok(format!("start: {start}\ncall: {}\n{rules}", alternatives.join(" | ")))
 }
 
 #[cfg(test)]

@@ -74,12 +74,20 @@ impl fmt::Debug for Grammars {
 }
 
 /// What a grammar is made from.
-#[derive(Clone, Debug)]
 pub enum Source {
     /// A JSON schema, as text.
     Schema(String),
-    /// Rules in the syntax of `llguidance`.
-    Rules(String),
+    /// What writes rules in the syntax of `llguidance`, where there is memory for it.
+    Rules(Box<dyn FnOnce(&Tokenizer) -> Result<String, ApiError> + Send>),
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Schema(_) => "Schema",
+            Self::Rules(_) => "Rules",
+        })
+    }
 }
 
 /// The tokens that may come next in one answer.
@@ -193,10 +201,12 @@ pub fn check(schema: &Value) -> Result<(), String> {
             _ => {}
         }
     }
+    // But for the error of products of fractions.
+    let is_whole = |number: f64| number == 0.0 || number.round() != 0.0 && (number.round() - number).abs() < 1e-6;
     // Of several in one place, multiples of all are wanted; so they count together.
     let scale = (0..=SCALE_MOST)
         .map(|digits| 10_f64.powi(digits))
-        .find(|scale| multiples.iter().all(|number| ((number * scale).round() - number * scale).abs() < 1e-6));
+        .find(|scale| multiples.iter().all(|number| is_whole(number * scale)));
     let gcd = |mut a: u64, mut b: u64| {
         while b > 0 {
             (a, b) = (b, a % b);
@@ -214,9 +224,12 @@ pub fn check(schema: &Value) -> Result<(), String> {
 }
 
 impl Source {
-    fn grammar(self, param: &'static str) -> Result<TopLevelGrammar, ApiError> {
+    fn grammar(self, param: &'static str, tokenizer: &Tokenizer) -> Result<TopLevelGrammar, ApiError> {
         match self {
-            Self::Rules(rules) => Ok(TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(rules))),
+            Self::Rules(write) => {
+                let rules = write(tokenizer)?;
+                Ok(TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(rules)))
+            }
             Self::Schema(schema) => {
                 let schema = serde_json::from_str(&schema).map_err(|_| refused(param, "it is no JSON object"))?;
                 let schema = with_options(schema);
@@ -312,7 +325,7 @@ impl Grammars {
             let message = "The tokens of this server's model cannot be used for answers of a given form.";
             ApiError::invalid(message).param(param).code("unsupported_value")
         })?;
-        let compiled = source.grammar(param).and_then(|grammar| {
+        let compiled = source.grammar(param, &self.tokenizer).and_then(|grammar| {
             let parser = factory.create_parser(grammar).map_err(|error| why_not(param, &format!("{error:#}")))?;
             let mut matcher = Matcher::new(Ok(parser));
             // What no token can begin is refused here, not when its turn comes.
@@ -382,5 +395,31 @@ impl Mask {
     /// Whether this one may.
     pub fn allows(&self, id: u32) -> bool {
         (id as usize) < self.0.len() && self.0.is_allowed(id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn multiples_count_together_in_units_of_their_last_digits() {
+        let fits = |numbers: &[f64]| {
+            let all: Vec<Value> = numbers.iter().map(|number| json!({ "multipleOf": number })).collect();
+            check(&json!({ "properties": { "multipleOf": { "allOf": all } } })).is_ok()
+        };
+        let good: [&[f64]; 7] = [&[], &[1000.0], &[0.01], &[0.5, 5.0, 10.0], &[0.01, 10.0], &[7.0, 11.0, 1.0], &[0.0]];
+        let bad: [&[f64]; 5] = [&[1001.0], &[0.01, 10.01], &[7.0, 11.0, 13.0], &[1e300], &[1e-9]];
+        good.iter().for_each(|numbers| assert!(fits(numbers), "{numbers:?}"));
+        bad.iter().for_each(|numbers| assert!(!fits(numbers), "{numbers:?}"));
+    }
+
+    #[test]
+    fn a_reason_is_short_and_has_no_control_characters() {
+        let reason = reason(&format!("a\u{1b}\n{}\n<state>more", "b".repeat(1000)));
+        assert!(reason.starts_with("a  bbb") && reason.chars().count() == REASON_MOST + 1, "{reason}");
+        assert_eq!(super::reason("short\n<non-verbose/>"), "short");
     }
 }

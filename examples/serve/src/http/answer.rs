@@ -285,14 +285,15 @@ async fn grammars_of_calls(app: &App, tools: Option<&Tools>, answers: usize) -> 
     let only = match &tools.choice {
         ToolChoice::Auto => return Ok(Vec::new()),
         ToolChoice::Required => None,
-        ToolChoice::Named(name) => Some(name.as_str()),
+        ToolChoice::Named(name) => Some(name.clone()),
     };
     let Some(form) = app.opened.template.as_ref().and_then(Form::of) else {
         let message = "This server does not know how its model calls tools, so it cannot make it call one: give \
                        'tool_choice' as 'auto'.";
         return Err(ApiError::invalid(message).param("tool_choice").code("unsupported_value"));
     };
-    let source = calls::rules(form, &tools.definitions, only, &app.opened.tokenizer)?;
+    let definitions = tools.definitions.clone();
+    let source = Source::Rules(Box::new(move |tokenizer| calls::rules(form, &definitions, only.as_deref(), tokenizer)));
     app.opened.grammars.compile(source, "tools", answers).await
 }
 
