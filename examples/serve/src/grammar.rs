@@ -73,12 +73,15 @@ impl fmt::Debug for Grammars {
     }
 }
 
+/// Writes rules, with the tokens of a model.
+pub type Writer = Box<dyn FnOnce(&Tokenizer) -> Result<String, ApiError> + Send>;
+
 /// What a grammar is made from.
 pub enum Source {
     /// A JSON schema, as text.
     Schema(String),
     /// What writes rules in the syntax of `llguidance`, where there is memory for it.
-    Rules(Box<dyn FnOnce(&Tokenizer) -> Result<String, ApiError> + Send>),
+    Rules(Writer),
 }
 
 impl fmt::Debug for Source {

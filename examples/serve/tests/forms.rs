@@ -36,8 +36,11 @@ fn said(answer: &Answer) -> Value {
     serde_json::from_str(text).unwrap_or_else(|wrong| panic!("{wrong}: {text:?}"))
 }
 
+/// Whether a value is right.
+type Judge = fn(&Value) -> bool;
+
 /// Schemas whose texts are short, and whether a value is what they say.
-fn schemas() -> Vec<(Value, fn(&Value) -> bool)> {
+fn schemas() -> Vec<(Value, Judge)> {
     let object = json!({
         "type": "object", "required": ["kind", "size"], "additionalProperties": false,
         "properties": { "kind": { "enum": ["one", "two", "\u{fc}"] }, "size": { "$ref": "#/$defs/size" } },
