@@ -32,6 +32,7 @@ pub(crate) struct Layer {
 
 /// What a layer has behind its attention.
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "a model has one for each layer")]
 pub(crate) enum FeedForward {
     Dense(Dense),
     Experts(Experts),
