@@ -452,9 +452,13 @@ fn a_power_cut_while_room_is_made_loses_nothing_else() {
     let state = &mut seed.clone();
     let options = options().capacity(Bytes::kib(600)).file_bytes(Bytes::kib(100)).coalesce(Bytes::kib(16));
     let before = Contents::new();
-    let log = run(&before, &BTreeSet::new(), 1000, &options, state);
-    let removals: Vec<usize> = (0..log.len()).filter(|at| matches!(log[*at], Did::Remove(_))).collect();
-    assert!(removals.len() > 3, "{}", removals.len());
+    let removals_of =
+        |log: &[Did]| -> Vec<usize> { (0..log.len()).filter(|at| matches!(log[*at], Did::Remove(_))).collect() };
+    // By chance, few files are dropped in a run; rarely in several.
+    let mut runs = (0..10).map(|_| run(&before, &BTreeSet::new(), 1000, &options, state));
+    let log = runs.find(|log| removals_of(log).len() > 3).expect("a run that drops files");
+    drop(runs);
+    let removals = removals_of(&log);
     for removal in removals.iter().take(20) {
         for at in removal.saturating_sub(10)..(removal + 4).min(log.len()) {
             let (done, rest) = log.split_at(at);
