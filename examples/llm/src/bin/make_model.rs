@@ -21,7 +21,7 @@ struct Args {
     out: PathBuf,
     #[arg(long, value_enum, default_value = "gguf")]
     format: Format,
-    /// llama, qwen2 or qwen3.
+    /// llama, qwen2, qwen3 or qwen3moe.
     #[arg(long, default_value = "llama")]
     arch: String,
     /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL
