@@ -24,7 +24,7 @@ fn numbers<T>(model: &str, name: &str, read: impl Fn([u8; 4]) -> T) -> Option<Ve
     Some(bytes.chunks_exact(4).map(|bytes| read(bytes.try_into().unwrap())).collect())
 }
 
-/// Compares the logits at all positions, read in passes of so many tokens.
+/// Compares the logits at all positions, read in passes of each of these lengths.
 fn compare(model: &str, path: &Path, passes: &[usize]) {
     let tokens = numbers(model, "tokens", u32::from_le_bytes).unwrap();
     let logits_of = |engine: &'static str| Some((engine, numbers(model, engine, f32::from_le_bytes)?));

@@ -140,7 +140,7 @@ fn words(tokenizer: &Tokenizer, vocab: usize) -> Vec<Vec<u8>> {
     (0..vocab as u32).map(word).map(fits).collect()
 }
 
-/// Bytes of memory that the tokens of a model with so many take for grammars.
+/// Bytes of memory that a vocabulary of `vocab` tokens takes for grammars.
 pub fn vocab_bytes(tokenizer: &Tokenizer, vocab: usize) -> u64 {
     let bytes: usize = (0..vocab as u32).map(|id| tokenizer.bytes(id).len()).sum();
     vocab as u64 * VOCAB_BYTES[0] + bytes as u64 * VOCAB_BYTES[1]
@@ -244,7 +244,7 @@ impl Source {
 }
 
 impl Grammars {
-    /// For a model with so many tokens, and so many bytes of memory for all grammars.
+    /// For a model with `vocab` tokens, and `bytes` of memory for all grammars.
     pub fn new(tokenizer: Arc<Tokenizer>, vocab: usize, bytes: usize, metrics: Arc<Metrics>) -> Self {
         let places = (bytes / ANSWER_BYTES).max(COMPILING);
         Self {
@@ -258,7 +258,7 @@ impl Grammars {
         }
     }
 
-    /// The grammar of so many answers, compiled from what the field `param` has.
+    /// Compiles the grammar that the field `param` has, for each of `answers` answers.
     ///
     /// # Errors
     /// 400 for what cannot be compiled, that nothing can meet, or that exceeds a limit; 503 if there is no room now.
