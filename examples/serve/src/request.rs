@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use outcore_llm::Call;
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -185,17 +184,30 @@ pub struct Message {
     pub call: Option<String>,
 }
 
+/// A call of a tool. Not the model's type: this module builds without the engine, for the fuzzer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// Tells it from others.
+    pub id: String,
+    /// The function's name.
+    pub name: String,
+    /// A JSON object, as text.
+    pub arguments: String,
+}
+
 impl Message {
     /// Bytes of memory that it takes.
     fn bytes(&self) -> usize {
         let texts = self.content.iter().chain(&self.call).map(|text| ALLOCATION_BYTES + text.len()).sum::<usize>();
-        size_of_val(self) + texts + self.calls.iter().map(bytes_of).sum::<usize>()
+        size_of_val(self) + texts + self.calls.iter().map(Call::bytes).sum::<usize>()
     }
 }
 
-/// Bytes of memory that a call takes.
-fn bytes_of(call: &Call) -> usize {
-    size_of_val(call) + call.id.len() + call.name.len() + call.arguments.len() + 3 * ALLOCATION_BYTES
+impl Call {
+    /// Bytes of memory that it takes.
+    fn bytes(&self) -> usize {
+        size_of_val(self) + self.id.len() + self.name.len() + self.arguments.len() + 3 * ALLOCATION_BYTES
+    }
 }
 
 /// What an answer continues.

@@ -9,7 +9,7 @@ use axum::body::{Body, Bytes};
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt, stream};
-use outcore_llm::{Turn, Unfinished};
+use outcore_llm::{Call as LlmCall, Turn, Unfinished};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc::{Receiver, channel};
 use tokio::time::{Interval, interval_at};
@@ -137,7 +137,8 @@ fn values_of(prompt: &Prompt) -> usize {
 /// A turn as templates get it.
 fn turn(message: Message) -> Turn {
     let Message { role, content, calls, call } = message;
-    Turn { role: role.to_owned(), content, calls, call }
+    let calls = calls.into_iter().map(|call| LlmCall { id: call.id, name: call.name, arguments: call.arguments });
+    Turn { role: role.to_owned(), content, calls: calls.collect(), call }
 }
 
 /// Refuses tools where the model's template has no place for them.
