@@ -49,6 +49,7 @@ fn synthetic(folder: &Path) -> PathBuf {
         tied: true,
         seed: 7,
         experts: None,
+        window: 20,
     };
     spec.write_gguf(&path).unwrap();
     path

@@ -4,7 +4,8 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::config::{Arch, Config, Mixture};
+use crate::arch::Arch;
+use crate::config::{Config, Mixture};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
 use crate::known;
@@ -25,9 +26,15 @@ pub(crate) struct Layer {
     pub v: Linear,
     pub q_norm: Option<WeightInfo>,
     pub k_norm: Option<WeightInfo>,
+    /// For each head, a score that its softmax sums up beside those of tokens: attention to nothing.
+    pub sinks: Option<WeightInfo>,
     pub o: Linear,
+    /// Normalises what attention adds to the residual stream.
+    pub attn_after: Option<WeightInfo>,
     pub ffn_norm: WeightInfo,
     pub ffn: FeedForward,
+    /// Normalises what the feed-forward layer adds.
+    pub ffn_after: Option<WeightInfo>,
 }
 
 /// What a layer has behind its attention.
@@ -49,7 +56,7 @@ pub(crate) struct Dense {
 #[derive(Clone, Debug)]
 pub(crate) struct Experts {
     /// A row for each expert.
-    pub router: WeightInfo,
+    pub router: Linear,
     pub gate: Stack,
     pub up: Stack,
     pub down: Stack,
@@ -64,39 +71,57 @@ pub(crate) struct Shared {
     pub gate: WeightInfo,
 }
 
-/// One matrix of each expert of a layer.
+/// One matrix of each expert of a layer, with its biases.
 #[derive(Clone, Debug)]
-pub(crate) enum Stack {
+pub(crate) struct Stack {
+    pub matrices: Matrices,
+    /// A row for each expert.
+    pub biases: Option<WeightInfo>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Matrices {
     /// All in one tensor, of which an expert has `stride` rows. Its matrix has `rows` of these, the first at `first`.
     One { tensor: WeightInfo, stride: u64, first: u64, rows: u64 },
     /// Each in its own.
     Each(Vec<WeightInfo>),
 }
 
+/// Rows of a tensor.
+pub(crate) type Rows<'a> = (&'a WeightInfo, Range<u64>);
+
 impl Stack {
-    /// The matrix of an expert: the tensor and its rows in it.
-    fn of(&self, expert: usize) -> (&WeightInfo, Range<u64>) {
-        match self {
-            Self::One { tensor, stride, first, rows } => {
-                let start = expert as u64 * stride + first;
+    /// An expert's matrix and bias: the tensors, and the rows in them.
+    fn of(&self, expert: usize) -> (Rows<'_>, Option<Rows<'_>>) {
+        let nth = expert as u64;
+        let matrix = match &self.matrices {
+            Matrices::One { tensor, stride, first, rows } => {
+                let start = nth * stride + first;
                 (tensor, start..start + rows)
             }
-            Self::Each(tensors) => (&tensors[expert], 0..tensors[expert].rows),
-        }
+            Matrices::Each(tensors) => (&tensors[expert], 0..tensors[expert].rows),
+        };
+        (matrix, self.biases.as_ref().map(|biases| (biases, nth..nth + 1)))
     }
 
-    fn tensors(&self) -> &[WeightInfo] {
-        match self {
-            Self::One { tensor, .. } => std::slice::from_ref(tensor),
-            Self::Each(tensors) => tensors,
-        }
+    fn tensors(&self) -> impl Iterator<Item = &WeightInfo> {
+        let matrices = match &self.matrices {
+            Matrices::One { tensor, .. } => std::slice::from_ref(tensor),
+            Matrices::Each(tensors) => tensors,
+        };
+        matrices.iter().chain(&self.biases)
     }
 }
 
 impl Experts {
-    /// The matrices of an expert that there is, in the order of their use: gate, up and down.
-    pub fn of(&self, expert: usize) -> [(&WeightInfo, Range<u64>); 3] {
+    /// The matrices of an expert that there is, each with its bias, in the order of their use: gate, up and down.
+    pub fn of(&self, expert: usize) -> [(Rows<'_>, Option<Rows<'_>>); 3] {
         [&self.gate, &self.up, &self.down].map(|stack| stack.of(expert))
+    }
+
+    /// The rows of an expert, in the order of their use.
+    pub fn rows_of(&self, expert: usize) -> impl Iterator<Item = Rows<'_>> {
+        self.of(expert).into_iter().flat_map(|(matrix, bias)| std::iter::once(matrix).chain(bias))
     }
 
     /// All tensors but the router.
@@ -141,17 +166,18 @@ pub(crate) enum Op<'a> {
     NormQueries(&'a WeightInfo),
     /// Normalises each head of the keys, in place.
     NormKeys(&'a WeightInfo),
-    /// Turns queries and keys by their positions, adds keys and values to this layer's, and attends.
-    Attend(usize),
-    /// `x = x + W attended + b`.
-    AttentionOutput(&'a Linear),
+    /// Turns queries and keys by their positions, adds keys and values to this layer's, and attends, with the sinks
+    /// that there are.
+    Attend(usize, Option<&'a WeightInfo>),
+    /// `x = x + W attended + b`, where the sum that is added is normalised first if there is a norm for it.
+    AttentionOutput(&'a Linear, Option<&'a WeightInfo>),
     /// `gate = W normed + b`.
     Gate(&'a Linear),
     /// `up = W normed + b`.
     Up(&'a Linear),
-    /// `x = x + W (silu(gate) * up) + b`.
-    Down(&'a Linear),
-    /// `x = x + sigmoid(v normed) (W (silu(gate) * up))`, with the row `v`.
+    /// `x = x + W activation(gate, up) + b`, where the sum that is added is normalised first if there is a norm for it.
+    Down(&'a Linear, Option<&'a WeightInfo>),
+    /// `x = x + sigmoid(v normed) (W activation(gate, up))`, with the row `v`.
     AddShared(&'a Shared),
     /// Chooses experts by the products of the router's rows with `normed`, and adds what they make of it to `x`.
     Experts(&'a Experts),
@@ -162,25 +188,25 @@ pub(crate) enum Op<'a> {
 }
 
 impl<'a> Op<'a> {
-    /// The matrix or vector that a step uses first, and the vector that it uses after that. Which experts follow is not
-    /// known before.
-    fn weights(self) -> (Option<&'a WeightInfo>, Option<&'a WeightInfo>) {
+    /// The matrix or vector that a step uses first, and the vectors that it uses after that. Which experts follow is
+    /// not known before.
+    fn weights(self) -> (Option<&'a WeightInfo>, [Option<&'a WeightInfo>; 2]) {
         match self {
-            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::AttentionOutput(l) => {
-                (Some(&l.weight), l.bias.as_ref())
+            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) => {
+                (Some(&l.weight), [l.bias.as_ref(), None])
             }
-            Self::Gate(l) | Self::Up(l) | Self::Down(l) => (Some(&l.weight), l.bias.as_ref()),
-            Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), None),
-            Self::LastNorm(w) | Self::Logits(w) => (Some(w), None),
-            Self::AddShared(shared) => (Some(&shared.network.down.weight), Some(&shared.gate)),
-            Self::Experts(experts) => (Some(&experts.router), None),
-            Self::Attend(_) => (None, None),
+            Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(&l.weight), [l.bias.as_ref(), norm]),
+            Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), [None; 2]),
+            Self::LastNorm(w) | Self::Logits(w) => (Some(w), [None; 2]),
+            Self::AddShared(shared) => (Some(&shared.network.down.weight), [Some(&shared.gate), None]),
+            Self::Experts(experts) => (Some(&experts.router.weight), [experts.router.bias.as_ref(), None]),
+            Self::Attend(_, sinks) => (sinks, [None; 2]),
         }
     }
 }
 
-/// The name that Hugging Face checkpoints give the tensor which GGUF files call `gguf`.
-pub(crate) fn hf_name(gguf: &str) -> String {
+/// The name that Hugging Face checkpoints of an architecture give the tensor which GGUF files call `gguf`.
+pub(crate) fn hf_name(arch: Arch, gguf: &str) -> String {
     let (head, rest) = match gguf.strip_prefix("blk.").and_then(|r| r.split_once('.')) {
         Some((layer, rest)) => (format!("model.layers.{layer}."), rest),
         None => (String::new(), gguf),
@@ -191,16 +217,21 @@ pub(crate) fn hf_name(gguf: &str) -> String {
         "output_norm" => "model.norm",
         "output" => "lm_head",
         "attn_norm" => "input_layernorm",
+        "post_attention_norm" => "post_attention_layernorm",
+        "ffn_norm" if arch.is_gemma() => "pre_feedforward_layernorm",
         "ffn_norm" => "post_attention_layernorm",
+        "post_ffw_norm" => "post_feedforward_layernorm",
         "attn_q" => "self_attn.q_proj",
         "attn_k" => "self_attn.k_proj",
         "attn_v" => "self_attn.v_proj",
         "attn_output" => "self_attn.o_proj",
         "attn_q_norm" => "self_attn.q_norm",
         "attn_k_norm" => "self_attn.k_norm",
+        "attn_sinks" => return format!("{head}self_attn.sinks"),
         "ffn_gate" => "mlp.gate_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
+        "ffn_gate_inp" if arch == Arch::GptOss => "mlp.router",
         "ffn_gate_inp" => "mlp.gate",
         "ffn_gate_inp_shexp" => "mlp.shared_expert_gate",
         "ffn_gate_shexp" => "mlp.shared_expert.gate_proj",
@@ -214,11 +245,15 @@ pub(crate) fn hf_name(gguf: &str) -> String {
 /// Finds tensors by their GGUF names, whatever the container calls them.
 struct Names<'a> {
     files: &'a ModelFiles,
+    arch: Arch,
 }
 
 impl Names<'_> {
     fn translate(&self, gguf: &str) -> String {
-        if self.files.container() == Container::Gguf { gguf.to_owned() } else { hf_name(gguf) }
+        match self.files.container() {
+            Container::Gguf => gguf.to_owned(),
+            Container::Safetensors => hf_name(self.arch, gguf),
+        }
     }
 
     fn optional(&self, gguf: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
@@ -277,6 +312,14 @@ impl Names<'_> {
                 down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
             }),
         };
+        let after = |stem: &str| {
+            let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.dim);
+            c.arch.is_gemma().then(norm).transpose()
+        };
+        let sinks = (c.arch == Arch::GptOss).then(|| self.need(&name("attn_sinks.weight"), 1, c.heads));
+        // Converters name it by where it stands.
+        let is_behind = c.arch == Arch::GptOss && self.files.container() == Container::Gguf;
+        let ffn_norm = if is_behind { "post_attention_norm.weight" } else { "ffn_norm.weight" };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
             q: self.linear(&name("attn_q"), [q_dim, c.dim], of_inputs)?,
@@ -284,9 +327,12 @@ impl Names<'_> {
             v: self.linear(&name("attn_v"), [kv_dim, c.dim], of_inputs)?,
             q_norm: head_norm("attn_q_norm", q_dim)?,
             k_norm: head_norm("attn_k_norm", kv_dim)?,
+            sinks: sinks.transpose()?,
             o: self.linear(&name("attn_output"), [c.dim, q_dim], of_output)?,
-            ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
+            attn_after: after("post_attention_norm")?,
+            ffn_norm: self.need(&name(ffn_norm), 1, c.dim)?,
             ffn,
+            ffn_after: after("post_ffw_norm")?,
         })
     }
 
@@ -301,14 +347,17 @@ impl Names<'_> {
         };
         let shared = (wide > 0).then(shared).transpose()?;
         let of_mixtral = format!("model.layers.{i}.block_sparse_moe");
+        let biased = c.arch == Arch::GptOss;
         let router = match self.of_file(&format!("{of_mixtral}.gate.weight"), count, c.dim)? {
-            Some(router) => router,
-            None => self.need(&format!("blk.{i}.ffn_gate_inp.weight"), count, c.dim)?,
+            Some(weight) => Linear { weight, bias: None },
+            None => self.linear(&name("ffn_gate_inp"), [count, c.dim], Some(biased))?,
         };
         if self.files.container() == Container::Gguf {
             let stack = |stem: &str, [rows, cols]: [usize; 2]| -> Result<Stack> {
-                let tensor = self.need(&format!("blk.{i}.{stem}.weight"), count * rows, cols)?;
-                Ok(Stack::One { tensor, stride: rows as u64, first: 0, rows: rows as u64 })
+                let tensor = self.need(&name(&format!("{stem}.weight")), count * rows, cols)?;
+                let matrices = Matrices::One { tensor, stride: rows as u64, first: 0, rows: rows as u64 };
+                let biases = || self.need(&name(&format!("{stem}.bias")), count, rows);
+                Ok(Stack { matrices, biases: biased.then(biases).transpose()? })
             };
             return Ok(Experts {
                 router,
@@ -324,24 +373,27 @@ impl Names<'_> {
             let down = format!("{of_layer}.down_proj");
             let (rows, of_down) = (ffn_dim as u64, c.dim as u64);
             let down = self.of_file(&down, count * c.dim, ffn_dim)?.ok_or_else(|| Error::MissingTensor(down))?;
-            let half = |first| Stack::One { tensor: both.clone(), stride: 2 * rows, first, rows };
-            let (gate, up) = (half(0), half(rows));
+            let stack = |tensor: &WeightInfo, stride, first, rows| Stack {
+                matrices: Matrices::One { tensor: tensor.clone(), stride, first, rows },
+                biases: None,
+            };
             return Ok(Experts {
                 router,
-                gate,
-                up,
-                down: Stack::One { tensor: down, stride: of_down, first: 0, rows: of_down },
+                gate: stack(&both, 2 * rows, 0, rows),
+                up: stack(&both, 2 * rows, rows, rows),
+                down: stack(&down, of_down, 0, of_down),
                 shared,
             });
         }
         // By the names of Mixtral's checkpoints, or of all others.
-        let is_mixtral = router.name.starts_with(&of_mixtral);
+        let is_mixtral = router.weight.name.starts_with(&of_mixtral);
         let of_layer = if is_mixtral { format!("{of_mixtral}.experts") } else { of_layer };
         let [gate, up, down] = if is_mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
         let each = |projection: &str, [rows, cols]: [usize; 2]| {
             let name = |expert| format!("{of_layer}.{expert}.{projection}.weight");
             let need = |name: String| self.of_file(&name, rows, cols)?.ok_or(Error::MissingTensor(name));
-            (0..count).map(|expert| need(name(expert))).collect::<Result<_>>().map(Stack::Each)
+            let matrices = (0..count).map(|expert| need(name(expert))).collect::<Result<_>>().map(Matrices::Each)?;
+            Ok::<_, Error>(Stack { matrices, biases: None })
         };
         Ok(Experts {
             router,
@@ -377,7 +429,7 @@ pub fn pass_bytes(files: &ModelFiles) -> Result<u64> {
     let of_all: u64 = order.iter().map(|(id, rows)| (rows.end - rows.start) * row_bytes(*id)).sum();
     let used = arch.config.mixture.as_ref().map_or(0, |mixture| mixture.used as u64);
     let of_one =
-        |experts: &Experts| experts.of(0).iter().map(|(info, rows)| (rows.end - rows.start) * info.row_bytes).sum();
+        |experts: &Experts| experts.rows_of(0).map(|(info, rows)| (rows.end - rows.start) * info.row_bytes).sum();
     let experts: u64 = arch.layers.iter().filter_map(Layer::experts).map(of_one).map(|one: u64| one * used).sum();
     Ok(of_all + experts)
 }
@@ -386,7 +438,7 @@ impl Architecture {
     /// Reads no weight.
     pub fn new(files: &ModelFiles) -> Result<Self> {
         let config = Config::new(files)?;
-        let names = Names { files };
+        let names = Names { files, arch: config.arch };
         let embedding = names.need("token_embd.weight", config.vocab, config.dim)?;
         let stored = names.optional("output.weight", config.vocab, config.dim)?;
         let output = stored.clone().filter(|_| !config.tied).unwrap_or_else(|| embedding.clone());
@@ -400,7 +452,8 @@ impl Architecture {
             embedding,
             output,
         };
-        let used = arch.ops().flat_map(|op| <[_; 2]>::from(op.weights())).flatten();
+        let of_op = |(first, then): (_, [_; 2])| std::iter::once(first).chain(then).flatten();
+        let used = arch.ops().flat_map(|op| of_op(op.weights()));
         let experts = arch.layers.iter().filter_map(Layer::experts).flat_map(Experts::tensors);
         let used = used.chain(&stored).chain(&arch.rope_factors).chain(experts);
         let used: HashSet<TensorId> = used.map(|info| info.id).collect();
@@ -420,7 +473,7 @@ impl Architecture {
         let layers = self.layers.iter().enumerate().flat_map(|(index, layer)| {
             let of_ffn = match &layer.ffn {
                 FeedForward::Dense(Dense { gate, up, down }) => {
-                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down)), None]
+                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down, layer.ffn_after.as_ref())), None]
                 }
                 FeedForward::Experts(experts) => {
                     let shared = experts.shared.as_ref();
@@ -440,8 +493,8 @@ impl Architecture {
                 Some(Op::Value(&layer.v)),
                 layer.q_norm.as_ref().map(Op::NormQueries),
                 layer.k_norm.as_ref().map(Op::NormKeys),
-                Some(Op::Attend(index)),
-                Some(Op::AttentionOutput(&layer.o)),
+                Some(Op::Attend(index, layer.sinks.as_ref())),
+                Some(Op::AttentionOutput(&layer.o, layer.attn_after.as_ref())),
                 Some(Op::Norm(&layer.ffn_norm)),
             ];
             steps.into_iter().chain(of_ffn).flatten()
@@ -482,7 +535,7 @@ impl Architecture {
             if let Some(info) = first {
                 order.extend(tiles(0..info.rows, tile_rows(info.id)).map(|rows| (info.id, rows)));
             }
-            order.extend(then.map(|info| (info.id, 0..1)));
+            order.extend(then.into_iter().flatten().map(|info| (info.id, 0..1)));
         }
         order
     }

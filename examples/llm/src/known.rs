@@ -5,17 +5,21 @@
 
 use serde_json::{Map, Value};
 
+use crate::arch::Arch;
 use crate::files::Container;
 
 /// What some keys are compared with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
+    pub arch: Arch,
     /// The longest sequence, in tokens.
     pub context: usize,
     /// Elements of a head.
     pub head_dim: usize,
     /// Whether [`Config`](crate::Config) has a mixture of experts.
     pub has_experts: bool,
+    /// Whether it has layers with a window.
+    pub has_window: bool,
 }
 
 /// When a key changes nothing beyond what [`Config`](crate::Config) holds.
@@ -27,17 +31,28 @@ enum When {
     WithExperts,
     /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
     Is(&'static [f64]),
+    /// In these architectures, of which [`Config`](crate::Config) reads it; elsewhere where it is 0.
+    Of(&'static [Arch]),
     /// Where it is this text, or a list of this text only.
     Text(&'static str),
-    /// Where it is 0, or no less than the context: a window in which every token sees all before it.
-    WholeContext,
+    /// Where there are layers with a window, of which [`Config`](crate::Config) reads it; elsewhere where it says that
+    /// there are none.
+    LayerTypes,
+    /// Where there are layers with a window; elsewhere where it is 0, or no less than the context, so that every token
+    /// sees all before it.
+    Window,
     /// Where it is 0 or `1 / sqrt(head_dim)`, which attention scores are multiplied with in any case.
     UsualScale,
 }
 
-use When::{Always, Is, Text, UsualScale, WholeContext, WithExperts};
+use When::{Always, Is, LayerTypes, Of, Text, UsualScale, Window, WithExperts};
 
 const OFF: When = Is(&[0.0]);
+const GEMMA: When = Of(&[Arch::Gemma2, Arch::Gemma3]);
+const GEMMA2: When = Of(&[Arch::Gemma2]);
+const GEMMA3: When = Of(&[Arch::Gemma3]);
+const GPT_OSS: When = Of(&[Arch::GptOss]);
+const WINDOWED: When = Of(&[Arch::Gemma2, Arch::Gemma3, Arch::GptOss]);
 const ONE: When = Is(&[1.0]);
 /// llama.cpp takes 0 as "no such factor".
 const NO_FACTOR: When = Is(&[0.0, 1.0]);
@@ -53,11 +68,12 @@ const GGUF: &[(&str, When)] = &[
     ("attention.max_alibi_bias", OFF),
     ("attention.output_scale", NO_FACTOR),
     ("attention.scale", UsualScale),
-    ("attention.sliding_window", WholeContext),
+    ("attention.sliding_window", Window),
+    ("attention.sliding_window_pattern", WINDOWED),
     ("attention.temperature_length", OFF),
     ("attention.temperature_scale", OFF),
     ("attention.value_length", Always),
-    ("attn_logit_softcapping", OFF),
+    ("attn_logit_softcapping", GEMMA2),
     ("block_count", Always),
     ("context_length", Always),
     ("embedding_length", Always),
@@ -72,7 +88,7 @@ const GGUF: &[(&str, When)] = &[
     ("expert_weights_norm", ONE),
     ("expert_weights_scale", NO_FACTOR),
     ("feed_forward_length", Always),
-    ("final_logit_softcapping", OFF),
+    ("final_logit_softcapping", GEMMA),
     ("leading_dense_block_count", OFF),
     ("logit_scale", NO_FACTOR),
     ("nextn_predict_layers", OFF),
@@ -81,19 +97,20 @@ const GGUF: &[(&str, When)] = &[
     ("residual_scale", NO_FACTOR),
     ("rope.dimension_count", Always),
     ("rope.freq_base", Always),
+    ("rope.freq_base_swa", WINDOWED),
     ("rope.scale_linear", Always),
     ("rope.scaling.attn_factor", NO_FACTOR),
     ("rope.scaling.factor", Always),
     ("rope.scaling.finetuned", Always),
     ("rope.scaling.original_context_length", Always),
     ("rope.scaling.type", Always),
-    // For the scaling "yarn" only, which is refused by its name.
+    // For the scaling "yarn" only.
     ("rope.scaling.yarn_attn_factor", NO_FACTOR),
     ("rope.scaling.yarn_beta_fast", Always),
     ("rope.scaling.yarn_beta_slow", Always),
-    // -1 stands for "not set".
-    ("rope.scaling.yarn_ext_factor", Is(&[-1.0, 0.0])),
-    ("rope.scaling.yarn_log_multiplier", Always),
+    // -1 stands for "not set", which is 1 with YaRN.
+    ("rope.scaling.yarn_ext_factor", Is(&[-1.0])),
+    ("rope.scaling.yarn_log_multiplier", OFF),
     // The layout of the checkpoint that the file was made from.
     ("tensor_data_layout", Always),
     ("use_parallel_residual", OFF),
@@ -108,9 +125,12 @@ const HF: &[(&str, When)] = &[
     ("attention_dropout", Always),
     ("attention_multiplier", UsualScale),
     ("attn_implementation", Always),
+    ("attn_logit_softcapping", GEMMA2),
     ("bad_words_ids", Always),
     ("begin_suppress_tokens", Always),
     ("bos_token_id", Always),
+    // How its class keeps keys and values.
+    ("cache_implementation", Always),
     ("chunk_size_feed_forward", Always),
     // Null, if nothing is cut off.
     ("clip_qkv", OFF),
@@ -123,21 +143,25 @@ const HF: &[(&str, When)] = &[
     ("embedding_multiplier", ONE),
     ("encoder_no_repeat_ngram_size", Always),
     ("eos_token_id", Always),
+    ("experts_per_token", WithExperts),
     ("exponential_decay_length_penalty", Always),
+    ("final_logit_softcapping", GEMMA),
     ("finetuning_task", Always),
     ("forced_bos_token_id", Always),
     ("forced_eos_token_id", Always),
     ("head_dim", Always),
     ("hidden_act", Always),
+    ("hidden_activation", GEMMA),
     ("hidden_size", Always),
     ("id2label", Always),
+    ("initial_context_length", Always),
     ("initializer_range", Always),
     ("intermediate_size", Always),
     ("is_decoder", Always),
     ("is_encoder_decoder", OFF),
     ("is_llama_config", Always),
     ("label2id", Always),
-    ("layer_types", Text("full_attention")),
+    ("layer_types", LayerTypes),
     ("length_penalty", Always),
     ("logits_scaling", ONE),
     ("max_length", Always),
@@ -172,6 +196,7 @@ const HF: &[(&str, When)] = &[
     ("problem_type", Always),
     ("qkv_bias", Always),
     ("quantization_config", Always),
+    ("query_pre_attn_scalar", GEMMA),
     ("remove_invalid_values", Always),
     ("repetition_penalty", Always),
     ("residual_multiplier", ONE),
@@ -179,6 +204,7 @@ const HF: &[(&str, When)] = &[
     ("return_dict_in_generate", Always),
     ("rms_norm_eps", Always),
     ("rope_interleaved", OFF),
+    ("rope_local_base_freq", GEMMA3),
     ("rope_parameters", Always),
     ("rope_scaling", Always),
     ("rope_theta", Always),
@@ -188,7 +214,10 @@ const HF: &[(&str, When)] = &[
     ("sep_token_id", Always),
     ("shared_expert_intermediate_size", WithExperts),
     ("sliding_window", Always),
+    ("sliding_window_pattern", GEMMA3),
     ("suppress_tokens", Always),
+    ("swiglu_alpha", GPT_OSS),
+    ("swiglu_limit", GPT_OSS),
     ("task_specific_params", Always),
     ("temperature", Always),
     ("tf_legacy_loss", Always),
@@ -206,6 +235,7 @@ const HF: &[(&str, When)] = &[
     ("unsloth_fixed", Always),
     ("unsloth_version", Always),
     ("use_bfloat16", Always),
+    ("use_bidirectional_attention", OFF),
     ("use_cache", Always),
     ("use_mrope", OFF),
     ("use_sliding_window", Always),
@@ -214,15 +244,20 @@ const HF: &[(&str, When)] = &[
 
 /// Keys of `rope_scaling` and `rope_parameters` in `config.json`.
 const HF_ROPE: &[(&str, When)] = &[
-    ("attention_factor", ONE),
+    ("attention_factor", Always),
+    ("beta_fast", Always),
+    ("beta_slow", Always),
     ("factor", Always),
     ("finetuned", Always),
+    ("full_attention", GEMMA3),
     ("high_freq_factor", Always),
     ("low_freq_factor", Always),
     ("original_max_position_embeddings", Always),
     ("partial_rotary_factor", Always),
     ("rope_theta", Always),
     ("rope_type", Always),
+    ("sliding_attention", GEMMA3),
+    ("truncate", Always),
     ("type", Always),
 ];
 
@@ -288,8 +323,10 @@ impl When {
             Always => true,
             WithExperts => sizes.has_experts || number == Some(0.0),
             Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
+            Of(archs) => archs.contains(&sizes.arch) || number == Some(0.0),
             Text(text) => value.as_str() == Some(text),
-            WholeContext => number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
+            LayerTypes => sizes.has_window || value.as_str() == Some("full_attention"),
+            Window => sizes.has_window || number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
             UsualScale => number.is_some_and(|n| {
                 let usual = 1.0 / (sizes.head_dim as f64).sqrt();
                 n == 0.0 || (n - usual).abs() <= 1e-6 * usual
@@ -307,8 +344,10 @@ impl std::fmt::Display for When {
                 let all: Vec<String> = numbers.iter().map(f64::to_string).collect();
                 write!(f, "{}", all.join(" or "))
             }
+            Of(_) => write!(f, "0 in this architecture"),
             Text(text) => write!(f, "{text:?}"),
-            WholeContext => write!(f, "0 or no less than the model's context"),
+            LayerTypes => write!(f, "\"full_attention\" in a model without a window"),
+            Window => write!(f, "0 or no less than the model's context in this architecture"),
             UsualScale => write!(f, "1 / sqrt(elements of a head)"),
         }
     }

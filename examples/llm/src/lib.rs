@@ -37,6 +37,7 @@
 //! bit. Another processor, whose kernels add in another order, may give other last bits.
 #![warn(missing_docs)]
 
+mod arch;
 mod architecture;
 mod block_attention;
 pub mod budget;
@@ -56,16 +57,19 @@ mod model;
 mod paged;
 pub mod paged_kv;
 mod plain;
+mod plain_keys;
 mod pool;
 pub mod quants;
+mod rotary;
 mod sampler;
 pub mod synthetic;
 mod tokenizer;
 mod weights;
 
+pub use arch::Arch;
 pub use architecture::pass_bytes;
 pub use chat::{Call, ChatTemplate, Message, Turn};
-pub use config::{Arch, Config, Mixture, RopePairs};
+pub use config::{Activation, Config, Mixture, RopePairs, Window};
 pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use dtype::{KvType, WeightType};
 pub use error::{Error, Result};

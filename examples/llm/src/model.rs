@@ -5,27 +5,30 @@
 //! what may be held at once are used in tiles of rows; the kernels' first invariant makes that invisible in the result.
 //!
 //! Formulas: Touvron et al., Llama (2023); Su et al., RoFormer (2021); Ainslie et al., grouped-query attention (2023);
-//! Qwen2 and Qwen3 technical reports for biases and per-head norms.
+//! Qwen2 and Qwen3 technical reports for biases and per-head norms; Gemma 2 and 3 technical reports for windows, caps
+//! and norms behind; the model card of gpt-oss for sinks (Xiao et al., efficient streaming language models with
+//! attention sinks, 2023).
 
 use std::mem::take;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use half::f16;
 use outcore::Bytes;
 use parking_lot::Mutex;
 
-use crate::architecture::{Architecture, Experts, Linear, Op, tiles};
-use crate::config::{Config, RopePairs};
+use crate::architecture::{Architecture, Experts, Linear, Op, Rows, tiles};
+use crate::config::{ALPHA, Activation, Config, LIMIT};
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
 use crate::experts::{Draw, drawn};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
+use crate::plain_keys::{Cache, attention};
 use crate::pool::Pool;
 use crate::quants;
+use crate::rotary::Turns;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
 
 /// Most vectors whose products one thread sorts at a time.
@@ -143,36 +146,51 @@ impl Model {
         let m = tokens.len();
         let waited = self.weights.waited();
         self.weights.will_use(&self.pass_order(&tokens));
-        let positions = parts.iter().flat_map(|part| part.session.len..part.session.len + part.tokens.len());
-        let turns = Turns::new(&self.frequencies, positions);
+        let positions = || parts.iter().flat_map(|part| part.session.len..part.session.len + part.tokens.len());
+        let turns = Turns::new(&self.frequencies, c.rope_scale, positions());
+        // In layers with a window, where these are others.
+        let windowed = c.window.as_ref().map(|window| &window.rope_frequencies).filter(|f| **f != self.frequencies);
+        let windowed = windowed.map(|frequencies| Turns::new(frequencies, c.rope_scale, positions()));
         let mut work = Work::default();
         for op in self.arch.ops() {
             match op {
-                Op::Embed(_) => work.x = self.embed(&tokens)?,
+                Op::Embed(_) => {
+                    work.x = self.embed(&tokens)?;
+                    if c.embedding_scale != 1.0 {
+                        work.x.iter_mut().for_each(|x| *x *= c.embedding_scale);
+                    }
+                }
                 Op::Norm(weight) => work.input = self.normed(&work.x, weight)?,
                 Op::Query(linear) => work.q = self.linear(linear, &mut work.input)?,
                 Op::Key(linear) => work.k = self.linear(linear, &mut work.input)?,
                 Op::Value(linear) => work.v = self.linear(linear, &mut work.input)?,
                 Op::NormQueries(weight) => self.norm_heads(&mut work.q, weight)?,
                 Op::NormKeys(weight) => self.norm_heads(&mut work.k, weight)?,
-                Op::Attend(layer) => {
+                Op::Attend(layer, sinks) => {
                     let (mut q, mut k, v) = (take(&mut work.q), take(&mut work.k), take(&mut work.v));
+                    let sinks = sinks.map(|sinks| self.sinks(sinks)).transpose()?;
+                    let turns = c.window_of(layer).and(windowed.as_ref()).unwrap_or(&turns);
                     turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
                     turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
-                    work.input = Input::new(self.attend(parts, layer, &Operands { q: &q, k: &k, v: &v })?, m);
+                    let operands = Operands { q: &q, k: &k, v: &v, sinks: sinks.as_deref() };
+                    work.input = Input::new(self.attend(parts, layer, &operands)?, m);
                 }
-                Op::AttentionOutput(linear) => add(&mut work.x, &self.linear(linear, &mut work.input)?),
+                Op::AttentionOutput(linear, norm) => {
+                    let made = self.linear(linear, &mut work.input)?;
+                    self.add(&mut work.x, made, norm)?;
+                }
                 Op::Gate(linear) => work.gate = self.linear(linear, &mut work.input)?,
                 Op::Up(linear) => work.up = self.linear(linear, &mut work.input)?,
-                Op::Down(linear) => {
+                Op::Down(linear, norm) => {
                     let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
-                    self.silu_multiply(&mut gate, &up);
+                    self.activate(&mut gate, &up);
                     drop(up);
-                    add(&mut work.x, &self.linear(linear, &mut Input::new(gate, m))?);
+                    let made = self.linear(linear, &mut Input::new(gate, m))?;
+                    self.add(&mut work.x, made, norm)?;
                 }
                 Op::AddShared(shared) => {
                     let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
-                    self.silu_multiply(&mut gate, &up);
+                    self.activate(&mut gate, &up);
                     drop(up);
                     let made = self.linear(&shared.network.down, &mut Input::new(gate, m))?;
                     let row = self.vector(&shared.gate)?;
@@ -187,7 +205,12 @@ impl Model {
                     let x = take(&mut work.x);
                     work.input = self.normed(&with_logits(parts, &x, c.dim), weight)?;
                 }
-                Op::Logits(output) => work.logits = self.matmul(output, &mut work.input)?,
+                Op::Logits(output) => {
+                    work.logits = self.matmul(output, &mut work.input)?;
+                    if let Some(cap) = c.logit_cap {
+                        work.logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+                    }
+                }
             }
         }
         // From the end: what was taken off is freed as it goes.
@@ -216,7 +239,8 @@ impl Model {
             let count = part.tokens.len();
             let of = |row: usize| first * row..(first + count) * row;
             let (q, kv) = (of(q_row), of(kv_row));
-            let mine = Operands { q: &operands.q[q], k: &operands.k[kv.clone()], v: &operands.v[kv] };
+            let (q, k, v) = (&operands.q[q], &operands.k[kv.clone()], &operands.v[kv]);
+            let mine = Operands { q, k, v, sinks: operands.sinks };
             jobs.push(Mutex::new((nth, &mut *part.session, mine, Ok(Vec::new()))));
             first += count;
         }
@@ -253,10 +277,27 @@ impl Model {
 
     /// A vector's values.
     fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
-        let bytes = self.rows(info, 0..1)?;
-        let mut out = vec![0f32; info.cols as usize];
-        quants::dequantise(info.dtype, &bytes, &mut out);
+        self.values((info, 0..1))
+    }
+
+    /// The values of these rows.
+    fn values(&self, (info, rows): Rows<'_>) -> Result<Vec<f32>> {
+        let mut out = vec![0f32; (rows.end - rows.start) as usize * info.cols as usize];
+        quants::dequantise(info.dtype, &self.rows(info, rows)?, &mut out);
         Ok(out)
+    }
+
+    /// The scores of a layer's sinks: one for each head.
+    fn sinks(&self, info: &WeightInfo) -> Result<Vec<f32>> {
+        let sinks = self.vector(info)?;
+        match sinks.iter().position(|sink| !sink.is_finite()) {
+            Some(head) => Err(Error::Invalid(format!(
+                "the sink of head {head} in {:?} is infinite or no number (the model is damaged, or was converted \
+                 wrongly: fetch it again)",
+                info.name
+            ))),
+            None => Ok(sinks),
+        }
     }
 
     /// The embeddings of `tokens`: `[tokens x dim]`.
@@ -278,14 +319,29 @@ impl Model {
 
     /// `x W^T + b`: `[m x rows]`.
     fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
-        let mut out = self.matmul(&linear.weight, x)?;
-        if let Some(bias) = &linear.bias {
-            let bias = self.vector(bias)?;
+        let Linear { weight, bias } = linear;
+        self.linear_rows(((weight, 0..weight.rows), bias.as_ref().map(|bias| (bias, 0..1))), x)
+    }
+
+    /// As [`linear`](Self::linear), with rows of a matrix, and a row of biases for them.
+    fn linear_rows(&self, (matrix, bias): (Rows<'_>, Option<Rows<'_>>), x: &mut Input) -> Result<Vec<f32>> {
+        let mut out = self.matmul_rows(matrix, x)?;
+        if let Some(bias) = bias {
+            let bias = self.values(bias)?;
             for row in out.chunks_exact_mut(bias.len()) {
                 row.iter_mut().zip(&bias).for_each(|(o, b)| *o += b);
             }
         }
         Ok(out)
+    }
+
+    /// Adds `made` to `x`, normalised first if there is a norm for it.
+    fn add(&self, x: &mut [f32], mut made: Vec<f32>, norm: Option<&WeightInfo>) -> Result<()> {
+        if let Some(norm) = norm {
+            made = self.normed(&made, norm)?.x;
+        }
+        x.iter_mut().zip(&made).for_each(|(x, made)| *x += made);
+        Ok(())
     }
 
     /// Adds to each vector of `x` what the experts that its router draws make of `input`.
@@ -295,32 +351,32 @@ impl Model {
     fn add_experts(&self, experts: &Experts, mut input: Input, x: &mut [f32]) -> Result<()> {
         let Some(mixture) = &self.arch.config.mixture else { return Ok(()) };
         let dim = self.arch.config.dim;
-        let scores = self.matmul(&experts.router, &mut input)?;
+        let scores = self.linear(&experts.router, &mut input)?;
         let draws = drawn(&scores, mixture).map_err(|vector| {
-            let name = &experts.router.name;
+            let name = &experts.router.weight.name;
             Error::Invalid(format!(
                 "the router {name:?} gives vector {vector} of the pass scores that are infinite or no numbers \
                  (the model is damaged, or was converted wrongly: fetch it again)"
             ))
         })?;
-        let tiles_of = |(info, rows): (&WeightInfo, Range<u64>)| {
+        let tiles_of = |(info, rows): Rows<'_>| {
             let id = info.id;
             tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
         };
         let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
-        let steps = by_expert().flat_map(|draws| experts.of(draws[0].expert)).flat_map(tiles_of);
+        let steps = by_expert().flat_map(|draws| experts.rows_of(draws[0].expert)).flat_map(tiles_of);
         self.weights.drawn(&steps.collect::<Vec<_>>());
         for draws in by_expert() {
             let [gate, up, down] = experts.of(draws[0].expert);
             let vector = |draw: &Draw| draw.vector * dim..(draw.vector + 1) * dim;
             let vectors = draws.iter().flat_map(|draw| &input.x[vector(draw)]).copied().collect();
             let mut vectors = Input::new(vectors, draws.len());
-            let mut gated = self.matmul_rows(gate, &mut vectors)?;
-            let raised = self.matmul_rows(up, &mut vectors)?;
+            let mut gated = self.linear_rows(gate, &mut vectors)?;
+            let raised = self.linear_rows(up, &mut vectors)?;
             drop(vectors);
-            self.silu_multiply(&mut gated, &raised);
+            self.activate(&mut gated, &raised);
             drop(raised);
-            let made = self.matmul_rows(down, &mut Input::new(gated, draws.len()))?;
+            let made = self.linear_rows(down, &mut Input::new(gated, draws.len()))?;
             for (draw, made) in draws.iter().zip(made.chunks_exact(dim)) {
                 x[vector(draw)].iter_mut().zip(made).for_each(|(x, made)| *x += draw.weight * made);
             }
@@ -333,7 +389,7 @@ impl Model {
     }
 
     /// The product of these rows of a matrix.
-    fn matmul_rows(&self, (w, rows): (&WeightInfo, Range<u64>), x: &mut Input) -> Result<Vec<f32>> {
+    fn matmul_rows(&self, (w, rows): Rows<'_>, x: &mut Input) -> Result<Vec<f32>> {
         let (k, n, m) = (w.cols as usize, (rows.end - rows.start) as usize, x.m);
         let acts = x.prepare(w.dtype, self);
         let mut out = vec![0f32; m * n];
@@ -370,9 +426,19 @@ impl Model {
         }
     }
 
+    /// The weights of a norm.
+    fn norm(&self, weight: &WeightInfo) -> Result<Vec<f32>> {
+        let mut weight = self.vector(weight)?;
+        let offset = self.arch.config.norm_offset;
+        if offset != 0.0 {
+            weight.iter_mut().for_each(|w| *w += offset);
+        }
+        Ok(weight)
+    }
+
     /// Vectors of the model's width, normalised.
     fn normed(&self, x: &[f32], weight: &WeightInfo) -> Result<Input> {
-        let weight = self.vector(weight)?;
+        let weight = self.norm(weight)?;
         let mut out = vec![0f32; x.len()];
         self.rms_norm(x, &weight, &mut out);
         Ok(Input::new(out, x.len() / weight.len()))
@@ -380,18 +446,30 @@ impl Model {
 
     /// Normalises each head in place.
     fn norm_heads(&self, x: &mut [f32], norm: &WeightInfo) -> Result<()> {
-        let weight = self.vector(norm)?;
+        let weight = self.norm(norm)?;
         let copy = x.to_vec();
         self.rms_norm(&copy, &weight, x);
         Ok(())
     }
 
-    /// `silu(gate) * up`, in place of `gate`.
-    fn silu_multiply(&self, gate: &mut [f32], up: &[f32]) {
+    /// The model's [`Activation`] of both, in place of `gate`.
+    fn activate(&self, gate: &mut [f32], up: &[f32]) {
         let per = 1024;
+        let activation = self.arch.config.activation;
         self.pool.run_chunks(gate, per, |i, gate| {
-            let up = &up[i * per..i * per + gate.len()];
-            gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+            let both = gate.iter_mut().zip(&up[i * per..]);
+            match activation {
+                Activation::Silu => both.for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u),
+                Activation::GeluTanh => both.for_each(|(g, u)| {
+                    // Hendrycks and Gimpel, "Gaussian error linear units" (2016).
+                    let inner = (2.0 / std::f32::consts::PI).sqrt() * (*g + 0.044_715 * *g * *g * *g);
+                    *g = 0.5 * *g * (1.0 + inner.tanh()) * u;
+                }),
+                Activation::ClampedSilu => both.for_each(|(g, u)| {
+                    let (gate, up) = (g.min(LIMIT), u.clamp(-LIMIT, LIMIT));
+                    *g = gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0);
+                }),
+            }
         });
     }
 }
@@ -435,63 +513,6 @@ struct Work {
     up: Vec<f32>,
     /// `[tokens whose logits are wanted x vocab]`.
     logits: Vec<f32>,
-}
-
-/// Keys and values of one layer: `[kv_head][position][head_dim]`.
-enum Cache {
-    F32 { keys: Vec<f32>, values: Vec<f32> },
-    F16 { keys: Vec<f16>, values: Vec<f16> },
-}
-
-impl Cache {
-    fn new(kind: KvType, elements: usize) -> Self {
-        match kind {
-            KvType::F32 => Self::F32 { keys: vec![0.0; elements], values: vec![0.0; elements] },
-            KvType::F16 => Self::F16 { keys: vec![f16::ZERO; elements], values: vec![f16::ZERO; elements] },
-        }
-    }
-
-    fn store(&mut self, at: usize, k: &[f32], v: &[f32]) {
-        match self {
-            Self::F32 { keys, values } => {
-                keys[at..at + k.len()].copy_from_slice(k);
-                values[at..at + v.len()].copy_from_slice(v);
-            }
-            Self::F16 { keys, values } => {
-                keys[at..at + k.len()].iter_mut().zip(k).for_each(|(c, x)| *c = f16::from_f32(*x));
-                values[at..at + v.len()].iter_mut().zip(v).for_each(|(c, x)| *c = f16::from_f32(*x));
-            }
-        }
-    }
-
-    /// `softmax(q K^T * scale) V` over `len` positions from element `base`.
-    fn attend(&self, level: Level, base: usize, len: usize, scale: f32, q: &[f32], out: &mut [f32]) {
-        let hd = q.len();
-        let at = |p: usize| base + p * hd..base + (p + 1) * hd;
-        let mut scores = vec![0f32; len];
-        let mut peak = f32::NEG_INFINITY;
-        for (p, score) in scores.iter_mut().enumerate() {
-            *score = scale
-                * match self {
-                    Self::F32 { keys, .. } => kernels::dot(level, q, &keys[at(p)]),
-                    Self::F16 { keys, .. } => kernels::dot_f16(level, q, &keys[at(p)]),
-                };
-            peak = peak.max(*score);
-        }
-        let mut total = 0f32;
-        for score in &mut scores {
-            *score = (*score - peak).exp();
-            total += *score;
-        }
-        out.fill(0.0);
-        for (p, score) in scores.iter().enumerate() {
-            let share = score / total;
-            match self {
-                Self::F32 { values, .. } => kernels::axpy(level, share, &values[at(p)], out),
-                Self::F16 { values, .. } => kernels::axpy_f16(level, share, &values[at(p)], out),
-            }
-        }
-    }
 }
 
 /// Which logits a part of a pass is to give.
@@ -816,75 +837,15 @@ impl Session {
 
     /// Attention of `layer` for the new tokens of this session.
     fn attend(&mut self, model: &Model, pool: &Pool, layer: usize, operands: &Operands<'_>) -> Result<Vec<f32>> {
+        let config = &model.arch.config;
         match &mut self.keys {
-            Keys::Plain(caches) => {
-                Ok(attention((model, pool), &mut caches[layer], (self.capacity, self.len), operands))
-            }
-            Keys::Paged(keys) => keys.attend(&model.arch.config, (pool, model.level), layer, self.len, operands),
-        }
-    }
-}
-
-fn add(x: &mut [f32], y: &[f32]) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
-}
-
-/// Stores the new keys and values, then attends: `[m x heads * head_dim]`.
-fn attention(
-    (model, pool): (&Model, &Pool),
-    cache: &mut Cache,
-    (capacity, past): (usize, usize),
-    operands: &Operands<'_>,
-) -> Vec<f32> {
-    let c = &model.arch.config;
-    let hd = c.head_dim;
-    let Operands { q, k, v } = *operands;
-    let m = q.len() / (c.heads * hd);
-    for t in 0..m {
-        for h in 0..c.kv_heads {
-            let at = (t * c.kv_heads + h) * hd;
-            cache.store((h * capacity + past + t) * hd, &k[at..at + hd], &v[at..at + hd]);
-        }
-    }
-    let cache = &*cache;
-    let (group, scale) = (c.heads / c.kv_heads, 1.0 / (hd as f32).sqrt());
-    let mut out = vec![0f32; m * c.heads * hd];
-    pool.run_chunks(&mut out, hd, |i, out| {
-        let (t, h) = (i / c.heads, i % c.heads);
-        let base = h / group * capacity * hd;
-        cache.attend(model.level, base, past + t + 1, scale, &q[i * hd..(i + 1) * hd], out);
-    });
-    out
-}
-
-/// Sines and cosines for the positions of one pass: `[positions x pairs]`.
-struct Turns {
-    pairs: usize,
-    table: Vec<(f32, f32)>,
-}
-
-impl Turns {
-    fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
-        let angle = |p: usize, f: f32| (p as f32 * f).sin_cos();
-        let table = positions.flat_map(|p| frequencies.iter().map(move |f| angle(p, *f))).collect();
-        Self { pairs: frequencies.len(), table }
-    }
-
-    /// Turns every head of every position; elements beyond the turned pairs stay as they are.
-    fn apply(&self, x: &mut [f32], heads: usize, head_dim: usize, pairs: RopePairs) {
-        for (t, x) in x.chunks_exact_mut(heads * head_dim).enumerate() {
-            let turns = &self.table[t * self.pairs..(t + 1) * self.pairs];
-            for head in x.chunks_exact_mut(head_dim) {
-                for (i, (sin, cos)) in turns.iter().enumerate() {
-                    let (a, b) = match pairs {
-                        RopePairs::Adjacent => (2 * i, 2 * i + 1),
-                        RopePairs::Halves => (i, i + self.pairs),
-                    };
-                    let (x, y) = (head[a], head[b]);
-                    head[a] = x * cos - y * sin;
-                    head[b] = x * sin + y * cos;
-                }
-            }
+            Keys::Plain(caches) => Ok(attention(
+                (config, model.level, pool),
+                (layer, &mut caches[layer]),
+                (self.capacity, self.len),
+                operands,
+            )),
+            Keys::Paged(keys) => keys.attend(config, (pool, model.level), layer, self.len, operands),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use outcore::{Bytes, DType, PageSize, Runtime};
 use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence};
 
-use crate::block_attention::HeadGroup;
+use crate::block_attention::{HeadGroup, Scores, seen};
 use crate::config::Config;
 use crate::dtype::KvType;
 use crate::error::{Error, Result};
@@ -95,6 +95,8 @@ pub(crate) struct Operands<'a> {
     /// `[m x kv_heads * head_dim]`, as the values.
     pub k: &'a [f32],
     pub v: &'a [f32],
+    /// `[heads]`: see [`HeadGroup::end`].
+    pub sinks: Option<&'a [f32]>,
 }
 
 impl PagedKeys {
@@ -207,8 +209,8 @@ impl PagedKeys {
         Ok(())
     }
 
-    /// `softmax(q K^T / sqrt(head_dim)) V` for each head of each of the new tokens, of which each sees those before it:
-    /// `[m x heads * head_dim]`. Blocks are summed in turn, as [`HeadGroup`] says.
+    /// `softmax(scores(q K^T)) V` for each head of each of the new tokens, of which each sees those before it, or those
+    /// of the layer's window: `[m x heads * head_dim]`. Blocks are summed in turn, as [`HeadGroup`] says.
     pub(crate) fn attend(
         &self,
         config: &Config,
@@ -217,6 +219,7 @@ impl PagedKeys {
         past: usize,
         operands: &Operands<'_>,
     ) -> Result<Vec<f32>> {
+        let window = config.window_of(layer);
         let layer = layer as u32;
         self.write(layer, past, operands)?;
         let (head_dim, kv_heads) = (config.head_dim, config.kv_heads);
@@ -226,6 +229,7 @@ impl PagedKeys {
             .map(|part| layout.row(place, part, 0).map_or(0, |row| row.start / size_of::<f32>()));
         let of_head = |kv_head: usize| HeadGroup {
             level,
+            scores: Scores::new(config),
             heads: config.heads / kv_heads,
             head_dim,
             row: kv_heads * head_dim,
@@ -240,7 +244,8 @@ impl PagedKeys {
         state.chunks_exact_mut(each).for_each(|state| of_head(0).begin(state));
         let mut parts = Vec::new();
 
-        let blocks: Vec<_> = self.blocks(0..(past + m) as u64).collect();
+        let first = seen(past, window).start;
+        let blocks: Vec<_> = self.blocks(first as u64..(past + m) as u64).collect();
         let waves: Vec<_> = blocks.chunks(self.wave).collect();
         let of_wave = |nth: usize| waves.get(nth).and_then(|wave| Some(wave.first()?.start..wave.last()?.end));
         // A policy that follows the plan asks for them itself. The next layer has as many, and the next pass goes on
@@ -260,21 +265,26 @@ impl PagedKeys {
             }
             let guard = blocks.pin().wait()?;
             let views = (0..wave.len()).map(|nth| guard.view::<f32>(nth)).collect::<outcore::Result<Vec<_>>>()?;
-            // How many positions of a block the token of a result sees.
+            // The positions of a block that the token of a result sees, counted from where the block begins.
+            let each_block = layout.block_tokens() as usize;
             let seen = |result: usize, block: usize| {
-                let positions = &wave[block];
-                (past + result / kv_heads + 1).min(positions.end as usize).saturating_sub(positions.start as usize)
+                let begin = wave[block].start as usize / each_block * each_block;
+                let seen = seen(past + result / kv_heads, window);
+                seen.start.saturating_sub(begin)..seen.end.min(wave[block].end as usize).saturating_sub(begin)
             };
-            let attend = |result: usize, block: usize, part: &mut [f32]| {
+            let attend = |result: usize, block: usize, seen: Range<usize>, part: &mut [f32]| {
                 let q = &operands.q[result * queries..][..queries];
-                of_head(result % kv_heads).attend(q, views[block], seen(result, block), part);
+                of_head(result % kv_heads).attend(q, views[block], seen, part);
             };
             if results >= RESULTS_MANY {
                 pool.run_chunks(&mut state, each, |result, state| {
                     let mut part = vec![0f32; each];
-                    for block in (0..wave.len()).take_while(|block| seen(result, *block) > 0) {
-                        attend(result, block, &mut part);
-                        of_head(0).add(state, &part);
+                    for block in 0..wave.len() {
+                        let seen = seen(result, block);
+                        if !seen.is_empty() {
+                            attend(result, block, seen, &mut part);
+                            of_head(0).add(state, &part);
+                        }
                     }
                 });
                 continue;
@@ -283,21 +293,24 @@ impl PagedKeys {
             parts.resize(results * wave.len() * each, 0f32);
             pool.run_chunks(&mut parts, each, |nth, part| {
                 let (result, block) = (nth / wave.len(), nth % wave.len());
-                if seen(result, block) > 0 {
-                    attend(result, block, part);
+                let seen = seen(result, block);
+                if !seen.is_empty() {
+                    attend(result, block, seen, part);
                 }
             });
             let parts = parts.chunks_exact(each * wave.len());
             for (result, (state, parts)) in state.chunks_exact_mut(each).zip(parts).enumerate() {
                 let parts = parts.chunks_exact(each).enumerate();
-                for (_, part) in parts.take_while(|(block, _)| seen(result, *block) > 0) {
+                for (_, part) in parts.filter(|(block, _)| !seen(result, *block).is_empty()) {
                     of_head(0).add(state, part);
                 }
             }
         }
         let mut out = vec![0f32; results * queries];
-        for (out, state) in out.chunks_exact_mut(queries).zip(state.chunks_exact(each)) {
-            of_head(0).end(state, out);
+        for (result, (out, state)) in out.chunks_exact_mut(queries).zip(state.chunks_exact(each)).enumerate() {
+            let heads = of_head(0).heads;
+            let sinks = operands.sinks.map(|sinks| &sinks[result % kv_heads * heads..][..heads]);
+            of_head(0).end(state, sinks, out);
         }
         Ok(out)
     }

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use crate::arch::Arch;
 use crate::architecture::hf_name;
-use crate::config::Arch;
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::quants;
@@ -49,9 +49,11 @@ pub struct Spec {
     pub tied: bool,
     /// Seed of all weights.
     pub seed: u64,
-    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE; in the Llama
-    /// family only in GGUF.
+    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE and gpt-oss; in
+    /// the Llama family only in GGUF.
     pub experts: Option<Experts>,
+    /// Tokens of the window that some layers of a gpt-oss or Gemma have. Both are written as GGUF only.
+    pub window: u64,
 }
 
 /// The experts of a synthetic model. What a layer adds is small beside its input, so that routing follows the token,
@@ -131,7 +133,8 @@ impl Spec {
             context: 64,
             tied: false,
             seed: 7,
-            experts: (arch == Arch::Qwen3Moe).then_some(Experts { count: 8, used: 2, fused: false }),
+            experts: arch.is_mixture().then_some(Experts { count: 8, used: 2, fused: false }),
+            window: 20,
         }
     }
 
@@ -147,7 +150,7 @@ impl Spec {
             push(name("attn_norm.weight"), 1, self.dim, Kind::Norm, 0);
             for (stem, rows, heads) in [("attn_q", q, self.heads), ("attn_k", kv, self.kv_heads), ("attn_v", kv, 0)] {
                 push(name(&format!("{stem}.weight")), rows, self.dim, Kind::Matrix, heads);
-                if self.arch == Arch::Qwen2 {
+                if matches!(self.arch, Arch::Qwen2 | Arch::GptOss) {
                     push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
                 }
             }
@@ -157,7 +160,20 @@ impl Spec {
             }
             let added = if self.experts.is_some() { Kind::Added } else { Kind::Matrix };
             push(name("attn_output.weight"), self.dim, q, added, 0);
-            push(name("ffn_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            let is_gpt_oss = self.arch == Arch::GptOss;
+            if is_gpt_oss {
+                push(name("attn_output.bias"), 1, self.dim, Kind::Bias, 0);
+                push(name("attn_sinks.weight"), 1, self.heads, Kind::Bias, 0);
+            }
+            if is_gpt_oss || self.arch.is_gemma() {
+                push(name("post_attention_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            }
+            if !is_gpt_oss {
+                push(name("ffn_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            }
+            if self.arch.is_gemma() {
+                push(name("post_ffw_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            }
             let (kind, count) = match self.experts {
                 Some(experts) => ("_exps", experts.count),
                 None => ("", 1),
@@ -168,12 +184,18 @@ impl Spec {
             push(name(&format!("ffn_gate{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
             push(name(&format!("ffn_up{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
             push(name(&format!("ffn_down{kind}.weight")), count * self.dim, self.ffn_dim, added, 0);
+            if is_gpt_oss {
+                push(name("ffn_gate_inp.bias"), 1, count, Kind::Bias, 0);
+                for (stem, cols) in [("ffn_gate", self.ffn_dim), ("ffn_up", self.ffn_dim), ("ffn_down", self.dim)] {
+                    push(name(&format!("{stem}{kind}.bias")), count, cols, Kind::Bias, 0);
+                }
+            }
         }
         push("output_norm.weight".into(), 1, self.dim, Kind::Norm, 0);
         if !self.tied {
             push("output.weight".into(), self.vocab, self.dim, Kind::Matrix, 0);
         }
-        for tensor in all.iter_mut().filter(|tensor| tensor.name.contains("_exps")) {
+        for tensor in all.iter_mut().filter(|tensor| tensor.name.ends_with("_exps.weight")) {
             tensor.matrices = self.experts.map_or(0, |experts| experts.count);
         }
         all
@@ -190,15 +212,19 @@ impl Spec {
         let wrong = match self.experts {
             None => self.arch.is_mixture(),
             Some(Experts { count, used, .. }) => {
-                !matches!(self.arch, Arch::Llama | Arch::Qwen3Moe) || used == 0 || used > count || count > 1 << 12
+                let may = matches!(self.arch, Arch::Llama | Arch::Qwen3Moe | Arch::GptOss);
+                !may || used == 0 || used > count || count > 1 << 12
             }
         };
         if wrong {
             return Err(Error::Invalid(
-                "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family or \
-                 Qwen3-MoE, which is always one"
+                "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family or a \
+                 Qwen3-MoE or gpt-oss, which is always one"
                     .into(),
             ));
+        }
+        if matches!(self.arch, Arch::Qwen2Moe | Arch::Olmoe) {
+            return Err(Error::Invalid(format!("no {} is made here", self.arch.gguf_name())));
         }
         for cols in [self.dim, self.ffn_dim, self.heads * self.head_dim] {
             if self.dtype.bytes(cols).is_none() {
@@ -299,9 +325,18 @@ impl Spec {
         if let Some(experts) = self.experts {
             meta.number(&format!("{arch}.expert_count"), experts.count as u32);
             meta.number(&format!("{arch}.expert_used_count"), experts.used as u32);
-            if self.arch == Arch::Qwen3Moe {
+            if self.arch.is_mixture() {
                 meta.number(&format!("{arch}.expert_feed_forward_length"), self.ffn_dim as u32);
             }
+        }
+        let has_window = self.arch == Arch::GptOss || self.arch.is_gemma();
+        if has_window {
+            meta.number(&format!("{arch}.attention.sliding_window"), self.window as u32);
+        }
+        if self.arch == Arch::GptOss {
+            meta.text(&format!("{arch}.rope.scaling.type"), "yarn");
+            meta.float(&format!("{arch}.rope.scaling.factor"), 32.0);
+            meta.number(&format!("{arch}.rope.scaling.original_context_length"), self.context as u32);
         }
         meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
         meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
@@ -382,8 +417,10 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
-        if self.experts.is_some() && self.arch == Arch::Llama {
-            return Err(Error::Invalid("a mixture of the Llama family is written as GGUF only".into()));
+        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3);
+        if only_gguf || self.experts.is_some() && self.arch == Arch::Llama {
+            let what = "a gpt-oss, a Gemma, or a mixture of the Llama family is written as GGUF only";
+            return Err(Error::Invalid(what.into()));
         }
         let type_name = match self.dtype {
             WeightType::F32 | WeightType::F16 | WeightType::BF16 => self.dtype.to_string(),
@@ -471,12 +508,13 @@ impl Spec {
         for (at, tensor) in tensors.iter().enumerate() {
             let Tensor { name, rows, cols, matrices, .. } = tensor;
             let fused = self.experts.is_some_and(|experts| experts.fused);
-            let of_layer = || hf_name(name).rsplit_once('.').map(|(start, _)| start.replace("ffn_", "mlp.experts/"));
+            let of_layer =
+                || hf_name(self.arch, name).rsplit_once('.').map(|(start, _)| start.replace("ffn_", "mlp.experts/"));
             match of_layer().filter(|_| *matrices > 0) {
                 None => {
                     let is_matrix = !matches!(tensor.kind, Kind::Norm | Kind::Bias);
                     let shape = if is_matrix { vec![*rows, *cols] } else { vec![*cols] };
-                    all.push(Stored { name: hf_name(name), shape, rows: vec![(tensor, 0..*rows)] });
+                    all.push(Stored { name: hf_name(self.arch, name), shape, rows: vec![(tensor, 0..*rows)] });
                 }
                 Some(of_layer) => {
                     let (layer, projection) = of_layer.split_once('/').unwrap_or((&of_layer, ""));

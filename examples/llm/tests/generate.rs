@@ -57,6 +57,7 @@ fn spec() -> Spec {
         tied: true,
         seed: 7,
         experts: None,
+        window: 20,
     }
 }
 
@@ -209,7 +210,7 @@ fn mixture(arch: Arch) -> Spec {
 
 #[test]
 fn mixtures_say_the_same_in_every_budget() {
-    for arch in [Arch::Llama, Arch::Qwen3Moe] {
+    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss] {
         let path = place(&format!("mixture-{}.gguf", arch.gguf_name()));
         mixture(arch).write_gguf(&path).unwrap();
         let base = ["--model", text(&path), "--prompt", "Explain virtual memory.", "--tokens", "12"];

@@ -130,18 +130,37 @@ const KEYS: [&str; 114] = [
 ];
 
 /// The keys that do not concern a pass.
-const HARMLESS: [&str; 7] = [
+const HARMLESS: [&str; 6] = [
     "pooling_type",
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_log_multiplier",
     "tensor_data_layout",
 ];
 
 /// The keys that a pass follows.
 const FOLLOWED: [&str; 2] = ["rope.scaling.factor", "rope.scale_linear"];
+
+/// The same of an architecture.
+fn followed(arch: Arch) -> Vec<&'static str> {
+    match arch {
+        Arch::GptOss => vec!["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"],
+        Arch::Gemma2 => [&FOLLOWED[..], &["attn_logit_softcapping", "final_logit_softcapping"]].concat(),
+        Arch::Gemma3 => [&FOLLOWED[..], &["final_logit_softcapping", "rope.freq_base_swa"]].concat(),
+        _ => FOLLOWED.to_vec(),
+    }
+}
+
+/// The same of keys that do not concern a pass over one layer of an architecture.
+fn harmless(arch: Arch) -> Vec<&'static str> {
+    match arch {
+        // YaRN has another name for its factor.
+        Arch::GptOss => [&HARMLESS[..], &["attention.sliding_window_pattern", "rope.scale_linear"]].concat(),
+        Arch::Gemma2 | Arch::Gemma3 => [&HARMLESS[..], &["attention.sliding_window_pattern"]].concat(),
+        _ => HARMLESS.to_vec(),
+    }
+}
 
 fn spec(arch: Arch) -> Spec {
     Spec {
@@ -154,10 +173,12 @@ fn spec(arch: Arch) -> Spec {
         head_dim: 32,
         ffn_dim: 64,
         vocab: 300,
-        context: 64,
+        // Long enough for the bounds of YaRN.
+        context: if arch == Arch::GptOss { 2048 } else { 64 },
         tied: false,
         seed: 1,
-        experts: (arch == Arch::Qwen3Moe).then_some(Experts { count: 4, used: 2, fused: false }),
+        experts: matches!(arch, Arch::Qwen3Moe | Arch::GptOss).then_some(Experts { count: 4, used: 2, fused: false }),
+        window: 20,
     }
 }
 
@@ -166,6 +187,7 @@ enum Kv {
     F32(f32),
     Bool(bool),
     Text(&'static str),
+    Bools(Vec<bool>),
     /// So many numbers of one byte.
     Bytes(usize),
 }
@@ -188,6 +210,11 @@ fn with_key(file: &[u8], key: &str, value: &Kv) -> Vec<u8> {
         Kv::Text(value) => {
             more.extend(8u32.to_le_bytes());
             text(&mut more, value);
+        }
+        Kv::Bools(all) => {
+            more.extend([9u32.to_le_bytes(), 7u32.to_le_bytes()].concat());
+            more.extend((all.len() as u64).to_le_bytes());
+            more.extend(all.iter().map(|set| u8::from(*set)));
         }
         Kv::Bytes(count) => {
             more.extend([9u32.to_le_bytes(), 0u32.to_le_bytes()].concat());
@@ -233,7 +260,8 @@ impl Gguf {
 
 #[test]
 fn every_key_of_gguf_is_followed_harmless_or_refused() {
-    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe] {
+    let archs = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3];
+    for arch in archs {
         let gguf = Gguf::new(arch);
         let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
         let has = |key: &str| {
@@ -244,9 +272,9 @@ fn every_key_of_gguf_is_followed_harmless_or_refused() {
         };
         for key in KEYS.into_iter().filter(|key| !has(key)) {
             let found = gguf.config(key, &Kv::U32(7));
-            if FOLLOWED.contains(&key) {
+            if followed(arch).contains(&key) {
                 assert_ne!(format!("{:?}", found.unwrap()), plain, "{key}");
-            } else if HARMLESS.contains(&key) {
+            } else if harmless(arch).contains(&key) {
                 assert_eq!(format!("{:?}", found.unwrap()), plain, "{key}");
             } else {
                 let error = found.unwrap_err().to_string();
@@ -288,12 +316,15 @@ fn keys_that_are_set_to_nothing_are_taken() {
         ("attention.causal", Kv::Bool(false)),
         ("attention.scale", Kv::F32(0.5)),
         ("residual_scale", Kv::F32(1.5)),
-        ("rope.scaling.type", Kv::Text("yarn")),
+        ("rope.scaling.type", Kv::Text("longrope")),
         ("logit_scale", Kv::Text("much")),
     ] {
         let error = gguf.config(key, &value).unwrap_err().to_string();
-        assert!(error.contains(key) || error.contains("yarn"), "{key}: {error}");
+        assert!(error.contains(key) || error.contains("longrope"), "{key}: {error}");
     }
+    // YaRN needs its factor.
+    let error = gguf.config("rope.scaling.type", &Kv::Text("yarn")).unwrap_err().to_string();
+    assert!(error.contains("rope.scaling.factor is missing"), "{error}");
     let adapter = gguf.open(&with_key(&gguf.bytes, "general.type", &Kv::Text("adapter")));
     assert!(Config::new(&adapter).unwrap_err().to_string().contains("adapter"));
     let vendor = gguf.open(&with_key(&gguf.bytes, "somebody.version", &Kv::U32(3)));
@@ -331,6 +362,66 @@ fn tensors_that_are_not_known_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("attn_k_norm"), "{error}");
+    for (arch, tensor, other) in [
+        (Arch::GptOss, "blk.0.attn_sinks.weight", "blk.0.attn_sinkz.weight"),
+        (Arch::GptOss, "blk.0.attn_output.bias", "blk.0.attn_outpuz.bias"),
+        (Arch::GptOss, "blk.0.ffn_gate_inp.bias", "blk.0.ffn_gate_inz.bias"),
+        (Arch::GptOss, "blk.0.ffn_down_exps.bias", "blk.0.ffn_down_expz.bias"),
+        (Arch::GptOss, "blk.0.post_attention_norm.weight", "blk.0.post_attention_norz.weight"),
+        (Arch::Gemma2, "blk.0.post_attention_norm.weight", "blk.0.post_attention_norz.weight"),
+        (Arch::Gemma3, "blk.0.post_ffw_norm.weight", "blk.0.post_ffw_norz.weight"),
+        (Arch::Gemma3, "blk.0.attn_q_norm.weight", "blk.0.attn_z_norm.weight"),
+    ] {
+        let gguf = Gguf::new(arch);
+        assert!(load(&gguf.open(&gguf.bytes)).is_ok(), "{arch:?}");
+        let error = load(&gguf.open(&renamed(&gguf.bytes, tensor, other))).unwrap_err().to_string();
+        assert!(error.contains(tensor), "{arch:?}: {error}");
+    }
+}
+
+/// Sinks are one for each head.
+#[test]
+fn sinks_of_the_wrong_length_or_without_a_value_are_refused() {
+    let gguf = Gguf::new(Arch::GptOss);
+    let name = "blk.0.attn_sinks.weight";
+    let at = gguf.bytes.windows(name.len()).position(|part| part == name.as_bytes()).unwrap() + name.len();
+    let mut short = gguf.bytes.clone();
+    // Behind the number of dimensions.
+    short[at + 4..at + 12].copy_from_slice(&1u64.to_le_bytes());
+    let error = load(&gguf.open(&short)).unwrap_err().to_string();
+    assert!(error.contains(name) && error.contains('1') && error.contains('2'), "{error}");
+    let mut broken = gguf.bytes.clone();
+    let data = gguf.open(&gguf.bytes).tensor(name).unwrap().offset as usize;
+    broken[data..data + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let model = Arc::new(load(&gguf.open(&broken)).unwrap());
+    let session = outcore_llm::Session::new(model, 8, outcore_llm::KvType::F32);
+    let error = session.unwrap().forward(&[1, 2, 3]).unwrap_err().to_string();
+    assert!(error.contains(name) && error.contains("head 0") && error.contains("fetch it again"), "{error}");
+}
+
+/// The windows of layers: every so many, or as a list says.
+#[test]
+fn a_pattern_of_windows_is_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("whole.gguf");
+    Spec { layers: 3, ..spec(Arch::Gemma3) }.write_gguf(&path).unwrap();
+    let gguf = Gguf { bytes: fs::read(path).unwrap(), folder, arch: Arch::Gemma3 };
+    let windows = |value: Option<Kv>| {
+        let config = match value {
+            Some(value) => gguf.config("attention.sliding_window_pattern", &value),
+            None => Config::new(&gguf.open(&gguf.bytes)),
+        };
+        config.map(|config| config.window.unwrap().layers)
+    };
+    assert_eq!(windows(None).unwrap(), [true; 3]);
+    assert_eq!(windows(Some(Kv::U32(2))).unwrap(), [true, false, true]);
+    assert_eq!(windows(Some(Kv::U32(1))).unwrap(), [false; 3]);
+    assert_eq!(windows(Some(Kv::U32(0))).unwrap(), [true; 3]);
+    assert_eq!(windows(Some(Kv::Bools(vec![false, true, true]))).unwrap(), [false, true, true]);
+    for wrong in [Kv::Bools(vec![true; 2]), Kv::Bytes(3), Kv::Text("often")] {
+        let error = windows(Some(wrong)).unwrap_err().to_string();
+        assert!(error.contains("attention.sliding_window_pattern"), "{error}");
+    }
 }
 
 struct Folder(tempfile::TempDir);
@@ -408,14 +499,15 @@ fn what_config_json_leaves_out_has_its_classes_values() {
     assert_eq!(qwen3.head_dim, 128);
     let llama = Folder::new(Arch::Llama).config(&[("head_dim", absent.clone())]).unwrap();
     assert_eq!(llama.head_dim, 32);
-    // A Mistral model of 8192 tokens attends within a window of 4096, unless it says otherwise.
+    // A Mistral model of 8192 tokens attends within a window of 4096 in all layers, unless it says otherwise.
     let mistral = |window: Value| {
         let changes =
             [("model_type", json!("mistral")), ("max_position_embeddings", json!(8192)), ("sliding_window", window)];
-        Folder::new(Arch::Llama).config(&changes)
+        Folder::new(Arch::Llama).config(&changes).unwrap().window
     };
-    assert!(mistral(absent).unwrap_err().to_string().contains("4096"));
-    assert!(mistral(json!(null)).is_ok() && mistral(json!(8192)).is_ok());
+    let window = mistral(absent).unwrap();
+    assert_eq!((window.tokens, window.layers), (4096, vec![true]));
+    assert!(mistral(json!(null)).is_none() && mistral(json!(8192)).is_none());
 }
 
 /// Where embeddings are tied they are the output matrix, whatever else is stored.

@@ -19,6 +19,10 @@ use outcore_llm::{
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
+/// Those that a synthetic model can have.
+const ARCHS: [Arch; 7] =
+    [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3];
+
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     // In Qwen3 a head is not dim / heads.
     let head_dim = if matches!(arch, Arch::Qwen3 | Arch::Qwen3Moe) { 128 } else { 64 };
@@ -74,7 +78,7 @@ fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     use WeightType::{BF16, IQ4_NL, IQ4_XS, MXFP4, Q4_1, Q6_K};
     let kinds = [Q4_1, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16];
-    let archs = [Arch::Qwen2, Arch::Qwen3Moe];
+    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3];
     for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
         let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();
@@ -124,7 +128,7 @@ fn experts_in_few_pages_change_no_bit() {
     let page = PageSize::new(Bytes::kib(64)).unwrap();
     let mixture =
         |arch| Spec { experts: Some(Experts { count: 32, used: 4, fused: false }), ..spec(arch, WeightType::Q8_0) };
-    for arch in [Arch::Llama, Arch::Qwen3Moe] {
+    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss] {
         let files = gguf(folder.path(), &mixture(arch));
         let expected = run(&files, u64::MAX, threads(2), KvType::F32);
         for frames in [12, 40, 400] {
@@ -195,7 +199,7 @@ impl Weights for Checked {
 #[test]
 fn weights_are_used_once_and_in_the_declared_order() {
     let folder = tempfile::tempdir().unwrap();
-    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe] {
+    for arch in ARCHS {
         let files = gguf(folder.path(), &spec(arch, WeightType::Q4_1));
         let inner = PlainWeights::read(&files).unwrap().with_tile_bytes(10_000);
         let weights = Arc::new(Checked { inner, left: Mutex::default() });

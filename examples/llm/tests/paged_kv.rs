@@ -16,13 +16,14 @@ use outcore_llm::{
 const TENANT: TenantId = TenantId::new(1);
 
 fn model(folder: &Path, threads: usize) -> Arc<Model> {
-    model_of(folder, WeightType::Q8_0, threads)
+    model_of(folder, Arch::Llama, WeightType::Q8_0, threads)
 }
 
-fn model_of(folder: &Path, dtype: WeightType, threads: usize) -> Arc<Model> {
-    let path = folder.join(format!("{dtype}.gguf"));
+fn model_of(folder: &Path, arch: Arch, dtype: WeightType, threads: usize) -> Arc<Model> {
+    let path = folder.join(format!("{}-{dtype}.gguf", arch.gguf_name()));
     if !path.exists() {
-        let spec = Spec { layers: 3, context: 2048, ..Spec::small(Arch::Llama, dtype) };
+        // A window that begins and ends within blocks.
+        let spec = Spec { layers: 3, context: 2048, window: 41, ..Spec::small(arch, dtype) };
         spec.write_gguf(&path).unwrap();
     }
     let files = ModelFiles::open(path).unwrap();
@@ -76,17 +77,22 @@ fn words(session: &mut Session, mut logits: Vec<f32>, count: usize) -> Vec<u32> 
 fn passes_threads_and_memory_change_no_bit() {
     let folder = tempfile::tempdir().unwrap();
     let prompt = prompt(3, 333);
-    let mut first: Option<Vec<f32>> = None;
-    for (pass, threads, pages) in [(333, 1, 400), (1, 2, 400), (7, 3, 16), (100, 1, 8), (333, 2, 8)] {
-        let (model, runtime) = (model(folder.path(), threads), runtime(pages));
-        let pool = pool(&model, &runtime, 64);
-        let (session, logits) = begin(&model, &pool, &prompt, pass);
-        match &first {
-            Some(first) => assert!(*first == logits, "passes of {pass}, {threads} threads, {pages} pages"),
-            None => first = Some(logits),
+    for arch in [Arch::Llama, Arch::GptOss, Arch::Gemma2] {
+        let mut first: Option<Vec<f32>> = None;
+        for (pass, threads, pages) in [(333, 1, 400), (1, 2, 400), (7, 3, 16), (100, 1, 8), (333, 2, 8)] {
+            let model = model_of(folder.path(), arch, WeightType::Q8_0, threads);
+            let runtime = runtime(pages);
+            let pool = pool(&model, &runtime, 64);
+            let (session, logits) = begin(&model, &pool, &prompt, pass);
+            match &first {
+                Some(first) => {
+                    assert!(*first == logits, "{arch:?}: passes of {pass}, {threads} threads, {pages} pages")
+                }
+                None => first = Some(logits),
+            }
+            drop((session, pool));
+            runtime.close().unwrap();
         }
-        drop((session, pool));
-        runtime.close().unwrap();
     }
 }
 
@@ -94,16 +100,18 @@ fn passes_threads_and_memory_change_no_bit() {
 #[test]
 fn logits_are_those_of_a_session_in_memory_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
-    let (model, runtime) = (model_of(folder.path(), WeightType::F32, 2), runtime(64));
-    let pool = pool(&model, &runtime, 64);
-    let prompt = prompt(3, 333);
-    let (session, paged) = begin(&model, &pool, &prompt, 100);
-    let logits = Session::new(model, 400, KvType::F32).unwrap().forward(&prompt).unwrap();
-    let scale = logits.iter().fold(0f32, |most, value| most.max(value.abs()));
-    let worst = logits.iter().zip(&paged).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-    assert!(worst <= 1e-4 * scale, "{worst} of {scale}");
-    drop((session, pool));
-    runtime.close().unwrap();
+    for arch in [Arch::Llama, Arch::GptOss, Arch::Gemma2, Arch::Gemma3] {
+        let (model, runtime) = (model_of(folder.path(), arch, WeightType::F32, 2), runtime(64));
+        let pool = pool(&model, &runtime, 64);
+        let prompt = prompt(3, 333);
+        let (session, paged) = begin(&model, &pool, &prompt, 100);
+        let logits = Session::new(model, 400, KvType::F32).unwrap().forward(&prompt).unwrap();
+        let scale = logits.iter().fold(0f32, |most, value| most.max(value.abs()));
+        let worst = logits.iter().zip(&paged).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+        assert!(worst <= 1e-4 * scale, "{arch:?}: {worst} of {scale}");
+        drop((session, pool));
+        runtime.close().unwrap();
+    }
 }
 
 /// Many conversations at once, some with the same beginning, on a device that holds a few of their blocks.

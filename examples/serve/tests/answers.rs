@@ -133,7 +133,9 @@ fn answers_are_the_same_alone_and_in_any_company() {
 #[test]
 fn answers_of_a_mixture_are_the_same_alone_and_in_any_company() {
     let experts = Some(Experts { count: 8, used: 2, fused: false });
-    same_in_any_company(&Spec { arch: Arch::Qwen3Moe, experts, ..small() }, 30);
+    for arch in [Arch::Qwen3Moe, Arch::GptOss] {
+        same_in_any_company(&Spec { arch, experts, ..small() }, 30);
+    }
 }
 
 fn same_in_any_company(spec: &Spec, count: usize) {

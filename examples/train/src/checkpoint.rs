@@ -66,8 +66,8 @@ impl Checkpoint {
         if config.arch != Arch::Llama {
             return refused(&format!("it is a {}", config.arch.gguf_name()));
         }
-        if config.mixture.is_some() {
-            return refused("it has a mixture of experts");
+        if let Some(what) = config.beyond_dense() {
+            return refused(&format!("it has {what}"));
         }
         if config.rope_frequencies.len() * 2 != config.head_dim {
             return refused("it turns a part of each head only");

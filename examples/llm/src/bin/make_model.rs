@@ -21,7 +21,7 @@ struct Args {
     out: PathBuf,
     #[arg(long, value_enum, default_value = "gguf")]
     format: Format,
-    /// llama, qwen2, qwen3 or qwen3moe.
+    /// llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma2 or gemma3.
     #[arg(long, default_value = "llama")]
     arch: String,
     /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL
@@ -53,7 +53,7 @@ struct Args {
     shards: usize,
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Experts of each layer, each as wide as --ffn says, of llama (gguf only) and qwen3moe.
+    /// Experts of each layer, each as wide as --ffn says, of llama (gguf only), qwen3moe and gpt-oss.
     #[arg(long, requires = "experts_used")]
     experts: Option<u64>,
     /// Experts that a token uses.
@@ -62,6 +62,9 @@ struct Args {
     /// In safetensors, the experts of a layer are in two tensors, as transformers 5 keeps them.
     #[arg(long, requires = "experts")]
     experts_fused: bool,
+    /// Tokens of the window that some layers of gpt-oss, gemma2 and gemma3 have.
+    #[arg(long, default_value_t = 128)]
+    window: u64,
 }
 
 fn main() -> ExitCode {
@@ -94,6 +97,7 @@ fn run(args: &Args) -> Result<()> {
             used,
             fused: args.experts_fused,
         }),
+        window: args.window,
     };
     match args.format {
         Format::Gguf => spec.write_gguf(&args.out)?,

@@ -17,7 +17,8 @@ use super::super::room::TILE_POSITIONS;
 use super::super::tests::{Blocks, Memory, Shape, attended, get, kept_as, numbers, once, put, room};
 use super::super::{CudaModel, CudaSession};
 use super::*;
-use crate::config::{Arch, RopePairs};
+use crate::arch::Arch;
+use crate::config::RopePairs;
 use crate::dtype::{KvType, WeightType};
 use crate::files::ModelFiles;
 use crate::paged::PagedWeights;
@@ -288,6 +289,7 @@ fn spec() -> Spec {
         tied: false,
         seed: 7,
         experts: None,
+        window: 20,
     }
 }
 

@@ -75,8 +75,8 @@ impl CudaModel {
             )));
         }
         let arch = Architecture::new(files)?;
-        if arch.config.mixture.is_some() {
-            return Err(Error::Unsupported("experts are not supported on a GPU: use --device host".into()));
+        if let Some(what) = arch.config.beyond_dense() {
+            return Err(Error::Unsupported(format!("{what}: not supported on a GPU; use --device host")));
         }
         let head = arch.config.head_dim;
         if head > HEAD_MAX {

@@ -28,6 +28,7 @@ fn shape() -> Spec {
         tied: true,
         seed: 1,
         experts: None,
+        window: 20,
     }
 }
 

@@ -190,6 +190,33 @@ CASES = {
         norms_add_one=True,
         hub={"sliding_window_pattern": 6, "_sliding_window_pattern": None, "layer_types": None},
     ),
+    "gemma2": Case(
+        "gemma2",
+        COMMON
+        | HEAD_DIM
+        | {
+            "intermediate_size": 80,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+            # Low enough to matter for the scores and logits of this model.
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE,
+        },
+        norms_add_one=True,
+        hub={"layer_types": None},
+    ),
+    "mistral-window": Case(
+        "mistral",
+        COMMON
+        | HEAD_DIM
+        | {"intermediate_size": 80, "rms_norm_eps": 1e-5, "sliding_window": 32, "rope_parameters": ROPE},
+        no_llama_cpp="it has no window in models of this architecture",
+    ),
     "qwen2moe": Case(
         "qwen2_moe",
         COMMON

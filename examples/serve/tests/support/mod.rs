@@ -58,6 +58,7 @@ pub fn small() -> Spec {
         tied: false,
         seed: 7,
         experts: None,
+        window: 20,
     }
 }
 

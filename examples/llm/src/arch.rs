@@ -1,0 +1,107 @@
+//! The architectures this crate runs, and what they are called.
+
+use crate::error::{Error, Result};
+
+/// The architectures this crate runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Arch {
+    /// Llama 2 and 3, SmolLM2, TinyLlama, Mistral and Mixtral.
+    Llama,
+    /// Qwen2 and Qwen2.5: biases on queries, keys and values.
+    Qwen2,
+    /// Qwen3: queries and keys are normalised per head.
+    Qwen3,
+    /// Qwen1.5-MoE and Qwen2-MoE: as Qwen2, with a mixture of experts, one of which all tokens share.
+    Qwen2Moe,
+    /// Qwen3 with a mixture of experts in each layer.
+    Qwen3Moe,
+    /// OLMoE: a mixture of experts; queries and keys are normalised as one vector each.
+    Olmoe,
+    /// gpt-oss: a mixture of experts with biases; attention with sinks, in every other layer within a window.
+    GptOss,
+    /// Gemma 2: norms behind each part of a layer too; attention scores and logits are capped, and attention of every
+    /// other layer is within a window.
+    Gemma2,
+    /// Gemma 3: as Gemma 2, without caps; queries and keys are normalised per head, and five of six layers have a
+    /// window.
+    Gemma3,
+}
+
+impl Arch {
+    /// GGUF's name of the architecture.
+    pub fn gguf_name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Qwen2Moe => "qwen2moe",
+            Self::Qwen3Moe => "qwen3moe",
+            Self::Olmoe => "olmoe",
+            Self::GptOss => "gpt-oss",
+            Self::Gemma2 => "gemma2",
+            Self::Gemma3 => "gemma3",
+        }
+    }
+
+    /// The `model_type` of `config.json`.
+    pub(crate) fn hf_name(self) -> &'static str {
+        match self {
+            Self::Qwen2Moe => "qwen2_moe",
+            Self::Qwen3Moe => "qwen3_moe",
+            Self::GptOss => "gpt_oss",
+            Self::Gemma3 => "gemma3_text",
+            other => other.gguf_name(),
+        }
+    }
+
+    /// Whether queries and keys are normalised, head by head.
+    pub(crate) fn has_head_norms(self) -> bool {
+        matches!(self, Self::Qwen3 | Self::Qwen3Moe | Self::Gemma3)
+    }
+
+    /// Whether it is a Gemma: embeddings are scaled, norms stand before and behind each part of a layer, and the
+    /// activation is GELU.
+    pub(crate) fn is_gemma(self) -> bool {
+        matches!(self, Self::Gemma2 | Self::Gemma3)
+    }
+
+    /// Whether it is a mixture of experts in any case.
+    pub(crate) fn is_mixture(self) -> bool {
+        matches!(self, Self::Qwen2Moe | Self::Qwen3Moe | Self::Olmoe | Self::GptOss)
+    }
+
+    /// The class that Hugging Face transformers runs it with.
+    pub(crate) fn hf_class(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+            Self::Qwen2Moe => "Qwen2MoeForCausalLM",
+            Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::Olmoe => "OlmoeForCausalLM",
+            Self::GptOss => "GptOssForCausalLM",
+            Self::Gemma2 => "Gemma2ForCausalLM",
+            Self::Gemma3 => "Gemma3ForCausalLM",
+        }
+    }
+
+    /// The architecture that GGUF or `config.json` call `name`; the error lists what is supported.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "llama" | "mistral" | "mixtral" => Ok(Self::Llama),
+            "qwen2" => Ok(Self::Qwen2),
+            "qwen3" => Ok(Self::Qwen3),
+            "qwen2moe" | "qwen2_moe" => Ok(Self::Qwen2Moe),
+            "qwen3moe" | "qwen3_moe" => Ok(Self::Qwen3Moe),
+            "olmoe" => Ok(Self::Olmoe),
+            "gpt-oss" | "gpt_oss" => Ok(Self::GptOss),
+            "gemma2" => Ok(Self::Gemma2),
+            "gemma3" | "gemma3_text" => Ok(Self::Gemma3),
+            other => Err(Error::Unsupported(format!(
+                "architecture {other:?} is not supported; supported are llama, mistral, mixtral, qwen2, qwen2moe, qwen3, \
+                 qwen3moe, olmoe, gpt-oss, gemma2 and gemma3"
+            ))),
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! The configuration in a `config.json` of Hugging Face transformers.
+
+use outcore_lab::planning::Declared;
+use serde_json::{Map, Value};
+
+use super::reader::Reader;
+use super::{ALPHA, Config, LIMIT, Mixture, RopePairs, Window, activation, embedding_scale, rope};
+use crate::arch::Arch;
+use crate::error::Result;
+
+impl Config {
+    pub(super) fn from_hf(meta: &Reader<'_>) -> Result<Self> {
+        let map = meta.map;
+        let model_type = meta.text("model_type")?;
+        let arch = Arch::parse(model_type).map_err(|error| meta.said(&error))?;
+        let declared = meta.declared()?;
+        let context = meta.there("max_position_embeddings", declared.context)?;
+        let (key, act) = match map.get("hidden_activation").filter(|act| arch.is_gemma() && !act.is_null()) {
+            Some(act) => ("hidden_activation", Some(act)),
+            // Gemma's class has another default, and no checkpoint of it says "gelu" and means it.
+            None => ("hidden_act", map.get("hidden_act").filter(|_| !arch.is_gemma())),
+        };
+        let wanted = if arch.is_gemma() { "gelu_pytorch_tanh" } else { "silu" };
+        if let Some(act) = act.filter(|act| act.as_str() != Some(wanted)) {
+            return Err(meta.unsupported(&format!("{key} {act} is not supported; supported is {wanted:?}")));
+        }
+        if map.get("quantization_config").is_some_and(|v| !v.is_null()) {
+            let what = "quantization_config: quantised safetensors are not supported; supported are F32, F16 and BF16";
+            return Err(meta.unsupported(what));
+        }
+        let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let biases = match model_type {
+            "mistral" | "mixtral" => [false; 3],
+            "qwen2" => [true, false, false],
+            "qwen2_moe" => [map.get("qkv_bias").and_then(Value::as_bool).unwrap_or(true), false, false],
+            "gpt_oss" => {
+                let biased = map.get("attention_bias").and_then(Value::as_bool).unwrap_or(true);
+                [biased, biased, false]
+            }
+            "olmoe" | "gemma2" | "gemma3_text" | "qwen3" | "qwen3_moe" => {
+                [says("attention_bias"), says("attention_bias"), false]
+            }
+            _ => [says("attention_bias"), says("attention_bias"), says("mlp_bias")],
+        };
+        let object = |key: &str| match map.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Object(object)) => Ok(Some(object)),
+            Some(other) => Err(meta.unsupported(&format!("{key} is {other}, and no object"))),
+        };
+        let scaling = match (object("rope_scaling")?, object("rope_parameters")?) {
+            (Some(_), Some(_)) => return Err(meta.unsupported("rope_scaling and rope_parameters are both given")),
+            (one, other) => one.or(other),
+        };
+        let of_layers = |kind: &str| scaling.and_then(|scaling| scaling.get(kind)).and_then(Value::as_object);
+        let head_dim = declared.key_dim as usize;
+        // Gemma 3 has others in layers with a window, and transformers 5 an object for each.
+        let (of_all, of_window) = match (of_layers("full_attention"), of_layers("sliding_attention")) {
+            (Some(full), Some(sliding)) if arch == Arch::Gemma3 => (Some(full), Some(sliding)),
+            _ => (scaling, None),
+        };
+        let usual = if arch == Arch::Gemma3 { 1_000_000.0 } else { 10_000.0 };
+        let (rope_frequencies, rope_scale) = meta.hf_rope(of_all, "rope_theta", usual, head_dim)?;
+        let window = meta.hf_window(arch, model_type, context, declared.layers as usize)?;
+        let window = window.map(|(tokens, layers)| -> Result<Window> {
+            let rope_frequencies = match (arch, of_window) {
+                (Arch::Gemma3, Some(_)) => meta.hf_rope(of_window, "rope_theta", 10_000.0, head_dim)?.0,
+                (Arch::Gemma3, None) => meta.hf_rope(None, "rope_local_base_freq", 10_000.0, head_dim)?.0,
+                _ => rope_frequencies.clone(),
+            };
+            Ok(Window { tokens, layers, rope_frequencies })
+        });
+        let scaled_by = match arch.is_gemma() {
+            true => meta.positive(map, "query_pre_attn_scalar", 256.0)? as f32,
+            false => head_dim as f32,
+        };
+        let cap = |key: &str, usual: f64| meta.cap(key, (arch == Arch::Gemma2).then_some(usual));
+        // The only ones that its class is published with.
+        for (key, value) in [("swiglu_limit", LIMIT), ("swiglu_alpha", ALPHA)] {
+            if meta.positive(map, key, f64::from(value))? as f32 != value {
+                return Err(meta.unsupported(&format!("{key} other than {value} is not supported")));
+            }
+        }
+        let ids = |key: &str| match map.get(key) {
+            Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|v| v as u32).collect(),
+            Some(value) => value.as_u64().map(|v| v as u32).into_iter().collect::<Vec<u32>>(),
+            None => Vec::new(),
+        };
+        Ok(Self {
+            arch,
+            dim: declared.hidden as usize,
+            layers: declared.layers as usize,
+            heads: declared.heads as usize,
+            kv_heads: declared.kv_heads as usize,
+            head_dim,
+            ffn_dim: declared.ffn as usize,
+            vocab: meta.there("vocab_size", declared.vocab)?,
+            context,
+            norm_eps: meta.positive(map, "rms_norm_eps", if arch == Arch::GptOss { 1e-5 } else { 1e-6 })? as f32,
+            rope_pairs: RopePairs::Halves,
+            rope_frequencies,
+            rope_scale,
+            rope_factors_tensor: false,
+            window: window.transpose()?,
+            attention_scale: 1.0 / scaled_by.sqrt(),
+            attention_cap: cap("attn_logit_softcapping", 50.0)?,
+            logit_cap: cap("final_logit_softcapping", 30.0)?,
+            embedding_scale: embedding_scale(arch, declared.hidden as usize),
+            norm_offset: if arch.is_gemma() { 1.0 } else { 0.0 },
+            activation: activation(arch),
+            bos: ids("bos_token_id").first().copied(),
+            eos: ids("eos_token_id"),
+            tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(arch.is_gemma()),
+            biases: biases.map(Some),
+            mixture: meta.hf_mixture(arch, &declared)?,
+        })
+    }
+}
+
+impl Reader<'_> {
+    /// As [`mixture`](Self::mixture), of a `config.json`, with the layers that have none.
+    fn hf_mixture(&self, arch: Arch, declared: &Declared) -> Result<Option<Mixture>> {
+        let model_type = self.text("model_type")?;
+        match (model_type, &declared.experts) {
+            ("mixtral", Some(_)) => return self.mixture(arch, declared, true, Vec::new()),
+            ("mixtral", None) => return Err(self.bad("the number of experts is missing")),
+            (_, Some(_)) if arch.is_mixture() => {}
+            (_, None) if arch.is_mixture() => return Err(self.bad("the number of experts is missing")),
+            (_, None) => return Ok(None),
+            (_, Some(_)) => {
+                let what = format!("experts in the architecture {model_type:?} are not supported");
+                return Err(self.unsupported(&what));
+            }
+        }
+        // What the class takes.
+        let every = self.optional_size("decoder_sparse_step", usize::MAX)?.unwrap_or(1);
+        let listed = match self.map.get("mlp_only_layers") {
+            None | Some(Value::Null) => Vec::new(),
+            Some(Value::Array(all)) if all.iter().all(Value::is_u64) => all.iter().filter_map(Value::as_u64).collect(),
+            Some(other) => return Err(self.bad(&format!("mlp_only_layers is {other}, and no list of layers"))),
+        };
+        let is_dense = |layer: &usize| listed.contains(&(*layer as u64)) || !(layer + 1).is_multiple_of(every);
+        let dense = (0..declared.layers as usize).filter(is_dense).collect();
+        let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
+        self.mixture(arch, declared, normalised, dense)
+    }
+
+    /// The tokens of the window that a `config.json` declares, and the layers that have it. `None` where it is no
+    /// shorter than the context.
+    fn hf_window(
+        &self,
+        arch: Arch,
+        model_type: &str,
+        context: usize,
+        layers: usize,
+    ) -> Result<Option<(usize, Vec<bool>)>> {
+        // What the classes take. Mistral's has no switch; Qwen's has; the others not listed have no window at all.
+        let usual = match model_type {
+            "mistral" | "gemma2" | "gemma3_text" | "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" => Some(4096),
+            "gpt_oss" => Some(128),
+            _ => None,
+        };
+        let tokens = match self.map.get("sliding_window") {
+            None => usual,
+            Some(_) => self.optional_count("sliding_window", usize::MAX)?,
+        };
+        let switched = || self.map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false);
+        let used = match model_type {
+            "mistral" | "mixtral" | "gpt_oss" => true,
+            _ => arch.is_gemma() || switched(),
+        };
+        let tokens = tokens.filter(|tokens| used && *tokens > 0 && *tokens < context);
+        let Some(tokens) = tokens else { return Ok(None) };
+        let kind = |kind: &Value| match kind.as_str() {
+            Some("sliding_attention") => Some(true),
+            Some("full_attention") => Some(false),
+            _ => None,
+        };
+        let of_layers = match self.map.get("layer_types") {
+            None | Some(Value::Null) => {
+                let every = match model_type {
+                    "gemma2" | "gpt_oss" => 2,
+                    _ => {
+                        let pattern = |key| self.optional_size(key, usize::MAX);
+                        pattern("sliding_window_pattern")?.or(pattern("_sliding_window_pattern")?).unwrap_or(6)
+                    }
+                };
+                let first = self.optional_count("max_window_layers", usize::MAX)?.unwrap_or(28);
+                let is_windowed = |layer: usize| match model_type {
+                    "mistral" | "mixtral" => true,
+                    "qwen2" | "qwen3" => layer >= first,
+                    "qwen2_moe" => layer.is_multiple_of(2) && layer < first,
+                    "qwen3_moe" => true,
+                    _ => layer % every != every - 1,
+                };
+                (0..layers).map(is_windowed).collect()
+            }
+            Some(said) => {
+                let kinds: Option<Vec<bool>> = said.as_array().and_then(|said| said.iter().map(kind).collect());
+                kinds.filter(|kinds| kinds.len() == layers).ok_or_else(|| {
+                    self.bad(&format!(
+                        "layer_types is no list of sliding_attention and full_attention for {layers} layers"
+                    ))
+                })?
+            }
+        };
+        Ok(Some((tokens, of_layers)))
+    }
+
+    /// The rotary frequencies that a `config.json` declares, and what sines and cosines are multiplied by. `scaling` is
+    /// the object for it; the base is under `key` there or beside it, else it is `usual`.
+    fn hf_rope(
+        &self,
+        scaling: Option<&Map<String, Value>>,
+        key: &str,
+        usual: f64,
+        head_dim: usize,
+    ) -> Result<(Vec<f32>, f32)> {
+        let map = self.map;
+        if let Some(inner) = scaling.and_then(|scaling| scaling.get(key))
+            && map.get(key).is_some_and(|outer| outer != inner)
+        {
+            return Err(self.unsupported(&format!("{key} is given twice, and once as {inner}")));
+        }
+        for place in [Some(map), scaling].into_iter().flatten() {
+            if self.positive(place, "partial_rotary_factor", 1.0)? != 1.0 {
+                return Err(self.unsupported("partial_rotary_factor other than 1 is not supported"));
+            }
+        }
+        let base = scaling.map_or(Ok(usual), |scaling| self.positive(scaling, key, usual))?;
+        let base = self.positive(map, key, base)?;
+        let mut frequencies = self.frequencies(base, head_dim, head_dim)?;
+        let scale = match scaling {
+            Some(scaling) => rope::scale(&mut frequencies, scaling, (base, head_dim), self)?,
+            None => 1.0,
+        };
+        Ok((frequencies, scale))
+    }
+}
