@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use regex::{Captures, Regex};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value as Json};
@@ -59,12 +60,35 @@ impl From<Message> for Turn {
     }
 }
 
+/// What a template takes of a turn in which tools are called. Templates differ, and do not say.
+#[derive(Clone, Copy, Debug)]
+struct Taken {
+    /// No content; else the empty text.
+    none: bool,
+    /// Arguments as an object; else its text.
+    objects: bool,
+}
+
+impl Taken {
+    /// As transformers has it, and what is tried where that fails.
+    const ALL: [Self; 4] = [
+        Self { none: true, objects: true },
+        Self { none: false, objects: true },
+        Self { none: true, objects: false },
+        Self { none: false, objects: false },
+    ];
+}
+
 impl Turn {
     /// As templates know it from the `transformers` library.
-    fn value(&self) -> Result<Value> {
-        let mut members = vec![("role", Value::from(&self.role)), ("content", Value::from(self.content.clone()))];
+    fn value(&self, taken: Taken) -> Result<Value> {
+        let content = match &self.content {
+            None if taken.none => Value::from(()),
+            content => Value::from(content.as_deref().unwrap_or_default()),
+        };
+        let mut members = vec![("role", Value::from(&self.role)), ("content", content)];
         if !self.calls.is_empty() {
-            members.push(("tool_calls", self.calls.iter().map(Call::value).collect::<Result<Value>>()?));
+            members.push(("tool_calls", self.calls.iter().map(|call| call.value(taken)).collect::<Result<Value>>()?));
         }
         members.extend(self.call.as_ref().map(|id| ("tool_call_id", Value::from(id))));
         Ok(members.into_iter().collect())
@@ -72,9 +96,10 @@ impl Turn {
 }
 
 impl Call {
-    fn value(&self) -> Result<Value> {
-        let function =
-            [("name", Value::from(&self.name)), ("arguments", json("arguments of a call", &self.arguments)?)];
+    fn value(&self, taken: Taken) -> Result<Value> {
+        let object = json("arguments of a call", &self.arguments)?;
+        let arguments = if taken.objects { object } else { Value::from(&self.arguments) };
+        let function = [("name", Value::from(&self.name)), ("arguments", arguments)];
         let members = [
             ("id", Value::from(&self.id)),
             ("type", Value::from("function")),
@@ -112,8 +137,8 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaE
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    if indent.is_some_and(|indent| indent > INDENT_MOST) || ascii == Some(true) {
-        let why = format!("tojson takes an indent of at most {INDENT_MOST}, and no ensure_ascii");
+    if indent.is_some_and(|indent| indent > INDENT_MOST) {
+        let why = format!("tojson takes an indent of at most {INDENT_MOST}");
         return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
     }
     let mut out = Vec::new();
@@ -127,7 +152,26 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<String, JinjaE
     };
     let wrong = |why: String| JinjaError::new(ErrorKind::BadSerialization, why);
     written.map_err(|error| wrong(error.to_string()))?;
-    String::from_utf8(out).map_err(|error| wrong(error.to_string()))
+    let text = String::from_utf8(out).map_err(|error| wrong(error.to_string()))?;
+    if ascii != Some(true) {
+        return Ok(text);
+    }
+    let mut escaped = String::with_capacity(text.len());
+    let mut units = [0; 2];
+    for c in text.chars() {
+        match c {
+            c if c.is_ascii() => escaped.push(c),
+            c => c.encode_utf16(&mut units).iter().for_each(|unit| escaped += &format!("\\u{unit:04x}")),
+        }
+    }
+    Ok(escaped)
+}
+
+/// The filter `length`. What is undefined has none, as in Python's Jinja.
+fn length(value: &Value) -> std::result::Result<usize, JinjaError> {
+    let none =
+        || JinjaError::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()));
+    if value.is_undefined() { Ok(0) } else { value.len().ok_or_else(none) }
 }
 
 /// A model's own template, in the Jinja dialect that Hugging Face tokenizers use.
@@ -139,6 +183,15 @@ pub struct ChatTemplate {
     eos: String,
 }
 
+/// The time by Coordinated Universal Time, in the words of `strftime`, as transformers' templates ask for the date.
+fn now(format: &str) -> Result<String, JinjaError> {
+    let wrong = |why: String| JinjaError::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?}): {why}"));
+    let items = time::format_description::parse_strftime_owned(format).map_err(|e| wrong(e.to_string()))?;
+    time::UtcDateTime::now().format(&items).map_err(|e| wrong(e.to_string()))
+}
+
+/// A tag of transformers, which marks what training looks at.
+const GENERATION: &str = r"(?<open>\{%[-+]?)\s*(?<end>end)?generation\s*(?<close>[-+]?%\})";
 const NAME: &str = "chat";
 /// The most steps of a template. The longest conversations take a small part of that.
 const STEPS_MOST: u64 = 4_000_000;
@@ -176,9 +229,17 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_function("strftime_now", now);
         environment.add_filter("tojson", to_json);
+        environment.add_filter("length", length);
         environment.set_fuel(Some(STEPS_MOST));
-        environment.add_template_owned(NAME, source.clone()).map_err(|e| Error::format("chat template", e))?;
+        let generation = Regex::new(GENERATION).map_err(|e| Error::format("chat template", e))?;
+        let known = generation.replace_all(&source, |tag: &Captures<'_>| {
+            let (open, close) = (&tag["open"], &tag["close"]);
+            let tag = if tag.name("end").is_some() { "endif" } else { "if true" };
+            format!("{open} {tag} {close}")
+        });
+        environment.add_template_owned(NAME, known.into_owned()).map_err(|e| Error::format("chat template", e))?;
         Ok(Self { environment, source, bos, eos })
     }
 
@@ -206,8 +267,16 @@ impl ChatTemplate {
         more: &Map<String, Json>,
     ) -> Result<String> {
         let tools = tools.map(|tools| json("tools", tools)).transpose()?;
-        let turns = turns.iter().map(Turn::value).collect::<Result<_>>()?;
-        self.render_values(turns, tools, open_turn, more)
+        let render = |taken| {
+            let turns = turns.iter().map(|turn| turn.value(taken)).collect::<Result<_>>()?;
+            self.render_values(turns, tools.clone(), open_turn, more)
+        };
+        let [first, others @ ..] = Taken::ALL;
+        let has_calls = turns.iter().any(|turn| turn.content.is_none() || !turn.calls.is_empty());
+        render(first).or_else(|error| {
+            let mut others = others.into_iter().filter(|_| has_calls);
+            others.find_map(|taken| render(taken).ok()).ok_or(error)
+        })
     }
 
     fn render_values(
@@ -268,6 +337,39 @@ mod tests {
         ChatTemplate::new(source.to_owned(), String::new(), String::new()).unwrap()
     }
 
+    /// What Python's Jinja and transformers know beyond the language.
+    #[test]
+    fn templates_of_transformers_are_rendered() {
+        let source = "{%- generation -%} a {%- endgeneration %}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}\
+                      {% endif %}{{ i }}{% endfor %}{{ nothing | length }}{{ 'abc' | length }}";
+        assert_eq!(template(source).render(&[], true).unwrap(), "a103");
+        assert!(template("{{ 7 | length }}").render(&[], true).is_err());
+    }
+
+    /// Some templates take no content of none, and some take arguments as a text.
+    #[test]
+    fn a_turn_of_calls_only_is_given_as_the_template_takes_it() {
+        let call = Call { id: "1".into(), name: "f".into(), arguments: r#"{"x": 1}"#.into() };
+        let turns = [Turn { role: "assistant".into(), calls: vec![call], ..Turn::default() }];
+        let one = |source: &str| template(source).render_turns(&turns, None, true, &serde_json::Map::new());
+        let call = "messages[0].tool_calls[0].function.arguments";
+        assert_eq!(one("{{ messages[0].content is none }}").unwrap(), "True");
+        assert_eq!(one("{{ 'x' in messages[0].content }}").unwrap(), "False");
+        assert_eq!(one(&format!("{{{{ {call}.x }}}}")).unwrap(), "1");
+        assert_eq!(one(&format!("{{{{ '>' + {call} }}}}")).unwrap(), r#">{"x": 1}"#);
+        assert_eq!(one(&format!("{{{{ messages[0].content + {call} }}}}")).unwrap(), r#"{"x": 1}"#);
+        assert!(one("{{ raise_exception('never') }}").unwrap_err().to_string().contains("never"));
+    }
+
+    #[test]
+    fn a_template_may_ask_for_the_date() {
+        let year = template("{{ strftime_now('%Y-%m-%d') }}").render(&[], true).unwrap();
+        let parts: Vec<u32> = year.split('-').map(|part| part.parse().unwrap()).collect();
+        assert!(parts.len() == 3 && parts[0] > 2000 && (1..=12).contains(&parts[1]) && year.len() == 10, "{year}");
+        let error = template("{{ strftime_now('%') }}").render(&[], true).unwrap_err().to_string();
+        assert!(error.contains("strftime_now"), "{error}");
+    }
+
     #[test]
     fn tools_and_calls_reach_the_template_with_members_in_their_order() {
         let source = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]\
@@ -306,6 +408,10 @@ mod tests {
         let pretty = serde_json::to_string_pretty(&json!([{ "a": {}, "b": [[], null, true, 1.5] }])).unwrap();
         assert_eq!(one("{{ tools | tojson(indent=2) }}").unwrap(), pretty);
         assert!(one("{{ tools | tojson(indent=17) }}").is_err());
+        let tools = r#"["\u00fc\ud83d\ude00"]"#;
+        let one = |source| template(source).render_turns(&[], Some(tools), true, &serde_json::Map::new());
+        assert_eq!(one("{{ tools | tojson }}").unwrap(), "[\"\u{fc}\u{1f600}\"]");
+        assert_eq!(one("{{ tools | tojson(ensure_ascii=true) }}").unwrap(), tools);
     }
 
     #[test]
