@@ -24,13 +24,15 @@ use strings::{Index, Keep, Strings};
 use words::{Pre, Words};
 
 /// Tokens that end a text or a turn, by their names: those by which llama.cpp stops.
-const ENDS: [&str; 24] = [
+const ENDS: [&str; 26] = [
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
     "<|endoftext|>",
     "<|end_of_text|>",
-    "<|end|>",
+    END_OF_MESSAGE,
+    CHANNELS[0],
+    CHANNELS[1],
     "<end_of_turn>",
     "<end_of_utterance>",
     "</s>",
@@ -50,6 +52,10 @@ const ENDS: [&str; 24] = [
     "<reponame>",
     "<|file_sep|>",
 ];
+
+/// Ends a turn, but where there are the tokens of [`CHANNELS`]: a turn has several messages there.
+const END_OF_MESSAGE: &str = "<|end|>";
+const CHANNELS: [&str; 2] = ["<|return|>", "<|call|>"];
 
 /// Tokens that frame a text to be filled in, by their names. Like those above they are control tokens, even where a
 /// file does not say so.
@@ -191,6 +197,7 @@ impl Tokenizer {
             let pre = Pre::named(pre)?;
             (Encoder::Bpe(specials, Box::new(Bpe::new(tokens.clone(), merges, pre)?)), pre.add_bos)
         };
+        only_ends_of_turns(&mut eos, |name| tokens.texts().zip(0..).find(|(text, _)| *text == name).map(|(_, id)| id));
         dedup(&mut eos);
         let table = byte_table();
         let bytes =
@@ -237,6 +244,7 @@ impl Tokenizer {
         }
         let special = |name: &str| inner.token_to_id(name).filter(|id| added.get(id).is_some_and(|t| t.special));
         eos.extend(ENDS.into_iter().filter_map(special));
+        only_ends_of_turns(&mut eos, special);
         dedup(&mut eos);
         Ok(Self {
             bos: ids(files.metadata().get("bos_token_id")).first().copied(),
@@ -465,6 +473,14 @@ fn ids(value: Option<&Value>) -> Vec<u32> {
         Some(Value::Array(all)) => all.iter().filter_map(one).collect(),
         Some(value) => one(value).into_iter().collect(),
         None => Vec::new(),
+    }
+}
+
+/// Takes the end of a message away from the ends of a turn, where a turn has several. `id_of` finds control tokens.
+fn only_ends_of_turns(ids: &mut Vec<u32>, id_of: impl Fn(&str) -> Option<u32>) {
+    if CHANNELS.into_iter().all(|name| id_of(name).is_some()) {
+        let message = id_of(END_OF_MESSAGE);
+        ids.retain(|id| Some(*id) != message);
     }
 }
 

@@ -14,6 +14,7 @@ use outcore_llm::{ChatTemplate, Tokenizer};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
+use crate::channels::{self, Channels};
 use crate::error::ApiError;
 use crate::grammar::{check, too_complex, with_options};
 
@@ -26,6 +27,8 @@ pub enum Form {
     Listed,
     /// The answer is `{"name": ..., "parameters": ...}`: Llama 3.
     Bare,
+    /// In messages of their own: gpt-oss. [`Channels`] finds them.
+    Channels,
 }
 
 const OPEN: &str = "<tool_call>";
@@ -55,6 +58,9 @@ pub struct Found {
 impl Form {
     /// That of a model's template, if it is known.
     pub fn of(template: &ChatTemplate) -> Option<Self> {
+        if Channels::are_of(template) {
+            return Some(Self::Channels);
+        }
         let forms = [(OPEN, Self::Tagged), (LIST, Self::Listed), ("\"parameters\"", Self::Bare)];
         forms.into_iter().find(|(text, _)| template.mentions(text)).map(|(_, form)| form)
     }
@@ -64,13 +70,13 @@ impl Form {
         match self {
             Self::Tagged => &[OPEN, CLOSE],
             Self::Listed => &[LIST],
-            Self::Bare => &[],
+            Self::Bare | Self::Channels => &[],
         }
     }
 
     fn arguments(self) -> &'static str {
         match self {
-            Self::Tagged | Self::Listed => "arguments",
+            Self::Tagged | Self::Listed | Self::Channels => "arguments",
             Self::Bare => "parameters",
         }
     }
@@ -291,16 +297,22 @@ pub fn rules(form: Form, tools: &str, only: Option<&str>, tokenizer: &Tokenizer)
         }
         let schema = with_options(parameters(nth, tool)?);
         check(&schema).map_err(|why| too_complex("tools", &why))?;
-        let begin = Value::from(format!("{{\"name\": \"{name}\", \"{}\": ", form.arguments()));
+        let call = match form {
+            Form::Channels => channels::call_rule(tokenizer, name, &format!("arguments_{nth}")),
+            _ => {
+                let begin = Value::from(format!("{{\"name\": \"{name}\", \"{}\": ", form.arguments()));
+                format!("{begin} arguments_{nth} \"}}\"")
+            }
+        };
         // Writing to a string does not fail.
-        let _ = writeln!(rules, "call_{nth}: {begin} arguments_{nth} \"}}\"\narguments_{nth}: %json {schema}");
+        let _ = writeln!(rules, "call_{nth}: {call}\narguments_{nth}: %json {schema}");
         alternatives.push(format!("call_{nth}"));
     }
     let [open, close, list] = [OPEN, CLOSE, LIST].map(|text| literal(tokenizer, text));
     let start = match form {
         Form::Tagged => format!(r#"{open} "\n" call "\n" {close}"#),
         Form::Listed => format!(r#"{list} "[" call "]""#),
-        Form::Bare => "call".to_owned(),
+        Form::Bare | Form::Channels => "call".to_owned(),
     };
     Ok(format!("start: {start}\ncall: {}\n{rules}", alternatives.join(" | ")))
 }

@@ -80,6 +80,8 @@ pub type Writer = Box<dyn FnOnce(&Tokenizer) -> Result<String, ApiError> + Send>
 pub enum Source {
     /// A JSON schema, as text.
     Schema(String),
+    /// The same within a rule, which the function writes around the name of the schema's.
+    Within(String, fn(&Tokenizer, &str) -> String),
     /// What writes rules in the syntax of `llguidance`, where there is memory for it.
     Rules(Writer),
 }
@@ -87,7 +89,7 @@ pub enum Source {
 impl fmt::Debug for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Schema(_) => "Schema",
+            Self::Schema(_) | Self::Within(..) => "Schema",
             Self::Rules(_) => "Rules",
         })
     }
@@ -226,6 +228,14 @@ pub fn check(schema: &Value) -> Result<(), String> {
     together.map(drop).ok_or_else(why)
 }
 
+/// A schema of the field `param`, with the options of all.
+fn checked(schema: &str, param: &'static str) -> Result<Value, ApiError> {
+    let schema = serde_json::from_str(schema).map_err(|_| refused(param, "it is no JSON object"))?;
+    let schema = with_options(schema);
+    check(&schema).map_err(|why| too_complex(param, &why))?;
+    Ok(schema)
+}
+
 impl Source {
     fn grammar(self, param: &'static str, tokenizer: &Tokenizer) -> Result<TopLevelGrammar, ApiError> {
         match self {
@@ -233,11 +243,11 @@ impl Source {
                 let rules = write(tokenizer)?;
                 Ok(TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(rules)))
             }
-            Self::Schema(schema) => {
-                let schema = serde_json::from_str(&schema).map_err(|_| refused(param, "it is no JSON object"))?;
-                let schema = with_options(schema);
-                check(&schema).map_err(|why| too_complex(param, &why))?;
-                Ok(TopLevelGrammar::from_json_schema(schema))
+            Self::Schema(schema) => Ok(TopLevelGrammar::from_json_schema(checked(&schema, param)?)),
+            Self::Within(schema, around) => {
+                let (schema, start) = (checked(&schema, param)?, around(tokenizer, "body"));
+                let rules = format!("start: {start}\nbody: %json {schema}\n");
+                Ok(TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(rules)))
             }
         }
     }

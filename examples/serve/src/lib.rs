@@ -3,6 +3,7 @@
 
 pub mod args;
 pub mod calls;
+pub mod channels;
 pub mod engine;
 pub mod error;
 pub mod grammar;

@@ -74,32 +74,45 @@ fn events(answer: &Answer) -> Vec<Value> {
     text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect()
 }
 
-/// The first unused token becomes a control token with this name, which is as long.
-fn with_control_token(path: &Path, name: &str) {
+/// The first unused tokens become control tokens with these names, all of which together are as long.
+fn with_control_tokens(path: &Path, names: &[&str]) {
     const UNUSED: usize = 260;
     let mut bytes = std::fs::read(path).unwrap();
+    let len = bytes.len();
     let at = |bytes: &[u8], what: &[u8]| bytes.windows(what.len()).position(|part| part == what).unwrap();
-    let unused = format!("<unused_{UNUSED}>");
-    assert_eq!(unused.len(), name.len());
-    let place = at(&bytes, unused.as_bytes());
-    bytes[place..place + name.len()].copy_from_slice(name.as_bytes());
-    // The list of types: behind its name come its kind, that of its elements, and how many there are.
-    let key = b"tokenizer.ggml.token_type";
-    let kind = at(&bytes, key) + key.len() + 4 + 4 + 8 + UNUSED * 4;
-    assert_eq!(bytes[kind..kind + 4], 5_u32.to_le_bytes());
-    bytes[kind..kind + 4].copy_from_slice(&3_u32.to_le_bytes());
+    for (id, name) in (UNUSED..).zip(names) {
+        let text = |name: &str| [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
+        let unused = text(&format!("<unused_{id}>"));
+        let place = at(&bytes, &unused);
+        bytes.splice(place..place + unused.len(), text(name));
+        // The list of types: behind its name come its kind, that of its elements, and how many there are.
+        let key = b"tokenizer.ggml.token_type";
+        let kind = at(&bytes, key) + key.len() + 4 + 4 + 8 + id * 4;
+        assert_eq!(bytes[kind..kind + 4], 5_u32.to_le_bytes());
+        bytes[kind..kind + 4].copy_from_slice(&3_u32.to_le_bytes());
+    }
+    assert_eq!(bytes.len(), len, "tensors would not be where they were");
     std::fs::write(path, bytes).unwrap();
+}
+
+/// A server whose model writes in channels.
+fn server_of_channels() -> Server {
+    let names = ["<|channel|>", "<|message|>", "<|constrain|>", "<|padding_|>z"];
+    let patch = |path: &Path| with_control_tokens(path, &names);
+    let template = template("<|channel|>analysis<|message|>");
+    Server::with_model(&[], Tenants::single(None).unwrap(), patch, |app| app.opened.template = Some(template))
 }
 
 #[test]
 fn an_answer_that_has_to_call_a_tool_does_in_each_form() {
     let control = |app: &mut outcore_serve::http::App| app.opened.template = Some(template("[TOOL_CALLS]"));
-    let patch = |path: &Path| with_control_token(path, "[TOOL_CALLS]");
+    let patch = |path: &Path| with_control_tokens(path, &["[TOOL_CALLS]"]);
     let servers = [
         server(template("<tool_call>")),
         server(template("[TOOL_CALLS]")),
         server(template("\"parameters\"")),
         Server::with_model(&["--speculate"], Tenants::single(None).unwrap(), patch, control),
+        server_of_channels(),
     ];
     for server in &servers {
         let mut met = Vec::new();
@@ -144,7 +157,28 @@ fn an_answer_that_has_to_call_a_tool_does_in_each_form() {
         server.assert_nothing_is_held();
     }
     let text = |nth: usize| servers[nth].metric("outcore_grammar_answers_total");
-    assert_eq!([0, 1, 2, 3].map(text), [15; 4]);
+    assert_eq!([0, 1, 2, 3, 4].map(text), [15; 5]);
+}
+
+/// What the model thinks is told apart, and an answer of a given form has the header in front of it.
+#[test]
+fn an_answer_in_channels_is_what_the_last_one_has() {
+    let server = server_of_channels();
+    let schema = json!({ "type": "object", "properties": { "n": { "enum": [1, 2] } }, "required": ["n"],
+                         "additionalProperties": false });
+    let format = json!({ "type": "json_schema", "json_schema": { "name": "n", "strict": true, "schema": schema } });
+    let mut body = body(json!({ "response_format": format }));
+    body.as_object_mut().unwrap().remove("tools");
+    let choice = server.post(CHAT, body.to_string()).json()["choices"][0].clone();
+    let said: Value = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
+    assert!(said == json!({ "n": 1 }) || said == json!({ "n": 2 }), "{choice}");
+    assert_eq!(choice["finish_reason"], "stop");
+    assert!(choice["message"].get("reasoning_content").is_none(), "{choice}");
+    // A model that keeps to no format: all of its text is the answer.
+    let plain = json!({ "messages": [{ "role": "user", "content": "hello" }], "max_tokens": 40, "seed": 3 });
+    let whole = server.post(CHAT, plain.to_string()).json()["choices"][0]["message"].clone();
+    assert!(whole["content"].is_string(), "{whole}");
+    server.assert_nothing_is_held();
 }
 
 #[test]

@@ -18,6 +18,7 @@ use super::reply::{Choice, Kind, Reply, Usage};
 use super::room::Hold;
 use super::{App, blocking, check_model};
 use crate::calls::{self, Call, Finder, Form};
+use crate::channels::{self, Channels, Spoken};
 use crate::engine::{BACKLOG, End, Event, Job, Sink, Token};
 use crate::error::ApiError;
 use crate::grammar::{Grammar, Source};
@@ -270,24 +271,38 @@ fn logprobs_bytes(app: &App, kind: Kind, tokens: usize, top: usize) -> Result<us
 }
 
 /// The grammars of so many answers of the form that is asked for, one each; none for any text.
-async fn grammars(app: &App, common: &mut Common, answers: usize) -> Result<Vec<Grammar>, ApiError> {
-    let source = match common.format.take() {
-        None => return grammars_of_calls(app, common.tools.as_ref(), answers).await,
-        Some(Format::Object) => Source::Schema(r#"{"type":"object"}"#.to_owned()),
-        Some(Format::Schema(schema)) => Source::Schema(schema),
+async fn grammars(
+    app: &App,
+    form: Option<Form>,
+    common: &mut Common,
+    answers: usize,
+) -> Result<Vec<Grammar>, ApiError> {
+    let schema = match common.format.take() {
+        None => return grammars_of_calls(app, form, common.tools.as_ref(), answers).await,
+        Some(Format::Object) => r#"{"type":"object"}"#.to_owned(),
+        Some(Format::Schema(schema)) => schema,
+    };
+    let source = match form {
+        Some(Form::Channels) => Source::Within(schema, channels::answer_rule),
+        _ => Source::Schema(schema),
     };
     app.opened.grammars.compile(source, "response_format", answers).await
 }
 
 /// Those of answers that have to call a tool.
-async fn grammars_of_calls(app: &App, tools: Option<&Tools>, answers: usize) -> Result<Vec<Grammar>, ApiError> {
+async fn grammars_of_calls(
+    app: &App,
+    form: Option<Form>,
+    tools: Option<&Tools>,
+    answers: usize,
+) -> Result<Vec<Grammar>, ApiError> {
     let Some(tools) = tools else { return Ok(Vec::new()) };
     let only = match &tools.choice {
         ToolChoice::Auto => return Ok(Vec::new()),
         ToolChoice::Required => None,
         ToolChoice::Named(name) => Some(name.clone()),
     };
-    let Some(form) = app.opened.template.as_ref().and_then(Form::of) else {
+    let Some(form) = form else {
         let message = "This server does not know how its model calls tools, so it cannot make it call one: give \
                        'tool_choice' as 'auto'.";
         return Err(ApiError::invalid(message).param("tool_choice").code("unsupported_value"));
@@ -303,6 +318,8 @@ struct Text {
     stops: Stops,
     /// Looks for calls of tools, if there are tools.
     calls: Option<Finder>,
+    /// Sorts tokens by channels, if the model writes in them.
+    channels: Option<Channels>,
     enough: Arc<AtomicBool>,
     finished: bool,
 }
@@ -333,6 +350,7 @@ struct Writing {
 struct Piece {
     index: usize,
     text: String,
+    thoughts: String,
     calls: Vec<Call>,
     token: Option<Token>,
     finish: Option<&'static str>,
@@ -360,10 +378,10 @@ impl Writing {
             check_tools(&app)?;
         }
         let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), tools, hold).await?;
-        let mut grammars = grammars(&app, &mut common, answers).await?.into_iter();
-        let form = app.opened.template.as_ref().and_then(Form::of);
+        let form = app.opened.template.as_ref().filter(|_| kind == Kind::Chat).and_then(Form::of);
+        let mut grammars = grammars(&app, form, &mut common, answers).await?.into_iter();
         let names = common.tools.as_ref().map(|tools| tools.names.clone());
-        let finder = || Some(Finder::new(form?, names.clone()?));
+        let finder = || Some(Finder::new(form.filter(|form| *form != Form::Channels)?, names.clone()?));
         let (sender, events) = channel(BACKLOG * answers);
         let seed = common.sampling.seed.unwrap_or_else(rand::random);
         let deadline = since + app.timeout;
@@ -388,6 +406,7 @@ impl Writing {
                     unfinished: Unfinished::default(),
                     stops: Stops::new(common.stop.clone()),
                     calls: finder(),
+                    channels: (form == Some(Form::Channels)).then(Channels::default),
                     enough: sink.enough.clone(),
                     finished: false,
                 });
@@ -449,6 +468,7 @@ impl Writing {
         let tokenizer = &self.app.opened.tokenizer;
         let first_of_prompt = index.is_multiple_of(self.choices);
         let Some(text) = self.texts.get_mut(index).filter(|text| !text.finished) else { return Ok(None) };
+        let mut spoken = Spoken::default();
         let (piece, token, finish) = match event {
             Event::Failed(error) => return Err(*error),
             Event::Begun(cached) => {
@@ -463,13 +483,22 @@ impl Writing {
                 self.leave.used(1);
                 let mut said = tokenizer.push(&mut text.unfinished, new.id);
                 said.push_str(text.calls.as_ref().map_or("", |calls| calls.spoken(tokenizer, new.id)));
+                if let Some(channels) = &mut text.channels {
+                    spoken = channels.push(tokenizer, new.id, &said);
+                    said = std::mem::take(&mut spoken.text);
+                }
                 let piece = text.stops.push(&said);
                 let found = text.stops.found();
                 text.enough.store(found, Ordering::Relaxed);
                 (piece, Some(new), found.then_some("stop"))
             }
             Event::Ended(end) => {
-                let mut piece = text.stops.push(&std::mem::take(&mut text.unfinished).finish());
+                let mut rest = std::mem::take(&mut text.unfinished).finish();
+                if let Some(channels) = &mut text.channels {
+                    spoken = channels.finish();
+                    rest.push_str(&std::mem::take(&mut spoken.text));
+                }
+                let mut piece = text.stops.push(&rest);
                 piece.push_str(&text.stops.finish());
                 let why = match end {
                     End::Stop => "stop",
@@ -478,7 +507,11 @@ impl Writing {
                 (piece, None, Some(why))
             }
         };
-        let mut piece = Piece { index, text: piece, calls: Vec::new(), token, finish };
+        let Spoken { thoughts, call, .. } = spoken;
+        let mut piece = Piece { index, text: piece, thoughts, calls: call.into_iter().collect(), token, finish };
+        if finish == Some("stop") && text.channels.as_ref().is_some_and(Channels::called) {
+            piece.finish = Some("tool_calls");
+        }
         if let Some(calls) = &mut text.calls {
             let found = calls.push(&piece.text);
             (piece.text, piece.calls) = (found.text, found.calls);
@@ -515,6 +548,7 @@ impl Writing {
             let Some(piece) = self.received(event)? else { continue };
             if let Some(choice) = choices.get_mut(piece.index) {
                 choice.add(&piece.text, piece.token, piece.finish);
+                choice.add_thoughts(&piece.thoughts);
                 piece.calls.into_iter().for_each(|call| choice.add_call(call));
             }
         }
@@ -555,11 +589,12 @@ impl Writing {
 
     /// Has a piece sent.
     fn say(&mut self, piece: Option<Piece>) {
-        let Some(Piece { index, text, calls, token, finish }) = piece else { return };
+        let Some(Piece { index, text, thoughts, calls, token, finish }) = piece else { return };
         // One chunk a token, also where its text is not known yet: clients measure by them.
         let is_said = token.is_some() || !text.is_empty();
         let mut choice = Choice::default();
         choice.add(&text, token, None);
+        choice.add_thoughts(&thoughts);
         if is_said {
             let chunk = self.reply.chunk(index, &choice, None);
             self.ready.push_back(event(&chunk));

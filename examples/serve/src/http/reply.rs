@@ -3,6 +3,7 @@
 //! Shapes: <https://platform.openai.com/docs/api-reference/chat/object>, `.../chat-streaming`, `.../completions/object`.
 //! A whole answer is written in pieces of a bounded size: with logprobs, its JSON is many times as large as its tokens.
 
+use std::fmt::Write;
 use std::iter::{from_fn, once};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -74,6 +75,8 @@ pub struct Reply {
 #[derive(Debug, Default)]
 pub struct Choice {
     text: String,
+    /// What the model thought before, if it tells that apart.
+    thoughts: String,
     finish: Option<&'static str>,
     tokens: Vec<(u32, LogProbs)>,
     calls: Vec<Value>,
@@ -104,6 +107,11 @@ impl Choice {
 }
 
 impl Choice {
+    /// Adds to what the model thought.
+    pub fn add_thoughts(&mut self, text: &str) {
+        self.thoughts.push_str(text);
+    }
+
     /// Adds a call of a tool.
     pub fn add_call(&mut self, call: Call) {
         self.calls.push(call_object(call));
@@ -267,7 +275,11 @@ impl Reply {
             let before = if index == 0 { "{" } else { ",{" };
             let text: Pieces = match kind {
                 Kind::Chat => {
-                    let message = format!(r#"{before}"message":{{"role":"assistant","refusal":null,"content":"#);
+                    let mut message = format!(r#"{before}"message":{{"role":"assistant","refusal":null,"#);
+                    if !choice.thoughts.is_empty() {
+                        let _ = write!(message, r#""reasoning_content":{},"#, Value::String(choice.thoughts));
+                    }
+                    message.push_str(r#""content":"#);
                     let text: Pieces = if is_silent { Box::new(once("null".to_owned())) } else { Box::new(text) };
                     let end = match choice.calls.is_empty() {
                         true => "}".to_owned(),
@@ -336,7 +348,16 @@ impl Reply {
         let tokenizer = &self.tokenizer;
         let choice = match self.kind {
             Kind::Chat => {
-                let delta = if finish.is_some() { json!({}) } else { json!({ "content": piece.text }) };
+                let delta = match finish {
+                    Some(_) => json!({}),
+                    None if !piece.thoughts.is_empty() && piece.text.is_empty() => {
+                        json!({ "reasoning_content": piece.thoughts })
+                    }
+                    None if !piece.thoughts.is_empty() => {
+                        json!({ "reasoning_content": piece.thoughts, "content": piece.text })
+                    }
+                    None => json!({ "content": piece.text }),
+                };
                 let content = || tokens.iter().map(|token| chat_token(tokenizer, token)).collect::<Value>();
                 let logprobs = has_tokens.then(|| json!({ "content": content(), "refusal": null }));
                 json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish })
