@@ -14,6 +14,7 @@ use outcore_llm::{ChatTemplate, Tokenizer};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
+use crate::call::Call;
 use crate::channels::{self, Channels};
 use crate::error::ApiError;
 use crate::grammar::{check, too_complex, with_options};
@@ -36,15 +37,6 @@ const CLOSE: &str = "</tool_call>";
 const LIST: &str = "[TOOL_CALLS]";
 /// May stand before bare calls.
 const PYTHON: &str = "<|python_tag|>";
-
-/// A call that was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Call {
-    /// The function's name.
-    pub name: String,
-    /// A JSON object, as text.
-    pub arguments: String,
-}
 
 /// What a piece of text adds to an answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use outcore_llm::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use crate::calls::Call;
+use crate::call::Call;
 
 const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";

@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 
 pub mod args;
+pub mod call;
 pub mod calls;
 pub mod channels;
 pub mod engine;

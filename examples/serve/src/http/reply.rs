@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use outcore_llm::{Tokenizer, Unfinished};
 use serde_json::{Map, Value, json};
 
-use crate::calls::Call;
+use crate::call::Call;
 use crate::engine::{LogProbs, Token};
 
 /// Texts are written in pieces of so many bytes at most.
