@@ -684,6 +684,34 @@ fn a_wait_with_a_limit_ends_without_pins() {
     });
 }
 
+/// What is not there is neither waited for nor filled, and no page of what is there stays pinned.
+#[test]
+fn what_is_resident_is_pinned_without_a_request() {
+    watched("pins of what is resident", || {
+        let runtime = setting(On::Host, 4).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
+        let (there, half) = (table.rows(0..2).unwrap(), table.rows(1..3).unwrap());
+        runtime.pin(&there).write().wait().unwrap().bytes_mut().fill(7);
+        let before = runtime.stats();
+        assert!(runtime.pin(&half).if_resident().is_none());
+        assert!(runtime.pin(&[there.clone(), half.clone()][..]).if_resident().is_none());
+        let after = runtime.stats();
+        assert_eq!((before.pager.faults, before.pager.prefetched), (after.pager.faults, after.pager.prefetched));
+        let guard = runtime.pin(&there).if_resident().unwrap();
+        assert!(guard.bytes().iter().all(|byte| *byte == 7));
+        let rows = [table.rows(0..1).unwrap(), table.rows(1..2).unwrap()];
+        let set = runtime.pin(&rows[..]).if_resident().unwrap();
+        assert!(set.bytes(1).unwrap().iter().all(|byte| *byte == 7));
+        // A writer has the pages to itself.
+        assert!(runtime.pin(&there).write().if_resident().is_none());
+        drop((guard, set));
+        let other = setting(On::Host, 4).builder(None).open().unwrap();
+        assert!(other.pin(&there).if_resident().is_none());
+        drop((other, rows));
+        check_at_rest(runtime, vec![table, there, half], "pins of what is resident");
+    });
+}
+
 #[test]
 fn a_closed_runtime_says_so_whatever_it_is_asked() {
     let runtime = setting(On::Host, 4).builder(None).open().unwrap();

@@ -104,6 +104,25 @@ pub enum Activation {
     ClampedSilu,
 }
 
+impl Activation {
+    /// In place of `gate`; `up` has as many elements, or more.
+    pub(crate) fn apply(self, gate: &mut [f32], up: &[f32]) {
+        let both = gate.iter_mut().zip(up);
+        match self {
+            Self::Silu => both.for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u),
+            Self::GeluTanh => both.for_each(|(g, u)| {
+                // Hendrycks and Gimpel, "Gaussian error linear units" (2016).
+                let inner = (2.0 / std::f32::consts::PI).sqrt() * (*g + 0.044_715 * *g * *g * *g);
+                *g = 0.5 * *g * (1.0 + inner.tanh()) * u;
+            }),
+            Self::ClampedSilu => both.for_each(|(g, u)| {
+                let (gate, up) = (g.min(LIMIT), u.clamp(-LIMIT, LIMIT));
+                *g = gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0);
+            }),
+        }
+    }
+}
+
 /// A mixture of experts: networks of which each token uses a few, which a router chooses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mixture {

@@ -48,6 +48,7 @@ mod config;
 mod cuda;
 mod dtype;
 mod error;
+mod expert_pass;
 mod experts;
 mod files;
 mod generation;

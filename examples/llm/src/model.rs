@@ -9,6 +9,7 @@
 //! and norms behind; the model card of gpt-oss for sinks (Xiao et al., efficient streaming language models with
 //! attention sinks, 2023).
 
+use std::cell::OnceCell;
 use std::mem::take;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +18,10 @@ use std::time::{Duration, Instant};
 use outcore::Bytes;
 use parking_lot::Mutex;
 
-use crate::architecture::{Architecture, Experts, Linear, Op, Rows, tiles};
-use crate::config::{ALPHA, Activation, Config, LIMIT};
+use crate::architecture::{Architecture, Linear, Op, Rows, tiles};
+use crate::config::Config;
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
-use crate::experts::{Draw, drawn};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
@@ -47,12 +47,12 @@ pub struct Options {
 
 /// A model ready to run. Shared by any number of sessions.
 pub struct Model {
-    arch: Architecture,
-    weights: Arc<dyn Weights>,
-    pool: Pool,
+    pub(crate) arch: Architecture,
+    pub(crate) weights: Arc<dyn Weights>,
+    pub(crate) pool: Pool,
     /// Who computes by itself what one thread of the pool has to do.
-    alone: Pool,
-    level: Level,
+    pub(crate) alone: Pool,
+    pub(crate) level: Level,
     frequencies: Vec<f32>,
 }
 
@@ -318,13 +318,13 @@ impl Model {
     }
 
     /// `x W^T + b`: `[m x rows]`.
-    fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
+    pub(crate) fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
         let Linear { weight, bias } = linear;
         self.linear_rows(((weight, 0..weight.rows), bias.as_ref().map(|bias| (bias, 0..1))), x)
     }
 
     /// As [`linear`](Self::linear), with rows of a matrix, and a row of biases for them.
-    fn linear_rows(&self, (matrix, bias): (Rows<'_>, Option<Rows<'_>>), x: &mut Input) -> Result<Vec<f32>> {
+    pub(crate) fn linear_rows(&self, (matrix, bias): (Rows<'_>, Option<Rows<'_>>), x: &mut Input) -> Result<Vec<f32>> {
         let mut out = self.matmul_rows(matrix, x)?;
         if let Some(bias) = bias {
             let bias = self.values(bias)?;
@@ -344,46 +344,6 @@ impl Model {
         Ok(())
     }
 
-    /// Adds to each vector of `x` what the experts that its router draws make of `input`.
-    ///
-    /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
-    /// order of their numbers, so that its bits do not depend on who shares the pass.
-    fn add_experts(&self, experts: &Experts, mut input: Input, x: &mut [f32]) -> Result<()> {
-        let Some(mixture) = &self.arch.config.mixture else { return Ok(()) };
-        let dim = self.arch.config.dim;
-        let scores = self.linear(&experts.router, &mut input)?;
-        let draws = drawn(&scores, mixture).map_err(|vector| {
-            let name = &experts.router.weight.name;
-            Error::Invalid(format!(
-                "the router {name:?} gives vector {vector} of the pass scores that are infinite or no numbers \
-                 (the model is damaged, or was converted wrongly: fetch it again)"
-            ))
-        })?;
-        let tiles_of = |(info, rows): Rows<'_>| {
-            let id = info.id;
-            tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
-        };
-        let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
-        let steps = by_expert().flat_map(|draws| experts.rows_of(draws[0].expert)).flat_map(tiles_of);
-        self.weights.drawn(&steps.collect::<Vec<_>>());
-        for draws in by_expert() {
-            let [gate, up, down] = experts.of(draws[0].expert);
-            let vector = |draw: &Draw| draw.vector * dim..(draw.vector + 1) * dim;
-            let vectors = draws.iter().flat_map(|draw| &input.x[vector(draw)]).copied().collect();
-            let mut vectors = Input::new(vectors, draws.len());
-            let mut gated = self.linear_rows(gate, &mut vectors)?;
-            let raised = self.linear_rows(up, &mut vectors)?;
-            drop(vectors);
-            self.activate(&mut gated, &raised);
-            drop(raised);
-            let made = self.linear_rows(down, &mut Input::new(gated, draws.len()))?;
-            for (draw, made) in draws.iter().zip(made.chunks_exact(dim)) {
-                x[vector(draw)].iter_mut().zip(made).for_each(|(x, made)| *x += draw.weight * made);
-            }
-        }
-        Ok(())
-    }
-
     fn matmul(&self, w: &WeightInfo, x: &mut Input) -> Result<Vec<f32>> {
         self.matmul_rows((w, 0..w.rows), x)
     }
@@ -391,7 +351,7 @@ impl Model {
     /// The product of these rows of a matrix.
     fn matmul_rows(&self, (w, rows): Rows<'_>, x: &mut Input) -> Result<Vec<f32>> {
         let (k, n, m) = (w.cols as usize, (rows.end - rows.start) as usize, x.m);
-        let acts = x.prepare(w.dtype, self);
+        let acts = x.prepare(w.dtype, (self.level, &self.pool));
         let mut out = vec![0f32; m * n];
         let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
         for tile in tiles(rows.clone(), self.weights.tile_rows(w.id)) {
@@ -452,47 +412,34 @@ impl Model {
         Ok(())
     }
 
-    /// The model's [`Activation`] of both, in place of `gate`.
-    fn activate(&self, gate: &mut [f32], up: &[f32]) {
+    /// The model's activation of both, in place of `gate`.
+    pub(crate) fn activate(&self, gate: &mut [f32], up: &[f32]) {
         let per = 1024;
         let activation = self.arch.config.activation;
-        self.pool.run_chunks(gate, per, |i, gate| {
-            let both = gate.iter_mut().zip(&up[i * per..]);
-            match activation {
-                Activation::Silu => both.for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u),
-                Activation::GeluTanh => both.for_each(|(g, u)| {
-                    // Hendrycks and Gimpel, "Gaussian error linear units" (2016).
-                    let inner = (2.0 / std::f32::consts::PI).sqrt() * (*g + 0.044_715 * *g * *g * *g);
-                    *g = 0.5 * *g * (1.0 + inner.tanh()) * u;
-                }),
-                Activation::ClampedSilu => both.for_each(|(g, u)| {
-                    let (gate, up) = (g.min(LIMIT), u.clamp(-LIMIT, LIMIT));
-                    *g = gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0);
-                }),
-            }
-        });
+        self.pool.run_chunks(gate, per, |i, gate| activation.apply(gate, &up[i * per..]));
     }
 }
 
 /// Activations entering a matrix: `m` vectors, prepared once however many matrices use them.
 #[derive(Default)]
-struct Input {
-    x: Vec<f32>,
-    m: usize,
-    quantised: Option<Quantised>,
-    fours: Option<Fours>,
+pub(crate) struct Input {
+    pub x: Vec<f32>,
+    pub m: usize,
+    quantised: OnceCell<Quantised>,
+    fours: OnceCell<Fours>,
 }
 
 impl Input {
-    fn new(x: Vec<f32>, m: usize) -> Self {
-        Self { x, m, quantised: None, fours: None }
+    pub fn new(x: Vec<f32>, m: usize) -> Self {
+        Self { x, m, ..Self::default() }
     }
 
-    fn prepare(&mut self, dtype: WeightType, model: &Model) -> Acts<'_> {
-        let (x, m, level, pool) = (&self.x, self.m, model.level, &model.pool);
+    /// Prepares them for a type of weights, unless that is done.
+    pub fn prepare(&self, dtype: WeightType, (level, pool): (Level, &Pool)) -> Acts<'_> {
+        let (x, m) = (&self.x, self.m);
         match kernels::act_kind(dtype) {
-            ActKind::Plain => Acts::Plain(x, self.fours.get_or_insert_with(|| Fours::new(level, x, m, pool))),
-            ActKind::Q8 => Acts::Q8(self.quantised.get_or_insert_with(|| Quantised::new(level, x, m, pool))),
+            ActKind::Plain => Acts::Plain(x, self.fours.get_or_init(|| Fours::new(level, x, m, pool))),
+            ActKind::Q8 => Acts::Q8(self.quantised.get_or_init(|| Quantised::new(level, x, m, pool))),
         }
     }
 }

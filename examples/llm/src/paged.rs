@@ -2,12 +2,12 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, ComputeStream, DevicePin, Plan, Runtime, StreamPin, Tensor};
+use outcore::{Bytes, ComputeStream, DevicePin, PinSet, Plan, Runtime, StreamPin, Tensor};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -59,6 +59,21 @@ pub(crate) struct Frames {
     pub page: u64,
     /// Whether somebody waits for pages.
     pub wanted: bool,
+}
+
+/// One of several tensors that are pinned together.
+struct OfSet {
+    set: Arc<PinSet>,
+    nth: usize,
+}
+
+impl Deref for OfSet {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // There are as many as were pinned.
+        self.set.bytes(self.nth).unwrap_or_default()
+    }
 }
 
 #[derive(Debug)]
@@ -170,7 +185,6 @@ impl PagedWeights {
     }
 
     /// The tensors' parts that these steps are.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU pins several as a unit"))]
     pub(crate) fn parts(&self, steps: &[Step]) -> Result<Vec<Tensor>> {
         steps.iter().map(|(id, rows)| self.part(*id, rows).map(Cow::into_owned)).collect()
     }
@@ -274,6 +288,16 @@ impl Weights for PagedWeights {
         let mut drawn = self.drawn.lock();
         *drawn = Drawn { waiting: steps.iter().cloned().collect(), ..Drawn::default() };
         self.request(&mut drawn);
+    }
+
+    /// Within the same part of the frames: others have room for what they wait for.
+    fn resident(&self, steps: &[Step]) -> Option<Vec<Rows<'_>>> {
+        let parts: Vec<Tensor> = self.parts(steps).ok()?;
+        if parts.iter().map(Tensor::page_count).sum::<u64>() > self.ahead_most {
+            return None;
+        }
+        let set = Arc::new(self.runtime.pin(&parts[..]).if_resident()?);
+        Some((0..parts.len()).map(|nth| Rows::new(OfSet { set: set.clone(), nth })).collect())
     }
 
     fn waited(&self) -> Duration {

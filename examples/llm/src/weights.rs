@@ -73,7 +73,7 @@ pub type Step = (TensorId, Range<u64>);
 ///
 /// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order,
 /// one at a time, each once, and drops a guard before it asks for the next. After [`Weights::drawn`] it asks for those
-/// steps before it goes on. The bytes of a row are the file's bytes.
+/// steps before it goes on, or has them by [`Weights::resident`] instead. The bytes of a row are the file's bytes.
 pub trait Weights: Send + Sync {
     /// The bytes of rows `rows` of `tensor`. Blocks until they are resident.
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>>;
@@ -87,6 +87,12 @@ pub trait Weights: Send + Sync {
     /// Says which rows are used next, each once, in this order: those of the experts that a router has drawn. They come
     /// between two steps that were declared.
     fn drawn(&self, _steps: &[Step]) {}
+
+    /// The bytes of all these rows, if all are resident now, and room allows that they are held together. Used instead
+    /// of [`drawn`](Self::drawn) and what follows it.
+    fn resident(&self, _steps: &[Step]) -> Option<Vec<Rows<'_>>> {
+        None
+    }
 
     /// How long callers of [`Weights::rows`] have waited for bytes, since the weights were opened.
     fn waited(&self) -> Duration {

@@ -333,6 +333,13 @@ impl<'a, G: Guard> PinRequest<'a, G> {
         }
     }
 
+    /// Pins the pages if all of them are resident now; `None` if one is not, or an error is to be told, which
+    /// [`wait`](Self::wait) tells. Never blocks, and has nothing filled.
+    #[inline(always)]
+    pub fn if_resident(self) -> Option<G> {
+        self.resident()
+    }
+
     /// Blocks until the pages are pinned, for at most `limit`; `None` if it passes. Fills in flight for them then go on
     /// as prefetches. Resident pages are pinned whatever the limit is; with a limit of zero no others are.
     ///
