@@ -179,8 +179,14 @@ pub(crate) enum Op<'a> {
     Down(&'a Linear, Option<&'a WeightInfo>),
     /// `x = x + sigmoid(v normed) (W activation(gate, up))`, with the row `v`.
     AddShared(&'a Shared),
-    /// Chooses experts by the products of the router's rows with `normed`, and adds what they make of it to `x`.
-    Experts(&'a Experts),
+    /// `scores = W normed + b`: a score of each expert.
+    Router(&'a Linear),
+    /// `foreseen = x / rms(x) * weight`, with the norm of the next layer's experts.
+    ForeseeNorm(&'a WeightInfo),
+    /// Foresees which experts this layer, the next one, will draw: by what its router makes of `foreseen`.
+    Foresee(usize, &'a Experts),
+    /// Draws the layer's experts with the highest scores, and adds what they make of `normed` to `x`.
+    Experts(usize, &'a Experts),
     /// [`Norm`](Self::Norm), for the tokens whose logits are wanted.
     LastNorm(&'a WeightInfo),
     /// `logits = W normed`.
@@ -192,14 +198,17 @@ impl<'a> Op<'a> {
     /// not known before.
     fn weights(self) -> (Option<&'a WeightInfo>, [Option<&'a WeightInfo>; 2]) {
         match self {
-            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) => {
+            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) | Self::Router(l) => {
                 (Some(&l.weight), [l.bias.as_ref(), None])
             }
             Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(&l.weight), [l.bias.as_ref(), norm]),
-            Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), [None; 2]),
+            Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) | Self::ForeseeNorm(w) => {
+                (Some(w), [None; 2])
+            }
             Self::LastNorm(w) | Self::Logits(w) => (Some(w), [None; 2]),
             Self::AddShared(shared) => (Some(&shared.network.down.weight), [Some(&shared.gate), None]),
-            Self::Experts(experts) => (Some(&experts.router.weight), [experts.router.bias.as_ref(), None]),
+            Self::Foresee(_, experts) => (Some(&experts.router.weight), [experts.router.bias.as_ref(), None]),
+            Self::Experts(..) => (None, [None; 2]),
             Self::Attend(_, sinks) => (sinks, [None; 2]),
         }
     }
@@ -413,6 +422,8 @@ pub(crate) struct Architecture {
     pub layers: Vec<Layer>,
     pub norm: WeightInfo,
     pub output: WeightInfo,
+    /// Whether a layer foresees which experts the next one will draw.
+    pub foresees: bool,
     /// Divides the rotary frequencies, in Llama 3 GGUF files.
     rope_factors: Option<WeightInfo>,
 }
@@ -451,6 +462,7 @@ impl Architecture {
             config,
             embedding,
             output,
+            foresees: false,
         };
         let of_op = |(first, then): (_, [_; 2])| std::iter::once(first).chain(then).flatten();
         let used = arch.ops().flat_map(|op| of_op(op.weights()));
@@ -472,17 +484,28 @@ impl Architecture {
     pub fn ops(&self) -> impl Iterator<Item = Op<'_>> {
         let layers = self.layers.iter().enumerate().flat_map(|(index, layer)| {
             let of_ffn = match &layer.ffn {
-                FeedForward::Dense(Dense { gate, up, down }) => {
-                    [Some(Op::Gate(gate)), Some(Op::Up(up)), Some(Op::Down(down, layer.ffn_after.as_ref())), None]
-                }
+                FeedForward::Dense(Dense { gate, up, down }) => [
+                    Some(Op::Gate(gate)),
+                    Some(Op::Up(up)),
+                    Some(Op::Down(down, layer.ffn_after.as_ref())),
+                    None,
+                    None,
+                    None,
+                    None,
+                ],
                 FeedForward::Experts(experts) => {
                     let shared = experts.shared.as_ref();
                     let network = shared.map(|shared| &shared.network);
+                    let next = self.layers.get(index + 1).filter(|_| self.foresees);
+                    let next = next.and_then(|layer| Some((&layer.ffn_norm, layer.experts()?)));
                     [
                         network.map(|network| Op::Gate(&network.gate)),
                         network.map(|network| Op::Up(&network.up)),
                         shared.map(Op::AddShared),
-                        Some(Op::Experts(experts)),
+                        Some(Op::Router(&experts.router)),
+                        next.map(|(norm, _)| Op::ForeseeNorm(norm)),
+                        next.map(|(_, experts)| Op::Foresee(index + 1, experts)),
+                        Some(Op::Experts(index, experts)),
                     ]
                 }
             };

@@ -105,10 +105,10 @@ impl Working {
         let attention = 2 * (q + k) + copy(q) + 2 * dim;
         let feed_forward = |ffn: u128| 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
         // Of a mixture, all tokens may draw the same expert: their vectors are copied for it. The router's scores, and
-        // of each expert that is drawn its number, the token's, and the weight.
+        // of each expert that is drawn its number, the token's, and the weight; the same of what is foreseen.
         let mixture = config.mixture.as_ref().map_or(0, |mixture| {
             let [count, used, ffn] = [mixture.count, mixture.used, mixture.ffn_dim].map(|size| size as u128);
-            (2 * count + 6 * used + dim + copy(dim) + feed_forward(ffn))
+            (4 * count + 12 * used + dim + copy(dim) + feed_forward(ffn))
                 .max(feed_forward(mixture.shared_ffn_dim as u128))
         });
         let feed_forward = feed_forward(ffn).max(mixture);

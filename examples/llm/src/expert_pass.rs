@@ -18,33 +18,66 @@ const TOGETHER_MOST: usize = 256;
 const PIECES: usize = 8;
 
 impl Model {
-    /// Adds to each vector of `x` what the experts that its router draws make of `input`.
-    ///
-    /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
-    /// order of their numbers, so that its bits do not depend on who shares the pass.
-    pub(crate) fn add_experts(&self, experts: &Experts, mut input: Input, x: &mut [f32]) -> Result<()> {
-        let Some(mixture) = &self.arch.config.mixture else { return Ok(()) };
-        let scores = self.linear(&experts.router, &mut input)?;
-        let draws = drawn(&scores, mixture).map_err(|vector| {
+    /// The experts that vectors with these scores draw, by expert and then by vector.
+    pub(crate) fn draw(&self, experts: &Experts, scores: &[f32]) -> Result<Vec<Draw>> {
+        let Some(mixture) = &self.arch.config.mixture else { return Ok(Vec::new()) };
+        drawn(scores, mixture).map_err(|vector| {
             let name = &experts.router.weight.name;
             Error::Invalid(format!(
                 "the router {name:?} gives vector {vector} of the pass scores that are infinite or no numbers \
                  (the model is damaged, or was converted wrongly: fetch it again)"
             ))
-        })?;
+        })
+    }
+
+    /// What vectors will probably draw of the experts of `layer`, which have these scores.
+    pub(crate) fn foresee(&self, layer: usize, experts: &Experts, scores: &[f32]) -> Foreseen {
+        // Scores that are no numbers are an error where they are used.
+        let draws = self.draw(experts, scores).unwrap_or_default();
+        let foresight = self.foresight.get(layer);
+        let is_trusted = |draw: &Draw| foresight.is_some_and(|foresight| foresight.is_trusted(draw));
+        let mut steps = Vec::new();
+        for draws in draws.chunk_by(|a, b| a.expert == b.expert).filter(|draws| draws.iter().any(is_trusted)) {
+            let rows = experts.rows_of(draws[0].expert).filter(|(info, rows)| self.is_one_tile(info, rows));
+            steps.extend(rows.map(|(info, rows)| (info.id, rows)));
+        }
+        Foreseen { draws, steps }
+    }
+
+    /// Counts whether it was right what was foreseen of a layer.
+    pub(crate) fn check_foreseen(&self, layer: usize, foreseen: Option<Foreseen>, draws: &[Draw]) {
+        if let (Some(foreseen), Some(foresight)) = (foreseen, self.foresight.get(layer)) {
+            foresight.count(&foreseen.draws, draws);
+        }
+    }
+
+    /// Adds to each vector of `x` what the experts that it draws make of `input`.
+    ///
+    /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
+    /// order of their numbers, so that its bits do not depend on who shares the pass. What is foreseen of the next layer
+    /// is asked for behind what this one needs.
+    pub(crate) fn add_experts(
+        &self,
+        (experts, draws): (&Experts, &[Draw]),
+        input: Input,
+        foreseen: Option<&Foreseen>,
+        x: &mut [f32],
+    ) -> Result<()> {
+        let foreseen = foreseen.map_or(&[][..], |foreseen| &foreseen.steps);
         let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
         let rows = || by_expert().flat_map(|draws| experts.rows_of(draws[0].expert));
         if draws.len() <= TOGETHER_MOST && rows().all(|(info, rows)| self.is_one_tile(info, &rows)) {
             let steps: Vec<Step> = rows().map(|(info, rows)| (info.id, rows)).collect();
             if let Some(held) = self.weights.resident(&steps) {
-                return self.add_together(experts, &draws, &held, (&input, x));
+                self.weights.drawn(&[], foreseen);
+                return self.add_together(experts, draws, &held, (&input, x));
             }
         }
         let tiles_of = |(info, rows): Rows<'_>| {
             let id = info.id;
             tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
         };
-        self.weights.drawn(&rows().flat_map(tiles_of).collect::<Vec<_>>());
+        self.weights.drawn(&rows().flat_map(tiles_of).collect::<Vec<_>>(), foreseen);
         let dim = self.arch.config.dim;
         for draws in by_expert() {
             let [gate, up, down] = experts.of(draws[0].expert);
@@ -136,6 +169,13 @@ impl Model {
             kernels::rows_dot(self.level, info.dtype, info.cols as usize, bytes, *acts, *m, out);
         });
     }
+}
+
+/// What was foreseen of the next layer.
+pub(crate) struct Foreseen {
+    draws: Vec<Draw>,
+    /// The rows of these experts, if that may be relied upon.
+    steps: Vec<Step>,
 }
 
 /// An expert whose weights are held, and what its steps work on.

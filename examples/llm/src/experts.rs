@@ -1,5 +1,8 @@
 //! Which experts a router draws.
 
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::config::Mixture;
 
 /// An expert that a vector draws.
@@ -7,6 +10,8 @@ use crate::config::Mixture;
 pub(crate) struct Draw {
     pub expert: usize,
     pub vector: usize,
+    /// How many experts the vector scores higher.
+    pub place: usize,
     /// What the expert's result is multiplied by.
     pub weight: f32,
 }
@@ -35,10 +40,61 @@ pub(crate) fn drawn(scores: &[f32], mixture: &Mixture) -> Result<Vec<Draw>, usiz
         let (chosen, others) = order.split_at(mixture.used.min(order.len()));
         let of_chosen: f32 = chosen.iter().map(odds).sum();
         let total = if mixture.normalised { of_chosen } else { of_chosen + others.iter().map(odds).sum::<f32>() };
-        draws.extend(chosen.iter().map(|expert| Draw { expert: *expert, vector, weight: odds(expert) / total }));
+        let draw =
+            |(place, expert): (usize, &usize)| Draw { expert: *expert, vector, place, weight: odds(expert) / total };
+        draws.extend(chosen.iter().enumerate().map(draw));
     }
     draws.sort_unstable_by_key(|draw| (draw.expert, draw.vector));
     Ok(draws)
+}
+
+/// How often it was right what was foreseen of a layer's experts, by their place among those of a vector: the first are
+/// right more often.
+#[derive(Debug)]
+pub(crate) struct Foresight(Vec<Place>);
+
+#[derive(Debug, Default)]
+struct Place {
+    right: AtomicU64,
+    all: AtomicU64,
+}
+
+/// After so many, those before count half.
+const REMEMBERED: u64 = 1024;
+/// With fewer, nothing is known.
+const KNOWN: u64 = 16;
+/// A read for what is foreseen takes the disk from what is needed, and perhaps a frame from what is used again. So in so
+/// many of four cases it has to be right.
+const RIGHT_LEAST: u64 = 3;
+
+impl Foresight {
+    /// Of vectors that draw `used` experts.
+    pub fn new(used: usize) -> Self {
+        Self((0..used).map(|_| Place::default()).collect())
+    }
+
+    /// Counts what was foreseen, and what was drawn, which is sorted by expert and then by vector.
+    pub fn count(&self, foreseen: &[Draw], drawn: &[Draw]) {
+        let key = |draw: &Draw| (draw.expert, draw.vector);
+        for draw in foreseen {
+            let Some(Place { right, all }) = self.0.get(draw.place) else { continue };
+            let is_right = drawn.binary_search_by_key(&key(draw), key).is_ok();
+            let right_now = right.fetch_add(u64::from(is_right), Relaxed) + u64::from(is_right);
+            let all_now = all.fetch_add(1, Relaxed) + 1;
+            if all_now > REMEMBERED {
+                all.store(all_now / 2, Relaxed);
+                right.store(right_now / 2, Relaxed);
+            }
+        }
+    }
+
+    /// Whether that is right often enough, as far as is known.
+    pub fn is_trusted(&self, draw: &Draw) -> bool {
+        self.0.get(draw.place).is_some_and(|Place { right, all }| {
+            let all = all.load(Relaxed);
+            all < KNOWN || 4 * right.load(Relaxed) >= RIGHT_LEAST * all
+        })
+    }
 }
 
 #[cfg(test)]
@@ -64,6 +120,29 @@ mod tests {
         let all: f32 = scores[..4].iter().map(|score| score.exp()).sum();
         let draws = drawn(&scores[..4], &mixture(4, 2, false)).unwrap();
         assert!((draws[0].weight - 3f32.exp() / all).abs() < 1e-6, "{draws:?}");
+    }
+
+    #[test]
+    fn foresight_is_trusted_by_place_while_three_of_four_are_right() {
+        let draws = |experts: &[usize]| -> Vec<Draw> {
+            experts
+                .iter()
+                .zip(0..)
+                .map(|(expert, place)| Draw { expert: *expert, vector: 0, place, weight: 1.0 })
+                .collect()
+        };
+        let foresight = Foresight::new(2);
+        let trusted = |foresight: &Foresight| [0, 1].map(|place| foresight.is_trusted(&draws(&[5, 6])[place]));
+        assert_eq!(trusted(&foresight), [true; 2]);
+        (0..KNOWN).for_each(|_| foresight.count(&draws(&[3, 2]), &draws(&[3, 4])));
+        assert_eq!(trusted(&foresight), [true, false]);
+        // What was long ago counts less and less.
+        (0..4 * REMEMBERED)
+            .for_each(|nth| foresight.count(&draws(&[3, 4]), &draws(&[3, 4 + usize::from(nth % 5 == 0)])));
+        assert_eq!(trusted(&foresight), [true; 2]);
+        (0..4 * REMEMBERED)
+            .for_each(|nth| foresight.count(&draws(&[3, 4]), &draws(&[3, 4 + usize::from(nth % 3 == 0)])));
+        assert_eq!(trusted(&foresight), [true, false]);
     }
 
     #[test]

@@ -22,6 +22,8 @@ use crate::architecture::{Architecture, Linear, Op, Rows, tiles};
 use crate::config::Config;
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
+use crate::expert_pass::Foreseen;
+use crate::experts::Foresight;
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
@@ -54,6 +56,8 @@ pub struct Model {
     pub(crate) alone: Pool,
     pub(crate) level: Level,
     frequencies: Vec<f32>,
+    /// How often it was right what was foreseen of each layer's experts.
+    pub(crate) foresight: Vec<Foresight>,
 }
 
 impl std::fmt::Debug for Model {
@@ -65,11 +69,14 @@ impl std::fmt::Debug for Model {
 impl Model {
     /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of Llama 3 GGUF files.
     pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
-        let arch = Architecture::new(files)?;
+        let mut arch = Architecture::new(files)?;
+        arch.foresees = weights.foresees();
+        let used = arch.config.mixture.as_ref().map_or(0, |mixture| mixture.used);
+        let foresight = (0..arch.layers.len()).map(|_| Foresight::new(used)).collect();
         let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
         let alone = Pool::new(1).map_err(|e| Error::io("cannot start compute threads", e))?;
         let level = options.level.unwrap_or_else(Level::detect);
-        let mut model = Self { arch, weights, pool, alone, level, frequencies: Vec::new() };
+        let mut model = Self { arch, weights, pool, alone, level, frequencies: Vec::new(), foresight };
         model.frequencies = model.arch.frequencies(|info| {
             model.weights.will_use(&[(info.id, 0..1)]);
             model.vector(info)
@@ -200,7 +207,19 @@ impl Model {
                         x.iter_mut().zip(made).for_each(|(x, made)| *x += scale * made);
                     }
                 }
-                Op::Experts(experts) => self.add_experts(experts, take(&mut work.input), &mut work.x)?,
+                Op::Router(router) => work.scores = self.linear(router, &mut work.input)?,
+                Op::ForeseeNorm(norm) => work.ahead = self.normed(&work.x, norm)?,
+                Op::Foresee(layer, experts) => {
+                    let scores = self.linear(&experts.router, &mut take(&mut work.ahead))?;
+                    work.next = Some(self.foresee(layer, experts, &scores));
+                }
+                Op::Experts(layer, experts) => {
+                    let (input, scores) = (take(&mut work.input), take(&mut work.scores));
+                    let foreseen = std::mem::replace(&mut work.foreseen, work.next.take());
+                    let draws = self.draw(experts, &scores)?;
+                    self.check_foreseen(layer, foreseen, &draws);
+                    self.add_experts((experts, &draws), input, work.foreseen.as_ref(), &mut work.x)?;
+                }
                 Op::LastNorm(weight) => {
                     let x = take(&mut work.x);
                     work.input = self.normed(&with_logits(parts, &x, c.dim), weight)?;
@@ -458,6 +477,13 @@ struct Work {
     /// `[tokens x ffn_dim]`.
     gate: Vec<f32>,
     up: Vec<f32>,
+    /// `[tokens x experts]`.
+    scores: Vec<f32>,
+    /// What the next layer's router is asked about.
+    ahead: Input,
+    /// What was foreseen of the layer that comes next, and of the one behind the experts that come next.
+    foreseen: Option<Foreseen>,
+    next: Option<Foreseen>,
     /// `[tokens whose logits are wanted x vocab]`.
     logits: Vec<f32>,
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, ComputeStream, DevicePin, PinSet, Plan, Runtime, StreamPin, Tensor};
+use outcore::{Bytes, ComputeStream, DevicePin, PinSet, Plan, Runtime, StreamPin, Tensor, Walker};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -24,7 +24,9 @@ pub struct PagedWeights {
     whole: bool,
     declared: Mutex<Declared>,
     drawn: Mutex<Drawn>,
-    /// Pages of experts that are requested before they are used, at most: more would push each other out.
+    /// Uses experts, which come in no order.
+    experts: Walker,
+    /// Pages of experts that are expected at a time, at most: more would push each other out.
     ahead_most: u64,
     cancelled: Arc<AtomicBool>,
 }
@@ -39,15 +41,17 @@ struct Declared {
     all_asked: bool,
 }
 
+/// If fewer of those that were drawn are expected, it is looked whether there is room for others.
+const EXPECTED_LEAST: usize = 6;
+
 /// What a router has drawn, and nobody has used yet.
 #[derive(Debug, Default)]
 struct Drawn {
-    /// What was requested, with how many pages it takes at most.
-    requested: VecDeque<(Step, u64)>,
-    /// The sum of these.
-    pages: u64,
-    /// What waits for that.
-    waiting: VecDeque<Step>,
+    steps: VecDeque<Step>,
+    /// How many of them are expected: their pages, and those of the others, are no more than there is room for.
+    expected: usize,
+    /// What the next router will probably draw.
+    foreseen: Vec<Step>,
 }
 
 /// Frames of the device tier.
@@ -120,9 +124,12 @@ impl PagedWeights {
             }
             tensors.push(Tiled { whole: tensor, tile, tiles });
         }
+        let experts = runtime.walker()?;
+        experts.plan(Plan::Unordered);
         Ok(Self {
             runtime: runtime.clone(),
             tensors,
+            experts,
             waited: AtomicU64::new(0),
             whole,
             declared: Mutex::default(),
@@ -210,29 +217,36 @@ impl PagedWeights {
         Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
-    /// Requests what was drawn, as far as there is room for it.
-    fn request(&self, drawn: &mut Drawn) {
-        while let Some((id, rows)) = drawn.waiting.front().cloned() {
-            let Ok(part) = self.part(id, &rows) else { return };
-            let pages = part.page_count();
-            if drawn.pages + pages > self.ahead_most && !drawn.requested.is_empty() {
-                return;
+    /// Expects what was drawn, and then what is foreseen, as far as there is room for it: what is missing of that is read,
+    /// and it stays until it is used.
+    fn expect(&self, drawn: &mut Drawn) {
+        let mut parts = Vec::new();
+        let mut pages = 0;
+        drawn.expected = 0;
+        for (nth, (id, rows)) in drawn.steps.iter().chain(&drawn.foreseen).enumerate() {
+            let Ok(part) = self.part(*id, rows) else { return };
+            pages += part.page_count();
+            if pages > self.ahead_most && nth > 0 {
+                break;
             }
-            self.runtime.prefetch(&*part);
-            drawn.pages += pages;
-            drawn.waiting.pop_front();
-            drawn.requested.push_back(((id, rows), pages));
+            drawn.expected += usize::from(nth < drawn.steps.len());
+            parts.push(part.into_owned());
         }
+        self.experts.expect(&parts[..]);
     }
 
-    /// If these rows are the next that were drawn, there is room for others.
-    fn used(&self, tensor: TensorId, rows: &Range<u64>) {
+    /// Whether these rows are the next that were drawn. If others wait for room, there is room for some of them now.
+    fn was_drawn(&self, tensor: TensorId, rows: &Range<u64>) -> bool {
         let mut drawn = self.drawn.lock();
-        let is_next = drawn.requested.front().is_some_and(|((id, next), _)| (*id, next) == (tensor, rows));
-        if is_next && let Some((_, pages)) = drawn.requested.pop_front() {
-            drawn.pages -= pages;
-            self.request(&mut drawn);
+        let is_next = drawn.steps.front().is_some_and(|(id, next)| (*id, next) == (tensor, rows));
+        if is_next {
+            drawn.steps.pop_front();
+            drawn.expected = drawn.expected.saturating_sub(1);
+            if drawn.expected < drawn.steps.len().min(EXPECTED_LEAST) {
+                self.expect(&mut drawn);
+            }
         }
+        is_next
     }
 
     /// The runtime.
@@ -244,8 +258,9 @@ impl PagedWeights {
 impl Weights for PagedWeights {
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
         let part = self.part(tensor, &rows)?;
-        self.used(tensor, &rows);
-        let guard = self.wait_for(|| self.runtime.pin(&*part).wait())?;
+        let pin = self.runtime.pin(&*part);
+        let pin = if self.was_drawn(tensor, &rows) { pin.of(&self.experts) } else { pin };
+        let guard = self.wait_for(|| pin.wait())?;
         Ok(Rows::new(guard))
     }
 
@@ -283,11 +298,15 @@ impl Weights for PagedWeights {
         }
     }
 
-    /// All are requested at once, as far as half of the frames have room for them; the others as these are used.
-    fn drawn(&self, steps: &[Step]) {
+    /// All are expected at once, as far as half of the frames have room for them; the others as these are used.
+    fn drawn(&self, steps: &[Step], foreseen: &[Step]) {
         let mut drawn = self.drawn.lock();
-        *drawn = Drawn { waiting: steps.iter().cloned().collect(), ..Drawn::default() };
-        self.request(&mut drawn);
+        *drawn = Drawn { steps: steps.iter().cloned().collect(), expected: 0, foreseen: foreseen.to_vec() };
+        self.expect(&mut drawn);
+    }
+
+    fn foresees(&self) -> bool {
+        !self.whole
     }
 
     /// Within the same part of the frames: others have room for what they wait for.
@@ -296,7 +315,7 @@ impl Weights for PagedWeights {
         if parts.iter().map(Tensor::page_count).sum::<u64>() > self.ahead_most {
             return None;
         }
-        let set = Arc::new(self.runtime.pin(&parts[..]).if_resident()?);
+        let set = Arc::new(self.runtime.pin(&parts[..]).of(&self.experts).if_resident()?);
         Some((0..parts.len()).map(|nth| Rows::new(OfSet { set: set.clone(), nth })).collect())
     }
 

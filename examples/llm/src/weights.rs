@@ -85,13 +85,19 @@ pub trait Weights: Send + Sync {
     fn will_use(&self, order: &[Step]);
 
     /// Says which rows are used next, each once, in this order: those of the experts that a router has drawn. They come
-    /// between two steps that were declared.
-    fn drawn(&self, _steps: &[Step]) {}
+    /// between two steps that were declared. The next router will probably draw those of `foreseen`: nobody may come to
+    /// wait because of that.
+    fn drawn(&self, _steps: &[Step], _foreseen: &[Step]) {}
 
-    /// The bytes of all these rows, if all are resident now, and room allows that they are held together. Used instead
-    /// of [`drawn`](Self::drawn) and what follows it.
+    /// The bytes of all these rows, which a router has drawn, if all are resident now, and room allows that they are
+    /// held together. Then they are no part of [`drawn`](Self::drawn).
     fn resident(&self, _steps: &[Step]) -> Option<Vec<Rows<'_>>> {
         None
+    }
+
+    /// Whether it pays to foresee what routers will draw.
+    fn foresees(&self) -> bool {
+        false
     }
 
     /// How long callers of [`Weights::rows`] have waited for bytes, since the weights were opened.

@@ -189,7 +189,11 @@ impl Weights for Checked {
         *left = order.iter().rev().cloned().collect();
     }
 
-    fn drawn(&self, steps: &[Step]) {
+    fn foresees(&self) -> bool {
+        true
+    }
+
+    fn drawn(&self, steps: &[Step], _foreseen: &[Step]) {
         let distinct: HashSet<&Step> = steps.iter().collect();
         assert!(!steps.is_empty() && distinct.len() == steps.len(), "an expert is used twice in a pass");
         self.left.lock().unwrap().extend(steps.iter().rev().cloned());
