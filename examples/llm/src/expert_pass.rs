@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::architecture::{Experts, Rows, tiles};
 use crate::error::{Error, Result};
-use crate::experts::{Draw, drawn};
+use crate::experts::{Draw, Foreseen, drawn};
 use crate::kernels;
 use crate::model::{Input, Model};
 use crate::quants;
@@ -54,8 +54,8 @@ impl Model {
     /// Adds to each vector of `x` what the experts that it draws make of `input`.
     ///
     /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
-    /// order of their numbers, so that its bits do not depend on who shares the pass. What is foreseen of the next layer
-    /// is asked for behind what this one needs.
+    /// order of their numbers, so that its bits do not depend on who shares the pass. What is foreseen of the next
+    /// layer is asked for behind what this one needs.
     pub(crate) fn add_experts(
         &self,
         (experts, draws): (&Experts, &[Draw]),
@@ -169,13 +169,6 @@ impl Model {
             kernels::rows_dot(self.level, info.dtype, info.cols as usize, bytes, *acts, *m, out);
         });
     }
-}
-
-/// What was foreseen of the next layer.
-pub(crate) struct Foreseen {
-    draws: Vec<Draw>,
-    /// The rows of these experts, if that may be relied upon.
-    steps: Vec<Step>,
 }
 
 /// An expert whose weights are held, and what its steps work on.

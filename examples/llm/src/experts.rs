@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::Mixture;
+use crate::weights::Step;
 
 /// An expert that a vector draws.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,6 +49,13 @@ pub(crate) fn drawn(scores: &[f32], mixture: &Mixture) -> Result<Vec<Draw>, usiz
     Ok(draws)
 }
 
+/// What was foreseen of a layer.
+pub(crate) struct Foreseen {
+    pub draws: Vec<Draw>,
+    /// The rows of these experts, as far as that may be relied upon.
+    pub steps: Vec<Step>,
+}
+
 /// How often it was right what was foreseen of a layer's experts, by their place among those of a vector: the first are
 /// right more often.
 #[derive(Debug)]
@@ -63,8 +71,8 @@ struct Place {
 const REMEMBERED: u64 = 1024;
 /// With fewer, nothing is known.
 const KNOWN: u64 = 16;
-/// A read for what is foreseen takes the disk from what is needed, and perhaps a frame from what is used again. So in so
-/// many of four cases it has to be right.
+/// A read for what is foreseen takes the disk from what is needed, and perhaps a frame from what is used again. So it
+/// has to be right in so many of four cases.
 const RIGHT_LEAST: u64 = 3;
 
 impl Foresight {

@@ -217,8 +217,8 @@ impl PagedWeights {
         Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
-    /// Expects what was drawn, and then what is foreseen, as far as there is room for it: what is missing of that is read,
-    /// and it stays until it is used.
+    /// Expects what was drawn, and then what is foreseen, as far as there is room for it: what is missing of that is
+    /// read, and it stays until it is used.
     fn expect(&self, drawn: &mut Drawn) {
         let mut parts = Vec::new();
         let mut pages = 0;
