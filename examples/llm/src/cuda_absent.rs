@@ -13,9 +13,9 @@ use crate::config::Config;
 use crate::dtype::KvType;
 use crate::error::Result;
 use crate::files::ModelFiles;
-use crate::model::{PassCounts, PassTime, Timing};
 use crate::paged::PagedWeights;
 use crate::paged_kv::PagedKeys;
+use crate::passes::{AnySession, Output, Part, PassCounts, PassError, PassTime, Passes, Timing};
 use crate::sampler::Sampler;
 
 /// Names a GPU, in whatever words.
@@ -182,14 +182,6 @@ impl CudaSession {
         match self.0 {}
     }
 
-    /// Reads tokens.
-    ///
-    /// # Errors
-    /// None in this build.
-    pub fn read(&mut self, _tokens: &[u32]) -> Result<()> {
-        match self.0 {}
-    }
-
     /// Reads tokens, and chooses the one that follows.
     ///
     /// # Errors
@@ -197,20 +189,41 @@ impl CudaSession {
     pub fn next(&mut self, _tokens: &[u32], _sampler: &mut Sampler) -> Result<u32> {
         match self.0 {}
     }
+}
 
-    /// Reads tokens.
-    ///
-    /// # Errors
-    /// None in this build.
-    pub fn forward(&mut self, _tokens: &[u32]) -> Result<&[f32]> {
+impl Passes for CudaModel {
+    type Session = CudaSession;
+
+    fn config(&self) -> &Config {
         match self.0 {}
     }
 
-    /// Chooses the token that follows the last pass.
-    ///
-    /// # Errors
-    /// None in this build.
-    pub fn sample(&mut self, _sampler: &mut Sampler) -> Result<u32> {
+    fn begin(self: &Arc<Self>, _keys: PagedKeys, _pass: usize) -> Result<CudaSession> {
+        match self.0 {}
+    }
+
+    fn pass(
+        self: &Arc<Self>,
+        _parts: &mut [Part<'_, CudaSession>],
+    ) -> std::result::Result<(Vec<Output>, PassTime), PassError> {
+        match self.0 {}
+    }
+}
+
+impl AnySession for CudaSession {
+    fn len(&self) -> usize {
+        match self.0 {}
+    }
+
+    fn truncate(&mut self, _len: usize) -> Result<()> {
+        match self.0 {}
+    }
+
+    fn park(&mut self) -> Result<()> {
+        match self.0 {}
+    }
+
+    fn paged_keys(&self) -> Option<&PagedKeys> {
         match self.0 {}
     }
 }

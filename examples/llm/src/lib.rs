@@ -2,7 +2,8 @@
 //!
 //! [`ModelFiles`] reads the headers of a GGUF file or of a folder with safetensors. A [`Weights`] gives the bytes of
 //! rows when they are wanted: [`PlainWeights`] holds the whole model in memory, and a paged implementation holds as
-//! much of it as it may. [`Model`] binds the two; a [`Session`] is one sequence with its keys and values.
+//! much of it as it may. [`Model`] binds the two; a [`Session`] is one sequence with its keys and values. Programs for
+//! any device are written against [`Passes`].
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -52,11 +53,13 @@ mod expert_pass;
 mod experts;
 mod files;
 mod generation;
+mod host;
 pub mod kernels;
 mod known;
 mod model;
 mod paged;
 pub mod paged_kv;
+mod passes;
 mod plain;
 mod plain_keys;
 mod pool;
@@ -76,9 +79,10 @@ pub use dtype::{KvType, WeightType};
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};
 pub use generation::GenerationDefaults;
-pub use model::{Logits, Model, Options, Part, PassCounts, PassError, PassTime, Session, Timing};
+pub use model::{Model, Options, Session};
 pub use paged::PagedWeights;
 pub use paged_kv::PagedKeys;
+pub use passes::{AnySession, Logits, Output, Part, PassCounts, PassError, PassTime, Passes, Timing};
 pub use plain::PlainWeights;
 pub use pool::Pool;
 pub use sampler::{Penalties, Sampler, argmax};

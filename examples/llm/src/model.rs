@@ -15,7 +15,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use outcore::Bytes;
 use parking_lot::Mutex;
 
 use crate::architecture::{Architecture, Linear, Op, Rows, tiles};
@@ -26,6 +25,7 @@ use crate::experts::{Foreseen, Foresight};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
+use crate::passes::{Logits, Part, PassError, PassTime};
 use crate::plain_keys::{Cache, attention};
 use crate::pool::Pool;
 use crate::quants;
@@ -104,7 +104,7 @@ impl Model {
     }
 
     /// These threads, for work between passes.
-    pub fn pool(&self) -> &Pool {
+    pub(crate) fn pool(&self) -> &Pool {
         &self.pool
     }
 
@@ -114,16 +114,11 @@ impl Model {
         self.arch.pass_order(tokens, |id| self.weights.tile_rows(id))
     }
 
-    /// Reads the tokens of several sessions in one pass over the weights. Returns the logits that each part asked for:
-    /// those after its last token (`vocab` numbers), after every token (`[tokens x vocab]`), or none; and how long the
-    /// pass waited for weights. Which sessions are read together changes no bit.
-    ///
-    /// # Errors
-    /// After an error all sessions are as they were before the call. It names the part that has no room or cannot be
-    /// read, if it is one part's.
-    pub fn forward_together(
+    /// Reads the tokens of several sessions in one pass over the weights: see [`Passes::pass`](crate::Passes::pass).
+    /// Returns the logits that each part needs, for its sampler too, and how long the pass waited for weights.
+    pub(crate) fn forward_together(
         self: &Arc<Self>,
-        parts: &mut [Part<'_>],
+        parts: &mut [Part<'_, Session>],
     ) -> std::result::Result<(Vec<Vec<f32>>, Duration), PassError> {
         for nth in 0..parts.len() {
             let Part { session, tokens, .. } = &mut parts[nth];
@@ -146,7 +141,7 @@ impl Model {
     }
 
     /// The logits, and how long it waited for weights.
-    fn compute(&self, parts: &mut [Part<'_>]) -> std::result::Result<(Vec<Vec<f32>>, Duration), PassError> {
+    fn compute(&self, parts: &mut [Part<'_, Session>]) -> std::result::Result<(Vec<Vec<f32>>, Duration), PassError> {
         let c = &self.arch.config;
         let tokens: Vec<u32> = parts.iter().flat_map(|part| part.tokens).copied().collect();
         let m = tokens.len();
@@ -234,7 +229,7 @@ impl Model {
         // From the end: what was taken off is freed as it goes.
         let mut results = Vec::with_capacity(parts.len());
         for part in parts.iter().rev() {
-            let mine = part.logits.count(part.tokens.len()) * c.vocab;
+            let mine = part.rows() * c.vocab;
             results.push(work.logits.split_off(work.logits.len().saturating_sub(mine)));
             work.logits.shrink_to_fit();
         }
@@ -245,7 +240,7 @@ impl Model {
     /// Attention of all parts, one behind the other.
     fn attend(
         &self,
-        parts: &mut [Part<'_>],
+        parts: &mut [Part<'_, Session>],
         layer: usize,
         operands: &Operands<'_>,
     ) -> std::result::Result<Vec<f32>, PassError> {
@@ -487,56 +482,8 @@ struct Work {
     logits: Vec<f32>,
 }
 
-/// Which logits a part of a pass is to give.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Logits {
-    /// None: more of its tokens come in a later pass.
-    None,
-    /// Those after its last token.
-    Last,
-    /// Those after each of its tokens.
-    All,
-}
-
-impl Logits {
-    /// Of how many of `tokens` tokens.
-    fn count(self, tokens: usize) -> usize {
-        match self {
-            Self::None => 0,
-            Self::Last => tokens.min(1),
-            Self::All => tokens,
-        }
-    }
-}
-
-/// What one session reads in a pass together with others: see [`Model::forward_together`].
-#[derive(Debug)]
-pub struct Part<'a> {
-    /// The session. It is in a pass once.
-    pub session: &'a mut Session,
-    /// The tokens that it reads: at least one.
-    pub tokens: &'a [u32],
-    /// The logits that are wanted.
-    pub logits: Logits,
-}
-
-/// Why a pass over several sessions was given up.
-#[derive(Debug)]
-pub struct PassError {
-    /// The part whose error it is; `None` if it is that of all.
-    pub part: Option<usize>,
-    /// The error.
-    pub error: Error,
-}
-
-impl From<Error> for PassError {
-    fn from(error: Error) -> Self {
-        Self { part: None, error }
-    }
-}
-
 /// Takes back that these parts have begun.
-fn undo(parts: &mut [Part<'_>]) -> std::result::Result<(), PassError> {
+fn undo(parts: &mut [Part<'_, Session>]) -> std::result::Result<(), PassError> {
     let mut first = Ok(());
     for (nth, part) in parts.iter_mut().enumerate() {
         let undone = part.session.undo().map_err(|error| PassError { part: Some(nth), error });
@@ -546,12 +493,12 @@ fn undo(parts: &mut [Part<'_>]) -> std::result::Result<(), PassError> {
 }
 
 /// The rows of `x` (`[tokens x dim]`) whose logits are wanted; one at least, so that each pass uses each weight.
-fn with_logits(parts: &[Part<'_>], x: &[f32], dim: usize) -> Vec<f32> {
+fn with_logits(parts: &[Part<'_, Session>], x: &[f32], dim: usize) -> Vec<f32> {
     let mut rows = Vec::new();
     let mut end = 0;
     for part in parts {
         end += part.tokens.len();
-        rows.extend_from_slice(&x[(end - part.logits.count(part.tokens.len())) * dim..end * dim]);
+        rows.extend_from_slice(&x[(end - part.rows()) * dim..end * dim]);
     }
     if rows.is_empty() {
         rows.extend_from_slice(&x[..dim.min(x.len())]);
@@ -561,101 +508,6 @@ fn with_logits(parts: &[Part<'_>], x: &[f32], dim: usize) -> Vec<f32> {
 
 /// Attention of one part: its number, its session, what it works on, and the result.
 type Job<'a, 'b> = (usize, &'a mut Session, Operands<'b>, Result<Vec<f32>>);
-
-/// What one pass took.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PassTime {
-    /// From start to end.
-    pub total: Duration,
-    /// Of that, waiting for weights to become resident.
-    pub waited: Duration,
-}
-
-/// What a session on a GPU times, by events on the GPU's stream. Recording one is a call of the driver; nobody waits
-/// for it. Where the driver is older than CUDA 12.8, nothing is timed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Timing {
-    /// Nothing.
-    #[default]
-    Off,
-    /// From the first to the last operation of a pass: two events.
-    Passes,
-    /// Also how long the stream waits for weights: two events more for each set of weights that is pinned.
-    Stalls,
-}
-
-/// What the host did for the passes of a session on a GPU, and what the GPU read for them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PassCounts {
-    /// Passes over the weights.
-    pub passes: u64,
-    /// Kernels that were launched one by one.
-    pub launches: u64,
-    /// Graphs that were launched.
-    pub graph_launches: u64,
-    /// Kernels and copies in these graphs.
-    pub graph_nodes: u64,
-    /// How often the thread waited for the GPU.
-    pub synchronisations: u64,
-    /// Sets of weights that were pinned.
-    pub pins: u64,
-    /// Processor time of the thread, without that of its waits for the GPU, in which the driver may poll.
-    pub host: Duration,
-    /// Time in which the thread waited for the GPU, at the end of passes. Waits for pages are in [`PassTime::waited`].
-    pub waiting: Duration,
-    /// Time on the GPU's stream, from the first operation of a pass to the last one before the thread waits. It
-    /// contains what the stream waits for within a pass: for pages, for the thread while that is still launching, and
-    /// for other sessions that use the stream. Zero unless [`Timing`] asks for it; a pass counts when it was waited
-    /// for, and not at all if it ended in an error.
-    pub gpu: Duration,
-    /// Of that, what lies between the end of the operations before a pin of weights and the moment when the stream has
-    /// these weights: copies that the stream waits for, and the pin itself, if the stream had nothing left to do.
-    /// Blocks of keys and values are not in it. Zero unless [`Timing::Stalls`] asks for it.
-    pub stalled: Duration,
-    /// Bytes of weights, keys and values that the passes read: counted, not measured.
-    pub read: Bytes,
-}
-
-impl std::ops::Add for PassCounts {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            passes: self.passes + other.passes,
-            launches: self.launches + other.launches,
-            graph_launches: self.graph_launches + other.graph_launches,
-            graph_nodes: self.graph_nodes + other.graph_nodes,
-            synchronisations: self.synchronisations + other.synchronisations,
-            pins: self.pins + other.pins,
-            host: self.host + other.host,
-            waiting: self.waiting + other.waiting,
-            gpu: self.gpu + other.gpu,
-            stalled: self.stalled + other.stalled,
-            read: self.read + other.read,
-        }
-    }
-}
-
-impl std::ops::Sub for PassCounts {
-    type Output = Self;
-
-    /// What was added since `earlier`.
-    fn sub(self, earlier: Self) -> Self {
-        Self {
-            passes: self.passes - earlier.passes,
-            launches: self.launches - earlier.launches,
-            graph_launches: self.graph_launches - earlier.graph_launches,
-            graph_nodes: self.graph_nodes - earlier.graph_nodes,
-            synchronisations: self.synchronisations - earlier.synchronisations,
-            pins: self.pins - earlier.pins,
-            host: self.host.saturating_sub(earlier.host),
-            waiting: self.waiting.saturating_sub(earlier.waiting),
-            gpu: self.gpu.saturating_sub(earlier.gpu),
-            stalled: self.stalled.saturating_sub(earlier.stalled),
-            read: self.read.saturating_sub(earlier.read),
-        }
-    }
-}
 
 /// Where a session's keys and values are.
 enum Keys {
@@ -773,7 +625,7 @@ impl Session {
     fn pass(&mut self, tokens: &[u32], logits: Logits) -> Result<Vec<f32>> {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
-        let done = model.forward_together(&mut [Part { session: self, tokens, logits }]);
+        let done = model.forward_together(&mut [Part { session: self, tokens, logits, sampler: None }]);
         let (mut results, waited) = done.map_err(|failed| failed.error)?;
         self.last = PassTime { total: started.elapsed(), waited };
         Ok(results.pop().unwrap_or_default())

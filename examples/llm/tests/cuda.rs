@@ -32,8 +32,8 @@ use outcore::{Bytes, ErrorKind, Lookahead, PageSize, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
-    Arch, CudaModel, CudaSession, Error, Gpu, KvType, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result,
-    Sampler, Session, WeightType, argmax,
+    Arch, CudaModel, CudaSession, Error, Gpu, KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes,
+    PlainWeights, Result, Sampler, Session, WeightType, argmax,
 };
 use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use serde_json::Value;
@@ -129,6 +129,46 @@ fn assert_same_logits(driver: &Driver, what: &str, files: &ModelFiles, dtype: We
 /// What runs on a GPU as it does on the emulated driver.
 mod on_a_gpu {
     use super::*;
+
+    /// A GPU computes passes of one sequence. Others are refused by name, and change nothing.
+    #[test]
+    fn a_pass_of_one_sequence_gives_what_the_session_gives() {
+        let Some(driver) = driver("a_pass_of_one_sequence_gives_what_the_session_gives") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = gguf(folder.path(), &Spec { layers: 1, ..small(Arch::Llama, WeightType::Q8_0) });
+        let mut session = session(&driver, &files, 4, PROMPT.len()).unwrap();
+        let want = session.forward(&PROMPT).unwrap().to_vec();
+        let next = session.sample(&mut Sampler::new(1.0, 7)).unwrap();
+        let model = session.model().clone();
+        let mut other = CudaSession::new(model.clone(), 32, 4, KvType::F32).unwrap();
+        for (logits, chooses) in [Logits::None, Logits::Last].into_iter().flat_map(|l| [(l, false), (l, true)]) {
+            session.truncate(0).unwrap();
+            let mut sampler = Sampler::new(1.0, 7);
+            let sampler = chooses.then_some(&mut sampler);
+            let part = Part { session: &mut *session, tokens: &PROMPT, logits, sampler };
+            let (outputs, time) = model.pass(&mut [part]).unwrap();
+            let [output] = &outputs[..] else { panic!("{} outputs", outputs.len()) };
+            assert_eq!(output.next, chooses.then_some(next), "{logits:?}");
+            assert!(output.logits == if logits == Logits::None { &[][..] } else { &want[..] }, "{logits:?}");
+            assert!(time.total >= time.waited && session.len() == PROMPT.len());
+        }
+        fn part(session: &mut CudaSession, logits: Logits) -> Part<'_, CudaSession> {
+            Part { session, tokens: &PROMPT, logits, sampler: None }
+        }
+        let refused = [
+            ("2 sequences", model.pass(&mut [part(&mut session, Logits::Last), part(&mut other, Logits::Last)])),
+            ("after each of 9 tokens", model.pass(&mut [part(&mut other, Logits::All)])),
+        ];
+        for (what, refused) in refused {
+            let Err(Error::Outcore(error)) = refused.map_err(|failed| failed.error) else { panic!("{what}") };
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert!(error.advice().is_some_and(|advice| advice.contains("--device host")), "{error}");
+            assert!(error.to_string().contains(what), "{error}");
+        }
+        assert_eq!((session.len(), other.len()), (PROMPT.len(), 0));
+        drop((session, other, model));
+        driver.finish();
+    }
 
     #[test]
     fn every_weight_type_gives_the_logits_of_the_cpu() {

@@ -13,8 +13,8 @@ use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::{Experts, Spec};
 use outcore_llm::{
-    Arch, ChatTemplate, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result, Rows,
-    Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
+    Arch, ChatTemplate, Error, KvType, Logits, Message, Model, ModelFiles, Options, PagedWeights, Part, Passes,
+    PlainWeights, Result, Rows, Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
 };
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
@@ -71,6 +71,49 @@ fn tiles_and_threads_change_no_bit() {
         assert_eq!(whole, run(&files, 1, threads(2), KvType::F32), "{dtype}: one row at a time");
         assert_eq!(whole, run(&files, 5000, threads(3), KvType::F32), "{dtype}: tiles of 5000 bytes");
     }
+}
+
+/// Each part of a pass gets the logits and the token that it asks for, with the bits that it would get alone.
+#[test]
+fn a_ragged_pass_gives_each_part_what_it_wants() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Qwen3, WeightType::Q8_0));
+    let weights = Arc::new(PlainWeights::read(&files).unwrap());
+    let model = Arc::new(Model::load(&files, weights, threads(2)).unwrap());
+    let vocab = model.config().vocab;
+    let new = || Session::new(model.clone(), 32, KvType::F32).unwrap();
+    let (wants, lengths) = ([Logits::None, Logits::Last, Logits::All], [1, 4, 9]);
+    let cases = lengths.into_iter().flat_map(|len| wants.map(|logits| [(len, logits, false), (len, logits, true)]));
+    let cases: Vec<(usize, Logits, bool)> = cases.flatten().collect();
+    let mut sessions: Vec<Session> = cases.iter().map(|_| new()).collect();
+    let mut samplers: Vec<Sampler> = (0..cases.len() as u64).map(|seed| Sampler::new(1.0, seed)).collect();
+    let parts = sessions.iter_mut().zip(&mut samplers).zip(&cases);
+    let mut parts: Vec<Part<'_, Session>> = parts
+        .map(|((session, sampler), (len, logits, chooses))| {
+            let sampler = chooses.then_some(sampler);
+            Part { session, tokens: &PROMPT[..*len], logits: *logits, sampler }
+        })
+        .collect();
+    let (outputs, time) = model.pass(&mut parts).unwrap();
+    assert!(time.total >= time.waited && outputs.len() == cases.len());
+    for (nth, (output, (len, logits, chooses))) in outputs.iter().zip(&cases).enumerate() {
+        let all = new().forward_all(&PROMPT[..*len]).unwrap();
+        let last = &all[all.len() - vocab..];
+        let want: &[f32] = match logits {
+            Logits::None => &[],
+            Logits::Last => last,
+            Logits::All => &all,
+        };
+        assert!(output.logits == want, "{len} tokens, {logits:?}");
+        let next = chooses.then(|| Sampler::new(1.0, nth as u64).sample(last));
+        assert_eq!((output.next, sessions[nth].len()), (next, *len), "{len} tokens, {logits:?}");
+    }
+    // One that cannot be read is named, and the others are as before.
+    let (one, other) = sessions.split_at_mut(1);
+    let bad = [vocab as u32];
+    let part = |session, tokens| Part { session, tokens, logits: Logits::Last, sampler: None };
+    let error = model.pass(&mut [part(&mut one[0], &PROMPT), part(&mut other[0], &bad)]).unwrap_err();
+    assert_eq!((error.part, one[0].len(), other[0].len()), (Some(1), 1, 1), "{:?}", error.error);
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod inputs;
 mod kernels;
 mod paged;
 mod pass;
+mod passes;
 mod places;
 mod prompt;
 mod room;

@@ -32,9 +32,9 @@ use crate::config::Config;
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::model::{PassCounts, PassTime, Timing};
 use crate::paged::{Frames, PagedWeights};
 use crate::paged_kv::PagedKeys;
+use crate::passes::{PassCounts, PassTime, Timing};
 use crate::sampler::Sampler;
 use crate::weights::{Step, Weights};
 
@@ -375,6 +375,14 @@ impl CudaSession {
     /// The model.
     pub fn model(&self) -> &Arc<CudaModel> {
         &self.model
+    }
+
+    /// Its keys and values, if they are in a pool.
+    pub fn paged_keys(&self) -> Option<&PagedKeys> {
+        match &self.keys {
+            Keys::Plain(_) => None,
+            Keys::Paged(paged) => Some(&paged.keys),
+        }
     }
 
     /// What the last pass took.

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use outcore_kv::{KvPool, TenantId};
-use outcore_llm::{Model, Sampler, Tokenizer};
+use outcore_llm::{Passes, Sampler, Tokenizer};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
@@ -190,12 +190,12 @@ impl std::fmt::Debug for Command {
 }
 
 impl Engine {
-    /// Starts the thread.
+    /// Starts the thread, whatever computes the passes of `model`.
     ///
     /// # Errors
     /// The system's, if no thread can be started.
-    pub fn start(
-        model: Arc<Model>,
+    pub fn start<P: Passes>(
+        model: Arc<P>,
         pool: KvPool,
         tokenizer: Arc<Tokenizer>,
         limits: Limits,

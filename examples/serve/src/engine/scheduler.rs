@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, ErrorKind};
 use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
-use outcore_llm::{Logits, Model, PagedKeys, Part, PassError, Sampler, Session, Tokenizer};
+use outcore_llm::{AnySession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer};
 
 use super::draft::{DRAFT_MOST, Drafts, follow};
 use super::pace::Pace;
@@ -41,7 +41,7 @@ const KEPT_PARTS: u64 = 8;
 const DISK_UNKNOWN: f64 = 1e9;
 
 /// An answer, waiting or active.
-struct Answer {
+struct Answer<P: Passes> {
     /// Its prompt is the beginning of `tokens`.
     job: Job,
     /// Tokens of the prompt.
@@ -49,7 +49,7 @@ struct Answer {
     /// The prompt, and what was written.
     tokens: Vec<u32>,
     /// Its keys and values: while it is active, and while it is parked.
-    session: Option<Session>,
+    session: Option<P::Session>,
     permit: Option<Permit>,
     drafts: Drafts,
     /// When it became active: larger is later.
@@ -66,7 +66,7 @@ struct Answer {
     last: Option<Instant>,
 }
 
-impl Answer {
+impl<P: Passes> Answer<P> {
     fn new(mut job: Job) -> Self {
         let tokens = take(&mut job.prompt);
         Self {
@@ -91,7 +91,7 @@ impl Answer {
 
     /// Tokens whose keys and values are there.
     fn read(&self) -> usize {
-        self.session.as_ref().map_or(0, Session::len)
+        self.session.as_ref().map_or(0, AnySession::len)
     }
 
     fn is_decoding(&self) -> bool {
@@ -120,8 +120,8 @@ struct Turn {
 }
 
 /// A turn of an answer, with what the pass gave for it.
-struct Given<'a> {
-    answer: &'a mut Answer,
+struct Given<'a, P: Passes> {
+    answer: &'a mut Answer<P>,
     turn: &'a Turn,
     logits: &'a [f32],
     chosen: Chosen,
@@ -142,7 +142,7 @@ struct Chosen {
     masks: Vec<Duration>,
 }
 
-impl Given<'_> {
+impl<P: Passes> Given<'_, P> {
     /// Chooses tokens, up to the first one behind which something else was drafted, or nothing.
     fn choose(&mut self, vocab: usize, context: usize, tokenizer: &Tokenizer) {
         let (prompt, turn, chosen) = (self.answer.prompt, self.turn, &mut self.chosen);
@@ -193,8 +193,8 @@ fn choose_among(
 }
 
 /// See the [module's documentation](self).
-pub struct Scheduler {
-    model: Arc<Model>,
+pub struct Scheduler<P: Passes> {
+    model: Arc<P>,
     pool: KvPool,
     tokenizer: Arc<Tokenizer>,
     limits: Limits,
@@ -202,11 +202,11 @@ pub struct Scheduler {
     shared: Arc<Shared>,
     pace: Pace,
     /// Those who wait, in order.
-    lines: BTreeMap<TenantId, VecDeque<Answer>>,
+    lines: BTreeMap<TenantId, VecDeque<Answer<P>>>,
     /// Where a line's first one stands among those of all tenants.
     places: BTreeMap<TenantId, PermitRequest>,
     turns: Turns,
-    running: Vec<Answer>,
+    running: Vec<Answer<P>>,
     /// How many became active so far.
     next: u64,
     /// Tokens of an answer, by those that have ended.
@@ -217,9 +217,9 @@ pub struct Scheduler {
     kept: Option<Bytes>,
 }
 
-impl Scheduler {
+impl<P: Passes> Scheduler<P> {
     pub fn new(
-        model: Arc<Model>,
+        model: Arc<P>,
         pool: KvPool,
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
@@ -270,14 +270,14 @@ impl Scheduler {
 
     /// Tells others how many wait and run.
     fn count(&self) {
-        let of_line = |answer: &Answer| 1 + answer.job.followers.len();
+        let of_line = |answer: &Answer<P>| 1 + answer.job.followers.len();
         let waiting: usize = self.lines.values().flatten().map(of_line).sum();
         let followers: usize = self.running.iter().map(|answer| answer.job.followers.len()).sum();
         self.metrics.load(waiting + followers, self.running.len());
     }
 
     /// An answer neither waits nor runs any more.
-    fn leave(&mut self, mut answer: Answer) {
+    fn leave(&mut self, mut answer: Answer<P>) {
         let tenant = answer.job.tenant;
         if let Some(charged) = answer.charged {
             let more = answer.tokens.len() as f64 - charged as f64;
@@ -289,7 +289,7 @@ impl Scheduler {
         self.shared.unfinished.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn fail(&mut self, answer: Answer, error: ApiError) {
+    fn fail(&mut self, answer: Answer<P>, error: ApiError) {
         answer.send(Event::Failed(Box::new(error)));
         self.leave(answer);
     }
@@ -299,7 +299,7 @@ impl Scheduler {
         followers.into_iter().rev().for_each(|job| self.line_up_first(Answer::new(job)));
     }
 
-    fn line_up_first(&mut self, answer: Answer) {
+    fn line_up_first(&mut self, answer: Answer<P>) {
         let tenant = answer.job.tenant;
         // The place was for as many tokens as the one behind it has.
         self.places.remove(&tenant);
@@ -309,7 +309,7 @@ impl Scheduler {
     /// Lets answers go that nobody waits for, or that took too long.
     fn forget_those_over(&mut self) {
         let now = Instant::now();
-        let mut over: Vec<Answer> = self.running.extract_if(.., |answer| answer.is_over(now)).collect();
+        let mut over: Vec<Answer<P>> = self.running.extract_if(.., |answer| answer.is_over(now)).collect();
         for (tenant, line) in &mut self.lines {
             if line.front().is_some_and(|first| first.is_over(now)) {
                 self.places.remove(tenant);
@@ -333,7 +333,7 @@ impl Scheduler {
     }
 
     /// Tokens for which an answer asks for a permit.
-    fn wanted(&self, answer: &Answer) -> u64 {
+    fn wanted(&self, answer: &Answer<P>) -> u64 {
         let more = answer.job.most - answer.written();
         (answer.tokens.len() + more.min(self.expected as usize + 1)) as u64
     }
@@ -472,7 +472,7 @@ impl Scheduler {
         }
         // One more, since a block that others share is copied before it is written to.
         let blocks = |tokens: usize| tokens.div_ceil(self.pool.layout().block_tokens() as usize) as u64 + 1;
-        let own = |answer: &&Answer| answer.job.tenant == tenant;
+        let own = |answer: &&Answer<P>| answer.job.tenant == tenant;
         let running = self.running.iter().filter(own).map(|answer| blocks(answer.tokens.len() + self.limits.drafts));
         let waiting = self.lines.get(&tenant).into_iter().flatten();
         let parked = waiting.filter(|answer| answer.session.is_some()).map(|answer| blocks(answer.read()));
@@ -491,10 +491,10 @@ impl Scheduler {
         true
     }
 
-    fn begin_session(&self, answer: &Answer) -> outcore_llm::Result<Session> {
+    fn begin_session(&self, answer: &Answer<P>) -> outcore_llm::Result<P::Session> {
         let tokens: Vec<_> = answer.tokens.iter().copied().map(outcore_kv::Token::new).collect();
         let keys = PagedKeys::new(self.pool.begin(answer.job.tenant, &tokens)?);
-        Session::paged(self.model.clone(), keys)
+        self.model.begin(keys, self.limits.pass)
     }
 
     /// One pass for all that are active.
@@ -506,23 +506,23 @@ impl Scheduler {
             return;
         }
         let since = Instant::now();
-        let mut results = {
+        let results = {
             let mut turns = turns.iter().peekable();
             let mut parts = Vec::with_capacity(turns.len());
             for (at, answer) in self.running.iter_mut().enumerate() {
                 let Some(turn) = turns.next_if(|turn| turn.at == at) else { continue };
                 let Some(session) = answer.session.as_mut() else { continue };
-                parts.push(Part { session, tokens: &turn.input, logits: turn.logits });
+                parts.push(Part { session, tokens: &turn.input, logits: turn.logits, sampler: None });
             }
-            self.model.forward_together(&mut parts)
+            self.model.pass(&mut parts)
         };
         let took = since.elapsed();
-        match &mut results {
-            Ok((logits, waited)) => {
+        match &results {
+            Ok((outputs, time)) => {
                 let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
                 self.pace.observe(tokens, took.as_secs_f64());
-                self.metrics.pass(tokens, took, *waited);
-                let chosen = self.choose(&turns, logits);
+                self.metrics.pass(tokens, took, time.waited);
+                let chosen = self.choose(&turns, outputs);
                 for (turn, chosen) in turns.iter().zip(chosen) {
                     self.take(turn, chosen);
                 }
@@ -685,7 +685,7 @@ impl Scheduler {
             Preempt::Park => true,
             Preempt::Recompute => false,
         };
-        let parked = answer.session.as_mut().filter(|_| parks).map(Session::park);
+        let parked = answer.session.as_mut().filter(|_| parks).map(AnySession::park);
         if let Some(Err(error)) = &parked {
             tracing::warn!(error = error.in_full(), "an answer's keys and values could not be parked");
         }
@@ -699,17 +699,15 @@ impl Scheduler {
     }
 
     /// The tokens that follow those of each turn. The threads of the passes share the work: it looks at all logits.
-    fn choose(&mut self, turns: &[Turn], logits: &[Vec<f32>]) -> Vec<Chosen> {
+    fn choose(&mut self, turns: &[Turn], outputs: &[Output]) -> Vec<Chosen> {
         let config = self.model.config();
-        let mut of_turns = turns.iter().zip(logits).peekable();
+        let mut of_turns = turns.iter().zip(outputs).peekable();
         let mut given = Vec::with_capacity(turns.len());
         for (at, answer) in self.running.iter_mut().enumerate() {
-            let Some((turn, logits)) = of_turns.next_if(|(turn, _)| turn.at == at) else { continue };
-            given.push(Given { answer, turn, logits, chosen: Chosen::default() });
+            let Some((turn, output)) = of_turns.next_if(|(turn, _)| turn.at == at) else { continue };
+            given.push(Given { answer, turn, logits: &output.logits, chosen: Chosen::default() });
         }
-        self.model.pool().run_chunks(&mut given, 1, |_, given| {
-            given.iter_mut().for_each(|one| one.choose(config.vocab, config.context, &self.tokenizer));
-        });
+        self.model.for_each(&mut given, |one| one.choose(config.vocab, config.context, &self.tokenizer));
         given.into_iter().map(|given| given.chosen).collect()
     }
 
@@ -749,7 +747,7 @@ impl Scheduler {
     }
 
     /// An answer has all its tokens.
-    fn end_one(&mut self, answer: Answer, end: End) {
+    fn end_one(&mut self, answer: Answer<P>, end: End) {
         self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
         let sink = answer.job.sink.clone();
         // Whoever is told that it has ended finds its blocks free.
@@ -759,18 +757,18 @@ impl Scheduler {
 
     /// Lets those go that have ended, and the followers of those whose prompts have been read begin.
     fn end(&mut self) {
-        let ended: Vec<Answer> = self.running.extract_if(.., |answer| answer.ended.is_some()).collect();
+        let ended: Vec<Answer<P>> = self.running.extract_if(.., |answer| answer.ended.is_some()).collect();
         for answer in ended {
             let end = answer.ended.unwrap_or(End::Stop);
             self.end_one(answer, end);
         }
-        let failed: Vec<Answer> = self.running.extract_if(.., |answer| answer.failed.is_some()).collect();
+        let failed: Vec<Answer<P>> = self.running.extract_if(.., |answer| answer.failed.is_some()).collect();
         for mut answer in failed {
             let error = answer.failed.take().unwrap_or_else(stopping);
             self.fail(answer, error);
         }
         // Those whose drafts could not be taken back are read again.
-        let lost: Vec<Answer> = self.running.extract_if(.., |answer| answer.session.is_none()).collect();
+        let lost: Vec<Answer<P>> = self.running.extract_if(.., |answer| answer.session.is_none()).collect();
         let begun = self.running.iter_mut().filter(|answer| answer.written() > 0);
         let followers: Vec<Job> = begun.flat_map(|answer| take(&mut answer.job.followers)).collect();
         self.line_up_followers(followers);
@@ -780,7 +778,7 @@ impl Scheduler {
     /// Parks what is active and gives up the rest. What was read is found by whoever asks again.
     fn stop(mut self) {
         for mut answer in take(&mut self.running) {
-            if let Some(Err(error)) = answer.session.as_mut().map(Session::park) {
+            if let Some(Err(error)) = answer.session.as_mut().map(AnySession::park) {
                 tracing::warn!(error = error.in_full(), "an answer's keys and values could not be kept");
             }
             self.fail(answer, stopping());
@@ -805,7 +803,7 @@ fn is_full(error: &outcore_llm::Error) -> bool {
 }
 
 /// Has the keys and values of a parked answer come back.
-fn resume(session: Session) -> outcore_llm::Result<Session> {
+fn resume<S: AnySession>(session: S) -> outcore_llm::Result<S> {
     if let Some(keys) = session.paged_keys() {
         for group in 0..keys.pool().layout().groups() {
             keys.sequence().resume(group)?;

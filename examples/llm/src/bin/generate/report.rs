@@ -425,3 +425,13 @@ impl Timeline {
         self.0.put(file)
     }
 }
+
+/// Writes to standard output, at once.
+pub fn write_out(text: &str) -> outcore_llm::Result<()> {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|cause| {
+        let error = outcore::Error::io("cannot write to standard output", cause);
+        error.remedy("check where it goes: a reader that ended, or a disk that is full").into()
+    })
+}
