@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::{Bytes, Runtime};
 use outcore_lab::sim::CaptureFile;
@@ -41,7 +42,10 @@ impl Task<'_> {
         let mut times = Vec::new();
         loop {
             let session = begin()?;
-            self.interrupt.working.store(true, Ordering::SeqCst);
+            if !self.interrupt.working.swap(true, Ordering::SeqCst) {
+                let budget = self.runtime.stats().device.budget;
+                tracing::info!(%budget, memory = ?ProcessMemory::now().ok(), "ready");
+            }
             let progress = times.is_empty().then(|| Progress::start(self.runtime, self.first_pass));
             let mut generation = Generation::new(self, model.clone(), session, capture.take(), progress);
             generation.run()?;

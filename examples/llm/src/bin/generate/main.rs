@@ -17,7 +17,6 @@ use std::time::Instant;
 
 use clap::Parser;
 use outcore::Bytes;
-use outcore::machine::ProcessMemory;
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::{CaptureFile, CaptureHeader};
 use outcore_llm::{ChatTemplate, Config, Decoder, Error, Message, ModelFiles, PagedWeights, Result, Tokenizer, budget};
@@ -123,7 +122,6 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = files.header().files.iter().fold(Bytes::ZERO, |sum, file| sum + Bytes::new(file.len));
 
     let watch = outputs.timeline.is_some().then(|| Watch::start(&runtime, &model, page_size, opened));
-    tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
     let task = Task {
         args,
         runtime: &runtime,
