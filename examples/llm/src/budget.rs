@@ -122,7 +122,7 @@ impl Working {
     }
 
     /// All of it, in passes of `pass` tokens.
-    fn bytes(&self, pass: usize) -> Bytes {
+    pub fn bytes(&self, pass: usize) -> Bytes {
         self.fixed + Bytes::new(self.token.get().saturating_mul(pass as u64))
     }
 

@@ -47,6 +47,8 @@ mod config;
 // What computes on a GPU is chosen by file; everything above sees the same names.
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
+mod draft_model;
+pub mod drafts;
 mod dtype;
 mod error;
 mod expert_pass;
@@ -57,6 +59,7 @@ mod host;
 pub mod kernels;
 mod known;
 mod model;
+pub mod pace;
 mod paged;
 pub mod paged_kv;
 mod passes;
@@ -75,6 +78,7 @@ pub use architecture::pass_bytes;
 pub use chat::{Call, ChatTemplate, Message, Turn};
 pub use config::{Activation, Config, Mixture, RopePairs, Window};
 pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
+pub use draft_model::{DraftFiles, DraftModel, DraftSession};
 pub use dtype::{KvType, WeightType};
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};

@@ -17,6 +17,7 @@ use outcore_llm::{Arch, ModelFiles, WeightType};
 use serde_json::Value;
 use tempfile::TempDir;
 
+mod drafts;
 mod hub;
 
 const GENERATE: &str = env!("CARGO_BIN_EXE_generate");

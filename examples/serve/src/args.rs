@@ -143,6 +143,13 @@ pub struct Args {
     /// Drafts what follows by looking up the prompt, where that pays: the same answers, in fewer passes.
     #[arg(long)]
     pub speculate: bool,
+    /// A small model with the same vocabulary that drafts what looking up does not find: a .gguf file or a folder, as
+    /// for --model. Turns --speculate on. Its weights stay in memory, which is part of --memory.
+    #[arg(long)]
+    pub draft_model: Option<PathBuf>,
+    /// With --draft-model: most tokens that it drafts at a time, up to 16.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub draft_tokens: u8,
     /// What becomes of the keys and values of an answer that has to make room: park, recompute, or auto, which takes
     /// what costs less by what was measured.
     #[arg(long, value_enum, default_value_t)]

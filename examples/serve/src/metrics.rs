@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use outcore::Tier;
+use outcore_llm::drafts::DraftBy;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
@@ -38,6 +39,21 @@ struct How {
     how: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct By {
+    by: &'static str,
+}
+
+impl From<DraftBy> for By {
+    fn from(by: DraftBy) -> Self {
+        let by = match by {
+            DraftBy::Lookup => "lookup",
+            DraftBy::Model => "model",
+        };
+        Self { by }
+    }
+}
+
 /// The server's own numbers.
 #[derive(Debug)]
 pub struct Metrics {
@@ -46,8 +62,8 @@ pub struct Metrics {
     prompt_tokens: Counter,
     cached_tokens: Counter,
     generated_tokens: Counter,
-    drafted_tokens: Counter,
-    accepted_tokens: Counter,
+    drafted_tokens: Family<By, Counter>,
+    accepted_tokens: Family<By, Counter>,
     preemptions: Family<How, Counter>,
     passes: Counter,
     pass_tokens: Counter,
@@ -88,11 +104,21 @@ impl Metrics {
         let prompt_tokens = counter("prompt_tokens", "Tokens of prompts");
         let cached_tokens = counter("cached_tokens", "Of these, tokens whose keys and values were there");
         let generated_tokens = counter("generated_tokens", "Tokens generated");
-        let drafted_tokens = counter("drafted_tokens", "Tokens drafted by looking up the prompt");
-        let accepted_tokens = counter("accepted_tokens", "Of these, tokens that the model agreed to");
         let passes = counter("passes", "Passes over the model");
         let pass_tokens = counter("pass_tokens", "Tokens read in passes");
         let grammar_answers = counter("grammar_answers", "Answers whose form is given by a grammar");
+        let by_both = || {
+            let family = Family::<By, Counter>::default();
+            // So that there is a number before the first draft.
+            for by in [DraftBy::Lookup, DraftBy::Model] {
+                family.get_or_create(&By::from(by));
+            }
+            family
+        };
+        let [drafted_tokens, accepted_tokens] = [by_both(), by_both()];
+        let help = "Tokens drafted, by looking up the prompt and by a draft model";
+        registry.register("drafted_tokens", help, drafted_tokens.clone());
+        registry.register("accepted_tokens", "Of these, tokens that the model agreed to", accepted_tokens.clone());
         let preemptions = Family::<How, Counter>::default();
         registry.register("preemptions", "Answers that had to make room for others", preemptions.clone());
         let mut gauge = |name: &str, help: &str| {
@@ -206,9 +232,9 @@ impl Metrics {
         self.pass_waited.observe(waited.as_secs_f64());
     }
 
-    pub(crate) fn drafted(&self, drafted: usize, right: usize) {
-        self.drafted_tokens.inc_by(drafted as u64);
-        self.accepted_tokens.inc_by(right as u64);
+    pub(crate) fn drafted(&self, by: DraftBy, drafted: usize, right: usize) {
+        self.drafted_tokens.get_or_create(&By::from(by)).inc_by(drafted as u64);
+        self.accepted_tokens.get_or_create(&By::from(by)).inc_by(right as u64);
     }
 
     /// A grammar was compiled, or refused, for so many answers.

@@ -12,12 +12,12 @@ use outcore::{Bytes, Error as OutcoreError, ErrorKind, PageSize, Runtime};
 use outcore_kv::{ActiveOptions, KvLayout, KvPool};
 use outcore_llm::budget::{Wishes, Working, divide};
 use outcore_llm::{
-    ChatTemplate, Config, Error, GenerationDefaults, KvType, Model, ModelFiles, Options, PagedWeights, Pool, Result,
-    Tokenizer, paged_kv,
+    ChatTemplate, Config, DraftFiles, Error, GenerationDefaults, KvType, Model, ModelFiles, Options, PagedWeights,
+    Pool, Result, Tokenizer, paged_kv,
 };
 
 use crate::args::Args;
-use crate::engine::{Engine, Limits};
+use crate::engine::{Drafter, Engine, Limits};
 use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
 use crate::places::Places;
@@ -36,6 +36,10 @@ const CONCURRENCY: [u64; 2] = [4, 64];
 const PROMPT_TOKENS: usize = 512;
 /// The most drafted tokens of a pass.
 const DRAFTS: usize = 32;
+/// Answers for which a draft model drafts at a time, at most: where more are written, each pass is worth more already.
+const DRAFT_SESSIONS: usize = 8;
+/// The last tokens of an answer that a draft model sees.
+const DRAFT_WINDOW: usize = 512;
 /// What the network takes: threads, buffers of connections.
 const NETWORK: Bytes = Bytes::mib(16);
 /// Requests may hold one part in so many of the memory.
@@ -161,7 +165,12 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         return Err(refused(what, "choose from 2 to the model's context"));
     }
     let threads = Pool::threads_for(args.threads);
-    let drafts = if args.speculate { DRAFTS } else { 0 };
+    let drafts = if args.speculate || args.draft_model.is_some() { DRAFTS } else { 0 };
+    let draft = args
+        .draft_model
+        .as_ref()
+        .map(|path| DraftFiles::open(path, (&tokenizer, config.vocab), args.threads, DRAFT_WINDOW.min(context)));
+    let draft = draft.transpose()?;
     let row = config.vocab as u64 * size_of::<f32>() as u64 * LOGITS_COPIES;
     let memory = args.memory.map_or_else(|| MemoryLimit::detect().map(|limit| limit.limit), Ok)?;
     let concurrency = match args.concurrency {
@@ -180,6 +189,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         + room
         + Bytes::new(grammars)
         + Bytes::new(of_tokens)
+        + draft.as_ref().map_or(Bytes::ZERO, |draft| draft.memory(DRAFT_SESSIONS))
         + NETWORK;
 
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
@@ -196,7 +206,10 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         let least = device.get().div_ceil(frames_most).next_power_of_two();
         PageSize::new(Bytes::new(chosen.min(least.max(PAGE_MOST.get()))))
     };
-    let budgets = divide(wishes, &lengths, working, page_of)?;
+    let budgets = match (divide(wishes, &lengths, working, page_of), &draft) {
+        (Err(error), Some(draft)) => return Err(draft.no_room(DRAFT_SESSIONS, error)),
+        (budgets, _) => budgets?,
+    };
     let page = args.page_size.map_or_else(|| page_of(budgets.device), PageSize::new)?;
     let runtime = builder
         .page_size(page)
@@ -220,6 +233,12 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let metrics = Arc::new(Metrics::new(places.clone()));
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
+    let drafter = match draft {
+        None => None,
+        Some(draft) => {
+            Some(Drafter { model: draft.load()?, sessions: DRAFT_SESSIONS, tokens: args.draft_tokens.into() })
+        }
+    };
     let limits = Limits {
         concurrency: concurrency.min(budgets.pass.saturating_sub(drafts).max(1)),
         queue: usize::from(args.queue),
@@ -238,7 +257,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         "memory is divided"
     );
     let grammars = Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, metrics.clone()));
-    let engine = Engine::start(model, pool, tokenizer.clone(), limits, metrics.clone())
+    let engine = Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone())
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);

@@ -7,11 +7,14 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use clap::Parser;
 use outcore::Bytes;
 use outcore_kv::TenantId;
 use outcore_llm::synthetic::{Experts, Spec};
-use outcore_llm::{Arch, Sampler};
+use outcore_llm::{Arch, Sampler, WeightType};
+use outcore_serve::args::Args;
 use outcore_serve::engine::{BACKLOG, End, Event, Job, Sink};
+use outcore_serve::open::open;
 use outcore_serve::tenants::Tenants;
 use outcore_testkit::harness::Rng;
 use support::{PATIENCE, Server, VOCAB, small};
@@ -157,6 +160,67 @@ fn same_in_any_company(spec: &Spec, count: usize) {
         assert!(preemptions > 0, "{preempt}: nobody had to make room");
         let accepted = metric(&server, "outcore_accepted_tokens_total");
         assert_eq!(accepted > 0, !more.is_empty(), "{preempt} {more}: {accepted} drafted tokens held");
+    }
+}
+
+/// Preempted, cancelled, alone and together.
+#[test]
+fn answers_are_the_same_with_a_draft_model() {
+    let folder = tempfile::tempdir().unwrap();
+    // Its drafts hold where an answer is greedy, as far as it sees.
+    let draft = folder.path().join("draft.gguf");
+    small().write_gguf(&draft).unwrap();
+    // Nothing can be looked up for the first tokens of this one.
+    let mut questions = vec![Question { prompt: vec![3, 141, 59, 26], most: 60, seed: 0, choices: 1 }];
+    questions.extend(Question::some(20, 5));
+    let wanted = alone(&small(), &questions);
+    let more = ["--kv-memory", "256KiB", "--draft-model", draft.to_str().unwrap(), "--preempt"];
+    for preempt in ["park", "recompute"] {
+        let args: Vec<&str> = PAGE.into_iter().chain(more).chain([preempt]).collect();
+        let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
+        assert!(together(&server, &questions[..1]) == wanted[..1], "{preempt}: alone");
+        let accepted = metric(&server, "outcore_accepted_tokens_total{by=\"model\"}");
+        assert!(accepted > 0, "no draft of the same model held");
+        assert!(together(&server, &questions) == wanted, "{preempt}: together");
+        assert!(metric(&server, "outcore_preemptions_total") > 0, "{preempt}: nobody had to make room");
+        // Nobody waits for this one any more.
+        let (sender, mut events) = channel(EVENTS);
+        let question = Question { prompt: vec![9, 8, 7], most: 16_000, seed: 0, choices: 1 };
+        server.app.opened.engine.submit(question.job(0, &sender)).unwrap();
+        while !matches!(events.blocking_recv().unwrap().1, Event::Token(_)) {}
+        drop((events, sender));
+        while server.app.opened.engine.unfinished() > 0 {
+            std::thread::yield_now();
+        }
+        is_empty(&server);
+        let drafted = metric(&server, "outcore_drafted_tokens_total{by=\"model\"}");
+        assert!(drafted >= metric(&server, "outcore_accepted_tokens_total{by=\"model\"}"));
+    }
+}
+
+#[test]
+fn draft_models_that_cannot_be_used_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str, spec: &Spec| {
+        let path = folder.path().join(name);
+        spec.write_gguf(&path).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let model = path("model.gguf", &small());
+    let larger = path("larger.gguf", &Spec { vocab: VOCAB + 200, ..small() });
+    let big =
+        path("big.gguf", &Spec { dim: 512, heads: 16, ffn_dim: 2048, layers: 10, dtype: WeightType::F32, ..small() });
+    let open_with = |more: &[&str]| {
+        let args = ["serve", "--model", &model, "--kv-space", "16MiB", "--threads", "1", "--memory", "140MiB"];
+        open(&Args::parse_from(args.iter().chain(more)), &Tenants::single(None).unwrap())
+    };
+    drop(open_with(&[]).unwrap());
+    for (draft, wanted) in [
+        (&larger, ["larger.gguf", "another vocabulary", "leave --draft-model out"]),
+        (&big, ["big.gguf", "of memory", "leave --draft-model out"]),
+    ] {
+        let error = open_with(&["--draft-model", draft]).unwrap_err().in_full();
+        assert!(wanted.iter().all(|part| error.contains(part)), "wanted {wanted:?}: {error}");
     }
 }
 

@@ -1,9 +1,7 @@
 //! Continuous batching: one thread that runs passes over the model, each for all sequences that are active. Requests
 //! come to it through a channel, and tokens go back through one channel a request.
 
-mod draft;
 mod failed;
-mod pace;
 mod scheduler;
 mod turns;
 
@@ -13,7 +11,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use outcore_kv::{KvPool, TenantId};
-use outcore_llm::{Passes, Sampler, Tokenizer};
+use outcore_llm::{DraftModel, Passes, Sampler, Tokenizer};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
@@ -144,6 +142,17 @@ pub struct Limits {
     pub preempt: Preempt,
 }
 
+/// What drafts for answers where looking up finds nothing.
+#[derive(Debug)]
+pub struct Drafter {
+    /// The draft model.
+    pub model: DraftModel,
+    /// Answers for which it drafts at a time, at most.
+    pub sessions: usize,
+    /// The most tokens that it drafts for one of them in a pass.
+    pub tokens: usize,
+}
+
 enum Command {
     Submit(Box<Job>),
     Stop,
@@ -190,12 +199,13 @@ impl std::fmt::Debug for Command {
 }
 
 impl Engine {
-    /// Starts the thread, whatever computes the passes of `model`.
+    /// Starts the thread, whatever computes the passes of `model`. With a drafter, that drafts too.
     ///
     /// # Errors
     /// The system's, if no thread can be started.
     pub fn start<P: Passes>(
         model: Arc<P>,
+        drafter: Option<Drafter>,
         pool: KvPool,
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
@@ -203,7 +213,7 @@ impl Engine {
     ) -> std::io::Result<Self> {
         let (commands, receiver) = channel();
         let shared = Arc::new(Shared::default());
-        let scheduler = scheduler::Scheduler::new(model, pool, tokenizer, limits, metrics, shared.clone());
+        let scheduler = scheduler::Scheduler::new(model, drafter, pool, tokenizer, limits, metrics, shared.clone());
         let panics = BrokenByPanic(shared.clone());
         let work = move || {
             let _panics = panics;

@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, ErrorKind};
 use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
-use outcore_llm::{AnySession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer};
+use outcore_llm::drafts::{DRAFT_MOST, DraftBy, Drafts, follow};
+use outcore_llm::pace::Pace;
+use outcore_llm::{AnySession, DraftSession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer};
 
-use super::draft::{DRAFT_MOST, Drafts, follow};
-use super::pace::Pace;
 use super::turns::Turns;
-use super::{Command, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
+use super::{Command, Drafter, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
 use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::{Metrics, Preempted};
@@ -51,7 +51,12 @@ struct Answer<P: Passes> {
     /// Its keys and values: while it is active, and while it is parked.
     session: Option<P::Session>,
     permit: Option<Permit>,
+    /// Whether looking up pays.
     drafts: Drafts,
+    /// What the draft model has read of it, while it is active and one of those that are drafted for.
+    drafted: Option<DraftSession>,
+    /// Whether its drafts pay.
+    model_drafts: Drafts,
     /// When it became active: larger is later.
     nth: u64,
     /// It needs more than there is room for beside anybody else: it is active when nobody else is.
@@ -76,6 +81,8 @@ impl<P: Passes> Answer<P> {
             session: None,
             permit: None,
             drafts: Drafts::default(),
+            drafted: None,
+            model_drafts: Drafts::default(),
             nth: 0,
             alone: false,
             charged: None,
@@ -106,6 +113,41 @@ impl<P: Passes> Answer<P> {
     fn send(&self, event: Event) {
         self.job.sink.send(event);
     }
+
+    fn drafts_by(&mut self, by: DraftBy) -> &mut Drafts {
+        match by {
+            DraftBy::Lookup => &mut self.drafts,
+            DraftBy::Model => &mut self.model_drafts,
+        }
+    }
+
+    /// What the draft model says next, up to `most` tokens, as far as that pays: `worth` says what a drafted token
+    /// costs, by the seconds that drafting it takes. Begins one of the `sessions` that may still begin, if it has none.
+    fn draft(&mut self, drafter: &Drafter, most: usize, worth: &dyn Fn(f64) -> f64, sessions: &mut usize) -> Vec<u32> {
+        let drafting = self.drafted.as_ref().map_or(0.0, DraftSession::seconds);
+        let pays = self.model_drafts.pay(most.min(drafter.tokens), worth(drafting));
+        if pays == 0 || (self.drafted.is_none() && *sessions == 0) {
+            return Vec::new();
+        }
+        let made = match self.drafted.take() {
+            Some(session) => Ok(session),
+            None => {
+                *sessions -= 1;
+                drafter.model.begin()
+            }
+        };
+        let made = made.and_then(|mut session| Ok((session.draft(&self.tokens, pays)?, session)));
+        match made {
+            Ok((made, session)) => {
+                self.drafted = Some(session);
+                made
+            }
+            Err(error) => {
+                tracing::warn!(error = error.in_full(), "nothing was drafted for an answer");
+                Vec::new()
+            }
+        }
+    }
 }
 
 /// What an answer does in a pass.
@@ -116,6 +158,7 @@ struct Turn {
     /// What follows the last token, perhaps; as much of it as pays is part of the input.
     draft: Vec<u32>,
     drafted: usize,
+    by: DraftBy,
     logits: Logits,
 }
 
@@ -195,6 +238,7 @@ fn choose_among(
 /// See the [module's documentation](self).
 pub struct Scheduler<P: Passes> {
     model: Arc<P>,
+    drafter: Option<Drafter>,
     pool: KvPool,
     tokenizer: Arc<Tokenizer>,
     limits: Limits,
@@ -220,6 +264,7 @@ pub struct Scheduler<P: Passes> {
 impl<P: Passes> Scheduler<P> {
     pub fn new(
         model: Arc<P>,
+        drafter: Option<Drafter>,
         pool: KvPool,
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
@@ -229,6 +274,7 @@ impl<P: Passes> Scheduler<P> {
         let disk = pool.runtime().stats().settings.disk;
         Self {
             model,
+            drafter,
             pool,
             tokenizer,
             limits,
@@ -603,7 +649,7 @@ impl<P: Passes> Scheduler<P> {
     }
 
     /// What each does in the next pass.
-    fn turns(&self) -> Vec<Turn> {
+    fn turns(&mut self) -> Vec<Turn> {
         let decoding = self.running.iter().filter(|answer| answer.is_decoding()).count();
         let room = self.limits.pass.saturating_sub(decoding);
         let mut drafts = self.limits.drafts.min(room);
@@ -614,25 +660,45 @@ impl<P: Passes> Scheduler<P> {
             _ => self.pace.joining(decoding).unwrap_or(JOIN_LEAST).max(JOIN_LEAST).min(room),
         };
         // What a token of a draft costs, beside what an answer's share of the pass costs.
-        let worth = match (self.pace.line(), self.limits.drafts > 0 && !reading) {
-            (Some((pass, token)), true) => token * decoding as f64 / (pass + token * decoding as f64),
-            _ => 1.0,
+        let line = self.pace.line().filter(|_| self.limits.drafts > 0 && !reading);
+        let worth = |drafting: f64| match line {
+            Some((pass, token)) => (token + drafting) * decoding as f64 / (pass + token * decoding as f64),
+            None => 1.0,
         };
+        let mut sessions = self.drafter.as_ref().map_or(0, |drafter| drafter.sessions);
+        sessions = sessions.saturating_sub(self.running.iter().filter(|answer| answer.drafted.is_some()).count());
         let mut turns = Vec::with_capacity(self.running.len());
-        for (at, answer) in self.running.iter().enumerate() {
-            let pending = &answer.tokens[answer.read()..];
+        for (at, answer) in self.running.iter_mut().enumerate() {
+            let read = answer.read();
             if answer.is_decoding() {
-                let most = answer.job.most - answer.written() - 1;
-                let draft = if self.limits.drafts > 0 { follow(&answer.tokens, DRAFT_MOST) } else { Vec::new() };
-                let drafted = answer.drafts.pay(draft.len().min(most).min(drafts), worth);
+                let most = (answer.job.most - answer.written() - 1).min(drafts);
+                let mut by = DraftBy::Lookup;
+                let mut draft = if self.limits.drafts > 0 { follow(&answer.tokens, DRAFT_MOST) } else { Vec::new() };
+                let mut drafted = answer.drafts.pay(draft.len().min(most), worth(0.0));
+                if drafted == 0
+                    && let Some(drafter) = &self.drafter
+                {
+                    let made = answer.draft(drafter, most, &worth, &mut sessions);
+                    if !made.is_empty() {
+                        (drafted, draft, by) = (made.len(), made, DraftBy::Model);
+                    }
+                }
                 drafts -= drafted;
-                let input = [pending, &draft[..drafted]].concat();
-                turns.push(Turn { at, input, draft, drafted, logits: Logits::All });
+                let input = [&answer.tokens[read..], &draft[..drafted]].concat();
+                turns.push(Turn { at, input, draft, drafted, by, logits: Logits::All });
             } else if joining > 0 {
+                let pending = &answer.tokens[read..];
                 let count = pending.len().min(joining);
                 joining -= count;
                 let logits = if count == pending.len() { Logits::Last } else { Logits::None };
-                turns.push(Turn { at, input: pending[..count].to_vec(), draft: Vec::new(), drafted: 0, logits });
+                turns.push(Turn {
+                    at,
+                    input: pending[..count].to_vec(),
+                    draft: Vec::new(),
+                    drafted: 0,
+                    by: DraftBy::Lookup,
+                    logits,
+                });
             }
         }
         turns
@@ -694,6 +760,8 @@ impl<P: Passes> Scheduler<P> {
             answer.session = None;
         }
         answer.permit = None;
+        // It is read again, by as few passes.
+        answer.drafted = None;
         self.metrics.preempted(how);
         self.line_up_first(answer);
     }
@@ -718,7 +786,7 @@ impl<P: Passes> Scheduler<P> {
         let before = answer.read() - turn.input.len();
         if let ([first, ..], [drafted, ..], 0) = (&tokens[..], &turn.draft[..], turn.drafted) {
             // What would have been: drafts pay again where they come true.
-            answer.drafts.observe(1, usize::from(first.id == *drafted));
+            answer.drafts_by(turn.by).observe(1, usize::from(first.id == *drafted));
         }
         let count = tokens.len();
         for (nth, token) in tokens.into_iter().enumerate() {
@@ -733,8 +801,8 @@ impl<P: Passes> Scheduler<P> {
         masks.into_iter().for_each(|took| self.metrics.mask(took));
         answer.ended = ended;
         answer.failed = failed;
-        answer.drafts.observe(turn.drafted, right);
-        self.metrics.drafted(turn.drafted, right);
+        answer.drafts_by(turn.by).observe(turn.drafted, right);
+        self.metrics.drafted(turn.by, turn.drafted, right);
         let valid = before + turn.input.len() - turn.drafted + right;
         if right < turn.drafted
             && let Some(session) = answer.session.as_mut()

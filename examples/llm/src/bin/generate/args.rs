@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
+use outcore_llm::drafts::DRAFT_MOST;
 use outcore_llm::{Error, KvType, Pool, Result};
 
 use crate::device::Device;
@@ -74,6 +75,13 @@ pub struct Args {
     /// Seed of that randomness.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// A small model with the same vocabulary that drafts tokens: a .gguf file or a folder, as for --model. The model
+    /// verifies several in one pass, and the answer is the same. Its weights stay in memory, which is part of --memory.
+    #[arg(long)]
+    pub draft_model: Option<OsString>,
+    /// With --draft-model: most tokens of a draft, up to 16.
+    #[arg(long, default_value_t = 8)]
+    pub draft_tokens: usize,
     /// Puts the prompt into the model's chat template as a user's message.
     #[arg(long, conflicts_with = "prompt_tokens")]
     pub chat: bool,
@@ -147,6 +155,19 @@ impl Args {
         }
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
+        }
+        if self.draft_model.is_some() && self.device != Device::Host {
+            return Err(Error::Unsupported(
+                "--draft-model needs the logits after each token of a pass, which a GPU does not give yet: use --device \
+                 host, or leave it out"
+                    .into(),
+            ));
+        }
+        if self.draft_tokens == 0 || self.draft_tokens > DRAFT_MOST {
+            return Err(Error::Invalid(format!(
+                "--draft-tokens {} is not from 1 to {DRAFT_MOST}: leave --draft-model out for no drafts",
+                self.draft_tokens
+            )));
         }
         if self.repeat == 0 {
             return wrong("--repeat 0 asks for nothing: ask for at least 1");

@@ -9,7 +9,11 @@ use outcore::machine::ProcessMemory;
 use outcore::stats::Lane;
 use outcore::{Bytes, Runtime};
 use outcore_lab::sim::CaptureFile;
-use outcore_llm::{AnySession, Decoder, Error, Logits, Part, PassTime, Passes, Result, Sampler, TextStream};
+use outcore_llm::drafts::{DraftBy, Drafts, follow};
+use outcore_llm::pace::Pace;
+use outcore_llm::{
+    AnySession, Decoder, DraftModel, DraftSession, Error, Logits, Part, PassTime, Passes, Result, Sampler, TextStream,
+};
 
 use crate::args::Args;
 use crate::interrupt::Interrupt;
@@ -26,6 +30,8 @@ pub struct Task<'a> {
     pub decoder: Option<&'a Decoder>,
     /// The most tokens of one pass.
     pub pass: usize,
+    /// What drafts, beside the prompt, if drafts are made.
+    pub draft_model: Option<&'a DraftModel>,
     /// What the first pass reads.
     pub first_pass: Bytes,
 }
@@ -47,13 +53,50 @@ impl Task<'_> {
                 tracing::info!(%budget, memory = ?ProcessMemory::now().ok(), "ready");
             }
             let progress = times.is_empty().then(|| Progress::start(self.runtime, self.first_pass));
+            let drafter = self.draft_model.map(|model| Ok::<_, Error>(Drafter::new(model.begin()?))).transpose()?;
             let mut generation = Generation::new(self, model.clone(), session, capture.take(), progress);
+            generation.drafter = drafter;
             generation.run()?;
             let done = generation.finish()?;
             times.push(done.times());
             if times.len() >= self.args.repeat || self.interrupt.asked() {
                 return Ok((done, times));
             }
+        }
+    }
+}
+
+/// Makes drafts for a sequence, by looking up and by a draft model, as far as they pay.
+struct Drafter {
+    session: DraftSession,
+    lookup: Drafts,
+    model: Drafts,
+    pace: Pace,
+}
+
+impl Drafter {
+    fn new(session: DraftSession) -> Self {
+        Self { session, lookup: Drafts::default(), model: Drafts::default(), pace: Pace::default() }
+    }
+
+    /// What may follow `tokens`, up to `most` tokens. Looking up comes first: it costs nothing.
+    fn draft(&mut self, tokens: &[u32], most: usize) -> Result<(Vec<u32>, DraftBy)> {
+        let Some((pass, token)) = self.pace.line() else { return Ok((Vec::new(), DraftBy::Lookup)) };
+        let saves = pass + token;
+        let mut found = follow(tokens, most);
+        found.truncate(self.lookup.pay(found.len(), token / saves));
+        if !found.is_empty() {
+            return Ok((found, DraftBy::Lookup));
+        }
+        let pays = self.model.pay(most, (token + self.session.seconds()) / saves);
+        Ok((self.session.draft(tokens, pays)?, DraftBy::Model))
+    }
+
+    /// Of so many drafted tokens, so many were right.
+    fn observe(&mut self, by: DraftBy, drafted: usize, right: usize) {
+        match by {
+            DraftBy::Lookup => self.lookup.observe(drafted, right),
+            DraftBy::Model => self.model.observe(drafted, right),
         }
     }
 }
@@ -68,6 +111,7 @@ struct Generation<'a, P: Passes> {
     stream: Option<TextStream<'a>>,
     hash: Option<twox_hash::XxHash3_64>,
     progress: Option<Progress>,
+    drafter: Option<Drafter>,
     done: Generated,
 }
 
@@ -90,49 +134,79 @@ impl<'a, P: Passes> Generation<'a, P> {
             stream: task.decoder.map(Decoder::stream),
             hash: args.hashes_logits().then(twox_hash::XxHash3_64::new),
             progress,
+            drafter: None,
             done: Generated::default(),
         }
     }
 
     /// Generates until the text ends, there are enough tokens, or the user interrupts.
     fn run(&mut self) -> Result<()> {
-        let mut input = self.task.prompt.to_vec();
-        while self.done.tokens.len() < self.task.args.tokens && !self.task.interrupt.asked() {
-            let Some(next) = self.token(&input)? else { break };
-            if self.task.decoder.is_some_and(|decoder| decoder.is_end(next)) {
-                break;
+        let mut tokens = self.task.prompt.to_vec();
+        let most = self.task.args.tokens;
+        while self.done.tokens.len() < most && !self.task.interrupt.asked() {
+            let read = self.session.len();
+            let (draft, by) = match &mut self.drafter {
+                // The last token is read, and each draft gives at most one more than it has.
+                Some(drafter) if read + 1 == tokens.len() => {
+                    let most = most - self.done.tokens.len() - 1;
+                    let most = most.min(self.task.args.draft_tokens).min(self.task.pass.saturating_sub(1));
+                    let since = Instant::now();
+                    let made = drafter.draft(&tokens, most)?;
+                    self.done.drafts.time += since.elapsed();
+                    made
+                }
+                _ => (Vec::new(), DraftBy::Lookup),
+            };
+            let Some(chosen) = self.tokens(&tokens[read..], &draft, by)? else { break };
+            for next in chosen {
+                if self.is_end(next) {
+                    return Ok(());
+                }
+                tokens.push(next);
+                self.done.tokens.push(next);
+                if let Some(stream) = &mut self.stream {
+                    let piece = stream.push(next);
+                    self.say(&piece)?;
+                }
             }
-            self.done.tokens.push(next);
-            if let Some(stream) = &mut self.stream {
-                let piece = stream.push(next);
-                self.say(&piece)?;
-            }
-            input = vec![next];
         }
         Ok(())
     }
 
-    /// Reads `input` and chooses the next token; `None` if a pass was given up. A long prompt is read in several
-    /// passes; the logits after its last token are the ones that count.
-    fn token(&mut self, input: &[u32]) -> Result<Option<u32>> {
-        let (start, counts) = (Instant::now(), self.session.counts());
-        let (mut pass, mut next) = (PassTime::default(), None);
-        let mut chunks = input.chunks(self.task.pass).peekable();
+    fn is_end(&self, token: u32) -> bool {
+        self.task.decoder.is_some_and(|decoder| decoder.is_end(token))
+    }
+
+    /// Reads `input` and what may follow it, and chooses the next tokens, up to the first one behind which something
+    /// else was drafted, or nothing; `None` if a pass was given up. A long prompt is read in several passes; the logits
+    /// after its last token are the ones that count.
+    fn tokens(&mut self, input: &[u32], draft: &[u32], by: DraftBy) -> Result<Option<Vec<u32>>> {
+        let (start, counts, before) = (Instant::now(), self.session.counts(), self.session.len());
+        let (mut pass, mut chosen) = (PassTime::default(), Vec::new());
+        let whole = [input, draft].concat();
+        let mut chunks = whole.chunks(self.task.pass).peekable();
         while let Some(tokens) = chunks.next() {
             let since = Instant::now();
             let is_last = chunks.peek().is_none();
-            let logits = if is_last && self.hash.is_some() { Logits::Last } else { Logits::None };
-            let sampler = is_last.then_some(&mut self.sampler);
+            let (logits, chooses) = match (is_last, draft) {
+                (true, [_, ..]) => (Logits::All, false),
+                (true, []) if self.hash.is_some() => (Logits::Last, true),
+                (is_last, _) => (Logits::None, is_last),
+            };
+            let sampler = chooses.then_some(&mut self.sampler);
             let part = Part { session: &mut self.session, tokens, logits, sampler };
             let (outputs, took) = match self.model.pass(&mut [part]).map_err(|failed| failed.error) {
                 Err(Error::Cancelled) => return Ok(None),
                 done => done?,
             };
             for output in outputs {
-                if let Some(hash) = self.hash.as_mut().filter(|_| is_last) {
-                    hash.write(&logits_bytes(&output.logits));
+                match output.next {
+                    Some(next) => {
+                        self.hash_logits(&output.logits);
+                        chosen.push(next);
+                    }
+                    None => chosen.extend(self.choose(&output.logits, draft)),
                 }
-                next = output.next;
             }
             self.progress.take();
             if let Some(capture) = &mut self.capture {
@@ -140,19 +214,54 @@ impl<'a, P: Passes> Generation<'a, P> {
             }
             self.task.runtime.observe().add_span(Lane::Compute, "pass", since, since + took.total);
             pass = PassTime { total: pass.total + took.total, waited: pass.waited + took.waited };
+            if let Some(drafter) = &mut self.drafter {
+                drafter.pace.observe(tokens.len(), took.total.as_secs_f64());
+            }
+        }
+        let right = chosen.len().saturating_sub(1);
+        if right < draft.len() {
+            self.session.truncate(before + input.len() + right)?;
+        }
+        if let Some(drafter) = &mut self.drafter {
+            drafter.observe(by, draft.len(), right);
         }
         let done = &mut self.done;
+        done.drafts.count(by, draft.len(), right);
         (done.total, done.waited) = (done.total + pass.total, done.waited + pass.waited);
         if done.tokens.is_empty() {
             done.first_token = start.elapsed();
             tracing::info!(after = ?done.first_token, "first token");
         } else {
             done.passes.push(pass.total);
+            done.later += chosen.len();
             if let (Some(now), Some(before)) = (self.session.counts(), counts) {
                 done.counts = done.counts + (now - before);
             }
         }
-        Ok(next)
+        Ok(Some(chosen))
+    }
+
+    /// The tokens that follow a token and a draft behind it, by the logits after each of them: those of the draft as
+    /// far as the same ones would have been chosen without it, and one more. The sampler, and the hash, meet the logits
+    /// that they would have met then.
+    fn choose(&mut self, logits: &[f32], draft: &[u32]) -> Vec<u32> {
+        let mut chosen = Vec::new();
+        let vocab = self.model.config().vocab.max(1);
+        for (nth, row) in logits.chunks_exact(vocab).enumerate() {
+            self.hash_logits(row);
+            let next = self.sampler.sample(row);
+            chosen.push(next);
+            if draft.get(nth) != Some(&next) || self.is_end(next) {
+                break;
+            }
+        }
+        chosen
+    }
+
+    fn hash_logits(&mut self, logits: &[f32]) {
+        if let Some(hash) = &mut self.hash {
+            hash.write(&logits_bytes(logits));
+        }
     }
 
     /// Prints text as it comes, unless standard output is for programs.

@@ -19,7 +19,9 @@ use clap::Parser;
 use outcore::Bytes;
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::{CaptureFile, CaptureHeader};
-use outcore_llm::{ChatTemplate, Config, Decoder, Error, Message, ModelFiles, PagedWeights, Result, Tokenizer, budget};
+use outcore_llm::{
+    ChatTemplate, Config, Decoder, DraftFiles, Error, Message, ModelFiles, PagedWeights, Result, Tokenizer, budget,
+};
 
 use args::Args;
 use generation::Task;
@@ -100,7 +102,9 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
 
-    let (runtime, budgets) = open::runtime(args, &files, &config, &prompt, gpu.as_deref())?;
+    let draft = open::draft(args, &files, &config, context)?;
+    let (runtime, budgets) = open::runtime(args, &files, &config, &prompt, gpu.as_deref(), draft.as_ref())?;
+    let draft = draft.map(DraftFiles::load).transpose()?;
     let page_size = runtime.stats().page_size;
     let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
@@ -128,6 +132,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         interrupt,
         prompt: &prompt,
         decoder: decoder.as_ref(),
+        draft_model: draft.as_ref(),
         pass: budgets.pass,
         first_pass: size.min(budgets.device),
     };
@@ -154,6 +159,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         bandwidth,
         times_stalls: args.time_stalls,
         prompt_tokens: prompt,
+        drafts: args.draft_model.is_some(),
         done,
         repeats,
         interrupted: interrupt.asked(),

@@ -8,14 +8,15 @@ use outcore_kv::{KvLayout, KvPool, TenantId};
 use outcore_lab::sim::CaptureFile;
 use outcore_llm::budget::{self, Budgets, Wishes, Working};
 use outcore_llm::{
-    Config, CudaModel, CudaSession, Error, Gpu, KvType, Model, ModelFiles, Options, PagedKeys, PagedWeights, Passes,
-    Pool, Result, Session, Timing,
+    Config, CudaModel, CudaSession, DraftFiles, Error, Gpu, KvType, Model, ModelFiles, Options, PagedKeys,
+    PagedWeights, Passes, Pool, Result, Session, Timing, Tokenizer,
 };
 
 use crate::args::Args;
 use crate::device::Device;
 use crate::generation::Task;
 use crate::report::{Generated, Times};
+use crate::source;
 
 /// Pages are made no smaller than this for keys and values.
 const KV_PAGE_LEAST: Bytes = Bytes::kib(64);
@@ -113,6 +114,13 @@ fn page_size(
     Ok((size, size < chosen))
 }
 
+/// The draft model, if there is to be one. Its sequence sees up to `context` tokens.
+pub fn draft(args: &Args, files: &ModelFiles, config: &Config, context: usize) -> Result<Option<DraftFiles>> {
+    let Some(draft) = &args.draft_model else { return Ok(None) };
+    let path = source::resolve(draft)?;
+    DraftFiles::open(path, (&Tokenizer::load(files)?, config.vocab), args.threads, context).map(Some)
+}
+
 /// Divides the memory, and opens the runtime with its part.
 pub fn runtime(
     args: &Args,
@@ -120,6 +128,7 @@ pub fn runtime(
     config: &Config,
     prompt: &[u32],
     gpu: Option<&Gpu>,
+    draft: Option<&DraftFiles>,
 ) -> Result<(Runtime, Budgets)> {
     let context = prompt.len() + args.tokens;
     let mut lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
@@ -155,10 +164,19 @@ pub fn runtime(
     let budgets = match gpu {
         None => {
             let threads = Pool::threads_for(args.threads);
-            let working = Working::of(config, context, plain_context, args.kv_type(), prompt.len(), threads);
-            budget::divide(wishes, &lengths, working, |device| {
+            let drafted = if draft.is_some() { args.draft_tokens } else { 0 };
+            let pass = prompt.len().max(1 + drafted);
+            let mut working = Working::of(config, context, plain_context, args.kv_type(), pass, threads);
+            // Logits exist twice for a while, by rows and by vectors.
+            let logits = Bytes::new(2 * (drafted * config.vocab * size_of::<f32>()) as u64);
+            working.fixed = working.fixed + logits + draft.map_or(Bytes::ZERO, |draft| draft.memory(1));
+            let budgets = budget::divide(wishes, &lengths, working, |device| {
                 page_size(args, config, context, &builder, device).map(|size| size.0)
-            })?
+            });
+            match (budgets, draft) {
+                (Err(error), Some(draft)) => return Err(draft.no_room(1, error)),
+                (budgets, _) => budgets?,
+            }
         }
         Some(gpu) => {
             let working = |pass| match args.paged_kv {

@@ -11,6 +11,7 @@ use outcore::{Bytes, PageSize, Result, Stats};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::ClassBytes;
+use outcore_llm::drafts::DraftBy;
 use outcore_llm::{ModelFiles, PassCounts};
 use serde_json::{Value, json};
 
@@ -57,6 +58,9 @@ pub struct Generated {
     pub first_token: Duration,
     /// Each pass after the first.
     pub passes: Vec<Duration>,
+    /// Tokens that they gave.
+    pub later: usize,
+    pub drafts: Drafted,
     /// All passes, the first included.
     pub total: Duration,
     /// The part of that time spent waiting for weights.
@@ -65,6 +69,39 @@ pub struct Generated {
     pub logits_hash: Option<u64>,
     /// What passes after the first had the host do, on a GPU.
     pub counts: PassCounts,
+}
+
+/// What was drafted.
+#[derive(Debug, Default)]
+pub struct Drafted {
+    lookup: Held,
+    model: Held,
+    /// What drafting took.
+    pub time: Duration,
+}
+
+/// Drafted tokens, and those of them that held.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    drafted: usize,
+    accepted: usize,
+}
+
+impl Drafted {
+    /// Of so many drafted tokens, so many held.
+    pub fn count(&mut self, by: DraftBy, drafted: usize, accepted: usize) {
+        let held = match by {
+            DraftBy::Lookup => &mut self.lookup,
+            DraftBy::Model => &mut self.model,
+        };
+        held.drafted += drafted;
+        held.accepted += accepted;
+    }
+
+    fn json(&self) -> Value {
+        let of = |held: Held| json!({"drafted": held.drafted, "accepted": held.accepted});
+        json!({"lookup": of(self.lookup), "model": of(self.model), "seconds": self.time.as_secs_f64()})
+    }
 }
 
 /// How long one of several times took.
@@ -112,8 +149,8 @@ impl Generated {
     }
 
     fn decode_rate(&self) -> f64 {
-        let total: Duration = self.passes.iter().sum();
-        if total.is_zero() { 0.0 } else { self.passes.len() as f64 / total.as_secs_f64() }
+        let total = self.passes.iter().sum::<Duration>() + self.drafts.time;
+        if total.is_zero() { 0.0 } else { self.later as f64 / total.as_secs_f64() }
     }
 }
 
@@ -147,6 +184,8 @@ pub struct Run {
     /// Whether the stream's waits for weights were timed.
     pub times_stalls: bool,
     pub prompt_tokens: Vec<u32>,
+    /// Whether drafts were made.
+    pub drafts: bool,
     pub done: Generated,
     /// Each time that it was done.
     pub repeats: Vec<Times>,
@@ -270,6 +309,9 @@ impl Run {
         if let Value::Object(all) = &mut all {
             all.insert("per_token".into(), self.per_token());
             all.insert("device_bandwidth_bytes_per_s".into(), self.bandwidth.into());
+            if self.drafts {
+                all.insert("drafts".into(), self.done.drafts.json());
+            }
             all.insert("repeats".into(), self.repeats.iter().map(Times::json).collect());
         }
         all
@@ -290,6 +332,12 @@ impl Run {
             "tokens a second",
             format!("{:.2} (median pass {})", self.done.decode_rate(), seconds(self.done.median_pass())),
         );
+        if self.drafts {
+            let Drafted { lookup, model, time } = &self.done.drafts;
+            let of = |held: &Held| format!("{} of {}", held.accepted, held.drafted);
+            row("drafts that held", format!("{} by looking up, {} by the draft model", of(lookup), of(model)));
+            row("", format!("{} in {} passes of the model's own", seconds(*time), self.done.passes.len()));
+        }
         row(
             "computing / waiting",
             format!("{} / {}", seconds(self.done.total.saturating_sub(self.done.waited)), seconds(self.done.waited)),

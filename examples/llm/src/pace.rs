@@ -9,7 +9,7 @@ const TOKEN_LEAST: f64 = 1e-7;
 
 /// A line through what passes took, by their tokens: the least squares of relative errors, in which later passes
 /// count more.
-#[derive(Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Pace {
     weight: f64,
     tokens: f64,

@@ -1,6 +1,6 @@
-//! Drafts by looking up the prompt: where the last tokens stood before, what followed them then may follow now
-//! (Saxena, Prompt Lookup Decoding, 2023). A draft is read in one pass and kept as far as the model agrees, so that
-//! answers are the same with and without.
+//! When drafts pay, and drafts by looking up the prompt: where the last tokens stood before, what followed them then
+//! may follow now (Saxena, Prompt Lookup Decoding, 2023). A draft is read in one pass and kept as far as the model
+//! agrees, so that answers are the same with and without.
 
 /// The most tokens of a draft.
 pub const DRAFT_MOST: usize = 16;
@@ -11,8 +11,18 @@ const BACK_MOST: usize = 8192;
 /// How much the last draft counts beside those before.
 const NEW: f64 = 0.2;
 
-/// Whether drafts of one sequence pay.
-#[derive(Debug)]
+/// Who made a draft.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DraftBy {
+    /// Looking up what followed the last tokens before.
+    #[default]
+    Lookup,
+    /// A draft model.
+    Model,
+}
+
+/// Whether drafts of one sequence, made in one way, pay.
+#[derive(Clone, Copy, Debug)]
 pub struct Drafts {
     /// How likely a drafted token is right, by those before.
     hit: f64,
@@ -25,8 +35,8 @@ impl Default for Drafts {
 }
 
 impl Drafts {
-    /// How many drafted tokens pay, up to `most`. `worth` is what a token of a draft costs beside what a token is worth
-    /// that is got without a pass: below 1 if drafts can pay at all.
+    /// How many drafted tokens pay, up to `most`. `worth` is what a token of a draft costs, drafting it and reading it,
+    /// beside what a token is worth that is got without a pass: below 1 if drafts can pay at all.
     pub fn pay(&self, most: usize, worth: f64) -> usize {
         // The nth token of a draft is right with all before it.
         let mut right = self.hit;

@@ -1,0 +1,68 @@
+//! A draft model changes how many passes an answer takes, and none of its bits.
+
+use super::*;
+
+/// A model whose sequences are longer than those of the small one, for `--model`.
+fn drafted() -> Spec {
+    Spec { context: 512, ..spec() }
+}
+
+fn written(name: &str, spec: &Spec) -> String {
+    let path = place(name);
+    spec.write_gguf(&path).unwrap();
+    text(&path).to_owned()
+}
+
+fn held(run: &Value, by: &str, what: &str) -> u64 {
+    run["drafts"][by][what].as_u64().unwrap()
+}
+
+#[test]
+fn a_draft_model_changes_no_bit_of_an_answer() {
+    let model = written("drafted.gguf", &drafted());
+    // All of its greedy drafts hold, but it sees few tokens at a time; those of the other one hold by chance.
+    let same = written("draft-same.gguf", &Spec { context: 48, ..drafted() });
+    let other = written("draft-other.gguf", &Spec { layers: 1, seed: 8, ..drafted() });
+    for (choice, fits) in [("--temperature 0", true), ("--temperature 0.3 --seed 5", false)] {
+        let base = format!("--model {model} --prompt-tokens 100,3,55,7,9,13,19 --tokens 150 {choice}");
+        let run = |more: &str| json_of(&format!("{base} {more}").split_whitespace().collect::<Vec<_>>());
+        let alone = run("");
+        assert!(alone["drafts"].is_null(), "{alone}");
+        for more in ["", "--paged-kv", "--draft-tokens 1", "--draft-tokens 16 --device-budget 256KiB"] {
+            for draft in [&same, &other] {
+                let beside = run(&format!("--draft-model {draft} {more}"));
+                assert_eq!(words(&beside), words(&alone), "{choice} {more} {draft}: {beside}");
+                let [lookup, model] =
+                    ["lookup", "model"].map(|by| [held(&beside, by, "drafted"), held(&beside, by, "accepted")]);
+                assert!(lookup[1] <= lookup[0] && model[1] <= model[0], "{beside}");
+                assert!(!fits || *draft != same || model[0] > 0 && model[1] > 0, "{beside}");
+                assert!(beside["drafts"]["seconds"].as_f64().unwrap() >= 0.0, "{beside}");
+            }
+        }
+    }
+}
+
+#[test]
+fn draft_models_that_cannot_be_used_are_refused() {
+    let model = written("drafted-refused.gguf", &drafted());
+    let run = |more: &[&str]| generate(&[&["--model", &model, "--prompt", "Hello", "--tokens", "8"], more].concat());
+    // A vocabulary of another size, and one with other words.
+    let larger = written("draft-vocab.gguf", &Spec { vocab: 600, ..drafted() });
+    let wanted = ["draft-vocab.gguf", "another vocabulary", "600 tokens", "300", "--draft-model"];
+    refused(&run(&["--draft-model", &larger]), &wanted);
+    if let Some(real) = real_model() {
+        let wanted = ["SmolLM2", "another vocabulary", "token 0 is", "--draft-model"];
+        refused(&run(&["--draft-model", text(&real)]), &wanted);
+    }
+    // It takes more memory than there is, which holds the model alone.
+    let big = Spec { dim: 512, ffn_dim: 1408, layers: 8, dtype: WeightType::BF16, ..drafted() };
+    let big = written("draft-big.gguf", &big);
+    let memory = ["--memory", "48MiB"];
+    stdout_of(&run(&memory));
+    let wanted = ["draft-big.gguf", "of memory", "leave --draft-model out", "more --memory"];
+    refused(&run(&[&memory[..], &["--draft-model", &big]].concat()), &wanted);
+    refused(&run(&["--draft-model", &model, "--draft-tokens", "0"]), &["--draft-tokens 0", "from 1 to 16"]);
+    refused(&run(&["--draft-model", &model, "--draft-tokens", "17"]), &["--draft-tokens 17", "from 1 to 16"]);
+    refused(&run(&["--draft-model", &model, "--device", "cuda"]), &["--draft-model", "GPU", "--device host"]);
+    refused(&run(&["--draft-model", "nowhere.gguf"]), &["nowhere.gguf"]);
+}
