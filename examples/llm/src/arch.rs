@@ -26,6 +26,9 @@ pub enum Arch {
     /// Gemma 3: as Gemma 2, without caps; queries and keys are normalised per head, and five of six layers have a
     /// window.
     Gemma3,
+    /// Phi-3, Phi-3.5 and Phi-4: the matrices of queries, keys and values are one tensor, and so are those of the
+    /// feed-forward layer's inputs.
+    Phi3,
 }
 
 impl Arch {
@@ -41,6 +44,7 @@ impl Arch {
             Self::GptOss => "gpt-oss",
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
+            Self::Phi3 => "phi3",
         }
     }
 
@@ -83,6 +87,7 @@ impl Arch {
             Self::GptOss => "GptOssForCausalLM",
             Self::Gemma2 => "Gemma2ForCausalLM",
             Self::Gemma3 => "Gemma3ForCausalLM",
+            Self::Phi3 => "Phi3ForCausalLM",
         }
     }
 
@@ -98,9 +103,10 @@ impl Arch {
             "gpt-oss" | "gpt_oss" => Ok(Self::GptOss),
             "gemma2" => Ok(Self::Gemma2),
             "gemma3" | "gemma3_text" => Ok(Self::Gemma3),
+            "phi3" => Ok(Self::Phi3),
             other => Err(Error::Unsupported(format!(
                 "architecture {other:?} is not supported; supported are llama, mistral, mixtral, qwen2, qwen2moe, qwen3, \
-                 qwen3moe, olmoe, gpt-oss, gemma2 and gemma3"
+                 qwen3moe, olmoe, gpt-oss, gemma2, gemma3 and phi3"
             ))),
         }
     }

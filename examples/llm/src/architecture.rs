@@ -15,7 +15,15 @@ use crate::weights::{Step, TensorId, WeightInfo};
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
     pub weight: WeightInfo,
+    /// The matrix: all rows of the tensor, unless others lie in it too.
+    pub rows: Range<u64>,
     pub bias: Option<WeightInfo>,
+}
+
+impl Linear {
+    pub fn matrix(&self) -> Rows<'_> {
+        (&self.weight, self.rows.clone())
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -196,20 +204,21 @@ pub(crate) enum Op<'a> {
 impl<'a> Op<'a> {
     /// The matrix or vector that a step uses first, and the vectors that it uses after that. Which experts follow is
     /// not known before.
-    fn weights(self) -> (Option<&'a WeightInfo>, [Option<&'a WeightInfo>; 2]) {
+    fn weights(self) -> (Option<Rows<'a>>, [Option<&'a WeightInfo>; 2]) {
+        let whole = |info: &'a WeightInfo| (info, 0..info.rows);
         match self {
             Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) | Self::Router(l) => {
-                (Some(&l.weight), [l.bias.as_ref(), None])
+                (Some(l.matrix()), [l.bias.as_ref(), None])
             }
-            Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(&l.weight), [l.bias.as_ref(), norm]),
+            Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(l.matrix()), [l.bias.as_ref(), norm]),
             Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) | Self::ForeseeNorm(w) => {
-                (Some(w), [None; 2])
+                (Some(whole(w)), [None; 2])
             }
-            Self::LastNorm(w) | Self::Logits(w) => (Some(w), [None; 2]),
-            Self::AddShared(shared) => (Some(&shared.network.down.weight), [Some(&shared.gate), None]),
-            Self::Foresee(_, experts) => (Some(&experts.router.weight), [experts.router.bias.as_ref(), None]),
+            Self::LastNorm(w) | Self::Logits(w) => (Some(whole(w)), [None; 2]),
+            Self::AddShared(shared) => (Some(shared.network.down.matrix()), [Some(&shared.gate), None]),
+            Self::Foresee(_, experts) => (Some(experts.router.matrix()), [experts.router.bias.as_ref(), None]),
             Self::Experts(..) => (None, [None; 2]),
-            Self::Attend(_, sinks) => (sinks, [None; 2]),
+            Self::Attend(_, sinks) => (sinks.map(whole), [None; 2]),
         }
     }
 }
@@ -230,6 +239,7 @@ pub(crate) fn hf_name(arch: Arch, gguf: &str) -> String {
         "ffn_norm" if arch.is_gemma() => "pre_feedforward_layernorm",
         "ffn_norm" => "post_attention_layernorm",
         "post_ffw_norm" => "post_feedforward_layernorm",
+        "attn_qkv" => "self_attn.qkv_proj",
         "attn_q" => "self_attn.q_proj",
         "attn_k" => "self_attn.k_proj",
         "attn_v" => "self_attn.v_proj",
@@ -238,6 +248,7 @@ pub(crate) fn hf_name(arch: Arch, gguf: &str) -> String {
         "attn_k_norm" => "self_attn.k_norm",
         "attn_sinks" => return format!("{head}self_attn.sinks"),
         "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" if arch == Arch::Phi3 => "mlp.gate_up_proj",
         "ffn_up" => "mlp.up_proj",
         "ffn_down" => "mlp.down_proj",
         "ffn_gate_inp" if arch == Arch::GptOss => "mlp.router",
@@ -297,7 +308,18 @@ impl Names<'_> {
             Some(true) => Some(self.need(&name, 1, rows)?),
             Some(false) => None,
         };
-        Ok(Linear { weight, bias })
+        Ok(Linear { rows: 0..weight.rows, weight, bias })
+    }
+
+    /// Matrices of so many rows that lie one behind the other in a tensor.
+    fn joined<const N: usize>(&self, stem: &str, rows: [usize; N], cols: usize) -> Result<[Linear; N]> {
+        let weight = self.need(&format!("{stem}.weight"), rows.iter().sum(), cols)?;
+        let mut end = 0;
+        Ok(rows.map(|count| {
+            let start = end;
+            end += count as u64;
+            Linear { weight: weight.clone(), rows: start..end, bias: None }
+        }))
     }
 
     fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
@@ -313,13 +335,26 @@ impl Names<'_> {
             };
             self.need(&name(&format!("{stem}.weight")), 1, elements).map(Some)
         };
+        let are_joined = c.arch == Arch::Phi3;
         let ffn = match c.mixture.as_ref().filter(|mixture| !mixture.dense_layers.contains(&i)) {
             Some(mixture) => FeedForward::Experts(self.experts(i, c, mixture)?),
-            None => FeedForward::Dense(Dense {
-                gate: self.linear(&name("ffn_gate"), [c.ffn_dim, c.dim], of_ffn)?,
-                up: self.linear(&name("ffn_up"), [c.ffn_dim, c.dim], of_ffn)?,
-                down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
-            }),
+            None => {
+                let of_inputs = |stem: &str| self.linear(&name(stem), [c.ffn_dim, c.dim], of_ffn);
+                let [gate, up] = match are_joined {
+                    true => self.joined(&name("ffn_up"), [c.ffn_dim; 2], c.dim)?,
+                    false => [of_inputs("ffn_gate")?, of_inputs("ffn_up")?],
+                };
+                FeedForward::Dense(Dense {
+                    gate,
+                    up,
+                    down: self.linear(&name("ffn_down"), [c.dim, c.ffn_dim], of_ffn)?,
+                })
+            }
+        };
+        let of_attention = |stem: &str, rows| self.linear(&name(stem), [rows, c.dim], of_inputs);
+        let [q, k, v] = match are_joined {
+            true => self.joined(&name("attn_qkv"), [q_dim, kv_dim, kv_dim], c.dim)?,
+            false => [of_attention("attn_q", q_dim)?, of_attention("attn_k", kv_dim)?, of_attention("attn_v", kv_dim)?],
         };
         let after = |stem: &str| {
             let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.dim);
@@ -331,9 +366,9 @@ impl Names<'_> {
         let ffn_norm = if is_behind { "post_attention_norm.weight" } else { "ffn_norm.weight" };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
-            q: self.linear(&name("attn_q"), [q_dim, c.dim], of_inputs)?,
-            k: self.linear(&name("attn_k"), [kv_dim, c.dim], of_inputs)?,
-            v: self.linear(&name("attn_v"), [kv_dim, c.dim], of_inputs)?,
+            q,
+            k,
+            v,
             q_norm: head_norm("attn_q_norm", q_dim)?,
             k_norm: head_norm("attn_k_norm", kv_dim)?,
             sinks: sinks.transpose()?,
@@ -358,7 +393,7 @@ impl Names<'_> {
         let of_mixtral = format!("model.layers.{i}.block_sparse_moe");
         let biased = c.arch == Arch::GptOss;
         let router = match self.of_file(&format!("{of_mixtral}.gate.weight"), count, c.dim)? {
-            Some(weight) => Linear { weight, bias: None },
+            Some(weight) => Linear { rows: 0..weight.rows, weight, bias: None },
             None => self.linear(&name("ffn_gate_inp"), [count, c.dim], Some(biased))?,
         };
         if self.files.container() == Container::Gguf {
@@ -424,8 +459,9 @@ pub(crate) struct Architecture {
     pub output: WeightInfo,
     /// Whether a layer foresees which experts the next one will draw.
     pub foresees: bool,
-    /// Divides the rotary frequencies, in Llama 3 GGUF files.
+    /// Divide the rotary frequencies, in GGUF files of Llama 3 and Phi-3; and those of long sequences.
     rope_factors: Option<WeightInfo>,
+    long_factors: Option<WeightInfo>,
 }
 
 /// Bytes of weights that a pass over one token uses. The embeddings of other tokens count only if the embeddings are
@@ -453,21 +489,26 @@ impl Architecture {
         let embedding = names.need("token_embd.weight", config.vocab, config.dim)?;
         let stored = names.optional("output.weight", config.vocab, config.dim)?;
         let output = stored.clone().filter(|_| !config.tied).unwrap_or_else(|| embedding.clone());
-        let factors = config.rope_factors_tensor;
-        let factors = factors.then(|| names.need("rope_freqs.weight", 1, config.rope_frequencies.len()));
+        let factors =
+            |name: Option<&str>| name.map(|name| names.need(name, 1, config.rope_frequencies.len())).transpose();
+        let (rope_factors, long_factors) =
+            (factors(config.rope_factors)?, factors(config.long_rope.as_ref().and_then(|long| long.factors))?);
         let arch = Self {
             layers: (0..config.layers).map(|i| names.layer(i, &config)).collect::<Result<_>>()?,
             norm: names.need("output_norm.weight", 1, config.dim)?,
-            rope_factors: factors.transpose()?,
+            rope_factors,
+            long_factors,
             config,
             embedding,
             output,
             foresees: false,
         };
-        let of_op = |(first, then): (_, [_; 2])| std::iter::once(first).chain(then).flatten();
-        let used = arch.ops().flat_map(|op| of_op(op.weights()));
+        let used = arch.ops().flat_map(|op| {
+            let (first, then) = op.weights();
+            std::iter::once(first.map(|(info, _)| info)).chain(then).flatten()
+        });
         let experts = arch.layers.iter().filter_map(Layer::experts).flat_map(Experts::tensors);
-        let used = used.chain(&stored).chain(&arch.rope_factors).chain(experts);
+        let used = used.chain(&stored).chain(&arch.rope_factors).chain(&arch.long_factors).chain(experts);
         let used: HashSet<TensorId> = used.map(|info| info.id).collect();
         match files.tensors().iter().find(|t| !used.contains(&t.id) && !known::unused_tensor(&t.name)) {
             Some(t) => Err(Error::Unsupported(format!(
@@ -528,11 +569,16 @@ impl Architecture {
 
     /// The rotary frequencies. `read` gives the values of a vector.
     pub fn frequencies(&self, read: impl FnOnce(&WeightInfo) -> Result<Vec<f32>>) -> Result<Vec<f32>> {
-        let mut frequencies = self.config.rope_frequencies.clone();
-        if let Some(info) = &self.rope_factors {
-            frequencies.iter_mut().zip(read(info)?).for_each(|(f, factor)| *f /= factor);
-        }
-        Ok(frequencies)
+        divided(&self.config.rope_frequencies, self.rope_factors.as_ref(), read)
+    }
+
+    /// Those of sequences that may be longer than this many tokens, if they are others.
+    pub fn long_frequencies(
+        &self,
+        read: impl FnOnce(&WeightInfo) -> Result<Vec<f32>>,
+    ) -> Result<Option<(usize, Vec<f32>)>> {
+        let Some(long) = &self.config.long_rope else { return Ok(None) };
+        Ok(Some((long.original_context, divided(&long.frequencies, self.long_factors.as_ref(), read)?)))
     }
 
     /// The embedding of a token.
@@ -555,8 +601,8 @@ impl Architecture {
                 continue;
             }
             let (first, then) = op.weights();
-            if let Some(info) = first {
-                order.extend(tiles(0..info.rows, tile_rows(info.id)).map(|rows| (info.id, rows)));
+            if let Some((info, rows)) = first {
+                order.extend(tiles(rows, tile_rows(info.id)).map(|rows| (info.id, rows)));
             }
             order.extend(then.into_iter().flatten().map(|info| (info.id, 0..1)));
         }
@@ -578,6 +624,24 @@ impl Architecture {
             None => Ok(()),
         }
     }
+}
+
+/// Rotary frequencies, divided by the values of a tensor if there is one.
+fn divided(
+    frequencies: &[f32],
+    factors: Option<&WeightInfo>,
+    read: impl FnOnce(&WeightInfo) -> Result<Vec<f32>>,
+) -> Result<Vec<f32>> {
+    let Some(info) = factors else { return Ok(frequencies.to_vec()) };
+    let factors = read(info)?;
+    if let Some(factor) = factors.iter().find(|factor| !(factor.is_finite() && **factor > 0.0)) {
+        return Err(Error::Invalid(format!(
+            "{:?} has the rotary factor {factor}, which is no finite number above 0 (the model is damaged, or was \
+             converted wrongly: fetch it again)",
+            info.name
+        )));
+    }
+    Ok(frequencies.iter().zip(factors).map(|(frequency, factor)| frequency / factor).collect())
 }
 
 /// These rows, `step` at a time.

@@ -162,7 +162,7 @@ mod tests {
         let q = numbers(heads * head_dim);
         // Below, among and above the scores.
         let some_sinks = [-9.0, 0.5, 9.0];
-        let windowed = |tokens| Window { tokens, layers: vec![true], rope_frequencies: Vec::new() };
+        let windowed = |tokens| Window { tokens, layers: vec![true], rope_frequencies: None };
         for (end, window, cap, sinks) in [
             (1, None, None, None),
             (32, None, None, Some(&some_sinks)),

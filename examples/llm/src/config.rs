@@ -51,10 +51,12 @@ pub struct Config {
     pub rope_pairs: RopePairs,
     /// Angle for one step of position, for each turned pair of a head.
     pub rope_frequencies: Vec<f32>,
-    /// What sines and cosines are multiplied by: other than 1 with YaRN.
+    /// What sines and cosines are multiplied by: other than 1 with YaRN and LongRoPE.
     pub rope_scale: f32,
-    /// Whether a GGUF tensor `rope_freqs.weight` divides the frequencies.
-    pub rope_factors_tensor: bool,
+    /// The GGUF tensor that divides the frequencies, if there is one.
+    pub rope_factors: Option<&'static str>,
+    /// What long sequences have instead of these frequencies, if they do.
+    pub long_rope: Option<LongRope>,
     /// The layers in which a token sees only those just before it, if there are any.
     pub window: Option<Window>,
     /// What the products of queries and keys are multiplied by.
@@ -89,8 +91,20 @@ pub struct Window {
     pub tokens: usize,
     /// Whether each layer is one of these.
     pub layers: Vec<bool>,
-    /// As [`Config::rope_frequencies`], in these layers.
-    pub rope_frequencies: Vec<f32>,
+    /// As [`Config::rope_frequencies`], in these layers; `None` where they are the same.
+    pub rope_frequencies: Option<Vec<f32>>,
+}
+
+/// Rotary frequencies of sequences that may grow beyond the context that a model was first trained on (Ding et al.,
+/// "LongRoPE: extending LLM context window beyond 2 million tokens", 2024).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// Tokens of that context. A session that has room for more takes these frequencies from its first token on.
+    pub original_context: usize,
+    /// As [`Config::rope_frequencies`].
+    pub frequencies: Vec<f32>,
+    /// As [`Config::rope_factors`].
+    pub factors: Option<&'static str>,
 }
 
 /// What a feed-forward layer makes of its two products, element by element.
@@ -158,6 +172,9 @@ impl Config {
         }
         if self.window.is_some() {
             return Some("attention within a window");
+        }
+        if self.arch == Arch::Phi3 {
+            return Some("the matrices of queries, keys and values in one tensor");
         }
         if self.rope_scale != 1.0 {
             return Some("rotary embedding by YaRN");

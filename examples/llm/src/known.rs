@@ -31,8 +31,8 @@ enum When {
     WithExperts,
     /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
     Is(&'static [f64]),
-    /// In these architectures, of which [`Config`](crate::Config) reads it; elsewhere where it is 0.
-    Of(&'static [Arch]),
+    /// In these architectures, of which [`Config`](crate::Config) reads it; elsewhere as [`Is`](Self::Is).
+    Of(&'static [Arch], &'static [f64]),
     /// Where it is this text, or a list of this text only.
     Text(&'static str),
     /// Where there are layers with a window, of which [`Config`](crate::Config) reads it; elsewhere where it says that
@@ -41,18 +41,21 @@ enum When {
     /// Where there are layers with a window; elsewhere where it is 0, or no less than the context, so that every token
     /// sees all before it.
     Window,
+    /// Where the class that it names is the architecture's of transformers, which has taken over the checkpoints' own.
+    TakenOver,
     /// Where it is 0 or `1 / sqrt(head_dim)`, which attention scores are multiplied with in any case.
     UsualScale,
 }
 
-use When::{Always, Is, LayerTypes, Of, Text, UsualScale, Window, WithExperts};
+use When::{Always, Is, LayerTypes, Of, TakenOver, Text, UsualScale, Window, WithExperts};
 
 const OFF: When = Is(&[0.0]);
-const GEMMA: When = Of(&[Arch::Gemma2, Arch::Gemma3]);
-const GEMMA2: When = Of(&[Arch::Gemma2]);
-const GEMMA3: When = Of(&[Arch::Gemma3]);
-const GPT_OSS: When = Of(&[Arch::GptOss]);
-const WINDOWED: When = Of(&[Arch::Gemma2, Arch::Gemma3, Arch::GptOss]);
+const GEMMA: When = Of(&[Arch::Gemma2, Arch::Gemma3], &[0.0]);
+const GEMMA2: When = Of(&[Arch::Gemma2], &[0.0]);
+const GEMMA3: When = Of(&[Arch::Gemma3], &[0.0]);
+const GPT_OSS: When = Of(&[Arch::GptOss], &[0.0]);
+const PHI3: When = Of(&[Arch::Phi3], &[0.0]);
+const WINDOWED: When = Of(&[Arch::Gemma2, Arch::Gemma3, Arch::GptOss], &[0.0]);
 const ONE: When = Is(&[1.0]);
 /// llama.cpp takes 0 as "no such factor".
 const NO_FACTOR: When = Is(&[0.0, 1.0]);
@@ -99,7 +102,7 @@ const GGUF: &[(&str, When)] = &[
     ("rope.freq_base", Always),
     ("rope.freq_base_swa", WINDOWED),
     ("rope.scale_linear", Always),
-    ("rope.scaling.attn_factor", NO_FACTOR),
+    ("rope.scaling.attn_factor", Of(&[Arch::Phi3], &[0.0, 1.0])),
     ("rope.scaling.factor", Always),
     ("rope.scaling.finetuned", Always),
     ("rope.scaling.original_context_length", Always),
@@ -126,6 +129,7 @@ const HF: &[(&str, When)] = &[
     ("attention_multiplier", UsualScale),
     ("attn_implementation", Always),
     ("attn_logit_softcapping", GEMMA2),
+    ("auto_map", TakenOver),
     ("bad_words_ids", Always),
     ("begin_suppress_tokens", Always),
     ("bos_token_id", Always),
@@ -140,6 +144,7 @@ const HF: &[(&str, When)] = &[
     ("do_sample", Always),
     ("dtype", Always),
     ("early_stopping", Always),
+    ("embd_pdrop", Always),
     ("embedding_multiplier", ONE),
     ("encoder_no_repeat_ngram_size", Always),
     ("eos_token_id", Always),
@@ -149,6 +154,7 @@ const HF: &[(&str, When)] = &[
     ("finetuning_task", Always),
     ("forced_bos_token_id", Always),
     ("forced_eos_token_id", Always),
+    ("full_attn_mod", ONE),
     ("head_dim", Always),
     ("hidden_act", Always),
     ("hidden_activation", GEMMA),
@@ -157,12 +163,14 @@ const HF: &[(&str, When)] = &[
     ("initial_context_length", Always),
     ("initializer_range", Always),
     ("intermediate_size", Always),
+    ("interpolate_factor", ONE),
     ("is_decoder", Always),
     ("is_encoder_decoder", OFF),
     ("is_llama_config", Always),
     ("label2id", Always),
     ("layer_types", LayerTypes),
     ("length_penalty", Always),
+    ("lm_head_bias", OFF),
     ("logits_scaling", ONE),
     ("max_length", Always),
     ("max_position_embeddings", Always),
@@ -185,6 +193,7 @@ const HF: &[(&str, When)] = &[
     ("num_key_value_heads", Always),
     ("num_local_experts", WithExperts),
     ("num_return_sequences", Always),
+    ("original_max_position_embeddings", PHI3),
     ("output_attentions", Always),
     ("output_hidden_states", Always),
     ("output_router_logits", Always),
@@ -199,6 +208,7 @@ const HF: &[(&str, When)] = &[
     ("query_pre_attn_scalar", GEMMA),
     ("remove_invalid_values", Always),
     ("repetition_penalty", Always),
+    ("resid_pdrop", Always),
     ("residual_multiplier", ONE),
     ("return_dict", Always),
     ("return_dict_in_generate", Always),
@@ -251,11 +261,13 @@ const HF_ROPE: &[(&str, When)] = &[
     ("finetuned", Always),
     ("full_attention", GEMMA3),
     ("high_freq_factor", Always),
+    ("long_factor", PHI3),
     ("low_freq_factor", Always),
     ("original_max_position_embeddings", Always),
     ("partial_rotary_factor", Always),
     ("rope_theta", Always),
     ("rope_type", Always),
+    ("short_factor", PHI3),
     ("sliding_attention", GEMMA3),
     ("truncate", Always),
     ("type", Always),
@@ -323,10 +335,14 @@ impl When {
             Always => true,
             WithExperts => sizes.has_experts || number == Some(0.0),
             Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
-            Of(archs) => archs.contains(&sizes.arch) || number == Some(0.0),
+            Of(archs, numbers) => archs.contains(&sizes.arch) || Is(numbers).holds(value, sizes),
             Text(text) => value.as_str() == Some(text),
             LayerTypes => sizes.has_window || value.as_str() == Some("full_attention"),
             Window => sizes.has_window || number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
+            TakenOver => {
+                let class = value.get("AutoModelForCausalLM").and_then(Value::as_str).unwrap_or_default();
+                sizes.arch == Arch::Phi3 && class.rsplit('.').next() == Some(sizes.arch.hf_class())
+            }
             UsualScale => number.is_some_and(|n| {
                 let usual = 1.0 / (sizes.head_dim as f64).sqrt();
                 n == 0.0 || (n - usual).abs() <= 1e-6 * usual
@@ -344,10 +360,11 @@ impl std::fmt::Display for When {
                 let all: Vec<String> = numbers.iter().map(f64::to_string).collect();
                 write!(f, "{}", all.join(" or "))
             }
-            Of(_) => write!(f, "0 in this architecture"),
+            Of(_, numbers) => write!(f, "{} in this architecture", Is(numbers)),
             Text(text) => write!(f, "{text:?}"),
             LayerTypes => write!(f, "\"full_attention\" in a model without a window"),
             Window => write!(f, "0 or no less than the model's context in this architecture"),
+            TakenOver => write!(f, "a class that this crate has too, for phi3 alone"),
             UsualScale => write!(f, "1 / sqrt(elements of a head)"),
         }
     }

@@ -76,7 +76,7 @@ mod weights;
 pub use arch::Arch;
 pub use architecture::pass_bytes;
 pub use chat::{Call, ChatTemplate, Message, Turn};
-pub use config::{Activation, Config, Mixture, RopePairs, Window};
+pub use config::{Activation, Config, LongRope, Mixture, RopePairs, Window};
 pub use cuda::{CudaDeviceSelector, CudaModel, CudaSession, Gpu};
 pub use draft_model::{DraftFiles, DraftModel, DraftSession};
 pub use dtype::{KvType, WeightType};

@@ -54,7 +54,9 @@ pub struct Model {
     /// Who computes by itself what one thread of the pool has to do.
     pub(crate) alone: Pool,
     pub(crate) level: Level,
+    /// Rotary frequencies, and those of sessions that have room for more than so many tokens.
     frequencies: Vec<f32>,
+    long_frequencies: Option<(usize, Vec<f32>)>,
     /// How often it was right what was foreseen of each layer's experts.
     pub(crate) foresight: Vec<Foresight>,
 }
@@ -66,7 +68,7 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of Llama 3 GGUF files.
+    /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of GGUF files.
     pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
         let mut arch = Architecture::new(files)?;
         arch.foresees = weights.foresees();
@@ -75,11 +77,14 @@ impl Model {
         let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
         let alone = Pool::new(1).map_err(|e| Error::io("cannot start compute threads", e))?;
         let level = options.level.unwrap_or_else(Level::detect);
-        let mut model = Self { arch, weights, pool, alone, level, frequencies: Vec::new(), foresight };
-        model.frequencies = model.arch.frequencies(|info| {
+        let (frequencies, long_frequencies) = (Vec::new(), None);
+        let mut model = Self { arch, weights, pool, alone, level, frequencies, long_frequencies, foresight };
+        let read = |info: &WeightInfo| {
             model.weights.will_use(&[(info.id, 0..1)]);
             model.vector(info)
-        })?;
+        };
+        (model.frequencies, model.long_frequencies) =
+            (model.arch.frequencies(read)?, model.arch.long_frequencies(read)?);
         Ok(model)
     }
 
@@ -147,11 +152,18 @@ impl Model {
         let m = tokens.len();
         let waited = self.weights.waited();
         self.weights.will_use(&self.pass_order(&tokens));
-        let positions = || parts.iter().flat_map(|part| part.session.len..part.session.len + part.tokens.len());
-        let turns = Turns::new(&self.frequencies, c.rope_scale, positions());
+        let turns_of = |others: Option<&Vec<f32>>| {
+            let of_part = |part: &Part<'_, Session>| {
+                let first = part.session.len;
+                let frequencies = others.map_or_else(|| self.frequencies_of(part.session.capacity), Vec::as_slice);
+                (first..first + part.tokens.len()).map(move |position| (position, frequencies))
+            };
+            Turns::new(c.rope_scale, parts.iter().flat_map(of_part))
+        };
+        let turns = turns_of(None);
         // In layers with a window, where these are others.
-        let windowed = c.window.as_ref().map(|window| &window.rope_frequencies).filter(|f| **f != self.frequencies);
-        let windowed = windowed.map(|frequencies| Turns::new(frequencies, c.rope_scale, positions()));
+        let windowed = c.window.as_ref().and_then(|window| window.rope_frequencies.as_ref());
+        let windowed = windowed.map(|frequencies| turns_of(Some(frequencies)));
         let mut work = Work::default();
         for op in self.arch.ops() {
             match op {
@@ -235,6 +247,16 @@ impl Model {
         }
         results.reverse();
         Ok((results, self.weights.waited().saturating_sub(waited)))
+    }
+
+    /// The rotary frequencies of a session of this capacity. They are the same from its first token to its last, so
+    /// that keys need not be turned anew when it grows. Sessions in pages have the model's context for their capacity,
+    /// so that all can share their keys.
+    fn frequencies_of(&self, capacity: usize) -> &[f32] {
+        match &self.long_frequencies {
+            Some((original_context, long)) if capacity > *original_context => long,
+            _ => &self.frequencies,
+        }
     }
 
     /// Attention of all parts, one behind the other.
@@ -332,8 +354,7 @@ impl Model {
 
     /// `x W^T + b`: `[m x rows]`.
     pub(crate) fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
-        let Linear { weight, bias } = linear;
-        self.linear_rows(((weight, 0..weight.rows), bias.as_ref().map(|bias| (bias, 0..1))), x)
+        self.linear_rows((linear.matrix(), linear.bias.as_ref().map(|bias| (bias, 0..1))), x)
     }
 
     /// As [`linear`](Self::linear), with rows of a matrix, and a row of biases for them.

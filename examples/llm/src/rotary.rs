@@ -9,14 +9,19 @@ pub(crate) struct Turns {
 }
 
 impl Turns {
-    /// Of these frequencies, for these positions; both are multiplied by `scale`.
-    pub fn new(frequencies: &[f32], scale: f32, positions: impl Iterator<Item = usize>) -> Self {
+    /// For these positions, each with its frequencies, of which all have equally many. Sines and cosines are multiplied
+    /// by `scale`.
+    pub fn new<'a>(scale: f32, positions: impl Iterator<Item = (usize, &'a [f32])>) -> Self {
         let angle = |p: usize, f: f32| {
             let (sin, cos) = (p as f32 * f).sin_cos();
             (sin * scale, cos * scale)
         };
-        let table = positions.flat_map(|p| frequencies.iter().map(move |f| angle(p, *f))).collect();
-        Self { pairs: frequencies.len(), table }
+        let mut turns = Self { pairs: 0, table: Vec::new() };
+        for (position, frequencies) in positions {
+            turns.pairs = frequencies.len();
+            turns.table.extend(frequencies.iter().map(|f| angle(position, *f)));
+        }
+        turns
     }
 
     /// Turns every head of every position; elements beyond the turned pairs stay as they are.

@@ -52,7 +52,8 @@ pub struct Spec {
     /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE and gpt-oss; in
     /// the Llama family only in GGUF.
     pub experts: Option<Experts>,
-    /// Tokens of the window that some layers of a gpt-oss or Gemma have. Both are written as GGUF only.
+    /// Tokens of the window that some layers of a gpt-oss or Gemma have, and all of a Phi-3. These are written as GGUF
+    /// only. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original context is half of `context`.
     pub window: u64,
 }
 
@@ -148,7 +149,12 @@ impl Spec {
         for i in 0..self.layers {
             let name = |stem: &str| format!("blk.{i}.{stem}");
             push(name("attn_norm.weight"), 1, self.dim, Kind::Norm, 0);
-            for (stem, rows, heads) in [("attn_q", q, self.heads), ("attn_k", kv, self.kv_heads), ("attn_v", kv, 0)] {
+            let is_phi3 = self.arch == Arch::Phi3;
+            let inputs = match is_phi3 {
+                true => vec![("attn_qkv", q + 2 * kv, 0)],
+                false => vec![("attn_q", q, self.heads), ("attn_k", kv, self.kv_heads), ("attn_v", kv, 0)],
+            };
+            for (stem, rows, heads) in inputs {
                 push(name(&format!("{stem}.weight")), rows, self.dim, Kind::Matrix, heads);
                 if matches!(self.arch, Arch::Qwen2 | Arch::GptOss) {
                     push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
@@ -181,8 +187,12 @@ impl Spec {
             if self.experts.is_some() {
                 push(name("ffn_gate_inp.weight"), count, self.dim, Kind::Router, 0);
             }
-            push(name(&format!("ffn_gate{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
-            push(name(&format!("ffn_up{kind}.weight")), count * self.ffn_dim, self.dim, Kind::Matrix, 0);
+            let of_inputs = count * self.ffn_dim;
+            if !is_phi3 {
+                push(name(&format!("ffn_gate{kind}.weight")), of_inputs, self.dim, Kind::Matrix, 0);
+            }
+            let of_up = if is_phi3 { 2 * of_inputs } else { of_inputs };
+            push(name(&format!("ffn_up{kind}.weight")), of_up, self.dim, Kind::Matrix, 0);
             push(name(&format!("ffn_down{kind}.weight")), count * self.dim, self.ffn_dim, added, 0);
             if is_gpt_oss {
                 push(name("ffn_gate_inp.bias"), 1, count, Kind::Bias, 0);
@@ -190,6 +200,10 @@ impl Spec {
                     push(name(&format!("{stem}{kind}.bias")), count, cols, Kind::Bias, 0);
                 }
             }
+        }
+        if self.arch == Arch::Phi3 {
+            push("rope_factors_long.weight".into(), 1, self.rotary() / 2, Kind::Norm, 0);
+            push("rope_factors_short.weight".into(), 1, self.rotary() / 2, Kind::Norm, 0);
         }
         push("output_norm.weight".into(), 1, self.dim, Kind::Norm, 0);
         if !self.tied {
@@ -199,6 +213,11 @@ impl Spec {
             tensor.matrices = self.experts.map_or(0, |experts| experts.count);
         }
         all
+    }
+
+    /// Elements of a head that are turned.
+    fn rotary(&self) -> u64 {
+        if self.arch == Arch::Phi3 { self.head_dim / 8 * 6 } else { self.head_dim }
     }
 
     fn check(&self) -> Result<()> {
@@ -316,7 +335,7 @@ impl Spec {
             ("attention.head_count_kv", self.kv_heads),
             ("attention.key_length", self.head_dim),
             ("attention.value_length", self.head_dim),
-            ("rope.dimension_count", self.head_dim),
+            ("rope.dimension_count", self.rotary()),
             ("vocab_size", self.vocab),
         ];
         for (key, value) in sizes {
@@ -329,7 +348,7 @@ impl Spec {
                 meta.number(&format!("{arch}.expert_feed_forward_length"), self.ffn_dim as u32);
             }
         }
-        let has_window = self.arch == Arch::GptOss || self.arch.is_gemma();
+        let has_window = matches!(self.arch, Arch::GptOss | Arch::Phi3) || self.arch.is_gemma();
         if has_window {
             meta.number(&format!("{arch}.attention.sliding_window"), self.window as u32);
         }
@@ -337,6 +356,9 @@ impl Spec {
             meta.text(&format!("{arch}.rope.scaling.type"), "yarn");
             meta.float(&format!("{arch}.rope.scaling.factor"), 32.0);
             meta.number(&format!("{arch}.rope.scaling.original_context_length"), self.context as u32);
+        }
+        if self.arch == Arch::Phi3 {
+            meta.number(&format!("{arch}.rope.scaling.original_context_length"), (self.context / 2) as u32);
         }
         meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
         meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
@@ -417,9 +439,9 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
-        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3);
+        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3 | Arch::Phi3);
         if only_gguf || self.experts.is_some() && self.arch == Arch::Llama {
-            let what = "a gpt-oss, a Gemma, or a mixture of the Llama family is written as GGUF only";
+            let what = "a gpt-oss, a Gemma, a Phi-3, or a mixture of the Llama family is written as GGUF only";
             return Err(Error::Invalid(what.into()));
         }
         let type_name = match self.dtype {

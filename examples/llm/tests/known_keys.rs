@@ -148,6 +148,7 @@ fn followed(arch: Arch) -> Vec<&'static str> {
         Arch::GptOss => vec!["rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"],
         Arch::Gemma2 => [&FOLLOWED[..], &["attn_logit_softcapping", "final_logit_softcapping"]].concat(),
         Arch::Gemma3 => [&FOLLOWED[..], &["final_logit_softcapping", "rope.freq_base_swa"]].concat(),
+        Arch::Phi3 => [&FOLLOWED[..], &["rope.scaling.attn_factor"]].concat(),
         _ => FOLLOWED.to_vec(),
     }
 }
@@ -224,12 +225,12 @@ fn with_key(file: &[u8], key: &str, value: &Kv) -> Vec<u8> {
     }
     // A second key fills the header up to a multiple of the alignment, so that the tensors stay aligned.
     let mut filler = Vec::new();
-    text(&mut filler, "general.description");
+    let pairs = u64::from_le_bytes(file[16..24].try_into().unwrap());
+    text(&mut filler, &format!("general.description.{pairs}"));
     filler.extend(8u32.to_le_bytes());
     let missing = (more.len() + filler.len() + 8).next_multiple_of(32) - (more.len() + filler.len() + 8);
     text(&mut filler, &" ".repeat(missing));
-    let count = u64::from_le_bytes(file[16..24].try_into().unwrap()) + 2;
-    [&file[..16], &count.to_le_bytes(), &more, &filler, &file[24..]].concat()
+    [&file[..16], &(pairs + 2).to_le_bytes(), &more, &filler, &file[24..]].concat()
 }
 
 struct Gguf {
@@ -252,6 +253,10 @@ impl Gguf {
         ModelFiles::open(path).unwrap()
     }
 
+    fn whole(&self) -> ModelFiles {
+        self.open(&self.bytes)
+    }
+
     fn config(&self, key: &str, value: &Kv) -> Result<Config> {
         let key = format!("{}.{key}", self.arch.gguf_name());
         Config::new(&self.open(&with_key(&self.bytes, &key, value)))
@@ -260,8 +265,9 @@ impl Gguf {
 
 #[test]
 fn every_key_of_gguf_is_followed_harmless_or_refused() {
-    let archs = [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3];
-    for arch in archs {
+    for arch in
+        [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3, Arch::Phi3]
+    {
         let gguf = Gguf::new(arch);
         let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
         let has = |key: &str| {
@@ -371,12 +377,108 @@ fn tensors_that_are_not_known_are_refused() {
         (Arch::Gemma2, "blk.0.post_attention_norm.weight", "blk.0.post_attention_norz.weight"),
         (Arch::Gemma3, "blk.0.post_ffw_norm.weight", "blk.0.post_ffw_norz.weight"),
         (Arch::Gemma3, "blk.0.attn_q_norm.weight", "blk.0.attn_z_norm.weight"),
+        (Arch::Phi3, "blk.0.attn_qkv.weight", "blk.0.attn_qkz.weight"),
+        (Arch::Phi3, "rope_factors_long.weight", "rope_factors_lonz.weight"),
+        (Arch::Phi3, "rope_factors_short.weight", "rope_factors_shorz.weight"),
     ] {
         let gguf = Gguf::new(arch);
         assert!(load(&gguf.open(&gguf.bytes)).is_ok(), "{arch:?}");
         let error = load(&gguf.open(&renamed(&gguf.bytes, tensor, other))).unwrap_err().to_string();
         assert!(error.contains(tensor), "{arch:?}: {error}");
     }
+}
+
+#[test]
+fn joined_matrices_of_the_wrong_size_are_refused() {
+    let gguf = Gguf::new(Arch::Phi3);
+    for (name, right) in [("blk.0.attn_qkv.weight", 128u64), ("blk.0.ffn_up.weight", 128)] {
+        let at = gguf.bytes.windows(name.len()).position(|part| part == name.as_bytes()).unwrap() + name.len();
+        let mut short = gguf.bytes.clone();
+        assert_eq!(short[at + 12..at + 20], right.to_le_bytes());
+        short[at + 12..at + 20].copy_from_slice(&(right - 1).to_le_bytes());
+        let error = load(&gguf.open(&short)).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("128") && error.contains("127"), "{error}");
+    }
+}
+
+/// The factors of Phi-3's rotary embedding, in a GGUF file and in a `config.json`.
+#[test]
+fn rotary_factors_that_cannot_be_are_refused() {
+    let gguf = Gguf::new(Arch::Phi3);
+    for (tensor, value) in [("rope_factors_long.weight", 0.0), ("rope_factors_short.weight", f32::NAN)] {
+        let mut broken = gguf.bytes.clone();
+        let data = gguf.open(&gguf.bytes).tensor(tensor).unwrap().offset as usize;
+        broken[data..data + 4].copy_from_slice(&value.to_le_bytes());
+        let error = load(&gguf.open(&broken)).unwrap_err().to_string();
+        assert!(error.contains(tensor) && error.contains("fetch it again"), "{error}");
+    }
+    // What one takes from "longrope" depends on the tensors alone: a factor beside it may mean anything.
+    let typed = with_key(&gguf.bytes, "phi3.rope.scaling.type", &Kv::Text("longrope"));
+    assert!(load(&gguf.open(&typed)).is_ok());
+    let both = with_key(&typed, "phi3.rope.scaling.factor", &Kv::F32(32.0));
+    let error = Config::new(&gguf.open(&both)).unwrap_err().to_string();
+    assert!(error.contains("phi3.rope.scaling.factor"), "{error}");
+
+    let folder = reference("phi-long");
+    let plain = folder.config(&[]).unwrap();
+    let rope = |key: &str, value: Value| {
+        let mut rope = folder.read()["rope_scaling"].clone();
+        rope[key] = value;
+        folder.config(&[("rope_scaling", rope)])
+    };
+    let long = plain.long_rope.unwrap();
+    assert_eq!((long.original_context, long.frequencies.len()), (64, 6));
+    // The former name.
+    assert_eq!(rope("rope_type", json!("su")).unwrap().long_rope, Some(long));
+    assert_eq!(rope("attention_factor", json!(1.5)).unwrap().rope_scale, 1.5);
+    let factor = rope("factor", json!(8.0)).unwrap().rope_scale;
+    assert!((factor - (1.0 + 8f32.ln() / 64f32.ln()).sqrt()).abs() < 1e-6);
+    for (key, value, named) in [
+        ("long_factor", json!([1.0, 2.0, 3.0, 4.0, 5.0]), "long_factor is no list of 6"),
+        ("short_factor", json!([1.0, 2.0, 3.0, 4.0, 5.0, 0.0]), "short_factor is no list of 6"),
+        ("short_factor", json!(null), "short_factor"),
+        ("original_max_position_embeddings", json!(65), "original_max_position_embeddings is given twice"),
+        ("partial_rotary_factor", json!(0.7), "11 cannot be turned in pairs"),
+        ("rope_type", json!("yarn"), "rope scaling \"yarn\""),
+        ("long_mscale", json!(1.2), "long_mscale"),
+    ] {
+        let error = rope(key, value).unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("config.json"), "{key}: {error}");
+    }
+    let error = folder.config(&[("original_max_position_embeddings", json!(1))]).unwrap_err().to_string();
+    assert!(error.contains("original_max_position_embeddings"), "{error}");
+}
+
+/// Checkpoints of Phi-3 name the code that they came with, which transformers has taken over, and keys that only this
+/// code reads.
+#[test]
+fn what_published_phi_3_says_besides_changes_nothing() {
+    let folder = reference("phi-short");
+    let plain = format!("{:?}", folder.config(&[]).unwrap());
+    let code = |class: &str| json!({"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": class});
+    for (key, value) in [
+        ("auto_map", code("modeling_phi3.Phi3ForCausalLM")),
+        ("attention_bias", json!(false)),
+        ("full_attn_mod", json!(1)),
+        ("interpolate_factor", json!(1)),
+        ("lm_head_bias", json!(false)),
+        ("sliding_window", json!(262_144)),
+    ] {
+        assert_eq!(format!("{:?}", folder.config(&[(key, value)]).unwrap()), plain, "{key}");
+    }
+    for (key, value) in [
+        ("auto_map", code("modeling_phi4.Phi4ForCausalLM")),
+        ("full_attn_mod", json!(2)),
+        ("interpolate_factor", json!(4)),
+        ("lm_head_bias", json!(true)),
+    ] {
+        let error = folder.config(&[(key, value)]).unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains("config.json"), "{key}: {error}");
+    }
+    let window = folder.config(&[("sliding_window", json!(2047))]).unwrap().window.unwrap();
+    assert_eq!((window.tokens, window.layers), (2047, vec![true; 2]));
+    let window = Config::new(&Gguf::new(Arch::Phi3).whole()).unwrap().window.unwrap();
+    assert_eq!((window.tokens, window.layers), (20, vec![true]));
 }
 
 /// Sinks are one for each head.
@@ -426,7 +528,21 @@ fn a_pattern_of_windows_is_followed() {
 
 struct Folder(tempfile::TempDir);
 
+/// A copy of a reference model.
+fn reference(name: &str) -> Folder {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reference").join(name).join(file);
+        fs::copy(from, folder.path().join(file)).unwrap();
+    }
+    Folder(folder)
+}
+
 impl Folder {
+    fn read(&self) -> Value {
+        serde_json::from_slice(&fs::read(self.file("config.json")).unwrap()).unwrap()
+    }
+
     fn new(arch: Arch) -> Self {
         let folder = tempfile::tempdir().unwrap();
         spec(arch).write_safetensors(folder.path(), 1).unwrap();

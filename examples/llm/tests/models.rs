@@ -20,8 +20,8 @@ use outcore_llm::{
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
 /// Those that a synthetic model can have.
-const ARCHS: [Arch; 7] =
-    [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3];
+const ARCHS: [Arch; 8] =
+    [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3, Arch::Phi3];
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     // In Qwen3 a head is not dim / heads.
@@ -116,12 +116,25 @@ fn a_ragged_pass_gives_each_part_what_it_wants() {
     assert_eq!((error.part, one[0].len(), other[0].len()), (Some(1), 1, 1), "{:?}", error.error);
 }
 
+/// Matrices that lie behind each other in a tensor begin and end within tiles.
+#[test]
+fn tiles_of_joined_matrices_change_no_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in [WeightType::F32, WeightType::Q4_0] {
+        let files = gguf(folder.path(), &spec(Arch::Phi3, dtype));
+        let whole = run(&files, u64::MAX, threads(1), KvType::F32);
+        for bytes in [1, 5000, 70_001] {
+            assert_eq!(whole, run(&files, bytes, threads(2), KvType::F32), "{dtype}: tiles of {bytes} bytes");
+        }
+    }
+}
+
 #[test]
 fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     use WeightType::{BF16, IQ4_NL, IQ4_XS, MXFP4, Q4_1, Q6_K};
     let kinds = [Q4_1, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16];
-    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3];
+    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3, Arch::Phi3];
     for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
         let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();

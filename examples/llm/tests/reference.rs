@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use outcore_llm::{KvType, Model, ModelFiles, Options, PlainWeights, Session};
+use outcore_llm::{KvType, Logits, Model, ModelFiles, Options, Part, Passes, PlainWeights, Session};
 
 /// Of the largest logit: both engines compute in f32 too.
 const TOLERANCE: f32 = 1e-4;
@@ -109,5 +109,36 @@ fn gemma_has_the_logits_of_its_engines() {
 
 #[test]
 fn a_window_in_all_layers_has_the_logits_of_transformers() {
-    compare("mistral-window", &folder("mistral-window"), &[1, 7, 96]);
+    for model in ["mistral-window", "phi-window"] {
+        compare(model, &folder(model), &[1, 7, 96]);
+    }
+}
+
+/// The tokens are more than the original context of one, and fewer than that of the other.
+#[test]
+fn phi_has_the_logits_of_its_engines() {
+    for model in ["phi-long", "phi-short"] {
+        for file in ["", "model.gguf"] {
+            compare(model, &folder(model).join(file), &[1, 7, 96]);
+        }
+    }
+}
+
+/// A session takes the factors for long sequences if it has room for one, whoever shares its passes.
+#[test]
+fn the_room_of_a_session_chooses_its_rotary_factors() {
+    let path = folder("phi-long").join("model.gguf");
+    let files = ModelFiles::open(&path).unwrap();
+    let weights = Arc::new(PlainWeights::read(&files).unwrap());
+    let model = Arc::new(Model::load(&files, weights, Options { threads: 2, ..Options::default() }).unwrap());
+    let tokens: Vec<u32> = (0..60).map(|n| n * 7 % 250).collect();
+    let session = |capacity| Session::new(model.clone(), capacity, KvType::F32).unwrap();
+    let [short, still_short, long, longer] = [60, 64, 65, 4096].map(|room| session(room).forward_all(&tokens).unwrap());
+    assert!(short == still_short && long == longer);
+    assert_ne!(short, long);
+    let mut both = [session(64), session(65)];
+    let part = |session| Part { session, tokens: &tokens, logits: Logits::All, sampler: None };
+    let mut parts: Vec<Part<'_, Session>> = both.iter_mut().map(part).collect();
+    let (together, _) = model.pass(&mut parts).unwrap();
+    assert!(together.iter().map(|output| &output.logits).eq([&short, &long]));
 }

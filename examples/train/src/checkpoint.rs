@@ -75,7 +75,7 @@ impl Checkpoint {
         if config.head_dim * config.heads != config.dim {
             return refused("its heads are narrower or wider than its vectors");
         }
-        if config.rope_factors_tensor || model.tensor("rope_freqs.weight").is_some() {
+        if config.rope_factors.is_some() || model.tensor("rope_freqs.weight").is_some() {
             return refused("its rotary positions are scaled");
         }
         let has_bias = |tensor: &WeightInfo| tensor.name.ends_with(".bias");

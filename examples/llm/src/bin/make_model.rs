@@ -21,7 +21,7 @@ struct Args {
     out: PathBuf,
     #[arg(long, value_enum, default_value = "gguf")]
     format: Format,
-    /// llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma2 or gemma3.
+    /// llama, qwen2, qwen3, qwen3moe, gpt-oss, gemma2, gemma3 or phi3.
     #[arg(long, default_value = "llama")]
     arch: String,
     /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL
@@ -62,7 +62,7 @@ struct Args {
     /// In safetensors, the experts of a layer are in two tensors, as transformers 5 keeps them.
     #[arg(long, requires = "experts")]
     experts_fused: bool,
-    /// Tokens of the window that some layers of gpt-oss, gemma2 and gemma3 have.
+    /// Tokens of the window that some layers of gpt-oss, gemma2 and gemma3 have, and all of phi3.
     #[arg(long, default_value_t = 128)]
     window: u64,
 }

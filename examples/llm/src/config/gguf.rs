@@ -2,7 +2,7 @@
 
 use super::reader::Reader;
 use super::rope::Yarn;
-use super::{Config, MOST_HEAD_DIM, RopePairs, Window, activation, embedding_scale};
+use super::{Config, LongRope, MOST_HEAD_DIM, RopePairs, Window, activation, embedding_scale};
 use crate::arch::Arch;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
@@ -66,19 +66,42 @@ impl Config {
                 yarn.stretch(&mut rope_frequencies);
                 rope_scale = yarn.magnitude();
             }
+            Some("longrope") if arch == Arch::Phi3 => {
+                let factor = key("rope.scaling.factor");
+                if meta.map.get(&factor).is_some_and(|v| !matches!(v.as_f64(), Some(0.0 | 1.0))) {
+                    let what = format!("{factor} beside rope scaling \"longrope\" is not supported");
+                    return Err(meta.unsupported(&what));
+                }
+            }
             Some(other) => return Err(meta.unsupported(&format!("rope scaling {other:?} is not supported"))),
+        }
+        let mut rope_factors = Some("rope_freqs.weight").filter(|t| arch == Arch::Llama && model.tensor(t).is_some());
+        let mut long_rope = None;
+        if arch == Arch::Phi3 {
+            rope_scale = meta.positive(meta.map, &key("rope.scaling.attn_factor"), 1.0)? as f32;
+            let [short, long] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+            // A file with one of them lacks the other.
+            if scaling == Some("longrope") || [short, long].into_iter().any(|t| model.tensor(t).is_some()) {
+                let original = meta.optional_size(&key("rope.scaling.original_context_length"), usize::MAX)?;
+                rope_factors = Some(short);
+                long_rope = Some(LongRope {
+                    original_context: original.unwrap_or(context),
+                    frequencies: rope_frequencies.clone(),
+                    factors: Some(long),
+                });
+            }
         }
         let window = meta.gguf_window(arch, name, declared.layers as usize)?;
         let window = window.map(|(tokens, layers)| -> Result<Window> {
             let base_key = key("rope.freq_base_swa");
             // Gemma 3 turns by other frequencies there, without scaling.
             let rope_frequencies = match (meta.map.get(&base_key), arch) {
-                (None, Arch::Gemma3) => meta.frequencies(10_000.0, rotary, head_dim)?,
-                (Some(_), Arch::Gemma3) => meta.frequencies(meta.required(&base_key)?, rotary, head_dim)?,
+                (None, Arch::Gemma3) => Some(meta.frequencies(10_000.0, rotary, head_dim)?),
+                (Some(_), Arch::Gemma3) => Some(meta.frequencies(meta.required(&base_key)?, rotary, head_dim)?),
                 (Some(_), _) if meta.required(&base_key)? != base => {
                     return Err(meta.unsupported(&format!("{base_key} is not {base}, as rope.freq_base is")));
                 }
-                _ => rope_frequencies.clone(),
+                _ => None,
             };
             Ok(Window { tokens, layers, rope_frequencies })
         });
@@ -103,7 +126,8 @@ impl Config {
             rope_pairs: if arch == Arch::Llama { RopePairs::Adjacent } else { RopePairs::Halves },
             rope_frequencies,
             rope_scale,
-            rope_factors_tensor: arch == Arch::Llama && model.tensor("rope_freqs.weight").is_some(),
+            rope_factors,
+            long_rope,
             window: window.transpose()?,
             attention_scale: 1.0 / (scaled_by as f32).sqrt(),
             attention_cap: cap("attn_logit_softcapping", 50.0)?,
@@ -130,11 +154,13 @@ impl Reader<'_> {
     /// none, the caller refuses the key.
     fn gguf_window(&self, arch: Arch, name: &str, layers: usize) -> Result<Option<(usize, Vec<bool>)>> {
         let key = |suffix: &str| format!("{name}.attention.{suffix}");
-        // Of so many layers the last sees all, if the file does not say. As llama.cpp has it, as the window of Gemma 2.
+        // Of so many layers the last sees all, if the file does not say; 0: none does. As llama.cpp has it, as the
+        // window of Gemma 2; but llama.cpp leaves out the window of Phi-3.
         let (every, usual) = match arch {
             Arch::GptOss => (2, None),
             Arch::Gemma2 => (2, Some(4096)),
             Arch::Gemma3 => (6, None),
+            Arch::Phi3 => (0, None),
             _ => return Ok(None),
         };
         let declared = self.optional_count(&key("sliding_window"), usize::MAX)?.or(usual);

@@ -4,7 +4,8 @@ use outcore_lab::planning::Declared;
 use serde_json::{Map, Value};
 
 use super::reader::Reader;
-use super::{ALPHA, Config, LIMIT, Mixture, RopePairs, Window, activation, embedding_scale, rope};
+use super::rope::{self, Rope};
+use super::{ALPHA, Config, LIMIT, Mixture, RopePairs, Window, activation, embedding_scale};
 use crate::arch::Arch;
 use crate::error::Result;
 
@@ -30,7 +31,7 @@ impl Config {
         }
         let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
         let biases = match model_type {
-            "mistral" | "mixtral" => [false; 3],
+            "mistral" | "mixtral" | "phi3" => [false; 3],
             "qwen2" => [true, false, false],
             "qwen2_moe" => [map.get("qkv_bias").and_then(Value::as_bool).unwrap_or(true), false, false],
             "gpt_oss" => {
@@ -59,13 +60,14 @@ impl Config {
             _ => (scaling, None),
         };
         let usual = if arch == Arch::Gemma3 { 1_000_000.0 } else { 10_000.0 };
-        let (rope_frequencies, rope_scale) = meta.hf_rope(of_all, "rope_theta", usual, head_dim)?;
+        let of_window_alone = |of_window, key| meta.hf_rope((arch, context), of_window, (key, 10_000.0), head_dim);
+        let rope = meta.hf_rope((arch, context), of_all, ("rope_theta", usual), head_dim)?;
         let window = meta.hf_window(arch, model_type, context, declared.layers as usize)?;
         let window = window.map(|(tokens, layers)| -> Result<Window> {
             let rope_frequencies = match (arch, of_window) {
-                (Arch::Gemma3, Some(_)) => meta.hf_rope(of_window, "rope_theta", 10_000.0, head_dim)?.0,
-                (Arch::Gemma3, None) => meta.hf_rope(None, "rope_local_base_freq", 10_000.0, head_dim)?.0,
-                _ => rope_frequencies.clone(),
+                (Arch::Gemma3, Some(_)) => Some(of_window_alone(of_window, "rope_theta")?.frequencies),
+                (Arch::Gemma3, None) => Some(of_window_alone(None, "rope_local_base_freq")?.frequencies),
+                _ => None,
             };
             Ok(Window { tokens, layers, rope_frequencies })
         });
@@ -85,6 +87,7 @@ impl Config {
             Some(value) => value.as_u64().map(|v| v as u32).into_iter().collect::<Vec<u32>>(),
             None => Vec::new(),
         };
+        let usual_eps = if matches!(arch, Arch::GptOss | Arch::Phi3) { 1e-5 } else { 1e-6 };
         Ok(Self {
             arch,
             dim: declared.hidden as usize,
@@ -95,11 +98,12 @@ impl Config {
             ffn_dim: declared.ffn as usize,
             vocab: meta.there("vocab_size", declared.vocab)?,
             context,
-            norm_eps: meta.positive(map, "rms_norm_eps", if arch == Arch::GptOss { 1e-5 } else { 1e-6 })? as f32,
+            norm_eps: meta.positive(map, "rms_norm_eps", usual_eps)? as f32,
             rope_pairs: RopePairs::Halves,
-            rope_frequencies,
-            rope_scale,
-            rope_factors_tensor: false,
+            rope_frequencies: rope.frequencies,
+            rope_scale: rope.scale,
+            rope_factors: None,
+            long_rope: rope.long,
             window: window.transpose()?,
             attention_scale: 1.0 / scaled_by.sqrt(),
             attention_cap: cap("attn_logit_softcapping", 50.0)?,
@@ -165,7 +169,7 @@ impl Reader<'_> {
         };
         let switched = || self.map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false);
         let used = match model_type {
-            "mistral" | "mixtral" | "gpt_oss" => true,
+            "mistral" | "mixtral" | "gpt_oss" | "phi3" => true,
             _ => arch.is_gemma() || switched(),
         };
         let tokens = tokens.filter(|tokens| used && *tokens > 0 && *tokens < context);
@@ -186,7 +190,7 @@ impl Reader<'_> {
                 };
                 let first = self.optional_count("max_window_layers", usize::MAX)?.unwrap_or(28);
                 let is_windowed = |layer: usize| match model_type {
-                    "mistral" | "mixtral" => true,
+                    "mistral" | "mixtral" | "phi3" => true,
                     "qwen2" | "qwen3" => layer >= first,
                     "qwen2_moe" => layer.is_multiple_of(2) && layer < first,
                     "qwen3_moe" => true,
@@ -206,33 +210,43 @@ impl Reader<'_> {
         Ok(Some((tokens, of_layers)))
     }
 
-    /// The rotary frequencies that a `config.json` declares, and what sines and cosines are multiplied by. `scaling` is
-    /// the object for it; the base is under `key` there or beside it, else it is `usual`.
+    /// How heads are turned by what a `config.json` declares. `scaling` is the object for it; the base is under `key`
+    /// there or beside it, else it is `usual`.
     fn hf_rope(
         &self,
+        (arch, context): (Arch, usize),
         scaling: Option<&Map<String, Value>>,
-        key: &str,
-        usual: f64,
+        (key, usual): (&str, f64),
         head_dim: usize,
-    ) -> Result<(Vec<f32>, f32)> {
-        let map = self.map;
-        if let Some(inner) = scaling.and_then(|scaling| scaling.get(key))
-            && map.get(key).is_some_and(|outer| outer != inner)
-        {
-            return Err(self.unsupported(&format!("{key} is given twice, and once as {inner}")));
+    ) -> Result<Rope> {
+        let number = |key: &str, usual: f64| {
+            if let Some(inner) = scaling.and_then(|scaling| scaling.get(key))
+                && self.map.get(key).is_some_and(|outer| outer != inner)
+            {
+                return Err(self.unsupported(&format!("{key} is given twice, and once as {inner}")));
+            }
+            let inner = scaling.map_or(Ok(usual), |scaling| self.positive(scaling, key, usual))?;
+            self.positive(self.map, key, inner)
+        };
+        let part = number("partial_rotary_factor", 1.0)?;
+        if part != 1.0 && arch != Arch::Phi3 {
+            return Err(self.unsupported("partial_rotary_factor other than 1 is not supported in this architecture"));
         }
-        for place in [Some(map), scaling].into_iter().flatten() {
-            if self.positive(place, "partial_rotary_factor", 1.0)? != 1.0 {
-                return Err(self.unsupported("partial_rotary_factor other than 1 is not supported"));
+        let rotary = (head_dim as f64 * part) as usize;
+        let base = number(key, usual)?;
+        let mut frequencies = self.frequencies(base, rotary, head_dim)?;
+        let Some(scaling) = scaling else { return Ok(Rope { frequencies, scale: 1.0, long: None }) };
+        match (arch, rope::kind(scaling, self)?) {
+            // The first checkpoints have the former name.
+            (Arch::Phi3, "su" | "longrope") => rope::long_rope(&frequencies, context, scaling, self),
+            // Its class takes another meaning of the names of others, or none.
+            (Arch::Phi3, other) if other != "default" => {
+                Err(self.unsupported(&format!("rope scaling {other:?} is not supported in this architecture")))
+            }
+            _ => {
+                let scale = rope::scale(&mut frequencies, scaling, (base, rotary), self)?;
+                Ok(Rope { frequencies, scale, long: None })
             }
         }
-        let base = scaling.map_or(Ok(usual), |scaling| self.positive(scaling, key, usual))?;
-        let base = self.positive(map, key, base)?;
-        let mut frequencies = self.frequencies(base, head_dim, head_dim)?;
-        let scale = match scaling {
-            Some(scaling) => rope::scale(&mut frequencies, scaling, (base, head_dim), self)?,
-            None => 1.0,
-        };
-        Ok((frequencies, scale))
     }
 }

@@ -5,8 +5,16 @@
 
 use serde_json::{Map, Value};
 
+use super::LongRope;
 use super::reader::Reader;
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+/// How the heads of a model are turned, as [`Config`](super::Config) has it.
+pub(super) struct Rope {
+    pub frequencies: Vec<f32>,
+    pub scale: f32,
+    pub long: Option<LongRope>,
+}
 
 /// YaRN: slow turns are stretched by `factor`, fast ones stay, and those between are blended.
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +58,60 @@ impl Yarn {
     }
 }
 
+/// LongRoPE, of the object `scaling` of a `config.json`, for frequencies that are not stretched yet and a model of so
+/// much context: each frequency is divided by a factor of its own, which is another one in long sequences.
+pub(super) fn long_rope(
+    frequencies: &[f32],
+    context: usize,
+    scaling: &Map<String, Value>,
+    meta: &Reader<'_>,
+) -> Result<Rope> {
+    let key = "original_max_position_embeddings";
+    let original = match (meta.map.get(key), scaling.get(key)) {
+        (Some(outer), Some(inner)) if outer != inner => {
+            return Err(meta.unsupported(&format!("{key} is given twice, and once as {inner}")));
+        }
+        (Some(_), _) => meta.positive(meta.map, key, 0.0)?,
+        _ => meta.positive(scaling, key, 4096.0)?,
+    };
+    if original.fract() != 0.0 || original < 2.0 {
+        return Err(meta.bad(&format!("{key} is {original}, and no whole number from 2 up")));
+    }
+    let divided = |key: &str| {
+        let factors: Option<Vec<f64>> =
+            scaling.get(key).and_then(Value::as_array).and_then(|all| all.iter().map(Value::as_f64).collect());
+        let fits = |factors: &Vec<f64>| {
+            factors.len() == frequencies.len() && factors.iter().all(|f| *f as f32 > 0.0 && (*f as f32).is_finite())
+        };
+        let factors = factors.filter(fits).ok_or_else(|| {
+            meta.bad(&format!("{key} is no list of {} finite numbers above 0, one for each pair", frequencies.len()))
+        })?;
+        Ok::<Vec<f32>, Error>(
+            frequencies.iter().zip(factors).map(|(frequency, factor)| frequency / factor as f32).collect(),
+        )
+    };
+    let factor = meta.positive(scaling, "factor", context as f64 / original)?;
+    let usual = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
+    Ok(Rope {
+        frequencies: divided("short_factor")?,
+        scale: meta.positive(scaling, "attention_factor", usual)? as f32,
+        long: Some(LongRope {
+            original_context: original as usize,
+            frequencies: divided("long_factor")?,
+            factors: None,
+        }),
+    })
+}
+
+/// The kind of scaling that `scaling` names.
+pub(super) fn kind<'a>(scaling: &'a Map<String, Value>, meta: &Reader<'_>) -> Result<&'a str> {
+    let kind = ["rope_type", "type"].into_iter().find_map(|key| scaling.get(key).filter(|kind| !kind.is_null()));
+    match kind {
+        None => Ok("default"),
+        Some(kind) => kind.as_str().ok_or_else(|| meta.unsupported(&format!("rope_type is {kind}, and no text"))),
+    }
+}
+
 /// Scales `frequencies` as `scaling`, an object of a `config.json`, says. They have the base `base`, and turn `dim`
 /// elements of a head. Returns what sines and cosines are multiplied by.
 pub(super) fn scale(
@@ -59,11 +121,7 @@ pub(super) fn scale(
     meta: &Reader<'_>,
 ) -> Result<f32> {
     let number = |key: &str, default: f64| meta.positive(scaling, key, default);
-    let kind = ["rope_type", "type"].into_iter().find_map(|key| scaling.get(key).filter(|kind| !kind.is_null()));
-    let kind = match kind {
-        None => "default",
-        Some(kind) => kind.as_str().ok_or_else(|| meta.unsupported(&format!("rope_type is {kind}, and no text")))?,
-    };
+    let kind = kind(scaling, meta)?;
     if kind != "yarn" && number("attention_factor", 1.0)? != 1.0 {
         return Err(
             meta.unsupported(&format!("attention_factor other than 1 with the rope_type {kind:?} is not supported"))

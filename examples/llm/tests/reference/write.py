@@ -112,6 +112,21 @@ GPT_OSS = COMMON | HEAD_DIM | {
         "original_max_position_embeddings": 384,
     },
 }
+# Three quarters of each head are turned, and the factors of short and long sequences differ where it shows.
+PHI3 = COMMON | {
+    "intermediate_size": 80,
+    "pad_token_id": 259,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.25],
+        "long_factor": [4.0, 3.5, 3.0, 2.5, 2.0, 6.0],
+    },
+}
 CASES = {
     "qwen3moe": Case("qwen3_moe", QWEN3_MOE, drawn=3, fused=True),
     "qwen3moe-unscaled": Case(
@@ -215,6 +230,20 @@ CASES = {
         COMMON
         | HEAD_DIM
         | {"intermediate_size": 80, "rms_norm_eps": 1e-5, "sliding_window": 32, "rope_parameters": ROPE},
+        no_llama_cpp="it has no window in models of this architecture",
+    ),
+    # Without "phi3" in the name, which llama.cpp takes for a model with the tokens of Phi-3.
+    "phi-long": Case("phi3", PHI3 | {"original_max_position_embeddings": 64}),
+    "phi-short": Case("phi3", PHI3 | {"original_max_position_embeddings": 1024}),
+    "phi-window": Case(
+        "phi3",
+        PHI3
+        | {
+            "sliding_window": 32,
+            "tie_word_embeddings": False,
+            "original_max_position_embeddings": 4096,
+            "rope_parameters": ROPE,
+        },
         no_llama_cpp="it has no window in models of this architecture",
     ),
     "qwen2moe": Case(
