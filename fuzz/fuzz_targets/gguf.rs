@@ -23,5 +23,14 @@ fuzz_target!(|input: &[u8]| {
                 assert_eq!(array.into_iter().count(), array.len());
             }
         }
+        // What was read can be written, unless tied tensors become too many bytes, and is read again.
+        let mut writer = gguf::HeaderWriter::new();
+        writer.copy(&header.metadata, &[]);
+        for t in &header.tensors {
+            assert!(writer.tensor(&t.name, t.dtype, &t.shape).is_ok());
+        }
+        let Ok(layout) = writer.finish() else { continue };
+        let again = gguf::parse(&layout.header, layout.len).map(|header| (header.tensors.len(), header.metadata.len()));
+        assert_eq!(again.ok(), Some((header.tensors.len(), header.metadata.len())));
     }
 });

@@ -1,4 +1,4 @@
-//! GGUF headers, versions 2 and 3, little-endian.
+//! GGUF headers, versions 2 and 3, little-endian: reads them, and writes version 3.
 //!
 //! The format is specified in `docs/gguf.md` of the ggml repository and implemented in `ggml/src/gguf.cpp`. A file is
 //! magic, version, counts, key-values, tensor infos, padding to the alignment, data.
@@ -13,9 +13,13 @@
 //! Nothing in the file is trusted. No count or length causes an allocation larger than the bytes that are there to back
 //! it. Nesting is limited to [`MAX_ARRAY_DEPTH`], a header to [`MAX_HEADER_BYTES`], and all arithmetic is checked.
 
+mod write;
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+
+pub use write::{HeaderWriter, Layout};
 
 use super::{Damage, TensorHeader, damaged, quoted, unique_names, unsupported};
 use crate::dtype::DType;
@@ -38,6 +42,8 @@ pub const MAX_DIMS: u32 = 4;
 pub const MAX_NAME_BYTES: u64 = 65_535;
 /// The alignment of tensor data unless `general.alignment` says otherwise, in bytes.
 pub const DEFAULT_ALIGNMENT: u32 = 32;
+/// The key that says another.
+const ALIGNMENT: &str = "general.alignment";
 
 /// A parsed GGUF header.
 #[derive(Clone, Debug)]
@@ -348,7 +354,7 @@ fn no_such_type(tag: u32) -> String {
 }
 
 fn find_alignment(bytes: &[u8], entries: &[Entry]) -> Result<u32> {
-    let Some(value) = lookup(bytes, entries, "general.alignment") else {
+    let Some(value) = lookup(bytes, entries, ALIGNMENT) else {
         return Ok(DEFAULT_ALIGNMENT);
     };
     match value {
@@ -962,7 +968,7 @@ mod tests {
     }
 
     /// A header with every shape of value: fixed, strings, bools, arrays of arrays; and two tensors.
-    fn header() -> Vec<u8> {
+    pub(super) fn header() -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(3u32.to_le_bytes());
         out.extend(2u64.to_le_bytes());
