@@ -45,11 +45,11 @@ python3 scripts/public_api.py "${CARGO_TARGET_DIR:-target}/doc/outcore"
 # In the order in which they depend on each other; each is compiled from what would be published.
 say "packages"
 packages=(-p outcore-pager -p outcore -p outcore-gpu -p outcore-cuda -p outcore-lab -p outcore-mapped -p outcore-kv
-          -p outcore-train)
+          -p outcore-quants -p outcore-train)
 packages+=(-p outcore-cli)
 # Cargo keeps what it unpacked of an earlier try, by name and version, in registries without a name; our versions stay
 # the same, so it would compile the old sources.
-rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/{src,cache}/-*/outcore{,-pager,-gpu,-cuda,-lab,-mapped,-kv,-train,-cli}-[0-9]*
+rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/{src,cache}/-*/outcore{,-pager,-gpu,-cuda,-lab,-mapped,-kv,-quants,-train,-cli}-[0-9]*
 # It warns of each test that is left out on purpose. What it builds is not run.
 if ! said=$(CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo publish --dry-run --allow-dirty "${packages[@]}" 2>&1); then
     printf '%s\n' "$said" >&2

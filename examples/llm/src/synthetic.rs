@@ -8,6 +8,7 @@ use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use outcore::format::gguf::{self, HeaderWriter};
 use serde_json::{Map, Value, json};
 
 use crate::arch::Arch;
@@ -17,8 +18,6 @@ use crate::error::{Error, Result};
 use crate::quants;
 use crate::tokenizer::byte_table;
 
-/// Alignment of tensor data in the GGUF files written here, the format's default.
-const ALIGNMENT: u64 = 32;
 /// About how many values are made, encoded and written at a time.
 const BATCH: u64 = 1 << 18;
 
@@ -315,17 +314,10 @@ impl Spec {
     /// Writes the model as one GGUF file, with a byte-level tokenizer where the vocabulary has room for one.
     pub fn write_gguf(&self, path: &Path) -> Result<()> {
         self.check()?;
-        let what = || format!("cannot write {}", path.display());
-        let file = File::create(path).map_err(|e| Error::io(what(), e))?;
-        let mut out = BufWriter::with_capacity(1 << 20, file);
-        self.gguf_into(&mut out).and_then(|()| out.flush()).map_err(|e| Error::io(what(), e))
-    }
-
-    fn gguf_into(&self, out: &mut impl Write) -> std::io::Result<()> {
         let arch = self.arch.gguf_name();
-        let mut meta = GgufMeta::default();
-        meta.text("general.architecture", arch);
-        meta.text("general.name", "synthetic");
+        let mut meta = HeaderWriter::new();
+        meta.value("general.architecture", gguf::Value::Str(arch));
+        meta.value("general.name", gguf::Value::Str("synthetic"));
         let sizes = [
             ("block_count", self.layers),
             ("context_length", self.context),
@@ -339,29 +331,32 @@ impl Spec {
             ("vocab_size", self.vocab),
         ];
         for (key, value) in sizes {
-            meta.number(&format!("{arch}.{key}"), value as u32);
+            meta.value(&format!("{arch}.{key}"), gguf::Value::U32(value as u32));
         }
         if let Some(experts) = self.experts {
-            meta.number(&format!("{arch}.expert_count"), experts.count as u32);
-            meta.number(&format!("{arch}.expert_used_count"), experts.used as u32);
+            meta.value(&format!("{arch}.expert_count"), gguf::Value::U32(experts.count as u32));
+            meta.value(&format!("{arch}.expert_used_count"), gguf::Value::U32(experts.used as u32));
             if self.arch.is_mixture() {
-                meta.number(&format!("{arch}.expert_feed_forward_length"), self.ffn_dim as u32);
+                meta.value(&format!("{arch}.expert_feed_forward_length"), gguf::Value::U32(self.ffn_dim as u32));
             }
         }
         let has_window = matches!(self.arch, Arch::GptOss | Arch::Phi3) || self.arch.is_gemma();
         if has_window {
-            meta.number(&format!("{arch}.attention.sliding_window"), self.window as u32);
+            meta.value(&format!("{arch}.attention.sliding_window"), gguf::Value::U32(self.window as u32));
         }
         if self.arch == Arch::GptOss {
-            meta.text(&format!("{arch}.rope.scaling.type"), "yarn");
-            meta.float(&format!("{arch}.rope.scaling.factor"), 32.0);
-            meta.number(&format!("{arch}.rope.scaling.original_context_length"), self.context as u32);
+            meta.value(&format!("{arch}.rope.scaling.type"), gguf::Value::Str("yarn"));
+            meta.value(&format!("{arch}.rope.scaling.factor"), gguf::Value::F32(32.0));
+            meta.value(&format!("{arch}.rope.scaling.original_context_length"), gguf::Value::U32(self.context as u32));
         }
         if self.arch == Arch::Phi3 {
-            meta.number(&format!("{arch}.rope.scaling.original_context_length"), (self.context / 2) as u32);
+            meta.value(
+                &format!("{arch}.rope.scaling.original_context_length"),
+                gguf::Value::U32((self.context / 2) as u32),
+            );
         }
-        meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
-        meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
+        meta.value(&format!("{arch}.rope.freq_base"), gguf::Value::F32(10_000.0));
+        meta.value(&format!("{arch}.attention.layer_norm_rms_epsilon"), gguf::Value::F32(1e-5));
         self.tokenizer(&mut meta);
 
         let tensors = self.tensors();
@@ -369,40 +364,34 @@ impl Spec {
             Kind::Matrix | Kind::Added => self.dtype,
             Kind::Router | Kind::Norm | Kind::Bias => WeightType::F32,
         };
-        let mut head = Vec::new();
-        head.extend_from_slice(b"GGUF");
-        head.extend_from_slice(&3u32.to_le_bytes());
-        head.extend_from_slice(&(tensors.len() as u64).to_le_bytes());
-        head.extend_from_slice(&meta.count.to_le_bytes());
-        head.extend_from_slice(&meta.bytes);
-        let mut offset = 0u64;
-        let mut sizes = Vec::with_capacity(tensors.len());
         for t in &tensors {
-            put_text(&mut head, &t.name);
-            let dims = match (t.rows, t.matrices) {
+            let shape = match (t.rows, t.matrices) {
                 (1, 0) => vec![t.cols],
-                (rows, 0) => vec![t.cols, rows],
-                (rows, matrices) => vec![t.cols, rows / matrices, matrices],
+                (rows, 0) => vec![rows, t.cols],
+                (rows, matrices) => vec![matrices, rows / matrices, t.cols],
             };
-            head.extend_from_slice(&(dims.len() as u32).to_le_bytes());
-            dims.iter().for_each(|d| head.extend_from_slice(&d.to_le_bytes()));
-            head.extend_from_slice(&dtype(t).ggml_id().to_le_bytes());
-            head.extend_from_slice(&offset.to_le_bytes());
+            meta.tensor(&t.name, dtype(t).dtype(), &shape)?;
+        }
+        let layout = meta.finish()?;
+        let ends = layout.offsets.iter().skip(1).copied().chain([layout.len]);
+        let io = |e| Error::io(format!("cannot write {}", path.display()), e);
+        let file = File::create(path).map_err(io)?;
+        let mut out = BufWriter::with_capacity(1 << 20, file);
+        let before = layout.offsets.first().unwrap_or(&layout.len) - layout.header.len() as u64;
+        out.write_all(&layout.header).and_then(|()| out.write_all(&vec![0; before as usize])).map_err(io)?;
+        for ((t, offset), end) in tensors.iter().zip(&layout.offsets).zip(ends) {
             let size = dtype(t).bytes(t.cols).unwrap_or(0) * t.rows;
-            offset += size.next_multiple_of(ALIGNMENT);
-            sizes.push(size);
+            let mut write = || {
+                self.write_rows((t, 0..t.rows), dtype(t), self.arch == Arch::Llama, &mut out)?;
+                out.write_all(&vec![0; (end - offset - size) as usize])
+            };
+            write().map_err(io)?;
         }
-        head.resize(head.len().next_multiple_of(ALIGNMENT as usize), 0);
-        out.write_all(&head)?;
-        for (t, size) in tensors.iter().zip(sizes) {
-            self.write_rows((t, 0..t.rows), dtype(t), self.arch == Arch::Llama, out)?;
-            out.write_all(&[0; ALIGNMENT as usize][..(size.next_multiple_of(ALIGNMENT) - size) as usize])?;
-        }
-        Ok(())
+        out.flush().map_err(io)
     }
 
     /// A byte-level vocabulary: 256 bytes, one merge, three control tokens, and unused tokens up to the size wanted.
-    fn tokenizer(&self, meta: &mut GgufMeta) {
+    fn tokenizer(&self, meta: &mut HeaderWriter) {
         const CONTROL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
         if self.vocab < 260 {
             return;
@@ -422,18 +411,16 @@ impl Spec {
                 5
             }
         };
-        meta.text("tokenizer.ggml.model", "gpt2");
-        meta.text("tokenizer.ggml.pre", "gpt-2");
-        meta.texts("tokenizer.ggml.tokens", &tokens);
+        meta.value("tokenizer.ggml.model", gguf::Value::Str("gpt2"));
+        meta.value("tokenizer.ggml.pre", gguf::Value::Str("gpt-2"));
+        meta.strings("tokenizer.ggml.tokens", &tokens);
         meta.integers("tokenizer.ggml.token_type", &(0..tokens.len()).map(kind).collect::<Vec<_>>());
-        meta.texts("tokenizer.ggml.merges", &["\u{120} \u{120}".into()]);
-        meta.number("tokenizer.ggml.bos_token_id", 258);
-        meta.number("tokenizer.ggml.eos_token_id", 259);
-        meta.text(
-            "tokenizer.chat_template",
-            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}\
-             {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        );
+        meta.strings("tokenizer.ggml.merges", &["\u{120} \u{120}"]);
+        meta.value("tokenizer.ggml.bos_token_id", gguf::Value::U32(258));
+        meta.value("tokenizer.ggml.eos_token_id", gguf::Value::U32(259));
+        let template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}\
+             {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+        meta.value("tokenizer.chat_template", gguf::Value::Str(template));
     }
 
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
@@ -568,62 +555,5 @@ impl Spec {
             }
         }
         all
-    }
-}
-
-/// The key-value part of a GGUF header.
-#[derive(Default)]
-struct GgufMeta {
-    count: u64,
-    bytes: Vec<u8>,
-}
-
-fn put_text(out: &mut Vec<u8>, text: &str) {
-    out.extend_from_slice(&(text.len() as u64).to_le_bytes());
-    out.extend_from_slice(text.as_bytes());
-}
-
-impl GgufMeta {
-    const U32: u32 = 4;
-    const I32: u32 = 5;
-    const F32: u32 = 6;
-    const TEXT: u32 = 8;
-    const ARRAY: u32 = 9;
-
-    fn key(&mut self, key: &str, kind: u32) {
-        self.count += 1;
-        put_text(&mut self.bytes, key);
-        self.bytes.extend_from_slice(&kind.to_le_bytes());
-    }
-
-    fn text(&mut self, key: &str, value: &str) {
-        self.key(key, Self::TEXT);
-        put_text(&mut self.bytes, value);
-    }
-
-    fn number(&mut self, key: &str, value: u32) {
-        self.key(key, Self::U32);
-        self.bytes.extend_from_slice(&value.to_le_bytes());
-    }
-
-    fn float(&mut self, key: &str, value: f32) {
-        self.key(key, Self::F32);
-        self.bytes.extend_from_slice(&value.to_le_bytes());
-    }
-
-    fn array(&mut self, key: &str, kind: u32, len: usize) {
-        self.key(key, Self::ARRAY);
-        self.bytes.extend_from_slice(&kind.to_le_bytes());
-        self.bytes.extend_from_slice(&(len as u64).to_le_bytes());
-    }
-
-    fn texts(&mut self, key: &str, values: &[String]) {
-        self.array(key, Self::TEXT, values.len());
-        values.iter().for_each(|v| put_text(&mut self.bytes, v));
-    }
-
-    fn integers(&mut self, key: &str, values: &[i32]) {
-        self.array(key, Self::I32, values.len());
-        values.iter().for_each(|v| self.bytes.extend_from_slice(&v.to_le_bytes()));
     }
 }

@@ -32,8 +32,8 @@ use outcore::{Bytes, ErrorKind, Lookahead, PageSize, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
-    Arch, CudaModel, CudaSession, Error, Gpu, KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes,
-    PlainWeights, Result, Sampler, Session, WeightType, argmax,
+    Arch, CudaModel, CudaSession, Error, Gpu, KvType, Logits, Model, ModelFiles, ON_GPU, Options, PagedWeights, Part,
+    Passes, PlainWeights, Result, Sampler, Session, WeightType, argmax,
 };
 use outcore_testkit::hooked::{DeviceCall, DeviceHook, Hooked};
 use serde_json::Value;
@@ -174,7 +174,7 @@ mod on_a_gpu {
     fn every_weight_type_gives_the_logits_of_the_cpu() {
         let Some(driver) = driver("every_weight_type_gives_the_logits_of_the_cpu") else { return };
         let folder = tempfile::tempdir().unwrap();
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let files = gguf(folder.path(), &Spec { layers: 1, ..small(Arch::Llama, dtype) });
             assert_same_logits(&driver, &dtype.to_string(), &files, dtype, PROMPT.len());
         }

@@ -22,7 +22,7 @@ use emulated::{Driver, driver};
 use outcore::{Bytes, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
-use outcore_llm::{Arch, CudaModel, CudaSession, Gpu, KvType, ModelFiles, PagedWeights, WeightType};
+use outcore_llm::{Arch, CudaModel, CudaSession, Gpu, KvType, ModelFiles, ON_GPU, PagedWeights, WeightType};
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     Spec { ffn_dim: 512, vocab: 1000, ..common::spec(arch, dtype) }
@@ -106,7 +106,7 @@ mod on_a_gpu {
             return;
         };
         let folder = tempfile::tempdir().unwrap();
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
             assert_same_logits(&driver, library, &dtype.to_string(), &files, dtype);
         }

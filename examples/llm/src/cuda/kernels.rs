@@ -14,7 +14,7 @@ use outcore::{Error, ErrorKind};
 use super::compile::Code;
 use super::failed::failed;
 use crate::config::RopePairs;
-use crate::dtype::WeightType;
+use crate::dtype::{ON_GPU, WeightType};
 use crate::error::Result;
 use crate::sampler::Draw;
 
@@ -334,7 +334,7 @@ struct OfElements {
 
 /// A type's number in the kernels.
 pub(super) fn number(dtype: WeightType) -> u32 {
-    WeightType::ON_GPU.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
+    ON_GPU.iter().position(|one| *one == dtype).map_or(u32::MAX, |at| at as u32)
 }
 
 pub(super) struct Kernels {

@@ -21,7 +21,7 @@ use super::gemm::{Call, Gemm, Half, Rows};
 use super::kernels::Arg::{Address, Float, Word};
 use super::kernels::{After, Cached, Kernels, Matrix, Norm, Queries, THREADS, Vectors, blocks, number};
 use super::room::{LOAD_NUMBERS, Room};
-use crate::dtype::WeightType;
+use crate::dtype::{ON_GPU, WeightType};
 use crate::error::Result;
 
 /// What the library's loads want addresses to be multiples of, in bytes.
@@ -63,7 +63,7 @@ struct Scaled {
 
 /// The kernels of this module, and the library.
 pub(super) struct Prompts {
-    /// In the order of [`WeightType::ON_GPU`].
+    /// In the order of [`ON_GPU`].
     tile: Vec<CudaFunction>,
     halves_f16: CudaFunction,
     halves_bf16: CudaFunction,
@@ -78,7 +78,7 @@ impl Prompts {
         let Some(gemm) = Gemm::open(stream) else { return Ok(None) };
         let tile = |dtype: &WeightType| kernels.function(&format!("tile_{}", dtype.to_string().to_lowercase()));
         Ok(Some(Self {
-            tile: WeightType::ON_GPU.iter().map(tile).collect::<Result<_>>()?,
+            tile: ON_GPU.iter().map(tile).collect::<Result<_>>()?,
             halves_f16: kernels.function("halves_f16")?,
             halves_bf16: kernels.function("halves_bf16")?,
             unscale: kernels.function("unscale")?,
@@ -97,7 +97,7 @@ impl Prompts {
         k: u32,
         rows: u32,
     ) -> Result<()> {
-        let index = WeightType::ON_GPU.iter().position(|one| *one == dtype);
+        let index = ON_GPU.iter().position(|one| *one == dtype);
         let Some(kernel) = index.and_then(|index| self.tile.get(index)) else {
             return Err(Error::new(ErrorKind::Internal, format!("there is no kernel for tiles of {dtype}")).into());
         };

@@ -59,7 +59,7 @@ fn room_for(gpu: &Gpu, pass: usize, widest: usize, tile_bytes: u64) -> (Room, Me
 #[test]
 pub(in super::super) fn weights_become_tiles_of_f16_wherever_they_lie() {
     with_library("weights_become_tiles_of_f16_wherever_they_lie", |gpu, _| {
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let widths: &[usize] = if is_plain(dtype) { &[1, 7, 8, 77, 256] } else { &[256, 768] };
             let shifts: &[usize] = if is_plain(dtype) { &[0, 1, 2, 8] } else { &[0, 2, 8] };
             for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {
@@ -307,7 +307,7 @@ fn run_with_library(test: &str, body: impl FnOnce(&Gpu, Option<&CublasLt>)) {
 fn cublaslt_multiplies_weights_of_every_type_with_many_vectors_wherever_they_lie() {
     with_library("cublaslt_multiplies_weights_of_every_type_with_many_vectors_wherever_they_lie", |gpu, library| {
         let mut worst = [0f64; 2];
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let (widths, shifts): (&[usize], &[usize]) =
                 if is_plain(dtype) { (&[77, 512], &[0, 2, 8]) } else { (&[256, 768], &[0, 2, 6, 8]) };
             for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {

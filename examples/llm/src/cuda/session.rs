@@ -29,7 +29,7 @@ use super::spans::{Spans, can_be_timed};
 use super::step::{Piece, Schedule, Segment, Work};
 use crate::architecture::Architecture;
 use crate::config::Config;
-use crate::dtype::{KvType, WeightType};
+use crate::dtype::{KvType, ON_GPU};
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::paged::{Frames, PagedWeights};
@@ -62,12 +62,12 @@ impl CudaModel {
     ///
     /// # Errors
     /// As [`Model::load`](crate::Model::load); `Unsupported` for weights of types that are not in
-    /// [`WeightType::ON_GPU`], for heads of more than 256 elements, and for weights that begin where the kernels cannot
+    /// [`ON_GPU`], for heads of more than 256 elements, and for weights that begin where the kernels cannot
     /// read them; `InvalidArgument` if the pages are not on `gpu`.
     pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
-        if let Some(other) = files.tensors().iter().find(|info| !WeightType::ON_GPU.contains(&info.dtype)) {
+        if let Some(other) = files.tensors().iter().find(|info| !ON_GPU.contains(&info.dtype)) {
             let path = files.paths().get(other.file as usize).map_or(files.folder(), PathBuf::as_path).display();
-            let known = WeightType::ON_GPU.map(|known| known.to_string()).join(", ");
+            let known = ON_GPU.map(|known| known.to_string()).join(", ");
             return Err(Error::Unsupported(format!(
                 "{path}: tensor {:?} has type {}, which the kernels of a GPU do not multiply: use --device host, or \
                  fetch the model in one of {known}",

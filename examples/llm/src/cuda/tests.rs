@@ -18,7 +18,7 @@ use super::kernels::{
 };
 use super::prompt::tests as prompts;
 use crate::config::RopePairs;
-use crate::dtype::WeightType;
+use crate::dtype::{ON_GPU, WeightType};
 use crate::quants::{dequantise, quantise};
 use crate::sampler::{Draw, Sampler, argmax};
 
@@ -148,7 +148,7 @@ pub(super) fn is_plain(dtype: WeightType) -> bool {
 #[test]
 fn every_weight_type_is_decoded_wherever_it_lies() {
     on_gpu("every_weight_type_is_decoded_wherever_it_lies", |gpu| {
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let widths: &[usize] = if is_plain(dtype) { &[1, 7, 8, 77, 256] } else { &[256, 768] };
             let shifts: &[usize] = if is_plain(dtype) { &[0, 1, 2, 4, 6, 8] } else { &[0, 2, 4, 6] };
             for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {
@@ -225,7 +225,7 @@ fn products_of(rows: &Rows, x: &[f64], bias: Option<&Rows>) -> Vec<f32> {
 #[test]
 fn products_have_the_same_bits_in_any_batch() {
     on_gpu("products_have_the_same_bits_in_any_batch", |gpu| {
-        let all = WeightType::ON_GPU;
+        let all = ON_GPU;
         let norms = [WeightType::F32, WeightType::F16, WeightType::BF16];
         for (nth, dtype) in all.into_iter().enumerate() {
             let (k, most) = if nth % 4 == 0 { (5376, 9) } else { (256 * (1 + nth % 5), 9) };
@@ -284,7 +284,7 @@ fn products_of_awkward_rows_are_those_of_the_cpu() {
             .flat_map(|dtype| [1, 7, 77, 1031].map(|k| [0, 1, 2, 4, 8, 13].map(|shift| (dtype, k, shift))))
             .flatten()
             .collect();
-        let quantised = WeightType::ON_GPU.into_iter().filter(|dtype| !is_plain(*dtype));
+        let quantised = ON_GPU.into_iter().filter(|dtype| !is_plain(*dtype));
         let even = quantised.flat_map(|dtype| [0, 2, 8, 14].map(|shift| (dtype, dtype.block_elements(), shift)));
         for (dtype, k, shift) in odd.into_iter().chain(even) {
             let rows = Rows::new(gpu, dtype, 3, k, shift, (k + shift) as u32);
@@ -339,7 +339,7 @@ fn gates_of_two_matrices_are_one_launch() {
 #[test]
 fn embeddings_are_gathered_by_tokens_on_the_gpu() {
     on_gpu("embeddings_are_gathered_by_tokens_on_the_gpu", |gpu| {
-        for dtype in WeightType::ON_GPU {
+        for dtype in ON_GPU {
             let k = if is_plain(dtype) { 77 } else { 256 };
             let (rows, tokens) = (9, [8u32, 0, 3, 3, 9]);
             let matrix = Rows::new(gpu, dtype, rows, k, 2, 80);

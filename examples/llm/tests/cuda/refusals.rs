@@ -103,7 +103,7 @@ fn weights_of_types_without_kernels_are_refused() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let without: Vec<WeightType> = WeightType::ALL.into_iter().filter(|t| !WeightType::ON_GPU.contains(t)).collect();
+    let without: Vec<WeightType> = WeightType::ALL.into_iter().filter(|t| !ON_GPU.contains(t)).collect();
     assert_eq!(without, [WeightType::IQ4_NL, WeightType::IQ4_XS, WeightType::MXFP4]);
     for dtype in without {
         let files = gguf(folder.path(), &Spec { layers: 1, ..spec(Arch::Llama, dtype) });

@@ -25,24 +25,26 @@
 //! numbers. MXFP4 is of the Microscaling Formats (MX) Specification of the Open Compute Project, which has halves in
 //! place of `E2M1`, and `2^(e - 127)`. What is no number there, `e` = 255, is one more power of two for ggml, and here.
 
-use half::{bf16, f16};
+#![warn(missing_docs)]
 
-use crate::dtype::WeightType;
+use half::{bf16, f16};
 
 mod quantise;
 #[cfg(test)]
 mod tests;
+mod weight_type;
 
 pub use quantise::quantise;
+pub use weight_type::WeightType;
 
 /// Elements in one block of a K type, and of IQ4_XS.
 const SUPER: usize = 256;
 
 /// What the quants of IQ4_NL and IQ4_XS stand for, in ascending order.
-pub(crate) const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+pub const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 /// Twice what the quants of MXFP4 stand for. Bit 3 is the sign, but of a zero.
-pub(crate) const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Writes the values of a row (or of any whole number of blocks) to `out`.
 pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
@@ -78,7 +80,8 @@ fn half_at(bytes: &[u8], at: usize) -> f32 {
 /// The scale and the minimum of sub-block `j` (0..8) of a Q4_K or Q5_K block, from its 12 packed bytes: six bits each.
 /// Bytes 0..4 hold the first four scales and bytes 4..8 the first four minima. Of the others, bytes 8..12 hold the low
 /// four bits (of scales in the low half), and the upper two bits of bytes 0..8 hold the high two.
-pub(crate) fn scale_min(j: usize, s: &[u8]) -> (u8, u8) {
+#[inline]
+pub fn scale_min(j: usize, s: &[u8]) -> (u8, u8) {
     if j < 4 {
         (s[j] & 63, s[j + 4] & 63)
     } else {
@@ -97,7 +100,7 @@ fn q3_scale(j: usize, s: &[u8]) -> i8 {
 /// `2^(e - 128)`, for all 256 of `e`: half of what the byte stands for in the specification. The first two are
 /// subnormal.
 #[inline]
-pub(crate) fn half_power(e: u8) -> f32 {
+pub fn half_power(e: u8) -> f32 {
     let bits = if e < 2 { 0x0020_0000 << e } else { (u32::from(e) - 1) << 23 };
     f32::from_bits(bits)
 }
@@ -106,7 +109,7 @@ pub(crate) fn half_power(e: u8) -> f32 {
 /// The first two bytes, as one number, hold the high two bits of each, the lowest those of the first. Byte `2 + j / 2`
 /// holds the low four bits: in its low half where `j` is even.
 #[inline]
-pub(crate) fn iq4_scale(j: usize, s: [u8; 6]) -> i8 {
+pub fn iq4_scale(j: usize, s: [u8; 6]) -> i8 {
     let high = (u16::from_le_bytes([s[0], s[1]]) >> (2 * j)) & 3;
     let low = (s[2 + j / 2] >> (j % 2 * 4)) & 15;
     (low | (high as u8) << 4) as i8 - 32

@@ -9,7 +9,7 @@ use half::f16;
 use twox_hash::XxHash3_64;
 
 use super::{SUPER, dequantise, quantise};
-use crate::dtype::WeightType;
+use crate::WeightType;
 
 /// Those that candle has.
 const QUANTISED: [WeightType; 10] = [
@@ -235,24 +235,14 @@ fn values_of_random_blocks_are_ggmls() {
     }
 }
 
-/// Without blocks of 32 whose numbers are too small for a scale: of these, ggml leaves quants of IQ4_NL undefined.
-#[test]
-fn bytes_of_types_with_a_table_are_ggmls() {
-    let mut values = ordinary();
-    let supers = values.as_chunks::<SUPER>().0.iter();
-    let kept = supers.filter(|x| x.as_chunks::<32>().0.iter().all(|x| x.iter().any(|v| v.abs() >= 1e-15)));
-    values = kept.flatten().copied().collect();
-    for (dtype, hash) in LISTED.into_iter().zip([0x26f8_e6fd_ac21_4be5, 0xa9ef_26a5_62d0_77ab, 0x4134_a18a_408b_8d1b]) {
-        let bytes = quantised(dtype, &values);
-        assert_eq!(XxHash3_64::oneshot(&bytes), hash, "{dtype}");
-    }
-}
-
-/// XXH3 of the bytes that ggml's `quantize_row_*_ref` makes of `ordinary()`: that of llama-cpp-python 0.3.36, called by
-/// a program that reads the numbers from a file, compiled by gcc for x86-64 without FMA.
+/// XXH3 of the bytes that ggml's `ggml_quantize_chunk` makes of `ordinary()`: that of llama-cpp-python 0.3.36, compiled
+/// by gcc for x86-64 without FMA.
 #[test]
 fn bytes_are_ggmls() {
     let hashes = [
+        0x92e4_dca1_5ee1_bebe,
+        0x1217_ef29_4c11_1517,
+        0x8da7_22de_d2cd_dbb1,
         0x009f_0552_a041_78a3,
         0x41e0_a726_d522_b057,
         0xac5c_0827_f01b_2a6d,
@@ -263,10 +253,61 @@ fn bytes_are_ggmls() {
         0x37e4_d2ab_c493_9636,
         0x1c34_e23c_a241_6643,
         0x1084_b121_cd56_ba2d,
+        0x84ee_8642_586c_a780,
+        0xe036_c422_a1da_3c3e,
+        0xb8d1_1d58_8600_48d6,
     ];
     let values = ordinary();
-    for (dtype, hash) in QUANTISED.into_iter().zip(hashes) {
+    for (dtype, hash) in WeightType::ALL.into_iter().zip(hashes) {
         let bytes = quantised(dtype, &values);
         assert_eq!(XxHash3_64::oneshot(&bytes), hash, "{dtype}");
+    }
+}
+
+/// Each row of `ggml.txt` in each type. Where scales are zero as f16, quants may be others, but values are the same.
+#[test]
+fn bytes_of_awkward_rows_are_ggmls() {
+    struct Row {
+        name: &'static str,
+        values: Vec<f32>,
+        bytes: Vec<(WeightType, Vec<u8>)>,
+    }
+    let mut rows: Vec<Row> = Vec::new();
+    for line in include_str!("ggml.txt").lines().filter(|line| !line.starts_with('#')) {
+        match (line.split_once(' ').unwrap(), rows.last_mut()) {
+            (("row", name), _) => rows.push(Row { name, values: Vec::new(), bytes: Vec::new() }),
+            (("values", bits), Some(row)) => {
+                row.values.extend(bits.split(' ').map(|bits| f32::from_bits(u32::from_str_radix(bits, 16).unwrap())));
+            }
+            ((name, bytes), Some(row)) => {
+                let dtype = name.parse().unwrap();
+                match row.bytes.last_mut().filter(|last| last.0 == dtype) {
+                    Some(last) => last.1.extend(hex(bytes)),
+                    None => row.bytes.push((dtype, hex(bytes))),
+                }
+            }
+            _ => panic!("{line:?}"),
+        }
+    }
+    assert_eq!(rows.len(), 15);
+    for Row { name, values, bytes } in rows {
+        assert_eq!((values.len(), bytes.len()), (SUPER, WeightType::ALL.len() - 1), "{name}");
+        for (dtype, want) in bytes {
+            let got = quantised(dtype, &values);
+            assert_eq!(got.len(), want.len(), "{name}, {dtype}");
+            match name {
+                // Powers of two that small wrap around in ggml.
+                "subnormal" if dtype == WeightType::MXFP4 => {}
+                "subnormal" => {
+                    let decoded = |bytes: &[u8]| {
+                        let mut values = vec![f32::NAN; SUPER];
+                        dequantise(dtype, bytes, &mut values);
+                        values
+                    };
+                    assert_eq!(decoded(&got), decoded(&want), "{name}, {dtype}");
+                }
+                _ => assert!(got == want, "{name}, {dtype}"),
+            }
+        }
     }
 }

@@ -1,18 +1,17 @@
-//! Numbers to blocks, by the rules of ggml's reference quantisers (`quantize_row_*_ref` of `ggml-quants.c`), which
-//! llama.cpp writes files by where no importance matrix is given.
+//! Numbers to blocks, by the rules by which llama.cpp writes files where no importance matrix is given: those of
+//! `quantize_row_*_ref` of ggml's `ggml-quants.c`, and for IQ4_NL that of `quantize_iq4_nl`, which tries more scales.
 //!
-//! Bytes are the same as ggml's for finite numbers, if its compiler fused no products with sums. Where `d` or `dmin` is
-//! zero as f16, what it is multiplied by may differ: inverses of tiny ranges are infinite, of which ggml's conversions
-//! to integers make what they will. A block of IQ4_NL of numbers below [`ZERO`] has quants of zero here, and ggml's has
-//! those of the block before; `d` is zero in both. The power of two of MXFP4 is that of the largest number, which ggml
-//! has from a logarithm in `f32`: just below a power of two it is rounded up.
+//! Bytes are the same as ggml's for finite numbers, if its compiler fused no products with sums, as none does that
+//! compiles for all x86-64 processors. Where `d` or `dmin` is zero as f16, what it is multiplied by may differ:
+//! inverses of tiny ranges are infinite, of which ggml's conversions to integers make what they will. So may blocks of
+//! MXFP4 of numbers below 2^-125.
 //!
 //! Sums are added in the order of elements, because a rule compares sums that differ in their last bits.
 
 use half::{bf16, f16};
 
 use super::{E2M1, IQ4, SUPER, half_power};
-use crate::dtype::WeightType;
+use crate::WeightType;
 
 /// Sub-blocks of the K types with numbers below this are zeros.
 const ZERO: f32 = 1e-15;
@@ -439,21 +438,20 @@ fn nearest_iq4(v: f32) -> u8 {
     IQ4.windows(2).map(|pair| u8::from(v >= (f32::from(pair[0]) + f32::from(pair[1])) / 2.0)).sum()
 }
 
-/// Quants of a block of 32 by [`IQ4`], and the scale of the least squares for them. Weights are the squares of the
-/// elements.
+/// For quants of a block of 32 by [`IQ4`], the sums that the scale of the least squares is made of. Weights are the
+/// squares of the elements.
 struct Listed {
-    q: [u8; 32],
     xq: f32,
     qq: f32,
 }
 
 impl Listed {
     fn new(x: &[f32; 32], inverse: f32) -> Self {
-        let q = x.map(|v| nearest_iq4(inverse * v));
-        let value = |i: usize| f32::from(IQ4[usize::from(q[i])]);
+        let values = x.map(|v| f32::from(IQ4[usize::from(nearest_iq4(inverse * v))]));
+        let value = |i: usize| values[i];
         let xq = sum::<32>(|i| x[i] * x[i] * value(i) * x[i]);
         let qq = sum::<32>(|i| x[i] * x[i] * value(i) * value(i));
-        Self { q, xq, qq }
+        Self { xq, qq }
     }
 
     fn scale(&self) -> f32 {
@@ -461,17 +459,7 @@ impl Listed {
     }
 }
 
-/// The number farthest from zero gets the value farthest from zero.
-fn iq4_nl(x: &[f32; 32]) -> [u8; 18] {
-    let far = farthest(x);
-    if far.abs() < ZERO {
-        return [0; 18];
-    }
-    let listed = Listed::new(x, 1.0 / (far / f32::from(IQ4[0])));
-    joined(&[&f16::from_f32(listed.scale()).to_le_bytes(), &nibbles::<16>(&listed.q)])
-}
-
-/// The scale of a sub-block of IQ4_XS: the best of 16 ranges.
+/// The scale of a block of IQ4_NL, or of a sub-block of IQ4_XS: the best of 16 ranges.
 fn best_listed(x: &[f32; 32]) -> f32 {
     let (far, end) = (farthest(x), f32::from(IQ4[0]));
     if far.abs() < ZERO {
@@ -488,6 +476,13 @@ fn best_listed(x: &[f32; 32]) -> f32 {
         }
     }
     scale
+}
+
+fn iq4_nl(x: &[f32; 32]) -> [u8; 18] {
+    let d = best_listed(x);
+    let inverse = inverse(d);
+    let q = x.map(|v| nearest_iq4(inverse * v));
+    joined(&[&f16::from_f32(d).to_le_bytes(), &nibbles::<16>(&q)])
 }
 
 fn iq4_xs(x: &[f32; SUPER]) -> [u8; 136] {
@@ -512,8 +507,8 @@ fn iq4_xs(x: &[f32; SUPER]) -> [u8; 136] {
 /// Quants are the nearest, the first of two as near.
 fn mxfp4(x: &[f32; 32]) -> [u8; 17] {
     let most = farthest(x).abs();
-    // Below the smallest normal number, the exponent's bits are zeros: the power is the least then anyway.
-    let e = ((most.to_bits() >> 23) as u8).saturating_sub(2);
+    // The logarithm is f32's, as ggml's: that of a number just below a power of two is rounded up.
+    let e = if most > 0.0 { (most.log2().floor() + 125.0) as u8 } else { 0 };
     let d = half_power(e);
     let q = x.map(|v| {
         let off = |q: u8| (d * f32::from(E2M1[usize::from(q)]) - v).abs();
