@@ -13,6 +13,7 @@ mod config;
 mod cuda;
 mod curve;
 mod doctor;
+mod export;
 mod here;
 mod inspect;
 mod kv;
@@ -71,6 +72,8 @@ enum Command {
     Run(run::Options),
     /// Look into a store of keys and values, or replay requests through a pool of them
     Kv(kv::Options),
+    /// Write a model to a GGUF file with weights of another type, in little memory
+    Export(export::Options),
     /// Look into a folder of durable tensors, check it, copy it to a safetensors file, or copy a model into it
     State(state::Options),
     /// Show what a program that was started by `outcore run` does: memory, reads, hits, waits, layers in memory
@@ -94,6 +97,7 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Kv(options) => kv::run(&options).map(|report| render(&report, options.json())),
+        Command::Export(options) => export::run(&options).map(|report| render(&report, options.json)),
         Command::State(options) => state::run(&options).map(|report| render(&report, options.json())),
         Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),

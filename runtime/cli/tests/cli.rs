@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[path = "cli/export.rs"]
+mod export;
 #[path = "cli/replay.rs"]
 mod replay;
 #[path = "cli/state.rs"]
