@@ -323,6 +323,11 @@ impl Names<'_> {
     }
 
     fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
+        if c.arch == Arch::GptOss && self.files.container() == Container::Safetensors {
+            let what = "safetensors files of gpt-oss, whose experts lie in another order, are not supported: fetch a GGUF \
+                        file of the model, or convert it with llama.cpp";
+            return Err(Error::Unsupported(what.into()));
+        }
         let name = |stem: &str| format!("blk.{i}.{stem}");
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let [of_inputs, of_output, of_ffn] = c.biases;

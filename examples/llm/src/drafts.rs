@@ -18,7 +18,7 @@ pub enum DraftBy {
     #[default]
     Lookup,
     /// A draft model.
-    Model,
+    SmallModel,
 }
 
 /// Whether drafts of one sequence, made in one way, pay.

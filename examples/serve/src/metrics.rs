@@ -48,7 +48,7 @@ impl From<DraftBy> for By {
     fn from(by: DraftBy) -> Self {
         let by = match by {
             DraftBy::Lookup => "lookup",
-            DraftBy::Model => "model",
+            DraftBy::SmallModel => "model",
         };
         Self { by }
     }
@@ -110,8 +110,8 @@ impl Metrics {
         let by_both = || {
             let family = Family::<By, Counter>::default();
             // So that there is a number before the first draft.
-            for by in [DraftBy::Lookup, DraftBy::Model] {
-                family.get_or_create(&By::from(by));
+            for by in [DraftBy::Lookup, DraftBy::SmallModel] {
+                drop(family.get_or_create(&By::from(by)));
             }
             family
         };

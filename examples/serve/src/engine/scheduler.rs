@@ -117,7 +117,7 @@ impl<P: Passes> Answer<P> {
     fn drafts_by(&mut self, by: DraftBy) -> &mut Drafts {
         match by {
             DraftBy::Lookup => &mut self.drafts,
-            DraftBy::Model => &mut self.model_drafts,
+            DraftBy::SmallModel => &mut self.model_drafts,
         }
     }
 
@@ -680,7 +680,7 @@ impl<P: Passes> Scheduler<P> {
                 {
                     let made = answer.draft(drafter, most, &worth, &mut sessions);
                     if !made.is_empty() {
-                        (drafted, draft, by) = (made.len(), made, DraftBy::Model);
+                        (drafted, draft, by) = (made.len(), made, DraftBy::SmallModel);
                     }
                 }
                 drafts -= drafted;

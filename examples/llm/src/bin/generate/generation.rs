@@ -89,14 +89,14 @@ impl Drafter {
             return Ok((found, DraftBy::Lookup));
         }
         let pays = self.model.pay(most, (token + self.session.seconds()) / saves);
-        Ok((self.session.draft(tokens, pays)?, DraftBy::Model))
+        Ok((self.session.draft(tokens, pays)?, DraftBy::SmallModel))
     }
 
     /// Of so many drafted tokens, so many were right.
     fn observe(&mut self, by: DraftBy, drafted: usize, right: usize) {
         match by {
             DraftBy::Lookup => self.lookup.observe(drafted, right),
-            DraftBy::Model => self.model.observe(drafted, right),
+            DraftBy::SmallModel => self.model.observe(drafted, right),
         }
     }
 }

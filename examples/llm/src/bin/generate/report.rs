@@ -92,7 +92,7 @@ impl Drafted {
     pub fn count(&mut self, by: DraftBy, drafted: usize, accepted: usize) {
         let held = match by {
             DraftBy::Lookup => &mut self.lookup,
-            DraftBy::Model => &mut self.model,
+            DraftBy::SmallModel => &mut self.model,
         };
         held.drafted += drafted;
         held.accepted += accepted;
