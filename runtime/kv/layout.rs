@@ -1,9 +1,11 @@
 //! Where keys and values lie in a block, and how large blocks are.
 
+use std::num::NonZeroU32;
 use std::ops::Range;
 
 use outcore::{Bytes, DType, Error, ErrorKind, PageSize, Result};
 
+use crate::extent::Extent;
 use crate::key::Fingerprint;
 
 /// The part of a block's pages that must hold bytes, in hundredths.
@@ -81,6 +83,31 @@ pub enum KvPart {
     Values,
 }
 
+/// How far a token sees in a layer that does not see all: itself, and those just before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct KvWindow(NonZeroU32);
+
+impl KvWindow {
+    /// A window of so many tokens. A token sees itself, so they are at least one.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if they are none.
+    pub fn new(tokens: u32) -> Result<Self> {
+        NonZeroU32::new(tokens).map(Self).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "a window of 0 tokens")
+                .remedy("count the token itself, or give layers that see all no window")
+        })
+    }
+    /// The tokens that one sees, itself included.
+    pub const fn tokens(self) -> u32 {
+        self.0.get()
+    }
+    /// The first position that the token at `position` sees.
+    fn first(self, position: u64) -> u64 {
+        (position + 1).saturating_sub(u64::from(self.tokens()))
+    }
+}
+
 /// How the keys and values of a model lie in blocks.
 ///
 /// A block holds the keys and values of some tokens that follow one another, for some layers that follow one another (a
@@ -92,12 +119,17 @@ pub enum KvPart {
 ///
 /// So what a layer writes for a token is contiguous (a *row*), and so are all keys of a layer in a block, and its
 /// values. A block begins at a page and fills whole pages, but for less than a twentieth.
+///
+/// Where tokens see only those [just before them](Self::with_windows) in all layers of a group, passes read only the
+/// last blocks of that group. The others are kept all the same: another sequence may begin with them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvLayout {
     shape: KvShape,
     page: PageSize,
     tokens: u32,
     group: u32,
+    /// By group. None at all if no group has one.
+    windows: Vec<Option<KvWindow>>,
 }
 
 impl KvLayout {
@@ -109,7 +141,7 @@ impl KvLayout {
     pub fn new(shape: KvShape, page: PageSize) -> Result<Self> {
         let tokens = (TOKENS_LEAST..=TOKENS_MOST).step_by(TOKENS_LEAST as usize);
         let all = tokens.flat_map(|tokens| (1..=shape.layers).map(move |group| (tokens, group)));
-        let layouts = all.map(|(tokens, group)| Self { shape, page, tokens, group });
+        let layouts = all.map(|(tokens, group)| Self { shape, page, tokens, group, windows: Vec::new() });
         let fitting = layouts.filter(|layout| layout.fill_percent() >= FILL_LEAST);
         fitting.min_by_key(Self::badness).ok_or_else(|| {
             let token = shape.token_bytes();
@@ -127,7 +159,7 @@ impl KvLayout {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if one of them is 0, if the group has more layers than the
     /// model, or if such blocks do not fill whole pages to 95 %.
     pub fn with(shape: KvShape, page: PageSize, tokens: u32, group: u32) -> Result<Self> {
-        let layout = Self { shape, page, tokens, group };
+        let layout = Self { shape, page, tokens, group, windows: Vec::new() };
         if !(1..=TOKENS_LIMIT).contains(&tokens) || !(1..=shape.layers).contains(&group) {
             let layers = shape.layers;
             return Err(Error::new(
@@ -149,6 +181,32 @@ impl KvLayout {
             }));
         }
         Ok(layout)
+    }
+
+    /// The layout for a model with these windows, by layer. A group has one if all its layers have: the largest of
+    /// theirs. Groups of one layer so read least.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, PageSize};
+    /// use outcore_kv::{KvLayout, KvShape, KvWindow};
+    ///
+    /// let layout = KvLayout::with(KvShape::new(4, 2, 64, DType::F32)?, PageSize::new(Bytes::kib(16))?, 16, 1)?;
+    /// let window = KvWindow::new(100)?;
+    /// let layout = layout.with_windows(|layer| (layer % 2 == 0).then_some(window));
+    /// assert_eq!([layout.window_of(2), layout.window_of(3)], [Some(window), None]);
+    /// // The token at position 1000 sees those from 901 on.
+    /// assert_eq!([layout.first_read(2, 1000), layout.first_read(3, 1000)], [901 / 16, 0]);
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_windows(mut self, of_layer: impl Fn(u32) -> Option<KvWindow>) -> Self {
+        let of_group = |group: u32| {
+            let windows: Option<Vec<KvWindow>> = self.layers_of(group).map(&of_layer).collect();
+            windows?.into_iter().max()
+        };
+        let windows: Vec<_> = (0..self.groups()).map(of_group).collect();
+        self.windows = if windows.iter().any(Option::is_some) { windows } else { Vec::new() };
+        self
     }
 
     /// How much worse than the best: by tokens of a block (a factor of two is one), pages of a block, and how few
@@ -227,8 +285,48 @@ impl KvLayout {
         Some(first.start..first.start + first.len() * self.tokens as usize)
     }
 
+    /// The window of a group, if none of its layers sees all.
+    pub fn window_of(&self, group: u32) -> Option<KvWindow> {
+        self.windows.get(group as usize).copied().flatten()
+    }
+
+    /// Whether a group has a window.
+    pub(crate) fn has_windows(&self) -> bool {
+        !self.windows.is_empty()
+    }
+
+    /// The number, in its sequence, of the first block that the token at this position sees in a group.
+    pub fn first_read(&self, group: u32, position: u64) -> u64 {
+        self.window_of(group).map_or(0, |window| window.first(position) / u64::from(self.tokens))
+    }
+
+    /// The pages that a pass over the tokens at these positions uses: those of the blocks that it reads in each group,
+    /// and writes.
+    pub fn pass_bytes(&self, positions: Range<u64>) -> Bytes {
+        Bytes::new(self.parts_of(&positions).saturating_mul(self.block_room().get()))
+    }
+
+    /// As [`pass_bytes`](Self::pass_bytes), in parts: blocks of one group.
+    pub(crate) fn parts_of(&self, positions: &Range<u64>) -> u64 {
+        let end = positions.end.div_ceil(u64::from(self.tokens));
+        (0..self.groups()).map(|group| end.saturating_sub(self.first_read(group, positions.start))).sum()
+    }
+
+    /// The most parts that a pass of a sequence that goes so far can use, wherever in it the pass is.
+    pub(crate) fn parts_most(&self, extent: Extent) -> u64 {
+        let each = u64::from(self.tokens);
+        let all = extent.tokens().div_ceil(each);
+        let of_group = |group| {
+            let Some(window) = self.window_of(group) else { return all };
+            // Of the tokens that a pass reads, all but one may begin with the last of a block.
+            let others = (u64::from(window.tokens()) - 1).saturating_add(extent.pass().max(1) - 1);
+            all.min(others.div_ceil(each).saturating_add(1))
+        };
+        (0..self.groups()).map(of_group).fold(0, u64::saturating_add)
+    }
+
     /// What blocks of this layout, of this model, are known by. `model` names the weights, such as by a hash of their
-    /// file.
+    /// file. Windows do not count: a block has the same bytes, however far later tokens see.
     pub fn fingerprint(&self, model: &[u8]) -> Fingerprint {
         let Self { shape, tokens, group, .. } = self;
         let numbers = [shape.layers, shape.heads, shape.head_dim, *tokens, *group].map(u32::to_le_bytes);
@@ -299,7 +397,7 @@ mod tests {
     fn rows_lie_beside_each_other_and_fill_the_block() {
         let shape = KvShape::new(5, 2, 64, DType::F16).unwrap();
         // The last group has one layer, so this would be refused.
-        let layout = KvLayout { shape, page: page(16), tokens: 16, group: 2 };
+        let layout = KvLayout { shape, page: page(16), tokens: 16, group: 2, windows: Vec::new() };
         let mut end = 0;
         for layer in 0..2 {
             for part in [KvPart::Keys, KvPart::Values] {
@@ -316,6 +414,55 @@ mod tests {
         assert!(layout.row(2, KvPart::Keys, 0).is_none() && layout.row(0, KvPart::Keys, 16).is_none());
         assert_eq!((layout.groups(), layout.layers_of(2), layout.group_of(4)), (3, 4..5, (2, 0)));
         assert_eq!(layout.layers_of(9), 5..5);
+    }
+
+    #[test]
+    fn a_group_has_the_largest_window_of_its_layers_if_all_have_one() {
+        let windows =
+            [Some(5), Some(9), None, Some(7), Some(3)].map(|tokens| tokens.map(|n| KvWindow::new(n).unwrap()));
+        let shape = KvShape::new(5, 2, 64, DType::F16).unwrap();
+        let of = |group| {
+            let layout = KvLayout { shape, page: page(16), tokens: 4, group, windows: Vec::new() };
+            let whole = layout.clone();
+            (layout.with_windows(|layer| windows[layer as usize]), whole)
+        };
+        let (single, whole) = of(1);
+        assert_eq!([0, 1, 2, 3, 4, 5].map(|group| single.window_of(group)), [&windows[..], &[None]].concat()[..]);
+        let pairs = of(2).0;
+        assert_eq!([0, 1, 2].map(|group| pairs.window_of(group)), [windows[1], None, windows[4]]);
+        assert_eq!(of(3).0.window_of(0), None);
+        assert_eq!(single.clone().with_windows(|_| None), whole);
+        assert_eq!(single.fingerprint(b"weights"), whole.fingerprint(b"weights"));
+        assert!(KvWindow::new(0).unwrap_err().advice().is_some());
+    }
+
+    /// Counted position by position: no pass uses more parts than is said, and some pass uses as many.
+    #[test]
+    fn what_passes_use_at_most_is_what_the_worst_of_them_uses() {
+        let shape = KvShape::new(3, 2, 64, DType::F16).unwrap();
+        for (each, window) in [(4, 1), (4, 4), (4, 5), (8, 3), (8, 9), (8, 20), (1, 6)] {
+            let layout = KvLayout { shape, page: page(16), tokens: each, group: 1, windows: Vec::new() };
+            let layout = layout.with_windows(|layer| (layer > 0).then(|| KvWindow::new(window).unwrap()));
+            for (tokens, pass) in [(1, 1), (7, 1), (7, 7), (90, 1), (90, 2), (90, 5), (90, 17), (90, 90)] {
+                let used = |start: u64| {
+                    let end = (start + pass).min(tokens);
+                    let of_layer = |layer| {
+                        let sees = |position: u64| layer == 0 || position + u64::from(window) > start;
+                        let blocks = (0..end).filter(|position| sees(*position)).map(|at| at / u64::from(each));
+                        blocks.collect::<std::collections::BTreeSet<_>>().len() as u64
+                    };
+                    let parts = (0..3).map(of_layer).sum();
+                    assert_eq!(layout.parts_of(&(start..end)), parts);
+                    assert_eq!(layout.pass_bytes(start..end), Bytes::new(parts * layout.block_room().get()));
+                    parts
+                };
+                let most = (0..tokens).map(used).max();
+                let said = layout.parts_most(Extent::new(tokens).in_passes_of(pass));
+                assert_eq!(Some(said), most, "blocks of {each}, window {window}, {tokens} tokens by {pass}");
+            }
+            let huge = layout.parts_most(Extent::new(u64::MAX).in_passes_of(u64::MAX));
+            assert!(huge >= layout.parts_most(Extent::new(1 << 40)));
+        }
     }
 
     #[test]
@@ -338,7 +485,7 @@ mod tests {
     fn a_fingerprint_depends_on_all_that_bytes_depend_on() {
         let of = |layers, dtype, tokens| {
             let shape = KvShape::new(layers, 2, 64, dtype).unwrap();
-            KvLayout { shape, page: page(16), tokens, group: 1 }.fingerprint(b"weights")
+            KvLayout { shape, page: page(16), tokens, group: 1, windows: Vec::new() }.fingerprint(b"weights")
         };
         let one = of(4, DType::F16, 16);
         assert!([of(5, DType::F16, 16), of(4, DType::BF16, 16), of(4, DType::F16, 32)].iter().all(|it| *it != one));

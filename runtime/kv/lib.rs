@@ -7,6 +7,7 @@
 //! Two features, off by default, are for the folder that keeps blocks ([`Store`]): `encryption` and `compression`. A
 //! build without one refuses what needs it, with an error that names the feature.
 
+mod extent;
 mod key;
 mod layout;
 mod options;
@@ -20,8 +21,9 @@ mod store;
 mod tables;
 mod turns;
 
+pub use extent::Extent;
 pub use key::{BlockKey, Fingerprint, TenantId, Token};
-pub use layout::{KvLayout, KvPart, KvShape};
+pub use layout::{KvLayout, KvPart, KvShape, KvWindow};
 pub use options::{ActiveOptions, TenantOptions};
 pub use permit::{Permit, PermitFuture, PermitRequest};
 pub use pool::{KvStats, TenantStats};

@@ -75,7 +75,8 @@ impl TenantOptions {
     }
 }
 
-/// How many blocks the sequences with [permits](crate::KvPool::admit) have together.
+/// How many blocks the sequences with [permits](crate::KvPool::admit) have together, as [permits
+/// count](crate::Permit::blocks) them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ActiveOptions {

@@ -1,4 +1,7 @@
 //! Waiting for a place among the active sequences. Who is next: [`turns`](crate::turns).
+//!
+//! What is active is counted in *parts*, each a block of one group of layers: in a group with a window, passes use only
+//! the last ones of a sequence. Whoever is told gets blocks of all groups.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,16 +11,19 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use oneshot::{AsyncReceiver, Receiver, RecvTimeoutError, Sender};
-use outcore::{Error, ErrorKind, Result};
+use outcore::{Bytes, Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use crate::extent::Extent;
 use crate::key::TenantId;
+use crate::layout::KvLayout;
 use crate::turns::{Answer, Counts, Granted, Refusal, RequestId, Turn, Turns};
 
-/// Blocks that may be active, and who has them or waits for them.
+/// Parts that may be active, and who has them or waits for them.
 pub struct Permits {
-    /// Tokens of a block.
-    block_tokens: u32,
+    layout: KvLayout,
+    /// Blocks of the pool.
+    blocks: u32,
     state: Mutex<State>,
     start: Instant,
 }
@@ -25,26 +31,42 @@ pub struct Permits {
 /// Without the state: a tenant's request that is printed shows nothing of other tenants.
 impl fmt::Debug for Permits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Permits").field("block_tokens", &self.block_tokens).finish_non_exhaustive()
+        f.debug_struct("Permits").field("blocks", &self.blocks).finish_non_exhaustive()
     }
 }
 
 #[derive(Debug)]
 struct State {
     turns: Turns,
-    waiting: HashMap<RequestId, Sender<Permit>>,
+    waiting: HashMap<RequestId, (Sender<Permit>, Extent)>,
 }
 
 impl Permits {
-    /// Those of a pool whose blocks are of so many tokens. None may be active yet.
-    pub fn new(block_tokens: u32) -> Self {
+    /// Those of a pool of `blocks` blocks. None may be active yet.
+    pub fn new(layout: KvLayout, blocks: u32) -> Self {
         let state = State { turns: Turns::new(0, 0), waiting: HashMap::new() };
-        Self { block_tokens, state: Mutex::new(state), start: Instant::now() }
+        Self { layout, blocks, state: Mutex::new(state), start: Instant::now() }
     }
 
-    /// Blocks of a sequence of so many tokens.
-    pub fn blocks_for(&self, tokens: u64) -> u32 {
-        u32::try_from(tokens.div_ceil(u64::from(self.block_tokens))).unwrap_or(u32::MAX)
+    /// Parts of so many whole blocks.
+    fn parts(&self, blocks: u32) -> u32 {
+        blocks.saturating_mul(self.layout.groups())
+    }
+
+    /// Blocks with so many parts, for whoever is told.
+    fn told(&self, parts: u32) -> u32 {
+        parts.div_ceil(self.layout.groups())
+    }
+
+    /// Parts for a sequence that goes so far, where `most` may be active: those that its passes use. But no smaller a
+    /// part of these than its blocks are of the pool, since a block is a whole one there: sequences that all have
+    /// permits then find a block for each of their tokens. And no more than its blocks have.
+    fn parts_for(&self, extent: Extent, most: u32) -> u32 {
+        let blocks = u128::from(extent.tokens().div_ceil(u64::from(self.layout.block_tokens())));
+        let whole = blocks * u128::from(self.layout.groups());
+        let of_pool = (blocks * u128::from(most)).div_ceil(u128::from(self.blocks.max(1)));
+        let used = u128::from(self.layout.parts_most(extent));
+        u32::try_from(used.max(of_pool).min(whole)).unwrap_or(u32::MAX)
     }
 
     fn now(&self) -> Duration {
@@ -55,9 +77,9 @@ impl Permits {
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut State, Duration) -> Vec<Granted>) {
         let mut state = self.state.lock();
         let granted = change(&mut state, self.now());
-        let to = |(tenant, id, blocks)| {
-            let sender = state.waiting.remove(&id)?;
-            Some((sender, Permit { permits: self.clone(), tenant, blocks }))
+        let to = |(tenant, id, parts)| {
+            let (sender, extent) = state.waiting.remove(&id)?;
+            Some((sender, Permit { permits: self.clone(), tenant, extent, parts }))
         };
         let sent: Vec<_> = granted.into_iter().filter_map(to).collect();
         drop(state);
@@ -67,24 +89,25 @@ impl Permits {
         }
     }
 
+    /// So many blocks may be active, of which so many are the reserve.
     pub fn resize(self: &Arc<Self>, blocks: u32, reserve: u32) {
-        self.change(|state, now| state.turns.resize(blocks, reserve, now));
+        let [parts, reserve] = [blocks, reserve].map(|blocks| self.parts(blocks));
+        self.change(|state, now| state.turns.resize(parts, reserve, now));
     }
 
-    /// What a tenant may have. If that is refused, returns how many blocks all static shares would be.
+    /// What a tenant may have; its static share is in blocks. If that is refused, returns how many blocks all static
+    /// shares would be.
     pub fn set(self: &Arc<Self>, tenant: TenantId, turn: Turn) -> std::result::Result<(), u64> {
+        let turn = Turn { reserved: self.parts(turn.reserved), ..turn };
         let reserved = {
             let turns = &self.state.lock().turns;
             let all = u64::from(turn.reserved) + turns.reserved_by_others(tenant);
-            if turn.reserved > 0 && all > u64::from(turns.blocks()) { Err(all) } else { Ok(()) }
+            let too_many = turn.reserved > 0 && all > u64::from(turns.blocks());
+            if too_many { Err(all / u64::from(self.layout.groups())) } else { Ok(()) }
         };
         reserved?;
         self.change(|state, now| state.turns.set(tenant, turn, now));
         Ok(())
-    }
-
-    fn grow(&self, tenant: TenantId, blocks: u32) -> bool {
-        self.state.lock().turns.grow(tenant, blocks, self.now())
     }
 
     pub fn forget(self: &Arc<Self>, tenant: TenantId) {
@@ -94,92 +117,154 @@ impl Permits {
     /// Blocks that may be active, blocks that are, and requests that wait.
     pub fn sums(&self) -> (u32, u32, usize) {
         let turns = &self.state.lock().turns;
-        (turns.blocks(), turns.active(), turns.waiting())
+        (turns.blocks() / self.layout.groups(), self.told(turns.active()), turns.waiting())
     }
 
     /// Blocks active, requests that wait, and counts of a tenant.
     pub fn of(&self, tenant: TenantId) -> (u32, usize, Counts) {
-        self.state.lock().turns.of(tenant)
+        let (parts, waiting, counts) = self.state.lock().turns.of(tenant);
+        (self.told(parts), waiting, counts)
     }
 
-    pub fn estimate(&self, tenant: TenantId, of: Option<RequestId>, blocks: u32) -> Option<Duration> {
-        self.state.lock().turns.estimate(tenant, of, blocks, self.now())
+    /// How long a request for so much more would wait now.
+    pub fn estimate(&self, tenant: TenantId, extent: Extent) -> Option<Duration> {
+        let turns = &mut self.state.lock().turns;
+        turns.estimate(tenant, None, self.parts_for(extent, turns.blocks()), self.now())
     }
 
-    pub fn ask(self: &Arc<Self>, tenant: TenantId, blocks: u32) -> Result<PermitRequest> {
+    fn estimate_of(&self, tenant: TenantId, id: RequestId) -> Option<Duration> {
+        self.state.lock().turns.estimate(tenant, Some(id), 0, self.now())
+    }
+
+    pub fn ask(self: &Arc<Self>, tenant: TenantId, extent: Extent) -> Result<PermitRequest> {
         let mut state = self.state.lock();
-        let progress = match state.turns.ask(tenant, blocks, self.now()) {
-            Answer::Granted => Progress::Granted(Permit { permits: self.clone(), tenant, blocks }),
+        let parts = self.parts_for(extent, state.turns.blocks());
+        let progress = match state.turns.ask(tenant, parts, self.now()) {
+            Answer::Granted => Progress::Granted(Permit { permits: self.clone(), tenant, extent, parts }),
             Answer::Waits(id) => {
                 let (sender, receiver) = oneshot::channel();
-                state.waiting.insert(id, sender);
+                state.waiting.insert(id, (sender, extent));
                 Progress::Waits(Place { permits: self.clone(), tenant, id }, receiver)
             }
             Answer::Refused(refusal) => {
-                let estimate = state.turns.estimate(tenant, None, blocks, self.now());
+                let estimate = state.turns.estimate(tenant, None, parts, self.now());
                 let all = state.turns.blocks();
                 drop(state);
-                return Err(refused(tenant, blocks, refusal, all, estimate));
+                return Err(self.refused(tenant, parts, refusal, all, estimate));
             }
         };
         Ok(PermitRequest(progress))
     }
-}
 
-fn refused(tenant: TenantId, blocks: u32, refusal: Refusal, all: u32, estimate: Option<Duration>) -> Error {
-    let tenant = tenant.get();
-    match refusal {
-        Refusal::Never(most) => Error::new(
-            ErrorKind::BudgetTooSmall,
-            format!(
-                "a sequence of {blocks} blocks, and {most} of the {all} blocks that may be active can be tenant {tenant}'s"
-            ),
-        )
-        .remedy("ask for fewer tokens, raise ActiveOptions::blocks_most or lower the static shares of other tenants"),
-        Refusal::QueueFull(most) => {
-            let when = estimate.map_or_else(String::new, |estimate| {
-                format!(", and one more would wait for about {:.1} s", estimate.as_secs_f64())
-            });
-            Error::new(
-                ErrorKind::BudgetTooSmall,
-                format!("{most} requests of tenant {tenant} wait already, as many as may{when}"),
-            )
-            .remedy("try again later, or raise TenantOptions::waiting_most")
+    /// So many parts as blocks, in words.
+    fn in_blocks(&self, parts: u32) -> String {
+        let groups = self.layout.groups();
+        match parts.is_multiple_of(groups) {
+            true => (parts / groups).to_string(),
+            false => format!("{:.2}", f64::from(parts) / f64::from(groups)),
+        }
+    }
+
+    fn refused(&self, tenant: TenantId, parts: u32, refusal: Refusal, all: u32, estimate: Option<Duration>) -> Error {
+        let tenant = tenant.get();
+        match refusal {
+            Refusal::Never(most) => {
+                let [blocks, most, all] = [parts, most, all].map(|parts| self.in_blocks(parts));
+                let message = format!(
+                    "a sequence of {blocks} blocks, and {most} of the {all} blocks that may be active can be tenant \
+                     {tenant}'s"
+                );
+                Error::new(ErrorKind::BudgetTooSmall, message).remedy(
+                    "ask for fewer tokens, raise ActiveOptions::blocks_most or lower the static shares of other tenants",
+                )
+            }
+            Refusal::QueueFull(most) => {
+                let when = estimate.map_or_else(String::new, |estimate| {
+                    format!(", and one more would wait for about {:.1} s", estimate.as_secs_f64())
+                });
+                Error::new(
+                    ErrorKind::BudgetTooSmall,
+                    format!("{most} requests of tenant {tenant} wait already, as many as may{when}"),
+                )
+                .remedy("try again later, or raise TenantOptions::waiting_most")
+            }
         }
     }
 }
 
-/// Leave for a sequence to be active, with so many blocks. It is given back when this is dropped.
+/// Leave for a sequence to be active, and to go so far. It is given back when this is dropped.
 pub struct Permit {
     permits: Arc<Permits>,
     tenant: TenantId,
-    blocks: u32,
+    extent: Extent,
+    parts: u32,
 }
 
 impl fmt::Debug for Permit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Permit({:?}, {} blocks)", self.tenant, self.blocks)
+        write!(f, "Permit({:?}, {:?}, {} blocks)", self.tenant, self.extent, self.blocks())
     }
 }
 
 impl Permit {
-    /// How many blocks the sequence may have.
+    /// How many blocks it counts as, rounded up. Of layers with a [window](KvLayout::with_windows), only what a pass
+    /// uses counts, and so the sequence may have more.
     pub fn blocks(&self) -> u32 {
-        self.blocks
+        self.permits.told(self.parts)
+    }
+    /// The pages that it counts.
+    pub fn bytes(&self) -> Bytes {
+        Bytes::new(u64::from(self.parts) * self.permits.layout.block_room().get())
+    }
+    /// How far the sequence may go.
+    pub fn extent(&self) -> Extent {
+        self.extent
     }
     /// The tenant that has it.
     pub fn tenant(&self) -> TenantId {
         self.tenant
     }
-    /// Makes it one for so many tokens, if it is for fewer and enough blocks are not active. It does not wait, and
-    /// passes those who do: a sequence that goes on comes before one that has yet to begin. Returns whether the permit
-    /// is for so many tokens. If not, one of the active sequences has to be [parked](crate::Sequence::park).
-    pub fn grow(&mut self, tokens: u64) -> bool {
-        let wanted = self.permits.blocks_for(tokens);
-        let Some(more) = wanted.checked_sub(self.blocks).filter(|more| *more > 0) else { return true };
-        let grown = self.permits.grow(self.tenant, more);
-        self.blocks += if grown { more } else { 0 };
-        grown
+    /// Makes it one for so many tokens, if it is for fewer, and for passes of this length. Those who wait get what it
+    /// needs less. What it needs more it gets if so much is not active. It does not wait, and passes those who do: a
+    /// sequence that goes on comes before one that has yet to begin. Returns whether it is for so much then; if not, it
+    /// is as before, and one of the active sequences has to be [parked](crate::Sequence::park).
+    pub fn fit(&mut self, extent: impl Into<Extent>) -> bool {
+        let extent = extent.into();
+        let extent = Extent::new(extent.tokens().max(self.extent.tokens())).in_passes_of(extent.pass());
+        if extent == self.extent {
+            return true;
+        }
+        let (tenant, before, mut fitted) = (self.tenant, self.parts, None);
+        self.permits.change(|State { turns, .. }, now| {
+            let parts = self.permits.parts_for(extent, turns.blocks());
+            if parts <= before || turns.grow(tenant, parts - before, now) {
+                fitted = Some(parts);
+            }
+            if parts < before { turns.give_back(tenant, before - parts, now) } else { Vec::new() }
+        });
+        if let Some(parts) = fitted {
+            (self.extent, self.parts) = (extent, parts);
+        }
+        fitted.is_some()
+    }
+    /// Whether a pass over the tokens at these positions is among what it is for. The error says what is missing.
+    pub(crate) fn allows(&self, positions: &std::ops::Range<u64>) -> Result<()> {
+        let pass = positions.end.saturating_sub(positions.start);
+        if self.extent.holds(positions.end, pass) {
+            return Ok(());
+        }
+        let most = self.permits.state.lock().turns.blocks();
+        let parts = self.permits.parts_for(Extent::new(positions.end).in_passes_of(pass), most);
+        if parts <= self.parts {
+            return Ok(());
+        }
+        let [needed, granted] = [parts, self.parts].map(|parts| self.permits.in_blocks(parts));
+        let message = format!("{needed} blocks of a sequence that has a permit for {granted}");
+        let of_windows = "; where layers have windows, also in passes of fewer tokens";
+        let also = if self.permits.layout.has_windows() { of_windows } else { "" };
+        Err(Error::new(ErrorKind::BudgetTooSmall, message).remedy(format!(
+            "ask for a permit for all tokens that the sequence may get, or take the permit away{also}"
+        )))
     }
     /// Whether these gave it.
     pub(crate) fn is_of(&self, permits: &Arc<Permits>) -> bool {
@@ -189,7 +274,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.permits.change(|state, now| state.turns.give_back(self.tenant, self.blocks, now));
+        self.permits.change(|state, now| state.turns.give_back(self.tenant, self.parts, now));
     }
 }
 
@@ -245,7 +330,7 @@ impl PermitRequest {
     pub fn estimate(&self) -> Option<Duration> {
         match &self.0 {
             Progress::Waits(Place { permits, tenant, id }, _) if !self.is_granted() => {
-                permits.estimate(*tenant, Some(*id), 0)
+                permits.estimate_of(*tenant, *id)
             }
             _ => Some(Duration::ZERO),
         }

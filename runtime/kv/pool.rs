@@ -7,6 +7,7 @@ use std::time::Duration;
 use outcore::stats::SegmentView;
 use outcore::{Bytes, Error, ErrorKind, Result, Runtime, Tier};
 
+use crate::extent::Extent;
 use crate::key::{TenantId, Token};
 use crate::layout::KvLayout;
 use crate::options::{ActiveOptions, TenantOptions};
@@ -41,7 +42,7 @@ fn may_be(tenant: TenantId) -> Result<()> {
 pub struct TenantStats {
     /// Blocks that its sequences use. One that several of them share counts for each.
     pub used: u32,
-    /// Blocks of its permits.
+    /// Blocks that its [permits](crate::Permit::blocks) count as.
     pub active: u32,
     /// Requests for permits that wait.
     pub waiting: u64,
@@ -83,7 +84,7 @@ pub struct KvStats {
     pub joined: u64,
     /// Memory of the tables.
     pub tables: Bytes,
-    /// Blocks of all [permits](KvPool::admit).
+    /// Blocks that all [permits](KvPool::admit) count as.
     pub active: u32,
     /// The most blocks that may be active.
     pub active_most: u32,
@@ -162,9 +163,14 @@ impl KvPool {
         self.0.permits.resize(blocks, reserve.unwrap_or(blocks / RESERVE));
     }
 
-    /// Asks that a sequence of up to so many tokens be active: that its blocks be in fast memory together with those of
-    /// all others that are active. More would only evict each other's blocks. Whoever is refused, or cannot wait, is
-    /// told how long it would take. [`Sequence::activate`] ties the permit to a sequence.
+    /// Asks that a sequence of up to so many tokens be active: that the blocks which its passes use be in fast memory
+    /// together with those of all others that are active. More would only evict each other's blocks. Whoever is
+    /// refused, or cannot wait, is told how long it would take. [`Sequence::activate`] ties the permit to a sequence.
+    ///
+    /// Where layers have a [window](KvLayout::with_windows), passes use less than all blocks, the shorter they are the
+    /// less: see [`Extent`]. But a permit counts no smaller a part of what may be active than the sequence's blocks are
+    /// of the pool, so that sequences with permits do not run out of blocks, if the pool has as many blocks as may be
+    /// active.
     ///
     /// A tenant's [static share](TenantOptions::active_reserved) is always there. Of what is left, the tenant with
     /// least for its [weight](TenantOptions::active_weight) is next, and nobody passes it. A
@@ -176,17 +182,17 @@ impl KvPool {
     /// largest number.
     ///
     /// [`InvalidArgument`]: ErrorKind::InvalidArgument
-    pub fn admit(&self, tenant: TenantId, tokens: u64) -> Result<PermitRequest> {
+    pub fn admit(&self, tenant: TenantId, extent: impl Into<Extent>) -> Result<PermitRequest> {
         may_be(tenant)?;
         self.resize_active();
         self.0.state.lock().tenant(tenant);
-        self.0.permits.ask(tenant, self.0.permits.blocks_for(tokens))
+        self.0.permits.ask(tenant, extent.into())
     }
 
     /// How long a request for so many tokens more would wait now. `None` if that is not known: no permit came back yet.
-    pub fn estimate(&self, tenant: TenantId, tokens: u64) -> Option<Duration> {
+    pub fn estimate(&self, tenant: TenantId, extent: impl Into<Extent>) -> Option<Duration> {
         self.resize_active();
-        self.0.permits.estimate(tenant, None, self.0.permits.blocks_for(tokens))
+        self.0.permits.estimate(tenant, extent.into())
     }
 
     /// Begins a sequence with these tokens. The keys and values of those that are there already, from the first one on,

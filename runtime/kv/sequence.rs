@@ -101,6 +101,8 @@ struct Passes {
     walker: Walker,
     /// Whether the sequence has other blocks than when the order was declared.
     outdated: bool,
+    /// By group, the first block that the order names.
+    firsts: Vec<u64>,
 }
 
 impl fmt::Debug for Sequence {
@@ -297,7 +299,7 @@ impl Sequence {
     pub fn append(&mut self, tokens: &[Token]) -> Result<Range<u64>> {
         let (start, each) = (self.len, self.each());
         let end = start + tokens.len() as u64;
-        self.permitted(end)?;
+        self.permitted(start..end)?;
         if !tokens.is_empty() && !start.is_multiple_of(each) {
             self.own_the_last()?;
         }
@@ -310,25 +312,29 @@ impl Sequence {
         self.tail.extend_from_slice(tokens);
         self.len = end;
         self.outdate_passes(more > 0);
-        self.declare_passes()?;
+        self.declare_passes(start)?;
         Ok(start..end)
     }
 
-    /// Declares that each pass goes over the groups in order, and over all blocks of each: the last one is written,
-    /// then all are read from the first on. Policies that follow plans then keep what the next pass needs soonest, and
-    /// fill blocks ahead of their use. It is for sequences larger than the memory that they may have: others gain
-    /// nothing.
+    /// Declares that each pass goes over the groups in order, and over the blocks of each that it reads: the last one
+    /// is written, then all within the group's [window](crate::KvLayout::with_windows) are read from the first on.
+    /// Policies that follow plans then keep what the next pass needs soonest, and fill blocks ahead of their use. It is
+    /// for sequences of which a pass uses more than the memory that they may have: others gain nothing.
+    ///
+    /// What windows have left is in no plan, so it goes before all that is. Policies that follow none need not be told:
+    /// it was used before all that passes read. It is written to the tiers below only if it has to go.
     ///
     /// Pins of blocks are then uses of a [`Walker`] of the sequence. The order is declared anew by
-    /// [`append`](Self::append) where the blocks have changed.
+    /// [`append`](Self::append) where the blocks have changed, or those within a window.
     ///
     /// # Errors
     /// What [`Runtime::walker`](outcore::Runtime::walker) says.
     pub fn plan_passes(&mut self) -> Result<()> {
         if self.passes.is_none() {
-            self.passes = Some(Passes { walker: self.pool.runtime().walker()?, outdated: true });
+            let walker = self.pool.runtime().walker()?;
+            self.passes = Some(Passes { walker, outdated: true, firsts: Vec::new() });
         }
-        self.declare_passes()
+        self.declare_passes(self.len)
     }
 
     fn walker(&self) -> Option<&Walker> {
@@ -342,31 +348,34 @@ impl Sequence {
         }
     }
 
-    fn declare_passes(&mut self) -> Result<()> {
-        let Some(Passes { outdated: true, .. }) = self.passes else { return Ok(()) };
-        let blocks: Vec<BlockId> = self.blocks().into_iter().flatten().collect();
-        let groups = self.pool.0.layout.groups();
-        let mut order = Vec::with_capacity((blocks.len() + 1) * groups as usize);
-        for group in 0..groups {
-            for block in blocks.last().into_iter().chain(&blocks) {
-                order.push(self.pool.0.tensor(*block, group)?);
+    /// Declares the order for passes from position `start` on, if it is another one than before.
+    fn declare_passes(&mut self, start: u64) -> Result<()> {
+        let Some(Passes { outdated, firsts, .. }) = &self.passes else { return Ok(()) };
+        let shared = self.pool.0.clone();
+        let groups = shared.layout.groups();
+        let first_read = |group| shared.layout.first_read(group, start);
+        if !outdated && (0..groups).zip(firsts).all(|(group, first)| first_read(group) == *first) {
+            return Ok(());
+        }
+        let firsts: Vec<u64> = (0..groups).map(first_read).collect();
+        let table = self.blocks();
+        let mut order = Vec::new();
+        for (group, first) in (0..groups).zip(&firsts) {
+            let read = table.get(*first as usize..).unwrap_or_default().iter().flatten();
+            let written = table.last().into_iter().flatten();
+            for block in written.chain(read) {
+                order.push(shared.tensor(*block, group)?);
             }
         }
         if let Some(passes) = &mut self.passes {
             passes.walker.plan(Plan::Cycle(&order));
-            passes.outdated = false;
+            (passes.outdated, passes.firsts) = (false, firsts);
         }
         Ok(())
     }
 
-    fn permitted(&self, end: u64) -> Result<()> {
-        let (Some(permit), blocks) = (&self.permit, end.div_ceil(self.each())) else { return Ok(()) };
-        if blocks <= u64::from(permit.blocks()) {
-            return Ok(());
-        }
-        let message = format!("{blocks} blocks of a sequence that has a permit for {}", permit.blocks());
-        Err(Error::new(ErrorKind::BudgetTooSmall, message)
-            .remedy("ask for a permit for all tokens that the sequence may get, or take the permit away"))
+    fn permitted(&self, positions: Range<u64>) -> Result<()> {
+        self.permit.as_ref().map_or(Ok(()), |permit| permit.allows(&positions))
     }
 
     /// The sequence is active by this permit. It goes back when the sequence ends or is [parked](Self::park), or when
@@ -374,7 +383,7 @@ impl Sequence {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a permit of another tenant or pool;
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one of fewer blocks than the sequence has. Then it goes back.
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one of fewer tokens than the sequence has. Then it goes back.
     pub fn activate(&mut self, permit: Permit) -> Result<()> {
         if permit.tenant() != self.tenant || !permit.is_of(&self.pool.0.permits) {
             let (of, tenant) = (permit.tenant().get(), self.tenant.get());
@@ -382,7 +391,7 @@ impl Sequence {
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("use one of the same tenant and pool"));
         }
         let before = self.permit.replace(permit);
-        if let Err(error) = self.permitted(self.len) {
+        if let Err(error) = self.permitted(self.len..self.len) {
             self.permit = before;
             return Err(error);
         }
@@ -681,13 +690,14 @@ impl Sequence {
         put.map(|_| ())
     }
 
-    /// Has the blocks of all tokens of a group of layers filled, for use soon. So the first group can be used while the
-    /// next one comes.
+    /// Has the blocks of a group of layers filled that the next token sees, for use soon. So the first group can be
+    /// used while the next one comes.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such group.
     pub fn resume(&self, group: u32) -> Result<()> {
-        let blocks = self.blocks().into_iter().flatten();
+        let first = self.pool.0.layout.first_read(group, self.len);
+        let blocks = self.blocks().into_iter().skip(first as usize).flatten();
         let tensors: Vec<_> = blocks.map(|block| self.pool.0.tensor(block, group)).collect::<Result<_>>()?;
         self.pool.runtime().prefetch(&tensors);
         Ok(())

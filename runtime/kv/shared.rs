@@ -75,7 +75,7 @@ impl Shared {
         let model = layout.fingerprint(model);
         let runtime = runtime.clone();
         let state = Mutex::new(State::new(blocks, layout.block_tokens()));
-        let permits = Arc::new(Permits::new(layout.block_tokens()));
+        let permits = Arc::new(Permits::new(layout.clone(), blocks));
         Ok(Self {
             runtime,
             layout,

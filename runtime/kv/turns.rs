@@ -1,4 +1,5 @@
 //! Which sequences may be active now, and which wait for their turn. Without locks, clocks or waits: the time is told.
+//! What is a block here is so to [`permit`](crate::permit) too, where it is one of a single group of layers.
 //!
 //! The sequences that are active together need blocks in fast memory, each with every token. If these blocks are more
 //! than there is room for, each sequence evicts the next one's blocks, and all become slow. So a sequence asks for its

@@ -44,7 +44,8 @@ pub struct Budgets {
     pub working: Bytes,
 }
 
-/// Keys and values of a sequence of `context` tokens, in elements of `kv`.
+/// Keys and values of a sequence of `context` tokens, in elements of `kv`. Also those that windows have left, which
+/// stay: a pass uses less, as [`KvLayout::pass_bytes`](outcore_kv::KvLayout::pass_bytes) says of pages.
 pub fn keys_values(config: &Config, context: usize, kv: KvType) -> Bytes {
     let [kv_heads, head_dim, layers, context] =
         [config.kv_heads, config.head_dim, config.layers, context].map(|size| size as u128);

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use outcore::{Bytes, DType, PageSize, Runtime};
-use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, Sequence};
+use outcore_kv::{KvLayout, KvPart, KvPool, KvShape, KvWindow, Sequence};
 
 use crate::block_attention::{HeadGroup, Scores, seen};
 use crate::config::Config;
@@ -32,7 +32,8 @@ fn tokens_most(context: u64) -> u64 {
 
 /// The layout of this model's keys and values on `runtime`, for sequences of up to about `context` tokens: elements of
 /// 32 bits, in groups of one layer. A pass uses one layer after the other, so a context that does not fit is read once.
-/// If a page has room for more tokens of a layer than such sequences could use, a block has several layers.
+/// If a page has room for more tokens of a layer than such sequences could use, a block has several layers. It knows
+/// the model's windows.
 pub fn layout(config: &Config, runtime: &Runtime, context: u64) -> Result<KvLayout> {
     layout_of(config, runtime, context, KvType::F32)
 }
@@ -44,6 +45,16 @@ pub fn layout_of(config: &Config, runtime: &Runtime, context: u64, kv: KvType) -
 
 /// The [`layout_of`] on a runtime with pages of this size.
 pub fn layout_in(config: &Config, page: PageSize, context: u64, kv: KvType) -> Result<KvLayout> {
+    let layout = layout_without_windows(config, page, context, kv)?;
+    let window_of = |layer: u32| {
+        let window = config.window_of(layer as usize)?;
+        // One that is longer than any sequence is none, nor is one that the configuration gave no tokens.
+        KvWindow::new(u32::try_from(window.tokens).ok()?).ok()
+    };
+    Ok(layout.with_windows(window_of))
+}
+
+fn layout_without_windows(config: &Config, page: PageSize, context: u64, kv: KvType) -> Result<KvLayout> {
     let shape = shape(config, kv)?;
     let tokens = page.bytes() / (2 * shape.row_bytes().get());
     let one_layer = |most| {
@@ -84,8 +95,29 @@ pub struct PagedKeys {
     sequence: Sequence,
     /// Blocks that are pinned at a time.
     wave: usize,
-    /// Tokens up to which the sequence needs no plan of its passes.
-    stays: u64,
+    /// A sequence whose passes use no more needs no plan of them.
+    stays: Bytes,
+}
+
+/// The positions of which a pass reads a layer's blocks, by the blocks that are pinned together.
+struct Waves {
+    first: u64,
+    end: u64,
+    /// Where the first block begins.
+    start: u64,
+    /// Tokens of a wave's blocks.
+    step: u64,
+}
+
+impl Waves {
+    fn iter(&self) -> impl ExactSizeIterator<Item = Range<u64>> + use<> {
+        let Self { first, end, start, step } = *self;
+        let count = end.saturating_sub(start).div_ceil(step) as usize;
+        (0..count).map(move |nth| {
+            let begin = start + nth as u64 * step;
+            begin.max(first)..(begin + step).min(end)
+        })
+    }
 }
 
 /// The operands of a layer's attention, of `m` tokens.
@@ -106,8 +138,7 @@ impl PagedKeys {
         let (stats, layout) = (pool.runtime().stats(), pool.layout());
         let (device, block) = (stats.device.budget.get(), layout.block_room().get());
         let wave = stats.settings.step.value.get().min(device / WAVE_PART) / block;
-        let blocks = device / PLANNED_PART / (block * u64::from(layout.groups()));
-        Self { wave: wave.max(1) as usize, stays: blocks * u64::from(layout.block_tokens()), sequence }
+        Self { wave: wave.max(1) as usize, stays: Bytes::new(device / PLANNED_PART), sequence }
     }
 
     /// The sequence.
@@ -160,10 +191,12 @@ impl PagedKeys {
     /// Makes room for these tokens.
     pub(crate) fn append(&mut self, tokens: &[u32]) -> Result<()> {
         let tokens: Vec<_> = tokens.iter().copied().map(outcore_kv::Token::new).collect();
-        let end = self.sequence.append(&tokens)?.end;
-        if end > self.stays {
+        let start = self.sequence.len();
+        // Before the tokens are there: the order is then declared for the pass that reads them.
+        if self.pool().layout().pass_bytes(start..start + tokens.len() as u64) > self.stays {
             self.sequence.plan_passes()?;
         }
+        self.sequence.append(&tokens)?;
         Ok(())
     }
 
@@ -185,6 +218,30 @@ impl PagedKeys {
         let each = u64::from(self.pool().layout().block_tokens());
         let (start, end) = (positions.start, positions.end);
         (start / each..end.div_ceil(each)).map(move |nth| (nth * each).max(start)..((nth + 1) * each).min(end))
+    }
+
+    /// The blocks below position `end` that the token at `position` sees in a layer.
+    fn waves(&self, config: &Config, layer: u32, position: usize, end: usize) -> Waves {
+        let each = u64::from(self.pool().layout().block_tokens());
+        let first = seen(position, config.window_of(layer as usize)).start as u64;
+        Waves { first, end: end as u64, start: first / each * each, step: self.wave as u64 * each }
+    }
+
+    /// What is asked for while wave `nth` of a layer is used, in a pass over these positions: its group, and positions.
+    fn ahead(&self, config: &Config, layer: u32, pass: Range<usize>, nth: usize) -> Option<(u32, Range<u64>)> {
+        let layers = self.pool().layout().shape().layers();
+        let mut nth = nth + WAVES_AHEAD;
+        for at in (layer..).take(WAVES_AHEAD + 1) {
+            // The next pass goes on with the first layer, for the token behind these. Its block may not be there yet.
+            let position = if at < layers { pass.start } else { pass.end };
+            let mut waves = self.waves(config, at % layers, position, pass.end).iter();
+            let count = waves.len();
+            if let Some(positions) = waves.nth(nth) {
+                return Some((self.pool().layout().group_of(at % layers).0, positions));
+            }
+            nth -= count;
+        }
+        None
     }
 
     /// Writes the rows of new tokens, the first of which is at position `past`.
@@ -244,23 +301,13 @@ impl PagedKeys {
         state.chunks_exact_mut(each).for_each(|state| of_head(0).begin(state));
         let mut parts = Vec::new();
 
-        let first = seen(past, window).start;
-        let blocks: Vec<_> = self.blocks(first as u64..(past + m) as u64).collect();
-        let waves: Vec<_> = blocks.chunks(self.wave).collect();
-        let of_wave = |nth: usize| waves.get(nth).and_then(|wave| Some(wave.first()?.start..wave.last()?.end));
-        // A policy that follows the plan asks for them itself. The next layer has as many, and the next pass goes on
-        // with the first one.
-        let next_group = layout.group_of((layer + 1) % layout.shape().layers()).0;
-        let ahead = |nth: usize| match nth.checked_sub(waves.len()) {
-            None => (group, nth),
-            Some(nth) => (next_group, nth),
-        };
+        // A policy that follows the plan asks for them itself.
         let hinted = !self.pool().runtime().observe().is_planned();
-        for (nth, wave) in waves.iter().enumerate() {
-            let Some(positions) = of_wave(nth) else { break };
+        let waves = self.waves(config, layer, past, past + m);
+        for (nth, positions) in waves.iter().enumerate() {
+            let wave: Vec<_> = self.blocks(positions.clone()).collect();
             let blocks = self.sequence.read(group, positions)?;
-            let (group, nth) = ahead(nth + WAVES_AHEAD);
-            if let Some(positions) = of_wave(nth).filter(|_| hinted) {
+            if let Some((group, positions)) = self.ahead(config, layer, past..past + m, nth).filter(|_| hinted) {
                 self.sequence.read(group, positions)?.prefetch();
             }
             let guard = blocks.pin().wait()?;
@@ -313,5 +360,65 @@ impl PagedKeys {
             of_head(0).end(state, sinks, out);
         }
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use outcore_kv::{TenantId, Token};
+
+    use super::*;
+    use crate::arch::Arch;
+    use crate::dtype::WeightType;
+    use crate::files::ModelFiles;
+    use crate::synthetic::Spec;
+
+    /// What is asked for ahead is what the pass reads two waves later: in layers with a window and without, and beyond
+    /// the last layer. Layers were taken to have as many waves as the one before them.
+    #[test]
+    fn regression_what_is_asked_for_ahead_is_what_the_next_layers_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let page = PageSize::new(Bytes::kib(16)).unwrap();
+        // Waves are of one block, and of several.
+        for (window, pages) in [(41, 16), (3, 64), (41, 64), (150, 80), (2000, 64)] {
+            let path = folder.path().join("model.gguf");
+            let spec = Spec { layers: 5, context: 2048, window, ..Spec::small(Arch::GptOss, WeightType::Q8_0) };
+            spec.write_gguf(&path).unwrap();
+            let config = Config::new(&ModelFiles::open(&path).unwrap()).unwrap();
+            let budget = Bytes::new(pages * page.bytes());
+            let runtime = Runtime::builder().page_size(page).device_budget(budget).open().unwrap();
+            let pool = KvPool::open(&runtime, layout(&config, &runtime, 0).unwrap(), b"", 64).unwrap();
+            let mut keys = PagedKeys::new(pool.begin(TenantId::new(1), &[]).unwrap());
+            keys.sequence.append(&vec![Token::new(1); 500]).unwrap();
+            for pass in [400..401, 399..500, 0..1, 0..16, 495..496] {
+                // Of this pass, and of the next one as far as its blocks are there.
+                let of_layer = |(layer, position): (u32, usize)| {
+                    let waves = keys.waves(&config, layer, position, pass.end).iter();
+                    waves.map(move |positions| (layer, positions)).collect::<Vec<_>>()
+                };
+                let this: Vec<_> = (0..5).flat_map(|layer| of_layer((layer, pass.start))).collect();
+                let next = (0..2).flat_map(|layer| of_layer((layer, pass.end)));
+                let all: Vec<_> = this.iter().cloned().chain(next).collect();
+                let mut at = 0;
+                for layer in 0..5 {
+                    for nth in 0..of_layer((layer, pass.start)).len() {
+                        let ahead = keys.ahead(&config, layer, pass.clone(), nth);
+                        assert_eq!(ahead.as_ref(), all.get(at + WAVES_AHEAD), "window {window}, {pass:?}, {layer}");
+                        at += 1;
+                    }
+                }
+                // All blocks that are read, once each.
+                for layer in 0..5 {
+                    let first = seen(pass.start, config.window_of(layer as usize)).start as u64;
+                    let waves: Vec<_> = of_layer((layer, pass.start)).into_iter().map(|(_, wave)| wave).collect();
+                    let ends = [first].into_iter().chain(waves.iter().map(|wave| wave.end));
+                    assert!(ends.eq(waves.iter().map(|wave| wave.start).chain([pass.end as u64])));
+                }
+            }
+            drop((keys, pool));
+            runtime.close().unwrap();
+        }
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
-use outcore_kv::{KvPool, StoreOptions, TenantId, Token};
+use outcore_kv::{ActiveOptions, Extent, KvLayout, KvPool, StoreOptions, TenantId, Token};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
     Arch, KvType, Model, ModelFiles, Options, PagedKeys, PlainWeights, Session, WeightType, argmax, paged_kv,
@@ -41,6 +41,11 @@ fn pool(model: &Model, runtime: &Runtime, blocks: u32) -> KvPool {
     let layout = paged_kv::layout(model.config(), runtime, 0).unwrap();
     assert_eq!((layout.group_layers(), layout.block_tokens()), (1, 16));
     KvPool::open(runtime, layout, b"synthetic", blocks).unwrap()
+}
+
+/// The layout of a pool that does not know what passes read.
+fn without_windows(layout: &KvLayout) -> KvLayout {
+    KvLayout::with(*layout.shape(), layout.page_size(), layout.block_tokens(), layout.group_layers()).unwrap()
 }
 
 fn prompt(seed: u32, len: u32) -> Vec<u32> {
@@ -154,14 +159,21 @@ fn each_answer_is_that_of_running_alone() {
 
 #[test]
 fn forks_and_refused_passes_leave_what_others_say() {
+    [Arch::Llama, Arch::GptOss].into_iter().for_each(forks_and_refused_passes);
+}
+
+fn forks_and_refused_passes(arch: Arch) {
     let folder = tempfile::tempdir().unwrap();
-    let (model, runtime) = (model(folder.path(), 1), runtime(64));
+    let (model, runtime) = (model_of(folder.path(), arch, WeightType::Q8_0, 1), runtime(64));
     let pool = pool(&model, &runtime, 40);
     let (mut session, logits) = begin(&model, &pool, &prompt(1, 90), 90);
     let mut fork = session.fork().unwrap();
     let first = words(&mut session, logits.clone(), 6);
     assert_eq!(words(&mut fork, logits.clone(), 6), first);
     fork.truncate(90).unwrap();
+    assert_eq!(words(&mut fork, logits.clone(), 6), first);
+    fork.truncate(90).unwrap();
+    fork.park().unwrap();
     assert_eq!(words(&mut fork, logits, 6), first);
     // More than the pool has room for.
     let len = session.len();
@@ -176,11 +188,13 @@ fn forks_and_refused_passes_leave_what_others_say() {
 #[test]
 fn a_prompt_is_not_computed_again_after_a_restart() {
     let folder = tempfile::tempdir().unwrap();
-    let (model, prompt) = (model(folder.path(), 1), prompt(9, 200));
+    let (model, prompt) = (model_of(folder.path(), Arch::GptOss, WeightType::Q8_0, 1), prompt(9, 200));
     let mut before = None;
-    for found in [0, 192] {
+    // What is stored does not depend on windows: a block has all layers.
+    for (windows, found) in [(true, 0), (false, 192), (true, 192)] {
         let runtime = runtime(64);
         let layout = paged_kv::layout(model.config(), &runtime, 0).unwrap();
+        let layout = if windows { layout } else { without_windows(&layout) };
         let store = (folder.path().join("kv"), StoreOptions::new());
         let pool = KvPool::open_with_store(&runtime, layout, b"synthetic", 64, (&store.0, store.1)).unwrap();
         assert_eq!(pool.begin(TENANT, &tokens(&prompt)).unwrap().len(), found);
@@ -191,4 +205,73 @@ fn a_prompt_is_not_computed_again_after_a_restart() {
         drop((session, pool));
         runtime.close().unwrap();
     }
+}
+
+/// A long answer of a model with windows, in less memory than it has keys and values: a pool that knows the windows
+/// gives the same bits by fewer bytes.
+#[test]
+fn a_pool_that_knows_the_windows_reads_and_writes_less() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = model_of(folder.path(), Arch::GptOss, WeightType::Q8_0, 1);
+    let answer = |windows: bool, pages: u64| {
+        let page = PageSize::new(Bytes::kib(16)).unwrap();
+        let budget = Bytes::new(pages * page.bytes());
+        let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Plan);
+        let runtime = builder.open().unwrap();
+        let layout = paged_kv::layout(model.config(), &runtime, 0).unwrap();
+        let with: Vec<_> = (0..3).map(|group| layout.window_of(group).map(|window| window.tokens())).collect();
+        assert_eq!(with, [Some(41), None, Some(41)]);
+        let layout = if windows { layout } else { without_windows(&layout) };
+        let pool = KvPool::open(&runtime, layout, b"synthetic", 64).unwrap();
+        let mut sequence = pool.begin(TENANT, &[]).unwrap();
+        sequence.plan_passes().unwrap();
+        let mut session = Session::paged(model.clone(), PagedKeys::new(sequence)).unwrap();
+        let mut logits = Vec::new();
+        for part in prompt(3, 400).chunks(50) {
+            logits = session.forward(part).unwrap();
+        }
+        let said = words(&mut session, logits, 200);
+        let traffic = runtime.stats().traffic;
+        drop((session, pool));
+        runtime.close().unwrap();
+        (said, traffic.disk_read, traffic.disk_written)
+    };
+    let (said, ..) = answer(false, 200);
+    // 38 blocks of three layers at the end, of which two need four each.
+    let (within, whole) = (answer(true, 64), answer(false, 64));
+    assert_eq!([&within.0, &whole.0], [&said; 2]);
+    assert!(within.1.get() * 10 < whole.1.get(), "read {} and {}", within.1, whole.1);
+    assert!(within.2 <= whole.2, "written {} and {}", within.2, whole.2);
+}
+
+#[test]
+fn a_permit_for_a_model_with_windows_counts_what_its_passes_use() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, runtime) = (model_of(folder.path(), Arch::GptOss, WeightType::Q8_0, 1), runtime(200));
+    let pool = pool(&model, &runtime, 200);
+    pool.set_active(ActiveOptions::default().blocks_most(60).reserve(0));
+    // 50 blocks of three layers. Two of them see 41 tokens: with passes of 30, positions of six blocks at most.
+    let extent = Extent::new(800).in_passes_of(30);
+    let permits = [(); 2].map(|()| pool.admit(TENANT, extent).unwrap().wait().unwrap());
+    let layout = pool.layout().clone();
+    assert!(permits.iter().all(|permit| permit.bytes() == Bytes::new((50 + 2 * 6) * layout.block_room().get())));
+    let mut sessions: Vec<_> = permits
+        .into_iter()
+        .map(|permit| {
+            let mut sequence = pool.begin(TENANT, &[]).unwrap();
+            sequence.activate(permit).unwrap();
+            Session::paged(model.clone(), PagedKeys::new(sequence)).unwrap()
+        })
+        .collect();
+    for (seed, session) in (1..).zip(&mut sessions) {
+        for part in prompt(seed, 800).chunks(30) {
+            session.forward(part).unwrap();
+        }
+        let error = session.forward(&prompt(seed, 300)).unwrap_err();
+        assert!(error.to_string().contains("has a permit for 20.67"), "{error}");
+        assert_eq!(session.len(), 800);
+    }
+    assert_eq!((pool.stats().used, pool.stats().active, pool.stats().active_most), (100, 42, 60));
+    drop((sessions, pool));
+    runtime.close().unwrap();
 }

@@ -118,6 +118,17 @@ fn open_pool(
     let active = of_blocks(active).max(1);
     let one = context.div_ceil(layout.block_tokens() as usize) as u32 + 1;
     let blocks = of_blocks(all).max(active).max(one);
+    // Of layers with windows a pass uses little, but the pool has whole blocks.
+    let groups = u64::from(layout.groups());
+    let whole = (0..layout.groups()).filter(|group| layout.window_of(*group).is_none()).count() as u64;
+    let useful = u64::from(active).saturating_mul(groups) / whole.max(1);
+    if u64::from(blocks) < useful {
+        tracing::info!(
+            kv_space = %Bytes::new(u64::from(blocks) * block),
+            useful = %Bytes::new(useful.saturating_mul(block)),
+            "with a larger --kv-space more answers can be active: layers with windows need less memory for them"
+        );
+    }
     let pool = match &args.kv_store {
         None => KvPool::open(runtime, layout, model, blocks)?,
         Some(folder) => {

@@ -5,6 +5,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -17,7 +18,7 @@ use outcore_serve::engine::{BACKLOG, End, Event, Job, Sink};
 use outcore_serve::open::open;
 use outcore_serve::tenants::Tenants;
 use outcore_testkit::harness::Rng;
-use support::{PATIENCE, Server, VOCAB, small};
+use support::{CONTEXT, PATIENCE, Server, VOCAB, small};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 const PAGE: [&str; 2] = ["--page-size", "16KiB"];
@@ -130,24 +131,33 @@ fn is_empty(server: &Server) {
 
 #[test]
 fn answers_are_the_same_alone_and_in_any_company() {
-    same_in_any_company(&small(), 30);
+    same_in_any_company(&small(), 30, 8);
 }
 
 #[test]
 fn answers_of_a_mixture_are_the_same_alone_and_in_any_company() {
     let experts = Some(Experts { count: 8, used: 2, fused: false });
-    for arch in [Arch::Qwen3Moe, Arch::GptOss] {
-        same_in_any_company(&Spec { arch, experts, ..small() }, 30);
+    for (arch, room) in [(Arch::Qwen3Moe, 8), (Arch::GptOss, 5)] {
+        same_in_any_company(&Spec { arch, experts, ..small() }, 30, room);
     }
 }
 
-fn same_in_any_company(spec: &Spec, count: usize) {
+/// Beside one layer that sees all, five see 20 tokens.
+#[test]
+fn answers_of_a_model_with_windows_are_the_same_alone_and_in_any_company() {
+    same_in_any_company(&Spec { arch: Arch::Gemma3, layers: 6, ..small() }, 20, 5);
+}
+
+/// With room for so many blocks, of which a question with its answer has up to seven. In layers with a window it needs
+/// fewer, when its prompt has been read.
+fn same_in_any_company(spec: &Spec, count: usize, room: u64) {
     let seed = std::env::var("OUTCORE_SEED").map_or(1, |seed| seed.parse().unwrap());
     let questions = Question::some(count, seed);
     let wanted = alone(spec, &questions);
-    // 32 KiB a block of 64 tokens: eight blocks, where a question with its answer has up to seven.
+    // 64 tokens of a layer have 16 KiB.
+    let room = format!("{}KiB", room * 16 * spec.layers);
     for (preempt, more) in [("park", ""), ("recompute", "--speculate"), ("auto", "--speculate")] {
-        let mut args = vec![PAGE[0], PAGE[1], "--kv-memory", "256KiB", "--preempt", preempt];
+        let mut args = vec![PAGE[0], PAGE[1], "--kv-memory", &room, "--preempt", preempt];
         args.extend(Some(more).filter(|more| !more.is_empty()));
         let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
         for frames in [1 << 14, 40] {
@@ -161,6 +171,48 @@ fn same_in_any_company(spec: &Spec, count: usize) {
         let accepted = metric(&server, "outcore_accepted_tokens_total");
         assert_eq!(accepted > 0, !more.is_empty(), "{preempt} {more}: {accepted} drafted tokens held");
     }
+}
+
+/// The most of six answers that are active at a time. Stops when all six are.
+fn most_active(spec: &Spec) -> usize {
+    const ANSWERS: usize = 6;
+    // Blocks of 64 tokens of two layers, 32 KiB each: room for 132, where an answer has 33 to 41.
+    let args = [PAGE[0], PAGE[1], "--kv-memory", "4224KiB"];
+    let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
+    let (sender, mut events) = channel(EVENTS);
+    let enough: Arc<AtomicBool> = Arc::default();
+    for nth in 0..ANSWERS {
+        let prompt = (0..2000).map(|n| (n * 7 + nth * 11 + 1) as u32 % VOCAB as u32).collect();
+        let mut job = Question { prompt, most: 600, seed: 0, choices: 1 }.job(nth, &sender);
+        job.sink.enough = enough.clone();
+        server.app.opened.engine.submit(job).unwrap();
+    }
+    let (mut active, mut most, mut ended) = (0_usize, 0, 0);
+    while ended < ANSWERS {
+        match events.blocking_recv().unwrap().1 {
+            Event::Begun(_) => active += 1,
+            Event::Ended(_) => (active, ended) = (active - 1, ended + 1),
+            Event::Token(_) => {}
+            Event::Failed(error) => panic!("{error}"),
+        }
+        most = most.max(active);
+        if most == ANSWERS {
+            assert_eq!(metric(&server, "outcore_preemptions_total"), 0);
+            enough.store(true, Ordering::Relaxed);
+            break;
+        }
+    }
+    most
+}
+
+/// One of two layers sees 20 tokens. While an answer's prompt is read, in passes of up to 576 tokens, that layer needs
+/// 11 of its 33 blocks, and afterwards two. So six answers need no more than 132 blocks with all layers would, in which
+/// four have room whose layers see all.
+#[test]
+fn more_answers_of_a_model_with_windows_are_active_in_the_same_memory() {
+    let spec = |window| Spec { arch: Arch::Gemma2, window, ..small() };
+    let [within, whole] = [spec(20), spec(CONTEXT)].map(|spec| most_active(&spec));
+    assert!(within == 6 && (1..=4).contains(&whole), "{within} and {whole}");
 }
 
 /// Preempted, cancelled, alone and together.

@@ -3,122 +3,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::ops::Range;
+mod support;
+
 use std::path::Path;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
-use outcore_kv::{
-    ActiveOptions, KvLayout, KvPart, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
-};
+use outcore_kv::{KvLayout, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token};
 use outcore_testkit::harness::{Rng, block_on, progress, until};
-
-const PAGE: u64 = 16 << 10;
-const LAYERS: u32 = 5;
-const PARTS: [KvPart; 2] = [KvPart::Keys, KvPart::Values];
-const A: TenantId = TenantId::new(1);
-const B: TenantId = TenantId::new(2);
-
-fn runtime(pages: u64) -> Runtime {
-    runtime_with(pages, PolicyKind::Kv)
-}
-
-fn runtime_with(pages: u64, policy: PolicyKind) -> Runtime {
-    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
-    let budget = Bytes::new(pages * PAGE);
-    Runtime::builder().page_size(page).device_budget(budget).policy(policy).open().unwrap()
-}
-
-fn layout() -> KvLayout {
-    let shape = KvShape::new(LAYERS, 2, 64, DType::F16).unwrap();
-    let layout = KvLayout::with(shape, PageSize::new(Bytes::new(PAGE)).unwrap(), 32, 1).unwrap();
-    assert_eq!((layout.groups(), layout.pages()), (5, 1));
-    layout
-}
-
-fn pool(runtime: &Runtime, blocks: u32) -> KvPool {
-    KvPool::open(runtime, layout(), b"a model", blocks).unwrap()
-}
-
-fn tokens(numbers: Range<u32>) -> Vec<Token> {
-    numbers.map(Token::new).collect()
-}
-
-/// What a model of test computes for the last of these tokens: it depends on all of them.
-fn value(tokens: &[Token], layer: u32, part: KvPart) -> u8 {
-    let mut state = u64::from(layer) << 1 | u64::from(part == KvPart::Values);
-    for token in tokens {
-        state = (state ^ u64::from(token.get())).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23);
-    }
-    (state >> 40) as u8
-}
-
-/// A sequence, and the tokens that it should have.
-struct Said {
-    sequence: Sequence,
-    tokens: Vec<Token>,
-    /// The first position that its window has left, and the one behind the last.
-    left: Range<u64>,
-}
-
-impl Said {
-    fn begin(pool: &KvPool, tenant: TenantId, prompt: &[Token]) -> outcore::Result<Self> {
-        let sequence = pool.begin(tenant, prompt)?;
-        let found = sequence.len() as usize;
-        let mut this = Self { sequence, tokens: prompt[..found].to_vec(), left: 0..0 };
-        this.say(&prompt[found..])?;
-        Ok(this)
-    }
-
-    /// Appends tokens, computes them and commits them.
-    fn say(&mut self, more: &[Token]) -> outcore::Result<()> {
-        let positions = self.sequence.append(more)?;
-        self.tokens.extend_from_slice(more);
-        let layout = self.sequence.pool().layout().clone();
-        for layer in 0..LAYERS {
-            let (group, place) = layout.group_of(layer);
-            let mut blocks = self.sequence.write(group, positions.clone())?;
-            let mut guard = blocks.pin().wait()?;
-            let first = self.sequence.place(positions.start).0;
-            for position in positions.clone() {
-                let (nth, token) = self.sequence.place(position);
-                for part in PARTS {
-                    let row = layout.row(place, part, token).unwrap();
-                    let value = value(&self.tokens[..=position as usize], layer, part);
-                    guard.bytes_mut(nth - first).unwrap()[row].fill(value);
-                }
-            }
-        }
-        self.sequence.commit(positions.end)
-    }
-
-    fn check(&self) {
-        assert_eq!(self.sequence.len(), self.tokens.len() as u64);
-        let layout = self.sequence.pool().layout();
-        let each = u64::from(layout.block_tokens());
-        for layer in 0..LAYERS {
-            let (group, place) = layout.group_of(layer);
-            for start in (0..self.sequence.len()).step_by(each as usize) {
-                let positions = start..(start + each).min(self.sequence.len());
-                if self.left.start <= positions.start && positions.end <= self.left.end {
-                    continue;
-                }
-                let blocks = self.sequence.read(group, positions.clone()).unwrap();
-                let guard = blocks.pin().wait().unwrap();
-                for position in positions {
-                    for part in PARTS {
-                        let row = layout.row(place, part, (position % each) as u32).unwrap();
-                        let value = value(&self.tokens[..=position as usize], layer, part);
-                        let found = &guard.bytes(0).unwrap()[row];
-                        assert!(found.iter().all(|byte| *byte == value), "position {position}, layer {layer}");
-                    }
-                }
-            }
-        }
-    }
-}
+use support::{A, B, LAYERS, PAGE, Said, active, layout, pool, runtime, runtime_with, tokens, windowed};
 
 #[test]
 fn a_prefix_is_shared_by_those_who_may() {
@@ -342,12 +237,6 @@ fn a_deleted_tenant_does_not_come_back_by_saving_or_reading() {
     assert_eq!(pool.begin(A, &prompt).unwrap().len(), 0);
     drop(pool);
     runtime.close().unwrap();
-}
-
-fn active(most: u32, reserve: u32) -> ActiveOptions {
-    let mut options = ActiveOptions::default();
-    (options.blocks_most, options.reserve) = (Some(most), Some(reserve));
-    options
 }
 
 #[test]
@@ -728,7 +617,9 @@ fn a_planned_pass_reads_what_has_no_room_once() {
 fn random_work(seed: u64, steps: u32) {
     let mut rng = Rng::new(seed);
     let runtime = runtime_with(12 + rng.below(60), *rng.pick(&[PolicyKind::Kv, PolicyKind::Plan]));
-    let pool = pool(&runtime, 40 + rng.below(60) as u32);
+    let windows = std::array::from_fn(|_| if seed.is_multiple_of(2) { 0 } else { rng.below(150) as u32 });
+    let blocks = 40 + rng.below(60) as u32;
+    let pool = KvPool::open(&runtime, windowed(windows), b"a model", blocks).unwrap();
     let mut all: Vec<Said> = Vec::new();
     for step in 0..steps {
         let at = rng.below(all.len() as u64) as usize;
@@ -780,6 +671,7 @@ fn random_work(seed: u64, steps: u32) {
             6 if rng.one_in(2) => all[at].sequence.plan_passes().unwrap(),
             6 => all[at].sequence.park().unwrap(),
             7 => drop(all.swap_remove(at)),
+            _ if rng.one_in(2) => all[at].check_seen(),
             _ => all[at].check(),
         }
         if all.len() > 12 {

@@ -3,9 +3,10 @@
 //! A pass has one token of each answer that is being written, and as many tokens of prompts as make it take at most
 //! twice as long. Which answers share passes changes no bit of them.
 //!
-//! An answer is active by a permit of the pool, for the tokens it has and those it is expected to get. When it needs
-//! more than that and there is no room, the answer that became active last is preempted: its keys and values are parked
-//! or computed again later, whichever takes less time by what was measured.
+//! An answer is active by a permit of the pool, for the tokens it has and those it is expected to get. In layers with a
+//! window that counts what its passes use: less, once its prompt has been read. When it needs more than that and there
+//! is no room, the answer that became active last is preempted: its keys and values are parked or computed again later,
+//! whichever takes less time by what was measured.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::take;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, ErrorKind};
-use outcore_kv::{KvPool, Permit, PermitRequest, TenantId};
+use outcore_kv::{Extent, KvPool, Permit, PermitRequest, TenantId};
 use outcore_llm::drafts::{DRAFT_MOST, DraftBy, Drafts, follow};
 use outcore_llm::pace::Pace;
 use outcore_llm::{AnySession, DraftSession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer};
@@ -452,7 +453,14 @@ impl<P: Passes> Scheduler<P> {
     fn ask(&self, tenant: TenantId) -> outcore::Result<PermitRequest> {
         let first = self.lines.get(&tenant).and_then(VecDeque::front);
         let [wanted, least] = first.map_or([1, 1], |first| [self.wanted(first), first.tokens.len() as u64 + 1]);
-        self.pool.admit(tenant, wanted).or_else(|_| self.pool.admit(tenant, least))
+        let pass = first.map_or(1, |first| self.longest_pass(first));
+        let ask = |tokens| self.pool.admit(tenant, Extent::new(tokens).in_passes_of(pass));
+        ask(wanted).or_else(|_| ask(least))
+    }
+
+    /// The most tokens of an answer in a pass, before it is written.
+    fn longest_pass(&self, answer: &Answer<P>) -> u64 {
+        (answer.tokens.len() - answer.read()).min(self.limits.pass) as u64
     }
 
     /// The first of a tenant's line becomes active, or is given up. Returns false if it has to wait for others of its
@@ -578,18 +586,16 @@ impl<P: Passes> Scheduler<P> {
         }
     }
 
-    /// Bytes of the blocks of so many tokens.
-    fn bytes_of(&self, tokens: usize) -> u64 {
-        let layout = self.pool.layout();
-        let blocks = (tokens as u64).div_ceil(u64::from(layout.block_tokens()));
-        blocks * layout.block_room().get() * u64::from(layout.groups())
+    /// Bytes of the blocks that a pass over so many tokens behind `read` uses.
+    fn bytes_of(&self, read: usize, tokens: usize) -> u64 {
+        self.pool.layout().pass_bytes(read as u64..(read + tokens) as u64).get()
     }
 
-    /// Has the runtime keep what the active answers have: each pass uses all of it.
+    /// Has the runtime keep what the active answers use in each pass.
     fn keep(&mut self, turns: &[Turn]) {
         let Some(kept) = self.kept else { return };
-        let tokens = |turn: &Turn| self.running[turn.at].read() + turn.input.len();
-        let used: u64 = turns.iter().map(|turn| self.bytes_of(tokens(turn))).sum();
+        let of_turn = |turn: &Turn| self.bytes_of(self.running[turn.at].read(), turn.input.len());
+        let used: u64 = turns.iter().map(of_turn).sum();
         if used <= kept.get() && kept.get() <= used + used / KEPT_STEP * 2 {
             return;
         }
@@ -709,9 +715,13 @@ impl<P: Passes> Scheduler<P> {
         let mut nth = 0;
         while let Some(turn) = turns.get_mut(nth) {
             let alone = self.running.len() == 1;
+            let answer = &self.running[turn.at];
+            let pass = turn.input.len() as u64;
+            let extent = Extent::new(answer.read() as u64 + pass);
+            // The next pass may have more of a prompt than this one.
+            let extent = extent.in_passes_of(if answer.is_decoding() { pass } else { self.longest_pass(answer) });
             let answer = &mut self.running[turn.at];
-            let tokens = (answer.read() + turn.input.len()) as u64;
-            if answer.permit.as_mut().is_none_or(|permit| permit.grow(tokens)) {
+            if answer.permit.as_mut().is_none_or(|permit| permit.fit(extent)) {
                 nth += 1;
                 continue;
             }
@@ -742,7 +752,7 @@ impl<P: Passes> Scheduler<P> {
     fn preempt(&mut self, at: usize, how: Preempt) {
         let mut answer = self.running.remove(at);
         let read = answer.read();
-        let bytes = self.bytes_of(read);
+        let bytes = self.bytes_of(read, 0);
         // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
         let park = 2.0 * bytes as f64 / self.disk;
         let recompute = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
