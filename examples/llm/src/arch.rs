@@ -29,6 +29,31 @@ pub enum Arch {
     /// Phi-3, Phi-3.5 and Phi-4: the matrices of queries, keys and values are one tensor, and so are those of the
     /// feed-forward layer's inputs.
     Phi3,
+    /// GLM-4.5 and 4.6: behind some dense layers a mixture of experts, whose router scores by sigmoids.
+    Glm4Moe,
+}
+
+/// What makes experts' weights of a router's products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all products.
+    Softmax,
+    /// The sigmoid of each. To that a layer adds a correction of each expert before it chooses, which is no part of the
+    /// weights (DeepSeek-V3 technical report, 2024).
+    Sigmoid,
+}
+
+/// How the experts of an architecture are drawn and weighed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Routing {
+    /// Whether each model of the architecture has experts.
+    pub always: bool,
+    pub scoring: Scoring,
+    /// Whether the weights of the experts that a token uses are divided by their sum: in GGUF files, as llama.cpp has
+    /// it by the architecture; and in a `config.json` that does not say.
+    pub normalised: [bool; 2],
+    /// Whether an expert that all tokens use has a gate; `None` if there is no such expert.
+    pub shared_gate: Option<bool>,
 }
 
 impl Arch {
@@ -45,6 +70,7 @@ impl Arch {
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
             Self::Phi3 => "phi3",
+            Self::Glm4Moe => "glm4moe",
         }
     }
 
@@ -55,11 +81,12 @@ impl Arch {
             Self::Qwen3Moe => "qwen3_moe",
             Self::GptOss => "gpt_oss",
             Self::Gemma3 => "gemma3_text",
+            Self::Glm4Moe => "glm4_moe",
             other => other.gguf_name(),
         }
     }
 
-    /// Whether queries and keys are normalised, head by head.
+    /// Whether queries and keys are normalised, head by head, in each model.
     pub(crate) fn has_head_norms(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe | Self::Gemma3)
     }
@@ -72,7 +99,21 @@ impl Arch {
 
     /// Whether it is a mixture of experts in any case.
     pub(crate) fn is_mixture(self) -> bool {
-        matches!(self, Self::Qwen2Moe | Self::Qwen3Moe | Self::Olmoe | Self::GptOss)
+        self.routing().is_some_and(|routing| routing.always)
+    }
+
+    /// How experts are drawn; `None` where no model has any.
+    pub(crate) fn routing(self) -> Option<Routing> {
+        let (always, scoring, normalised, shared_gate) = match self {
+            Self::Llama => (false, Scoring::Softmax, [true, true], None),
+            Self::Qwen2Moe => (true, Scoring::Softmax, [false, false], Some(true)),
+            Self::Qwen3Moe => (true, Scoring::Softmax, [true, false], None),
+            Self::Olmoe => (true, Scoring::Softmax, [false, false], None),
+            Self::GptOss => (true, Scoring::Softmax, [true, true], None),
+            Self::Glm4Moe => (true, Scoring::Sigmoid, [false, true], Some(false)),
+            Self::Qwen2 | Self::Qwen3 | Self::Gemma2 | Self::Gemma3 | Self::Phi3 => return None,
+        };
+        Some(Routing { always, scoring, normalised, shared_gate })
     }
 
     /// The class that Hugging Face transformers runs it with.
@@ -88,6 +129,7 @@ impl Arch {
             Self::Gemma2 => "Gemma2ForCausalLM",
             Self::Gemma3 => "Gemma3ForCausalLM",
             Self::Phi3 => "Phi3ForCausalLM",
+            Self::Glm4Moe => "Glm4MoeForCausalLM",
         }
     }
 
@@ -104,9 +146,10 @@ impl Arch {
             "gemma2" => Ok(Self::Gemma2),
             "gemma3" | "gemma3_text" => Ok(Self::Gemma3),
             "phi3" => Ok(Self::Phi3),
+            "glm4moe" | "glm4_moe" => Ok(Self::Glm4Moe),
             other => Err(Error::Unsupported(format!(
                 "architecture {other:?} is not supported; supported are llama, mistral, mixtral, qwen2, qwen2moe, qwen3, \
-                 qwen3moe, olmoe, gpt-oss, gemma2, gemma3 and phi3"
+                 qwen3moe, olmoe, gpt-oss, gemma2, gemma3, phi3 and glm4moe"
             ))),
         }
     }

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::arch::Arch;
+use crate::arch::{Arch, Scoring};
 use crate::config::{Config, Mixture};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
@@ -65,6 +65,8 @@ pub(crate) struct Dense {
 pub(crate) struct Experts {
     /// A row for each expert.
     pub router: Linear,
+    /// What is added to the score of each expert before some are chosen.
+    pub correction: Option<WeightInfo>,
     pub gate: Stack,
     pub up: Stack,
     pub down: Stack,
@@ -76,7 +78,7 @@ pub(crate) struct Experts {
 pub(crate) struct Shared {
     pub network: Dense,
     /// One row: what it makes is multiplied by the sigmoid of its product with the input.
-    pub gate: WeightInfo,
+    pub gate: Option<WeightInfo>,
 }
 
 /// One matrix of each expert of a layer, with its biases.
@@ -185,10 +187,10 @@ pub(crate) enum Op<'a> {
     Up(&'a Linear),
     /// `x = x + W activation(gate, up) + b`, where the sum that is added is normalised first if there is a norm for it.
     Down(&'a Linear, Option<&'a WeightInfo>),
-    /// `x = x + sigmoid(v normed) (W activation(gate, up))`, with the row `v`.
+    /// `x = x + sigmoid(v normed) (W activation(gate, up))`, with the row `v`; without the sigmoid if there is none.
     AddShared(&'a Shared),
-    /// `scores = W normed + b`: a score of each expert.
-    Router(&'a Linear),
+    /// `scores = W normed + b`: a score of each expert; and the correction of scores that there is.
+    Router(&'a Experts),
     /// `foreseen = x / rms(x) * weight`, with the norm of the next layer's experts.
     ForeseeNorm(&'a WeightInfo),
     /// Foresees which experts this layer, the next one, will draw: by what its router makes of `foreseen`.
@@ -207,7 +209,7 @@ impl<'a> Op<'a> {
     fn weights(self) -> (Option<Rows<'a>>, [Option<&'a WeightInfo>; 2]) {
         let whole = |info: &'a WeightInfo| (info, 0..info.rows);
         match self {
-            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) | Self::Router(l) => {
+            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) => {
                 (Some(l.matrix()), [l.bias.as_ref(), None])
             }
             Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(l.matrix()), [l.bias.as_ref(), norm]),
@@ -215,8 +217,10 @@ impl<'a> Op<'a> {
                 (Some(whole(w)), [None; 2])
             }
             Self::LastNorm(w) | Self::Logits(w) => (Some(whole(w)), [None; 2]),
-            Self::AddShared(shared) => (Some(shared.network.down.matrix()), [Some(&shared.gate), None]),
-            Self::Foresee(_, experts) => (Some(experts.router.matrix()), [experts.router.bias.as_ref(), None]),
+            Self::AddShared(shared) => (Some(shared.network.down.matrix()), [shared.gate.as_ref(), None]),
+            Self::Router(experts) | Self::Foresee(_, experts) => {
+                (Some(experts.router.matrix()), [experts.router.bias.as_ref(), experts.correction.as_ref()])
+            }
             Self::Experts(..) => (None, [None; 2]),
             Self::Attend(_, sinks) => (sinks.map(whole), [None; 2]),
         }
@@ -254,9 +258,12 @@ pub(crate) fn hf_name(arch: Arch, gguf: &str) -> String {
         "ffn_gate_inp" if arch == Arch::GptOss => "mlp.router",
         "ffn_gate_inp" => "mlp.gate",
         "ffn_gate_inp_shexp" => "mlp.shared_expert_gate",
-        "ffn_gate_shexp" => "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp" => "mlp.shared_expert.up_proj",
-        "ffn_down_shexp" => "mlp.shared_expert.down_proj",
+        "ffn_gate_shexp" | "ffn_up_shexp" | "ffn_down_shexp" => {
+            let expert = if arch == Arch::Glm4Moe { "shared_experts" } else { "shared_expert" };
+            let projection = stem.trim_start_matches("ffn_").trim_end_matches("_shexp");
+            return format!("{head}mlp.{expert}.{projection}_proj.{kind}");
+        }
+        "exp_probs_b" => return format!("{head}mlp.gate.e_score_correction_bias"),
         other => other,
     };
     format!("{head}{stem}.{kind}")
@@ -335,7 +342,7 @@ impl Names<'_> {
         let head_norm = |stem: &str, of_all: usize| {
             let elements = match c.arch {
                 Arch::Olmoe => of_all,
-                _ if c.arch.has_head_norms() => c.head_dim,
+                _ if c.head_norms => c.head_dim,
                 _ => return Ok(None),
             };
             self.need(&name(&format!("{stem}.weight")), 1, elements).map(Some)
@@ -367,7 +374,7 @@ impl Names<'_> {
         };
         let sinks = (c.arch == Arch::GptOss).then(|| self.need(&name("attn_sinks.weight"), 1, c.heads));
         // Converters name it by where it stands.
-        let is_behind = c.arch == Arch::GptOss && self.files.container() == Container::Gguf;
+        let is_behind = matches!(c.arch, Arch::GptOss | Arch::Glm4Moe) && self.files.container() == Container::Gguf;
         let ffn_norm = if is_behind { "post_attention_norm.weight" } else { "ffn_norm.weight" };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
@@ -392,7 +399,9 @@ impl Names<'_> {
             let of = |stem: &str, sizes| self.linear(&name(stem), sizes, Some(false));
             let (gate, up) = (of("ffn_gate_shexp", [wide, c.dim])?, of("ffn_up_shexp", [wide, c.dim])?);
             let network = Dense { gate, up, down: of("ffn_down_shexp", [c.dim, wide])? };
-            Ok(Shared { network, gate: self.need(&name("ffn_gate_inp_shexp.weight"), 1, c.dim)? })
+            let is_gated = c.arch.routing().and_then(|routing| routing.shared_gate) == Some(true);
+            let gate = is_gated.then(|| self.need(&name("ffn_gate_inp_shexp.weight"), 1, c.dim));
+            Ok(Shared { network, gate: gate.transpose()? })
         };
         let shared = (wide > 0).then(shared).transpose()?;
         let of_mixtral = format!("model.layers.{i}.block_sparse_moe");
@@ -401,6 +410,8 @@ impl Names<'_> {
             Some(weight) => Linear { rows: 0..weight.rows, weight, bias: None },
             None => self.linear(&name("ffn_gate_inp"), [count, c.dim], Some(biased))?,
         };
+        let correction = (mixture.scoring == Scoring::Sigmoid).then(|| self.need(&name("exp_probs_b.bias"), 1, count));
+        let correction = correction.transpose()?;
         if self.files.container() == Container::Gguf {
             let stack = |stem: &str, [rows, cols]: [usize; 2]| -> Result<Stack> {
                 let tensor = self.need(&name(&format!("{stem}.weight")), count * rows, cols)?;
@@ -410,6 +421,7 @@ impl Names<'_> {
             };
             return Ok(Experts {
                 router,
+                correction,
                 gate: stack("ffn_gate_exps", [ffn_dim, c.dim])?,
                 up: stack("ffn_up_exps", [ffn_dim, c.dim])?,
                 down: stack("ffn_down_exps", [c.dim, ffn_dim])?,
@@ -428,6 +440,7 @@ impl Names<'_> {
             };
             return Ok(Experts {
                 router,
+                correction,
                 gate: stack(&both, 2 * rows, 0, rows),
                 up: stack(&both, 2 * rows, rows, rows),
                 down: stack(&down, of_down, 0, of_down),
@@ -446,6 +459,7 @@ impl Names<'_> {
         };
         Ok(Experts {
             router,
+            correction,
             gate: each(gate, [ffn_dim, c.dim])?,
             up: each(up, [ffn_dim, c.dim])?,
             down: each(down, [c.dim, ffn_dim])?,
@@ -515,7 +529,9 @@ impl Architecture {
         let experts = arch.layers.iter().filter_map(Layer::experts).flat_map(Experts::tensors);
         let used = used.chain(&stored).chain(&arch.rope_factors).chain(&arch.long_factors).chain(experts);
         let used: HashSet<TensorId> = used.map(|info| info.id).collect();
-        match files.tensors().iter().find(|t| !used.contains(&t.id) && !known::unused_tensor(&t.name)) {
+        let is_unused =
+            |name: &str| known::unused_tensor(name) || arch.config.is_of_prediction(files.container(), name);
+        match files.tensors().iter().find(|t| !used.contains(&t.id) && !is_unused(&t.name)) {
             Some(t) => Err(Error::Unsupported(format!(
                 "tensor {:?} is not known in a model of the architecture {}, and may change what it computes \
                  (run another model, or this one in another form)",
@@ -548,7 +564,7 @@ impl Architecture {
                         network.map(|network| Op::Gate(&network.gate)),
                         network.map(|network| Op::Up(&network.up)),
                         shared.map(Op::AddShared),
-                        Some(Op::Router(&experts.router)),
+                        Some(Op::Router(experts)),
                         next.map(|(norm, _)| Op::ForeseeNorm(norm)),
                         next.map(|(_, experts)| Op::Foresee(index + 1, experts)),
                         Some(Op::Experts(index, experts)),

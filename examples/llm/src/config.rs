@@ -10,7 +10,7 @@ mod rope;
 use outcore::PolicyKind;
 
 use self::reader::Reader;
-use crate::arch::Arch;
+use crate::arch::{Arch, Scoring};
 use crate::error::Result;
 use crate::files::{Container, ModelFiles};
 use crate::known;
@@ -33,6 +33,8 @@ pub struct Config {
     pub dim: usize,
     /// Number of layers.
     pub layers: usize,
+    /// Layers behind these, which predict further tokens. No pass uses them.
+    pub prediction_layers: usize,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; divides `heads`.
@@ -80,6 +82,8 @@ pub struct Config {
     /// Whether there are biases of queries, keys and values; of attention's output; of the feed-forward layer. `None`
     /// where the tensors that there are say so.
     pub biases: [Option<bool>; 3],
+    /// Whether queries and keys are normalised, head by head.
+    pub head_norms: bool,
     /// The experts, if there are any.
     pub mixture: Option<Mixture>,
 }
@@ -138,7 +142,7 @@ impl Activation {
 }
 
 /// A mixture of experts: networks of which each token uses a few, which a router chooses.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Mixture {
     /// Experts of a layer.
     pub count: usize,
@@ -148,13 +152,29 @@ pub struct Mixture {
     pub ffn_dim: usize,
     /// Width of the feed-forward layer of an expert that all tokens use besides; 0 if there is none.
     pub shared_ffn_dim: usize,
+    /// What makes weights of the router's products.
+    pub scoring: Scoring,
     /// Whether the weights of the experts that a token uses are divided by their sum.
     pub normalised: bool,
+    /// What the weights are multiplied by after that.
+    pub scale: f32,
     /// Layers that have a feed-forward layer of [`Config::ffn_dim`] instead, ascending.
     pub dense_layers: Vec<usize>,
 }
 
+/// The layer to which a tensor belongs.
+fn layer_of(container: Container, name: &str) -> Option<usize> {
+    let prefix = if container == Container::Gguf { "blk." } else { "model.layers." };
+    name.strip_prefix(prefix)?.split_once('.')?.0.parse().ok()
+}
+
 impl Config {
+    /// Whether a tensor belongs to one of [`prediction_layers`](Self::prediction_layers).
+    pub(crate) fn is_of_prediction(&self, container: Container, name: &str) -> bool {
+        let of = self.layers..self.layers + self.prediction_layers;
+        layer_of(container, name).is_some_and(|layer| of.contains(&layer))
+    }
+
     /// The policy that suits a pass over the model: the order of a pass is known, but for the experts that are drawn.
     pub fn policy(&self) -> PolicyKind {
         if self.mixture.is_some() { PolicyKind::Model } else { PolicyKind::Plan }
@@ -206,11 +226,11 @@ impl Config {
         }
         // A layer that the configuration does not count would be left out without an error, and the result would be
         // wrong.
-        let prefix = if model.container() == Container::Gguf { "blk." } else { "model.layers." };
-        let layer = |name: &str| name.strip_prefix(prefix)?.split_once('.')?.0.parse::<usize>().ok();
-        let uncounted = model.tensors().iter().find(|t| layer(&t.name).is_some_and(|n| n >= self.layers));
+        let counted = self.layers + self.prediction_layers;
+        let layer = |name: &str| layer_of(model.container(), name);
+        let uncounted = model.tensors().iter().find(|t| layer(&t.name).is_some_and(|n| n >= counted));
         if let Some(t) = uncounted {
-            return Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name)));
+            return Err(meta.bad(&format!("it counts {counted} layers, but there is a tensor {:?}", t.name)));
         }
         let sizes = known::Sizes {
             arch: self.arch,

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::architecture::{Experts, Rows, tiles};
 use crate::error::{Error, Result};
-use crate::experts::{Draw, Foreseen, drawn};
+use crate::experts::{Draw, Foreseen, Scores, drawn};
 use crate::kernels;
 use crate::model::{Input, Model};
 use crate::quants;
@@ -18,10 +18,17 @@ const TOGETHER_MOST: usize = 256;
 const PIECES: usize = 8;
 
 impl Model {
+    /// The scores that a router gives vectors.
+    pub(crate) fn scores(&self, experts: &Experts, input: &mut Input) -> Result<Scores> {
+        let of_vectors = self.linear(&experts.router, input)?;
+        let correction = experts.correction.as_ref().map(|correction| self.vector(correction)).transpose()?;
+        Ok(Scores { of_vectors, correction })
+    }
+
     /// The experts that vectors with these scores draw, by expert and then by vector.
-    pub(crate) fn draw(&self, experts: &Experts, scores: &[f32]) -> Result<Vec<Draw>> {
+    pub(crate) fn draw(&self, experts: &Experts, scores: &Scores) -> Result<Vec<Draw>> {
         let Some(mixture) = &self.arch.config.mixture else { return Ok(Vec::new()) };
-        drawn(scores, mixture).map_err(|vector| {
+        drawn(&scores.of_vectors, scores.correction.as_deref(), mixture).map_err(|vector| {
             let name = &experts.router.weight.name;
             Error::Invalid(format!(
                 "the router {name:?} gives vector {vector} of the pass scores that are infinite or no numbers \
@@ -31,7 +38,7 @@ impl Model {
     }
 
     /// What vectors will probably draw of the experts of `layer`, which have these scores.
-    pub(crate) fn foresee(&self, layer: usize, experts: &Experts, scores: &[f32]) -> Foreseen {
+    pub(crate) fn foresee(&self, layer: usize, experts: &Experts, scores: &Scores) -> Foreseen {
         // Scores that are no numbers are an error where they are used.
         let draws = self.draw(experts, scores).unwrap_or_default();
         let foresight = self.foresight.get(layer);

@@ -54,6 +54,7 @@ const GEMMA: When = Of(&[Arch::Gemma2, Arch::Gemma3], &[0.0]);
 const GEMMA2: When = Of(&[Arch::Gemma2], &[0.0]);
 const GEMMA3: When = Of(&[Arch::Gemma3], &[0.0]);
 const GPT_OSS: When = Of(&[Arch::GptOss], &[0.0]);
+const GLM: When = Of(&[Arch::Glm4Moe], &[0.0]);
 const PHI3: When = Of(&[Arch::Phi3], &[0.0]);
 const WINDOWED: When = Of(&[Arch::Gemma2, Arch::Gemma3, Arch::GptOss], &[0.0]);
 const ONE: When = Is(&[1.0]);
@@ -84,17 +85,20 @@ const GGUF: &[(&str, When)] = &[
     ("expert_count", Always),
     ("expert_feed_forward_length", WithExperts),
     // 1 is a softmax over all experts, and 0 stands for the architecture's own.
-    ("expert_gating_func", Is(&[0.0, 1.0])),
-    ("expert_shared_count", OFF),
+    ("expert_gating_func", Of(&[Arch::Glm4Moe], &[0.0, 1.0])),
+    // All experts are of one group.
+    ("expert_group_count", NO_FACTOR),
+    ("expert_group_used_count", NO_FACTOR),
+    ("expert_shared_count", GLM),
     ("expert_shared_feed_forward_length", WithExperts),
     ("expert_used_count", WithExperts),
-    ("expert_weights_norm", ONE),
-    ("expert_weights_scale", NO_FACTOR),
+    ("expert_weights_norm", Of(&[Arch::Glm4Moe], &[1.0])),
+    ("expert_weights_scale", Of(&[Arch::Glm4Moe], &[0.0, 1.0])),
     ("feed_forward_length", Always),
     ("final_logit_softcapping", GEMMA),
-    ("leading_dense_block_count", OFF),
+    ("leading_dense_block_count", GLM),
     ("logit_scale", NO_FACTOR),
-    ("nextn_predict_layers", OFF),
+    ("nextn_predict_layers", GLM),
     // How the vectors of a text become one vector. A pass gives the vectors in any case.
     ("pooling_type", Always),
     ("residual_scale", NO_FACTOR),
@@ -152,6 +156,7 @@ const HF: &[(&str, When)] = &[
     ("exponential_decay_length_penalty", Always),
     ("final_logit_softcapping", GEMMA),
     ("finetuning_task", Always),
+    ("first_k_dense_replace", GLM),
     ("forced_bos_token_id", Always),
     ("forced_eos_token_id", Always),
     ("full_attn_mod", ONE),
@@ -181,6 +186,9 @@ const HF: &[(&str, When)] = &[
     ("mlp_only_layers", WithExperts),
     ("model_type", Always),
     ("moe_intermediate_size", WithExperts),
+    ("n_group", ONE),
+    ("n_routed_experts", WithExperts),
+    ("n_shared_experts", WithExperts),
     ("neftune_noise_alpha", Always),
     ("no_repeat_ngram_size", Always),
     ("norm_topk_prob", WithExperts),
@@ -192,6 +200,8 @@ const HF: &[(&str, When)] = &[
     ("num_hidden_layers", Always),
     ("num_key_value_heads", Always),
     ("num_local_experts", WithExperts),
+    ("num_mtp_layers", GLM),
+    ("num_nextn_predict_layers", GLM),
     ("num_return_sequences", Always),
     ("original_max_position_embeddings", PHI3),
     ("output_attentions", Always),
@@ -218,6 +228,7 @@ const HF: &[(&str, When)] = &[
     ("rope_parameters", Always),
     ("rope_scaling", Always),
     ("rope_theta", Always),
+    ("routed_scaling_factor", Of(&[Arch::Glm4Moe], &[1.0])),
     // Both for training.
     ("router_aux_loss_coef", Always),
     ("router_jitter_noise", Always),
@@ -236,6 +247,7 @@ const HF: &[(&str, When)] = &[
     ("tokenizer_class", Always),
     ("top_k", Always),
     ("top_p", Always),
+    ("topk_group", ONE),
     ("torch_dtype", Always),
     ("torchscript", Always),
     ("transformers.js_config", Always),
@@ -248,6 +260,7 @@ const HF: &[(&str, When)] = &[
     ("use_bidirectional_attention", OFF),
     ("use_cache", Always),
     ("use_mrope", OFF),
+    ("use_qk_norm", GLM),
     ("use_sliding_window", Always),
     ("vocab_size", Always),
 ];

@@ -72,7 +72,7 @@ pub mod synthetic;
 mod tokenizer;
 mod weights;
 
-pub use arch::Arch;
+pub use arch::{Arch, Scoring};
 pub use architecture::pass_bytes;
 pub use chat::{Call, ChatTemplate, Message, Turn};
 pub use config::{Activation, Config, LongRope, Mixture, RopePairs, Window};

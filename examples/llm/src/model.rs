@@ -21,7 +21,7 @@ use crate::architecture::{Architecture, Linear, Op, Rows, tiles};
 use crate::config::Config;
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
-use crate::experts::{Foreseen, Foresight};
+use crate::experts::{Foreseen, Foresight, Scores};
 use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
@@ -206,17 +206,18 @@ impl Model {
                     self.activate(&mut gate, &up);
                     drop(up);
                     let made = self.linear(&shared.network.down, &mut Input::new(gate, m))?;
-                    let row = self.vector(&shared.gate)?;
+                    let row = shared.gate.as_ref().map(|gate| self.vector(gate)).transpose()?;
                     let of_each = work.x.chunks_exact_mut(c.dim).zip(made.chunks_exact(c.dim));
                     for ((x, made), input) in of_each.zip(work.input.x.chunks_exact(c.dim)) {
-                        let scale = 1.0 / (1.0 + (-kernels::dot(self.level, input, &row)).exp());
+                        let score = row.as_ref().map(|row| kernels::dot(self.level, input, row));
+                        let scale = score.map_or(1.0, |score| 1.0 / (1.0 + (-score).exp()));
                         x.iter_mut().zip(made).for_each(|(x, made)| *x += scale * made);
                     }
                 }
-                Op::Router(router) => work.scores = self.linear(router, &mut work.input)?,
+                Op::Router(experts) => work.scores = self.scores(experts, &mut work.input)?,
                 Op::ForeseeNorm(norm) => work.ahead = self.normed(&work.x, norm)?,
                 Op::Foresee(layer, experts) => {
-                    let scores = self.linear(&experts.router, &mut take(&mut work.ahead))?;
+                    let scores = self.scores(experts, &mut take(&mut work.ahead))?;
                     work.next = Some(self.foresee(layer, experts, &scores));
                 }
                 Op::Experts(layer, experts) => {
@@ -311,7 +312,7 @@ impl Model {
     }
 
     /// A vector's values.
-    fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
+    pub(crate) fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
         self.values((info, 0..1))
     }
 
@@ -492,8 +493,8 @@ struct Work {
     /// `[tokens x ffn_dim]`.
     gate: Vec<f32>,
     up: Vec<f32>,
-    /// `[tokens x experts]`.
-    scores: Vec<f32>,
+    /// What the router makes of the input.
+    scores: Scores,
     /// What the next layer's router is asked about.
     ahead: Input,
     /// What was foreseen of the layer that comes next, and of the one behind the experts that come next.

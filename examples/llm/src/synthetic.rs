@@ -48,11 +48,12 @@ pub struct Spec {
     pub tied: bool,
     /// Seed of all weights.
     pub seed: u64,
-    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE and gpt-oss; in
-    /// the Llama family only in GGUF.
+    /// A mixture of experts in each layer, in place of its feed-forward network: always in Qwen3-MoE, gpt-oss and GLM;
+    /// in the Llama family only in GGUF.
     pub experts: Option<Experts>,
     /// Tokens of the window that some layers of a gpt-oss or Gemma have, and all of a Phi-3. These are written as GGUF
     /// only. A Phi-3 turns three quarters of each head, and has LongRoPE, whose original context is half of `context`.
+    /// A GLM turns half of each head. The first of its layers is dense if there are others.
     pub window: u64,
 }
 
@@ -138,6 +139,11 @@ impl Spec {
         }
     }
 
+    /// Layers without experts, before the others.
+    fn dense_layers(&self) -> u64 {
+        if self.arch == Arch::Glm4Moe { self.layers.saturating_sub(1).min(1) } else { 0 }
+    }
+
     fn tensors(&self) -> Vec<Tensor> {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let mut all = Vec::new();
@@ -155,11 +161,12 @@ impl Spec {
             };
             for (stem, rows, heads) in inputs {
                 push(name(&format!("{stem}.weight")), rows, self.dim, Kind::Matrix, heads);
-                if matches!(self.arch, Arch::Qwen2 | Arch::GptOss) {
+                if matches!(self.arch, Arch::Qwen2 | Arch::GptOss | Arch::Glm4Moe) {
                     push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
                 }
             }
-            if self.arch.has_head_norms() {
+            let is_glm = self.arch == Arch::Glm4Moe;
+            if self.arch.has_head_norms() || is_glm {
                 push(name("attn_q_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
                 push(name("attn_k_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
             }
@@ -170,21 +177,28 @@ impl Spec {
                 push(name("attn_output.bias"), 1, self.dim, Kind::Bias, 0);
                 push(name("attn_sinks.weight"), 1, self.heads, Kind::Bias, 0);
             }
-            if is_gpt_oss || self.arch.is_gemma() {
+            if is_gpt_oss || is_glm || self.arch.is_gemma() {
                 push(name("post_attention_norm.weight"), 1, self.dim, Kind::Norm, 0);
             }
-            if !is_gpt_oss {
+            if !is_gpt_oss && !is_glm {
                 push(name("ffn_norm.weight"), 1, self.dim, Kind::Norm, 0);
             }
             if self.arch.is_gemma() {
                 push(name("post_ffw_norm.weight"), 1, self.dim, Kind::Norm, 0);
             }
-            let (kind, count) = match self.experts {
+            let experts = self.experts.filter(|_| i >= self.dense_layers());
+            let (kind, count) = match experts {
                 Some(experts) => ("_exps", experts.count),
                 None => ("", 1),
             };
-            if self.experts.is_some() {
+            if experts.is_some() {
                 push(name("ffn_gate_inp.weight"), count, self.dim, Kind::Router, 0);
+            }
+            if experts.is_some() && is_glm {
+                push(name("exp_probs_b.bias"), 1, count, Kind::Bias, 0);
+                push(name("ffn_gate_shexp.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
+                push(name("ffn_up_shexp.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
+                push(name("ffn_down_shexp.weight"), self.dim, self.ffn_dim, added, 0);
             }
             let of_inputs = count * self.ffn_dim;
             if !is_phi3 {
@@ -216,7 +230,11 @@ impl Spec {
 
     /// Elements of a head that are turned.
     fn rotary(&self) -> u64 {
-        if self.arch == Arch::Phi3 { self.head_dim / 8 * 6 } else { self.head_dim }
+        match self.arch {
+            Arch::Phi3 => self.head_dim / 8 * 6,
+            Arch::Glm4Moe => self.head_dim / 4 * 2,
+            _ => self.head_dim,
+        }
     }
 
     fn check(&self) -> Result<()> {
@@ -230,14 +248,14 @@ impl Spec {
         let wrong = match self.experts {
             None => self.arch.is_mixture(),
             Some(Experts { count, used, .. }) => {
-                let may = matches!(self.arch, Arch::Llama | Arch::Qwen3Moe | Arch::GptOss);
+                let may = matches!(self.arch, Arch::Llama | Arch::Qwen3Moe | Arch::GptOss | Arch::Glm4Moe);
                 !may || used == 0 || used > count || count > 1 << 12
             }
         };
         if wrong {
             return Err(Error::Invalid(
                 "a mixture has 1 to 4096 experts, of which a token uses 1 to all, and is of the Llama family or a \
-                 Qwen3-MoE or gpt-oss, which is always one"
+                 Qwen3-MoE, gpt-oss or GLM, which is always one"
                     .into(),
             ));
         }
@@ -340,6 +358,11 @@ impl Spec {
                 meta.value(&format!("{arch}.expert_feed_forward_length"), gguf::Value::U32(self.ffn_dim as u32));
             }
         }
+        if self.arch == Arch::Glm4Moe {
+            let dense = self.dense_layers() as u32;
+            meta.value(&format!("{arch}.expert_shared_count"), gguf::Value::U32(1));
+            meta.value(&format!("{arch}.leading_dense_block_count"), gguf::Value::U32(dense));
+        }
         let has_window = matches!(self.arch, Arch::GptOss | Arch::Phi3) || self.arch.is_gemma();
         if has_window {
             meta.value(&format!("{arch}.attention.sliding_window"), gguf::Value::U32(self.window as u32));
@@ -426,9 +449,9 @@ impl Spec {
     /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
     pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
         self.check()?;
-        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3 | Arch::Phi3);
+        let only_gguf = matches!(self.arch, Arch::GptOss | Arch::Gemma2 | Arch::Gemma3 | Arch::Phi3 | Arch::Glm4Moe);
         if only_gguf || self.experts.is_some() && self.arch == Arch::Llama {
-            let what = "a gpt-oss, a Gemma, a Phi-3, or a mixture of the Llama family is written as GGUF only";
+            let what = "a gpt-oss, a Gemma, a Phi-3, a GLM, or a mixture of the Llama family is written as GGUF only";
             return Err(Error::Invalid(what.into()));
         }
         let type_name = match self.dtype {

@@ -149,6 +149,7 @@ fn followed(arch: Arch) -> Vec<&'static str> {
         Arch::Gemma2 => [&FOLLOWED[..], &["attn_logit_softcapping", "final_logit_softcapping"]].concat(),
         Arch::Gemma3 => [&FOLLOWED[..], &["final_logit_softcapping", "rope.freq_base_swa"]].concat(),
         Arch::Phi3 => [&FOLLOWED[..], &["rope.scaling.attn_factor"]].concat(),
+        Arch::Glm4Moe => [&FOLLOWED[..], &["expert_shared_feed_forward_length", "expert_weights_scale"]].concat(),
         _ => FOLLOWED.to_vec(),
     }
 }
@@ -178,7 +179,11 @@ fn spec(arch: Arch) -> Spec {
         context: if arch == Arch::GptOss { 2048 } else { 64 },
         tied: false,
         seed: 1,
-        experts: matches!(arch, Arch::Qwen3Moe | Arch::GptOss).then_some(Experts { count: 4, used: 2, fused: false }),
+        experts: matches!(arch, Arch::Qwen3Moe | Arch::GptOss | Arch::Glm4Moe).then_some(Experts {
+            count: 4,
+            used: 2,
+            fused: false,
+        }),
         window: 20,
     }
 }
@@ -265,9 +270,17 @@ impl Gguf {
 
 #[test]
 fn every_key_of_gguf_is_followed_harmless_or_refused() {
-    for arch in
-        [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3, Arch::Phi3]
-    {
+    for arch in [
+        Arch::Llama,
+        Arch::Qwen2,
+        Arch::Qwen3,
+        Arch::Qwen3Moe,
+        Arch::GptOss,
+        Arch::Gemma2,
+        Arch::Gemma3,
+        Arch::Phi3,
+        Arch::Glm4Moe,
+    ] {
         let gguf = Gguf::new(arch);
         let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
         let has = |key: &str| {
@@ -380,6 +393,11 @@ fn tensors_that_are_not_known_are_refused() {
         (Arch::Phi3, "blk.0.attn_qkv.weight", "blk.0.attn_qkz.weight"),
         (Arch::Phi3, "rope_factors_long.weight", "rope_factors_lonz.weight"),
         (Arch::Phi3, "rope_factors_short.weight", "rope_factors_shorz.weight"),
+        (Arch::Glm4Moe, "blk.0.exp_probs_b.bias", "blk.0.exp_probs_z.bias"),
+        (Arch::Glm4Moe, "blk.0.ffn_down_shexp.weight", "blk.0.ffn_down_shexz.weight"),
+        (Arch::Glm4Moe, "blk.0.attn_v.bias", "blk.0.attn_z.bias"),
+        (Arch::Glm4Moe, "blk.0.attn_k_norm.weight", "blk.0.attn_z_norm.weight"),
+        (Arch::Glm4Moe, "blk.0.post_attention_norm.weight", "blk.0.post_attention_norz.weight"),
     ] {
         let gguf = Gguf::new(arch);
         assert!(load(&gguf.open(&gguf.bytes)).is_ok(), "{arch:?}");
@@ -447,6 +465,64 @@ fn rotary_factors_that_cannot_be_are_refused() {
     }
     let error = folder.config(&[("original_max_position_embeddings", json!(1))]).unwrap_err().to_string();
     assert!(error.contains("original_max_position_embeddings"), "{error}");
+}
+
+/// What GLM says of its experts, in a GGUF file and in a `config.json`.
+#[test]
+fn experts_of_a_glm_are_drawn_as_it_says_or_refused() {
+    let gguf = Gguf::new(Arch::Glm4Moe);
+    let mixture = |key: &str, value: Kv| gguf.config(key, &value).map(|config| config.mixture.unwrap());
+    assert!(!mixture("expert_gating_func", Kv::U32(2)).unwrap().normalised);
+    assert!(mixture("expert_weights_norm", Kv::Bool(true)).unwrap().normalised);
+    assert_eq!(mixture("expert_weights_scale", Kv::F32(2.5)).unwrap().scale, 2.5);
+    for (key, value) in [
+        ("expert_gating_func", Kv::U32(1)),
+        ("expert_weights_norm", Kv::Text("often")),
+        ("expert_weights_scale", Kv::F32(-1.0)),
+        ("expert_group_count", Kv::U32(8)),
+        ("nextn_predict_layers", Kv::U32(1)),
+    ] {
+        let error = mixture(key, value).unwrap_err().to_string();
+        assert!(error.contains(key), "{key}: {error}");
+    }
+
+    let folder = reference("glm4moe");
+    let plain = folder.config(&[]).unwrap();
+    assert_eq!((plain.layers, plain.prediction_layers, plain.rope_frequencies.len()), (2, 1, 8));
+    let mixture = plain.mixture.as_ref().unwrap();
+    assert_eq!((mixture.dense_layers.as_slice(), mixture.scale, mixture.normalised), (&[0][..], 1.5, true));
+    // What the class takes: half of each head is turned, a layer predicts, one is dense, and weights sum up to one.
+    let absent = ["partial_rotary_factor", "num_nextn_predict_layers", "first_k_dense_replace", "norm_topk_prob"];
+    let absent = absent.map(|key| (key, json!("absent")));
+    assert_eq!(format!("{:?}", folder.config(&absent).unwrap()), format!("{plain:?}"));
+    for (key, value, named) in [
+        ("n_group", json!(2), "n_group"),
+        ("topk_group", json!(2), "topk_group"),
+        ("first_k_dense_replace", json!(3), "first_k_dense_replace"),
+        ("routed_scaling_factor", json!(0.0), "routed_scaling_factor"),
+        ("n_shared_experts", json!(0), "n_shared_experts"),
+        ("n_routed_experts", json!(0), "the number of experts"),
+        ("num_nextn_predict_layers", json!(0), "model.layers.2."),
+        ("scoring_func", json!("softmax"), "scoring_func"),
+    ] {
+        let error = folder.config(&[(key, value)]).unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains("config.json"), "{key}: {error}");
+    }
+    // Where there are norms of heads that the configuration does not speak of, and the other way round.
+    let text = fs::read_to_string(folder.file("config.json")).unwrap();
+    fs::write(folder.file("config.json"), text.replace("\"use_qk_norm\": true", "\"use_qk_norm\": false")).unwrap();
+    let error = load(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("_norm.weight"), "{error}");
+    fs::write(folder.file("config.json"), text).unwrap();
+    assert!(load(&ModelFiles::open(folder.path()).unwrap()).is_ok());
+    let file = folder.file("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let name = "model.layers.1.mlp.gate.e_score_correction_bias";
+    let at = bytes.windows(name.len()).position(|part| part == name.as_bytes()).unwrap();
+    fs::write(&file, [&bytes[..at], &name.replace("bias", "biaz").into_bytes(), &bytes[at + name.len()..]].concat())
+        .unwrap();
+    let error = load(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+    assert!(error.contains(name), "{error}");
 }
 
 /// Checkpoints of Phi-3 name the code that they came with, which transformers has taken over, and keys that only this

@@ -20,8 +20,17 @@ use outcore_llm::{
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
 /// Those that a synthetic model can have.
-const ARCHS: [Arch; 8] =
-    [Arch::Llama, Arch::Qwen2, Arch::Qwen3, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma2, Arch::Gemma3, Arch::Phi3];
+const ARCHS: [Arch; 9] = [
+    Arch::Llama,
+    Arch::Qwen2,
+    Arch::Qwen3,
+    Arch::Qwen3Moe,
+    Arch::GptOss,
+    Arch::Gemma2,
+    Arch::Gemma3,
+    Arch::Phi3,
+    Arch::Glm4Moe,
+];
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     // In Qwen3 a head is not dim / heads.
@@ -134,7 +143,7 @@ fn reading_at_once_equals_reading_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     use WeightType::{BF16, IQ4_NL, IQ4_XS, MXFP4, Q4_1, Q6_K};
     let kinds = [Q4_1, Q6_K, IQ4_NL, IQ4_XS, MXFP4, BF16];
-    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3, Arch::Phi3];
+    let archs = [Arch::Qwen2, Arch::Qwen3Moe, Arch::GptOss, Arch::Gemma3, Arch::Phi3, Arch::Glm4Moe];
     for (arch, dtype) in archs.into_iter().flat_map(|arch| kinds.map(|dtype| (arch, dtype))) {
         let files = gguf(folder.path(), &spec(arch, dtype));
         let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();
@@ -184,7 +193,7 @@ fn experts_in_few_pages_change_no_bit() {
     let page = PageSize::new(Bytes::kib(64)).unwrap();
     let mixture =
         |arch| Spec { experts: Some(Experts { count: 32, used: 4, fused: false }), ..spec(arch, WeightType::Q8_0) };
-    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss] {
+    for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss, Arch::Glm4Moe] {
         let files = gguf(folder.path(), &mixture(arch));
         let expected = run(&files, u64::MAX, threads(2), KvType::F32);
         for frames in [12, 40, 400] {

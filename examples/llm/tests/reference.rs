@@ -124,6 +124,21 @@ fn phi_has_the_logits_of_its_engines() {
     }
 }
 
+/// One has a layer behind the others, which predicts further tokens; the other has weights of experts that do not sum
+/// up to one, and neither biases nor norms of heads.
+#[test]
+fn glm_has_the_logits_of_its_engines() {
+    for (model, file) in [
+        ("glm4moe", ""),
+        ("glm4moe", "fused"),
+        ("glm4moe", "model.gguf"),
+        ("glm4moe-unscaled", ""),
+        ("glm4moe-unscaled", "model.gguf"),
+    ] {
+        compare(model, &folder(model).join(file), &[1, 7, 96]);
+    }
+}
+
 /// A session takes the factors for long sequences if it has room for one, whoever shares its passes.
 #[test]
 fn the_room_of_a_session_chooses_its_rotary_factors() {

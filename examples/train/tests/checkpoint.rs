@@ -295,6 +295,8 @@ fn models_of_other_kinds_are_refused_by_name() {
     };
     refused("qwen2", &Spec::small(Arch::Qwen2, WeightType::F32), "qwen2");
     refused("qwen3", &Spec::small(Arch::Qwen3, WeightType::F32), "qwen3");
+    refused("phi3", &Spec::small(Arch::Phi3, WeightType::F32), "phi3");
+    refused("glm4moe", &Spec::small(Arch::Glm4Moe, WeightType::F32), "glm4moe");
     refused("experts", &Spec { experts: Some(Experts { count: 4, used: 2, fused: false }), ..small() }, "experts");
     refused("wide", &Spec { head_dim: 32, ..small() }, "wider");
     let missing = Checkpoint::open(&folder.path().join("nowhere")).unwrap_err();

@@ -2,10 +2,11 @@
 
 use super::reader::Reader;
 use super::rope::Yarn;
-use super::{Config, LongRope, MOST_HEAD_DIM, RopePairs, Window, activation, embedding_scale};
-use crate::arch::Arch;
+use super::{Config, LongRope, MOST_HEAD_DIM, Mixture, RopePairs, Window, activation, embedding_scale};
+use crate::arch::{Arch, Routing};
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
+use outcore_lab::planning::Declared;
 use serde_json::Value;
 
 impl Config {
@@ -14,19 +15,18 @@ impl Config {
         let arch = Arch::parse(name).map_err(|error| meta.said(&error))?;
         let key = |suffix: &str| format!("{name}.{suffix}");
         let declared = meta.declared()?;
-        match (arch, &declared.experts) {
-            (Arch::Llama, _) => {}
-            (_, Some(_)) if arch.is_mixture() => {}
-            (_, None) if !arch.is_mixture() => {}
-            (_, None) => return Err(meta.bad(&format!("{} is missing", key("expert_count")))),
-            (_, Some(_)) => {
-                let what = format!("{} in the architecture {name:?} is not supported", key("expert_count"));
-                return Err(meta.unsupported(&what));
-            }
-        }
-        // By the architecture, as llama.cpp has it: files do not say.
-        let normalised = matches!(arch, Arch::Llama | Arch::Qwen3Moe | Arch::GptOss);
-        let mixture = meta.mixture(arch, &declared, normalised, Vec::new())?;
+        let mixes = if arch == Arch::Llama { None } else { Some(arch.is_mixture()) };
+        let routing = meta.routing((arch, mixes), &declared, &key("expert_count"))?;
+        let mixture = match routing {
+            None => None,
+            Some(routing) if arch == Arch::Glm4Moe => meta.gguf_glm_mixture(routing, &declared, name)?,
+            Some(routing) => meta.mixture(routing, &declared, (routing.normalised[0], 1.0), Vec::new())?,
+        };
+        let prediction_layers = match arch {
+            Arch::Glm4Moe => meta.optional_count(&key("nextn_predict_layers"), declared.layers as usize - 1)?,
+            _ => None,
+        };
+        let prediction_layers = prediction_layers.unwrap_or(0);
         if declared.key_dim != declared.value_dim {
             return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
         }
@@ -115,7 +115,8 @@ impl Config {
         Ok(Self {
             arch,
             dim: declared.hidden as usize,
-            layers: declared.layers as usize,
+            layers: declared.layers as usize - prediction_layers,
+            prediction_layers,
             heads: declared.heads as usize,
             kv_heads: declared.kv_heads as usize,
             head_dim,
@@ -142,7 +143,13 @@ impl Config {
             biases: match arch {
                 Arch::Qwen2 | Arch::Qwen2Moe => [Some(true), None, None],
                 Arch::GptOss => [Some(true), Some(true), None],
+                // In all layers or in none.
+                Arch::Glm4Moe => [Some(model.tensor("blk.0.attn_q.bias").is_some()), Some(false), Some(false)],
                 _ => [None; 3],
+            },
+            head_norms: match arch {
+                Arch::Glm4Moe => model.tensor("blk.0.attn_q_norm.weight").is_some(),
+                _ => arch.has_head_norms(),
             },
             mixture,
         })
@@ -150,6 +157,25 @@ impl Config {
 }
 
 impl Reader<'_> {
+    /// The experts of a GLM, whose files say more of them than those of others.
+    fn gguf_glm_mixture(&self, routing: Routing, declared: &Declared, name: &str) -> Result<Option<Mixture>> {
+        let key = |suffix: &str| format!("{name}.{suffix}");
+        let gating = key("expert_gating_func");
+        // 0 stands for the architecture's own.
+        if let Some(other) = self.optional_count(&gating, usize::MAX)?.filter(|kind| ![0, 2].contains(kind)) {
+            return Err(self.unsupported(&format!("{gating} is {other}: supported is 2, which is a sigmoid")));
+        }
+        let norm = key("expert_weights_norm");
+        let normalised = match self.map.get(&norm) {
+            None | Some(Value::Null) => routing.normalised[0],
+            Some(Value::Bool(said)) => *said,
+            Some(other) => return Err(self.bad(&format!("{norm} is {other}, and no truth value"))),
+        };
+        let scale = self.positive(self.map, &key("expert_weights_scale"), 1.0)?;
+        let leading = self.optional_count(&key("leading_dense_block_count"), declared.layers as usize)?.unwrap_or(0);
+        self.mixture(routing, declared, (normalised, scale), (0..leading).collect())
+    }
+
     /// The tokens of the window that a GGUF file declares, and the layers that have it. Of architectures that have
     /// none, the caller refuses the key.
     fn gguf_window(&self, arch: Arch, name: &str, layers: usize) -> Result<Option<(usize, Vec<bool>)>> {

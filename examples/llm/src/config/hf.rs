@@ -33,6 +33,7 @@ impl Config {
         let biases = match model_type {
             "mistral" | "mixtral" | "phi3" => [false; 3],
             "qwen2" => [true, false, false],
+            "glm4_moe" => [says("attention_bias"), false, false],
             "qwen2_moe" => [map.get("qkv_bias").and_then(Value::as_bool).unwrap_or(true), false, false],
             "gpt_oss" => {
                 let biased = map.get("attention_bias").and_then(Value::as_bool).unwrap_or(true);
@@ -87,11 +88,19 @@ impl Config {
             Some(value) => value.as_u64().map(|v| v as u32).into_iter().collect::<Vec<u32>>(),
             None => Vec::new(),
         };
-        let usual_eps = if matches!(arch, Arch::GptOss | Arch::Phi3) { 1e-5 } else { 1e-6 };
+        // Of the two names of the key, the first is that of checkpoints. They are not counted among the layers.
+        let most = declared.layers as usize;
+        let predictions = |key| meta.optional_count(key, most);
+        let prediction_layers = match arch {
+            Arch::Glm4Moe => predictions("num_nextn_predict_layers")?.or(predictions("num_mtp_layers")?).unwrap_or(1),
+            _ => 0,
+        };
+        let usual_eps = if matches!(arch, Arch::GptOss | Arch::Phi3 | Arch::Glm4Moe) { 1e-5 } else { 1e-6 };
         Ok(Self {
             arch,
             dim: declared.hidden as usize,
             layers: declared.layers as usize,
+            prediction_layers,
             heads: declared.heads as usize,
             kv_heads: declared.kv_heads as usize,
             head_dim,
@@ -115,6 +124,7 @@ impl Config {
             eos: ids("eos_token_id"),
             tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(arch.is_gemma()),
             biases: biases.map(Some),
+            head_norms: arch.has_head_norms() || arch == Arch::Glm4Moe && says("use_qk_norm"),
             mixture: meta.hf_mixture(arch, &declared)?,
         })
     }
@@ -124,17 +134,12 @@ impl Reader<'_> {
     /// As [`mixture`](Self::mixture), of a `config.json`, with the layers that have none.
     fn hf_mixture(&self, arch: Arch, declared: &Declared) -> Result<Option<Mixture>> {
         let model_type = self.text("model_type")?;
-        match (model_type, &declared.experts) {
-            ("mixtral", Some(_)) => return self.mixture(arch, declared, true, Vec::new()),
-            ("mixtral", None) => return Err(self.bad("the number of experts is missing")),
-            (_, Some(_)) if arch.is_mixture() => {}
-            (_, None) if arch.is_mixture() => return Err(self.bad("the number of experts is missing")),
-            (_, None) => return Ok(None),
-            (_, Some(_)) => {
-                let what = format!("experts in the architecture {model_type:?} are not supported");
-                return Err(self.unsupported(&what));
-            }
-        }
+        let mixes = match model_type {
+            "mixtral" => true,
+            _ => arch.is_mixture(),
+        };
+        let routing = self.routing((arch, Some(mixes)), declared, "the number of experts")?;
+        let Some(routing) = routing else { return Ok(None) };
         // What the class takes.
         let every = self.optional_size("decoder_sparse_step", usize::MAX)?.unwrap_or(1);
         let listed = match self.map.get("mlp_only_layers") {
@@ -143,9 +148,14 @@ impl Reader<'_> {
             Some(other) => return Err(self.bad(&format!("mlp_only_layers is {other}, and no list of layers"))),
         };
         let is_dense = |layer: &usize| listed.contains(&(*layer as u64)) || !(layer + 1).is_multiple_of(every);
-        let dense = (0..declared.layers as usize).filter(is_dense).collect();
-        let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(false);
-        self.mixture(arch, declared, normalised, dense)
+        let layers = declared.layers as usize;
+        let dense = match arch {
+            Arch::Glm4Moe => (0..self.optional_count("first_k_dense_replace", layers)?.unwrap_or(1)).collect(),
+            _ => (0..layers).filter(is_dense).collect(),
+        };
+        let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(routing.normalised[1]);
+        let scale = self.positive(self.map, "routed_scaling_factor", 1.0)?;
+        self.mixture(routing, declared, (normalised, scale), dense)
     }
 
     /// The tokens of the window that a `config.json` declares, and the layers that have it. `None` where it is no
@@ -228,8 +238,8 @@ impl Reader<'_> {
             let inner = scaling.map_or(Ok(usual), |scaling| self.positive(scaling, key, usual))?;
             self.positive(self.map, key, inner)
         };
-        let part = number("partial_rotary_factor", 1.0)?;
-        if part != 1.0 && arch != Arch::Phi3 {
+        let part = number("partial_rotary_factor", if arch == Arch::Glm4Moe { 0.5 } else { 1.0 })?;
+        if part != 1.0 && !matches!(arch, Arch::Phi3 | Arch::Glm4Moe) {
             return Err(self.unsupported("partial_rotary_factor other than 1 is not supported in this architecture"));
         }
         let rotary = (head_dim as f64 * part) as usize;

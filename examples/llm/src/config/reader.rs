@@ -7,7 +7,7 @@ use outcore_lab::planning::Declared;
 use serde_json::{Map, Value};
 
 use super::Mixture;
-use crate::arch::Arch;
+use crate::arch::{Arch, Routing};
 use crate::error::{Error, Result};
 
 /// What a model says about itself, and the file that says it.
@@ -74,24 +74,45 @@ impl Reader<'_> {
         })
     }
 
+    /// How experts are drawn, if the metadata declare some under `key`. `mixes` says whether such a model has experts;
+    /// `None` if it may.
+    pub fn routing(
+        &self,
+        (arch, mixes): (Arch, Option<bool>),
+        declared: &Declared,
+        key: &str,
+    ) -> Result<Option<Routing>> {
+        match (mixes, &declared.experts) {
+            (Some(true), None) => Err(self.bad(&format!("{key} is missing"))),
+            (Some(false), Some(_)) => {
+                let name = arch.gguf_name();
+                Err(self.unsupported(&format!("{key} in the architecture {name:?} is not supported")))
+            }
+            (_, None) => Ok(None),
+            (_, Some(_)) => Ok(arch.routing()),
+        }
+    }
+
     /// The experts that the metadata declare.
     pub fn mixture(
         &self,
-        arch: Arch,
+        routing: Routing,
         declared: &Declared,
-        normalised: bool,
+        (normalised, scale): (bool, f64),
         dense_layers: Vec<usize>,
     ) -> Result<Option<Mixture>> {
         let Some(experts) = &declared.experts else { return Ok(None) };
-        if (experts.shared_ffn > 0) != (arch == Arch::Qwen2Moe) {
-            let what = "an expert that all tokens share (expert_shared_feed_forward_length, expert_shared_count, or \
-                        shared_expert_intermediate_size) is what qwen2moe has, and no other architecture";
+        if (experts.shared_ffn > 0) != routing.shared_gate.is_some() {
+            let what = "an expert that all tokens share (expert_shared_feed_forward_length, expert_shared_count, \
+                        shared_expert_intermediate_size, or n_shared_experts) is what qwen2moe and glm4moe have, and \
+                        no other architecture";
             return Err(self.unsupported(what));
         }
         let used = experts.active.ok_or_else(|| self.bad(&format!("{} is missing", experts.active_key)))?;
         let sizes = [experts.count, used, experts.ffn, experts.shared_ffn];
         let [count, used, ffn_dim, shared_ffn_dim] = sizes.map(|size| size as usize);
-        Ok(Some(Mixture { count, used, ffn_dim, shared_ffn_dim, normalised, dense_layers }))
+        let (scoring, scale) = (routing.scoring, scale as f32);
+        Ok(Some(Mixture { count, used, ffn_dim, shared_ffn_dim, scoring, normalised, scale, dense_layers }))
     }
 
     /// What caps values; `usual` where the key is missing. 0 stands for none.

@@ -63,6 +63,8 @@ class Case:
     mxfp4: bool = False
     # Whether the safetensors file has experts of that type too.
     saved_mxfp4: bool = False
+    # Layers behind the others, which predict further tokens. transformers neither makes nor reads them.
+    nextn: int = 0
     # What a published configuration has besides, or otherwise; None takes a key away.
     hub: dict = field(default_factory=dict)
     # Why llama.cpp cannot run it.
@@ -126,6 +128,22 @@ PHI3 = COMMON | {
         "short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.25],
         "long_factor": [4.0, 3.5, 3.0, 2.5, 2.0, 6.0],
     },
+}
+GLM4_MOE = COMMON | HEAD_DIM | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
 }
 CASES = {
     "qwen3moe": Case("qwen3_moe", QWEN3_MOE, drawn=3, fused=True),
@@ -246,6 +264,20 @@ CASES = {
         },
         no_llama_cpp="it has no window in models of this architecture",
     ),
+    "glm4moe": Case("glm4_moe", GLM4_MOE, drawn=3, fused=True, nextn=1),
+    # As GLM-4.5-Air: without norms of heads. And with weights of experts as their scores are.
+    "glm4moe-unscaled": Case(
+        "glm4_moe",
+        GLM4_MOE
+        | {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 1,
+            "num_nextn_predict_layers": 0,
+        },
+        drawn=3,
+    ),
     "qwen2moe": Case(
         "qwen2_moe",
         COMMON
@@ -329,6 +361,10 @@ def fill(model, case, seed):
             value /= value.shape[-1] ** 0.5
         with torch.no_grad():
             parameter.copy_(value.bfloat16().float())
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            with torch.no_grad():
+                buffer.copy_((torch.randn(buffer.shape, generator=random) * 0.2).bfloat16().float())
 
 
 def run(model, case, ids):
@@ -337,6 +373,9 @@ def run(model, case, ids):
 
     def look(router, given, _made):
         scores = torch.nn.functional.linear(given[0].flatten(0, -2), router.weight, getattr(router, "bias", None))
+        # Of these it draws by the sigmoid and a correction.
+        if hasattr(router, "e_score_correction_bias"):
+            scores = scores.sigmoid() + router.e_score_correction_bias
         order = scores.sort(dim=-1, descending=True).values
         least[0] = min(least[0], (order[:, case.drawn - 1] - order[:, case.drawn]).min().item())
 
@@ -376,6 +415,8 @@ def hub_config(path, case):
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] == "default" and "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if case.kind in ("olmoe", "qwen2_moe", "qwen3_moe") and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
@@ -396,8 +437,27 @@ def save(name, case, model, folder, original):
         copy.to(torch.bfloat16).save_pretrained(scratch, save_original_format=original)
         for file in ("config.json", "model.safetensors"):
             shutil.copyfile(Path(scratch, file), folder / file)
+    if case.nextn and original:
+        add_nextn(folder / "model.safetensors", model.config, case.nextn)
     if original:
         hub_config(folder / "config.json", case)
+
+
+def add_nextn(path, config, count):
+    """Adds layers as GLM has them behind the others: copies of the last, and what joins them to the model."""
+    tensors = load_file(path)
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    random = torch.Generator().manual_seed(11)
+    for nth in range(count):
+        layer = f"model.layers.{config.num_hidden_layers + nth}."
+        same = {key.removeprefix(last): value.clone() for key, value in tensors.items() if key.startswith(last)}
+        tensors |= {layer + key: value for key, value in same.items()}
+        wide = config.hidden_size
+        shapes = {"eh_proj": (wide, 2 * wide), "enorm": (wide,), "hnorm": (wide,), "shared_head.norm": (wide,)}
+        for name, shape in shapes.items():
+            tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=random).bfloat16()
+    save_torch_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def save_mxfp4(folder, out):
