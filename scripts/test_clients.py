@@ -246,6 +246,27 @@ class Api(OfOneServer):
         self.assertEqual("".join(named.tokens), of_text.choices[0].text)
         self.assertEqual(named.text_offset[0], 0)
 
+    def test_embeddings_are_read_back_and_near_texts_are_near(self):
+        create = lambda given, **more: self.client.embeddings.create(model=NAME, input=given, **more)
+        texts = ["The cat sat on the mat.", "A cat is sitting on a mat.", "Interest rates rose by two percent."]
+        answer = create(texts)
+        self.assertEqual([one.index for one in answer.data], [0, 1, 2])
+        self.assertEqual(answer.usage.prompt_tokens, answer.usage.total_tokens)
+        vectors = [one.embedding for one in answer.data]
+        near = lambda a, b: sum(x * y for x, y in zip(a, b))
+        self.assertAlmostEqual(near(vectors[0], vectors[0]), 1, places=5)
+        self.assertGreater(near(vectors[0], vectors[1]), near(vectors[0], vectors[2]))
+        # The client asks for base64 unless told.
+        floats = create(texts[0], encoding_format="float").data[0].embedding
+        self.assertEqual(len(floats), len(vectors[0]))
+        for one, other in zip(floats, vectors[0]):
+            self.assertAlmostEqual(one, other, places=7)
+        self.assertEqual(create(BEGINNING).data[0].embedding, create(IDS).data[0].embedding)
+        self.assertEqual(create([IDS, IDS]).data[1].embedding, create(IDS).data[0].embedding)
+        short = create(texts[0], dimensions=32).data[0].embedding
+        self.assertEqual(len(short), 32)
+        self.assertAlmostEqual(near(short, short), 1, places=5)
+
     def test_the_second_turn_of_a_conversation_finds_the_first(self):
         first = [{"role": "user", "content": "How do birds find their way? " * 4}]
         answer = chat(self.client, first, max_tokens=60)
@@ -283,7 +304,11 @@ class Api(OfOneServer):
         create = self.client.chat.completions.create
         messages = [{"role": "user", "content": QUESTION}]
         self.refused(openai.NotFoundError, "model", "model_not_found", create, model="other", messages=messages)
-        self.refused(openai.NotFoundError, None, "unknown_url", self.client.embeddings.create, model=NAME, input="x")
+        embed = lambda **options: self.client.embeddings.create(**{"model": NAME, "input": "x", **options})
+        self.refused(wrong, "input", "invalid_value", embed, input="")
+        self.refused(wrong, "input[1]", "invalid_value", embed, input=["x", ""])
+        self.refused(wrong, "dimensions", "invalid_value", embed, dimensions=1 << 20)
+        self.refused(openai.NotFoundError, "model", "model_not_found", embed, model="other")
 
     def test_the_log_has_no_words_of_users(self):
         secret = "Pernambuco"

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{Model, Session};
 use crate::paged_kv::PagedKeys;
 use crate::passes::{AnySession, Logits, Output, Part, PassError, PassTime, Passes};
@@ -26,6 +26,11 @@ impl Passes for Model {
         parts: &mut [Part<'_, Session>],
     ) -> std::result::Result<(Vec<Output>, PassTime), PassError> {
         let (started, vocab) = (Instant::now(), self.config().vocab);
+        let no_logits = |part: &Part<'_, Session>| part.logits.is_hidden() && part.sampler.is_some();
+        if let Some(nth) = parts.iter().position(no_logits) {
+            let what = "no token can be chosen by hidden states: give the part no sampler, or ask for its logits";
+            return Err(PassError { part: Some(nth), error: Error::Invalid(what.into()) });
+        }
         let (logits, waited) = self.forward_together(parts)?;
         // Choosing is not part of it, as on a GPU whose logits the host has to look at.
         let time = PassTime { total: started.elapsed(), waited };

@@ -120,7 +120,8 @@ impl Model {
     }
 
     /// Reads the tokens of several sessions in one pass over the weights: see [`Passes::pass`](crate::Passes::pass).
-    /// Returns the logits that each part needs, for its sampler too, and how long the pass waited for weights.
+    /// Returns the logits that each part needs, for its sampler too, or the hidden states that it wants, and how long
+    /// the pass waited for weights.
     pub(crate) fn forward_together(
         self: &Arc<Self>,
         parts: &mut [Part<'_, Session>],
@@ -228,8 +229,10 @@ impl Model {
                     self.add_experts((experts, &draws), input, work.foreseen.as_ref(), &mut work.x)?;
                 }
                 Op::LastNorm(weight) => {
-                    let x = take(&mut work.x);
-                    work.input = self.normed(&with_logits(parts, &x, c.dim), weight)?;
+                    let (rows, with_logits) = wanted(parts, &take(&mut work.x), c.dim);
+                    let mut normed = self.normed(&rows, weight)?.x;
+                    work.hidden = normed.split_off(with_logits * c.dim);
+                    work.input = Input::new(normed, with_logits);
                 }
                 Op::Logits(output) => {
                     work.logits = self.matmul(output, &mut work.input)?;
@@ -242,9 +245,13 @@ impl Model {
         // From the end: what was taken off is freed as it goes.
         let mut results = Vec::with_capacity(parts.len());
         for part in parts.iter().rev() {
-            let mine = part.rows() * c.vocab;
-            results.push(work.logits.split_off(work.logits.len().saturating_sub(mine)));
-            work.logits.shrink_to_fit();
+            let (all, each) = match part.logits.is_hidden() {
+                true => (&mut work.hidden, c.dim),
+                false => (&mut work.logits, c.vocab),
+            };
+            let mine = part.rows() * each;
+            results.push(all.split_off(all.len().saturating_sub(mine)));
+            all.shrink_to_fit();
         }
         results.reverse();
         Ok((results, self.weights.waited().saturating_sub(waited)))
@@ -502,6 +509,8 @@ struct Work {
     next: Option<Foreseen>,
     /// `[tokens whose logits are wanted x vocab]`.
     logits: Vec<f32>,
+    /// `[tokens whose hidden states are wanted x dim]`.
+    hidden: Vec<f32>,
 }
 
 /// Takes back that these parts have begun.
@@ -514,18 +523,26 @@ fn undo(parts: &mut [Part<'_, Session>]) -> std::result::Result<(), PassError> {
     first
 }
 
-/// The rows of `x` (`[tokens x dim]`) whose logits are wanted; one at least, so that each pass uses each weight.
-fn with_logits(parts: &[Part<'_, Session>], x: &[f32], dim: usize) -> Vec<f32> {
+/// The rows of `x` (`[tokens x dim]`) whose logits are wanted, and how many they are; one at least, so that each pass
+/// uses each weight. Behind them the rows whose hidden states are wanted.
+fn wanted(parts: &[Part<'_, Session>], x: &[f32], dim: usize) -> (Vec<f32>, usize) {
     let mut rows = Vec::new();
-    let mut end = 0;
-    for part in parts {
-        end += part.tokens.len();
-        rows.extend_from_slice(&x[(end - part.rows()) * dim..end * dim]);
-    }
-    if rows.is_empty() {
-        rows.extend_from_slice(&x[..dim.min(x.len())]);
-    }
-    rows
+    let mut add = |hidden: bool| {
+        let mut end = 0;
+        for part in parts {
+            end += part.tokens.len();
+            if part.logits.is_hidden() == hidden {
+                rows.extend_from_slice(&x[(end - part.rows()) * dim..end * dim]);
+            }
+        }
+        if rows.is_empty() {
+            rows.extend_from_slice(&x[..dim.min(x.len())]);
+        }
+        rows.len() / dim
+    };
+    let with_logits = add(false);
+    add(true);
+    (rows, with_logits)
 }
 
 /// Attention of one part: its number, its session, what it works on, and the result.

@@ -41,8 +41,9 @@ pub trait Passes: Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// After an error all sessions are as they were before the call, unless the device is lost. The error names the
     /// part that has no room or cannot be read, if it is one part's. `Invalid` for tokens that the model does not know
-    /// or a session has no room for, and for a session of another model; `Unsupported` for parts that the device cannot
-    /// compute in one pass; what making weights, keys and values resident ends with.
+    /// or a session has no room for, for a session of another model, and for a sampler beside hidden states;
+    /// `Unsupported` for parts that the device cannot compute in one pass, or whose hidden states it does not give;
+    /// what making weights, keys and values resident ends with.
     fn pass(
         self: &Arc<Self>,
         parts: &mut [Part<'_, Self::Session>],
@@ -87,7 +88,7 @@ pub trait AnySession: Debug + Send {
     }
 }
 
-/// Which logits a part of a pass is to give.
+/// Which logits a part of a pass is to give, or which hidden states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
     /// None: more of its tokens come in a later pass, or a token chosen from them is enough.
@@ -96,6 +97,17 @@ pub enum Logits {
     Last,
     /// Those after each of its tokens.
     All,
+    /// No logits, but the hidden state of its last token behind the last norm, from which they would be computed.
+    HiddenLast,
+    /// The hidden states of each of its tokens behind the last norm.
+    HiddenAll,
+}
+
+impl Logits {
+    /// Whether hidden states are wanted.
+    pub(crate) fn is_hidden(self) -> bool {
+        matches!(self, Self::HiddenLast | Self::HiddenAll)
+    }
 }
 
 /// What one session reads in a pass together with others: see [`Passes::pass`].
@@ -105,20 +117,20 @@ pub struct Part<'a, S> {
     pub session: &'a mut S,
     /// The tokens that it reads: at least one.
     pub tokens: &'a [u32],
-    /// The logits that are wanted.
+    /// The logits, or hidden states, that are wanted.
     pub logits: Logits,
-    /// Chooses the token that follows the last one, if it is wanted. A device that can choose does: its logits need not
-    /// be copied then.
+    /// Chooses the token that follows the last one, if it is wanted: not beside hidden states. A device that can choose
+    /// does: its logits need not be copied then.
     pub sampler: Option<&'a mut Sampler>,
 }
 
 impl<S> Part<'_, S> {
-    /// After how many of its tokens logits are needed.
+    /// After how many of its tokens logits, or hidden states, are needed.
     pub(crate) fn rows(&self) -> usize {
         match self.logits {
             Logits::None => usize::from(self.sampler.is_some()).min(self.tokens.len()),
-            Logits::Last => self.tokens.len().min(1),
-            Logits::All => self.tokens.len(),
+            Logits::Last | Logits::HiddenLast => self.tokens.len().min(1),
+            Logits::All | Logits::HiddenAll => self.tokens.len(),
         }
     }
 }
@@ -126,7 +138,8 @@ impl<S> Part<'_, S> {
 /// What a pass gives for a part.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Output {
-    /// The logits that were wanted: none, `[vocab]`, or `[tokens x vocab]`.
+    /// The logits that were wanted: none, `[vocab]`, or `[tokens x vocab]`; or the hidden states: `[dim]`, or
+    /// `[tokens x dim]`.
     pub logits: Vec<f32>,
     /// The token that was chosen, if there was a sampler.
     pub next: Option<u32>,

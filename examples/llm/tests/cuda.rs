@@ -158,6 +158,8 @@ mod on_a_gpu {
         let refused = [
             ("2 sequences", model.pass(&mut [part(&mut session, Logits::Last), part(&mut other, Logits::Last)])),
             ("after each of 9 tokens", model.pass(&mut [part(&mut other, Logits::All)])),
+            ("hidden states", model.pass(&mut [part(&mut other, Logits::HiddenLast)])),
+            ("hidden states", model.pass(&mut [part(&mut other, Logits::HiddenAll)])),
         ];
         for (what, refused) in refused {
             let Err(Error::Outcore(error)) = refused.map_err(|failed| failed.error) else { panic!("{what}") };

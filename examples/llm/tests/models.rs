@@ -112,6 +112,7 @@ fn a_ragged_pass_gives_each_part_what_it_wants() {
             Logits::None => &[],
             Logits::Last => last,
             Logits::All => &all,
+            Logits::HiddenLast | Logits::HiddenAll => panic!("not among the cases"),
         };
         assert!(output.logits == want, "{len} tokens, {logits:?}");
         let next = chooses.then(|| Sampler::new(1.0, nth as u64).sample(last));
@@ -120,9 +121,17 @@ fn a_ragged_pass_gives_each_part_what_it_wants() {
     // One that cannot be read is named, and the others are as before.
     let (one, other) = sessions.split_at_mut(1);
     let bad = [vocab as u32];
-    let part = |session, tokens| Part { session, tokens, logits: Logits::Last, sampler: None };
+    fn part<'a>(session: &'a mut Session, tokens: &'a [u32]) -> Part<'a, Session> {
+        Part { session, tokens, logits: Logits::Last, sampler: None }
+    }
     let error = model.pass(&mut [part(&mut one[0], &PROMPT), part(&mut other[0], &bad)]).unwrap_err();
     assert_eq!((error.part, one[0].len(), other[0].len()), (Some(1), 1, 1), "{:?}", error.error);
+    // Hidden states choose no token.
+    let mut parts = [&mut one[0], &mut other[0]].map(|session| part(session, &PROMPT));
+    (parts[1].logits, parts[1].sampler) = (Logits::HiddenAll, Some(&mut samplers[0]));
+    let error = model.pass(&mut parts).unwrap_err();
+    assert!(matches!(&error.error, Error::Invalid(what) if what.contains("sampler")), "{:?}", error.error);
+    assert_eq!((error.part, one[0].len(), other[0].len()), (Some(1), 1, 1));
 }
 
 /// Matrices that lie behind each other in a tensor begin and end within tiles.

@@ -21,12 +21,21 @@ fn folder(name: &str) -> PathBuf {
 
 /// The numbers, of four bytes each, of a tensor in a model's `logits.safetensors`. `None` if there is none.
 fn numbers<T>(model: &str, name: &str, read: impl Fn([u8; 4]) -> T) -> Option<Vec<T>> {
-    let path = folder(model).join("logits.safetensors");
-    let header = outcore::format::open(&path).unwrap();
+    numbers_of(&folder(model).join("logits.safetensors"), name, read)
+}
+
+fn numbers_of<T>(path: &Path, name: &str, read: impl Fn([u8; 4]) -> T) -> Option<Vec<T>> {
+    let header = outcore::format::open(path).unwrap();
     let tensor = header.tensors.iter().find(|tensor| tensor.name == name)?;
-    let bytes = std::fs::read(&path).unwrap();
+    let bytes = std::fs::read(path).unwrap();
     let bytes = &bytes[tensor.offset as usize..(tensor.offset + tensor.len) as usize];
     Some(bytes.chunks_exact(4).map(|bytes| read(bytes.try_into().unwrap())).collect())
+}
+
+fn load(path: &Path) -> Arc<Model> {
+    let files = ModelFiles::open(path).unwrap();
+    let weights = Arc::new(PlainWeights::read(&files).unwrap().with_tile_bytes(5000));
+    Arc::new(Model::load(&files, weights, Options { threads: 2, ..Options::default() }).unwrap())
 }
 
 /// Compares the logits at all positions, read in passes of each of these lengths.
@@ -40,9 +49,7 @@ fn compare_within(model: &str, path: &Path, passes: &[usize], tolerance: f32) {
     let engines: Vec<_> = ["transformers", "llama_cpp"].into_iter().filter_map(logits_of).collect();
     assert!(!engines.is_empty());
     assert!(tokens.len() >= 64);
-    let files = ModelFiles::open(path).unwrap();
-    let weights = Arc::new(PlainWeights::read(&files).unwrap().with_tile_bytes(5000));
-    let loaded = Arc::new(Model::load(&files, weights, Options { threads: 2, ..Options::default() }).unwrap());
+    let loaded = load(path);
     for pass in passes {
         let mut session = Session::new(loaded.clone(), tokens.len(), KvType::F32).unwrap();
         let found: Vec<f32> = tokens.chunks(*pass).flat_map(|tokens| session.forward_all(tokens).unwrap()).collect();
@@ -142,10 +149,7 @@ fn glm_has_the_logits_of_its_engines() {
 /// A session takes the factors for long sequences if it has room for one, whoever shares its passes.
 #[test]
 fn the_room_of_a_session_chooses_its_rotary_factors() {
-    let path = folder("phi-long").join("model.gguf");
-    let files = ModelFiles::open(&path).unwrap();
-    let weights = Arc::new(PlainWeights::read(&files).unwrap());
-    let model = Arc::new(Model::load(&files, weights, Options { threads: 2, ..Options::default() }).unwrap());
+    let model = load(&folder("phi-long").join("model.gguf"));
     let tokens: Vec<u32> = (0..60).map(|n| n * 7 % 250).collect();
     let session = |capacity| Session::new(model.clone(), capacity, KvType::F32).unwrap();
     let [short, still_short, long, longer] = [60, 64, 65, 4096].map(|room| session(room).forward_all(&tokens).unwrap());
@@ -156,4 +160,46 @@ fn the_room_of_a_session_chooses_its_rotary_factors() {
     let mut parts: Vec<Part<'_, Session>> = both.iter_mut().map(part).collect();
     let (together, _) = model.pass(&mut parts).unwrap();
     assert!(together.iter().map(|output| &output.logits).eq([&short, &long]));
+}
+
+/// Hidden states, read beside sessions that want logits or nothing, which get the bits that they get alone.
+#[test]
+fn hidden_states_are_those_of_transformers_in_any_company() {
+    let tokens = numbers("qwen3moe", "tokens", u32::from_le_bytes).unwrap();
+    let path = folder("qwen3moe").join("hidden.safetensors");
+    let expected = numbers_of(&path, "hidden", f32::from_le_bytes).unwrap();
+    let largest = expected.iter().fold(0f32, |most, number| most.max(number.abs()));
+    for file in ["", "model.gguf"] {
+        let model = load(&folder("qwen3moe").join(file));
+        let (dim, vocab) = (model.config().dim, model.config().vocab);
+        assert_eq!(expected.len(), tokens.len() * dim);
+        let session = || Session::new(model.clone(), tokens.len(), KvType::F32).unwrap();
+        let logits = session().forward_all(&tokens).unwrap();
+        for pass in [1, 7, 96] {
+            let wants = [Logits::HiddenAll, Logits::All, Logits::HiddenLast, Logits::None, Logits::Last];
+            let mut sessions = wants.map(|_| session());
+            let mut found: Vec<f32> = Vec::new();
+            let mut end = 0;
+            for tokens in tokens.chunks(pass) {
+                let first = end;
+                end += tokens.len();
+                let parts = sessions.iter_mut().zip(wants);
+                let mut parts: Vec<_> =
+                    parts.map(|(session, logits)| Part { session, tokens, logits, sampler: None }).collect();
+                let (given, _) = model.pass(&mut parts).unwrap();
+                let given: Vec<_> = given.iter().map(|output| &output.logits).collect();
+                let [hidden, all, last, none, of_last] = given[..] else { panic!("{} parts", given.len()) };
+                assert!(all == &logits[first * vocab..end * vocab] && none.is_empty(), "{file}, in passes of {pass}");
+                assert!(*of_last == logits[(end - 1) * vocab..end * vocab], "{file}, in passes of {pass}");
+                assert!(hidden.len() == tokens.len() * dim && hidden.ends_with(last) && last.len() == dim);
+                found.extend(hidden);
+            }
+            let worst = found.iter().zip(&expected).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+            assert!(worst <= TOLERANCE, "{file}: {worst}, in passes of {pass}");
+            // Alone, where nobody wants logits.
+            let mut alone = session();
+            let mut part = [Part { session: &mut alone, tokens: &tokens, logits: Logits::HiddenAll, sampler: None }];
+            assert!(model.pass(&mut part).unwrap().0[0].logits == found, "{file}");
+        }
+    }
 }

@@ -9,7 +9,7 @@ use clap::{Parser, ValueEnum};
 use outcore::store::IoBackend;
 use outcore::{Bytes, PolicyKind};
 
-use crate::engine::Preempt;
+use crate::engine::{Pooling, Preempt};
 
 /// What becomes of requests with fields that nobody knows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -53,8 +53,8 @@ fn repetition(text: &str) -> Result<f32, String> {
     number(text, 0.01, 100.0)
 }
 
-/// Serves a model, larger than memory if need be, to many clients at once: the API of OpenAI's completions and chat
-/// completions.
+/// Serves a model, larger than memory if need be, to many clients at once: the API of OpenAI's completions, chat
+/// completions and embeddings.
 #[derive(Clone, Debug, Parser)]
 #[command(version)]
 pub struct Args {
@@ -130,6 +130,10 @@ pub struct Args {
     /// How much less likely a token becomes that the prompt or the answer has.
     #[arg(long, value_parser = repetition)]
     pub repetition_penalty: Option<f32>,
+    /// Which hidden states become an embedding: that of the last token, the mean of all, or that of the first (cls).
+    /// Default: what the model says; last for a model that says nothing.
+    #[arg(long, value_enum)]
+    pub pooling: Option<Pooling>,
     /// What becomes of requests with fields that nobody knows: ignore, which logs each name once, or refuse.
     #[arg(long, value_enum, default_value_t)]
     pub unknown_fields: UnknownFields,

@@ -35,6 +35,11 @@ struct Answered {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Pooled {
+    pooling: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct How {
     how: &'static str,
 }
@@ -62,6 +67,8 @@ pub struct Metrics {
     prompt_tokens: Counter,
     cached_tokens: Counter,
     generated_tokens: Counter,
+    embeddings: Family<Pooled, Counter>,
+    pooling: Pooled,
     drafted_tokens: Family<By, Counter>,
     accepted_tokens: Family<By, Counter>,
     preemptions: Family<How, Counter>,
@@ -91,11 +98,15 @@ fn seconds() -> Histogram {
 }
 
 impl Metrics {
-    /// With those of the runtime that has these.
-    pub fn new(places: Arc<Places>) -> Self {
+    /// With those of the runtime that has these. `pooling` is how embeddings are made.
+    pub fn new(places: Arc<Places>, pooling: &'static str) -> Self {
         let mut registry = Registry::with_prefix("outcore");
         let requests = Family::<Answered, Counter>::default();
         registry.register("requests", "Requests answered, by path and status", requests.clone());
+        let (embeddings, pooling) = (Family::<Pooled, Counter>::default(), Pooled { pooling });
+        registry.register("embeddings", "Texts that were embedded", embeddings.clone());
+        // So that it says how before there is one.
+        drop(embeddings.get_or_create(&pooling));
         let mut counter = |name: &str, help: &str| {
             let counter = Counter::default();
             registry.register(name, help, counter.clone());
@@ -153,6 +164,8 @@ impl Metrics {
             prompt_tokens,
             cached_tokens,
             generated_tokens,
+            embeddings,
+            pooling,
             drafted_tokens,
             accepted_tokens,
             preemptions,
@@ -223,6 +236,10 @@ impl Metrics {
             None => self.first_token.observe(now.duration_since(received).as_secs_f64()),
             Some(last) => self.between_tokens.observe(now.duration_since(last).as_secs_f64()),
         }
+    }
+
+    pub(crate) fn embedded(&self) {
+        self.embeddings.get_or_create(&self.pooling).inc();
     }
 
     pub(crate) fn pass(&self, tokens: usize, took: Duration, waited: Duration) {

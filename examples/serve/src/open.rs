@@ -17,7 +17,7 @@ use outcore_llm::{
 };
 
 use crate::args::Args;
-use crate::engine::{Drafter, Engine, Limits};
+use crate::engine::{Drafter, Engine, Limits, Pooling};
 use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
 use crate::places::Places;
@@ -72,6 +72,10 @@ pub struct Opened {
     pub context: usize,
     /// Number of tokens there are.
     pub vocab: usize,
+    /// Numbers of an embedding.
+    pub dim: usize,
+    /// How embeddings are made.
+    pub pooling: Pooling,
     /// Bytes that requests may hold in memory.
     pub room: usize,
     /// What forms of answers share.
@@ -170,6 +174,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let tokenizer = Arc::new(Tokenizer::load(&files)?);
     let template = ChatTemplate::load(&files, &tokenizer)?;
     let generation = GenerationDefaults::of(&files)?;
+    let pooling = args.pooling.map_or_else(|| Pooling::of(&files), |named| Ok(Some(named)))?.unwrap_or(Pooling::Last);
     let context = args.context.unwrap_or(config.context);
     if context < 2 || context > config.context {
         let what = format!("--context {context}, and the model's context is {}", config.context);
@@ -241,7 +246,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let of_file = |file: usize| files.tensors().iter().find(|tensor| tensor.file as usize == file);
     let one_of_each = (0..files.paths().len()).filter_map(of_file).map(|tensor| model.tensor(&tensor.name));
     let places = Arc::new(Places::new(one_of_each.collect::<outcore::Result<_>>()?, pool.clone()));
-    let metrics = Arc::new(Metrics::new(places.clone()));
+    let metrics = Arc::new(Metrics::new(places.clone(), pooling.name()));
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
     let drafter = match draft {
@@ -272,5 +277,6 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);
-    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab: config.vocab, room, grammars, sampling })
+    let (vocab, dim) = (config.vocab, config.dim);
+    Ok(Opened { engine, metrics, places, tokenizer, template, context, vocab, dim, pooling, room, grammars, sampling })
 }

@@ -19,6 +19,10 @@ use serde_json::{Map, Value};
 
 use crate::error::{ApiError, shortened};
 
+// By its path: the fuzzer takes this file by its own, and would look beside it.
+#[path = "request/embeddings.rs"]
+pub mod embeddings;
+
 /// The most messages of a request (OpenAI's limit).
 const MESSAGES_MOST: usize = 2048;
 /// The most stop sequences of a request (OpenAI's limit).
@@ -288,7 +292,7 @@ const UNSUPPORTED: [&str; 11] = [
 ];
 
 /// All other names that something here looks up, in whichever object.
-const LOOKED_UP: [&str; 44] = [
+const LOOKED_UP: [&str; 47] = [
     "model",
     "max_tokens",
     "max_completion_tokens",
@@ -333,6 +337,9 @@ const LOOKED_UP: [&str; 44] = [
     "arguments",
     "id",
     "tool_call_id",
+    "input",
+    "encoding_format",
+    "dimensions",
 ];
 
 /// Whether such a field's value asks for nothing.

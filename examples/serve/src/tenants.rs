@@ -119,6 +119,11 @@ impl Tenant {
         Ok(Leave { tenant: self.clone(), answers, taken: 0.0, used: 0.0 })
     }
 
+    /// As many answers of `most` as [`enter`](Self::enter) gives leave for now; one at least.
+    pub fn may_enter(&self, most: usize) -> usize {
+        most.min(self.concurrency.saturating_sub(self.used.lock().answers)).max(1)
+    }
+
     fn check_rate(&self, used: &mut Used, now: Instant) -> Result<(), ApiError> {
         let Some(rate) = self.tokens_per_minute else { return Ok(()) };
         used.refill(rate, now);

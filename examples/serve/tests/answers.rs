@@ -82,6 +82,7 @@ impl Question {
             received: Instant::now(),
             deadline: Instant::now() + PATIENCE,
             followers: Vec::new(),
+            embedding: None,
         };
         let mut whole = job(0);
         whole.followers = (1..self.choices).map(job).collect();
@@ -101,6 +102,7 @@ fn collect(mut events: Receiver<(usize, Event)>, count: usize) -> Vec<Vec<u32>> 
                 open -= 1;
             }
             (_, Event::Begun(_)) => {}
+            (nth, Event::Embedded(_)) => panic!("answer {nth} is an embedding"),
             (nth, Event::Failed(error)) => panic!("answer {nth}: {error}"),
         }
     }

@@ -14,8 +14,9 @@ use support::Server;
 const DOCS: &str = include_str!("../../../docs/serving.md");
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
+const EMBED: &str = "/v1/embeddings";
 
-/// OpenAI's fields: those of `/v1/chat/completions` and those of `/v1/completions`.
+/// OpenAI's fields: those of `/v1/chat/completions`, of `/v1/completions` and of `/v1/embeddings`.
 const CHAT_FIELDS: [&str; 35] = [
     "messages",
     "model",
@@ -74,17 +75,20 @@ const TEXT_FIELDS: [&str; 18] = [
     "user",
 ];
 
-/// The rows of the table: what it says of a field in chats and in completions, and values that ask for nothing.
-fn rows() -> BTreeMap<String, ([String; 2], Vec<Value>)> {
-    let table = DOCS.split("| field | chat | completions | |\n|---|---|---|---|\n").nth(1).unwrap();
+const EMBED_FIELDS: [&str; 5] = ["input", "model", "dimensions", "encoding_format", "user"];
+
+/// The rows of the table: what it says of a field in each kind of request, and values that ask for nothing.
+fn rows() -> BTreeMap<String, ([String; 3], Vec<Value>)> {
+    let table = DOCS.split("| field | chat | completions | embeddings | |\n|---|---|---|---|---|\n").nth(1).unwrap();
     let mut rows = BTreeMap::new();
     for line in table.lines().take_while(|line| line.starts_with('|')) {
         let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(|cell| cell.trim_matches([' ', '|'])).collect();
-        let [field, chat, text, notes] = cells.as_slice() else { panic!("{line}") };
+        let [field, chat, text, embed, notes] = cells.as_slice() else { panic!("{line}") };
         let nothing = notes.strip_suffix("asks for nothing").or(notes.strip_suffix("ask for nothing"));
         let values = nothing.into_iter().flat_map(|said| said.split('`').skip(1).step_by(2));
         let values = values.map(|value| serde_json::from_str(value).unwrap()).collect();
-        let before = rows.insert(field.trim_matches('`').to_owned(), ([chat.to_string(), text.to_string()], values));
+        let said = [chat, text, embed].map(|said| said.to_string());
+        let before = rows.insert(field.trim_matches('`').to_owned(), (said, values));
         assert!(before.is_none(), "{field} stands twice");
     }
     rows
@@ -95,11 +99,13 @@ fn tools() -> Value {
 }
 
 /// What has to be there for the field to be of use, a value that asks for something, and one of a wrong kind.
-fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
+fn samples(field: &str, path: &str) -> (Value, Value, Value) {
     let alone = |value: Value, wrong: Value| (json!({}), value, wrong);
     match field {
         "messages" => alone(json!([{ "role": "user", "content": "a" }]), json!(1)),
-        "prompt" => alone(json!("a"), json!(1)),
+        "prompt" | "input" => alone(json!("a"), json!(1)),
+        "dimensions" => alone(json!(3), json!("3")),
+        "encoding_format" => alone(json!("base64"), json!(1)),
         "model" => alone(json!(support::MODEL), json!(1)),
         "max_tokens" | "max_completion_tokens" | "n" | "best_of" => alone(json!(1), json!("1")),
         "temperature" | "top_p" | "presence_penalty" | "frequency_penalty" => alone(json!(0.5), json!("0")),
@@ -108,7 +114,7 @@ fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
         "stop" => alone(json!(["a"]), json!(1)),
         "stream" | "echo" => alone(json!(true), json!("true")),
         "stream_options" => (json!({ "stream": true }), json!({ "include_usage": true }), json!(1)),
-        "logprobs" if is_chat => alone(json!(true), json!(1)),
+        "logprobs" if path == CHAT => alone(json!(true), json!(1)),
         "logprobs" => alone(json!(1), json!(true)),
         "top_logprobs" => (json!({ "logprobs": true }), json!(1), json!("1")),
         "reasoning_effort" => alone(json!("low"), json!(1)),
@@ -128,13 +134,12 @@ fn samples(field: &str, is_chat: bool) -> (Value, Value, Value) {
 }
 
 /// A request that is answered, with these fields.
-fn body(is_chat: bool, fields: &[(&str, &Value)]) -> String {
-    let mut body = match is_chat {
-        true => json!({ "messages": [{ "role": "user", "content": "hello" }] }),
-        false => json!({ "prompt": "hello" }),
+fn body(path: &str, fields: &[(&str, &Value)]) -> String {
+    let mut body = match path {
+        CHAT => json!({ "messages": [{ "role": "user", "content": "hello" }], "max_tokens": 2, "temperature": 0 }),
+        TEXT => json!({ "prompt": "hello", "max_tokens": 2, "temperature": 0 }),
+        _ => json!({ "input": "hello" }),
     };
-    body["max_tokens"] = json!(2);
-    body["temperature"] = json!(0);
     for (name, value) in fields {
         match *name {
             "" => body.as_object_mut().unwrap().extend(value.as_object().unwrap().clone()),
@@ -152,17 +157,19 @@ fn each_row_of_the_table_of_fields_is_true() {
     });
     let rows = rows();
     let param = |answer: &support::Answer| answer.json()["error"]["param"].as_str().unwrap_or_default().to_owned();
-    for (column, (path, fields)) in [(CHAT, &CHAT_FIELDS[..]), (TEXT, &TEXT_FIELDS[..])].into_iter().enumerate() {
-        let is_chat = column == 0;
-        let ask = |fields: &[(&str, &Value)]| server.post(path, body(is_chat, fields));
-        let plain = ask(&[]).json()["choices"].clone();
+    let all = [(CHAT, &CHAT_FIELDS[..]), (TEXT, &TEXT_FIELDS[..]), (EMBED, &EMBED_FIELDS[..])];
+    for (column, (path, fields)) in all.into_iter().enumerate() {
+        let ask = |fields: &[(&str, &Value)]| server.post(path, body(path, fields));
+        let made = |answer: &support::Answer| answer.json()[if path == EMBED { "data" } else { "choices" }].clone();
+        let plain = made(&ask(&[]));
+        assert_ne!(plain, Value::Null, "{path}");
         for field in fields {
             assert!(rows.contains_key(*field), "{field} is not in the table");
         }
         for (field, (said, nothing)) in &rows {
             let (field, said) = (field.as_str(), said[column].as_str());
             assert_eq!(said == "-", !fields.contains(&field), "{path}: {field} is said to be {said}");
-            let (with, value, wrong) = samples(field, is_chat);
+            let (with, value, wrong) = samples(field, path);
             let answer = |value: &Value| ask(&[("", &with), (field, value)]);
             match said {
                 "-" => {}
@@ -175,7 +182,7 @@ fn each_row_of_the_table_of_fields_is_true() {
                 }
                 "no effect" => {
                     for value in [&value, &wrong] {
-                        assert_eq!(answer(value).json()["choices"], plain, "{path}: {field}");
+                        assert_eq!(made(&answer(value)), plain, "{path}: {field}");
                     }
                 }
                 "refused" => {
@@ -186,15 +193,12 @@ fn each_row_of_the_table_of_fields_is_true() {
                         Some("unsupported_parameter"),
                     );
                     for value in nothing.iter().chain([&Value::Null]) {
-                        assert_eq!(answer(value).json()["choices"], plain, "{path}: {field}: {value}");
+                        assert_eq!(made(&answer(value)), plain, "{path}: {field}: {value}");
                     }
                 }
                 other => panic!("{field}: {other}"),
             }
         }
     }
-    let answer = server.post("/v1/embeddings", r#"{"input": "a"}"#);
-    answer.assert_error(404, "invalid_request_error", None, Some("unknown_url"));
-    assert!(DOCS.contains("There is no `/v1/embeddings`: it gets\n404."));
     server.assert_nothing_is_held();
 }

@@ -3,8 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::any::Any;
+
 use outcore_serve::error::ApiError;
-use outcore_serve::request::{Request, bytes_to_parse, chat, completion, longest_body};
+use outcore_serve::request::embeddings::embedding;
+use outcore_serve::request::{bytes_to_parse, chat, completion, longest_body};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -43,6 +46,14 @@ fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
         filled(&begin, part, &format!("{end}}}]}}"), bytes)
     };
     let message = r#"{"role":"user","content":"a"},"#;
+    let inputs = |begin: &str, part: &str, end: &str, count: usize| {
+        filled(
+            &format!("{{\"input\":{begin}"),
+            part,
+            &format!("{end}}}"),
+            count * part.len() + 11 + begin.len() + end.len(),
+        )
+    };
     let bodies = [
         of_prompt("[", "1,", "]"),
         of_prompt("[[", "1,", "]]"),
@@ -74,6 +85,13 @@ fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
         [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(128, 10), "]}"].concat(),
         [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(120, 1000), "]}"].concat(),
         [r#"{"messages":[{"role":"user","content":"a"}],"tools":["#, &tools(129, 10), "]}"].concat(),
+        inputs("[", "1,", "]", bytes / 2),
+        inputs("[[", "1,", "]]", bytes / 2),
+        inputs("\"", "a", "\"", bytes),
+        inputs("[", "\"a\",", "]", 2000),
+        inputs("[", "\"a\",", "]", 2100),
+        inputs("[", "[1],", "]", 2000),
+        inputs("[", "[1,2,3,4,5,6,7,8,9],", "]", 2000),
         said("\"\\n", "a", "\""),
         said("[", r#"{"type":"text","text":"a"},"#, "]"),
         said("[", r#"{"type":"text","text":"\n"},"#, "]"),
@@ -86,7 +104,13 @@ fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
     let mut most: f64 = 0.0;
     for body in bodies {
         let shown: String = body.chars().take(60).collect();
-        for parse in [chat, completion] as [fn(&[u8]) -> Result<Request, ApiError>; 2] {
+        type Parse = fn(&[u8]) -> Result<(usize, Box<dyn Any>), ApiError>;
+        let parses: [Parse; 3] = [
+            |body| chat(body).map(|request| (request.bytes(), Box::new(request) as Box<dyn Any>)),
+            |body| completion(body).map(|request| (request.bytes(), Box::new(request) as Box<dyn Any>)),
+            |body| embedding(body).map(|request| (request.bytes(), Box::new(request) as Box<dyn Any>)),
+        ];
+        for parse in parses {
             let before = ALLOCATED.current_usage();
             ALLOCATED.reset_peak_usage();
             let parsed = parse(body.as_bytes());
@@ -95,8 +119,8 @@ fn bodies_of_any_kind_take_no_more_memory_than_is_taken_for_them() {
             most = most.max(taken as f64 / body.len() as f64);
             assert!(taken <= bytes_to_parse(body.len()), "{taken} for {} bytes: {shown}", body.len());
             let left = ALLOCATED.current_usage() - before;
-            if let Ok(request) = parsed {
-                assert!((left..=bytes_to_parse(body.len())).contains(&request.bytes()), "{left}: {shown}");
+            if let Ok((bytes, _request)) = parsed {
+                assert!((left..=bytes_to_parse(body.len())).contains(&bytes), "{left}: {shown}");
             }
         }
     }

@@ -40,6 +40,10 @@ impl Passes for CudaModel {
         if !Arc::ptr_eq(session.model(), self) {
             return Err(failed(Error::Invalid("a session of another model, in a pass of this one".into())));
         }
+        if logits.is_hidden() {
+            let what = "the hidden states of tokens are not supported on a GPU".into();
+            return Err(failed(unsupported(what, "ask for logits, or use --device host")));
+        }
         if *logits == Logits::All && tokens.len() > 1 {
             let what = format!("the logits after each of {} tokens of a pass are not supported on a GPU", tokens.len());
             return Err(failed(unsupported(what, "ask for those after the last token, or use --device host")));

@@ -1,6 +1,7 @@
 //! Continuous batching: one thread that runs passes over the model, each for all sequences that are active. Requests
 //! come to it through a channel, and tokens go back through one channel a request.
 
+mod embeddings;
 mod failed;
 mod scheduler;
 mod turns;
@@ -19,7 +20,9 @@ use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::Metrics;
 
-/// An answer to be written.
+pub use embeddings::{Embedding, Places, Pooling};
+
+/// An answer to be written, or a text to be embedded.
 #[derive(Debug)]
 pub struct Job {
     /// Whose it is.
@@ -44,6 +47,8 @@ pub struct Job {
     pub deadline: Instant,
     /// Other answers to the same prompt. They are begun when the prompt has been read, and find its keys and values.
     pub followers: Vec<Job>,
+    /// If the prompt becomes a vector and no answer is written: `most` is 0 then, and there are no followers.
+    pub embedding: Option<Embedding>,
 }
 
 /// Events of an answer that may wait to be taken. A client that is further behind is given up: else what waits for
@@ -84,6 +89,8 @@ pub enum Event {
     Token(Token),
     /// There is no more.
     Ended(End),
+    /// The embedding, behind which nothing comes.
+    Embedded(Vec<f32>),
     /// It was given up.
     Failed(Box<ApiError>),
 }
@@ -223,32 +230,53 @@ impl Engine {
         Ok(Self { commands, shared, limits, thread: Arc::new(Mutex::new(Some(thread))) })
     }
 
-    /// Hands an answer, and its followers, to the thread.
+    /// Hands an answer, and its followers, to the thread; or an embedding, which has a place already.
     ///
     /// # Errors
     /// 429 if as many wait as may; 503 if the engine stops or cannot go on.
     pub fn submit(&self, job: Job) -> Result<(), ApiError> {
+        let count = if job.embedding.is_some() { 0 } else { 1 + job.followers.len() };
+        self.take_places(count, count)?;
+        self.commands.send(Command::Submit(Box::new(job))).map_err(|_| {
+            self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
+            ApiError::internal("The engine has ended.")
+        })
+    }
+
+    /// Takes places for embeddings: so many, or as many as there are.
+    ///
+    /// # Errors
+    /// As for [`submit`](Self::submit).
+    pub fn places_for(&self, most: usize) -> Result<Places, ApiError> {
+        Ok(Places { count: self.take_places(1, most)?, shared: self.shared.clone() })
+    }
+
+    /// Counts answers as handed over: so many, or fewer down to `least` where there are no more places.
+    fn take_places(&self, least: usize, most: usize) -> Result<usize, ApiError> {
         if self.shared.stopping.load(Ordering::SeqCst) {
             return Err(stopping());
         }
         if let Some(why) = self.broken() {
             return Err(ApiError::unavailable(why, None));
         }
-        let count = 1 + job.followers.len();
-        let unfinished = self.shared.unfinished.fetch_add(count, Ordering::SeqCst);
-        if unfinished + count > self.places() {
-            self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
-            let message = format!(
-                "The server is overloaded: {unfinished} answers are written or wait, and with {count} more they would \
-                 be more than {}. Try again later.",
-                self.places()
-            );
-            return Err(ApiError::too_many(message, Duration::from_secs(1 + unfinished as u64 / 16)));
+        let some = |unfinished: usize| most.min(self.places().saturating_sub(unfinished));
+        let more = |unfinished| Some(some(unfinished)).filter(|some| *some >= least).map(|some| unfinished + some);
+        match self.shared.unfinished.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more) {
+            Ok(unfinished) => Ok(some(unfinished)),
+            Err(unfinished) => {
+                let message = format!(
+                    "The server is overloaded: {unfinished} answers are written or wait, and with {least} more they \
+                     would be more than {}. Try again later.",
+                    self.places()
+                );
+                Err(ApiError::too_many(message, Duration::from_secs(1 + unfinished as u64 / 16)))
+            }
         }
-        self.commands.send(Command::Submit(Box::new(job))).map_err(|_| {
-            self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
-            ApiError::internal("The engine has ended.")
-        })
+    }
+
+    /// Answers that are written at a time, at most.
+    pub fn concurrency(&self) -> usize {
+        self.limits.concurrency
     }
 
     /// Answers that are written or wait, at most.

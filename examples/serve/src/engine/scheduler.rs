@@ -20,10 +20,12 @@ use outcore::{Bytes, ErrorKind};
 use outcore_kv::{Extent, KvPool, Permit, PermitRequest, TenantId};
 use outcore_llm::drafts::{DRAFT_MOST, DraftBy, Drafts, follow};
 use outcore_llm::pace::Pace;
-use outcore_llm::{AnySession, DraftSession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer};
+use outcore_llm::{
+    AnySession, Config, DraftSession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer,
+};
 
 use super::turns::Turns;
-use super::{Command, Drafter, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
+use super::{Command, Drafter, Embedding, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
 use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::{Metrics, Preempted};
@@ -103,7 +105,7 @@ impl<P: Passes> Answer<P> {
     }
 
     fn is_decoding(&self) -> bool {
-        self.read() + 1 == self.tokens.len()
+        self.job.embedding.is_none() && self.read() + 1 == self.tokens.len()
     }
 
     /// Whether nobody waits for it any more.
@@ -188,8 +190,15 @@ struct Chosen {
 
 impl<P: Passes> Given<'_, P> {
     /// Chooses tokens, up to the first one behind which something else was drafted, or nothing.
-    fn choose(&mut self, vocab: usize, context: usize, tokenizer: &Tokenizer) {
+    fn choose(&mut self, config: &Config, tokenizer: &Tokenizer) {
+        let Config { vocab, context, .. } = *config;
         let (prompt, turn, chosen) = (self.answer.prompt, self.turn, &mut self.chosen);
+        let read = self.answer.read();
+        if let Some(embedding) = &mut self.answer.job.embedding {
+            embedding.add(read - turn.input.len(), self.logits, config.dim);
+            chosen.ended = (read == prompt).then_some(End::Stop);
+            return;
+        }
         let job = &mut self.answer.job;
         for (nth, row) in self.logits.chunks_exact(vocab).enumerate() {
             let id = match &mut job.grammar {
@@ -331,9 +340,11 @@ impl<P: Passes> Scheduler<P> {
             self.turns.ended(tenant, more / self.weight(tenant));
         }
         self.line_up_followers(take(&mut answer.job.followers));
+        // The places of embeddings are their request's.
+        let places = usize::from(answer.job.embedding.is_none());
         // With its blocks.
         drop(answer);
-        self.shared.unfinished.fetch_sub(1, Ordering::SeqCst);
+        self.shared.unfinished.fetch_sub(places, Ordering::SeqCst);
     }
 
     fn fail(&mut self, answer: Answer<P>, error: ApiError) {
@@ -373,7 +384,10 @@ impl<P: Passes> Scheduler<P> {
                 self.end_one(answer, End::Length);
                 continue;
             }
-            let message = "No token was written in the time that the server allows. Try again later.";
+            let message = match answer.job.embedding {
+                None => "No token was written in the time that the server allows. Try again later.",
+                Some(_) => "The input was not read in the time that the server allows. Try again later, or with less.",
+            };
             self.fail(answer, ApiError::unavailable(message, Some(Duration::from_secs(10))));
         }
         self.lines.retain(|_, line| !line.is_empty());
@@ -546,7 +560,10 @@ impl<P: Passes> Scheduler<P> {
     }
 
     fn begin_session(&self, answer: &Answer<P>) -> outcore_llm::Result<P::Session> {
-        let tokens: Vec<_> = answer.tokens.iter().copied().map(outcore_kv::Token::new).collect();
+        let needs_first = answer.job.embedding.as_ref().is_some_and(Embedding::needs_first);
+        // What is there already has no hidden states.
+        let found = if needs_first { &[] } else { &answer.tokens[..] };
+        let tokens: Vec<_> = found.iter().copied().map(outcore_kv::Token::new).collect();
         let keys = PagedKeys::new(self.pool.begin(answer.job.tenant, &tokens)?);
         self.model.begin(keys, self.limits.pass)
     }
@@ -696,7 +713,12 @@ impl<P: Passes> Scheduler<P> {
                 let pending = &answer.tokens[read..];
                 let count = pending.len().min(joining);
                 joining -= count;
-                let logits = if count == pending.len() { Logits::Last } else { Logits::None };
+                let ends = count == pending.len();
+                let logits = match &answer.job.embedding {
+                    Some(embedding) => embedding.wants(read, ends),
+                    None if ends => Logits::Last,
+                    None => Logits::None,
+                };
                 turns.push(Turn {
                     at,
                     input: pending[..count].to_vec(),
@@ -785,7 +807,7 @@ impl<P: Passes> Scheduler<P> {
             let Some((turn, output)) = of_turns.next_if(|(turn, _)| turn.at == at) else { continue };
             given.push(Given { answer, turn, logits: &output.logits, chosen: Chosen::default() });
         }
-        self.model.for_each(&mut given, |one| one.choose(config.vocab, config.context, &self.tokenizer));
+        self.model.for_each(&mut given, |one| one.choose(config, &self.tokenizer));
         given.into_iter().map(|given| given.chosen).collect()
     }
 
@@ -826,11 +848,20 @@ impl<P: Passes> Scheduler<P> {
 
     /// An answer has all its tokens.
     fn end_one(&mut self, answer: Answer<P>, end: End) {
-        self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
+        let event = match &answer.job.embedding {
+            Some(embedding) => {
+                self.metrics.embedded();
+                embedding.event()
+            }
+            None => {
+                self.expected += (answer.written() as f64 - self.expected) * EXPECTED_NEW;
+                Event::Ended(end)
+            }
+        };
         let sink = answer.job.sink.clone();
         // Whoever is told that it has ended finds its blocks free.
         self.leave(answer);
-        sink.send(Event::Ended(end));
+        sink.send(event);
     }
 
     /// Lets those go that have ended, and the followers of those whose prompts have been read begin.

@@ -61,8 +61,8 @@ pub async fn answer(
 }
 
 /// A prompt's tokens, and its text where that is part of the answer.
-struct Encoded {
-    tokens: Vec<u32>,
+pub(super) struct Encoded {
+    pub tokens: Vec<u32>,
     echoed: Arc<str>,
 }
 
@@ -73,10 +73,10 @@ impl Encoded {
     }
 }
 
-/// Turns prompts into tokens, for which `hold` then has room beside the prompts.
-async fn encode(
+/// Turns prompts, which the field `param` has, into tokens, for which `hold` then has room beside the prompts.
+pub(super) async fn encode(
     app: &Arc<App>,
-    kind: Kind,
+    param: &'static str,
     prompts: Vec<Prompt>,
     (echo, choices, variables): (bool, usize, Map<String, Value>),
     tools: Option<Arc<str>>,
@@ -87,15 +87,16 @@ async fn encode(
     for prompt in &prompts {
         let text = text_bytes(app, prompt, echo) + tools.as_ref().map_or(0, |tools| tools.len());
         let values = tools.iter().map(|tools| value_bytes(tools)).sum::<usize>() + values_of(prompt);
-        most = most.max(encoding_bytes(app, kind, text)?.saturating_add(values));
+        most = most.max(encoding_bytes(app, param, text)?.saturating_add(values));
     }
     let mut room = app.room.encoding(most).await?;
-    let app = app.clone();
+    let (app, several) = (app.clone(), prompts.len() > 1);
     // Both are kept until it is done, also when nobody waits for it any more.
     blocking(move || {
         let mut bytes = hold.bytes();
-        let encoded = prompts.into_iter().map(|prompt| {
-            let one = encode_one(&app, kind, prompt, (echo, &variables, tools.as_deref()), &mut room)?;
+        let encoded = prompts.into_iter().enumerate().map(|(nth, prompt)| {
+            let one = encode_one(&app, param, prompt, (echo, &variables, tools.as_deref()), &mut room);
+            let one = one.map_err(|error| if several { error.param(format!("{param}[{nth}]")) } else { error })?;
             bytes += one.bytes(choices);
             hold.set(bytes)?;
             Ok(one)
@@ -156,42 +157,41 @@ fn check_tools(app: &App) -> Result<(), ApiError> {
 }
 
 /// Bytes of memory that it takes to turn a text of so many bytes into tokens.
-fn encoding_bytes(app: &App, kind: Kind, text: usize) -> Result<usize, ApiError> {
+fn encoding_bytes(app: &App, param: &str, text: usize) -> Result<usize, ApiError> {
     let each = app.opened.tokenizer.encoding_bytes();
     let (bytes, most) = (text.saturating_mul(each), app.room.encoding_most());
     if bytes <= most {
         return Ok(bytes);
     }
     if text > app.opened.tokenizer.longest_text(app.opened.context) {
-        return Err(too_long(app, kind, "more tokens than that for the prompt"));
+        return Err(too_long(app, param, "more tokens than that for the prompt"));
     }
     let message = format!(
         "The prompt is longer than {} bytes, the most that this server turns into tokens. Shorten it, or start the \
          server with more --memory.",
         most / each
     );
-    Err(ApiError::invalid(message).param(kind.prompt()).code("invalid_value"))
+    Err(ApiError::invalid(message).param(param).code("invalid_value"))
 }
 
 /// `room` is for the prompt's text, and grows if a chat's template writes more than was expected.
 fn encode_one(
     app: &App,
-    kind: Kind,
+    param: &'static str,
     prompt: Prompt,
     (echo, variables, tools): (bool, &Map<String, Value>, Option<&str>),
     room: &mut Hold,
 ) -> Result<Encoded, ApiError> {
-    let failed =
-        |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(kind.prompt()).code("invalid_value");
+    let failed = |error: outcore_llm::Error| ApiError::invalid(error.in_full()).param(param).code("invalid_value");
     let Opened { tokenizer, template, context, vocab, .. } = &app.opened;
     let (tokens, text) = match prompt {
         Prompt::Tokens(tokens) => {
             if tokens.len() > *context {
-                return Err(too_long(app, kind, &format!("{} tokens for the prompt", tokens.len())));
+                return Err(too_long(app, param, &format!("{} tokens for the prompt", tokens.len())));
             }
             if let Some(wrong) = tokens.iter().find(|token| **token as usize >= *vocab) {
                 let message = format!("Invalid token: {wrong}, and the model has {vocab} tokens.");
-                return Err(ApiError::invalid(message).param("prompt").code("invalid_value"));
+                return Err(ApiError::invalid(message).param(param).code("invalid_value"));
             }
             let text = if echo { tokenizer.decode(&tokens) } else { String::new() };
             (Some(tokens), text)
@@ -204,28 +204,28 @@ fn encode_one(
             };
             let turns: Vec<Turn> = messages.into_iter().map(turn).collect();
             let text = template.render_turns(&turns, tools, true, variables).map_err(failed)?;
-            let bytes = encoding_bytes(app, kind, text.len())?;
+            let bytes = encoding_bytes(app, param, text.len())?;
             room.set(bytes.max(room.bytes()))?;
             (tokenizer.encode_chat_at_most(&text, *context).map_err(failed)?, String::new())
         }
     };
-    let tokens = tokens.ok_or_else(|| too_long(app, kind, "more tokens than that for the prompt"))?;
+    let tokens = tokens.ok_or_else(|| too_long(app, param, "more tokens than that for the prompt"))?;
     if tokens.is_empty() {
-        return Err(ApiError::invalid("The prompt has no tokens.").param("prompt").code("invalid_value"));
+        return Err(ApiError::invalid("The prompt has no tokens.").param(param).code("invalid_value"));
     }
     Ok(Encoded { tokens, echoed: if echo { text.into() } else { Arc::default() } })
 }
 
-fn too_long(app: &App, kind: Kind, requested: &str) -> ApiError {
+fn too_long(app: &App, param: &str, requested: &str) -> ApiError {
     let message = format!(
         "This server's maximum context length is {} tokens. However, you requested {requested}. Please reduce their number.",
         app.opened.context
     );
-    ApiError::invalid(message).param(kind.prompt()).code("context_length_exceeded")
+    ApiError::invalid(message).param(param).code("context_length_exceeded")
 }
 
 /// The longest sequence of a tenant whose blocks are limited.
-fn blocks_tokens(app: &App, tenant: &Tenant) -> usize {
+pub(super) fn blocks_tokens(app: &App, tenant: &Tenant) -> usize {
     let block = app.opened.places.pool().layout().block_tokens() as usize;
     usize::try_from(tenant.options.blocks_most).unwrap_or(usize::MAX).saturating_mul(block)
 }
@@ -243,7 +243,7 @@ fn most_tokens(app: &App, tenant: &Tenant, kind: Kind, prompt: usize, asked: Opt
     let left = app.opened.context.min(own).saturating_sub(prompt);
     if left == 0 || asked.is_some_and(|asked| asked > left) {
         let wanted = asked.map_or_else(String::new, |asked| format!(" and {asked} for the answer"));
-        return Err(too_long(app, kind, &format!("{prompt} tokens for the prompt{wanted}")));
+        return Err(too_long(app, kind.prompt(), &format!("{prompt} tokens for the prompt{wanted}")));
     }
     match (asked, app.max_tokens) {
         (Some(asked), Some(most)) if asked > most => {
@@ -378,7 +378,8 @@ impl Writing {
         if tools.is_some() {
             check_tools(&app)?;
         }
-        let (encoded, mut hold) = encode(&app, kind, prompts, (echo, common.choices, variables), tools, hold).await?;
+        let (encoded, mut hold) =
+            encode(&app, kind.prompt(), prompts, (echo, common.choices, variables), tools, hold).await?;
         let form = app.opened.template.as_ref().filter(|_| kind == Kind::Chat).and_then(Form::of);
         let mut grammars = grammars(&app, form, &mut common, answers).await?.into_iter();
         let names = common.tools.as_ref().map(|tools| tools.names.clone());
@@ -424,6 +425,7 @@ impl Writing {
                     received: since,
                     deadline,
                     followers: Vec::new(),
+                    embedding: None,
                 }
             });
             let Some(mut first) = of_prompt.next() else { continue };
@@ -479,6 +481,8 @@ impl Writing {
                 }
                 return Ok(None);
             }
+            // What no answer gets.
+            Event::Embedded(_) => return Ok(None),
             Event::Token(new) => {
                 self.usage.completion += 1;
                 self.leave.used(1);
@@ -553,19 +557,7 @@ impl Writing {
                 piece.calls.into_iter().for_each(|call| choice.add_call(call));
             }
         }
-        let mut chunks = chunks(self.reply.whole(choices, &self.usage));
-        let first = chunks.next().unwrap_or_default();
-        // A short answer is ready and has a length; a long one is written as it is sent.
-        let body = if first.len() < CHUNK_BYTES {
-            Body::from(first)
-        } else {
-            let hold = self.hold.take();
-            Body::from_stream(stream::iter(std::iter::once(first).chain(chunks).map(move |chunk| {
-                let _held = &hold;
-                Ok::<_, std::convert::Infallible>(chunk)
-            })))
-        };
-        Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+        Ok(written(self.reply.whole(choices, &self.usage), self.hold.take()))
     }
 
     /// Waits for the first event, so that what is refused by then has a status; then streams.
@@ -649,6 +641,22 @@ impl Writing {
         self.ready.push_back(event(&error.body()));
         self.ready.drain(..).flatten().collect::<Vec<u8>>().into()
     }
+}
+
+/// A whole answer of JSON in pieces. A short one is ready and has a length; a long one is written as it is sent, and
+/// has `hold` until then.
+pub(super) fn written(pieces: impl Iterator<Item = String> + Send + 'static, hold: Option<Hold>) -> Response {
+    let mut chunks = chunks(pieces);
+    let first = chunks.next().unwrap_or_default();
+    let body = if first.len() < CHUNK_BYTES {
+        Body::from(first)
+    } else {
+        Body::from_stream(stream::iter(std::iter::once(first).chain(chunks).map(move |chunk| {
+            let _held = &hold;
+            Ok::<_, std::convert::Infallible>(chunk)
+        })))
+    };
+    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
 /// JSON that comes in pieces, in chunks that are worth sending.

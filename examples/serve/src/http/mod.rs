@@ -2,10 +2,12 @@
 
 mod answer;
 mod connection;
+mod embedding;
 mod reply;
 mod room;
 
 use std::collections::HashSet;
+use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -26,6 +28,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 use crate::args::{Args, UnknownFields};
 use crate::error::ApiError;
 use crate::open::Opened;
+use crate::request::embeddings::{self, EmbeddingRequest};
 use crate::request::{self, Request};
 use crate::tenants::{Tenant, Tenants};
 
@@ -115,13 +118,14 @@ pub fn router(app: Arc<App>) -> Router {
     let nowhere = || async {
         ApiError::refused(
             404,
-            "There is no such path: this server has /v1/chat/completions, /v1/completions and /v1/models.",
+            "There is no such path: this server has /v1/chat/completions, /v1/completions, /v1/embeddings and /v1/models.",
         )
         .code("unknown_url")
     };
     let router = Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
+        .route("/v1/embeddings", post(embed))
         .route("/v1/models", get(models))
         .route("/v1/models/{model}", get(model))
         .route("/health", get(health))
@@ -185,12 +189,12 @@ impl App {
     }
 
     /// Refuses fields that nobody knows, or names each once in the log.
-    fn check_unknown(&self, request: &Request) -> Result<(), ApiError> {
-        let Some(first) = request.common.unknown.first() else { return Ok(()) };
+    fn check_unknown(&self, unknown: &[String]) -> Result<(), ApiError> {
+        let Some(first) = unknown.first() else { return Ok(()) };
         if self.unknown_fields == UnknownFields::Refuse {
             return Err(request::unknown(first));
         }
-        for field in &request.common.unknown {
+        for field in unknown {
             let name = without_places(field);
             let mut named = self.named.lock();
             if named.len() < NAMED_MOST && named.insert(name) {
@@ -313,12 +317,42 @@ async fn body(app: &App, request: HttpRequest) -> Result<(Vec<u8>, Hold), ApiErr
     })
 }
 
-/// Answers a request whose body is parsed by `parse`.
-async fn create(
+/// What a body is parsed into.
+trait Parsed {
+    /// Fields that nobody knows.
+    fn unknown(&self) -> &[String];
+
+    /// Bytes of memory that it takes.
+    fn bytes(&self) -> usize;
+}
+
+impl Parsed for Request {
+    fn unknown(&self) -> &[String] {
+        &self.common.unknown
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes()
+    }
+}
+
+impl Parsed for EmbeddingRequest {
+    fn unknown(&self) -> &[String] {
+        &self.unknown
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes()
+    }
+}
+
+/// Answers a request whose body is parsed by `parse`, by what `answer` makes of it.
+async fn create<R: Parsed, F: Future<Output = Result<Response, ApiError>>>(
     app: Arc<App>,
     http: HttpRequest,
     path: &'static str,
-    parse: fn(&[u8]) -> Result<Request, ApiError>,
+    parse: fn(&[u8]) -> Result<R, ApiError>,
+    answer: fn(Arc<App>, Tenant, R, Hold, Instant) -> F,
 ) -> Response {
     let since = Instant::now();
     let client = http.extensions().get::<Client>().cloned();
@@ -328,7 +362,7 @@ async fn create(
         logged.tenant.clone_from(&tenant.name);
         let (body, mut hold) = body(&app, http).await?;
         let request = parse(&body)?;
-        app.check_unknown(&request)?;
+        app.check_unknown(request.unknown())?;
         drop(body);
         hold.set(request.bytes())?;
         let gone = async {
@@ -338,7 +372,7 @@ async fn create(
             }
         };
         tokio::select! {
-            answered = answer::answer(app.clone(), tenant, request, hold, since) => answered,
+            answered = answer(app.clone(), tenant, request, hold, since) => answered,
             () = gone => Err(ApiError::refused(LEFT, "The client has gone.")),
         }
     };
@@ -362,11 +396,15 @@ async fn create(
 }
 
 async fn chat_completions(State(app): Shared, http: HttpRequest) -> Response {
-    create(app, http, "/v1/chat/completions", request::chat).await
+    create(app, http, "/v1/chat/completions", request::chat, answer::answer).await
 }
 
 async fn completions(State(app): Shared, http: HttpRequest) -> Response {
-    create(app, http, "/v1/completions", request::completion).await
+    create(app, http, "/v1/completions", request::completion, answer::answer).await
+}
+
+async fn embed(State(app): Shared, http: HttpRequest) -> Response {
+    create(app, http, "/v1/embeddings", embeddings::embedding, embedding::answer).await
 }
 
 fn model_object(app: &App) -> Value {

@@ -2,6 +2,7 @@
 //! and the tests use it.
 
 use super::error::ApiError;
+use super::request::embeddings::{EmbeddingRequest, embedding};
 use super::request::{Prompt, Request, ToolChoice, Tools, chat, completion};
 use super::tenants::Tenants;
 
@@ -15,6 +16,11 @@ pub fn check(input: &[u8]) -> bool {
             Err(error) => refused(error),
         }
     }
+    let embedded = embedding(input);
+    match &embedded {
+        Ok(request) => embeddable(request),
+        Err(error) => refused(error),
+    }
     if let Ok(text) = std::str::from_utf8(input) {
         match Tenants::parse(text) {
             Ok(tenants) => {
@@ -24,7 +30,7 @@ pub fn check(input: &[u8]) -> bool {
             Err(why) => short(&why),
         }
     }
-    parsed.iter().any(Result::is_ok)
+    parsed.iter().any(Result::is_ok) || embedded.is_ok()
 }
 
 fn short(text: &str) {
@@ -62,4 +68,13 @@ fn accepted(request: &Request) {
     }
     assert!(common.stream || !common.stream_usage, "{request:?}");
     assert!(!echo || common.logprobs.is_none(), "{request:?}");
+}
+
+fn embeddable(request: &EmbeddingRequest) {
+    let EmbeddingRequest { inputs, dimensions, unknown, .. } = request;
+    assert!((1..=2048).contains(&inputs.len()) && dimensions.is_none_or(|count| count > 0), "{request:?}");
+    let texts = inputs.iter().filter(|input| matches!(input, Prompt::Text(text) if !text.is_empty())).count();
+    let ids = inputs.iter().filter(|input| matches!(input, Prompt::Tokens(ids) if !ids.is_empty())).count();
+    assert!(texts == inputs.len() || ids == inputs.len(), "{request:?}");
+    assert!(unknown.len() <= 64, "{request:?}");
 }

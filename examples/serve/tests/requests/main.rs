@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 /// Requests, and a file of tenants, that have all members there are.
-fn valid() -> [Value; 4] {
+fn valid() -> [Value; 5] {
     let mut chat = json!({
         "model": "m", "max_completion_tokens": 5, "logprobs": true, "top_logprobs": 3, "modalities": ["text"],
         "messages": [
@@ -43,7 +43,10 @@ fn valid() -> [Value; 4] {
         { "name": "a", "token": "aaaaaaaa", "concurrency": 2, "tokens_per_minute": 60, "blocks": 9 },
         { "name": "b", "token": "bbbbbbbb", "reserved_blocks": 2, "weight": 3, "shares": true },
     ] });
-    [chat, text, ids, tenants]
+    let embeddings = json!({
+        "input": ["a", "b\n"], "model": "m", "encoding_format": "base64", "dimensions": 8, "user": "u",
+    });
+    [chat, text, ids, embeddings, tenants]
 }
 
 fn any_json() -> impl Strategy<Value = Value> {
@@ -79,8 +82,8 @@ fn replace(value: &mut Value, nth: &mut usize, new: &Value) {
 
 #[test]
 fn valid_requests_are_accepted_and_null_is_the_same_as_absent() {
-    let [chat, text, ids, file] = valid();
-    for valid in [&chat, &text, &ids] {
+    let [chat, text, ids, embeddings, file] = valid();
+    for valid in [&chat, &text, &ids, &embeddings] {
         assert!(fuzzed::check(valid.to_string().as_bytes()), "{valid}");
     }
     tenants::Tenants::parse(&file.to_string()).unwrap();
@@ -95,6 +98,14 @@ fn valid_requests_are_accepted_and_null_is_the_same_as_absent() {
             assert_eq!(null, absent, "{name}");
         }
     }
+    for name in embeddings.as_object().unwrap().keys() {
+        let [mut null, mut absent] = [embeddings.clone(), embeddings.clone()];
+        null[name] = Value::Null;
+        absent.as_object_mut().unwrap().remove(name);
+        let [null, absent] =
+            [null, absent].map(|request| request::embeddings::embedding(request.to_string().as_bytes()));
+        assert_eq!(null, absent, "{name}");
+    }
 }
 
 proptest! {
@@ -102,7 +113,7 @@ proptest! {
 
     #[test]
     fn values_of_any_kind_in_any_place_are_refused_properly_or_within_the_limits(
-        which in 0..4usize, nth in 0..60usize, new in any_json(), name in any::<String>(), more in any_json(),
+        which in 0..5usize, nth in 0..60usize, new in any_json(), name in any::<String>(), more in any_json(),
     ) {
         let mut value = valid()[which].clone();
         replace(&mut value, &mut nth.clone(), &new);
@@ -115,7 +126,7 @@ proptest! {
 
     #[test]
     fn bytes_of_any_kind_in_any_place_are_refused_properly_or_within_the_limits(
-        which in 0..4usize, at in any::<prop::sample::Index>(), count in 0..9usize,
+        which in 0..5usize, at in any::<prop::sample::Index>(), count in 0..9usize,
         new in prop::collection::vec(any::<u8>(), 0..9),
     ) {
         let mut bytes = valid()[which].to_string().into_bytes();
@@ -133,7 +144,7 @@ proptest! {
 fn write_seeds() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/serve_request");
     std::fs::create_dir_all(&folder).unwrap();
-    for (name, value) in ["chat", "text", "ids", "tenants"].iter().zip(valid()) {
+    for (name, value) in ["chat", "text", "ids", "embeddings", "tenants"].iter().zip(valid()) {
         std::fs::write(folder.join(name), value.to_string()).unwrap();
     }
 }
@@ -148,5 +159,5 @@ fn fuzz_corpus() {
             requests += usize::from(fuzzed::check(&std::fs::read(file.unwrap().path()).unwrap()));
         }
     }
-    assert!(requests >= 3, "no seed is a request: run cargo test --test requests -- --ignored write_seeds");
+    assert!(requests >= 4, "no seed is a request: run cargo test --test requests -- --ignored write_seeds");
 }
