@@ -25,6 +25,7 @@ pub fn quantise(dtype: WeightType, values: &[f32], out: &mut Vec<u8>) {
         WeightType::F32 => each(values, out, |[v]: &[f32; 1]| v.to_le_bytes()),
         WeightType::F16 => each(values, out, |[v]: &[f32; 1]| f16::from_f32(*v).to_le_bytes()),
         WeightType::BF16 => each(values, out, |[v]: &[f32; 1]| bf16::from_f32(*v).to_le_bytes()),
+        WeightType::F8_E4M3 => each(values, out, |[v]: &[f32; 1]| [e4m3(*v)]),
         WeightType::Q4_0 => each(values, out, q4_0),
         WeightType::Q4_1 => each(values, out, q4_1),
         WeightType::Q5_0 => each(values, out, q5_0),
@@ -515,4 +516,14 @@ fn mxfp4(x: &[f32; 32]) -> [u8; 17] {
         (1..16).fold(0, |best, q| if off(q) < off(best) { q } else { best })
     });
     joined(&[&[e], &nibbles::<16>(&q)])
+}
+
+/// The nearest number of E4M3, even where two are; the largest for one beyond it.
+fn e4m3(value: f32) -> u8 {
+    let magnitude = value.abs().min(448.0);
+    // Below the least exponent numbers are as far apart as at it.
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    let steps = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as u8;
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    if value.is_nan() { 0x7F } else { sign | ((exponent + 6) as u8 * 8 + steps) }
 }

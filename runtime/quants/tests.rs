@@ -41,7 +41,7 @@ fn candles(dtype: WeightType) -> (GgmlDType, &'static [usize]) {
         WeightType::Q4_K => (GgmlDType::Q4K, &[0, 2]),
         WeightType::Q5_K => (GgmlDType::Q5K, &[0, 2]),
         WeightType::Q6_K => (GgmlDType::Q6K, &[208]),
-        WeightType::F32 | WeightType::F16 | WeightType::BF16 => unreachable!("not quantised"),
+        WeightType::F32 | WeightType::F16 | WeightType::BF16 | WeightType::F8_E4M3 => unreachable!("no blocks"),
         WeightType::IQ4_NL | WeightType::IQ4_XS | WeightType::MXFP4 => unreachable!("candle does not have it"),
     }
 }
@@ -310,4 +310,27 @@ fn bytes_of_awkward_rows_are_ggmls() {
             }
         }
     }
+}
+
+/// By the table of the OCP 8-bit Floating Point Specification.
+#[test]
+fn numbers_of_e4m3_are_those_of_the_specification() {
+    let value = |byte: u8| {
+        let mut out = [0f32];
+        dequantise(WeightType::F8_E4M3, &[byte], &mut out);
+        out[0]
+    };
+    let mut before = -1.0;
+    for byte in 0..0x7Fu8 {
+        let (exponent, fraction) = (i32::from(byte >> 3), f32::from(byte & 7) / 8.0);
+        let wanted = if exponent == 0 { fraction * 2f32.powi(-6) } else { (1.0 + fraction) * 2f32.powi(exponent - 7) };
+        assert_eq!((value(byte), value(byte | 0x80)), (wanted, -wanted), "{byte:#x}");
+        assert!(wanted > before);
+        before = wanted;
+        let mut bytes = Vec::new();
+        quantise(WeightType::F8_E4M3, &[wanted, -wanted, wanted * 1.001], &mut bytes);
+        assert_eq!(bytes, [byte, byte | 0x80, byte]);
+    }
+    assert_eq!((value(0x7E), value(1), value(8)), (448.0, 0.001_953_125, 0.015_625));
+    assert!(value(0x7F).is_nan() && value(0xFF).is_nan());
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use outcore::{DType, Error, ErrorKind};
 
-/// How a weight's elements are stored. The quantised ones are ggml's block formats.
+/// How a weight's elements are stored. The quantised ones are ggml's block formats; `F8_E4M3` ggml does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, non_camel_case_types)]
 #[non_exhaustive]
@@ -26,10 +26,11 @@ pub enum WeightType {
     IQ4_NL,
     IQ4_XS,
     MXFP4,
+    F8_E4M3,
 }
 
 impl WeightType {
-    /// Every type, in ggml's order.
+    /// Every type that ggml has, in its order: those that GGUF files can have, and that are known by their names.
     pub const ALL: [Self; 16] = [
         Self::F32,
         Self::F16,
@@ -68,6 +69,7 @@ impl WeightType {
             Self::IQ4_NL => DType::IQ4_NL,
             Self::IQ4_XS => DType::IQ4_XS,
             Self::MXFP4 => DType::MXFP4,
+            Self::F8_E4M3 => DType::F8_E4M3,
         }
     }
 
@@ -81,17 +83,9 @@ impl WeightType {
         self.dtype().block_bytes() as usize
     }
 
-    /// ggml's number of the type, as GGUF headers write it.
-    pub const fn ggml_id(self) -> u32 {
-        match self.dtype().ggml_id() {
-            Some(id) => id,
-            None => u32::MAX,
-        }
-    }
-
     /// The type that outcore calls `dtype`, if this crate reads and writes it.
     pub fn of(dtype: DType) -> Option<Self> {
-        Self::ALL.into_iter().find(|one| one.dtype() == dtype)
+        Self::ALL.into_iter().chain([Self::F8_E4M3]).find(|one| one.dtype() == dtype)
     }
 
     /// Bytes of `elements` consecutive elements, or `None` where that is not a whole number of blocks.

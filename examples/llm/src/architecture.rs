@@ -8,6 +8,7 @@ use crate::arch::{Arch, Scoring};
 use crate::config::{Config, Mixture};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
+use crate::fp8::{self, Scaled};
 use crate::known;
 use crate::weights::{Step, TensorId, WeightInfo};
 
@@ -114,12 +115,12 @@ impl Stack {
         (matrix, self.biases.as_ref().map(|biases| (biases, nth..nth + 1)))
     }
 
-    fn tensors(&self) -> impl Iterator<Item = &WeightInfo> {
-        let matrices = match &self.matrices {
+    /// The tensors that its matrices lie in.
+    fn tensors(&self) -> &[WeightInfo] {
+        match &self.matrices {
             Matrices::One { tensor, .. } => std::slice::from_ref(tensor),
             Matrices::Each(tensors) => tensors,
-        };
-        matrices.iter().chain(&self.biases)
+        }
     }
 }
 
@@ -134,9 +135,14 @@ impl Experts {
         self.of(expert).into_iter().flat_map(|(matrix, bias)| std::iter::once(matrix).chain(bias))
     }
 
-    /// All tensors but the router.
+    /// The tensors that the experts' matrices lie in.
     fn tensors(&self) -> impl Iterator<Item = &WeightInfo> {
         [&self.gate, &self.up, &self.down].into_iter().flat_map(Stack::tensors)
+    }
+
+    /// Their biases.
+    fn biases(&self) -> impl Iterator<Item = &WeightInfo> {
+        [&self.gate, &self.up, &self.down].into_iter().filter_map(|stack| stack.biases.as_ref())
     }
 }
 
@@ -223,6 +229,21 @@ impl<'a> Op<'a> {
             }
             Self::Experts(..) => (None, [None; 2]),
             Self::Attend(_, sinks) => (sinks.map(whole), [None; 2]),
+        }
+    }
+
+    /// All tensors of [`weights`](Self::weights).
+    fn tensors(self) -> impl Iterator<Item = &'a WeightInfo> {
+        let (first, then) = self.weights();
+        std::iter::once(first.map(|(info, _)| info)).chain(then).flatten()
+    }
+
+    /// The one of them that vectors are multiplied with.
+    fn matrix(self) -> Option<&'a WeightInfo> {
+        match self {
+            Self::Embed(_) | Self::Norm(_) | Self::NormQueries(_) | Self::NormKeys(_) | Self::Attend(..) => None,
+            Self::ForeseeNorm(_) | Self::LastNorm(_) => None,
+            other => other.weights().0.map(|(info, _)| info),
         }
     }
 }
@@ -481,6 +502,8 @@ pub(crate) struct Architecture {
     /// Divide the rotary frequencies, in GGUF files of Llama 3 and Phi-3; and those of long sequences.
     rope_factors: Option<WeightInfo>,
     long_factors: Option<WeightInfo>,
+    /// Matrices in FP8, with their scales.
+    pub scaled: Vec<Scaled>,
 }
 
 /// Bytes of weights that a pass over one token uses. The embeddings of other tokens count only if the embeddings are
@@ -512,7 +535,7 @@ impl Architecture {
             |name: Option<&str>| name.map(|name| names.need(name, 1, config.rope_frequencies.len())).transpose();
         let (rope_factors, long_factors) =
             (factors(config.rope_factors)?, factors(config.long_rope.as_ref().and_then(|long| long.factors))?);
-        let arch = Self {
+        let mut arch = Self {
             layers: (0..config.layers).map(|i| names.layer(i, &config)).collect::<Result<_>>()?,
             norm: names.need("output_norm.weight", 1, config.dim)?,
             rope_factors,
@@ -521,14 +544,20 @@ impl Architecture {
             embedding,
             output,
             foresees: false,
+            scaled: Vec::new(),
         };
-        let used = arch.ops().flat_map(|op| {
-            let (first, then) = op.weights();
-            std::iter::once(first.map(|(info, _)| info)).chain(then).flatten()
-        });
-        let experts = arch.layers.iter().filter_map(Layer::experts).flat_map(Experts::tensors);
-        let used = used.chain(&stored).chain(&arch.rope_factors).chain(&arch.long_factors).chain(experts);
+        let experts = || arch.layers.iter().filter_map(Layer::experts);
+        let matrices = || arch.ops().filter_map(Op::matrix).chain(experts().flat_map(Experts::tensors));
+        let others = || {
+            let of_op = |op: Op<'_>| op.matrix().map(|info| info.id);
+            let vectors = arch.ops().flat_map(move |op| op.tensors().filter(move |info| Some(info.id) != of_op(op)));
+            let vectors = vectors.chain(experts().flat_map(Experts::biases));
+            vectors.chain(&arch.rope_factors).chain(&arch.long_factors)
+        };
+        let scaled = fp8::find(files, arch.config.weight_blocks, matrices(), others())?;
+        let used = matrices().chain(others()).chain(&stored).chain(scaled.iter().map(|one| &one.scales));
         let used: HashSet<TensorId> = used.map(|info| info.id).collect();
+        arch.scaled = scaled;
         let is_unused =
             |name: &str| known::unused_tensor(name) || arch.config.is_of_prediction(files.container(), name);
         match files.tensors().iter().find(|t| !used.contains(&t.id) && !is_unused(&t.name)) {

@@ -118,7 +118,8 @@ impl Working {
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
-        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, plain, kv).get()));
+        let held = keys_values(config, plain, kv).get().saturating_add(config.scale_bytes);
+        let fixed = Bytes::new(fixed.get().saturating_add(held));
         Self { fixed, token, prompt }
     }
 

@@ -13,6 +13,7 @@ use self::reader::Reader;
 use crate::arch::{Arch, Scoring};
 use crate::error::Result;
 use crate::files::{Container, ModelFiles};
+use crate::fp8::SCALES;
 use crate::known;
 
 /// Which elements of a head the rotary embedding turns together.
@@ -86,6 +87,10 @@ pub struct Config {
     pub head_norms: bool,
     /// The experts, if there are any.
     pub mixture: Option<Mixture>,
+    /// Rows and columns of a block of weights in FP8, which have one scale.
+    pub weight_blocks: Option<[u64; 2]>,
+    /// Bytes of memory that these scales take, which are held.
+    pub scale_bytes: u64,
 }
 
 /// Layers in which a token sees only those just before it.
@@ -216,7 +221,11 @@ impl Config {
         config.check(model, &meta)
     }
 
-    fn check(self, model: &ModelFiles, meta: &Reader<'_>) -> Result<Self> {
+    fn check(mut self, model: &ModelFiles, meta: &Reader<'_>) -> Result<Self> {
+        if self.weight_blocks.is_some() {
+            let scales = model.tensors().iter().filter(|tensor| tensor.name.ends_with(SCALES));
+            self.scale_bytes = scales.map(|tensor| tensor.rows * tensor.cols * size_of::<f32>() as u64).sum();
+        }
         if self.vocab == 0 || self.vocab > MOST_VOCAB {
             return Err(meta.bad(&format!("a vocabulary of {} tokens is not from 1 to {MOST_VOCAB}", self.vocab)));
         }

@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use crate::architecture::{Experts, Rows, tiles};
 use crate::error::{Error, Result};
 use crate::experts::{Draw, Foreseen, Scores, drawn};
+use crate::fp8;
 use crate::kernels;
 use crate::model::{Input, Model};
 use crate::quants;
@@ -166,14 +167,21 @@ impl Model {
                 let (info, stride) = (part.info, part.info.row_bytes as usize);
                 products.resize(part.rows() as usize * m, 0f32);
                 let acts = vectors.prepare(info.dtype, (self.level, &self.alone));
-                for (bytes, out) in part.bytes.chunks(each * stride).zip(products.chunks_mut(each * m)) {
-                    pieces.push(Mutex::new((info, bytes, acts, m, out)));
+                let scales = self.scales.get(&info.id);
+                let starts = (part.first..).step_by(each);
+                let outs = products.chunks_mut(each * m).zip(starts);
+                for (bytes, (out, first)) in part.bytes.chunks(each * stride).zip(outs) {
+                    pieces.push(Mutex::new((info, scales, first, bytes, acts, m, out)));
                 }
             }
         }
         self.pool.run(pieces.len(), &|nth| {
-            let (info, bytes, acts, m, out) = &mut *pieces[nth].lock();
-            kernels::rows_dot(self.level, info.dtype, info.cols as usize, bytes, *acts, *m, out);
+            let (info, scales, first, bytes, acts, m, out) = &mut *pieces[nth].lock();
+            let k = info.cols as usize;
+            match scales {
+                None => kernels::rows_dot(self.level, info.dtype, k, bytes, *acts, *m, out),
+                Some(scales) => fp8::rows_dot(self.level, scales, (*first, k), bytes, *acts, *m, out),
+            }
         });
     }
 }
@@ -192,6 +200,8 @@ struct Together<'a> {
 /// A matrix whose bytes are held.
 struct Part<'a> {
     info: &'a WeightInfo,
+    /// The tensor's row that comes first.
+    first: usize,
     bytes: &'a [u8],
     bias: Option<Vec<f32>>,
 }
@@ -217,7 +227,7 @@ impl<'a> Part<'a> {
             quants::dequantise(info.dtype, next(info, &rows)?, &mut values);
             Ok(values)
         });
-        Ok(Self { info, bytes, bias: bias.transpose()? })
+        Ok(Self { info, first: rows.start as usize, bytes, bias: bias.transpose()? })
     }
 
     fn rows(&self) -> u64 {

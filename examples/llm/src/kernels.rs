@@ -283,9 +283,9 @@ pub enum ActKind {
 
 /// What `dtype`'s kernels multiply with.
 pub fn act_kind(dtype: WeightType) -> ActKind {
-    use WeightType::{BF16, F16, F32, Q2_K, Q3_K, Q5_0, Q5_1};
+    use WeightType::{BF16, F8_E4M3, F16, F32, Q2_K, Q3_K, Q5_0, Q5_1};
     match dtype {
-        F32 | F16 | BF16 | Q5_0 | Q5_1 | Q2_K | Q3_K => ActKind::Plain,
+        F32 | F16 | BF16 | F8_E4M3 | Q5_0 | Q5_1 | Q2_K | Q3_K => ActKind::Plain,
         _ => ActKind::Q8,
     }
 }

@@ -286,6 +286,18 @@ const HF_ROPE: &[(&str, When)] = &[
     ("type", Always),
 ];
 
+/// Keys of `quantization_config` in `config.json`, of which [`Config`](crate::Config) reads those that matter.
+const HF_QUANTISED: &[(&str, When)] = &[
+    ("activation_scheme", Always),
+    ("fmt", Text("e4m3")),
+    // What is in another type says so itself.
+    ("modules_to_not_convert", Always),
+    ("quant_method", Always),
+    // What the scales were rounded to.
+    ("scale_fmt", Always),
+    ("weight_block_size", Always),
+];
+
 /// Ends of the names of tensors whose values follow from the configuration.
 const DERIVED: [&str; 2] = [".rotary_emb.inv_freq", ".attn_rot_embd.weight"];
 
@@ -300,13 +312,15 @@ pub(crate) fn unknown_key(sizes: Sizes, container: Container, metadata: &Map<Str
             kind.or_else(|| metadata.iter().find_map(|(key, value)| stop(GGUF, key, &ours(key)?, value, sizes)))
         }
         Container::Safetensors => {
-            let rope = ["rope_scaling", "rope_parameters"].into_iter().find_map(|place| {
+            let places =
+                [("rope_scaling", HF_ROPE), ("rope_parameters", HF_ROPE), ("quantization_config", HF_QUANTISED)];
+            let inner = places.into_iter().find_map(|(place, known)| {
                 let of_place = metadata.get(place)?.as_object()?;
-                of_place.iter().find_map(|(key, v)| stop(HF_ROPE, &format!("{place}.{key}"), key, v, sizes))
+                of_place.iter().find_map(|(key, v)| stop(known, &format!("{place}.{key}"), key, v, sizes))
             });
             // Those of one underscore are transformers' own notes.
             let mut said = metadata.iter().filter(|(key, _)| !key.starts_with('_'));
-            rope.or_else(|| said.find_map(|(key, value)| stop(HF, key, key, value, sizes)))
+            inner.or_else(|| said.find_map(|(key, value)| stop(HF, key, key, value, sizes)))
         }
     }
 }
@@ -389,7 +403,7 @@ mod tests {
 
     #[test]
     fn the_lists_can_be_searched() {
-        for known in [GGUF, HF, HF_ROPE] {
+        for known in [GGUF, HF, HF_QUANTISED, HF_ROPE] {
             assert!(known.is_sorted_by(|a, b| a.0 < b.0), "{:?}", known.windows(2).find(|w| w[0].0 >= w[1].0));
         }
     }

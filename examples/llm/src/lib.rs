@@ -54,6 +54,7 @@ mod error;
 mod expert_pass;
 mod experts;
 mod files;
+mod fp8;
 mod generation;
 mod host;
 pub mod kernels;

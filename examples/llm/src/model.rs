@@ -10,6 +10,7 @@
 //! attention sinks, 2023).
 
 use std::cell::OnceCell;
+use std::collections::HashMap;
 use std::mem::take;
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
 use crate::experts::{Foreseen, Foresight, Scores};
 use crate::files::ModelFiles;
+use crate::fp8::{self, BlockScales};
 use crate::kernels::{self, ActKind, Acts, Fours, Level, Quantised};
 use crate::paged_kv::{Operands, PagedKeys};
 use crate::passes::{Logits, Part, PassError, PassTime};
@@ -59,6 +61,8 @@ pub struct Model {
     long_frequencies: Option<(usize, Vec<f32>)>,
     /// How often it was right what was foreseen of each layer's experts.
     pub(crate) foresight: Vec<Foresight>,
+    /// Of matrices in FP8.
+    pub(crate) scales: HashMap<TensorId, BlockScales>,
 }
 
 impl std::fmt::Debug for Model {
@@ -68,7 +72,8 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of GGUF files.
+    /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of GGUF files, and the scales
+    /// of weights in FP8.
     pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
         let mut arch = Architecture::new(files)?;
         arch.foresees = weights.foresees();
@@ -77,15 +82,30 @@ impl Model {
         let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
         let alone = Pool::new(1).map_err(|e| Error::io("cannot start compute threads", e))?;
         let level = options.level.unwrap_or_else(Level::detect);
-        let (frequencies, long_frequencies) = (Vec::new(), None);
-        let mut model = Self { arch, weights, pool, alone, level, frequencies, long_frequencies, foresight };
+        let (frequencies, long_frequencies, scales) = (Vec::new(), None, HashMap::new());
+        let mut model = Self { arch, weights, pool, alone, level, frequencies, long_frequencies, foresight, scales };
         let read = |info: &WeightInfo| {
             model.weights.will_use(&[(info.id, 0..1)]);
             model.vector(info)
         };
         (model.frequencies, model.long_frequencies) =
             (model.arch.frequencies(read)?, model.arch.long_frequencies(read)?);
+        if let Some(blocks) = model.arch.config.weight_blocks {
+            let read =
+                |one: &fp8::Scaled| Ok((one.matrix.id, BlockScales::new(one, blocks, model.whole(&one.scales)?)?));
+            model.scales = model.arch.scaled.iter().map(read).collect::<Result<_>>()?;
+        }
         Ok(model)
+    }
+
+    /// All values of a matrix, outside of passes.
+    fn whole(&self, info: &WeightInfo) -> Result<Vec<f32>> {
+        let mut out = Vec::with_capacity((info.rows * info.cols) as usize);
+        for tile in tiles(0..info.rows, self.weights.tile_rows(info.id)) {
+            self.weights.will_use(&[(info.id, tile.clone())]);
+            out.extend(self.values((info, tile))?);
+        }
+        Ok(out)
     }
 
     /// Sizes and constants.
@@ -401,7 +421,13 @@ impl Model {
             let bytes: &[u8] = &bytes;
             let (start, end) = ((tile.start - rows.start) as usize * m, (tile.end - rows.start) as usize * m);
             let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
-            kernels::rows_dot_on(&self.pool, self.level, w.dtype, k, bytes, acts, m, target);
+            match self.scales.get(&w.id) {
+                None => kernels::rows_dot_on(&self.pool, self.level, w.dtype, k, bytes, acts, m, target),
+                Some(scales) => {
+                    let place = (tile.start as usize, k);
+                    fp8::rows_dot_on(&self.pool, self.level, scales, place, bytes, acts, m, target);
+                }
+            }
         }
         if m > 1 {
             let some = m.div_ceil(self.pool.threads()).min(SORTED);

@@ -5,7 +5,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use outcore_llm::{KvType, Logits, Model, ModelFiles, Options, Part, Passes, PlainWeights, Session};
+use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore_llm::{
+    KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes, PlainWeights, Session, Weights,
+};
+use serde_json::{Value, json};
 
 /// Of the largest logit: both engines compute in f32 too.
 const TOLERANCE: f32 = 1e-4;
@@ -44,12 +48,24 @@ fn compare(model: &str, path: &Path, passes: &[usize]) {
 }
 
 fn compare_within(model: &str, path: &Path, passes: &[usize], tolerance: f32) {
+    let files = ModelFiles::open(path).unwrap();
+    let weights = Arc::new(PlainWeights::read(&files).unwrap().with_tile_bytes(5000));
+    compare_on(weights, &files, (model, path), passes, tolerance);
+}
+
+fn compare_on(
+    weights: Arc<dyn Weights>,
+    files: &ModelFiles,
+    (model, path): (&str, &Path),
+    passes: &[usize],
+    tolerance: f32,
+) {
     let tokens = numbers(model, "tokens", u32::from_le_bytes).unwrap();
     let logits_of = |engine: &'static str| Some((engine, numbers(model, engine, f32::from_le_bytes)?));
     let engines: Vec<_> = ["transformers", "llama_cpp"].into_iter().filter_map(logits_of).collect();
     assert!(!engines.is_empty());
     assert!(tokens.len() >= 64);
-    let loaded = load(path);
+    let loaded = Arc::new(Model::load(files, weights, Options { threads: 2, ..Options::default() }).unwrap());
     for pass in passes {
         let mut session = Session::new(loaded.clone(), tokens.len(), KvType::F32).unwrap();
         let found: Vec<f32> = tokens.chunks(*pass).flat_map(|tokens| session.forward_all(tokens).unwrap()).collect();
@@ -96,6 +112,99 @@ fn mixtral_has_the_logits_of_its_engines() {
     for file in ["", "model.gguf"] {
         compare("mixtral", &folder("mixtral").join(file), &[1, 96]);
     }
+}
+
+#[test]
+fn weights_of_fp8_with_scales_of_blocks_have_the_logits_of_transformers() {
+    let (name, path, passes) = ("qwen3moe-fp8", folder("qwen3moe-fp8"), [1, 7, 96]);
+    // In tiles, where each expert is multiplied by itself; whole, where those of a pass are multiplied together.
+    compare(name, &path, &passes);
+    let files = ModelFiles::open(&path).unwrap();
+    let whole = Arc::new(PlainWeights::read(&files).unwrap());
+    compare_on(whole, &files, (name, &path), &passes, TOLERANCE);
+    let page = PageSize::new(Bytes::kib(16)).unwrap();
+    for frames in [12, 100] {
+        let budget = Bytes::new(frames * page.bytes());
+        let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model);
+        let runtime = builder.open().unwrap();
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+        compare_on(weights, &files, (name, &path), &passes, TOLERANCE);
+        drop(opened);
+        runtime.close().unwrap();
+    }
+}
+
+/// Writes the model of FP8 anew, with what `change` makes of its configuration and of the header and the bytes of its
+/// tensors, and returns why it cannot be loaded.
+fn refused(change: impl FnOnce(&mut Value, &mut Value, &mut [u8])) -> String {
+    let at = tempfile::tempdir().unwrap();
+    let from = folder("qwen3moe-fp8");
+    let mut config = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    let mut bytes = std::fs::read(from.join("model.safetensors")).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header = serde_json::from_slice(&bytes[8..end]).unwrap();
+    change(&mut config, &mut header, &mut bytes[end..]);
+    let text = header.to_string();
+    let whole = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &bytes[end..]].concat();
+    std::fs::write(at.path().join("model.safetensors"), whole).unwrap();
+    std::fs::write(at.path().join("config.json"), config.to_string()).unwrap();
+    let files = match ModelFiles::open(at.path()) {
+        Ok(files) => files,
+        Err(error) => return error.in_full(),
+    };
+    let weights = Arc::new(PlainWeights::read(&files).unwrap());
+    Model::load(&files, weights, Options { threads: 1, ..Options::default() }).unwrap_err().in_full()
+}
+
+#[test]
+fn weights_of_fp8_that_are_scaled_otherwise_are_refused_by_name() {
+    const MATRIX: &str = "model.layers.1.mlp.experts.2.up_proj.weight";
+    let scales = format!("{MATRIX}_scale_inv");
+    let of_config =
+        |key: &str, value: Value| refused(|config, _, _| config["quantization_config"][key] = value.clone());
+    for (key, value) in [
+        ("quant_method", json!("gptq")),
+        ("activation_scheme", json!("static")),
+        ("weight_block_size", Value::Null),
+        ("weight_block_size", json!([128])),
+        ("weight_block_size", json!([128, 0])),
+        ("fmt", json!("e5m2")),
+        ("kv_cache_scheme", json!({ "num_bits": 8 })),
+    ] {
+        let why = of_config(key, value);
+        assert!(why.contains("quantization_config") && why.contains(key), "{why}");
+    }
+    let why = of_config("weight_block_size", json!([64, 128]));
+    assert!(why.contains("_scale_inv") && why.contains("3 x 2"), "{why}");
+    let why = refused(|config, _, _| config["quantization_config"] = Value::Null);
+    assert!(why.contains("F8_E4M3") && why.contains("quantization_config"), "{why}");
+    // Another name: the one is missing.
+    let why = refused(|_, header, _| {
+        let moved = header.as_object_mut().unwrap().remove(&scales).unwrap();
+        header["model.other"] = moved;
+    });
+    assert!(why.contains(&scales), "{why}");
+    let why = refused(|_, header, _| header[&scales]["shape"] = json!([4, 1]));
+    assert!(why.contains(&scales) && why.contains("2 x 2"), "{why}");
+    for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let why = refused(|_, header, bytes| {
+            let at = header[&scales]["data_offsets"][0].as_u64().unwrap() as usize;
+            bytes[at + 8..at + 12].copy_from_slice(&wrong.to_le_bytes());
+        });
+        assert!(why.contains(&scales) && why.contains("block 1, 0"), "{why}");
+    }
+    // The embeddings in FP8, in half of their bytes; the others are another tensor's.
+    let why = refused(|_, header, _| {
+        let embeddings = &mut header["model.embed_tokens.weight"];
+        let [start, end] = [0, 1].map(|nth| embeddings["data_offsets"][nth].as_u64().unwrap());
+        let middle = (start + end) / 2;
+        embeddings["dtype"] = json!("F8_E4M3");
+        embeddings["data_offsets"] = json!([start, middle]);
+        let rest = json!({ "dtype": "BF16", "shape": [(end - middle) / 2], "data_offsets": [middle, end] });
+        header["model.rest"] = rest;
+    });
+    assert!(why.contains("embed_tokens") && why.contains("F8_E4M3"), "{why}");
 }
 
 #[test]

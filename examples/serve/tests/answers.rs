@@ -203,7 +203,7 @@ fn most_active(spec: &Spec) -> usize {
         match events.blocking_recv().unwrap().1 {
             Event::Begun(_) => active += 1,
             Event::Ended(_) => (active, ended) = (active - 1, ended + 1),
-            Event::Token(_) => {}
+            Event::Token(_) | Event::Embedded(_) => {}
             Event::Failed(error) => panic!("{error}"),
         }
         most = most.max(active);

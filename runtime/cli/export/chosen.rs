@@ -94,6 +94,11 @@ pub fn file_type(asked: WeightType) -> Result<u32> {
     })
 }
 
+/// The type of weights that a tensor of a GGUF file has. Numbers of FP8 are none: their scales are in other tensors.
+fn known(dtype: DType) -> Option<WeightType> {
+    WeightType::of(dtype).filter(|one| WeightType::ALL.contains(one))
+}
+
 /// A tensor, and the type it gets.
 #[derive(Clone, Copy, Debug)]
 pub struct Chosen<'a> {
@@ -107,7 +112,7 @@ impl Chosen<'_> {
     /// The types it is converted from and to. If both are the same, its values are looked at, and its bytes copied.
     /// `None` if nothing is known of its values.
     pub fn types(&self) -> Option<(WeightType, WeightType)> {
-        Some((WeightType::of(self.tensor.dtype)?, WeightType::of(self.to)?))
+        Some((known(self.tensor.dtype)?, known(self.to)?))
     }
 }
 
@@ -125,7 +130,7 @@ pub fn choose(model: &ModelHeader, asked: WeightType) -> Result<Vec<Chosen<'_>>>
             chosen.push(kept);
             continue;
         }
-        if WeightType::of(tensor.dtype).is_none() {
+        if known(tensor.dtype).is_none() {
             let known: Vec<String> = WeightType::ALL.iter().map(ToString::to_string).collect();
             let what = format!("tensor {:?} is {}, which export cannot read", tensor.name, tensor.dtype);
             let remedy = format!("export from a file with other types ({})", known.join(", "));
@@ -195,6 +200,12 @@ mod tests {
         numbers.sort_unstable();
         numbers.dedup();
         assert_eq!(numbers.len(), WeightType::ALL.len());
+    }
+
+    #[test]
+    fn numbers_of_fp8_are_neither_read_nor_written() {
+        assert_eq!((known(DType::F8_E4M3), known(DType::Q8_0)), (None, Some(WeightType::Q8_0)));
+        assert!("f8_e4m3".parse::<WeightType>().is_err() && file_type(WeightType::F8_E4M3).is_err());
     }
 
     #[test]

@@ -152,6 +152,8 @@ impl Config {
                 _ => arch.has_head_norms(),
             },
             mixture,
+            weight_blocks: None,
+            scale_bytes: 0,
         })
     }
 }

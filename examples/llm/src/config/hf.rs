@@ -25,10 +25,6 @@ impl Config {
         if let Some(act) = act.filter(|act| act.as_str() != Some(wanted)) {
             return Err(meta.unsupported(&format!("{key} {act} is not supported; supported is {wanted:?}")));
         }
-        if map.get("quantization_config").is_some_and(|v| !v.is_null()) {
-            let what = "quantization_config: quantised safetensors are not supported; supported are F32, F16 and BF16";
-            return Err(meta.unsupported(what));
-        }
         let says = |key: &str| map.get(key).and_then(Value::as_bool).unwrap_or(false);
         let biases = match model_type {
             "mistral" | "mixtral" | "phi3" => [false; 3],
@@ -126,9 +122,13 @@ impl Config {
             biases: biases.map(Some),
             head_norms: arch.has_head_norms() || arch == Arch::Glm4Moe && says("use_qk_norm"),
             mixture: meta.hf_mixture(arch, &declared)?,
+            weight_blocks: meta.weight_blocks()?,
+            scale_bytes: 0,
         })
     }
 }
+
+const MOST_BLOCK: u64 = 1 << 20;
 
 impl Reader<'_> {
     /// As [`mixture`](Self::mixture), of a `config.json`, with the layers that have none.
@@ -156,6 +156,39 @@ impl Reader<'_> {
         let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(routing.normalised[1]);
         let scale = self.positive(self.map, "routed_scaling_factor", 1.0)?;
         self.mixture(routing, declared, (normalised, scale), dense)
+    }
+
+    /// Rows and columns of the blocks in which weights of FP8 are scaled.
+    fn weight_blocks(&self) -> Result<Option<[u64; 2]>> {
+        let how = match self.map.get("quantization_config") {
+            None | Some(Value::Null) => return Ok(None),
+            Some(Value::Object(how)) => how,
+            Some(other) => return Err(self.bad(&format!("quantization_config is {other}, and no object"))),
+        };
+        let unsupported = |key: &str, value: Option<&Value>| {
+            let value = value.unwrap_or(&Value::Null);
+            self.unsupported(&format!(
+                "quantization_config: {key} is {value}; supported are F32, F16 and BF16 without it, and \"quant_method\": \
+                 \"fp8\" with \"activation_scheme\": \"dynamic\" and a \"weight_block_size\" of two numbers"
+            ))
+        };
+        for (key, wanted) in [("quant_method", "fp8"), ("activation_scheme", "dynamic")] {
+            if how.get(key).and_then(Value::as_str) != Some(wanted) {
+                return Err(unsupported(key, how.get(key)));
+            }
+        }
+        let key = "weight_block_size";
+        let size = |value: &Value| value.as_u64().filter(|size| (1..=MOST_BLOCK).contains(size));
+        match how.get(key).and_then(Value::as_array).map(Vec::as_slice) {
+            Some([rows, cols]) => {
+                match (size(rows), size(cols)) {
+                    (Some(rows), Some(cols)) => Ok(Some([rows, cols])),
+                    _ => Err(self
+                        .bad(&format!("quantization_config: {key} has a number that is not from 1 to {MOST_BLOCK}"))),
+                }
+            }
+            _ => Err(unsupported(key, how.get(key))),
+        }
     }
 
     /// The tokens of the window that a `config.json` declares, and the layers that have it. `None` where it is no

@@ -23,15 +23,15 @@ const MANY: usize = 6;
 const AHEAD: usize = 4096;
 /// The same for plain numbers, which take less time.
 const PLAIN_AHEAD: usize = 8192;
-const Q4_0: u32 = WeightType::Q4_0.ggml_id();
-const Q4_1: u32 = WeightType::Q4_1.ggml_id();
-const Q8_0: u32 = WeightType::Q8_0.ggml_id();
-const Q4_K: u32 = WeightType::Q4_K.ggml_id();
-const Q5_K: u32 = WeightType::Q5_K.ggml_id();
-const Q6_K: u32 = WeightType::Q6_K.ggml_id();
-const IQ4_NL: u32 = WeightType::IQ4_NL.ggml_id();
-const IQ4_XS: u32 = WeightType::IQ4_XS.ggml_id();
-const MXFP4: u32 = WeightType::MXFP4.ggml_id();
+const Q4_0: u32 = WeightType::Q4_0 as u32;
+const Q4_1: u32 = WeightType::Q4_1 as u32;
+const Q8_0: u32 = WeightType::Q8_0 as u32;
+const Q4_K: u32 = WeightType::Q4_K as u32;
+const Q5_K: u32 = WeightType::Q5_K as u32;
+const Q6_K: u32 = WeightType::Q6_K as u32;
+const IQ4_NL: u32 = WeightType::IQ4_NL as u32;
+const IQ4_XS: u32 = WeightType::IQ4_XS as u32;
+const MXFP4: u32 = WeightType::MXFP4 as u32;
 
 /// So many bytes of vectors are multiplied with one row after the other: what the second cache holds beside the rows.
 const VECTORS_BYTES: usize = 384 << 10;
