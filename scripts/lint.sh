@@ -50,8 +50,11 @@ packages+=(-p outcore-cli)
 # Cargo keeps what it unpacked of an earlier try, by name and version, in registries without a name; our versions stay
 # the same, so it would compile the old sources.
 rm -rf "${CARGO_HOME:-$HOME/.cargo}"/registry/{src,cache}/-*/outcore{,-pager,-gpu,-cuda,-lab,-mapped,-kv,-quants,-train,-cli}-[0-9]*
+# Nor does it see that what it built of them is of the old sources.
+built=${CARGO_TARGET_DIR:-target}/publish
+rm -rf "$built"/debug/.fingerprint/outcore*
 # It warns of each test that is left out on purpose. What it builds is not run.
-if ! said=$(CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo publish --dry-run --allow-dirty "${packages[@]}" 2>&1); then
+if ! said=$(CARGO_TARGET_DIR=$built CARGO_PROFILE_DEV_OPT_LEVEL=0 cargo publish --dry-run --allow-dirty "${packages[@]}" 2>&1); then
     printf '%s\n' "$said" >&2
     exit 1
 fi
