@@ -5,6 +5,7 @@ use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 
 use crate::config::Config;
 use crate::dtype::KvType;
+use crate::expert_pass;
 use crate::kernels;
 
 /// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
@@ -112,12 +113,15 @@ impl Working {
             (4 * count + 12 * used + dim + copy(dim) + feed_forward(ffn))
                 .max(feed_forward(mixture.shared_ffn_dim as u128))
         });
+        let together = config.mixture.as_ref().map_or(0, |mixture| {
+            expert_pass::together_most(mixture, config.dim) as u128 * expert_pass::draw_bytes(mixture, config.dim)
+        });
         let feed_forward = feed_forward(ffn).max(mixture);
         // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
-        let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
+        let fixed = bytes((logits + scores) * FLOAT + together + u128::from(A_THREAD.get()) * threads);
         let held = keys_values(config, plain, kv).get().saturating_add(config.scale_bytes);
         let fixed = Bytes::new(fixed.get().saturating_add(held));
         Self { fixed, token, prompt }

@@ -154,7 +154,7 @@ impl DraftSession {
         if most == 0 || tokens.is_empty() || tokens.iter().any(|token| *token as usize >= self.vocab) {
             return Ok(Vec::new());
         }
-        if tokens.len() < self.first || tokens.len() - self.first + most > window {
+        if tokens.len() <= self.first || tokens.len() - self.first + most > window {
             // It goes on with half of what it has room for, so that this is seldom.
             self.first = tokens.len().saturating_sub(window / 2);
             self.keep(0)?;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use parking_lot::Mutex;
 
 use crate::architecture::{Experts, Rows, tiles};
+use crate::config::Mixture;
 use crate::error::{Error, Result};
 use crate::experts::{Draw, Foreseen, Scores, drawn};
 use crate::fp8;
@@ -13,10 +14,24 @@ use crate::model::{Input, Model};
 use crate::quants;
 use crate::weights::{self, Step, WeightInfo};
 
-/// With more vectors than so many that experts are drawn for, an expert has work enough for all threads.
-const TOGETHER_MOST: usize = 256;
+/// With more draws than so many, an expert has work enough for all threads.
+const TOGETHER_MOST: u128 = 256;
+/// What is multiplied together takes no more memory, unless one token alone does.
+const TOGETHER_BYTES: u128 = 8 << 20;
 /// Pieces of work for each thread, of all experts together.
 const PIECES: usize = 8;
+
+/// Bytes that a draw takes while experts are multiplied together: the vector that enters, prepared, and the products.
+pub(crate) fn draw_bytes(mixture: &Mixture, dim: usize) -> u128 {
+    let [dim, ffn] = [dim, mixture.ffn_dim].map(|size| size as u128);
+    (3 * dim + 3 * ffn) * size_of::<f32>() as u128 + (dim + ffn) * kernels::PREPARED_BYTES as u128
+}
+
+/// The most draws that are multiplied together.
+pub(crate) fn together_most(mixture: &Mixture, dim: usize) -> usize {
+    let fitting = TOGETHER_BYTES / draw_bytes(mixture, dim).max(1);
+    (fitting.min(TOGETHER_MOST) as usize).max(mixture.used)
+}
 
 impl Model {
     /// The scores that a router gives vectors.
@@ -74,7 +89,9 @@ impl Model {
         let foreseen = foreseen.map_or(&[][..], |foreseen| &foreseen.steps);
         let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
         let rows = || by_expert().flat_map(|draws| experts.rows_of(draws[0].expert));
-        if draws.len() <= TOGETHER_MOST && rows().all(|(info, rows)| self.is_one_tile(info, &rows)) {
+        let mixture = self.arch.config.mixture.as_ref();
+        let most = mixture.map_or(0, |mixture| together_most(mixture, self.arch.config.dim));
+        if draws.len() <= most && rows().all(|(info, rows)| self.is_one_tile(info, &rows)) {
             let steps: Vec<Step> = rows().map(|(info, rows)| (info.id, rows)).collect();
             if let Some(held) = self.weights.resident(&steps) {
                 self.weights.drawn(&[], foreseen);
@@ -139,7 +156,9 @@ impl Model {
         self.multiply(&parts, 0..2);
         each(&|one| {
             let m = one.draws.len();
-            let [mut gated, raised] = [0, 1].map(|nth| one.parts[nth].by_vector(&one.products[nth], m));
+            let products = [0, 1].map(|nth| std::mem::take(&mut one.products[nth]));
+            let [mut gated, raised] = [0, 1].map(|nth| one.parts[nth].by_vector(&products[nth], m));
+            drop(products);
             activation.apply(&mut gated, &raised);
             one.vectors = Input::new(gated, m);
             one.vectors.prepare(one.parts[2].info.dtype, alone);

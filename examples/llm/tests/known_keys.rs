@@ -716,3 +716,44 @@ fn regression_a_stored_output_matrix_is_not_used_where_embeddings_are_tied() {
     };
     assert_ne!(logits(true), logits(false));
 }
+
+/// In a `config.json` null takes away what the class has where the key is missing.
+#[test]
+fn regression_a_cap_of_null_is_none() {
+    let reference = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reference/gemma2");
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(reference.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let text = fs::read_to_string(reference.join("config.json")).unwrap();
+    let caps = |value: Option<Value>| {
+        let mut config: serde_json::Map<String, Value> = serde_json::from_str(&text).unwrap();
+        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            match &value {
+                Some(value) => config.insert(key.into(), value.clone()),
+                None => config.remove(key),
+            };
+        }
+        fs::write(folder.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+        let config = Config::new(&ModelFiles::open(folder.path()).unwrap()).unwrap();
+        [config.attention_cap, config.logit_cap]
+    };
+    assert_eq!(caps(Some(json!(null))), [None; 2]);
+    assert_eq!(caps(None), [Some(50.0), Some(30.0)]);
+    assert_eq!(caps(Some(json!(7.5))), [Some(7.5); 2]);
+}
+
+/// The classes of Qwen have that switch; Llama's has no window, whatever is said.
+#[test]
+fn regression_only_qwen_has_a_switch_for_windows() {
+    let windowed =
+        [("use_sliding_window", json!(true)), ("sliding_window", json!(16)), ("max_window_layers", json!(0))];
+    assert!(Folder::new(Arch::Llama).config(&windowed).unwrap().window.is_none());
+    let window = Folder::new(Arch::Qwen2).config(&windowed).unwrap().window.unwrap();
+    assert_eq!((window.tokens, window.layers), (16, vec![true]));
+}
+
+/// Its magnitude would be lost beside that of LongRoPE.
+#[test]
+fn regression_phi_with_yarn_is_refused() {
+    let error = Gguf::new(Arch::Phi3).config("rope.scaling.type", &Kv::Text("yarn")).unwrap_err().to_string();
+    assert!(error.contains("yarn"), "{error}");
+}

@@ -45,13 +45,15 @@ enum Place {
 #[derive(Debug)]
 pub struct Channels {
     place: Place,
+    /// Whether no message has begun or ended yet.
+    is_first: bool,
     called: bool,
 }
 
 impl Default for Channels {
     /// For an answer that begins with a header.
     fn default() -> Self {
-        Self { place: Place::Header(String::new()), called: false }
+        Self { place: Place::Header(String::new()), is_first: true, called: false }
     }
 }
 
@@ -81,27 +83,31 @@ impl Channels {
             Place::Call(call) => call.arguments.push_str(text),
         }
         match (control, &mut self.place) {
-            (MESSAGE, Place::Header(header)) => self.place = begun(header),
-            // Marks the channel's name.
-            (CHANNEL, Place::Header(header)) => header.push_str(CHANNEL),
+            (MESSAGE, Place::Header(header)) => {
+                self.place = begun(header);
+                self.is_first = false;
+            }
             (control, _) if ENDS.contains(&control) => {
+                self.is_first = false;
                 let held = std::mem::replace(&mut self.place, Place::Header(String::new()));
                 if let Place::Call(call) = held {
                     self.end(call, &mut spoken);
                 }
             }
+            // Tells where names end.
+            (control, Place::Header(header)) => header.push_str(control),
             _ => {}
         }
         spoken
     }
 
-    /// What was held back, when no more comes.
-    pub fn finish(&mut self) -> Spoken {
-        let mut spoken = Spoken::default();
+    /// What was held back, when no more comes; `rest` is the text of a character that was cut off.
+    pub fn finish(&mut self, rest: &str) -> Spoken {
+        let mut spoken = self.push_one("", rest);
         match std::mem::replace(&mut self.place, Place::Header(String::new())) {
             Place::Call(call) => self.end(call, &mut spoken),
-            // Of a model that does not keep to the format, nothing is lost.
-            Place::Header(header) if !header.contains(CHANNEL) => spoken.text = header,
+            // Of a model that does not keep to the format at all, nothing is lost.
+            Place::Header(header) if self.is_first && !header.contains(CHANNEL) => spoken.text = header,
             _ => {}
         }
         spoken
@@ -174,7 +180,7 @@ mod tests {
             add(channels.push_one(control, ""));
             rest = behind;
         }
-        add(channels.finish());
+        add(channels.finish(""));
         assert_eq!(channels.called(), !all.2.is_empty());
         all
     }
@@ -189,6 +195,14 @@ mod tests {
         // Cut off in its thoughts.
         let (text, thoughts, _) = said("<|channel|>analysis<|message|>Long");
         assert_eq!((text.as_str(), thoughts.as_str()), ("", "Long"));
+        // Cut off in a later header, which is no text.
+        let cut = "<|channel|>analysis<|message|>x<|end|><|start|>assistant";
+        assert_eq!(said(cut), (String::new(), "x".into(), Vec::new()));
+        let mut channels = Channels::default();
+        ["<|channel|>", "", "<|message|>"].into_iter().zip(["", "analysis", ""]).for_each(|(control, text)| {
+            channels.push_one(control, text);
+        });
+        assert_eq!(channels.finish("\u{fffd}"), Spoken { thoughts: "\u{fffd}".into(), ..Spoken::default() });
         // What is said before a call is for the user.
         let (text, ..) = said("<|channel|>commentary<|message|>I look it up.<|end|>");
         assert_eq!(text, "I look it up.");
@@ -201,6 +215,7 @@ mod tests {
             "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"x\": 1}<|call|>",
             " to=functions.f<|channel|>commentary json<|message|>{\"x\": 1}",
             "<|channel|>commentary to=functions.f<|message|>{\"x\": 1}<|end|>",
+            "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{\"x\": 1}<|call|>",
         ] {
             assert_eq!(said(answer), (String::new(), String::new(), call.clone()), "{answer}");
         }

@@ -292,7 +292,7 @@ const UNSUPPORTED: [&str; 11] = [
 ];
 
 /// All other names that something here looks up, in whichever object.
-const LOOKED_UP: [&str; 47] = [
+const LOOKED_UP: [&str; 48] = [
     "model",
     "max_tokens",
     "max_completion_tokens",
@@ -325,6 +325,7 @@ const LOOKED_UP: [&str; 47] = [
     "refusal",
     "tool_calls",
     "annotations",
+    "reasoning_content",
     "prompt",
     "echo",
     "best_of",
@@ -1129,6 +1130,8 @@ fn message(nth: usize, value: Raw<'_>, unknown: &mut Vec<String>) -> Result<Mess
     };
     fields.take("name");
     fields.take("refusal");
+    // Thoughts of an answer that is sent back: templates leave them out of what came before.
+    fields.take("reasoning_content");
     for name in ["tool_calls", "function_call", "audio", "annotations"] {
         if fields.take(name).is_some_and(|value| !value.is_array() || !value.is_empty()) {
             return Err(wrong_value(&format!("{at}.{name}"), "it is not supported"));

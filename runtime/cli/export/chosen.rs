@@ -126,8 +126,13 @@ pub fn choose(model: &ModelHeader, asked: WeightType) -> Result<Vec<Chosen<'_>>>
         let kept = Chosen { tensor, to: tensor.dtype, fallback: false };
         let row = tensor.shape.last().copied().unwrap_or(1);
         let to = for_rows(row, asked);
-        if !is_matrix(tensor) || tensor.dtype == to.dtype() {
+        if !is_matrix(tensor) {
             chosen.push(kept);
+            continue;
+        }
+        let fallback = to != asked;
+        if tensor.dtype == to.dtype() {
+            chosen.push(Chosen { fallback, ..kept });
             continue;
         }
         if known(tensor.dtype).is_none() {
@@ -136,7 +141,7 @@ pub fn choose(model: &ModelHeader, asked: WeightType) -> Result<Vec<Chosen<'_>>>
             let remedy = format!("export from a file with other types ({})", known.join(", "));
             return Err(Error::new(ErrorKind::Unsupported, what).remedy(remedy));
         }
-        chosen.push(Chosen { to: to.dtype(), fallback: to != asked, ..kept });
+        chosen.push(Chosen { to: to.dtype(), fallback, ..kept });
     }
     chosen.sort_by(|a, b| by_layer(&a.tensor.name, &b.tensor.name));
     Ok(chosen)

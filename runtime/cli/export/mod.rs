@@ -51,6 +51,8 @@ pub struct Options {
 }
 
 const PAGE: PageSize = PageSize::DEFAULT;
+/// More are never faster. The system may refuse to start very many.
+const THREADS_MOST: u64 = 256;
 /// Fewest pages: those that a thread's piece can touch, and as many that are read meanwhile.
 const LEAST_PAGES: u64 = 4;
 /// Keys that llama.cpp writes anew behind the others.
@@ -198,7 +200,7 @@ impl Shares {
             return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(remedy));
         }
         let wanted = match options.threads {
-            Some(threads) => u64::from(threads.get()),
+            Some(threads) => u64::from(threads.get()).min(THREADS_MOST),
             None => std::thread::available_parallelism().map_or(1, |threads| threads.get() as u64),
         };
         // Each has buffers, and a piece in pages beside as much that is read meanwhile.

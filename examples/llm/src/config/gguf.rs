@@ -51,7 +51,7 @@ impl Config {
                 let factor = set.map_or(Ok(1.0), |key| meta.positive(meta.map, key, 1.0))? as f32;
                 rope_frequencies.iter_mut().for_each(|f| *f /= factor);
             }
-            Some("yarn") => {
+            Some("yarn") if arch != Arch::Phi3 => {
                 let number = |name: &str, default: f64| meta.positive(meta.map, &key(name), default);
                 let factor = meta.required(&key("rope.scaling.factor"))?;
                 let yarn = Yarn {

@@ -213,7 +213,8 @@ impl Reader<'_> {
         let switched = || self.map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false);
         let used = match model_type {
             "mistral" | "mixtral" | "gpt_oss" | "phi3" => true,
-            _ => arch.is_gemma() || switched(),
+            "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" => switched(),
+            _ => arch.is_gemma(),
         };
         let tokens = tokens.filter(|tokens| used && *tokens > 0 && *tokens < context);
         let Some(tokens) = tokens else { return Ok(None) };

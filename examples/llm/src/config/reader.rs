@@ -118,7 +118,9 @@ impl Reader<'_> {
     /// What caps values; `usual` where the key is missing. 0 stands for none.
     pub fn cap(&self, key: &str, usual: Option<f64>) -> Result<Option<f32>> {
         match self.map.get(key) {
-            None | Some(Value::Null) => Ok(usual.map(|cap| cap as f32)),
+            None => Ok(usual.map(|cap| cap as f32)),
+            // In a `config.json` null takes the class's value away.
+            Some(Value::Null) => Ok(None),
             Some(value) if value.as_f64() == Some(0.0) => Ok(None),
             Some(_) => self.positive(self.map, key, 1.0).map(|cap| Some(cap as f32)),
         }

@@ -233,10 +233,14 @@ impl Engine {
     /// Hands an answer, and its followers, to the thread; or an embedding, which has a place already.
     ///
     /// # Errors
-    /// 429 if as many wait as may; 503 if the engine stops or cannot go on.
+    /// 429 if as many wait as may; 503 if the engine stops or cannot go on. Embeddings of a request that was begun go
+    /// on while the engine stops.
     pub fn submit(&self, job: Job) -> Result<(), ApiError> {
         let count = if job.embedding.is_some() { 0 } else { 1 + job.followers.len() };
-        self.take_places(count, count)?;
+        match job.embedding.is_some() {
+            true => self.broken().map_or(Ok(()), |why| Err(ApiError::unavailable(why, None)))?,
+            false => drop(self.take_places(count, count)?),
+        }
         self.commands.send(Command::Submit(Box::new(job))).map_err(|_| {
             self.shared.unfinished.fetch_sub(count, Ordering::SeqCst);
             ApiError::internal("The engine has ended.")

@@ -500,8 +500,8 @@ impl Writing {
             Event::Ended(end) => {
                 let mut rest = std::mem::take(&mut text.unfinished).finish();
                 if let Some(channels) = &mut text.channels {
-                    spoken = channels.finish();
-                    rest.push_str(&std::mem::take(&mut spoken.text));
+                    spoken = channels.finish(&rest);
+                    rest = std::mem::take(&mut spoken.text);
                 }
                 let mut piece = text.stops.push(&rest);
                 piece.push_str(&text.stops.finish());
@@ -584,7 +584,7 @@ impl Writing {
     fn say(&mut self, piece: Option<Piece>) {
         let Some(Piece { index, text, thoughts, calls, token, finish }) = piece else { return };
         // One chunk a token, also where its text is not known yet: clients measure by them.
-        let is_said = token.is_some() || !text.is_empty();
+        let is_said = token.is_some() || !text.is_empty() || !thoughts.is_empty();
         let mut choice = Choice::default();
         choice.add(&text, token, None);
         choice.add_thoughts(&thoughts);

@@ -151,9 +151,14 @@ impl<'a, P: Passes> Generation<'a, P> {
                     let most = most - self.done.tokens.len() - 1;
                     let most = most.min(self.task.args.draft_tokens).min(self.task.pass.saturating_sub(1));
                     let since = Instant::now();
-                    let made = drafter.draft(&tokens, most)?;
+                    let made = drafter.draft(&tokens, most);
                     self.done.drafts.time += since.elapsed();
-                    made
+                    made.unwrap_or_else(|error| {
+                        // The large model needs no drafts.
+                        tracing::warn!(error = %error.in_full(), "the draft model failed: there are no more drafts");
+                        self.drafter = None;
+                        (Vec::new(), DraftBy::Lookup)
+                    })
                 }
                 _ => (Vec::new(), DraftBy::Lookup),
             };
