@@ -383,7 +383,8 @@ impl Sequence {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a permit of another tenant or pool;
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one of fewer tokens than the sequence has. Then it goes back.
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) for one that counts fewer blocks than the sequence uses. Then it
+    /// goes back.
     pub fn activate(&mut self, permit: Permit) -> Result<()> {
         if permit.tenant() != self.tenant || !permit.is_of(&self.pool.0.permits) {
             let (of, tenant) = (permit.tenant().get(), self.tenant.get());

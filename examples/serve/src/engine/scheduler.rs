@@ -774,9 +774,12 @@ impl<P: Passes> Scheduler<P> {
     fn preempt(&mut self, at: usize, how: Preempt) {
         let mut answer = self.running.remove(at);
         let read = answer.read();
-        let bytes = self.bytes_of(read, 0);
-        // To the disk and back again, or computed while others are: each token costs what it adds to a pass.
-        let park = 2.0 * bytes as f64 / self.disk;
+        // All to the disk, and back what a pass uses; or computed while others are: each token costs what it adds to a
+        // pass.
+        let layout = self.pool.layout();
+        let block = layout.block_room().get() * u64::from(layout.groups());
+        let written = (read as u64).div_ceil(u64::from(layout.block_tokens())) * block;
+        let park = (written + self.bytes_of(read, 0)) as f64 / self.disk;
         let recompute = self.pace.line().map_or(f64::INFINITY, |(_, token)| token * read as f64);
         let parks = match how {
             Preempt::Auto => park <= recompute,
@@ -881,7 +884,10 @@ impl<P: Passes> Scheduler<P> {
         let begun = self.running.iter_mut().filter(|answer| answer.written() > 0);
         let followers: Vec<Job> = begun.flat_map(|answer| take(&mut answer.job.followers)).collect();
         self.line_up_followers(followers);
-        lost.into_iter().rev().for_each(|answer| self.line_up_first(answer));
+        for mut answer in lost.into_iter().rev() {
+            (answer.permit, answer.drafted) = (None, None);
+            self.line_up_first(answer);
+        }
     }
 
     /// Parks what is active and gives up the rest. What was read is found by whoever asks again.
