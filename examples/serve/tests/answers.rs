@@ -241,9 +241,15 @@ fn answers_are_the_same_with_a_draft_model() {
     for preempt in ["park", "recompute"] {
         let args: Vec<&str> = PAGE.into_iter().chain(more).chain([preempt]).collect();
         let server = Server::with(&args, Tenants::single(None).unwrap(), |_| {});
-        assert!(together(&server, &questions[..1]) == wanted[..1], "{preempt}: alone");
-        let accepted = metric(&server, "outcore_accepted_tokens_total{by=\"model\"}");
-        assert!(accepted > 0, "no draft of the same model held");
+        // Whether drafts pay goes by the time that passes take, so one answer may have none.
+        let accepted = || metric(&server, "outcore_accepted_tokens_total{by=\"model\"}");
+        for _ in 0..200 {
+            assert!(together(&server, &questions[..1]) == wanted[..1], "{preempt}: alone");
+            if accepted() > 0 {
+                break;
+            }
+        }
+        assert!(accepted() > 0, "no draft of the same model held");
         assert!(together(&server, &questions) == wanted, "{preempt}: together");
         assert!(metric(&server, "outcore_preemptions_total") > 0, "{preempt}: nobody had to make room");
         // Nobody waits for this one any more.

@@ -23,6 +23,8 @@ fn a_draft_model_changes_no_bit_of_an_answer() {
     // All of its greedy drafts hold, but it sees few tokens at a time; those of the other one hold by chance.
     let same = written("draft-same.gguf", &Spec { context: 48, ..drafted() });
     let other = written("draft-other.gguf", &Spec { layers: 1, seed: 8, ..drafted() });
+    // Whether drafts pay goes by the time that passes take, so one run may have none.
+    let mut held_of_same = 0;
     for (choice, fits) in [("--temperature 0", true), ("--temperature 0.3 --seed 5", false)] {
         let base = format!("--model {model} --prompt-tokens 100,3,55,7,9,13,19 --tokens 150 {choice}");
         let run = |more: &str| json_of(&format!("{base} {more}").split_whitespace().collect::<Vec<_>>());
@@ -36,11 +38,12 @@ fn a_draft_model_changes_no_bit_of_an_answer() {
                 let [lookup, model] =
                     ["lookup", "model"].map(|by| [held(&beside, by, "drafted"), held(&beside, by, "accepted")]);
                 assert!(lookup[1] <= lookup[0] && model[1] <= model[0], "{beside}");
-                assert!(!fits || *draft != same || model[0] > 0 && model[1] > 0, "{beside}");
+                held_of_same += if fits && *draft == same { model[1] } else { 0 };
                 assert!(beside["drafts"]["seconds"].as_f64().unwrap() >= 0.0, "{beside}");
             }
         }
     }
+    assert!(held_of_same > 0, "no draft of the same model held");
 }
 
 #[test]
