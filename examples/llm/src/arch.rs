@@ -38,7 +38,7 @@ pub enum Arch {
 pub enum Scoring {
     /// The softmax over all products.
     Softmax,
-    /// The sigmoid of each. To that a layer adds a correction of each expert before it chooses, which is no part of the
+    /// The sigmoid of each score. A layer chooses by its sum with a correction of the expert, which is no part of the
     /// weights (DeepSeek-V3 technical report, 2024).
     Sigmoid,
 }

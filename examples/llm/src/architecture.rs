@@ -339,7 +339,7 @@ impl Names<'_> {
         Ok(Linear { rows: 0..weight.rows, weight, bias })
     }
 
-    /// Matrices of so many rows that lie one behind the other in a tensor.
+    /// The matrices that lie one behind the other in a tensor; `rows` has the number of rows of each.
     fn joined<const N: usize>(&self, stem: &str, rows: [usize; N], cols: usize) -> Result<[Linear; N]> {
         let weight = self.need(&format!("{stem}.weight"), rows.iter().sum(), cols)?;
         let mut end = 0;

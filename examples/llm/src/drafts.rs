@@ -48,7 +48,7 @@ impl Drafts {
         pays
     }
 
-    /// Of so many drafted tokens, so many were right.
+    /// Records that `right` of `drafted` tokens were right.
     pub fn observe(&mut self, drafted: usize, right: usize) {
         if drafted > 0 {
             // Where all were right the next one would have been, too.

@@ -119,7 +119,7 @@ impl Tenant {
         Ok(Leave { tenant: self.clone(), answers, taken: 0.0, used: 0.0 })
     }
 
-    /// As many answers of `most` as [`enter`](Self::enter) gives leave for now; one at least.
+    /// How many answers, up to `most`, [`enter`](Self::enter) admits now; at least one, which it may refuse.
     pub fn may_enter(&self, most: usize) -> usize {
         most.min(self.concurrency.saturating_sub(self.used.lock().answers)).max(1)
     }

@@ -92,7 +92,7 @@ impl Drafter {
         Ok((self.session.draft(tokens, pays)?, DraftBy::SmallModel))
     }
 
-    /// Of so many drafted tokens, so many were right.
+    /// Records that `right` of `drafted` tokens were right.
     fn observe(&mut self, by: DraftBy, drafted: usize, right: usize) {
         match by {
             DraftBy::Lookup => self.lookup.observe(drafted, right),

@@ -88,7 +88,7 @@ struct Held {
 }
 
 impl Drafted {
-    /// Of so many drafted tokens, so many held.
+    /// Counts that `accepted` of `drafted` tokens held.
     pub fn count(&mut self, by: DraftBy, drafted: usize, accepted: usize) {
         let held = match by {
             DraftBy::Lookup => &mut self.lookup,
