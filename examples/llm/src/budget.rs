@@ -115,6 +115,7 @@ impl Working {
         });
         let together = config.mixture.as_ref().map_or(0, |mixture| {
             expert_pass::together_most(mixture, config.dim) as u128 * expert_pass::draw_bytes(mixture, config.dim)
+                + expert_pass::kept_most(mixture, config.dim) as u128 * expert_pass::kept_bytes(config.dim)
         });
         let feed_forward = feed_forward(ffn).max(mixture);
         // In use throughout: the residual stream, its norm, the quantised copy of the norm, the sines and cosines.

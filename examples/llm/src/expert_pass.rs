@@ -1,6 +1,7 @@
 //! A layer's mixture of experts within a pass.
 
 use std::ops::Range;
+use std::{iter, slice};
 
 use parking_lot::Mutex;
 
@@ -12,12 +13,14 @@ use crate::fp8;
 use crate::kernels;
 use crate::model::{Input, Model};
 use crate::quants;
-use crate::weights::{self, Step, WeightInfo};
+use crate::weights::{self, Arrived, Step, WeightInfo};
 
-/// With more draws than so many, an expert has work enough for all threads.
+/// With more draws, an expert has work enough for all threads at each of its steps.
 const TOGETHER_MOST: u128 = 256;
 /// What is multiplied together takes no more memory, unless one token alone does.
 const TOGETHER_BYTES: u128 = 8 << 20;
+/// Results that wait for those before them take no more memory, unless those of one expert alone do.
+const KEPT_BYTES: u128 = 8 << 20;
 /// Pieces of work for each thread, of all experts together.
 const PIECES: usize = 8;
 
@@ -31,6 +34,17 @@ pub(crate) fn draw_bytes(mixture: &Mixture, dim: usize) -> u128 {
 pub(crate) fn together_most(mixture: &Mixture, dim: usize) -> usize {
     let fitting = TOGETHER_BYTES / draw_bytes(mixture, dim).max(1);
     (fitting.min(TOGETHER_MOST) as usize).max(mixture.used)
+}
+
+/// The most draws whose results are kept until all experts before them are there.
+pub(crate) fn kept_most(mixture: &Mixture, dim: usize) -> usize {
+    let fitting = KEPT_BYTES / kept_bytes(dim).max(1);
+    usize::try_from(fitting).unwrap_or(usize::MAX).max(mixture.used)
+}
+
+/// Bytes of a result that is kept.
+pub(crate) fn kept_bytes(dim: usize) -> u128 {
+    dim as u128 * size_of::<f32>() as u128
 }
 
 impl Model {
@@ -61,8 +75,7 @@ impl Model {
         let is_trusted = |draw: &Draw| foresight.is_some_and(|foresight| foresight.is_trusted(draw));
         let mut steps = Vec::new();
         for draws in draws.chunk_by(|a, b| a.expert == b.expert).filter(|draws| draws.iter().any(is_trusted)) {
-            let rows = experts.rows_of(draws[0].expert).filter(|(info, rows)| self.is_one_tile(info, rows));
-            steps.extend(rows.map(|(info, rows)| (info.id, rows)));
+            steps.extend(experts.rows_of(draws[0].expert).map(|(info, rows)| (info.id, rows)));
         }
         Foreseen { draws, steps }
     }
@@ -76,9 +89,9 @@ impl Model {
 
     /// Adds to each vector of `x` what the experts that it draws make of `input`.
     ///
-    /// Each expert that any vector draws is used once, for all that draw it. A vector's experts are summed up in the
-    /// order of their numbers, so that its bits do not depend on who shares the pass. What is foreseen of the next
-    /// layer is asked for behind what this one needs.
+    /// Each expert that any vector draws is used once, for all that draw it, when it arrives. A vector's experts are
+    /// summed up in the order of their numbers, so that its bits depend neither on who shares the pass nor on what
+    /// arrives first. What is foreseen of the next layer is asked for behind what this one needs.
     pub(crate) fn add_experts(
         &self,
         (experts, draws): (&Experts, &[Draw]),
@@ -87,26 +100,67 @@ impl Model {
         x: &mut [f32],
     ) -> Result<()> {
         let foreseen = foreseen.map_or(&[][..], |foreseen| &foreseen.steps);
-        let by_expert = || draws.chunk_by(|a, b| a.expert == b.expert);
-        let rows = || by_expert().flat_map(|draws| experts.rows_of(draws[0].expert));
-        let mixture = self.arch.config.mixture.as_ref();
-        let most = mixture.map_or(0, |mixture| together_most(mixture, self.arch.config.dim));
-        if draws.len() <= most && rows().all(|(info, rows)| self.is_one_tile(info, &rows)) {
-            let steps: Vec<Step> = rows().map(|(info, rows)| (info.id, rows)).collect();
-            if let Some(held) = self.weights.resident(&steps) {
-                self.weights.drawn(&[], foreseen);
-                return self.add_together(experts, draws, &held, (&input, x));
-            }
-        }
-        let tiles_of = |(info, rows): Rows<'_>| {
-            let id = info.id;
-            tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
+        let step = |(info, rows): Rows<'_>| (info.id, rows);
+        let drawn: Vec<&[Draw]> = draws.chunk_by(|a, b| a.expert == b.expert).collect();
+        let steps: Vec<Vec<Step>> =
+            drawn.iter().map(|draws| experts.rows_of(draws[0].expert).map(step).collect()).collect();
+        let Some(mut arrivals) = self.weights.draw(&steps, foreseen)? else {
+            return self.add_in_turn((experts, &drawn), &input, foreseen, x);
         };
-        self.weights.drawn(&rows().flat_map(tiles_of).collect::<Vec<_>>(), foreseen);
+        let Some(mixture) = &self.arch.config.mixture else { return Ok(()) };
         let dim = self.arch.config.dim;
-        for draws in by_expert() {
+        let [together, kept] = [together_most(mixture, dim), kept_most(mixture, dim)];
+        let mut begin = 0;
+        while begin < drawn.len() {
+            // What arrives early is kept until those before it are there.
+            let mut draws = 0;
+            let fitting = drawn[begin..].iter().take_while(|one| {
+                draws += one.len();
+                draws <= kept
+            });
+            let end = begin + fitting.count().max(1);
+            let mut made = vec![Vec::new(); end - begin];
+            loop {
+                let mut draws = 0;
+                let arrived = arrivals.next(begin..end, &mut |nth| {
+                    let fits = draws == 0 || draws + drawn[nth].len() <= together;
+                    draws += if fits { drawn[nth].len() } else { 0 };
+                    fits
+                })?;
+                if arrived.is_empty() {
+                    break;
+                }
+                for (nth, products) in self.together(experts, &drawn, &arrived, &input)? {
+                    made[nth - begin] = products;
+                }
+            }
+            drawn[begin..end].iter().zip(&made).for_each(|(draws, made)| add(draws, made, (x, dim)));
+            begin = end;
+        }
+        Ok(())
+    }
+
+    /// The same where an expert is too large to be held as a whole.
+    fn add_in_turn(
+        &self,
+        (experts, drawn): (&Experts, &[&[Draw]]),
+        input: &Input,
+        foreseen: &[Step],
+        x: &mut [f32],
+    ) -> Result<()> {
+        let dim = self.arch.config.dim;
+        for (nth, draws) in drawn.iter().enumerate() {
+            let steps = |draws: &&[Draw]| -> Vec<Step> {
+                let tiles_of = |(info, rows): Rows<'_>| {
+                    let id = info.id;
+                    tiles(rows, self.weights.tile_rows(id)).map(move |rows| (id, rows))
+                };
+                experts.rows_of(draws[0].expert).flat_map(tiles_of).collect()
+            };
+            let next: Vec<Step> = drawn.get(nth + 1).map(steps).unwrap_or_default();
+            self.weights.drawn(&steps(draws), if next.is_empty() { foreseen } else { &next });
             let [gate, up, down] = experts.of(draws[0].expert);
-            let mut vectors = drawing(draws, &input, dim);
+            let mut vectors = drawing(draws, input, dim);
             let mut gated = self.linear_rows(gate, &mut vectors)?;
             let raised = self.linear_rows(up, &mut vectors)?;
             drop(vectors);
@@ -118,31 +172,30 @@ impl Model {
         Ok(())
     }
 
-    fn is_one_tile(&self, info: &WeightInfo, rows: &Range<u64>) -> bool {
-        rows.end - rows.start <= self.weights.tile_rows(info.id)
-    }
-
-    /// The same of experts whose rows are `held`, with as few meetings of the threads as there are steps.
-    fn add_together(
+    /// What experts that have arrived make of `input`, `[draws x dim]` of each with its place, with as few meetings of
+    /// the threads as there are steps.
+    fn together(
         &self,
         experts: &Experts,
-        draws: &[Draw],
-        held: &[weights::Rows<'_>],
-        (input, x): (&Input, &mut [f32]),
-    ) -> Result<()> {
+        drawn: &[&[Draw]],
+        arrived: &[Arrived<'_>],
+        input: &Input,
+    ) -> Result<Vec<(usize, Vec<f32>)>> {
         let dim = self.arch.config.dim;
         let activation = self.arch.config.activation;
         let alone = (self.level, &self.alone);
-        let mut held = held.iter();
-        let mut parts = Vec::new();
-        for draws in draws.chunk_by(|a, b| a.expert == b.expert) {
+        let mut parts = Vec::with_capacity(arrived.len());
+        for (nth, held) in arrived {
+            let draws = drawn[*nth];
+            let mut held = held.iter();
             let [gate, up, down] = experts.of(draws[0].expert).map(|(matrix, bias)| Part::new(matrix, bias, &mut held));
-            parts.push(Mutex::new(Together {
-                draws,
-                vectors: drawing(draws, input, dim),
-                parts: [gate?, up?, down?],
-                products: [const { Vec::new() }; 3],
-            }));
+            let of_expert = [gate?, up?, down?];
+            let vectors = drawing(draws, input, dim);
+            if draws.len() as u128 > TOGETHER_MOST {
+                return Ok(vec![(*nth, self.alone(&of_expert, vectors)?)]);
+            }
+            let products = [const { Vec::new() }; 3];
+            parts.push(Mutex::new(Together { vectors, m: draws.len(), parts: of_expert, products }));
         }
         // What enters the first two matrices, then their products, what enters the third, and its products.
         let each = |work: &(dyn Fn(&mut Together<'_>) + Sync)| {
@@ -155,21 +208,37 @@ impl Model {
         });
         self.multiply(&parts, 0..2);
         each(&|one| {
-            let m = one.draws.len();
             let products = [0, 1].map(|nth| std::mem::take(&mut one.products[nth]));
-            let [mut gated, raised] = [0, 1].map(|nth| one.parts[nth].by_vector(&products[nth], m));
+            let [mut gated, raised] = [0, 1].map(|nth| one.parts[nth].by_vector(&products[nth], one.m));
             drop(products);
             activation.apply(&mut gated, &raised);
-            one.vectors = Input::new(gated, m);
+            one.vectors = Input::new(gated, one.m);
             one.vectors.prepare(one.parts[2].info.dtype, alone);
         });
         self.multiply(&parts, 2..3);
-        for one in parts {
+        let made = arrived.iter().zip(parts).map(|((nth, _), one)| {
             let one = one.into_inner();
-            let made = one.parts[2].by_vector(&one.products[2], one.draws.len());
-            add(one.draws, &made, (x, dim));
-        }
-        Ok(())
+            (*nth, one.parts[2].by_vector(&one.products[2], one.m))
+        });
+        Ok(made.collect())
+    }
+
+    /// What an expert makes of vectors that are work enough for all threads at each step: `[vectors x dim]`.
+    fn alone(&self, [gate, up, down]: &[Part<'_>; 3], mut vectors: Input) -> Result<Vec<f32>> {
+        let linear = |part: &Part<'_>, x: &mut Input| -> Result<Vec<f32>> {
+            let rows = part.first as u64..part.first as u64 + part.rows();
+            let held = iter::once(Ok((rows.clone(), part.bytes)));
+            let mut out = self.product((part.info, rows), held, x)?;
+            part.add_bias(&mut out);
+            Ok(out)
+        };
+        let mut gated = linear(gate, &mut vectors)?;
+        let raised = linear(up, &mut vectors)?;
+        let m = vectors.m;
+        drop(vectors);
+        self.activate(&mut gated, &raised);
+        drop(raised);
+        linear(down, &mut Input::new(gated, m))
     }
 
     /// The products of what is prepared with these matrices of all experts.
@@ -180,8 +249,8 @@ impl Model {
         let each = (rows as usize).div_ceil(self.pool.threads() * PIECES).max(16).next_multiple_of(4);
         let mut pieces = Vec::new();
         for one in &mut all {
-            let m = one.draws.len();
-            let Together { parts, products, vectors, .. } = &mut **one;
+            let Together { parts, products, vectors, m } = &mut **one;
+            let m = *m;
             for (part, products) in parts.iter().zip(products).take(matrices.end).skip(matrices.start) {
                 let (info, stride) = (part.info, part.info.row_bytes as usize);
                 products.resize(part.rows() as usize * m, 0f32);
@@ -207,9 +276,9 @@ impl Model {
 
 /// An expert whose weights are held, and what its steps work on.
 struct Together<'a> {
-    draws: &'a [Draw],
-    /// What enters the next matrices.
+    /// What enters the next matrices, and of how many draws.
     vectors: Input,
+    m: usize,
     /// Gate, up and down.
     parts: [Part<'a>; 3],
     /// `[rows x vectors]` of each.
@@ -230,7 +299,7 @@ impl<'a> Part<'a> {
     fn new(
         (info, rows): Rows<'a>,
         bias: Option<Rows<'a>>,
-        held: &mut std::slice::Iter<'a, weights::Rows<'_>>,
+        held: &mut slice::Iter<'a, weights::Rows<'_>>,
     ) -> Result<Self> {
         let mut next = |info: &WeightInfo, rows: &Range<u64>| {
             let bytes: &'a [u8] = held.next().map_or(&[], |rows| rows);
@@ -256,12 +325,15 @@ impl<'a> Part<'a> {
     /// Products of `m` vectors, `[rows x m]`, as vectors with the bias: `[m x rows]`.
     fn by_vector(&self, products: &[f32], m: usize) -> Vec<f32> {
         let mut out: Vec<f32> = (0..m).flat_map(|nth| products[nth..].iter().step_by(m)).copied().collect();
-        if let Some(bias) = &self.bias {
-            for row in out.chunks_exact_mut(bias.len()) {
-                row.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
-            }
-        }
+        self.add_bias(&mut out);
         out
+    }
+
+    fn add_bias(&self, vectors: &mut [f32]) {
+        let Some(bias) = &self.bias else { return };
+        for row in vectors.chunks_exact_mut(bias.len()) {
+            row.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+        }
     }
 }
 

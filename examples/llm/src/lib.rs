@@ -40,6 +40,7 @@
 
 mod arch;
 mod architecture;
+mod arrivals;
 mod block_attention;
 pub mod budget;
 mod chat;
@@ -92,4 +93,4 @@ pub use plain::PlainWeights;
 pub use pool::Pool;
 pub use sampler::{Penalties, Sampler, argmax};
 pub use tokenizer::{Decoder, TextStream, Tokenizer, Unfinished};
-pub use weights::{Rows, Step, TensorId, WeightInfo, Weights};
+pub use weights::{Arrivals, Arrived, Rows, Step, TensorId, WeightInfo, Weights};

@@ -12,7 +12,7 @@
 use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::mem::take;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -412,12 +412,23 @@ impl Model {
 
     /// The product of these rows of a matrix.
     fn matmul_rows(&self, (w, rows): Rows<'_>, x: &mut Input) -> Result<Vec<f32>> {
+        let tiles = tiles(rows.clone(), self.weights.tile_rows(w.id));
+        self.product((w, rows), tiles.map(|tile| Ok((tile.clone(), self.rows(w, tile)?))), x)
+    }
+
+    /// The product of these rows of a matrix, whose bytes come tile by tile.
+    pub(crate) fn product<B: Deref<Target = [u8]>>(
+        &self,
+        (w, rows): Rows<'_>,
+        tiles: impl Iterator<Item = Result<(Range<u64>, B)>>,
+        x: &mut Input,
+    ) -> Result<Vec<f32>> {
         let (k, n, m) = (w.cols as usize, (rows.end - rows.start) as usize, x.m);
         let acts = x.prepare(w.dtype, (self.level, &self.pool));
         let mut out = vec![0f32; m * n];
         let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
-        for tile in tiles(rows.clone(), self.weights.tile_rows(w.id)) {
-            let bytes = self.rows(w, tile.clone())?;
+        for tile in tiles {
+            let (tile, bytes) = tile?;
             let bytes: &[u8] = &bytes;
             let (start, end) = ((tile.start - rows.start) as usize * m, (tile.end - rows.start) as usize * m);
             let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };

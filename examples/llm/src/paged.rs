@@ -1,18 +1,18 @@
 //! Weights in pages of an outcore runtime: only what a step uses has to be resident.
 
 use std::borrow::Cow;
-use std::collections::VecDeque;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, ComputeStream, DevicePin, PinSet, Plan, Runtime, StreamPin, Tensor, Walker};
+use outcore::{Bytes, ComputeStream, DevicePin, Plan, Runtime, StreamPin, Tensor, Walker};
 use parking_lot::Mutex;
 
+use crate::arrivals::Arriving;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::weights::{Rows, Step, TensorId, Weights};
+use crate::weights::{Arrivals, Rows, Step, TensorId, Weights};
 
 /// A model's weights behind a [`Runtime`].
 #[derive(Debug)]
@@ -23,11 +23,8 @@ pub struct PagedWeights {
     /// Whether everything fitted the device budget that there was when the weights were opened.
     whole: bool,
     declared: Mutex<Declared>,
-    drawn: Mutex<Drawn>,
     /// Uses experts, which come in no order.
-    experts: Walker,
-    /// Pages of experts that are expected at a time, at most: more would push each other out.
-    ahead_most: u64,
+    pub(crate) experts: Walker,
     cancelled: Arc<AtomicBool>,
 }
 
@@ -41,19 +38,6 @@ struct Declared {
     all_asked: bool,
 }
 
-/// If fewer of those that were drawn are expected, it is looked whether there is room for others.
-const EXPECTED_LEAST: usize = 6;
-
-/// What a router has drawn, and nobody has used yet.
-#[derive(Debug, Default)]
-struct Drawn {
-    steps: VecDeque<Step>,
-    /// How many of them are expected: their pages, and those of the others, are no more than there is room for.
-    expected: usize,
-    /// What the next router will probably draw.
-    foreseen: Vec<Step>,
-}
-
 /// Frames of the device tier.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU is divided by them"))]
 #[derive(Clone, Copy, Debug)]
@@ -65,27 +49,14 @@ pub(crate) struct Frames {
     pub wanted: bool,
 }
 
-/// One of several tensors that are pinned together.
-struct OfSet {
-    set: Arc<PinSet>,
-    nth: usize,
-}
-
-impl Deref for OfSet {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // There are as many as were pinned.
-        self.set.bytes(self.nth).unwrap_or_default()
-    }
-}
-
 #[derive(Debug)]
 struct Tiled {
     whole: Tensor,
     tile: u64,
     /// The tensor in tiles of `tile` rows.
     tiles: Vec<Tensor>,
+    /// Whether rows of it are drawn, and are in no order that was declared.
+    is_drawn: AtomicBool,
 }
 
 impl PagedWeights {
@@ -122,7 +93,7 @@ impl PagedWeights {
                 tiles.push(tensor.rows(start..end)?);
                 start = end;
             }
-            tensors.push(Tiled { whole: tensor, tile, tiles });
+            tensors.push(Tiled { whole: tensor, tile, tiles, is_drawn: AtomicBool::new(false) });
         }
         let experts = runtime.walker()?;
         experts.plan(Plan::Unordered);
@@ -133,8 +104,6 @@ impl PagedWeights {
             waited: AtomicU64::new(0),
             whole,
             declared: Mutex::default(),
-            drawn: Mutex::default(),
-            ahead_most: frames / 2,
             cancelled: Arc::default(),
         })
     }
@@ -170,7 +139,7 @@ impl PagedWeights {
 
     /// Counts the time of a wait for pages. An error if the pass was given up meanwhile: a wait may be long, and no
     /// other may follow.
-    fn wait_for<G>(&self, wait: impl FnOnce() -> outcore::Result<G>) -> Result<G> {
+    pub(crate) fn wait_for<G>(&self, wait: impl FnOnce() -> outcore::Result<G>) -> Result<G> {
         let since = Instant::now();
         let guard = wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
@@ -217,36 +186,31 @@ impl PagedWeights {
         Ok(self.tensor(tensor)?.whole.rows_within(u32::try_from(pages).unwrap_or(u32::MAX))?)
     }
 
-    /// Expects what was drawn, and then what is foreseen, as far as there is room for it: what is missing of that is
+    /// Pages of experts that are asked for, expected or held at a time, at most: more would push each other out.
+    pub(crate) fn drawn_most(&self) -> u64 {
+        let stats = self.runtime.stats();
+        stats.device.budget.get() / stats.page_size.bytes() / 2
+    }
+
+    /// Expects rows of experts, in the order of their use, as far as there is room for them: what is missing of that is
     /// read, and it stays until it is used.
-    fn expect(&self, drawn: &mut Drawn) {
+    fn expect<'a>(&self, steps: impl Iterator<Item = &'a Step>) {
+        let most = self.drawn_most();
         let mut parts = Vec::new();
         let mut pages = 0;
-        drawn.expected = 0;
-        for (nth, (id, rows)) in drawn.steps.iter().chain(&drawn.foreseen).enumerate() {
+        for (id, rows) in steps {
             let Ok(part) = self.part(*id, rows) else { return };
             pages += part.page_count();
-            if pages > self.ahead_most && nth > 0 {
+            if pages > most && !parts.is_empty() {
                 break;
             }
-            drawn.expected += usize::from(nth < drawn.steps.len());
             parts.push(part.into_owned());
         }
         self.experts.expect(&parts[..]);
     }
 
-    /// Whether these rows are the next that were drawn. If others wait for room, there is room for some of them now.
-    fn was_drawn(&self, tensor: TensorId, rows: &Range<u64>) -> bool {
-        let mut drawn = self.drawn.lock();
-        let is_next = drawn.steps.front().is_some_and(|(id, next)| (*id, next) == (tensor, rows));
-        if is_next {
-            drawn.steps.pop_front();
-            drawn.expected = drawn.expected.saturating_sub(1);
-            if drawn.expected < drawn.steps.len().min(EXPECTED_LEAST) {
-                self.expect(&mut drawn);
-            }
-        }
-        is_next
+    fn is_drawn(&self, tensor: TensorId) -> Option<&AtomicBool> {
+        self.tensors.get(tensor.0 as usize).map(|tiled| &tiled.is_drawn)
     }
 
     /// The runtime.
@@ -259,7 +223,8 @@ impl Weights for PagedWeights {
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
         let part = self.part(tensor, &rows)?;
         let pin = self.runtime.pin(&*part);
-        let pin = if self.was_drawn(tensor, &rows) { pin.of(&self.experts) } else { pin };
+        let is_drawn = self.is_drawn(tensor).is_some_and(|is_drawn| is_drawn.load(Ordering::Relaxed));
+        let pin = if is_drawn { pin.of(&self.experts) } else { pin };
         let guard = self.wait_for(|| pin.wait())?;
         Ok(Rows::new(guard))
     }
@@ -298,25 +263,22 @@ impl Weights for PagedWeights {
         }
     }
 
-    /// All are expected at once, as far as half of the frames have room for them; the others as these are used.
+    /// All are requested at once, as far as half of the frames have room for them; the others as these are used.
+    fn draw(&self, experts: &[Vec<Step>], foreseen: &[Step]) -> Result<Option<Box<dyn Arrivals + '_>>> {
+        let Some(arriving) = Arriving::of(self, experts)? else { return Ok(None) };
+        self.expect(foreseen.iter());
+        Ok(Some(Box::new(arriving)))
+    }
+
     fn drawn(&self, steps: &[Step], foreseen: &[Step]) {
-        let mut drawn = self.drawn.lock();
-        *drawn = Drawn { steps: steps.iter().cloned().collect(), expected: 0, foreseen: foreseen.to_vec() };
-        self.expect(&mut drawn);
+        for (tensor, _) in steps {
+            self.is_drawn(*tensor).into_iter().for_each(|is_drawn| is_drawn.store(true, Ordering::Relaxed));
+        }
+        self.expect(steps.iter().chain(foreseen));
     }
 
     fn foresees(&self) -> bool {
         !self.whole
-    }
-
-    /// Within the same part of the frames: others have room for what they wait for.
-    fn resident(&self, steps: &[Step]) -> Option<Vec<Rows<'_>>> {
-        let parts: Vec<Tensor> = self.parts(steps).ok()?;
-        if parts.iter().map(Tensor::page_count).sum::<u64>() > self.ahead_most {
-            return None;
-        }
-        let set = Arc::new(self.runtime.pin(&parts[..]).of(&self.experts).if_resident()?);
-        Some((0..parts.len()).map(|nth| Rows::new(OfSet { set: set.clone(), nth })).collect())
     }
 
     fn waited(&self) -> Duration {

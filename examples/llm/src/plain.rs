@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::weights::{Rows, Step, TensorId, WeightInfo, Weights};
+use crate::weights::{Arrivals, Arrived, Rows, Step, TensorId, WeightInfo, Weights};
 
 /// A whole model in ordinary memory: the baseline that paged weights are compared with.
 #[derive(Debug)]
@@ -60,7 +60,32 @@ impl Weights for PlainWeights {
 
     fn will_use(&self, _order: &[Step]) {}
 
-    fn resident(&self, steps: &[Step]) -> Option<Vec<Rows<'_>>> {
-        steps.iter().map(|(tensor, rows)| self.rows(*tensor, rows.clone()).ok()).collect()
+    fn draw(&self, experts: &[Vec<Step>], _foreseen: &[Step]) -> Result<Option<Box<dyn Arrivals + '_>>> {
+        let row_bytes = |tensor| self.info(tensor).map_or(0, |info| info.row_bytes);
+        let bytes = |(tensor, rows): &Step| (rows.end - rows.start).saturating_mul(row_bytes(*tensor));
+        if experts.iter().flatten().any(|step| bytes(step) > self.tile_bytes) {
+            return Ok(None);
+        }
+        let experts = experts.iter().map(|steps| Some(steps.clone())).collect();
+        Ok(Some(Box::new(Present { weights: self, experts })))
+    }
+}
+
+/// Experts that are all there; `None` are those that were taken.
+struct Present<'a> {
+    weights: &'a PlainWeights,
+    experts: Vec<Option<Vec<Step>>>,
+}
+
+impl Arrivals for Present<'_> {
+    fn next(&mut self, among: Range<usize>, fits: &mut dyn FnMut(usize) -> bool) -> Result<Vec<Arrived<'_>>> {
+        let mut arrived = Vec::new();
+        for (nth, expert) in self.experts.iter_mut().enumerate().take(among.end).skip(among.start) {
+            if let Some(steps) = expert.take_if(|_| fits(nth)) {
+                let rows = steps.into_iter().map(|(tensor, rows)| self.weights.rows(tensor, rows));
+                arrived.push((nth, rows.collect::<Result<_>>()?));
+            }
+        }
+        Ok(arrived)
     }
 }

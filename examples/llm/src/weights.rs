@@ -69,11 +69,22 @@ impl fmt::Debug for Rows<'_> {
 /// One step of a pass: these rows of this tensor.
 pub type Step = (TensorId, Range<u64>);
 
+/// An expert that has arrived: its place among those that were drawn, and its rows in the order in which they were named.
+pub type Arrived<'a> = (usize, Vec<Rows<'a>>);
+
+/// Experts that were drawn, as they arrive.
+pub trait Arrivals {
+    /// Some of the experts at the places `among` that nobody has taken yet: those that have arrived, and that `fits`
+    /// takes, which is asked about one after the other. Blocks until there is one; empty only if all of them were taken.
+    /// `fits` must take the first that it is asked about.
+    fn next(&mut self, among: Range<usize>, fits: &mut dyn FnMut(usize) -> bool) -> Result<Vec<Arrived<'_>>>;
+}
+
 /// Gives a model the bytes of its weights, and decides what is resident.
 ///
 /// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order,
-/// one at a time, each once, and drops a guard before it asks for the next. After [`Weights::drawn`] it asks for those
-/// steps before it goes on, or has them by [`Weights::resident`] instead. The bytes of a row are the file's bytes.
+/// one at a time, each once, and drops a guard before it asks for the next. Between two of them it may
+/// [draw](Weights::draw) experts, or ask for the steps of [`Weights::drawn`]. The bytes of a row are the file's bytes.
 pub trait Weights: Send + Sync {
     /// The bytes of rows `rows` of `tensor`. Blocks until they are resident.
     fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>>;
@@ -84,16 +95,16 @@ pub trait Weights: Send + Sync {
     /// Declares the order in which a pass that starts now will use the weights: all but experts, which are drawn.
     fn will_use(&self, order: &[Step]);
 
-    /// Says which rows are used next, each once, in this order: those of the experts that a router has drawn. They come
-    /// between two steps that were declared. The next router will probably draw those of `foreseen`: nobody may come to
-    /// wait because of that.
-    fn drawn(&self, _steps: &[Step], _foreseen: &[Step]) {}
-
-    /// The bytes of all these rows, which a router has drawn, if all are resident now, and room allows that they are
-    /// held together. Then they are no part of [`drawn`](Self::drawn).
-    fn resident(&self, _steps: &[Step]) -> Option<Vec<Rows<'_>>> {
-        None
+    /// Asks for the rows of all experts that a router has drawn, those of each expert together. `None` if one of them
+    /// has more rows than may be held at once: then the model asks for them by [`rows`](Self::rows). What probably
+    /// follows is `foreseen`: nobody may come to wait because of that.
+    fn draw(&self, _experts: &[Vec<Step>], _foreseen: &[Step]) -> Result<Option<Box<dyn Arrivals + '_>>> {
+        Ok(None)
     }
+
+    /// Says which rows of an expert are used next, each once, in this order. Then probably those of `foreseen` follow:
+    /// nobody may come to wait because of that.
+    fn drawn(&self, _steps: &[Step], _foreseen: &[Step]) {}
 
     /// Whether it pays to foresee what routers will draw.
     fn foresees(&self) -> bool {

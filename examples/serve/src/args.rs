@@ -170,6 +170,10 @@ pub struct Args {
     /// How files are read: auto, io_uring, threads or buffered.
     #[arg(long, default_value = "auto")]
     pub io: IoBackend,
+    /// A file for the order in which pages are used, which `outcore policies` reads. It is complete when the server has
+    /// stopped.
+    #[arg(long)]
+    pub capture: Option<PathBuf>,
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 pub mod args;
 pub mod call;
 pub mod calls;
+mod capture;
 pub mod channels;
 pub mod engine;
 pub mod error;

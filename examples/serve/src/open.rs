@@ -17,6 +17,7 @@ use outcore_llm::{
 };
 
 use crate::args::Args;
+use crate::capture::Capture;
 use crate::engine::{Drafter, Engine, Limits, Pooling};
 use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
@@ -170,6 +171,7 @@ fn store_of(folder: &Path, layout: &KvLayout, model: &[u8]) -> PathBuf {
 /// What a model, its tokenizer or a budget gets that cannot be used; each says what to do.
 pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let files = ModelFiles::open(&args.model)?;
+    let capture = args.capture.as_deref().map(|path| Capture::file(path, &files)).transpose()?;
     let config = Config::new(&files)?;
     let tokenizer = Arc::new(Tokenizer::load(&files)?);
     let template = ChatTemplate::load(&files, &tokenizer)?;
@@ -231,6 +233,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         .page_size(page)
         .device_budget(budgets.device)
         .policy(args.policy.unwrap_or_else(|| config.policy()))
+        .keep_uses(capture.is_some())
         .open()?;
 
     let active = args
@@ -244,6 +247,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
 
     let model = runtime.open_parsed(files.header().clone())?;
     let of_file = |file: usize| files.tensors().iter().find(|tensor| tensor.file as usize == file);
+    let capture = capture.map(|file| Capture::begin(file, &model, &pool)).transpose()?.unwrap_or_default();
     let one_of_each = (0..files.paths().len()).filter_map(of_file).map(|tensor| model.tensor(&tensor.name));
     let places = Arc::new(Places::new(one_of_each.collect::<outcore::Result<_>>()?, pool.clone()));
     let metrics = Arc::new(Metrics::new(places.clone(), pooling.name()));
@@ -273,7 +277,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         "memory is divided"
     );
     let grammars = Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, metrics.clone()));
-    let engine = Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone())
+    let engine = Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone(), capture)
         .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);

@@ -16,6 +16,7 @@ use outcore_llm::{DraftModel, Passes, Sampler, Tokenizer};
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
+use crate::capture::Capture;
 use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::Metrics;
@@ -217,10 +218,12 @@ impl Engine {
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
         metrics: Arc<Metrics>,
+        capture: Capture,
     ) -> std::io::Result<Self> {
         let (commands, receiver) = channel();
         let shared = Arc::new(Shared::default());
         let scheduler = scheduler::Scheduler::new(model, drafter, pool, tokenizer, limits, metrics, shared.clone());
+        let scheduler = scheduler.capturing(capture);
         let panics = BrokenByPanic(shared.clone());
         let work = move || {
             let _panics = panics;

@@ -26,6 +26,7 @@ use outcore_llm::{
 
 use super::turns::Turns;
 use super::{Command, Drafter, Embedding, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
+use crate::capture::Capture;
 use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::{Metrics, Preempted};
@@ -269,6 +270,7 @@ pub struct Scheduler<P: Passes> {
     disk: f64,
     /// What is kept in device memory for keys and values, in steps of `KEPT_STEP`. `None` if the policy keeps nothing.
     kept: Option<Bytes>,
+    capture: Capture,
 }
 
 impl<P: Passes> Scheduler<P> {
@@ -299,7 +301,13 @@ impl<P: Passes> Scheduler<P> {
             expected: EXPECTED_FIRST,
             disk: disk.map_or(DISK_UNKNOWN, |disk| disk.bytes_per_second.get() as f64),
             kept: Some(Bytes::ZERO),
+            capture: Capture::default(),
         }
+    }
+
+    /// Writes down which pages are used.
+    pub fn capturing(self, capture: Capture) -> Self {
+        Self { capture, ..self }
     }
 
     /// Until told to stop, or until nobody can tell anything any more.
@@ -588,6 +596,7 @@ impl<P: Passes> Scheduler<P> {
             self.model.pass(&mut parts)
         };
         let took = since.elapsed();
+        self.capture.pass(self.pool.runtime());
         match &results {
             Ok((outputs, time)) => {
                 let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
@@ -892,6 +901,7 @@ impl<P: Passes> Scheduler<P> {
 
     /// Parks what is active and gives up the rest. What was read is found by whoever asks again.
     fn stop(mut self) {
+        self.capture.finish(self.pool.runtime());
         for mut answer in take(&mut self.running) {
             if let Some(Err(error)) = answer.session.as_mut().map(AnySession::park) {
                 tracing::warn!(error = error.in_full(), "an answer's keys and values could not be kept");

@@ -1,0 +1,60 @@
+//! The order in which the server uses pages, in a file for `outcore policies`.
+
+use std::path::Path;
+
+use outcore::Runtime;
+use outcore_kv::KvPool;
+use outcore_lab::output::{Input, NewFile};
+use outcore_lab::sim::{CaptureFile, CaptureHeader, CapturedSegment, ClassRun};
+use outcore_llm::{ModelFiles, Result};
+
+/// A capture under way, unless none was asked for, or it could not be continued.
+#[derive(Debug, Default)]
+pub struct Capture(Option<CaptureFile>);
+
+impl Capture {
+    /// Prepares the file, before anything long is done.
+    ///
+    /// # Errors
+    /// Those of a file that cannot be written, or that is one of the model's.
+    pub fn file(path: &Path, files: &ModelFiles) -> Result<NewFile> {
+        let of_model = |path| Input { path, is: "it is a file of the model" };
+        let inputs: Vec<Input> = files.all_paths().into_iter().map(of_model).collect();
+        Ok(NewFile::create(path, "capture", "--capture", &inputs)?)
+    }
+
+    /// Begins a capture of the uses of weights, and of keys and values.
+    ///
+    /// # Errors
+    /// Those of the file.
+    pub fn begin(file: NewFile, model: &outcore::Model, pool: &KvPool) -> Result<Self> {
+        let runtime = pool.runtime();
+        let files = model.header();
+        let id = |file| {
+            let tensor = files.tensors.iter().find(|tensor| tensor.file == file)?;
+            Some(runtime.observe().snapshot(&model.tensor(&tensor.name).ok()?).id)
+        };
+        let mut header = CaptureHeader::of_model(files, runtime.stats().page_size, "serve", id);
+        let rows = pool.snapshot();
+        let pages = rows.pages.len() as u32;
+        let name = "keys and values".to_owned();
+        let classes = vec![ClassRun { first: 0, pages, class: name.clone() }];
+        header.segments.push(CapturedSegment { id: rows.id, name, pages, classes });
+        Ok(Self(Some(CaptureFile::begin(file, &header)?)))
+    }
+
+    /// A pass has ended.
+    pub fn pass(&mut self, runtime: &Runtime) {
+        if let Some(Err(error)) = self.0.as_mut().map(|capture| capture.pass(runtime)) {
+            tracing::warn!(%error, "the capture was given up");
+            self.0 = None;
+        }
+    }
+
+    /// There are no more passes.
+    pub fn finish(&mut self, runtime: &Runtime) {
+        if let Some(Err(error)) = self.0.take().map(|capture| capture.finish(runtime, false)) {
+            tracing::warn!(%error, "the capture could not be written");
+        }
+    }
+}
