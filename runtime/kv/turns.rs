@@ -287,14 +287,14 @@ impl Turns {
 
     /// Whose request is the next one: that of the smallest dynamic share for its weight. `already` says what would be
     /// granted to tenants before: blocks, and requests.
-    fn next_tenant(&self, already: &HashMap<TenantId, (u32, usize)>) -> Option<(TenantId, Request)> {
+    fn next_tenant(&self, already: &HashMap<TenantId, (u64, usize)>) -> Option<(TenantId, Request)> {
         let first = self.lines.iter().filter_map(|(id, line)| {
             let (blocks, requests) = already.get(id).copied().unwrap_or_default();
             let first = line.waiting.get(requests)?;
-            let active = line.active + blocks;
-            let dynamic = active.saturating_sub(line.turn.reserved);
+            let active = u64::from(line.active) + blocks;
+            let dynamic = active.saturating_sub(line.turn.reserved.into());
             // A fraction, compared without rounding.
-            let share = (u64::from(dynamic) << u32::BITS) / u64::from(line.turn.weight.max(1));
+            let share = (u128::from(dynamic) << u32::BITS) / u128::from(line.turn.weight.max(1));
             Some((share, active > 0, first.id, *id, *first))
         });
         let (.., tenant, request) = first.min_by_key(|(share, active, id, ..)| (*share, *active, *id))?;
@@ -350,14 +350,14 @@ impl Turns {
         let request = line.waiting.iter().find(|request| request.id == of)?;
         let closed = if line.is_within(request.blocks) { 0 } else { self.closed_to(line) };
         let room = u64::from(self.blocks).saturating_sub(u64::from(self.active) + closed);
-        let (mut needed, mut before) = (0, HashMap::<TenantId, (u32, usize)>::new());
+        let (mut needed, mut before) = (0, HashMap::<TenantId, (u64, usize)>::new());
         while let Some((next, first)) = self.next_tenant(&before) {
             needed += u64::from(first.blocks);
             if first.id == of {
                 break;
             }
             let taken = before.entry(next).or_default();
-            *taken = (taken.0 + first.blocks, taken.1 + 1);
+            *taken = (taken.0 + u64::from(first.blocks), taken.1 + 1);
         }
         let missing = needed.saturating_sub(room);
         if missing == 0 {

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 
 use outcore::{Bytes, DType, ErrorKind, PageSize, PolicyKind, Runtime};
-use outcore_kv::{KvLayout, KvPool, KvShape, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token};
+use outcore_kv::{
+    KvLayout, KvPool, KvShape, PermitRequest, Sequence, Store, StoreOptions, TenantId, TenantOptions, Token,
+};
 use outcore_testkit::harness::{Rng, block_on, progress, until};
 use support::{A, B, LAYERS, PAGE, Said, active, layout, pool, runtime, runtime_with, tokens, windowed};
 
@@ -306,6 +308,34 @@ fn what_a_tenant_may_have_active_is_told_and_kept() {
 }
 
 /// Threads ask, wait, give up and go; never more is active than may be, and in the end nothing is.
+/// Requests of one tenant that wait are more blocks together than a `u32` counts.
+#[test]
+fn regression_estimates_of_requests_of_any_size_add_up() {
+    let runtime = runtime(64);
+    let pool = pool(&runtime, 16);
+    pool.set_active(active(u32::MAX, 0));
+    let admit = |tenant| pool.admit(tenant, u64::MAX).unwrap();
+    let first = admit(A);
+    assert!(first.is_granted());
+    let mut waiting = [A, A, B, A, B].map(admit);
+    for request in &waiting {
+        assert!(!request.is_granted() && request.estimate().is_none());
+    }
+    assert_eq!(pool.estimate(A, u64::MAX), None);
+    drop(first);
+    assert_eq!(waiting.each_ref().map(PermitRequest::is_granted), [true, false, false, false, false]);
+    for request in &waiting {
+        assert_eq!(request.estimate() == Some(Duration::ZERO), request.is_granted());
+    }
+    assert!(pool.estimate(A, 1).is_some_and(|estimate| estimate > Duration::ZERO));
+    drop(waiting[0].wait_timeout(Duration::ZERO).unwrap());
+    assert_eq!(waiting.each_ref().map(PermitRequest::is_granted), [false, true, false, false, false]);
+    drop(waiting);
+    assert_eq!((pool.stats().active, pool.stats().waiting), (0, 0));
+    drop(pool);
+    runtime.close().unwrap();
+}
+
 #[test]
 fn permits_go_from_thread_to_thread() {
     let runtime = runtime(64);
