@@ -226,6 +226,27 @@ fn more_answers_of_a_model_with_windows_are_active_in_the_same_memory() {
     assert!(within == 6 && (1..=4).contains(&whole), "{within} and {whole}");
 }
 
+/// One answer grows while another one, which is read in each of its passes anew, needs less than when it was admitted.
+#[test]
+fn regression_nobody_is_preempted_for_room_that_another_answer_has_left() {
+    let spec = Spec { arch: Arch::Gemma2, ..small() };
+    // Blocks of 64 tokens of a layer: room for 14 of them.
+    let args = [PAGE[0], PAGE[1], "--kv-memory", "224KiB", "--concurrency", "2", "--queue", "300"];
+    let server = Server::of(|path| spec.write_gguf(path).unwrap(), &args, Tenants::single(None).unwrap(), |_| {});
+    let again = Question { prompt: (0..266).map(|n| n % VOCAB as u32).collect(), most: 1, seed: 0, choices: 1 };
+    together(&server, std::slice::from_ref(&again));
+    // From its 129th token on, the long answer needs five blocks and no longer four. The others are admitted with ten,
+    // for passes over all of their tokens, and have seven once 256 of these have been found.
+    let long = Question { prompt: vec![1], most: 140, seed: 0, choices: 1 };
+    let (sender, events) = channel(EVENTS);
+    let mut job = long.job(0, &sender);
+    job.followers = (1..=200).map(|nth| again.job(nth, &sender)).collect();
+    server.app.opened.engine.submit(job).unwrap();
+    assert_eq!(collect(events, 201)[0].len(), 140);
+    assert_eq!(metric(&server, "outcore_preemptions_total"), 0);
+    is_empty(&server);
+}
+
 /// Preempted, cancelled, alone and together.
 #[test]
 fn answers_are_the_same_with_a_draft_model() {

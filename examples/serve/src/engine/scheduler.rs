@@ -741,16 +741,30 @@ impl<P: Passes> Scheduler<P> {
         turns
     }
 
+    /// What a turn's answer has to have room for.
+    fn extent_of(&self, turn: &Turn) -> Extent {
+        let answer = &self.running[turn.at];
+        let pass = turn.input.len() as u64;
+        let extent = Extent::new(answer.read() as u64 + pass);
+        // The next pass may have more of a prompt than this one.
+        extent.in_passes_of(if answer.is_decoding() { pass } else { self.longest_pass(answer) })
+    }
+
     /// Sees to it that each turn's tokens have room, and preempts whom that takes.
     fn make_room(&mut self, turns: &mut Vec<Turn>) {
+        // What some need less than before is there for those that need more.
+        for turn in &*turns {
+            let pass = self.extent_of(turn).pass();
+            let permit = self.running[turn.at].permit.as_mut();
+            if let Some(permit) = permit.filter(|permit| pass < permit.extent().pass()) {
+                permit.fit(permit.extent().in_passes_of(pass));
+            }
+        }
         let mut nth = 0;
-        while let Some(turn) = turns.get_mut(nth) {
+        while let Some(turn) = turns.get(nth) {
             let alone = self.running.len() == 1;
-            let answer = &self.running[turn.at];
-            let pass = turn.input.len() as u64;
-            let extent = Extent::new(answer.read() as u64 + pass);
-            // The next pass may have more of a prompt than this one.
-            let extent = extent.in_passes_of(if answer.is_decoding() { pass } else { self.longest_pass(answer) });
+            let extent = self.extent_of(turn);
+            let turn = &mut turns[nth];
             let answer = &mut self.running[turn.at];
             if answer.permit.as_mut().is_none_or(|permit| permit.fit(extent)) {
                 nth += 1;
@@ -761,6 +775,11 @@ impl<P: Passes> Scheduler<P> {
                 turn.drafted = 0;
                 continue;
             }
+            if !self.places.is_empty() {
+                // What came free is for those who go on: whoever waits asks again.
+                self.places.clear();
+                continue;
+            }
             if alone {
                 // Nobody else needs the frames.
                 answer.permit = None;
@@ -768,8 +787,6 @@ impl<P: Passes> Scheduler<P> {
             }
             let latest = self.running.iter().enumerate().filter(|(_, answer)| answer.permit.is_some());
             let Some(victim) = latest.max_by_key(|(_, answer)| answer.nth).map(|(at, _)| at) else { return };
-            // What comes free is for those who go on: whoever waits asks again.
-            self.places.clear();
             self.preempt(victim, self.limits.preempt);
             if let Some(gone) = turns.iter().position(|turn| turn.at == victim) {
                 turns.remove(gone);
