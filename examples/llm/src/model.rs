@@ -156,6 +156,8 @@ impl Model {
         let done = match self.compute(parts) {
             Ok(done) => done,
             Err(error) => {
+                // Nobody comes for the experts that it expected.
+                self.weights.drawn(&[], &[]);
                 undo(parts)?;
                 return Err(error);
             }

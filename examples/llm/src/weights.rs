@@ -103,7 +103,7 @@ pub trait Weights: Send + Sync {
     }
 
     /// Says which rows of an expert are used next, each once, in this order. Then probably those of `foreseen` follow:
-    /// nobody may come to wait because of that.
+    /// nobody may come to wait because of that. A pass that is given up says that none are.
     fn drawn(&self, _steps: &[Step], _foreseen: &[Step]) {}
 
     /// Whether it pays to foresee what routers will draw.

@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -283,6 +283,57 @@ fn weights_are_used_once_and_in_the_declared_order() {
         let weights = Arc::new(Checked { inner, left: Mutex::default() });
         run_on(&files, Arc::clone(&weights) as Arc<dyn Weights>, threads(2), KvType::F32);
         assert_eq!(*weights.left.lock().unwrap(), []);
+    }
+}
+
+/// Weights of which only so many are given, and what was drawn last.
+struct GivenUp {
+    inner: PlainWeights,
+    left: AtomicUsize,
+    drawn: Mutex<[usize; 2]>,
+}
+
+impl Weights for GivenUp {
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
+        let left = self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        left.map_err(|_| Error::Cancelled)?;
+        self.inner.rows(tensor, rows)
+    }
+
+    fn tile_rows(&self, tensor: TensorId) -> u64 {
+        self.inner.tile_rows(tensor)
+    }
+
+    fn will_use(&self, _order: &[Step]) {}
+
+    fn foresees(&self) -> bool {
+        true
+    }
+
+    fn drawn(&self, steps: &[Step], foreseen: &[Step]) {
+        *self.drawn.lock().unwrap() = [steps.len(), foreseen.len()];
+    }
+}
+
+#[test]
+fn regression_a_pass_that_is_given_up_expects_no_experts() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Qwen3Moe, WeightType::Q8_0));
+    let left = AtomicUsize::new(usize::MAX);
+    let weights = Arc::new(GivenUp { inner: PlainWeights::read(&files).unwrap(), left, drawn: Mutex::default() });
+    let model = Arc::new(Model::load(&files, Arc::clone(&weights) as Arc<dyn Weights>, threads(1)).unwrap());
+    let mut session = Session::new(model.clone(), 32, KvType::F32).unwrap();
+    let mut given = 0;
+    loop {
+        weights.left.store(given, Ordering::SeqCst);
+        let ended = session.forward(&PROMPT);
+        let drawn = *weights.drawn.lock().unwrap();
+        if ended.is_ok() {
+            assert!(drawn[0] > 0 && given > 20, "{given}: {drawn:?}");
+            break;
+        }
+        assert_eq!((drawn, session.len()), ([0, 0], 0), "{given} rows were given");
+        given += 1;
     }
 }
 
