@@ -75,8 +75,8 @@ pub struct Opened {
     pub vocab: usize,
     /// Numbers of an embedding.
     pub dim: usize,
-    /// How embeddings are made.
-    pub pooling: Pooling,
+    /// How embeddings are made, or why they are not.
+    pub pooling: std::result::Result<Pooling, String>,
     /// Bytes that requests may hold in memory.
     pub room: usize,
     /// What forms of answers share.
@@ -176,7 +176,10 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let tokenizer = Arc::new(Tokenizer::load(&files)?);
     let template = ChatTemplate::load(&files, &tokenizer)?;
     let generation = GenerationDefaults::of(&files)?;
-    let pooling = args.pooling.map_or_else(|| Pooling::of(&files), |named| Ok(Some(named)))?.unwrap_or(Pooling::Last);
+    let pooling = args.pooling.map_or_else(|| Pooling::of(&files), |named| Ok(Ok(named)))?;
+    if let Err(why) = &pooling {
+        tracing::warn!(%why, "requests for embeddings are refused");
+    }
     let context = args.context.unwrap_or(config.context);
     if context < 2 || context > config.context {
         let what = format!("--context {context}, and the model's context is {}", config.context);
@@ -250,7 +253,7 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     let capture = capture.map(|file| Capture::begin(file, &model, &pool)).transpose()?.unwrap_or_default();
     let one_of_each = (0..files.paths().len()).filter_map(of_file).map(|tensor| model.tensor(&tensor.name));
     let places = Arc::new(Places::new(one_of_each.collect::<outcore::Result<_>>()?, pool.clone()));
-    let metrics = Arc::new(Metrics::new(places.clone(), pooling.name()));
+    let metrics = Arc::new(Metrics::new(places.clone(), pooling.as_ref().map_or("none", |pooling| pooling.name())));
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
     let drafter = match draft {

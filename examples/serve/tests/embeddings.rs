@@ -217,6 +217,40 @@ fn a_beginning_that_was_read_before_changes_no_embedding() {
     }
 }
 
+/// A GGUF file of the Llama family then says that its pooling is of this kind.
+fn with_pooling(path: &Path, kind: u32) {
+    let mut bytes = std::fs::read(path).unwrap();
+    // Tensors stay aligned: the two keys have 64 bytes.
+    let pair = |key: &str, value: u32| {
+        let number = [4u32.to_le_bytes(), value.to_le_bytes()].concat();
+        [&(key.len() as u64).to_le_bytes(), key.as_bytes(), &number].concat()
+    };
+    let more = [pair("llama.pooling_type", kind), pair("general.filler", 0)].concat();
+    assert_eq!(more.len(), 64);
+    let pairs = u64::from_le_bytes(bytes[16..24].try_into().unwrap());
+    bytes[16..24].copy_from_slice(&(pairs + 2).to_le_bytes());
+    bytes.splice(24..24, more);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Such as that of a reranker: no answer needs it.
+#[test]
+fn regression_a_model_with_another_pooling_writes_answers() {
+    let of = |kind, more: &[&str]| {
+        let patch = |path: &Path| with_pooling(path, kind);
+        Server::with_model(more, Tenants::single(None).unwrap(), patch, |_| {})
+    };
+    let server = of(4, &[]);
+    server.assert_lives();
+    let message = server.post(PATH, r#"{"input": "a"}"#).assert_error(400, INVALID, None, None);
+    assert!(message.contains("llama.pooling_type is 4") && message.contains("--pooling last"), "{message}");
+    server.assert_lives();
+    server.assert_nothing_is_held();
+    assert_eq!(server.metric("outcore_embeddings_total{pooling=\"none\"}"), 0);
+    let last = embedded(&of(3, &[]), &json!("text"));
+    assert_eq!(embedded(&of(4, &["--pooling", "last"]), &json!("text")), last);
+}
+
 #[test]
 fn more_inputs_than_places_follow_each_other() {
     let server = with(&["--concurrency", "2", "--queue", "1"]);

@@ -33,11 +33,20 @@ impl Pooling {
     }
 
     /// What a model says: `ARCHITECTURE.pooling_type` of a GGUF file, or the `1_Pooling/config.json` that
-    /// sentence-transformers writes beside safetensors files. `None` if it says nothing, or that it has none.
+    /// sentence-transformers writes beside safetensors files. That of the last token if it says nothing, or that it has
+    /// none. If it says another one, why it cannot be followed: the model writes answers all the same.
     ///
     /// # Errors
-    /// For a pooling that is none of these, and for a file that cannot be read.
-    pub fn of(files: &ModelFiles) -> Result<Option<Self>> {
+    /// For a file that cannot be read.
+    pub fn of(files: &ModelFiles) -> Result<std::result::Result<Self, String>> {
+        match Self::said(files) {
+            Ok(said) => Ok(Ok(said.unwrap_or(Self::Last))),
+            Err(Error::Unsupported(why)) => Ok(Err(why)),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn said(files: &ModelFiles) -> Result<Option<Self>> {
         match files.container() {
             Container::Gguf => {
                 let metadata = files.metadata();
@@ -89,7 +98,9 @@ impl Pooling {
 }
 
 fn unknown(what: &str) -> Error {
-    Error::Unsupported(format!("the model's pooling is not known: {what} (say --pooling last, mean or cls)"))
+    Error::Unsupported(format!(
+        "the model's pooling is not known: {what} (start the server with --pooling last, mean or cls)"
+    ))
 }
 
 /// Places of an [`Engine`](super::Engine), until this is dropped.

@@ -19,7 +19,7 @@ use tokio::sync::mpsc::channel;
 use super::answer::{blocks_tokens, encode, written};
 use super::room::Hold;
 use super::{App, check_model};
-use crate::engine::{Embedding, Event, Job, Places, Sink};
+use crate::engine::{Embedding, Event, Job, Places, Pooling, Sink};
 use crate::error::ApiError;
 use crate::request::embeddings::{EmbeddingRequest, Encoding};
 use crate::tenants::{Leave, Tenant};
@@ -36,6 +36,7 @@ const NUMBERS: usize = 768;
 /// What the inputs of a request share.
 struct Shared {
     app: Arc<App>,
+    pooling: Pooling,
     tenant: Tenant,
     places: Arc<Places>,
     leave: Mutex<Leave>,
@@ -54,6 +55,7 @@ pub async fn answer(
     if let Some(name) = &model {
         check_model(&app, name)?;
     }
+    let pooling = app.opened.pooling.clone().map_err(|why| ApiError::invalid(format!("No embeddings: {why}.")))?;
     let dim = app.opened.dim;
     if let Some(wanted) = dimensions.filter(|wanted| *wanted > dim) {
         let message =
@@ -71,7 +73,7 @@ pub async fn answer(
     leave.take(tokens, Instant::now())?;
     let places = Arc::new(app.opened.engine.places_for(at_once)?);
     let at_once = places.count();
-    let shared = Arc::new(Shared { app: app.clone(), tenant, places, leave: Mutex::new(leave), since });
+    let shared = Arc::new(Shared { app: app.clone(), pooling, tenant, places, leave: Mutex::new(leave), since });
     let embedded = inputs.into_iter().map(|input| one(shared.clone(), input));
     let mut vectors: Vec<Vec<f32>> = stream::iter(embedded).buffered(at_once).try_collect().await?;
     if let Some(wanted) = dimensions.filter(|wanted| *wanted < dim) {
@@ -94,7 +96,7 @@ fn check_lengths(app: &App, tenant: &Tenant, inputs: &[Vec<u32>]) -> Result<(), 
 
 /// The embedding of one input. When this is dropped, nothing more is done for it.
 async fn one(shared: Arc<Shared>, prompt: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-    let Shared { app, tenant, places, leave, since } = &*shared;
+    let Shared { app, pooling, tenant, places, leave, since } = &*shared;
     let (sender, mut events) = channel(EVENTS);
     let length = prompt.len();
     app.opened.engine.submit(Job {
@@ -109,7 +111,7 @@ async fn one(shared: Arc<Shared>, prompt: Vec<u32>) -> Result<Vec<f32>, ApiError
         received: *since,
         deadline: *since + app.timeout,
         followers: Vec::new(),
-        embedding: Some(Embedding::new(app.opened.pooling, places.clone())),
+        embedding: Some(Embedding::new(*pooling, places.clone())),
     })?;
     loop {
         match events.recv().await {
