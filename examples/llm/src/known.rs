@@ -35,9 +35,6 @@ enum When {
     Of(&'static [Arch], &'static [f64]),
     /// Where it is this text, or a list of this text only.
     Text(&'static str),
-    /// Where there are layers with a window, of which [`Config`](crate::Config) reads it; elsewhere where it says that
-    /// there are none.
-    LayerTypes,
     /// Where there are layers with a window; elsewhere where it is 0, or no less than the context, so that every token
     /// sees all before it.
     Window,
@@ -47,7 +44,7 @@ enum When {
     UsualScale,
 }
 
-use When::{Always, Is, LayerTypes, Of, TakenOver, Text, UsualScale, Window, WithExperts};
+use When::{Always, Is, Of, TakenOver, Text, UsualScale, Window, WithExperts};
 
 const OFF: When = Is(&[0.0]);
 const GEMMA: When = Of(&[Arch::Gemma2, Arch::Gemma3], &[0.0]);
@@ -92,7 +89,8 @@ const GGUF: &[(&str, When)] = &[
     ("expert_shared_count", GLM),
     ("expert_shared_feed_forward_length", WithExperts),
     ("expert_used_count", WithExperts),
-    ("expert_weights_norm", Of(&[Arch::Glm4Moe], &[1.0])),
+    // llama.cpp reads it of glm4moe alone; the others do as their architecture does.
+    ("expert_weights_norm", Always),
     ("expert_weights_scale", Of(&[Arch::Glm4Moe], &[0.0, 1.0])),
     ("feed_forward_length", Always),
     ("final_logit_softcapping", GEMMA),
@@ -173,7 +171,7 @@ const HF: &[(&str, When)] = &[
     ("is_encoder_decoder", OFF),
     ("is_llama_config", Always),
     ("label2id", Always),
-    ("layer_types", LayerTypes),
+    ("layer_types", Always),
     ("length_penalty", Always),
     ("lm_head_bias", OFF),
     ("logits_scaling", ONE),
@@ -364,7 +362,6 @@ impl When {
             Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
             Of(archs, numbers) => archs.contains(&sizes.arch) || Is(numbers).holds(value, sizes),
             Text(text) => value.as_str() == Some(text),
-            LayerTypes => sizes.has_window || value.as_str() == Some("full_attention"),
             Window => sizes.has_window || number.is_some_and(|n| n == 0.0 || n >= sizes.context as f64),
             TakenOver => {
                 let class = value.get("AutoModelForCausalLM").and_then(Value::as_str).unwrap_or_default();
@@ -389,7 +386,6 @@ impl std::fmt::Display for When {
             }
             Of(_, numbers) => write!(f, "{} in this architecture", Is(numbers)),
             Text(text) => write!(f, "{text:?}"),
-            LayerTypes => write!(f, "\"full_attention\" in a model without a window"),
             Window => write!(f, "0 or no less than the model's context in this architecture"),
             TakenOver => write!(f, "a class that this crate has too, for phi3 alone"),
             UsualScale => write!(f, "1 / sqrt(elements of a head)"),

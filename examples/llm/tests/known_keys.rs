@@ -139,6 +139,9 @@ const HARMLESS: [&str; 6] = [
     "tensor_data_layout",
 ];
 
+/// llama.cpp reads it in one architecture alone.
+const NORM: &str = "expert_weights_norm";
+
 /// The keys that a pass follows.
 const FOLLOWED: [&str; 2] = ["rope.scaling.factor", "rope.scale_linear"];
 
@@ -158,9 +161,10 @@ fn followed(arch: Arch) -> Vec<&'static str> {
 fn harmless(arch: Arch) -> Vec<&'static str> {
     match arch {
         // YaRN has another name for its factor.
-        Arch::GptOss => [&HARMLESS[..], &["attention.sliding_window_pattern", "rope.scale_linear"]].concat(),
-        Arch::Gemma2 | Arch::Gemma3 => [&HARMLESS[..], &["attention.sliding_window_pattern"]].concat(),
-        _ => HARMLESS.to_vec(),
+        Arch::GptOss => [&HARMLESS[..], &["attention.sliding_window_pattern", "rope.scale_linear", NORM]].concat(),
+        Arch::Gemma2 | Arch::Gemma3 => [&HARMLESS[..], &["attention.sliding_window_pattern", NORM]].concat(),
+        Arch::Glm4Moe => HARMLESS.to_vec(),
+        _ => [&HARMLESS[..], &[NORM]].concat(),
     }
 }
 
@@ -700,6 +704,81 @@ fn what_config_json_leaves_out_has_its_classes_values() {
     let window = mistral(absent).unwrap();
     assert_eq!((window.tokens, window.layers), (4096, vec![true]));
     assert!(mistral(json!(null)).is_none() && mistral(json!(8192)).is_none());
+}
+
+/// Fewer experts than there are tensors for, or more.
+#[test]
+fn a_number_of_experts_that_the_tensors_do_not_have_is_refused() {
+    for (name, key) in [("mixtral", "num_local_experts"), ("qwen3moe", "num_experts"), ("glm4moe", "n_routed_experts")]
+    {
+        let folder = reference(name);
+        let mut config = folder.read();
+        let count = config[key].as_u64().unwrap();
+        for wrong in [count - 1, count + 1] {
+            config[key] = wrong.into();
+            fs::write(folder.file("config.json"), config.to_string()).unwrap();
+            let error = load(&ModelFiles::open(folder.path()).unwrap()).unwrap_err().to_string();
+            assert!(error.contains("gate") && error.contains(&wrong.to_string()), "{name}, {wrong}: {error}");
+        }
+    }
+}
+
+/// In a window as long as the context a token sees all before it, in layers of either type.
+#[test]
+fn regression_layer_types_beside_a_window_as_long_as_the_context_are_taken() {
+    // A window of so many tokens more than the context, in all layers.
+    let window = |folder: &Folder, model_type: &str, more: i64, kind: &str| {
+        let config = folder.read();
+        let [layers, context] =
+            ["num_hidden_layers", "max_position_embeddings"].map(|key| config[key].as_i64().unwrap());
+        let changes = [
+            ("model_type", json!(model_type)),
+            ("sliding_window", json!(context + more)),
+            ("layer_types", json!(vec![kind; layers as usize])),
+        ];
+        folder.config(&changes).map(|config| config.window)
+    };
+    let sliding = "sliding_attention";
+    let [llama, qwen2] = [Arch::Llama, Arch::Qwen2].map(Folder::new);
+    let [gemma2, gemma3] = ["gemma2", "gemma3"].map(reference);
+    for (folder, model_type) in [(&llama, "mistral"), (&gemma2, "gemma2"), (&gemma3, "gemma3_text")] {
+        assert!(window(folder, model_type, -1, sliding).unwrap().unwrap().layers.iter().all(|is| *is));
+        for more in [0, 4000] {
+            let found = window(folder, model_type, more, sliding).unwrap();
+            // In Gemma 3 it says by which frequencies a layer turns, too.
+            assert_eq!(found.is_some(), model_type == "gemma3_text", "{model_type}");
+            assert!(found.is_none_or(|window| window.layers.iter().all(|is| *is) && window.rope_frequencies.is_some()));
+        }
+    }
+    // A switch that is off, a class without a window, and a word that is no type.
+    for (folder, model_type, kind) in
+        [(&qwen2, "qwen2", sliding), (&llama, "llama", sliding), (&llama, "mistral", "chunked_attention")]
+    {
+        let error = window(folder, model_type, 4000, kind).unwrap_err().to_string();
+        assert!(error.contains("layer_types") && error.contains("config.json"), "{error}");
+    }
+}
+
+/// `norm_topk_prob` is a switch of some classes; Mixtral's always divides by the sum.
+#[test]
+fn regression_weights_of_experts_are_divided_as_the_class_does() {
+    for (name, wanted) in [("mixtral", [true; 3]), ("qwen2moe", [false, true, false]), ("glm4moe", [true, true, false])]
+    {
+        let folder = reference(name);
+        let found = [json!("absent"), json!(true), json!(false)].map(|said| {
+            let config = folder.config(&[("norm_topk_prob", said)]).unwrap();
+            config.mixture.unwrap().normalised
+        });
+        assert_eq!(found, wanted, "{name}");
+    }
+    // And in a GGUF file.
+    for (arch, wanted) in [(Arch::Qwen3Moe, [true; 2]), (Arch::Glm4Moe, [true, false])] {
+        let found = [true, false].map(|said| {
+            let config = Gguf::new(arch).config(NORM, &Kv::Bool(said)).unwrap();
+            config.mixture.unwrap().normalised
+        });
+        assert_eq!(found, wanted, "{arch:?}");
+    }
 }
 
 /// Where embeddings are tied they are the output matrix, whatever else is stored.

@@ -153,7 +153,10 @@ impl Reader<'_> {
             Arch::Glm4Moe => (0..self.optional_count("first_k_dense_replace", layers)?.unwrap_or(1)).collect(),
             _ => (0..layers).filter(is_dense).collect(),
         };
-        let normalised = self.map.get("norm_topk_prob").and_then(Value::as_bool).unwrap_or(routing.normalised[1]);
+        // The others have no such switch.
+        let switch = matches!(arch, Arch::Qwen2Moe | Arch::Qwen3Moe | Arch::Olmoe | Arch::Glm4Moe);
+        let said = self.map.get("norm_topk_prob").and_then(Value::as_bool).filter(|_| switch);
+        let normalised = said.unwrap_or(routing.normalised[1]);
         let scale = self.positive(self.map, "routed_scaling_factor", 1.0)?;
         self.mixture(routing, declared, (normalised, scale), dense)
     }
@@ -191,8 +194,8 @@ impl Reader<'_> {
         }
     }
 
-    /// The tokens of the window that a `config.json` declares, and the layers that have it. `None` where it is no
-    /// shorter than the context.
+    /// The tokens of the window that a `config.json` declares, and the layers that have it. `None` where none sees less
+    /// because of it.
     fn hf_window(
         &self,
         arch: Arch,
@@ -216,14 +219,13 @@ impl Reader<'_> {
             "qwen2" | "qwen2_moe" | "qwen3" | "qwen3_moe" => switched(),
             _ => arch.is_gemma(),
         };
-        let tokens = tokens.filter(|tokens| used && *tokens > 0 && *tokens < context);
-        let Some(tokens) = tokens else { return Ok(None) };
+        let tokens = tokens.filter(|tokens| used && *tokens > 0);
         let kind = |kind: &Value| match kind.as_str() {
             Some("sliding_attention") => Some(true),
             Some("full_attention") => Some(false),
             _ => None,
         };
-        let of_layers = match self.map.get("layer_types") {
+        let of_layers: Vec<bool> = match self.map.get("layer_types") {
             None | Some(Value::Null) => {
                 let every = match model_type {
                     "gemma2" | "gpt_oss" => 2,
@@ -244,14 +246,21 @@ impl Reader<'_> {
             }
             Some(said) => {
                 let kinds: Option<Vec<bool>> = said.as_array().and_then(|said| said.iter().map(kind).collect());
-                kinds.filter(|kinds| kinds.len() == layers).ok_or_else(|| {
+                let kinds = kinds.filter(|kinds| kinds.len() == layers).ok_or_else(|| {
                     self.bad(&format!(
                         "layer_types is no list of sliding_attention and full_attention for {layers} layers"
                     ))
-                })?
+                })?;
+                if tokens.is_none() && kinds.contains(&true) {
+                    let what = "layer_types has sliding_attention, and there is no sliding_window that is used";
+                    return Err(self.unsupported(what));
+                }
+                kinds
             }
         };
-        Ok(Some((tokens, of_layers)))
+        // In a window that is no shorter each token sees all. But Gemma 3 turns by other frequencies there.
+        let tokens = tokens.filter(|tokens| *tokens < context || arch == Arch::Gemma3);
+        Ok(tokens.map(|tokens| (tokens, of_layers)))
     }
 
     /// How heads are turned by what a `config.json` declares. `scaling` is the object for it; the base is under `key`
