@@ -698,5 +698,5 @@ fn divided(
 pub(crate) fn tiles(rows: Range<u64>, step: u64) -> impl Iterator<Item = Range<u64>> {
     let step = step.max(1);
     let starts = (0..(rows.end - rows.start).div_ceil(step)).map(move |i| rows.start + i * step);
-    starts.map(move |start| start..rows.end.min(start + step))
+    starts.map(move |start| start..rows.end.min(start.saturating_add(step)))
 }
