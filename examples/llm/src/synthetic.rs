@@ -21,10 +21,23 @@ use crate::tokenizer::byte_table;
 /// About how many values are made, encoded and written at a time.
 const BATCH: u64 = 1 << 18;
 
+/// The architectures that a synthetic model can have.
+pub const ARCHS: [Arch; 9] = [
+    Arch::Llama,
+    Arch::Qwen2,
+    Arch::Qwen3,
+    Arch::Qwen3Moe,
+    Arch::GptOss,
+    Arch::Gemma2,
+    Arch::Gemma3,
+    Arch::Phi3,
+    Arch::Glm4Moe,
+];
+
 /// A synthetic model.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// Architecture; decides about biases and per-head norms.
+    /// One of [`ARCHS`]; decides about biases and per-head norms.
     pub arch: Arch,
     /// Element type of matrices; in safetensors, of everything.
     pub dtype: WeightType,
@@ -259,7 +272,7 @@ impl Spec {
                     .into(),
             ));
         }
-        if matches!(self.arch, Arch::Qwen2Moe | Arch::Olmoe) {
+        if !ARCHS.contains(&self.arch) {
             return Err(Error::Invalid(format!("no {} is made here", self.arch.gguf_name())));
         }
         for cols in [self.dim, self.ffn_dim, self.heads * self.head_dim] {

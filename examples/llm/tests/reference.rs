@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore_lab::planning::Shape;
+use outcore_llm::synthetic::{ARCHS, Spec};
 use outcore_llm::{
-    KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes, PlainWeights, Session, Weights,
+    Arch, Config, KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes, PlainWeights, Session,
+    WeightType, Weights,
 };
+use outcore_testkit::harness::Rng;
 use serde_json::{Value, json};
 
 /// Of the largest logit: both engines compute in f32 too.
@@ -253,6 +257,58 @@ fn glm_has_the_logits_of_its_engines() {
     ] {
         compare(model, &folder(model).join(file), &[1, 7, 96]);
     }
+}
+
+/// What `outcore plan` counts for a pass of one token is what a pass uses, but for the row of the embedding, and for
+/// what is held beside the pages.
+#[test]
+fn plans_count_what_a_pass_uses() {
+    let all = [
+        ("qwen3moe", &["", "fused", "model.gguf"][..]),
+        ("qwen3moe-dense-layers", &[""]),
+        ("qwen3moe-fp8", &[""]),
+        ("qwen2moe", &["", "model.gguf"]),
+        ("olmoe", &["", "model.gguf"]),
+        ("mixtral", &["", "model.gguf"]),
+        ("gpt-oss", &["model.gguf", "mxfp4.gguf"]),
+        ("gemma2", &["", "model.gguf"]),
+        ("gemma3", &["", "model.gguf"]),
+        ("mistral-window", &[""]),
+        ("phi-long", &["", "model.gguf"]),
+        ("phi-window", &[""]),
+        ("glm4moe", &["", "fused", "model.gguf"]),
+        ("glm4moe-unscaled", &["", "model.gguf"]),
+    ];
+    let mut paths: Vec<PathBuf> =
+        all.iter().flat_map(|(name, files)| files.iter().map(|file| folder(name).join(file))).collect();
+    let made = tempfile::tempdir().unwrap();
+    for arch in ARCHS {
+        let path = made.path().join(format!("{arch:?}.gguf"));
+        Spec { tied: arch == Arch::Qwen2, ..Spec::small(arch, WeightType::Q8_0) }.write_gguf(&path).unwrap();
+        paths.push(path);
+    }
+    let config = |path: &Path| std::fs::read_to_string(path.join("config.json")).ok();
+    for path in paths {
+        let files = ModelFiles::open(&path).unwrap();
+        let shape = Shape::of(files.header(), config(&path).as_deref()).unwrap();
+        let (row, mut held) = (embedding_row(&files), 0);
+        for tensor in files.tensors() {
+            let is_held = tensor.name.starts_with("rope_f") || tensor.name.ends_with("_scale_inv");
+            let bytes = if is_held { tensor.rows * tensor.row_bytes } else { 0 };
+            // Scales count as the experts do that they are of.
+            let experts = shape.experts.filter(|_| outcore::format::expert(&tensor.name).is_some());
+            held += experts.map_or(bytes, |experts| bytes * experts.active / experts.count);
+        }
+        let wanted = outcore_llm::pass_bytes(&files).unwrap() - row + held;
+        assert_eq!(shape.used_by(1).round() as u64, wanted, "{}", path.display());
+        assert_eq!(shape.layers as usize, Config::new(&files).unwrap().layers, "{}", path.display());
+    }
+}
+
+/// Bytes of a row of the embedding.
+fn embedding_row(files: &ModelFiles) -> u64 {
+    let names = ["token_embd.weight", "model.embed_tokens.weight"];
+    names.iter().find_map(|name| files.tensor(name)).unwrap().row_bytes
 }
 
 /// A session takes the factors for long sequences if it has room for one, whoever shares its passes.

@@ -26,6 +26,9 @@ const MOST_CONTEXT: u64 = 1 << 40;
 pub struct Declared {
     /// Layers.
     pub layers: u64,
+    /// How many of these, the last ones, predict further tokens: a pass need not use them. A `config.json` does not
+    /// count such layers.
+    pub prediction_layers: u64,
     /// Elements of the residual stream.
     pub hidden: u64,
     /// Query heads.
@@ -65,6 +68,7 @@ pub struct DeclaredExperts {
 /// The names of the keys. Of several, the first that is there and not null.
 struct Keys {
     layers: &'static [&'static str],
+    prediction_layers: &'static [&'static str],
     hidden: &'static [&'static str],
     heads: &'static [&'static str],
     kv_heads: &'static [&'static str],
@@ -84,6 +88,7 @@ struct Keys {
 /// Behind the architecture's name and a dot.
 const GGUF: Keys = Keys {
     layers: &["block_count"],
+    prediction_layers: &["nextn_predict_layers"],
     hidden: &["embedding_length"],
     heads: &["attention.head_count"],
     kv_heads: &["attention.head_count_kv"],
@@ -102,6 +107,7 @@ const GGUF: Keys = Keys {
 
 const CONFIG: Keys = Keys {
     layers: &["num_hidden_layers", "n_layer"],
+    prediction_layers: &[],
     hidden: &["hidden_size", "n_embd"],
     heads: &["num_attention_heads", "n_head"],
     kv_heads: &["num_key_value_heads"],
@@ -209,8 +215,10 @@ impl Reader<'_> {
             Some(ffn) => ffn,
             None => self.optional(keys.expert_ffn, MOST_FFN)?.map_or_else(|| self.size(keys.ffn, MOST_FFN), Ok)?,
         };
+        let layers = self.size(keys.layers, MOST_LAYERS)?;
         Ok(Declared {
-            layers: self.size(keys.layers, MOST_LAYERS)?,
+            layers,
+            prediction_layers: self.count(keys.prediction_layers, layers - 1)?.unwrap_or(0),
             hidden,
             heads,
             kv_heads,

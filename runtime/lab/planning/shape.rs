@@ -8,8 +8,7 @@ use serde_json::Value;
 use super::declared::{Declared, DeclaredExperts, values_of};
 use super::experts::Experts;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::expert;
-use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
+use crate::format::{Metadata, ModelHeader, Role, TensorHeader, expert, gguf, role};
 use crate::ids::Bytes;
 use outcore::DType;
 
@@ -27,14 +26,15 @@ pub struct Shape {
     /// Bytes of the weights as they are stored.
     #[serde(skip)]
     pub weights: Bytes,
-    /// Bytes of the weights that passes use: all but the embedding, if that is a matrix of its own, because a pass
-    /// reads few of its rows. One pass uses only [a part](Self::used_by) of the experts among them.
+    /// Bytes of the weights that passes use: all but layers that predict further tokens, and but the embedding, if that
+    /// is a matrix of its own, because a pass reads few of its rows. One pass uses only [a part](Self::used_by) of the
+    /// experts among them.
     #[serde(skip)]
     pub used: Bytes,
     /// Parameters of the weights that passes use.
     #[serde(skip)]
     pub used_parameters: u64,
-    /// Layers.
+    /// Layers that passes use.
     pub layers: u64,
     /// Elements of the residual stream.
     pub hidden: u64,
@@ -111,7 +111,7 @@ impl Shape {
             let key = format!("{architecture}.vocab_size");
             within(&key, metadata.require_u64(&key)?)
         };
-        let stored = Stored::of(header);
+        let stored = Stored::of(header, &declared);
         let vocab = stored.vocab.or_else(tokens).map_or_else(vocab, Ok)?;
         stored.shape(&declared, vocab)
     }
@@ -133,7 +133,7 @@ impl Shape {
             _ => whole,
         };
         let declared = Declared::of(map).map_err(|error| error.context("config.json"))?;
-        let mut stored = Stored::of(header);
+        let mut stored = Stored::of(header, &declared);
         if map.get("quantization_config").is_some_and(|how| !how.is_null()) {
             stored.assumed.push("the weights are packed: parameters counts elements of the file".to_owned());
         }
@@ -214,7 +214,7 @@ struct Stored {
     weights: u64,
     used: u64,
     used_parameters: u64,
-    /// Parameters and bytes of tensors that hold experts.
+    /// Parameters and bytes of tensors that hold experts, in layers that passes use.
     of_experts: (u64, u64),
     expert_piece: Option<Bytes>,
     vocab: Option<u64>,
@@ -223,7 +223,10 @@ struct Stored {
 }
 
 impl Stored {
-    fn of(header: &ModelHeader) -> Self {
+    fn of(header: &ModelHeader, declared: &Declared) -> Self {
+        let layers = declared.layers - declared.prediction_layers;
+        let is_of_prediction =
+            |name: &str| matches!(role(name), Role::Layer { layer, .. } if u64::from(layer) >= layers);
         let ends = |tensor: &TensorHeader, names: &[&str]| {
             names
                 .iter()
@@ -233,11 +236,14 @@ impl Stored {
         let mut seen = HashSet::new();
         let mut by_type: BTreeMap<DType, u64> = BTreeMap::new();
         let (mut parameters, mut weights, mut of_experts) = (0u64, 0u64, (0u64, 0u64));
+        let mut unused = (0u64, 0u64);
         for tensor in header.tensors.iter().filter(|tensor| tensor.len > 0) {
             if seen.insert(place(tensor)) {
                 parameters = parameters.saturating_add(tensor.elements());
                 weights = weights.saturating_add(tensor.len);
-                if expert(&tensor.name).is_some() {
+                if is_of_prediction(&tensor.name) {
+                    unused = (unused.0.saturating_add(tensor.elements()), unused.1.saturating_add(tensor.len));
+                } else if expert(&tensor.name).is_some() {
                     of_experts.0 = of_experts.0.saturating_add(tensor.elements());
                     of_experts.1 = of_experts.1.saturating_add(tensor.len);
                 }
@@ -260,8 +266,8 @@ impl Stored {
             parameters,
             dtype: by_type.iter().max_by_key(|(_, bytes)| **bytes).map_or(DType::F32, |(dtype, _)| *dtype),
             weights,
-            used: weights.saturating_sub(apart.1),
-            used_parameters: parameters.saturating_sub(apart.0),
+            used: weights.saturating_sub(apart.1).saturating_sub(unused.1),
+            used_parameters: parameters.saturating_sub(apart.0).saturating_sub(unused.0),
             of_experts,
             expert_piece: header.expert_piece(),
             vocab: embedding.and_then(|tensor| tensor.shape.first().copied()),
@@ -294,7 +300,7 @@ impl Stored {
             weights: Bytes::new(self.weights),
             used: Bytes::new(self.used),
             used_parameters: self.used_parameters,
-            layers: declared.layers,
+            layers: declared.layers - declared.prediction_layers,
             hidden: declared.hidden,
             heads: declared.heads,
             kv_heads: declared.kv_heads,

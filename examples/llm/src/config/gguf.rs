@@ -22,11 +22,8 @@ impl Config {
             Some(routing) if arch == Arch::Glm4Moe => meta.gguf_glm_mixture(routing, &declared, name)?,
             Some(routing) => meta.mixture(routing, &declared, (routing.normalised[0], 1.0), Vec::new())?,
         };
-        let prediction_layers = match arch {
-            Arch::Glm4Moe => meta.optional_count(&key("nextn_predict_layers"), declared.layers as usize - 1)?,
-            _ => None,
-        };
-        let prediction_layers = prediction_layers.unwrap_or(0);
+        // Where another architecture has some, its key is refused.
+        let prediction_layers = declared.prediction_layers as usize;
         if declared.key_dim != declared.value_dim {
             return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
         }
