@@ -139,6 +139,87 @@ fn weights_of_fp8_with_scales_of_blocks_have_the_logits_of_transformers() {
     }
 }
 
+/// The value of a number of E4M3 that is neither subnormal nor none.
+fn e4m3(byte: u8) -> f32 {
+    let [sign, exponent, rest] = [byte >> 7, byte >> 3 & 15, byte & 7].map(f32::from);
+    (1.0 - 2.0 * sign) * (exponent - 7.0).exp2() * (1.0 + rest / 8.0)
+}
+
+/// Writes a Phi-3 whose joined matrices have random numbers of FP8, with a scale for each block of so many rows and
+/// columns; or the same values in F32.
+fn write_phi(at: &Path, [rows_of, cols_of]: [usize; 2], in_fp8: bool) {
+    let from = folder("phi-short");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    let bytes = std::fs::read(from.join("model.safetensors")).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let (mut all, mut data) = (serde_json::Map::new(), Vec::new());
+    let mut put = |name: &str, dtype: &str, shape: Value, bytes: &[u8]| {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        data.extend_from_slice(bytes);
+        all.insert(name.into(), json!({ "dtype": dtype, "shape": shape, "data_offsets": offsets }));
+    };
+    let mut rng = Rng::new(5);
+    for (name, tensor) in header.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__") {
+        if !["qkv_proj.weight", "gate_up_proj.weight"].iter().any(|end| name.ends_with(end)) {
+            let [first, last] = [0, 1].map(|nth| end + tensor["data_offsets"][nth].as_u64().unwrap() as usize);
+            put(name, tensor["dtype"].as_str().unwrap(), tensor["shape"].clone(), &bytes[first..last]);
+            continue;
+        }
+        let [rows, cols] = [0, 1].map(|nth| tensor["shape"][nth].as_u64().unwrap() as usize);
+        let numbers: Vec<u8> = (0..rows * cols).map(|_| ((rng.below(2) << 7) | (32 + rng.below(32))) as u8).collect();
+        let (down, across) = (rows.div_ceil(rows_of), cols.div_ceil(cols_of));
+        let scales: Vec<f32> = (0..down * across).map(|_| 0.01 + rng.below(100) as f32 / 1000.0).collect();
+        if in_fp8 {
+            put(name, "F8_E4M3", json!([rows, cols]), &numbers);
+            let scales: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+            put(&format!("{name}_scale_inv"), "F32", json!([down, across]), &scales);
+        } else {
+            let scale = |at: usize| scales[at / cols / rows_of * across + at % cols / cols_of];
+            let values = numbers.iter().enumerate().map(|(at, number)| e4m3(*number) * scale(at));
+            put(name, "F32", json!([rows, cols]), &values.flat_map(f32::to_le_bytes).collect::<Vec<_>>());
+        }
+    }
+    if in_fp8 {
+        config["quantization_config"] = json!({
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows_of, cols_of],
+        });
+    }
+    let text = Value::Object(all).to_string();
+    let text = format!("{text:width$}", width = text.len().next_multiple_of(8));
+    let whole = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &data].concat();
+    std::fs::write(at.join("model.safetensors"), whole).unwrap();
+    std::fs::write(at.join("config.json"), config.to_string()).unwrap();
+}
+
+/// Queries, keys and values lie in one matrix, and blocks of scales go from one into the next; so do gate and up.
+#[test]
+fn joined_matrices_of_fp8_have_the_scales_of_their_own_rows() {
+    let tokens: Vec<u32> = (0..40).map(|n| n * 7 % 250).collect();
+    let logits = |files: &ModelFiles, weights: Arc<dyn Weights>, pass: usize| -> Vec<f32> {
+        let model = Model::load(files, weights, Options { threads: 2, ..Options::default() }).unwrap();
+        let mut session = Session::new(Arc::new(model), 64, KvType::F32).unwrap();
+        tokens.chunks(pass).flat_map(|tokens| session.forward_all(tokens).unwrap()).collect()
+    };
+    for block in [[128, 128], [28, 40], [7, 64], [1, 1]] {
+        let folders = [true, false].map(|in_fp8| {
+            let folder = tempfile::tempdir().unwrap();
+            write_phi(folder.path(), block, in_fp8);
+            folder
+        });
+        let [fp8, plain] = folders.each_ref().map(|folder| ModelFiles::open(folder.path()).unwrap());
+        let read = |files: &ModelFiles| PlainWeights::read(files).unwrap();
+        let wanted = logits(&plain, Arc::new(read(&plain)), 40);
+        let largest = wanted.iter().fold(0f32, |most, logit| most.max(logit.abs()));
+        assert!(largest > 0.1 && largest.is_finite(), "{largest}");
+        for (tile, pass) in [(u64::MAX, 40), (700, 7), (1, 1)] {
+            let found = logits(&fp8, Arc::new(read(&fp8).with_tile_bytes(tile)), pass);
+            let worst = found.iter().zip(&wanted).fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+            assert!(found.len() == wanted.len() && worst < 1e-5, "{block:?}, tiles of {tile} bytes: {worst}");
+        }
+    }
+}
+
 /// Writes the model of FP8 anew, with what `change` makes of its configuration and of the header and the bytes of its
 /// tensors, and returns why it cannot be loaded.
 fn refused(change: impl FnOnce(&mut Value, &mut Value, &mut [u8])) -> String {
