@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::synthetic::{ARCHS, Experts, Spec};
 use outcore_llm::{Arch, Config, Model, ModelFiles, Options, PlainWeights, Result, WeightType};
 use serde_json::{Value, json};
 
@@ -274,17 +274,7 @@ impl Gguf {
 
 #[test]
 fn every_key_of_gguf_is_followed_harmless_or_refused() {
-    for arch in [
-        Arch::Llama,
-        Arch::Qwen2,
-        Arch::Qwen3,
-        Arch::Qwen3Moe,
-        Arch::GptOss,
-        Arch::Gemma2,
-        Arch::Gemma3,
-        Arch::Phi3,
-        Arch::Glm4Moe,
-    ] {
+    for arch in ARCHS {
         let gguf = Gguf::new(arch);
         let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
         let has = |key: &str| {

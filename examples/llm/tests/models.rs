@@ -11,26 +11,13 @@ use std::time::{Duration, Instant};
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_llm::kernels::Level;
-use outcore_llm::synthetic::{Experts, Spec};
+use outcore_llm::synthetic::{ARCHS, Experts, Spec};
 use outcore_llm::{
     Arch, ChatTemplate, Error, KvType, Logits, Message, Model, ModelFiles, Options, PagedWeights, Part, Passes,
     PlainWeights, Result, Rows, Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
 };
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
-
-/// Those that a synthetic model can have.
-const ARCHS: [Arch; 9] = [
-    Arch::Llama,
-    Arch::Qwen2,
-    Arch::Qwen3,
-    Arch::Qwen3Moe,
-    Arch::GptOss,
-    Arch::Gemma2,
-    Arch::Gemma3,
-    Arch::Phi3,
-    Arch::Glm4Moe,
-];
 
 fn spec(arch: Arch, dtype: WeightType) -> Spec {
     // In Qwen3 a head is not dim / heads.
@@ -205,7 +192,7 @@ fn experts_in_few_pages_change_no_bit() {
     for arch in [Arch::Llama, Arch::Qwen3Moe, Arch::GptOss, Arch::Glm4Moe] {
         let files = gguf(folder.path(), &mixture(arch));
         let expected = run(&files, u64::MAX, threads(2), KvType::F32);
-        for frames in [12, 40, 400] {
+        for frames in [3, 12, 40, 400] {
             let budget = Bytes::new(frames * page.bytes());
             let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model);
             let runtime = builder.open().unwrap();
