@@ -304,6 +304,29 @@ fn a_client_that_goes_away_leaves_nothing_and_a_deadline_ends_a_request() {
     late.assert_nothing_is_held();
 }
 
+/// What was begun is embedded to its end, and nothing new is begun.
+#[test]
+fn a_server_that_drains_embeds_what_was_begun() {
+    let server = with(&["--concurrency", "2"]);
+    let inputs: Vec<Vec<usize>> = (0..30).map(|nth| some_tokens(200 + nth, nth)).collect();
+    let wanted = embedded(&server, &json!(inputs));
+    let mut client = server.connect();
+    client.send(post(PATH, "", json!({ "input": inputs }).to_string()));
+    let engine = &server.app.opened.engine;
+    let until = Instant::now() + support::PATIENCE;
+    while engine.unfinished() == 0 {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    engine.drain();
+    let refused = server.post(PATH, r#"{"input": "a"}"#);
+    let message = refused.assert_error(503, "server_error", None, Some("service_unavailable"));
+    assert!(message.contains("shutting down") && refused.header("retry-after").is_some(), "{message}");
+    assert_eq!(server.get("/ready").status, 503);
+    assert!(vectors(&client.answer()) == wanted);
+    server.assert_nothing_is_held();
+}
+
 #[test]
 fn tenants_have_their_limits() {
     let tenants = r#"{"tenants": [
