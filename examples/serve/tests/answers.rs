@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -477,6 +478,39 @@ fn regression_answers_of_a_tenant_at_its_limit_take_turns() {
         let answers = collect(events, 12);
         assert!(answers.iter().all(|answer| answer.len() == 60));
         is_empty(&server);
+    }
+}
+
+/// Scores of a router, or sinks, that are no numbers: each request of the pass is told, and nothing else is lost.
+#[test]
+fn a_damaged_model_ends_its_requests_alone() {
+    let experts = Some(Experts { count: 8, used: 2, fused: false });
+    for (arch, name) in [(Arch::Qwen3Moe, "blk.1.ffn_gate_inp.weight"), (Arch::GptOss, "blk.1.attn_sinks.weight")] {
+        let write = |path: &Path| {
+            Spec { arch, experts, ..small() }.write_gguf(path).unwrap();
+            let header = outcore::format::open(path).unwrap();
+            let tensor = header.tensor(name).unwrap();
+            let mut bytes = std::fs::read(path).unwrap();
+            let values = tensor.offset as usize..(tensor.offset + tensor.len) as usize;
+            bytes[values].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&f32::NAN.to_le_bytes()));
+            std::fs::write(path, bytes).unwrap();
+        };
+        let server = Server::of(write, &PAGE, Tenants::single(None).unwrap(), |_| {});
+        for _ in 0..3 {
+            for (path, body) in [
+                ("/v1/completions", r#"{"prompt": [1, 2, 3], "max_tokens": 5, "n": 3}"#),
+                ("/v1/chat/completions", r#"{"messages": [{"role": "user", "content": "a"}]}"#),
+                ("/v1/embeddings", r#"{"input": ["a", "b"]}"#),
+            ] {
+                let answer = server.post(path, body);
+                answer.assert_error(500, "server_error", None, Some("internal_error"));
+            }
+            let streamed = server.post("/v1/completions", r#"{"prompt": [1, 2, 3], "stream": true}"#);
+            assert!(streamed.text().contains("internal_error"), "{} {}", streamed.status, streamed.text());
+            assert_eq!((server.get("/health").status, server.get("/ready").status), (200, 200));
+            server.assert_nothing_is_held();
+            is_empty(&server);
+        }
     }
 }
 
