@@ -7,10 +7,11 @@ mod support;
 
 use std::path::Path;
 
-use outcore_llm::{Call, ChatTemplate, Turn};
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{Call, ChatTemplate, Turn, WeightType};
 use outcore_serve::tenants::Tenants;
 use serde_json::{Map, Value, json};
-use support::{Answer, Server};
+use support::{Answer, Server, small};
 
 const CHAT: &str = "/v1/chat/completions";
 const INVALID: &str = "invalid_request_error";
@@ -74,22 +75,33 @@ fn events(answer: &Answer) -> Vec<Value> {
     text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect()
 }
 
+/// What the tokenizer's file calls the kinds of its tokens.
+const TEXT: i32 = 1;
+const CONTROL: i32 = 3;
+const UNUSED: i32 = 5;
+/// The synthetic model's first unused token.
+const FIRST: u32 = 260;
+
 /// The first unused tokens become control tokens with these names, all of which together are as long.
 fn with_control_tokens(path: &Path, names: &[&str]) {
-    const UNUSED: usize = 260;
+    with_tokens(path, &names.iter().map(|name| (*name, CONTROL)).collect::<Vec<_>>());
+}
+
+/// The same of tokens of these kinds.
+fn with_tokens(path: &Path, tokens: &[(&str, i32)]) {
     let mut bytes = std::fs::read(path).unwrap();
     let len = bytes.len();
     let at = |bytes: &[u8], what: &[u8]| bytes.windows(what.len()).position(|part| part == what).unwrap();
-    for (id, name) in (UNUSED..).zip(names) {
+    for (id, (name, kind)) in (FIRST as usize..).zip(tokens) {
         let text = |name: &str| [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
         let unused = text(&format!("<unused_{id}>"));
         let place = at(&bytes, &unused);
         bytes.splice(place..place + unused.len(), text(name));
         // The list of types: behind its name come its kind, that of its elements, and how many there are.
         let key = b"tokenizer.ggml.token_type";
-        let kind = at(&bytes, key) + key.len() + 4 + 4 + 8 + id * 4;
-        assert_eq!(bytes[kind..kind + 4], 5_u32.to_le_bytes());
-        bytes[kind..kind + 4].copy_from_slice(&3_u32.to_le_bytes());
+        let place = at(&bytes, key) + key.len() + 4 + 4 + 8 + id * 4;
+        assert_eq!(bytes[place..place + 4], UNUSED.to_le_bytes());
+        bytes[place..place + 4].copy_from_slice(&kind.to_le_bytes());
     }
     assert_eq!(bytes.len(), len, "tensors would not be where they were");
     std::fs::write(path, bytes).unwrap();
@@ -178,6 +190,122 @@ fn an_answer_in_channels_is_what_the_last_one_has() {
     let plain = json!({ "messages": [{ "role": "user", "content": "hello" }], "max_tokens": 40, "seed": 3 });
     let whole = server.post(CHAT, plain.to_string()).json()["choices"][0]["message"].clone();
     assert!(whole["content"].is_string(), "{whole}");
+    server.assert_nothing_is_held();
+}
+
+/// Makes a model of F32 one whose next token depends on the last one alone: after each of these tokens come those of
+/// its list, one as likely as another.
+fn with_steps(path: &Path, steps: &[(u32, &[u32])]) {
+    let header = outcore::format::open(path).unwrap();
+    let mut bytes = std::fs::read(path).unwrap();
+    let dim = small().dim as usize;
+    for tensor in &header.tensors {
+        let (first, count) = (tensor.offset as usize, tensor.len as usize / size_of::<f32>());
+        let mut put = |nth: usize, value: f32| {
+            let at = first + nth * size_of::<f32>();
+            bytes[at..at + size_of::<f32>()].copy_from_slice(&value.to_le_bytes());
+        };
+        let value = if tensor.name.ends_with("norm.weight") { 1.0 } else { 0.0 };
+        (0..count).for_each(|nth| put(nth, value));
+        for (state, (token, next)) in steps.iter().enumerate() {
+            match tensor.name.as_str() {
+                "token_embd.weight" => put(*token as usize * dim + state, 1.0),
+                // Behind the norm a state is 8.
+                "output.weight" => next.iter().for_each(|next| put(*next as usize * dim + state, 5.0)),
+                _ => {}
+            }
+        }
+    }
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// What is thought and said by tokens of a chat's logprobs.
+fn by_channels(tokens: &[Value]) -> [String; 2] {
+    let mut said = [Vec::new(), Vec::new()];
+    let (mut header, mut place) = (Some(String::new()), 0);
+    for token in tokens {
+        match (token["token"].as_str().unwrap(), &mut header) {
+            ("<|message|>", Some(name)) => {
+                place = usize::from(!name.ends_with("analysis"));
+                header = None;
+            }
+            ("<|end|>", _) => header = Some(String::new()),
+            (name, Some(header)) => header.push_str(name),
+            (_, None) => {
+                said[place].extend(token["bytes"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8))
+            }
+        }
+    }
+    said.map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// A model that thinks and speaks by turns, in characters of one and of two tokens.
+#[test]
+fn thoughts_come_apart_from_answers_whole_and_streamed() {
+    let pad = "p".repeat(42);
+    let texts = ["analysis", "final", "assistant"].map(|name| (name, TEXT));
+    // With the last two, the third one ends no answer.
+    let controls = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>"];
+    let controls = controls.map(|name| (name, CONTROL));
+    let tokens = [&controls[..], &texts, &[(&pad, CONTROL)]].concat();
+    let [channel, message, end, start, returned, _, analysis, last, assistant] =
+        std::array::from_fn(|nth| FIRST + nth as u32);
+    let (x, y, [half, other_half]) = (u32::from(b'x'), u32::from(b'y'), [0xc3, 0xa9]);
+    let steps: [(u32, &[u32]); 12] = [
+        (u32::from(b'\n'), &[channel]),
+        (channel, &[analysis, last]),
+        (analysis, &[message]),
+        (last, &[message]),
+        (message, &[x, y, half]),
+        (x, &[y, half, end]),
+        (y, &[x, half, end, returned]),
+        (half, &[other_half]),
+        (other_half, &[x, y]),
+        (end, &[start]),
+        (start, &[assistant]),
+        (assistant, &[channel]),
+    ];
+    let write = |path: &Path| {
+        Spec { dtype: WeightType::F32, ..small() }.write_gguf(path).unwrap();
+        with_tokens(path, &tokens);
+        with_steps(path, &steps);
+    };
+    let template = template("<|channel|>analysis<|message|>");
+    let server = Server::of(write, &[], Tenants::single(None).unwrap(), |app| app.opened.template = Some(template));
+    let (mut thought, mut spoke, mut both, mut stopped) = (0, 0, 0, 0);
+    for seed in 0..40 {
+        // Some are cut off, also within a character or a header.
+        let most = if seed % 2 == 0 { 200 } else { 3 + seed };
+        let mut body = json!({
+            "messages": [{ "role": "user", "content": "hello" }], "max_tokens": most, "seed": seed, "logprobs": true,
+            "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0,
+        });
+        let whole = server.post(CHAT, body.to_string()).json()["choices"][0].clone();
+        let [thoughts, text] = by_channels(whole["logprobs"]["content"].as_array().unwrap());
+        let wanted = if thoughts.is_empty() { Value::Null } else { json!(thoughts) };
+        assert_eq!((&whole["message"]["reasoning_content"], &whole["message"]["content"]), (&wanted, &json!(text)));
+        assert!(whole["message"].get("reasoning_content").is_some() != thoughts.is_empty(), "{whole}");
+        thought += usize::from(!thoughts.is_empty());
+        spoke += usize::from(!text.is_empty());
+        both += usize::from(!thoughts.is_empty() && !text.is_empty());
+        body["stream"] = json!(true);
+        let chunks = events(&server.post(CHAT, body.to_string()));
+        let deltas = |name: &str| -> String {
+            chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"][name].as_str()).collect()
+        };
+        assert_eq!((deltas("reasoning_content"), deltas("content")), (thoughts.clone(), text.clone()), "seed {seed}");
+        assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], whole["finish_reason"]);
+        // A stop sequence is one of the answer, and no thought ends it.
+        body["stream"] = json!(false);
+        body["stop"] = json!("x");
+        let cut = server.post(CHAT, body.to_string()).json()["choices"][0].clone();
+        let before = text.split('x').next().unwrap();
+        assert_eq!(cut["message"]["content"], json!(before), "seed {seed}");
+        let thoughts_then = cut["message"]["reasoning_content"].as_str().unwrap_or_default();
+        assert!(thoughts.starts_with(thoughts_then) && (before != text || thoughts_then == thoughts), "seed {seed}");
+        stopped += usize::from(before != text);
+    }
+    assert!(thought > 10 && spoke > 10 && both > 5 && stopped > 5, "{thought} {spoke} {both} {stopped}");
     server.assert_nothing_is_held();
 }
 
