@@ -26,15 +26,15 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+import write
+
 APART_MOST = 1e-5
-HERE = Path(__file__).resolve().parent
-PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
 # As llama.h numbers them.
 POOLINGS = {"mean": 1, "cls": 2, "last": 3}
 
 
 def hidden_states(folder, ids):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **PLAIN).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **write.PLAIN).eval()
     with torch.no_grad():
         # Of the model without its head: behind the last norm.
         return model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0].double()
@@ -112,7 +112,7 @@ def main():
     )
     llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    for folder in map(Path, sys.argv[1:] or [HERE / "qwen3moe"]):
+    for folder in map(Path, sys.argv[1:] or [write.HERE / "qwen3moe"]):
         write(folder)
 
 
