@@ -1,6 +1,8 @@
 //! Continuous batching: one thread that runs passes over the model, each for all sequences that are active. Requests
 //! come to it through a channel, and tokens go back through one channel a request.
 
+mod answer;
+mod choose;
 mod embeddings;
 mod failed;
 mod scheduler;

@@ -18,17 +18,16 @@ use std::time::{Duration, Instant};
 use outcore::policy::SegmentClass;
 use outcore::{Bytes, ErrorKind};
 use outcore_kv::{Extent, KvPool, Permit, PermitRequest, TenantId};
-use outcore_llm::drafts::{DRAFT_MOST, DraftBy, Drafts, follow};
+use outcore_llm::drafts::{DRAFT_MOST, DraftBy, follow};
 use outcore_llm::pace::Pace;
-use outcore_llm::{
-    AnySession, Config, DraftSession, Logits, Output, PagedKeys, Part, PassError, Passes, Sampler, Tokenizer,
-};
+use outcore_llm::{AnySession, Logits, Output, PagedKeys, Part, PassError, Passes, Tokenizer};
 
+use super::answer::{Answer, Turn};
+use super::choose::{Chosen, Given};
 use super::turns::Turns;
-use super::{Command, Drafter, Embedding, End, Event, Job, Limits, LogProbs, Preempt, Shared, Token, stopping};
+use super::{Command, Drafter, Embedding, End, Event, Job, Limits, Preempt, Shared, stopping};
 use crate::capture::Capture;
 use crate::error::ApiError;
-use crate::grammar::Grammar;
 use crate::metrics::{Metrics, Preempted};
 
 /// The fewest tokens of prompts that join a pass: fewer would not be worth their share of it.
@@ -43,208 +42,6 @@ const KEPT_STEP: u64 = 8;
 const KEPT_PARTS: u64 = 8;
 /// Bytes a second that keys and values move at, where the disk is not known.
 const DISK_UNKNOWN: f64 = 1e9;
-
-/// An answer, waiting or active.
-struct Answer<P: Passes> {
-    /// Its prompt is the beginning of `tokens`.
-    job: Job,
-    /// Tokens of the prompt.
-    prompt: usize,
-    /// The prompt, and what was written.
-    tokens: Vec<u32>,
-    /// Its keys and values: while it is active, and while it is parked.
-    session: Option<P::Session>,
-    permit: Option<Permit>,
-    /// Whether looking up pays.
-    drafts: Drafts,
-    /// What the draft model has read of it, while it is active and one of those that are drafted for.
-    drafted: Option<DraftSession>,
-    /// Whether its drafts pay.
-    model_drafts: Drafts,
-    /// When it became active: larger is later.
-    nth: u64,
-    /// It needs more than there is room for beside anybody else: it is active when nobody else is.
-    alone: bool,
-    /// The tokens that its tenant's turn was taken to be, once it has begun.
-    charged: Option<u64>,
-    /// Why it has all its tokens, if it has.
-    ended: Option<End>,
-    /// Why it cannot go on, if it cannot.
-    failed: Option<ApiError>,
-    /// When its last token came.
-    last: Option<Instant>,
-}
-
-impl<P: Passes> Answer<P> {
-    fn new(mut job: Job) -> Self {
-        let tokens = take(&mut job.prompt);
-        Self {
-            job,
-            prompt: tokens.len(),
-            tokens,
-            session: None,
-            permit: None,
-            drafts: Drafts::default(),
-            drafted: None,
-            model_drafts: Drafts::default(),
-            nth: 0,
-            alone: false,
-            charged: None,
-            ended: None,
-            failed: None,
-            last: None,
-        }
-    }
-
-    fn written(&self) -> usize {
-        self.tokens.len() - self.prompt
-    }
-
-    /// Tokens whose keys and values are there.
-    fn read(&self) -> usize {
-        self.session.as_ref().map_or(0, AnySession::len)
-    }
-
-    fn is_decoding(&self) -> bool {
-        self.job.embedding.is_none() && self.read() + 1 == self.tokens.len()
-    }
-
-    /// Whether nobody waits for it any more.
-    fn is_over(&self, now: Instant) -> bool {
-        self.job.deadline <= now || self.job.sink.is_over()
-    }
-
-    fn send(&self, event: Event) {
-        self.job.sink.send(event);
-    }
-
-    fn drafts_by(&mut self, by: DraftBy) -> &mut Drafts {
-        match by {
-            DraftBy::Lookup => &mut self.drafts,
-            DraftBy::SmallModel => &mut self.model_drafts,
-        }
-    }
-
-    /// What the draft model says next, up to `most` tokens, as far as that pays: `worth` says what a drafted token
-    /// costs, by the seconds that drafting it takes. Begins one of the `sessions` that may still begin, if it has none.
-    fn draft(&mut self, drafter: &Drafter, most: usize, worth: &dyn Fn(f64) -> f64, sessions: &mut usize) -> Vec<u32> {
-        let drafting = self.drafted.as_ref().map_or(0.0, DraftSession::seconds);
-        let pays = self.model_drafts.pay(most.min(drafter.tokens), worth(drafting));
-        if pays == 0 || (self.drafted.is_none() && *sessions == 0) {
-            return Vec::new();
-        }
-        let made = match self.drafted.take() {
-            Some(session) => Ok(session),
-            None => {
-                *sessions -= 1;
-                drafter.model.begin()
-            }
-        };
-        let made = made.and_then(|mut session| Ok((session.draft(&self.tokens, pays)?, session)));
-        match made {
-            Ok((made, session)) => {
-                self.drafted = Some(session);
-                made
-            }
-            Err(error) => {
-                tracing::warn!(error = error.in_full(), "nothing was drafted for an answer");
-                Vec::new()
-            }
-        }
-    }
-}
-
-/// What an answer does in a pass.
-struct Turn {
-    /// Its place among those that run.
-    at: usize,
-    input: Vec<u32>,
-    /// What follows the last token, perhaps; as much of it as pays is part of the input.
-    draft: Vec<u32>,
-    drafted: usize,
-    by: DraftBy,
-    logits: Logits,
-}
-
-/// A turn of an answer, with what the pass gave for it.
-struct Given<'a, P: Passes> {
-    answer: &'a mut Answer<P>,
-    turn: &'a Turn,
-    logits: &'a [f32],
-    chosen: Chosen,
-}
-
-/// What follows an answer.
-#[derive(Default)]
-struct Chosen {
-    tokens: Vec<Token>,
-    /// How many of the drafted tokens are among them.
-    right: usize,
-    ended: Option<End>,
-    /// The last of the tokens is the model's end, which has no text.
-    by_token: bool,
-    /// Why it cannot go on, if it cannot.
-    failed: Option<ApiError>,
-    /// What finding the allowed tokens took, for each of `tokens`; nothing if all are allowed.
-    masks: Vec<Duration>,
-}
-
-impl<P: Passes> Given<'_, P> {
-    /// Chooses tokens, up to the first one behind which something else was drafted, or nothing.
-    fn choose(&mut self, config: &Config, tokenizer: &Tokenizer) {
-        let Config { vocab, context, .. } = *config;
-        let (prompt, turn, chosen) = (self.answer.prompt, self.turn, &mut self.chosen);
-        let read = self.answer.read();
-        if let Some(embedding) = &mut self.answer.job.embedding {
-            embedding.add(read - turn.input.len(), self.logits, config.dim);
-            chosen.ended = (read == prompt).then_some(End::Stop);
-            return;
-        }
-        let job = &mut self.answer.job;
-        for (nth, row) in self.logits.chunks_exact(vocab).enumerate() {
-            let id = match &mut job.grammar {
-                None => job.sampler.sample(row),
-                Some(grammar) => match choose_among(grammar, &mut job.sampler, row, &mut chosen.masks) {
-                    Ok(id) => id,
-                    Err(error) => {
-                        chosen.failed = Some(error);
-                        return;
-                    }
-                },
-            };
-            chosen.tokens.push(Token { id, logprobs: job.logprobs.map(|most| logprobs(row, id, most)) });
-            let whole = self.answer.tokens.len() + chosen.tokens.len();
-            if !job.ignore_end && tokenizer.is_end(id) {
-                chosen.ended = Some(End::Stop);
-                chosen.by_token = true;
-            } else if job.grammar.as_ref().is_some_and(Grammar::is_over) {
-                chosen.ended = Some(End::Stop);
-            } else if whole - prompt >= job.most || whole >= context {
-                chosen.ended = Some(End::Length);
-            }
-            if chosen.ended.is_some() || nth >= turn.drafted || turn.draft[nth] != id {
-                return;
-            }
-            chosen.right = nth + 1;
-        }
-    }
-}
-
-/// The next token, of those that the grammar allows.
-fn choose_among(
-    grammar: &mut Grammar,
-    sampler: &mut Sampler,
-    row: &[f32],
-    masks: &mut Vec<Duration>,
-) -> Result<u32, ApiError> {
-    let since = Instant::now();
-    let mask = grammar.mask()?;
-    masks.push(since.elapsed());
-    // A grammar that allows a token allows one that the model has.
-    let id = sampler.sample_among(row, &|id| mask.allows(id)).unwrap_or_default();
-    grammar.push(id)?;
-    Ok(id)
-}
 
 /// See the [module's documentation](self).
 pub struct Scheduler<P: Passes> {
@@ -952,21 +749,4 @@ fn resume<S: AnySession>(session: S) -> outcore_llm::Result<S> {
         }
     }
     Ok(session)
-}
-
-/// The logarithms of the probabilities of `id` and of the `most` likeliest tokens.
-fn logprobs(logits: &[f32], id: u32, most: usize) -> LogProbs {
-    let peak = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|logit| f64::from(logit - peak).exp()).sum();
-    let log_sum = sum.ln() as f32 + peak;
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let most = most.min(order.len());
-    if most > 0 && most < order.len() {
-        order.select_nth_unstable_by(most - 1, likelier);
-    }
-    order.truncate(most);
-    order.sort_unstable_by(likelier);
-    let of = |id: u32| logits.get(id as usize).map_or(f32::NEG_INFINITY, |logit| logit - log_sum);
-    LogProbs { chosen: of(id), top: order.into_iter().map(|id| (id, of(id))).collect() }
 }
