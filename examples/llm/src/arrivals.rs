@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use futures_util::future::FutureExt;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use outcore::{ErrorKind, PinSet, Scope, Tensor};
+use outcore::{ErrorKind, PinSet, Runtime, Scope, Tensor, Walker};
 
 use crate::error::Result;
-use crate::paged::PagedWeights;
-use crate::weights::{Arrivals, Arrived, Rows, Step};
+use crate::waits::Waits;
+use crate::weights::{Arrivals, Arrived, Rows};
 
 /// A request for the rows of an expert, with its place among those that were drawn.
 type Request = Pin<Box<dyn Future<Output = (usize, outcore::Result<PinSet>)> + Send>>;
@@ -38,7 +38,9 @@ enum State {
 /// All requests are in one scope: once it has pins, a request of it gets [`Busy`](ErrorKind::Busy) rather than wait for
 /// pages that other passes hold. So two passes never wait for each other.
 pub(crate) struct Arriving<'a> {
-    weights: &'a PagedWeights,
+    runtime: &'a Runtime,
+    walker: &'a Walker,
+    waits: &'a Waits,
     scope: Arc<Scope>,
     experts: Vec<Expert>,
     requests: FuturesUnordered<Request>,
@@ -53,23 +55,29 @@ pub(crate) struct Arriving<'a> {
 }
 
 impl<'a> Arriving<'a> {
-    /// Requests experts; `None` if one of them has more pages than may be held at once.
-    pub fn of(weights: &'a PagedWeights, experts: &[Vec<Step>]) -> Result<Option<Self>> {
-        let pages_most = weights.drawn_most();
-        let mut found = Vec::with_capacity(experts.len());
-        for steps in experts {
-            let parts: Arc<[Tensor]> = weights.parts(steps)?.into();
+    /// Requests experts, of which these tensors are the rows, as uses of the walker: at most `pages_most` pages at a
+    /// time. `None` if one of them has more.
+    pub fn of(
+        (runtime, walker): (&'a Runtime, &'a Walker),
+        waits: &'a Waits,
+        pages_most: u64,
+        experts: Vec<Vec<Tensor>>,
+    ) -> Result<Option<Self>> {
+        let expert = |parts: Vec<Tensor>| {
             let pages = parts.iter().map(Tensor::page_count).sum();
-            if pages > pages_most {
-                return Ok(None);
-            }
-            found.push(Expert { parts, pages, state: State::Idle });
+            Expert { parts: parts.into(), pages, state: State::Idle }
+        };
+        let experts: Vec<Expert> = experts.into_iter().map(expert).collect();
+        if experts.iter().any(|expert| expert.pages > pages_most) {
+            return Ok(None);
         }
         let mut arriving = Self {
-            weights,
-            scope: Arc::new(weights.runtime().scope().label("experts").open()?),
-            idle: (0..found.len()).collect(),
-            experts: found,
+            runtime,
+            walker,
+            waits,
+            scope: Arc::new(runtime.scope().label("experts").open()?),
+            idle: (0..experts.len()).collect(),
+            experts,
             requests: FuturesUnordered::new(),
             taken: Vec::new(),
             pages: 0,
@@ -89,12 +97,12 @@ impl<'a> Arriving<'a> {
             self.pages += *pages;
             *state = State::Requested;
             self.idle.pop_front();
-            let (runtime, walker, scope) = (self.weights.runtime(), &self.weights.experts, &self.scope);
-            if let Some(here) = runtime.pin(&parts[..]).of(walker).in_scope(scope).if_resident() {
+            if let Some(here) = self.runtime.pin(&parts[..]).of(self.walker).in_scope(&self.scope).if_resident() {
                 *state = State::Here(Box::new(here));
                 continue;
             }
-            let (runtime, walker, scope, parts) = (runtime.clone(), walker.clone(), scope.clone(), parts.clone());
+            let (runtime, walker) = (self.runtime.clone(), self.walker.clone());
+            let (scope, parts) = (self.scope.clone(), parts.clone());
             self.requests
                 .push(Box::pin(async move { (nth, runtime.pin(&parts[..]).of(&walker).in_scope(&scope).await) }));
         }
@@ -167,7 +175,7 @@ impl Arrivals for Arriving<'_> {
             let comes = any(&self.experts[among.clone()], |state| matches!(state, State::Requested));
             // Where none of these comes, those behind them have the room.
             if (comes || !self.let_go())
-                && let Some(arrived) = self.weights.wait_for(|| Ok(pollster::block_on(self.requests.next())))?
+                && let Some(arrived) = self.waits.wait_for(|| Ok(pollster::block_on(self.requests.next())))?
             {
                 self.arrived(arrived)?;
             }

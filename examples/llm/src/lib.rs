@@ -72,6 +72,7 @@ mod rotary;
 mod sampler;
 pub mod synthetic;
 mod tokenizer;
+mod waits;
 mod weights;
 
 pub use arch::{Arch, Scoring};

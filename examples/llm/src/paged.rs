@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use outcore::{Bytes, ComputeStream, DevicePin, Plan, Runtime, StreamPin, Tensor, Walker};
 use parking_lot::Mutex;
@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use crate::arrivals::Arriving;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
+use crate::waits::Waits;
 use crate::weights::{Arrivals, Rows, Step, TensorId, Weights};
 
 /// A model's weights behind a [`Runtime`].
@@ -19,13 +20,12 @@ use crate::weights::{Arrivals, Rows, Step, TensorId, Weights};
 pub struct PagedWeights {
     runtime: Runtime,
     tensors: Vec<Tiled>,
-    waited: AtomicU64,
+    waits: Waits,
     /// Whether everything fitted the device budget that there was when the weights were opened.
     whole: bool,
     declared: Mutex<Declared>,
     /// Uses experts, which come in no order.
-    pub(crate) experts: Walker,
-    cancelled: Arc<AtomicBool>,
+    experts: Walker,
 }
 
 /// The part of the pass that is the same for every pass, as declared.
@@ -101,23 +101,17 @@ impl PagedWeights {
             runtime: runtime.clone(),
             tensors,
             experts,
-            waited: AtomicU64::new(0),
+            waits: Waits::default(),
             whole,
             declared: Mutex::default(),
-            cancelled: Arc::default(),
         })
     }
 
     /// Gives up passes while `flag` is raised: they get [`Error::Cancelled`] in place of the next rows.
     #[must_use]
     pub fn cancelled_by(mut self, flag: Arc<AtomicBool>) -> Self {
-        self.cancelled = flag;
+        self.waits.cancelled = flag;
         self
-    }
-
-    /// An error if the pass is given up.
-    pub(crate) fn check_cancelled(&self) -> Result<()> {
-        if self.cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
     }
 
     fn tensor(&self, id: TensorId) -> Result<&Tiled> {
@@ -126,7 +120,7 @@ impl PagedWeights {
 
     /// Rows `range` as a handle: a tile that is kept, or a new one. An error if the pass is given up.
     fn part(&self, id: TensorId, range: &Range<u64>) -> Result<Cow<'_, Tensor>> {
-        self.check_cancelled()?;
+        self.waits.check_cancelled()?;
         let tiled = self.tensor(id)?;
         let kept = tiled.tiles.get((range.start / tiled.tile) as usize);
         let whole_tile = range.start.is_multiple_of(tiled.tile)
@@ -137,27 +131,17 @@ impl PagedWeights {
         }
     }
 
-    /// Counts the time of a wait for pages. An error if the pass was given up meanwhile: a wait may be long, and no
-    /// other may follow.
-    pub(crate) fn wait_for<G>(&self, wait: impl FnOnce() -> outcore::Result<G>) -> Result<G> {
-        let since = Instant::now();
-        let guard = wait()?;
-        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        self.check_cancelled()?;
-        Ok(guard)
-    }
-
     /// Pins rows `rows` of `tensor` on whichever device the runtime has them; waits until they are there.
     pub fn pin_device(&self, tensor: TensorId, rows: Range<u64>) -> Result<DevicePin> {
         let part = self.part(tensor, &rows)?;
-        self.wait_for(|| self.runtime.pin(&*part).on_device().wait())
+        self.waits.wait_for(|| self.runtime.pin(&*part).on_device().wait())
     }
 
     /// Pins rows `rows` of `tensor` for work on `stream`, which is made to wait for them: this waits until their copies
     /// have been handed to the device.
     pub fn pin_device_on(&self, tensor: TensorId, rows: Range<u64>, stream: &ComputeStream) -> Result<StreamPin> {
         let part = self.part(tensor, &rows)?;
-        self.wait_for(|| self.runtime.pin(&*part).on(stream).wait())
+        self.waits.wait_for(|| self.runtime.pin(&*part).on(stream).wait())
     }
 
     /// The tensors' parts that these steps are.
@@ -168,8 +152,8 @@ impl PagedWeights {
     /// As [`pin_device_on`](Self::pin_device_on), for several [parts](Self::parts) as a unit.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a pass on a GPU pins several as a unit"))]
     pub(crate) fn pin_parts_on(&self, parts: &[Tensor], stream: &ComputeStream) -> Result<StreamPin> {
-        self.check_cancelled()?;
-        self.wait_for(|| self.runtime.pin(parts).on(stream).wait())
+        self.waits.check_cancelled()?;
+        self.waits.wait_for(|| self.runtime.pin(parts).on(stream).wait())
     }
 
     /// The frames that there are now.
@@ -187,7 +171,7 @@ impl PagedWeights {
     }
 
     /// Pages of experts that are asked for, expected or held at a time, at most: more would push each other out.
-    pub(crate) fn drawn_most(&self) -> u64 {
+    fn drawn_most(&self) -> u64 {
         let stats = self.runtime.stats();
         stats.device.budget.get() / stats.page_size.bytes() / 2
     }
@@ -225,7 +209,7 @@ impl Weights for PagedWeights {
         let pin = self.runtime.pin(&*part);
         let is_drawn = self.is_drawn(tensor).is_some_and(|is_drawn| is_drawn.load(Ordering::Relaxed));
         let pin = if is_drawn { pin.of(&self.experts) } else { pin };
-        let guard = self.wait_for(|| pin.wait())?;
+        let guard = self.waits.wait_for(|| pin.wait())?;
         Ok(Rows::new(guard))
     }
 
@@ -265,7 +249,9 @@ impl Weights for PagedWeights {
 
     /// All are requested at once, as far as half of the frames have room for them; the others as these are used.
     fn draw(&self, experts: &[Vec<Step>], foreseen: &[Step]) -> Result<Option<Box<dyn Arrivals + '_>>> {
-        let Some(arriving) = Arriving::of(self, experts)? else { return Ok(None) };
+        let parts: Result<Vec<Vec<Tensor>>> = experts.iter().map(|steps| self.parts(steps)).collect();
+        let runtime = (&self.runtime, &self.experts);
+        let Some(arriving) = Arriving::of(runtime, &self.waits, self.drawn_most(), parts?)? else { return Ok(None) };
         self.expect(foreseen.iter());
         Ok(Some(Box::new(arriving)))
     }
@@ -282,6 +268,6 @@ impl Weights for PagedWeights {
     }
 
     fn waited(&self) -> Duration {
-        Duration::from_nanos(self.waited.load(Ordering::Relaxed))
+        self.waits.took()
     }
 }

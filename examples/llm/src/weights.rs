@@ -69,14 +69,14 @@ impl fmt::Debug for Rows<'_> {
 /// One step of a pass: these rows of this tensor.
 pub type Step = (TensorId, Range<u64>);
 
-/// An expert that has arrived: its place among those that were drawn, and its rows in the order in which they were named.
+/// An expert that has arrived: its place among those that were drawn, and its rows in the order of their names.
 pub type Arrived<'a> = (usize, Vec<Rows<'a>>);
 
 /// Experts that were drawn, as they arrive.
 pub trait Arrivals {
     /// Some of the experts at the places `among` that nobody has taken yet: those that have arrived, and that `fits`
-    /// takes, which is asked about one after the other. Blocks until there is one; empty only if all of them were taken.
-    /// `fits` must take the first that it is asked about.
+    /// takes, which is asked about one after the other. Blocks until there is one; empty only if all of them were
+    /// taken. `fits` must take the first that it is asked about.
     fn next(&mut self, among: Range<usize>, fits: &mut dyn FnMut(usize) -> bool) -> Result<Vec<Arrived<'_>>>;
 }
 

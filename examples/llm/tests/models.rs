@@ -205,6 +205,34 @@ fn experts_in_few_pages_change_no_bit() {
     }
 }
 
+/// Each pass holds experts while it waits for others, of which all together are more than there is room for.
+#[test]
+fn passes_of_several_threads_do_not_wait_for_each_other_s_experts() {
+    let folder = tempfile::tempdir().unwrap();
+    let experts = Some(Experts { count: 32, used: 4, fused: false });
+    let files = gguf(folder.path(), &Spec { experts, ..spec(Arch::Qwen3Moe, WeightType::Q8_0) });
+    let expected = run(&files, u64::MAX, threads(1), KvType::F32);
+    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    for frames in [12, 20, 40] {
+        let budget = Bytes::new(frames * page.bytes());
+        let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model);
+        let runtime = builder.open().unwrap();
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        std::thread::scope(|scope| {
+            let pass = || {
+                let weights = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+                for _ in 0..3 {
+                    assert_eq!(run_on(&files, weights.clone(), threads(1), KvType::F32), expected, "{frames} frames");
+                }
+            };
+            let passes: Vec<_> = (0..4).map(|_| scope.spawn(pass)).collect();
+            passes.into_iter().for_each(|pass| pass.join().unwrap());
+        });
+        drop(opened);
+        runtime.close().unwrap();
+    }
+}
+
 #[test]
 fn vector_kernels_and_half_caches_stay_near_the_portable_result() {
     let folder = tempfile::tempdir().unwrap();
