@@ -1,4 +1,4 @@
-//! The formats of stored weights, as ggml defines them, and E4M3: numbers from bytes, and bytes from numbers.
+//! The formats of stored weights, as ggml defines them, E4M3 and E8M0: numbers from bytes, and bytes from numbers.
 //!
 //! A row is a sequence of blocks without padding, and may begin at any address. The structs are `ggml-common.h`'s of
 //! llama.cpp; what a field means is in `dequantize_row_*` of its `ggml-quants.c`. Integers are little-endian, and `d`,
@@ -20,14 +20,16 @@
 //! | IQ4_XS | 256 | `d` 2, `scales_h` 2, `scales_l` 4, `qs` 128 | `d * (scale - 32) * IQ4[q]`, one for 32 |
 //! | MXFP4 | 32 | `e` 1, `qs` 16 | `2^(e - 128) * E2M1[q]` |
 //! | F8_E4M3 | 1 | a byte | that of the OCP 8-bit Floating Point Specification (OFP8) |
+//! | F8_E8M0 | 1 | a byte `e` | `2^(e - 127)`; 255 is no number |
 //!
 //! `q` is an element's quant: unsigned, of as many bits as the type's name says. Its low bits are in `qs` (`ql`), its
 //! other bits in `qh` (`hmask`). Where they lie is said at the functions below. `IQ4` and `E2M1` are tables of whole
 //! numbers. MXFP4 is of the Microscaling Formats (MX) Specification of the Open Compute Project, which has halves in
 //! place of `E2M1`, and `2^(e - 127)`. What is no number there, `e` = 255, is one more power of two for ggml, and here.
 //!
-//! F8_E4M3 is a type of safetensors files, which ggml does not have. Models have scales for it in other tensors: what
-//! is read and written here is the number alone.
+//! F8_E4M3 and F8_E8M0 are types of safetensors files, which ggml does not have. Models have scales for F8_E4M3 in
+//! other tensors: what is read and written here is the number alone. F8_E8M0 is the type of the scales of the MX
+//! specification.
 
 #![warn(missing_docs)]
 
@@ -70,6 +72,7 @@ pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
         WeightType::IQ4_XS => each(row, out, iq4_xs),
         WeightType::MXFP4 => each(row, out, mxfp4),
         WeightType::F8_E4M3 => each(row, out, |[b], [o]: &mut [f32; 1]| *o = e4m3(*b)),
+        WeightType::F8_E8M0 => each(row, out, |[b], [o]: &mut [f32; 1]| *o = e8m0(*b)),
     }
 }
 
@@ -245,6 +248,11 @@ fn e4m3(b: u8) -> f32 {
     const MORE: f32 = f32::from_bits((127 + 127 - 7) << 23);
     let number = f32::from_bits(u32::from(b & 0x80) << 24 | u32::from(b & 0x7F) << 20) * MORE;
     if b & 0x7F == 0x7F { f32::NAN } else { number }
+}
+
+#[inline(always)]
+fn e8m0(b: u8) -> f32 {
+    if b == u8::MAX { f32::NAN } else { 2.0 * half_power(b) }
 }
 
 /// Writes `d` times what the quants of a block of 32 stand for in `table`; `qs` as in Q4_0.

@@ -26,6 +26,7 @@ pub fn quantise(dtype: WeightType, values: &[f32], out: &mut Vec<u8>) {
         WeightType::F16 => each(values, out, |[v]: &[f32; 1]| f16::from_f32(*v).to_le_bytes()),
         WeightType::BF16 => each(values, out, |[v]: &[f32; 1]| bf16::from_f32(*v).to_le_bytes()),
         WeightType::F8_E4M3 => each(values, out, |[v]: &[f32; 1]| [e4m3(*v)]),
+        WeightType::F8_E8M0 => each(values, out, |[v]: &[f32; 1]| [e8m0(*v)]),
         WeightType::Q4_0 => each(values, out, q4_0),
         WeightType::Q4_1 => each(values, out, q4_1),
         WeightType::Q5_0 => each(values, out, q5_0),
@@ -526,4 +527,11 @@ fn e4m3(value: f32) -> u8 {
     let steps = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as u8;
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     if value.is_nan() { 0x7F } else { sign | ((exponent + 6) as u8 * 8 + steps) }
+}
+
+/// The power of two that is at most the value without its sign; the least, 2^-127, for one below it.
+fn e8m0(value: f32) -> u8 {
+    // The exponents of both have the same bias. Where it is 0 here, the number is below 2^-126.
+    let exponent = (value.to_bits() >> 23) as u8;
+    if value.is_finite() { exponent } else { u8::MAX }
 }

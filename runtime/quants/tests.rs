@@ -41,7 +41,9 @@ fn candles(dtype: WeightType) -> (GgmlDType, &'static [usize]) {
         WeightType::Q4_K => (GgmlDType::Q4K, &[0, 2]),
         WeightType::Q5_K => (GgmlDType::Q5K, &[0, 2]),
         WeightType::Q6_K => (GgmlDType::Q6K, &[208]),
-        WeightType::F32 | WeightType::F16 | WeightType::BF16 | WeightType::F8_E4M3 => unreachable!("no blocks"),
+        WeightType::F32 | WeightType::F16 | WeightType::BF16 | WeightType::F8_E4M3 | WeightType::F8_E8M0 => {
+            unreachable!("no blocks")
+        }
         WeightType::IQ4_NL | WeightType::IQ4_XS | WeightType::MXFP4 => unreachable!("candle does not have it"),
     }
 }
@@ -333,4 +335,21 @@ fn numbers_of_e4m3_are_those_of_the_specification() {
     }
     assert_eq!((value(0x7E), value(1), value(8)), (448.0, 0.001_953_125, 0.015_625));
     assert!(value(0x7F).is_nan() && value(0xFF).is_nan());
+}
+
+/// By the MX specification.
+#[test]
+fn numbers_of_e8m0_are_powers_of_two() {
+    for byte in 0..=u8::MAX {
+        let mut out = [0f32];
+        dequantise(WeightType::F8_E8M0, &[byte], &mut out);
+        if byte == u8::MAX {
+            assert!(out[0].is_nan());
+        } else {
+            assert_eq!(f64::from(out[0]), 2f64.powi(i32::from(byte) - 127), "{byte}");
+        }
+        let mut bytes = Vec::new();
+        quantise(WeightType::F8_E8M0, &out, &mut bytes);
+        assert_eq!(bytes, [byte]);
+    }
 }

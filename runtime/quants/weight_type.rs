@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use outcore::{DType, Error, ErrorKind};
 
-/// How a weight's elements are stored. The quantised ones are ggml's block formats; `F8_E4M3` ggml does not have.
+/// How a weight's elements are stored. The quantised ones are ggml's block formats; `F8_E4M3` and `F8_E8M0` ggml does
+/// not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, non_camel_case_types)]
 #[non_exhaustive]
@@ -27,6 +28,7 @@ pub enum WeightType {
     IQ4_XS,
     MXFP4,
     F8_E4M3,
+    F8_E8M0,
 }
 
 impl WeightType {
@@ -70,6 +72,7 @@ impl WeightType {
             Self::IQ4_XS => DType::IQ4_XS,
             Self::MXFP4 => DType::MXFP4,
             Self::F8_E4M3 => DType::F8_E4M3,
+            Self::F8_E8M0 => DType::F8_E8M0,
         }
     }
 
@@ -85,7 +88,7 @@ impl WeightType {
 
     /// The type that outcore calls `dtype`, if this crate reads and writes it.
     pub fn of(dtype: DType) -> Option<Self> {
-        Self::ALL.into_iter().chain([Self::F8_E4M3]).find(|one| one.dtype() == dtype)
+        Self::ALL.into_iter().chain([Self::F8_E4M3, Self::F8_E8M0]).find(|one| one.dtype() == dtype)
     }
 
     /// Bytes of `elements` consecutive elements, or `None` where that is not a whole number of blocks.

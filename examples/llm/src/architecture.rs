@@ -6,10 +6,13 @@ use std::ops::Range;
 
 use crate::arch::{Arch, Scoring};
 use crate::config::{Config, Mixture};
+use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
 use crate::fp8::{self, Scaled};
+use crate::kernels;
 use crate::known;
+use crate::mxfp4;
 use crate::weights::{Step, TensorId, WeightInfo};
 
 /// A matrix with an optional bias.
@@ -22,8 +25,12 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    pub fn matrix(&self) -> Rows<'_> {
+    pub fn rows(&self) -> Rows<'_> {
         (&self.weight, self.rows.clone())
+    }
+
+    pub fn matrix(&self) -> Matrix<'_> {
+        Matrix { rows: self.rows(), scales: None, bias: self.bias.as_ref().map(|bias| (bias, 0..1)) }
     }
 }
 
@@ -68,8 +75,8 @@ pub(crate) struct Experts {
     pub router: Linear,
     /// What is added to the score of each expert before some are chosen.
     pub correction: Option<WeightInfo>,
-    pub gate: Stack,
-    pub up: Stack,
+    /// Those of gate and of up; or one, whose rows are by turns gate's and up's.
+    pub inputs: Vec<Stack>,
     pub down: Stack,
     pub shared: Option<Shared>,
 }
@@ -82,10 +89,12 @@ pub(crate) struct Shared {
     pub gate: Option<WeightInfo>,
 }
 
-/// One matrix of each expert of a layer, with its biases.
+/// One matrix of each expert of a layer, with what belongs to it.
 #[derive(Clone, Debug)]
 pub(crate) struct Stack {
     pub matrices: Matrices,
+    /// As many rows as the tensor that all matrices lie in: the scales of each.
+    pub scales: Option<WeightInfo>,
     /// A row for each expert.
     pub biases: Option<WeightInfo>,
 }
@@ -101,18 +110,40 @@ pub(crate) enum Matrices {
 /// Rows of a tensor.
 pub(crate) type Rows<'a> = (&'a WeightInfo, Range<u64>);
 
+/// A matrix, with what belongs to it.
+#[derive(Clone, Debug)]
+pub(crate) struct Matrix<'a> {
+    pub rows: Rows<'a>,
+    /// The scales of each row, where a tensor of their own has them.
+    pub scales: Option<Rows<'a>>,
+    pub bias: Option<Rows<'a>>,
+}
+
+impl<'a> Matrix<'a> {
+    /// All of it, in the order of its use.
+    pub fn all(self) -> impl Iterator<Item = Rows<'a>> {
+        self.scales.into_iter().chain([self.rows]).chain(self.bias)
+    }
+}
+
 impl Stack {
-    /// An expert's matrix and bias: the tensors, and the rows in them.
-    fn of(&self, expert: usize) -> (Rows<'_>, Option<Rows<'_>>) {
+    /// All matrices in one tensor, and nothing else.
+    fn of_one(tensor: &WeightInfo, stride: u64, first: u64, rows: u64) -> Self {
+        Self { matrices: Matrices::One { tensor: tensor.clone(), stride, first, rows }, scales: None, biases: None }
+    }
+
+    /// An expert's matrix.
+    fn of(&self, expert: usize) -> Matrix<'_> {
         let nth = expert as u64;
-        let matrix = match &self.matrices {
+        let rows = match &self.matrices {
             Matrices::One { tensor, stride, first, rows } => {
                 let start = nth * stride + first;
                 (tensor, start..start + rows)
             }
             Matrices::Each(tensors) => (&tensors[expert], 0..tensors[expert].rows),
         };
-        (matrix, self.biases.as_ref().map(|biases| (biases, nth..nth + 1)))
+        let scales = self.scales.as_ref().map(|scales| (scales, rows.1.clone()));
+        Matrix { rows, scales, bias: self.biases.as_ref().map(|biases| (biases, nth..nth + 1)) }
     }
 
     /// The tensors that its matrices lie in.
@@ -125,24 +156,34 @@ impl Stack {
 }
 
 impl Experts {
-    /// The matrices of an expert that there is, each with its bias, in the order of their use: gate, up and down.
-    pub fn of(&self, expert: usize) -> [(Rows<'_>, Option<Rows<'_>>); 3] {
-        [&self.gate, &self.up, &self.down].map(|stack| stack.of(expert))
+    fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        self.inputs.iter().chain([&self.down])
+    }
+
+    /// The matrices of an expert that there is, in the order of their use: those of [`inputs`](Self::inputs), then
+    /// `down`.
+    pub fn of(&self, expert: usize) -> impl Iterator<Item = Matrix<'_>> {
+        self.stacks().map(move |stack| stack.of(expert))
     }
 
     /// The rows of an expert, in the order of their use.
     pub fn rows_of(&self, expert: usize) -> impl Iterator<Item = Rows<'_>> {
-        self.of(expert).into_iter().flat_map(|(matrix, bias)| std::iter::once(matrix).chain(bias))
+        self.of(expert).flat_map(Matrix::all)
     }
 
     /// The tensors that the experts' matrices lie in.
     fn tensors(&self) -> impl Iterator<Item = &WeightInfo> {
-        [&self.gate, &self.up, &self.down].into_iter().flat_map(Stack::tensors)
+        self.stacks().flat_map(Stack::tensors)
     }
 
     /// Their biases.
     fn biases(&self) -> impl Iterator<Item = &WeightInfo> {
-        [&self.gate, &self.up, &self.down].into_iter().filter_map(|stack| stack.biases.as_ref())
+        self.stacks().filter_map(|stack| stack.biases.as_ref())
+    }
+
+    /// Their scales in tensors of their own.
+    fn scales(&self) -> impl Iterator<Item = &WeightInfo> {
+        self.stacks().filter_map(|stack| stack.scales.as_ref())
     }
 }
 
@@ -216,16 +257,16 @@ impl<'a> Op<'a> {
         let whole = |info: &'a WeightInfo| (info, 0..info.rows);
         match self {
             Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::Gate(l) | Self::Up(l) => {
-                (Some(l.matrix()), [l.bias.as_ref(), None])
+                (Some(l.rows()), [l.bias.as_ref(), None])
             }
-            Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(l.matrix()), [l.bias.as_ref(), norm]),
+            Self::AttentionOutput(l, norm) | Self::Down(l, norm) => (Some(l.rows()), [l.bias.as_ref(), norm]),
             Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) | Self::ForeseeNorm(w) => {
                 (Some(whole(w)), [None; 2])
             }
             Self::LastNorm(w) | Self::Logits(w) => (Some(whole(w)), [None; 2]),
-            Self::AddShared(shared) => (Some(shared.network.down.matrix()), [shared.gate.as_ref(), None]),
+            Self::AddShared(shared) => (Some(shared.network.down.rows()), [shared.gate.as_ref(), None]),
             Self::Router(experts) | Self::Foresee(_, experts) => {
-                (Some(experts.router.matrix()), [experts.router.bias.as_ref(), experts.correction.as_ref()])
+                (Some(experts.router.rows()), [experts.router.bias.as_ref(), experts.correction.as_ref()])
             }
             Self::Experts(..) => (None, [None; 2]),
             Self::Attend(_, sinks) => (sinks.map(whole), [None; 2]),
@@ -351,11 +392,6 @@ impl Names<'_> {
     }
 
     fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
-        if c.arch == Arch::GptOss && self.files.container() == Container::Safetensors {
-            let what = "safetensors files of gpt-oss, whose experts lie in another order, are not supported: fetch a GGUF \
-                        file of the model, or convert it with llama.cpp";
-            return Err(Error::Unsupported(what.into()));
-        }
         let name = |stem: &str| format!("blk.{i}.{stem}");
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let [of_inputs, of_output, of_ffn] = c.biases;
@@ -436,35 +472,38 @@ impl Names<'_> {
         if self.files.container() == Container::Gguf {
             let stack = |stem: &str, [rows, cols]: [usize; 2]| -> Result<Stack> {
                 let tensor = self.need(&name(&format!("{stem}.weight")), count * rows, cols)?;
-                let matrices = Matrices::One { tensor, stride: rows as u64, first: 0, rows: rows as u64 };
                 let biases = || self.need(&name(&format!("{stem}.bias")), count, rows);
-                Ok(Stack { matrices, biases: biased.then(biases).transpose()? })
+                let biases = biased.then(biases).transpose()?;
+                Ok(Stack { biases, ..Stack::of_one(&tensor, rows as u64, 0, rows as u64) })
             };
             return Ok(Experts {
                 router,
                 correction,
-                gate: stack("ffn_gate_exps", [ffn_dim, c.dim])?,
-                up: stack("ffn_up_exps", [ffn_dim, c.dim])?,
+                inputs: vec![stack("ffn_gate_exps", [ffn_dim, c.dim])?, stack("ffn_up_exps", [ffn_dim, c.dim])?],
                 down: stack("ffn_down_exps", [c.dim, ffn_dim])?,
                 shared,
             });
         }
         let of_layer = format!("model.layers.{i}.mlp.experts");
+        if c.arch == Arch::GptOss {
+            return Ok(Experts {
+                router,
+                correction,
+                inputs: vec![self.mxfp4(&format!("{of_layer}.gate_up_proj"), count, [2 * ffn_dim, c.dim])?],
+                down: self.mxfp4(&format!("{of_layer}.down_proj"), count, [c.dim, ffn_dim])?,
+                shared,
+            });
+        }
         // transformers 5 keeps all experts in two tensors, unless it is asked to write what it has read.
         if let Some(both) = self.of_file(&format!("{of_layer}.gate_up_proj"), 2 * count * ffn_dim, c.dim)? {
             let down = format!("{of_layer}.down_proj");
             let (rows, of_down) = (ffn_dim as u64, c.dim as u64);
             let down = self.of_file(&down, count * c.dim, ffn_dim)?.ok_or_else(|| Error::MissingTensor(down))?;
-            let stack = |tensor: &WeightInfo, stride, first, rows| Stack {
-                matrices: Matrices::One { tensor: tensor.clone(), stride, first, rows },
-                biases: None,
-            };
             return Ok(Experts {
                 router,
                 correction,
-                gate: stack(&both, 2 * rows, 0, rows),
-                up: stack(&both, 2 * rows, rows, rows),
-                down: stack(&down, of_down, 0, of_down),
+                inputs: vec![Stack::of_one(&both, 2 * rows, 0, rows), Stack::of_one(&both, 2 * rows, rows, rows)],
+                down: Stack::of_one(&down, of_down, 0, of_down),
                 shared,
             });
         }
@@ -476,16 +515,42 @@ impl Names<'_> {
             let name = |expert| format!("{of_layer}.{expert}.{projection}.weight");
             let need = |name: String| self.of_file(&name, rows, cols)?.ok_or(Error::MissingTensor(name));
             let matrices = (0..count).map(|expert| need(name(expert))).collect::<Result<_>>().map(Matrices::Each)?;
-            Ok::<_, Error>(Stack { matrices, biases: None })
+            Ok::<_, Error>(Stack { matrices, scales: None, biases: None })
         };
         Ok(Experts {
             router,
             correction,
-            gate: each(gate, [ffn_dim, c.dim])?,
-            up: each(up, [ffn_dim, c.dim])?,
+            inputs: vec![each(gate, [ffn_dim, c.dim])?, each(up, [ffn_dim, c.dim])?],
             down: each(down, [c.dim, ffn_dim])?,
             shared,
         })
+    }
+
+    /// A matrix of each of `count` experts, with biases, in the form that gpt-oss is published in.
+    fn mxfp4(&self, name: &str, count: usize, [rows, cols]: [usize; 2]) -> Result<Stack> {
+        let need = |end: &str, rows, cols, dtype: Option<WeightType>| {
+            let name = format!("{name}{end}");
+            let found = self.of_file(&name, rows, cols)?.ok_or(Error::MissingTensor(name))?;
+            match dtype.filter(|dtype| *dtype != found.dtype) {
+                Some(_) => Err(Error::Unsupported(format!(
+                    "tensor {:?} has type {}, and not U8, the bytes of MXFP4 (fetch the model as it was published)",
+                    found.name, found.dtype
+                ))),
+                None => Ok(found),
+            }
+        };
+        if self.files.tensor(&format!("{name}{}", mxfp4::BLOCKS)).is_none() && self.files.tensor(name).is_some() {
+            return Err(Error::Unsupported(format!(
+                "tensor {name:?} holds the experts of a gpt-oss as transformers writes them when they are no longer MXFP4, \
+                 with inputs along its rows, which is not supported (fetch the model as it was published, or a GGUF file \
+                 of it)"
+            )));
+        }
+        let tensor = need(mxfp4::BLOCKS, count * rows, cols, Some(WeightType::MXFP4))?;
+        let scales = need(mxfp4::SCALES, count * rows, cols / kernels::BLOCK, Some(WeightType::F8_E8M0))?;
+        let biases = need("_bias", count, rows, None)?;
+        let stack = Stack::of_one(&tensor, rows as u64, 0, rows as u64);
+        Ok(Stack { scales: Some(scales), biases: Some(biases), ..stack })
     }
 }
 
@@ -556,6 +621,7 @@ impl Architecture {
         };
         let scaled = fp8::find(files, arch.config.weight_blocks, matrices(), others())?;
         let used = matrices().chain(others()).chain(&stored).chain(scaled.iter().map(|one| &one.scales));
+        let used = used.chain(experts().flat_map(Experts::scales));
         let used: HashSet<TensorId> = used.map(|info| info.id).collect();
         arch.scaled = scaled;
         let is_unused =

@@ -106,12 +106,13 @@ impl Working {
         // A product of several vectors exists twice for a while, by rows and by vectors.
         let attention = 2 * (q + k) + copy(q) + 2 * dim;
         let feed_forward = |ffn: u128| 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
+        // Products of gate and of up that one matrix makes exist twice.
+        let of_expert = |ffn: u128| feed_forward(ffn).max(4 * ffn);
         // Of a mixture, all tokens may draw the same expert: their vectors are copied for it. The router's scores, and
         // of each expert that is drawn its number, the token's, and the weight; the same of what is foreseen.
         let mixture = config.mixture.as_ref().map_or(0, |mixture| {
             let [count, used, ffn] = [mixture.count, mixture.used, mixture.ffn_dim].map(|size| size as u128);
-            (4 * count + 12 * used + dim + copy(dim) + feed_forward(ffn))
-                .max(feed_forward(mixture.shared_ffn_dim as u128))
+            (4 * count + 12 * used + dim + copy(dim) + of_expert(ffn)).max(feed_forward(mixture.shared_ffn_dim as u128))
         });
         let together = config.mixture.as_ref().map_or(0, |mixture| {
             expert_pass::together_most(mixture, config.dim) as u128 * expert_pass::draw_bytes(mixture, config.dim)
@@ -122,7 +123,10 @@ impl Working {
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
-        let fixed = bytes((logits + scores) * FLOAT + together + u128::from(A_THREAD.get()) * threads);
+        // Where scales lie apart, rows are put into another form.
+        let scratch = if config.scale_bytes > 0 { kernels::SCRATCH_BYTES as u128 } else { 0 };
+        let of_threads = (u128::from(A_THREAD.get()) + scratch) * threads;
+        let fixed = bytes((logits + scores) * FLOAT + together + of_threads);
         let held = keys_values(config, plain, kv).get().saturating_add(config.scale_bytes);
         let fixed = Bytes::new(fixed.get().saturating_add(held));
         Self { fixed, token, prompt }

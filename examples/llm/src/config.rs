@@ -14,7 +14,9 @@ use crate::arch::{Arch, Scoring};
 use crate::error::Result;
 use crate::files::{Container, ModelFiles};
 use crate::fp8::SCALES;
+use crate::kernels;
 use crate::known;
+use crate::mxfp4;
 
 /// Which elements of a head the rotary embedding turns together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +91,8 @@ pub struct Config {
     pub mixture: Option<Mixture>,
     /// Rows and columns of a block of weights in FP8, which have one scale.
     pub weight_blocks: Option<[u64; 2]>,
-    /// Bytes of memory that these scales take, which are held.
+    /// Bytes of memory that scales in tensors of their own take: all those of FP8, which are held, and those of MXFP4
+    /// that one matrix of an expert has, which are copied.
     pub scale_bytes: u64,
 }
 
@@ -225,6 +228,11 @@ impl Config {
         if self.weight_blocks.is_some() {
             let scales = model.tensors().iter().filter(|tensor| tensor.name.ends_with(SCALES));
             self.scale_bytes = scales.map(|tensor| tensor.rows * tensor.cols * size_of::<f32>() as u64).sum();
+        }
+        if let Some(mixture) = &self.mixture {
+            let blocks = model.tensors().iter().filter(|tensor| mxfp4::is_apart(tensor));
+            let most = blocks.map(|tensor| tensor.rows * (tensor.cols / kernels::BLOCK as u64)).max();
+            self.scale_bytes += most.unwrap_or(0) / mixture.count.max(1) as u64;
         }
         if self.vocab == 0 || self.vocab > MOST_VOCAB {
             return Err(meta.bad(&format!("a vocabulary of {} tokens is not from 1 to {MOST_VOCAB}", self.vocab)));

@@ -1,17 +1,18 @@
 //! A layer's mixture of experts within a pass.
 
+use std::mem::take;
 use std::ops::Range;
 use std::{iter, slice};
 
 use parking_lot::Mutex;
 
-use crate::architecture::{Experts, Rows, tiles};
+use crate::architecture::{Experts, Matrix, Rows, tiles};
 use crate::config::Mixture;
 use crate::error::{Error, Result};
 use crate::experts::{Draw, Foreseen, Scores, drawn};
-use crate::fp8;
 use crate::kernels;
 use crate::model::{Input, Model};
+use crate::product::Product;
 use crate::quants;
 use crate::weights::{self, Arrived, Step, WeightInfo};
 
@@ -159,15 +160,18 @@ impl Model {
             };
             let next: Vec<Step> = drawn.get(nth + 1).map(steps).unwrap_or_default();
             self.weights.drawn(&steps(draws), if next.is_empty() { foreseen } else { &next });
-            let [gate, up, down] = experts.of(draws[0].expert);
+            let mut matrices = experts.of(draws[0].expert);
             let mut vectors = drawing(draws, input, dim);
-            let mut gated = self.linear_rows(gate, &mut vectors)?;
-            let raised = self.linear_rows(up, &mut vectors)?;
+            let inputs = matrices.by_ref().take(experts.inputs.len());
+            let made = inputs.map(|matrix| self.linear_rows(matrix, &mut vectors)).collect::<Result<_>>()?;
             drop(vectors);
+            let [mut gated, raised] = gate_and_up(made);
             self.activate(&mut gated, &raised);
             drop(raised);
-            let made = self.linear_rows(down, &mut Input::new(gated, draws.len()))?;
-            add(draws, &made, (x, dim));
+            let mut gated = Input::new(gated, draws.len());
+            for down in matrices {
+                add(draws, &self.linear_rows(down, &mut gated)?, (x, dim));
+            }
         }
         Ok(())
     }
@@ -188,52 +192,55 @@ impl Model {
         for (nth, held) in arrived {
             let draws = drawn[*nth];
             let mut held = held.iter();
-            let [gate, up, down] = experts.of(draws[0].expert).map(|(matrix, bias)| Part::new(matrix, bias, &mut held));
-            let of_expert = [gate?, up?, down?];
+            let of_expert = experts.of(draws[0].expert).map(|matrix| Part::new(matrix, &mut held));
+            let of_expert = of_expert.collect::<Result<Vec<_>>>()?;
             let vectors = drawing(draws, input, dim);
             if draws.len() as u128 > TOGETHER_MOST {
-                return Ok(vec![(*nth, self.alone(&of_expert, vectors)?)]);
+                let (inputs, rest) = of_expert.split_at(experts.inputs.len());
+                return Ok(vec![(*nth, self.alone(inputs, &rest[0], vectors)?)]);
             }
-            let products = [const { Vec::new() }; 3];
+            let products = vec![Vec::new(); of_expert.len()];
             parts.push(Mutex::new(Together { vectors, m: draws.len(), parts: of_expert, products }));
         }
-        // What enters the first two matrices, then their products, what enters the third, and its products.
+        let inputs = experts.inputs.len();
+        // What enters the first matrices, then their products, what enters the last, and its products.
         let each = |work: &(dyn Fn(&mut Together<'_>) + Sync)| {
             self.pool.run(parts.len(), &|nth| work(&mut parts[nth].lock()));
         };
         each(&|one| {
-            let [gate, up, _] = &one.parts;
-            one.vectors.prepare(gate.info.dtype, alone);
-            one.vectors.prepare(up.info.dtype, alone);
+            let Together { parts, vectors, .. } = one;
+            for part in &parts[..inputs] {
+                vectors.prepare(part.info.dtype, alone);
+            }
         });
-        self.multiply(&parts, 0..2);
+        self.multiply(&parts, 0..inputs);
         each(&|one| {
-            let products = [0, 1].map(|nth| std::mem::take(&mut one.products[nth]));
-            let [mut gated, raised] = [0, 1].map(|nth| one.parts[nth].by_vector(&products[nth], one.m));
-            drop(products);
+            let products = one.parts[..inputs].iter().zip(&mut one.products).map(|(part, made)| (part, take(made)));
+            let made = products.map(|(part, made)| part.by_vector(&made, one.m)).collect();
+            let [mut gated, raised] = gate_and_up(made);
             activation.apply(&mut gated, &raised);
             one.vectors = Input::new(gated, one.m);
-            one.vectors.prepare(one.parts[2].info.dtype, alone);
+            one.vectors.prepare(one.parts[inputs].info.dtype, alone);
         });
-        self.multiply(&parts, 2..3);
+        self.multiply(&parts, inputs..inputs + 1);
         let made = arrived.iter().zip(parts).map(|((nth, _), one)| {
             let one = one.into_inner();
-            (*nth, one.parts[2].by_vector(&one.products[2], one.m))
+            (*nth, one.parts[inputs].by_vector(&one.products[inputs], one.m))
         });
         Ok(made.collect())
     }
 
     /// What an expert makes of vectors that are work enough for all threads at each step: `[vectors x dim]`.
-    fn alone(&self, [gate, up, down]: &[Part<'_>; 3], mut vectors: Input) -> Result<Vec<f32>> {
+    fn alone(&self, inputs: &[Part<'_>], down: &Part<'_>, mut vectors: Input) -> Result<Vec<f32>> {
         let linear = |part: &Part<'_>, x: &mut Input| -> Result<Vec<f32>> {
             let rows = part.first as u64..part.first as u64 + part.rows();
             let held = iter::once(Ok((rows.clone(), part.bytes)));
-            let mut out = self.product((part.info, rows), held, x)?;
+            let mut out = self.product((part.info, rows), part.scales, held, x)?;
             part.add_bias(&mut out);
             Ok(out)
         };
-        let mut gated = linear(gate, &mut vectors)?;
-        let raised = linear(up, &mut vectors)?;
+        let made = inputs.iter().map(|part| linear(part, &mut vectors)).collect::<Result<_>>()?;
+        let [mut gated, raised] = gate_and_up(made);
         let m = vectors.m;
         drop(vectors);
         self.activate(&mut gated, &raised);
@@ -255,21 +262,18 @@ impl Model {
                 let (info, stride) = (part.info, part.info.row_bytes as usize);
                 products.resize(part.rows() as usize * m, 0f32);
                 let acts = vectors.prepare(info.dtype, (self.level, &self.alone));
-                let scales = self.scales.get(&info.id);
+                let scales = self.scales_of(info, part.scales, part.first);
+                let product = Product { level: self.level, info, scales, acts, m };
                 let starts = (part.first..).step_by(each);
                 let outs = products.chunks_mut(each * m).zip(starts);
                 for (bytes, (out, first)) in part.bytes.chunks(each * stride).zip(outs) {
-                    pieces.push(Mutex::new((info, scales, first, bytes, acts, m, out)));
+                    pieces.push(Mutex::new((product, first, bytes, out)));
                 }
             }
         }
         self.pool.run(pieces.len(), &|nth| {
-            let (info, scales, first, bytes, acts, m, out) = &mut *pieces[nth].lock();
-            let k = info.cols as usize;
-            match scales {
-                None => kernels::rows_dot(self.level, info.dtype, k, bytes, *acts, *m, out),
-                Some(scales) => fp8::rows_dot(self.level, scales, (*first, k), bytes, *acts, *m, out),
-            }
+            let (product, first, bytes, out) = &mut *pieces[nth].lock();
+            product.rows(*first, bytes, out);
         });
     }
 }
@@ -279,10 +283,10 @@ struct Together<'a> {
     /// What enters the next matrices, and of how many draws.
     vectors: Input,
     m: usize,
-    /// Gate, up and down.
-    parts: [Part<'a>; 3],
+    /// Its matrices, in the order of their use.
+    parts: Vec<Part<'a>>,
     /// `[rows x vectors]` of each.
-    products: [Vec<f32>; 3],
+    products: Vec<Vec<f32>>,
 }
 
 /// A matrix whose bytes are held.
@@ -291,17 +295,18 @@ struct Part<'a> {
     /// The tensor's row that comes first.
     first: usize,
     bytes: &'a [u8],
+    /// Of its rows, where a tensor of their own has them.
+    scales: Option<&'a [u8]>,
     bias: Option<Vec<f32>>,
 }
 
 impl<'a> Part<'a> {
-    /// Takes the bytes of a matrix, and of its bias, from what is held in the order of use.
+    /// Takes the bytes of a matrix, and of what belongs to it, from what is held in the order of use.
     fn new(
-        (info, rows): Rows<'a>,
-        bias: Option<Rows<'a>>,
+        Matrix { rows: (info, rows), scales, bias }: Matrix<'a>,
         held: &mut slice::Iter<'a, weights::Rows<'_>>,
     ) -> Result<Self> {
-        let mut next = |info: &WeightInfo, rows: &Range<u64>| {
+        let mut next = |(info, rows): (&WeightInfo, &Range<u64>)| {
             let bytes: &'a [u8] = held.next().map_or(&[], |rows| rows);
             let want = (rows.end - rows.start) * info.row_bytes;
             if bytes.len() as u64 != want {
@@ -309,13 +314,14 @@ impl<'a> Part<'a> {
             }
             Ok(bytes)
         };
-        let bytes = next(info, &rows)?;
+        let scales = scales.map(|(info, rows)| next((info, &rows))).transpose()?;
+        let bytes = next((info, &rows))?;
         let bias = bias.map(|(info, rows)| -> Result<_> {
             let mut values = vec![0f32; info.cols as usize];
-            quants::dequantise(info.dtype, next(info, &rows)?, &mut values);
+            quants::dequantise(info.dtype, next((info, &rows))?, &mut values);
             Ok(values)
         });
-        Ok(Self { info, first: rows.start as usize, bytes, bias: bias.transpose()? })
+        Ok(Self { info, first: rows.start as usize, bytes, scales, bias: bias.transpose()? })
     }
 
     fn rows(&self) -> u64 {
@@ -333,6 +339,17 @@ impl<'a> Part<'a> {
         let Some(bias) = &self.bias else { return };
         for row in vectors.chunks_exact_mut(bias.len()) {
             row.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+        }
+    }
+}
+
+/// The products of gate and of up, from those of [`Experts::inputs`].
+fn gate_and_up(mut made: Vec<Vec<f32>>) -> [Vec<f32>; 2] {
+    match (made.pop(), made.pop()) {
+        (Some(up), Some(gate)) => [gate, up],
+        (both, _) => {
+            let both = both.unwrap_or_default();
+            [0, 1].map(|first| both.iter().skip(first).step_by(2).copied().collect())
         }
     }
 }

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use outcore::ErrorKind;
 use outcore::format::{self, ModelHeader, gguf};
+use outcore::{DType, ErrorKind};
 use serde_json::{Map, Value};
 
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
+use crate::mxfp4;
 use crate::weights::{TensorId, WeightInfo};
 
 /// What may lie beside safetensors files and is read from there.
@@ -53,7 +54,10 @@ impl ModelFiles {
         let mut tensors = Vec::with_capacity(header.tensors.len());
         let mut by_name = HashMap::with_capacity(header.tensors.len());
         for (index, t) in header.tensors.iter().enumerate() {
-            let dtype = WeightType::of(t.dtype).ok_or_else(|| {
+            // Bytes are parts of matrices, or nothing that is known.
+            let of_bytes = (t.dtype == DType::U8).then(|| mxfp4::stored(&t.name, &t.shape)).flatten();
+            let plain = || Some((WeightType::of(t.dtype)?, 1, t.shape.last().copied().unwrap_or(1)));
+            let (dtype, inner, cols) = of_bytes.or_else(plain).ok_or_else(|| {
                 let path = paths.get(t.file as usize).map_or(Path::new(""), PathBuf::as_path).display();
                 let known = WeightType::ALL.map(|known| known.to_string()).join(", ");
                 let what = format!("{path}: tensor {:?} has type {}, which is not supported", t.name, t.dtype);
@@ -64,11 +68,12 @@ impl ModelFiles {
                 let why = format!("{why} (the file is damaged or was written wrongly: fetch it again)");
                 Error::format(format!("{path}: tensor {:?}", t.name), why)
             };
-            let cols = t.shape.last().copied().unwrap_or(1);
-            let outer = &t.shape[..t.shape.len().saturating_sub(1)];
+            let (outer, of_row) = t.shape.split_at(t.shape.len().saturating_sub(inner));
             let rows =
                 outer.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).ok_or_else(|| bad("its shape overflows"))?;
-            let row_bytes = dtype.bytes(cols).ok_or_else(|| bad("its rows are not a whole number of blocks"))?;
+            let of_row = of_row.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
+            let row_bytes = of_row.and_then(|elements| t.dtype.bytes_for(elements));
+            let row_bytes = row_bytes.ok_or_else(|| bad("its rows are not a whole number of blocks"))?;
             let id = TensorId(index as u32);
             by_name.insert(t.name.clone(), id);
             let (name, file, offset) = (t.name.clone(), t.file, t.offset);

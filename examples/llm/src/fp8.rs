@@ -7,20 +7,15 @@
 
 use std::collections::HashSet;
 
-use outcore::DType;
-
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::kernels::{Acts, Level, dot};
-use crate::pool::Pool;
 use crate::quants::dequantise;
 use crate::weights::WeightInfo;
 
 /// What follows the name of a matrix in that of its scales.
 pub(crate) const SCALES: &str = "_scale_inv";
-/// Fewest stored bytes worth handing to another thread.
-const CHUNK_BYTES: usize = 8 << 10;
 
 /// A matrix in FP8, and the tensor with its scales.
 #[derive(Clone, Debug)]
@@ -74,8 +69,8 @@ pub(crate) fn find<'a>(
             let (name, rows, cols) = (scales.name.clone(), scales.rows, scales.cols);
             return Err(Error::Shape { name, rows, cols, want_rows, want_cols });
         }
-        if is_fp8(&scales) {
-            let what = format!("tensor {:?} has type {}: scales are F32, F16 or BF16", scales.name, DType::F8_E4M3);
+        if matches!(scales.dtype, WeightType::F8_E4M3 | WeightType::F8_E8M0) {
+            let what = format!("tensor {:?} has type {}: scales are F32, F16 or BF16", scales.name, scales.dtype);
             return Err(Error::Unsupported(format!("{what} (fetch the model in another form)")));
         }
         Ok(Scaled { matrix: matrix.clone(), scales: scales.clone() })
@@ -145,27 +140,4 @@ pub(crate) fn rows_dot(
         scales.row(nth, row, &mut weights);
         out.iter_mut().zip(x.chunks_exact(k)).for_each(|(out, x)| *out = dot(level, &weights, x));
     }
-}
-
-/// [`rows_dot_on`](crate::kernels::rows_dot_on) for rows of `k` elements of FP8, of which the first is the `first` of
-/// its matrix.
-#[expect(clippy::too_many_arguments, reason = "the operands of one product, and who computes it")]
-pub(crate) fn rows_dot_on(
-    pool: &Pool,
-    level: Level,
-    scales: &BlockScales,
-    (first, k): (usize, usize),
-    rows: &[u8],
-    acts: Acts<'_>,
-    m: usize,
-    out: &mut [f32],
-) {
-    if k == 0 || m == 0 {
-        return out.fill(0.0);
-    }
-    let each = (rows.len() / k).div_ceil(pool.threads() * 4);
-    let chunk = each.max(CHUNK_BYTES / k / m).max(1);
-    pool.run_chunks(out, chunk * m, |i, out| {
-        rows_dot(level, scales, (first + i * chunk, k), &rows[i * chunk * k..], acts, m, out);
-    });
 }

@@ -34,6 +34,8 @@ const LANES: usize = 16;
 
 /// Most bytes that an element of a vector has in what is prepared for the kernels.
 pub const PREPARED_BYTES: usize = 4;
+/// A thread puts rows whose scales lie apart into another form in about so many bytes.
+pub(crate) const SCRATCH_BYTES: usize = 64 << 10;
 
 /// Sixteen blocks of one vector: `value[i] = scale * q[i]`. Blocks beyond the vector's end are zeros.
 #[derive(Clone, Copy, Debug)]
@@ -283,9 +285,9 @@ pub enum ActKind {
 
 /// What `dtype`'s kernels multiply with.
 pub fn act_kind(dtype: WeightType) -> ActKind {
-    use WeightType::{BF16, F8_E4M3, F16, F32, Q2_K, Q3_K, Q5_0, Q5_1};
+    use WeightType::{BF16, F8_E4M3, F8_E8M0, F16, F32, Q2_K, Q3_K, Q5_0, Q5_1};
     match dtype {
-        F32 | F16 | BF16 | F8_E4M3 | Q5_0 | Q5_1 | Q2_K | Q3_K => ActKind::Plain,
+        F32 | F16 | BF16 | F8_E4M3 | F8_E8M0 | Q5_0 | Q5_1 | Q2_K | Q3_K => ActKind::Plain,
         _ => ActKind::Q8,
     }
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::architecture::{Architecture, Linear, Op, Rows, tiles};
+use crate::architecture::{Architecture, Linear, Matrix, Op, Rows, tiles};
 use crate::config::Config;
 use crate::dtype::{KvType, WeightType};
 use crate::error::{Error, Result};
@@ -30,6 +30,7 @@ use crate::paged_kv::{Operands, PagedKeys};
 use crate::passes::{Logits, Part, PassError, PassTime};
 use crate::plain_keys::{Cache, attention};
 use crate::pool::Pool;
+use crate::product::{Product, Scales};
 use crate::quants;
 use crate::rotary::Turns;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
@@ -340,6 +341,23 @@ impl Model {
         Ok(bytes)
     }
 
+    /// What scales rows from `first` on: `of_rows`, or what is held for the tensor.
+    pub(crate) fn scales_of<'a>(&'a self, info: &WeightInfo, of_rows: Option<&'a [u8]>, first: usize) -> Scales<'a> {
+        match of_rows {
+            Some(bytes) => Scales::OfRows { first, bytes },
+            None => self.scales.get(&info.id).map_or(Scales::None, Scales::OfBlocks),
+        }
+    }
+
+    /// A copy of the bytes of these rows.
+    fn copied(&self, (info, rows): Rows<'_>) -> Result<Vec<u8>> {
+        let mut out = Vec::with_capacity(((rows.end - rows.start) * info.row_bytes) as usize);
+        for tile in tiles(rows, self.weights.tile_rows(info.id)) {
+            out.extend_from_slice(&self.rows(info, tile)?);
+        }
+        Ok(out)
+    }
+
     /// A vector's values.
     pub(crate) fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
         self.values((info, 0..1))
@@ -384,12 +402,12 @@ impl Model {
 
     /// `x W^T + b`: `[m x rows]`.
     pub(crate) fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
-        self.linear_rows((linear.matrix(), linear.bias.as_ref().map(|bias| (bias, 0..1))), x)
+        self.linear_rows(linear.matrix(), x)
     }
 
-    /// As [`linear`](Self::linear), with rows of a matrix, and a row of biases for them.
-    pub(crate) fn linear_rows(&self, (matrix, bias): (Rows<'_>, Option<Rows<'_>>), x: &mut Input) -> Result<Vec<f32>> {
-        let mut out = self.matmul_rows(matrix, x)?;
+    /// The same of a matrix with its bias.
+    pub(crate) fn linear_rows(&self, Matrix { rows, scales, bias }: Matrix<'_>, x: &mut Input) -> Result<Vec<f32>> {
+        let mut out = self.matmul_rows(rows, scales, x)?;
         if let Some(bias) = bias {
             let bias = self.values(bias)?;
             for row in out.chunks_exact_mut(bias.len()) {
@@ -409,24 +427,31 @@ impl Model {
     }
 
     fn matmul(&self, w: &WeightInfo, x: &mut Input) -> Result<Vec<f32>> {
-        self.matmul_rows((w, 0..w.rows), x)
+        self.matmul_rows((w, 0..w.rows), None, x)
     }
 
-    /// The product of these rows of a matrix.
-    fn matmul_rows(&self, (w, rows): Rows<'_>, x: &mut Input) -> Result<Vec<f32>> {
+    /// The product of these rows of a matrix, with the scales of each that a tensor of their own has.
+    fn matmul_rows(&self, (w, rows): Rows<'_>, scales: Option<Rows<'_>>, x: &mut Input) -> Result<Vec<f32>> {
+        // Rows and their scales are not held at once.
+        let copied = scales.map(|scales| self.copied(scales)).transpose()?;
         let tiles = tiles(rows.clone(), self.weights.tile_rows(w.id));
-        self.product((w, rows), tiles.map(|tile| Ok((tile.clone(), self.rows(w, tile)?))), x)
+        let tiles = tiles.map(|tile| Ok((tile.clone(), self.rows(w, tile)?)));
+        self.product((w, rows), copied.as_deref(), tiles, x)
     }
 
-    /// The product of these rows of a matrix, whose bytes come tile by tile.
+    /// The product of these rows of a matrix, whose bytes come tile by tile. `of_rows` has the scales of these rows that
+    /// a tensor of their own has.
     pub(crate) fn product<B: Deref<Target = [u8]>>(
         &self,
         (w, rows): Rows<'_>,
+        of_rows: Option<&[u8]>,
         tiles: impl Iterator<Item = Result<(Range<u64>, B)>>,
         x: &mut Input,
     ) -> Result<Vec<f32>> {
-        let (k, n, m) = (w.cols as usize, (rows.end - rows.start) as usize, x.m);
+        let (n, m) = ((rows.end - rows.start) as usize, x.m);
+        let scales = self.scales_of(w, of_rows, rows.start as usize);
         let acts = x.prepare(w.dtype, (self.level, &self.pool));
+        let product = Product { level: self.level, info: w, scales, acts, m };
         let mut out = vec![0f32; m * n];
         let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
         for tile in tiles {
@@ -434,13 +459,7 @@ impl Model {
             let bytes: &[u8] = &bytes;
             let (start, end) = ((tile.start - rows.start) as usize * m, (tile.end - rows.start) as usize * m);
             let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
-            match self.scales.get(&w.id) {
-                None => kernels::rows_dot_on(&self.pool, self.level, w.dtype, k, bytes, acts, m, target),
-                Some(scales) => {
-                    let place = (tile.start as usize, k);
-                    fp8::rows_dot_on(&self.pool, self.level, scales, place, bytes, acts, m, target);
-                }
-            }
+            product.rows_on(&self.pool, tile.start as usize, bytes, target);
         }
         if m > 1 {
             let some = m.div_ceil(self.pool.threads()).min(SORTED);

@@ -83,8 +83,12 @@ impl PagedWeights {
         };
         let mut tensors = Vec::with_capacity(files.tensors().len());
         for info in files.tensors() {
-            // A matrix of more than two extents is used as rows of its last one, as the kernels see it.
-            let tensor = model.tensor(&info.name)?.reshape(&[info.rows, info.cols])?;
+            // A matrix of more than two extents is used as rows of its last one, as the kernels see it. For the file,
+            // its elements may be bytes.
+            let tensor = model.tensor(&info.name)?;
+            let stored = tensor.dtype();
+            let cols = info.row_bytes / stored.block_bytes() * stored.block_elements();
+            let tensor = tensor.reshape(&[info.rows, cols])?;
             let tile = if whole { info.rows.max(1) } else { tensor.rows_within(pages as u32)? };
             let mut tiles = Vec::new();
             let mut start = 0;

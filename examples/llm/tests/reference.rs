@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_lab::planning::Shape;
+use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::{ARCHS, Spec};
 use outcore_llm::{
     Arch, Config, KvType, Logits, Model, ModelFiles, Options, PagedWeights, Part, Passes, PlainWeights, Session,
-    WeightType, Weights,
+    WeightType, Weights, pass_bytes,
 };
 use outcore_testkit::harness::Rng;
 use serde_json::{Value, json};
@@ -220,11 +221,10 @@ fn joined_matrices_of_fp8_have_the_scales_of_their_own_rows() {
     }
 }
 
-/// Writes the model of FP8 anew, with what `change` makes of its configuration and of the header and the bytes of its
-/// tensors, and returns why it cannot be loaded.
-fn refused(change: impl FnOnce(&mut Value, &mut Value, &mut [u8])) -> String {
+/// Writes a model anew, with what `change` makes of its configuration and of the header and the bytes of its tensors,
+/// and returns why it cannot be loaded.
+fn refused_of(from: &Path, change: impl FnOnce(&mut Value, &mut Value, &mut [u8])) -> String {
     let at = tempfile::tempdir().unwrap();
-    let from = folder("qwen3moe-fp8");
     let mut config = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
     let mut bytes = std::fs::read(from.join("model.safetensors")).unwrap();
     let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -244,10 +244,11 @@ fn refused(change: impl FnOnce(&mut Value, &mut Value, &mut [u8])) -> String {
 
 #[test]
 fn weights_of_fp8_that_are_scaled_otherwise_are_refused_by_name() {
+    let refused = |change: &dyn Fn(&mut Value, &mut Value, &mut [u8])| refused_of(&folder("qwen3moe-fp8"), change);
     const MATRIX: &str = "model.layers.1.mlp.experts.2.up_proj.weight";
     let scales = format!("{MATRIX}_scale_inv");
     let of_config =
-        |key: &str, value: Value| refused(|config, _, _| config["quantization_config"][key] = value.clone());
+        |key: &str, value: Value| refused(&|config, _, _| config["quantization_config"][key] = value.clone());
     for (key, value) in [
         ("quant_method", json!("gptq")),
         ("activation_scheme", json!("static")),
@@ -262,25 +263,25 @@ fn weights_of_fp8_that_are_scaled_otherwise_are_refused_by_name() {
     }
     let why = of_config("weight_block_size", json!([64, 128]));
     assert!(why.contains("_scale_inv") && why.contains("3 x 2"), "{why}");
-    let why = refused(|config, _, _| config["quantization_config"] = Value::Null);
+    let why = refused(&|config, _, _| config["quantization_config"] = Value::Null);
     assert!(why.contains("F8_E4M3") && why.contains("quantization_config"), "{why}");
     // Another name: the one is missing.
-    let why = refused(|_, header, _| {
+    let why = refused(&|_, header, _| {
         let moved = header.as_object_mut().unwrap().remove(&scales).unwrap();
         header["model.other"] = moved;
     });
     assert!(why.contains(&scales), "{why}");
-    let why = refused(|_, header, _| header[&scales]["shape"] = json!([4, 1]));
+    let why = refused(&|_, header, _| header[&scales]["shape"] = json!([4, 1]));
     assert!(why.contains(&scales) && why.contains("2 x 2"), "{why}");
     for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        let why = refused(|_, header, bytes| {
+        let why = refused(&|_, header, bytes| {
             let at = header[&scales]["data_offsets"][0].as_u64().unwrap() as usize;
             bytes[at + 8..at + 12].copy_from_slice(&wrong.to_le_bytes());
         });
         assert!(why.contains(&scales) && why.contains("block 1, 0"), "{why}");
     }
     // The embeddings in FP8, in half of their bytes; the others are another tensor's.
-    let why = refused(|_, header, _| {
+    let why = refused(&|_, header, _| {
         let embeddings = &mut header["model.embed_tokens.weight"];
         let [start, end] = [0, 1].map(|nth| embeddings["data_offsets"][nth].as_u64().unwrap());
         let middle = (start + end) / 2;
@@ -297,6 +298,104 @@ fn gpt_oss_has_the_logits_of_its_engines() {
     let folder = folder("gpt-oss");
     compare("gpt-oss", &folder.join("model.gguf"), &[1, 7, 96]);
     compare_within("gpt-oss", &folder.join("mxfp4.gguf"), &[1, 7, 96], TOLERANCE_OF_ROUNDED);
+    compare_within("gpt-oss", &folder.join("mxfp4"), &[1, 7, 96], TOLERANCE_OF_ROUNDED);
+}
+
+/// Neither the form of a file nor how much of it is held changes a bit.
+#[test]
+fn gpt_oss_as_published_has_the_bits_of_its_gguf() {
+    let tokens = numbers("gpt-oss", "tokens", u32::from_le_bytes).unwrap();
+    let logits = |files: &ModelFiles, weights: Arc<dyn Weights>, pass: usize, level: Option<Level>| -> Vec<f32> {
+        let model = Arc::new(Model::load(files, weights, Options { threads: 2, level }).unwrap());
+        let mut session = Session::new(model, tokens.len(), KvType::F32).unwrap();
+        tokens.chunks(pass).flat_map(|tokens| session.forward_all(tokens).unwrap()).collect()
+    };
+    let of_gguf = ModelFiles::open(folder("gpt-oss").join("mxfp4.gguf")).unwrap();
+    let files = ModelFiles::open(folder("gpt-oss").join("mxfp4")).unwrap();
+    // Routers, norms, biases and sinks have four bytes an element there, in place of two.
+    let shorter = 2 * (512 + 8 + 2 * 64 + 320 + 4 + 3 * 128) + 64;
+    assert_eq!(pass_bytes(&files).unwrap() + 2 * shorter, pass_bytes(&of_gguf).unwrap());
+    for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
+        let whole = |files: &ModelFiles| Arc::new(PlainWeights::read(files).unwrap());
+        let expected = logits(&of_gguf, whole(&of_gguf), 96, Some(level));
+        for pass in [1, 7, 96] {
+            assert!(logits(&files, whole(&files), pass, Some(level)) == expected, "{level:?}, in passes of {pass}");
+            // In tiles of rows, where each expert is multiplied by itself.
+            for tile in [1, 300, 5000] {
+                let tiled = Arc::new(PlainWeights::read(&files).unwrap().with_tile_bytes(tile));
+                assert!(logits(&files, tiled, pass, Some(level)) == expected, "{level:?}, {pass}, tiles of {tile}");
+            }
+        }
+    }
+    let expected = logits(&of_gguf, Arc::new(PlainWeights::read(&of_gguf).unwrap()), 96, None);
+    let page = PageSize::new(Bytes::kib(16)).unwrap();
+    for frames in [8, 100] {
+        let budget = Bytes::new(frames * page.bytes());
+        let builder = Runtime::builder().page_size(page).device_budget(budget).policy(PolicyKind::Model);
+        let runtime = builder.open().unwrap();
+        let opened = runtime.open_parsed(files.header().clone()).unwrap();
+        for pass in [1, 7, 96] {
+            let weights = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+            assert!(logits(&files, weights, pass, None) == expected, "{frames} frames, in passes of {pass}");
+        }
+        drop(opened);
+        runtime.close().unwrap();
+    }
+}
+
+/// Its configuration is the one that gpt-oss is published with: bounds of YaRN are not rounded.
+#[test]
+fn gpt_oss_as_published_has_the_logits_of_transformers() {
+    compare_within("gpt-oss-untruncated", &folder("gpt-oss-untruncated"), &[1, 7, 96], TOLERANCE_OF_ROUNDED);
+}
+
+#[test]
+fn experts_of_gpt_oss_in_another_form_are_refused_by_name() {
+    const STEM: &str = "model.layers.1.mlp.experts.gate_up_proj";
+    let [blocks, scales] = ["blocks", "scales"].map(|part| format!("{STEM}_{part}"));
+    let refused = |change: &dyn Fn(&mut Value, &mut Value)| {
+        refused_of(&folder("gpt-oss").join("mxfp4"), |config, header, _| change(config, header))
+    };
+    for name in [&blocks, &scales, &format!("{STEM}_bias")] {
+        let why = refused(&|_, header| {
+            let moved = header.as_object_mut().unwrap().remove(name).unwrap();
+            // A type that is known: a tensor that is not used comes after one that is missing.
+            let bytes = moved["data_offsets"].clone();
+            let len = bytes[1].as_u64().unwrap() - bytes[0].as_u64().unwrap();
+            header["model.other"] = json!({ "dtype": "F8_E4M3", "shape": [len], "data_offsets": bytes });
+        });
+        assert!(why.contains(name), "{why}");
+    }
+    // 8 experts of 64 rows and 2 blocks.
+    for (name, shape, wanted) in [
+        (&scales, json!([8, 32, 4]), "512 x 2"),
+        (&scales, json!([8, 128]), "512 x 2"),
+        (&blocks, json!([8, 32, 4, 16]), "512 x 64"),
+        (&blocks, json!([8, 128, 1, 16]), "512 x 64"),
+    ] {
+        let why = refused(&|_, header| header[name]["shape"] = shape.clone());
+        assert!(why.contains(name) && why.contains(wanted), "{why}");
+    }
+    // Bytes that are no blocks of 16.
+    let why = refused(&|_, header| header[&blocks]["shape"] = json!([8, 64, 1, 32]));
+    assert!(why.contains(&blocks) && why.contains("U8"), "{why}");
+    let why = refused(&|_, header| {
+        header[&scales]["dtype"] = json!("F8_E4M3");
+    });
+    assert!(why.contains(&scales) && why.contains("F8_E4M3"), "{why}");
+    // As transformers writes what it has made of it.
+    let why = refused(&|_, header| {
+        let both = [&blocks, &scales].map(|name| header.as_object_mut().unwrap().remove(name).unwrap());
+        for (nth, mut moved) in both.into_iter().enumerate() {
+            moved["dtype"] = json!("F8_E4M3");
+            header[["model.other", STEM][nth]] = moved;
+        }
+    });
+    assert!(why.contains(STEM) && why.contains("GGUF"), "{why}");
+    let why = refused(&|config, _| config["quantization_config"]["quant_method"] = json!("awq"));
+    assert!(why.contains("quant_method") && why.contains("mxfp4"), "{why}");
+    let why = refused(&|config, _| config["rope_scaling"] = Value::Null);
+    assert!(why.contains("rope_scaling"), "{why}");
 }
 
 #[test]

@@ -56,7 +56,15 @@ impl Config {
             (Some(full), Some(sliding)) if arch == Arch::Gemma3 => (Some(full), Some(sliding)),
             _ => (scaling, None),
         };
-        let usual = if arch == Arch::Gemma3 { 1_000_000.0 } else { 10_000.0 };
+        // Its class has YaRN of its own where the file says nothing.
+        if arch == Arch::GptOss && scaling.is_none() {
+            return Err(meta.bad("rope_scaling is missing"));
+        }
+        let usual = match arch {
+            Arch::Gemma3 => 1_000_000.0,
+            Arch::GptOss => 150_000.0,
+            _ => 10_000.0,
+        };
         let of_window_alone = |of_window, key| meta.hf_rope((arch, context), of_window, (key, 10_000.0), head_dim);
         let rope = meta.hf_rope((arch, context), of_all, ("rope_theta", usual), head_dim)?;
         let window = meta.hf_window(arch, model_type, context, declared.layers as usize)?;
@@ -122,7 +130,7 @@ impl Config {
             biases: biases.map(Some),
             head_norms: arch.has_head_norms() || arch == Arch::Glm4Moe && says("use_qk_norm"),
             mixture: meta.hf_mixture(arch, &declared)?,
-            weight_blocks: meta.weight_blocks()?,
+            weight_blocks: meta.weight_blocks(arch)?,
             scale_bytes: 0,
         })
     }
@@ -162,17 +170,22 @@ impl Reader<'_> {
     }
 
     /// Rows and columns of the blocks in which weights of FP8 are scaled.
-    fn weight_blocks(&self) -> Result<Option<[u64; 2]>> {
+    fn weight_blocks(&self, arch: Arch) -> Result<Option<[u64; 2]>> {
         let how = match self.map.get("quantization_config") {
             None | Some(Value::Null) => return Ok(None),
             Some(Value::Object(how)) => how,
             Some(other) => return Err(self.bad(&format!("quantization_config is {other}, and no object"))),
         };
+        // Which tensors are in MXFP4, they say themselves.
+        if arch == Arch::GptOss && how.get("quant_method").and_then(Value::as_str) == Some("mxfp4") {
+            return Ok(None);
+        }
         let unsupported = |key: &str, value: Option<&Value>| {
             let value = value.unwrap_or(&Value::Null);
             self.unsupported(&format!(
                 "quantization_config: {key} is {value}; supported are F32, F16 and BF16 without it, and \"quant_method\": \
-                 \"fp8\" with \"activation_scheme\": \"dynamic\" and a \"weight_block_size\" of two numbers"
+                 \"fp8\" with \"activation_scheme\": \"dynamic\" and a \"weight_block_size\" of two numbers; of gpt-oss \
+                 \"mxfp4\""
             ))
         };
         for (key, wanted) in [("quant_method", "fp8"), ("activation_scheme", "dynamic")] {

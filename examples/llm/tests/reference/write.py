@@ -59,7 +59,8 @@ class Case:
     experts_gain: float = 1.0
     # Writes the form of transformers 5 as well, which has one tensor for all experts of a layer.
     fused: bool = False
-    # Whether experts' weights are exact in MXFP4. Of such a model another GGUF is written, with experts of that type.
+    # Whether experts' weights are exact in MXFP4. Of such a model others are written, with experts of that type: a GGUF
+    # file, and the form that gpt-oss was published in.
     mxfp4: bool = False
     # Whether the safetensors file has experts of that type too.
     saved_mxfp4: bool = False
@@ -623,7 +624,8 @@ def write(name, case, out):
                 fail(f"{name}: llama.cpp is {distance:.1e} from transformers, of at most {APART_MOST}")
             convert(folder, folder / "model.gguf", "MOSTLY_BF16")
             if case.mxfp4:
-                save_mxfp4(folder, Path(scratch, name))
+                for out in (folder / "mxfp4", Path(scratch, name)):
+                    save_mxfp4(folder, out)
                 convert(Path(scratch, name), folder / "mxfp4.gguf", "MOSTLY_BF16")
             for path in sorted(folder.glob("*.gguf")):
                 check_same(exact, path)
