@@ -240,14 +240,18 @@ fn q6_k(b: &[u8; 210], o: &mut [f32; SUPER]) {
     }
 }
 
-/// A sign, four bits of an exponent with a bias of 7, three of a fraction. With all seven set it is no number; none is
-/// infinite.
+/// A number of E4M3: a sign, four bits of an exponent with a bias of 7, three of a fraction. With all seven set it is
+/// no number; none is infinite. Nothing is computed with subnormal `f32`, which many processors are slow with.
 #[inline(always)]
-fn e4m3(b: u8) -> f32 {
-    // The same bits in a number of 32, whose exponent has a bias of 127.
-    const MORE: f32 = f32::from_bits((127 + 127 - 7) << 23);
-    let number = f32::from_bits(u32::from(b & 0x80) << 24 | u32::from(b & 0x7F) << 20) * MORE;
-    if b & 0x7F == 0x7F { f32::NAN } else { number }
+pub fn e4m3(b: u8) -> f32 {
+    let magnitude = b & 0x7F;
+    // The exponent of binary32 has a bias of 127. With the exponent 0 there is no leading one.
+    let number = match magnitude {
+        0..8 => f32::from(magnitude) * f32::from_bits((127 - 9) << 23),
+        0x7F => f32::NAN,
+        _ => f32::from_bits((u32::from(magnitude) << 20) + ((127 - 7) << 23)),
+    };
+    f32::from_bits(number.to_bits() | u32::from(b & 0x80) << 24)
 }
 
 #[inline(always)]

@@ -6,6 +6,7 @@ use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use crate::config::Config;
 use crate::dtype::KvType;
 use crate::expert_pass;
+use crate::fp8;
 use crate::kernels;
 
 /// Left to the rest of the system where only the machine limits the process: an eighth of memory, at most this.
@@ -124,7 +125,8 @@ impl Working {
         // A quarter more for what the allocator cannot reuse at once; 256 bytes for the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
         // Where scales lie apart, rows are put into another form.
-        let scratch = if config.scale_bytes > 0 { kernels::SCRATCH_BYTES as u128 } else { 0 };
+        let of_rows = (fp8::ROWS as u128 * FLOAT * dim.max(ffn).max(q)).max(kernels::SCRATCH_BYTES as u128);
+        let scratch = if config.scale_bytes > 0 { of_rows } else { 0 };
         let of_threads = (u128::from(A_THREAD.get()) + scratch) * threads;
         let fixed = bytes((logits + scores) * FLOAT + together + of_threads);
         let held = keys_values(config, plain, kv).get().saturating_add(config.scale_bytes);

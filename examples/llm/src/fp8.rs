@@ -10,12 +10,14 @@ use std::collections::HashSet;
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
-use crate::kernels::{Acts, Level, dot};
-use crate::quants::dequantise;
+use crate::kernels::{self, Acts, Level};
 use crate::weights::WeightInfo;
 
 /// What follows the name of a matrix in that of its scales.
 pub(crate) const SCALES: &str = "_scale_inv";
+const FLOAT: usize = size_of::<f32>();
+/// Rows of numbers that are multiplied at a time.
+pub(crate) const ROWS: usize = 4;
 
 /// A matrix in FP8, and the tensor with its scales.
 #[derive(Clone, Debug)]
@@ -111,19 +113,18 @@ impl BlockScales {
         Ok(Self { block: block.map(|size| size as usize), across, values })
     }
 
-    /// The values of a row, the `nth` of the matrix.
-    fn row(&self, nth: usize, bytes: &[u8], out: &mut [f32]) {
-        dequantise(WeightType::F8_E4M3, bytes, out);
+    /// Writes the values of a row, the `nth` of the matrix, as `f32`.
+    fn row(&self, level: Level, nth: usize, bytes: &[u8], out: &mut [u8]) {
         let [rows, cols] = self.block;
         let scales = &self.values[nth / rows * self.across..][..self.across];
-        for (out, scale) in out.chunks_mut(cols).zip(scales) {
-            out.iter_mut().for_each(|value| *value *= scale);
+        for ((bytes, out), scale) in bytes.chunks(cols).zip(out.chunks_mut(cols * FLOAT)).zip(scales) {
+            kernels::scaled_e4m3(level, bytes, *scale, out);
         }
     }
 }
 
-/// [`rows_dot`](crate::kernels::rows_dot) for rows of `k` elements of FP8, of which the first is the `first` of its
-/// matrix.
+/// [`rows_dot`](kernels::rows_dot) for rows of `k` elements of FP8, of which the first is the `first` of its matrix: as
+/// rows of `f32`, a few at a time.
 pub(crate) fn rows_dot(
     level: Level,
     scales: &BlockScales,
@@ -133,11 +134,82 @@ pub(crate) fn rows_dot(
     m: usize,
     out: &mut [f32],
 ) {
-    let Acts::Plain(x, _) = acts else { return };
-    let mut weights = vec![0f32; k];
-    let rows = rows.chunks_exact(k).zip(first..);
-    for ((row, nth), out) in rows.zip(out.chunks_exact_mut(m)) {
-        scales.row(nth, row, &mut weights);
-        out.iter_mut().zip(x.chunks_exact(k)).for_each(|(out, x)| *out = dot(level, &weights, x));
+    // Kernels for several vectors take so many at a time. For one vector, a row stays in the first cache.
+    let some = if m < ROWS { 1 } else { ROWS };
+    let mut values = vec![0; some.min(rows.len() / k) * k * FLOAT];
+    let parts = rows.chunks(some * k).zip(out.chunks_mut(some * m));
+    for ((rows, out), first) in parts.zip((first..).step_by(some)) {
+        let values = &mut values[..rows.len() * FLOAT];
+        let of_rows = rows.chunks_exact(k).zip(values.chunks_exact_mut(k * FLOAT));
+        of_rows.zip(first..).for_each(|((row, values), nth)| scales.row(level, nth, row, values));
+        kernels::rows_dot(level, WeightType::F32, k, values, acts, m, out);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::kernels::Fours;
+    use crate::pool::Pool;
+    use crate::quants::e4m3;
+
+    fn numbers(len: usize, mut state: u32) -> Vec<f32> {
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..len).map(|_| next()).collect()
+    }
+
+    /// Bytes of every number, in rows and columns that leave parts of blocks and of registers, from the middle of a
+    /// block on.
+    #[test]
+    fn every_level_has_the_products_of_the_scaled_numbers_in_any_company() {
+        const COUNT: usize = 11;
+        let pool = Pool::new(1).unwrap();
+        for (k, block) in [(1, [1, 1]), (40, [3, 7]), (272, [128, 128]), (5000, [5, 96])] {
+            let first = block[0] / 2;
+            let across = usize::div_ceil(k, block[1]);
+            let values =
+                numbers((first + COUNT).div_ceil(block[0]) * across, 3).iter().map(|v| v.abs() + 0.01).collect();
+            let scales = BlockScales { block, across, values };
+            // All bytes but those that are no numbers.
+            let all: Vec<u8> = (0..=255).filter(|byte| byte & 0x7F != 0x7F).collect();
+            let rows: Vec<u8> = (0..COUNT * k).map(|nth| all[nth * 37 % all.len()]).collect();
+            let weight = |row: usize, at: usize| {
+                let scale = scales.values[(first + row) / block[0] * across + at / block[1]];
+                e4m3(rows[row * k + at]) * scale
+            };
+            for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
+                let product = |first: usize, rows: &[u8], x: &[f32]| {
+                    let m = x.len() / k;
+                    let fours = Fours::new(level, x, m, &pool);
+                    let mut out = vec![f32::NAN; rows.len() / k * m];
+                    rows_dot(level, &scales, (first, k), rows, Acts::Plain(x, &fours), m, &mut out);
+                    out
+                };
+                for m in [1, 3, 4, 7, 17] {
+                    let x = numbers(m * k, 9);
+                    let found = product(first, &rows, &x);
+                    for (row, found) in found.chunks_exact(m).enumerate() {
+                        for (found, x) in found.iter().zip(x.chunks_exact(k)) {
+                            let terms = x.iter().enumerate().map(|(at, x)| f64::from(weight(row, at)) * f64::from(*x));
+                            let (sum, most) =
+                                terms.fold((0.0, 0.0), |(sum, most), term| (sum + term, most + term.abs()));
+                            let off = (f64::from(*found) - sum).abs();
+                            assert!(off <= 1e-5 * most, "{level:?}, {k} x {m}, row {row}: {found}, not {sum}");
+                        }
+                        let alone = product(first + row, &rows[row * k..(row + 1) * k], &x);
+                        assert!(alone == found, "{level:?}, {k} x {m}: row {row} alone");
+                    }
+                    for (nth, x) in x.chunks_exact(k).enumerate() {
+                        let alone = product(first, &rows, x);
+                        assert!(found[nth..].iter().step_by(m).eq(&alone), "{level:?}, {k}: vector {nth} of {m} alone");
+                    }
+                }
+            }
+        }
     }
 }

@@ -19,7 +19,7 @@ use half::f16;
 
 use crate::dtype::WeightType;
 use crate::pool::Pool;
-use crate::quants::{E2M1, IQ4, dequantise, half_power, iq4_scale, scale_min};
+use crate::quants::{E2M1, IQ4, dequantise, e4m3, half_power, iq4_scale, scale_min};
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -382,6 +382,28 @@ fn scalar_dot(weights: &[f32], acts: Q8Vector<'_>) -> f32 {
         total += a.scale * inner;
     }
     total
+}
+
+/// Writes numbers of E4M3, multiplied by `scale`, as `f32`: the same whatever the level.
+pub(crate) fn scaled_e4m3(level: Level, bytes: &[u8], scale: f32, out: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `clamped` returns a level only after its features were detected (invariant 3).
+    unsafe {
+        match level.clamped() {
+            Level::Avx512 => return avx512::scaled_e4m3(bytes, scale, out),
+            Level::Avx2 => return x86::scaled_e4m3(bytes, scale, out),
+            Level::Scalar => {}
+        }
+    }
+    let _ = level;
+    scaled_e4m3_plainly(bytes, scale, out);
+}
+
+/// The same operations whatever they are compiled to.
+#[inline(always)]
+fn scaled_e4m3_plainly(bytes: &[u8], scale: f32, out: &mut [u8]) {
+    let (out, _) = out.as_chunks_mut::<4>();
+    out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = (e4m3(*byte) * scale).to_le_bytes());
 }
 
 /// The dot product of two vectors of numbers.
@@ -807,6 +829,12 @@ mod x86 {
                 }
             }
         };
+    }
+
+    /// [`scaled_e4m3`](super::scaled_e4m3).
+    #[target_feature(enable = "avx2")]
+    pub fn scaled_e4m3(bytes: &[u8], scale: f32, out: &mut [u8]) {
+        super::scaled_e4m3_plainly(bytes, scale, out);
     }
 
     /// Multiplies rows of plain numbers with vectors of `f32`.

@@ -439,8 +439,8 @@ impl Model {
         self.product((w, rows), copied.as_deref(), tiles, x)
     }
 
-    /// The product of these rows of a matrix, whose bytes come tile by tile. `of_rows` has the scales of these rows that
-    /// a tensor of their own has.
+    /// The product of these rows of a matrix, whose bytes come tile by tile. `of_rows` has their scales, where a tensor
+    /// of their own has them.
     pub(crate) fn product<B: Deref<Target = [u8]>>(
         &self,
         (w, rows): Rows<'_>,

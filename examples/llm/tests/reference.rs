@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_lab::planning::Shape;
+use outcore_llm::budget::Working;
 use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::{ARCHS, Spec};
 use outcore_llm::{
@@ -315,6 +316,9 @@ fn gpt_oss_as_published_has_the_bits_of_its_gguf() {
     // Routers, norms, biases and sinks have four bytes an element there, in place of two.
     let shorter = 2 * (512 + 8 + 2 * 64 + 320 + 4 + 3 * 128) + 64;
     assert_eq!(pass_bytes(&files).unwrap() + 2 * shorter, pass_bytes(&of_gguf).unwrap());
+    // Beside pages, the scales of a matrix are copied, and each thread has rows in another form.
+    let working = |files| Working::of(&Config::new(files).unwrap(), 96, 96, KvType::F32, 96, 2).fixed.get();
+    assert_eq!(working(&files) - working(&of_gguf), 64 * 2 + 2 * (64 << 10));
     for level in [Level::Scalar, Level::Avx2, Level::Avx512] {
         let whole = |files: &ModelFiles| Arc::new(PlainWeights::read(files).unwrap());
         let expected = logits(&of_gguf, whole(&of_gguf), 96, Some(level));

@@ -47,6 +47,12 @@ pub fn quantise(x: &[f32; BLOCK]) -> Quants {
     super::quantise_plainly(x)
 }
 
+/// [`scaled_e4m3`](super::scaled_e4m3).
+#[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub fn scaled_e4m3(bytes: &[u8], scale: f32, out: &mut [u8]) {
+    super::scaled_e4m3_plainly(bytes, scale, out);
+}
+
 /// Multiplies rows with vectors that are quantised.
 #[target_feature(enable = "avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &Quantised, out: &mut [f32]) {
