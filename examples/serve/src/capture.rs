@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use outcore::Runtime;
+use outcore::format::ModelHeader;
+use outcore::{Runtime, Tensor};
 use outcore_kv::KvPool;
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::{CaptureFile, CaptureHeader, CapturedSegment, ClassRun};
@@ -23,18 +24,20 @@ impl Capture {
         Ok(NewFile::create(path, "capture", "--capture", &inputs)?)
     }
 
-    /// Begins a capture of the uses of weights, and of keys and values.
+    /// Begins a capture of the uses of weights, which lie in tensors by the number of their file, and of keys and
+    /// values.
     ///
     /// # Errors
     /// Those of the file.
-    pub fn begin(file: NewFile, model: &outcore::Model, pool: &KvPool) -> Result<Self> {
+    pub fn begin(
+        file: NewFile,
+        weights: &ModelHeader,
+        of_file: impl Fn(u32) -> Option<Tensor>,
+        pool: &KvPool,
+    ) -> Result<Self> {
         let runtime = pool.runtime();
-        let files = model.header();
-        let id = |file| {
-            let tensor = files.tensors.iter().find(|tensor| tensor.file == file)?;
-            Some(runtime.observe().snapshot(&model.tensor(&tensor.name).ok()?).id)
-        };
-        let mut header = CaptureHeader::of_model(files, runtime.stats().page_size, "serve", id);
+        let id = |file| of_file(file).map(|tensor| runtime.observe().snapshot(&tensor).id);
+        let mut header = CaptureHeader::of_model(weights, runtime.stats().page_size, "serve", id);
         let rows = pool.snapshot();
         let pages = rows.pages.len() as u32;
         let name = "keys and values".to_owned();

@@ -249,10 +249,13 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     }
 
     let model = runtime.open_parsed(files.header().clone())?;
-    let of_file = |file: usize| files.tensors().iter().find(|tensor| tensor.file as usize == file);
-    let capture = capture.map(|file| Capture::begin(file, &model, &pool)).transpose()?.unwrap_or_default();
-    let one_of_each = (0..files.paths().len()).filter_map(of_file).map(|tensor| model.tensor(&tensor.name));
-    let places = Arc::new(Places::new(one_of_each.collect::<outcore::Result<_>>()?, pool.clone()));
+    let of_file = |file: u32| {
+        let tensor = files.tensors().iter().find(|tensor| tensor.file == file)?;
+        model.tensor(&tensor.name).ok()
+    };
+    let capture = capture.map(|to| Capture::begin(to, files.header(), of_file, &pool)).transpose()?;
+    let one_of_each = (0..files.paths().len() as u32).filter_map(of_file);
+    let places = Arc::new(Places::new(one_of_each.collect(), pool.clone()));
     let metrics = Arc::new(Metrics::new(places.clone(), pooling.as_ref().map_or("none", |pooling| pooling.name())));
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
@@ -280,8 +283,9 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         "memory is divided"
     );
     let grammars = Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, metrics.clone()));
-    let engine = Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone(), capture)
-        .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
+    let engine =
+        Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone(), capture.unwrap_or_default())
+            .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);
     let (vocab, dim) = (config.vocab, config.dim);
