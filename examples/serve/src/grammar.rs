@@ -20,6 +20,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use crate::error::ApiError;
 use crate::metrics::Metrics;
+use crate::slack::Slack;
 
 /// Steps of compiling the texts that a grammar is made of.
 const COMPILE_STEPS: u64 = 100_000;
@@ -58,6 +59,7 @@ pub const BYTES_LEAST: usize = ANSWER_BYTES * COMPILING;
 pub struct Grammars {
     tokenizer: Arc<Tokenizer>,
     vocab: usize,
+    slack: Arc<Slack>,
     metrics: Arc<Metrics>,
     /// Made when the first grammar is asked for.
     factory: OnceLock<Result<ParserFactory, String>>,
@@ -255,11 +257,18 @@ impl Source {
 
 impl Grammars {
     /// For a model with `vocab` tokens, and `bytes` of memory for all grammars.
-    pub fn new(tokenizer: Arc<Tokenizer>, vocab: usize, bytes: usize, metrics: Arc<Metrics>) -> Self {
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        vocab: usize,
+        bytes: usize,
+        slack: Arc<Slack>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         let places = (bytes / ANSWER_BYTES).max(COMPILING);
         Self {
             tokenizer,
             vocab,
+            slack,
             metrics,
             factory: OnceLock::new(),
             compiling: Arc::new(Semaphore::new(1)),
@@ -333,6 +342,10 @@ impl Grammars {
         room: OwnedSemaphorePermit,
     ) -> Result<Vec<Grammar>, ApiError> {
         let since = Instant::now();
+        self.slack.begin_grammars().map_err(|error| {
+            tracing::warn!(%error, "pages did not make room for grammars");
+            ApiError::unavailable("The server has no room for this now. Try again.", Some(Duration::from_secs(1)))
+        })?;
         let factory = self.factory.get_or_init(|| factory(&self.tokenizer, self.vocab)).as_ref().map_err(|why| {
             tracing::error!(why, "the model's tokens cannot be used for grammars");
             let message = "The tokens of this server's model cannot be used for answers of a given form.";

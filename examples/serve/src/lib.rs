@@ -15,5 +15,6 @@ pub mod open;
 pub mod places;
 pub mod request;
 pub mod sampling;
+pub mod slack;
 pub mod tenants;
 pub mod text;

@@ -23,6 +23,7 @@ use crate::grammar::{self, Grammars};
 use crate::metrics::Metrics;
 use crate::places::Places;
 use crate::sampling::Defaults;
+use crate::slack::{Kept, Slack};
 use crate::tenants::Tenants;
 
 /// Sequences are taken to be about so long where the tokens of a block follow from it.
@@ -203,13 +204,13 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
     // Each thread that chooses a token has the odds of all, and perhaps their order.
     let choosing = (threads.min(concurrency) as u64 - 1) * config.vocab as u64 * CHOOSING;
     let grammars = (memory.get() / GRAMMARS_PART).clamp(grammar::BYTES_LEAST as u64, GRAMMARS_MOST);
-    let of_tokens = grammar::vocab_bytes(&tokenizer, config.vocab);
+    let for_grammars = Bytes::new(grammars + grammar::vocab_bytes(&tokenizer, config.vocab));
+    let logits = Bytes::new((concurrency + drafts) as u64 * row);
     working.fixed = working.fixed
         + Bytes::new(choosing)
-        + Bytes::new((concurrency + drafts) as u64 * row)
+        + logits
         + room
-        + Bytes::new(grammars)
-        + Bytes::new(of_tokens)
+        + for_grammars
         + draft.as_ref().map_or(Bytes::ZERO, |draft| draft.memory(DRAFT_SESSIONS))
         + NETWORK;
 
@@ -265,6 +266,14 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
             Some(Drafter { model: draft.load()?, sessions: DRAFT_SESSIONS, tokens: args.draft_tokens.into() })
         }
     };
+    let kept = Kept {
+        token: working.token,
+        row: Bytes::new(row),
+        pass: logits + Bytes::new(working.token.get().saturating_mul(budgets.pass as u64)),
+        grammars: for_grammars,
+    };
+    let all = lengths.iter().map(|len| page.pages_for(len.get())).sum::<u64>().saturating_mul(page.bytes());
+    let slack = Arc::new(Slack::new(&runtime, kept, Bytes::new(all))?);
     let limits = Limits {
         concurrency: concurrency.min(budgets.pass.saturating_sub(drafts).max(1)),
         queue: usize::from(args.queue),
@@ -282,10 +291,11 @@ pub fn open(args: &Args, tenants: &Tenants) -> Result<Opened> {
         requests = %room,
         "memory is divided"
     );
-    let grammars = Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, metrics.clone()));
-    let engine =
-        Engine::start(model, drafter, pool, tokenizer.clone(), limits, metrics.clone(), capture.unwrap_or_default())
-            .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
+    let grammars =
+        Arc::new(Grammars::new(tokenizer.clone(), config.vocab, grammars as usize, slack.clone(), metrics.clone()));
+    let capture = capture.unwrap_or_default();
+    let engine = Engine::start(model, drafter, (pool, slack), tokenizer.clone(), limits, metrics.clone(), capture)
+        .map_err(|source| Error::Io { what: "cannot start the engine's thread".into(), source })?;
     let room = room.get() as usize;
     let sampling = Defaults::of(args, generation);
     let (vocab, dim) = (config.vocab, config.dim);

@@ -137,3 +137,14 @@ pub(super) struct Turn {
     pub by: DraftBy,
     pub logits: Logits,
 }
+
+impl Turn {
+    /// Behind how many of its tokens there are logits, or hidden states, which are taken to be as long.
+    pub fn rows(&self) -> usize {
+        match self.logits {
+            Logits::None => 0,
+            Logits::Last | Logits::HiddenLast => 1,
+            Logits::All | Logits::HiddenAll => self.input.len(),
+        }
+    }
+}

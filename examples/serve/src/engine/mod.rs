@@ -22,6 +22,7 @@ use crate::capture::Capture;
 use crate::error::ApiError;
 use crate::grammar::Grammar;
 use crate::metrics::Metrics;
+use crate::slack::Slack;
 
 pub use embeddings::{Embedding, Places, Pooling};
 
@@ -216,7 +217,7 @@ impl Engine {
     pub fn start<P: Passes>(
         model: Arc<P>,
         drafter: Option<Drafter>,
-        pool: KvPool,
+        pool: (KvPool, Arc<Slack>),
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
         metrics: Arc<Metrics>,

@@ -29,6 +29,7 @@ use super::{Command, Drafter, Embedding, End, Event, Job, Limits, Preempt, Share
 use crate::capture::Capture;
 use crate::error::ApiError;
 use crate::metrics::{Metrics, Preempted};
+use crate::slack::Slack;
 
 /// The fewest tokens of prompts that join a pass: fewer would not be worth their share of it.
 const JOIN_LEAST: usize = 16;
@@ -38,7 +39,7 @@ const EXPECTED_FIRST: f64 = 64.0;
 const EXPECTED_NEW: f64 = 0.1;
 /// What is kept for keys and values changes by at least this part of what is in use.
 const KEPT_STEP: u64 = 8;
-/// The most that is kept for them, of so many parts of the device memory: seven.
+/// The most that is kept for them, of so many parts of the device budget: seven.
 const KEPT_PARTS: u64 = 8;
 /// Bytes a second that keys and values move at, where the disk is not known.
 const DISK_UNKNOWN: f64 = 1e9;
@@ -48,6 +49,7 @@ pub struct Scheduler<P: Passes> {
     model: Arc<P>,
     drafter: Option<Drafter>,
     pool: KvPool,
+    slack: Arc<Slack>,
     tokenizer: Arc<Tokenizer>,
     limits: Limits,
     metrics: Arc<Metrics>,
@@ -74,7 +76,7 @@ impl<P: Passes> Scheduler<P> {
     pub fn new(
         model: Arc<P>,
         drafter: Option<Drafter>,
-        pool: KvPool,
+        (pool, slack): (KvPool, Arc<Slack>),
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
         metrics: Arc<Metrics>,
@@ -85,6 +87,7 @@ impl<P: Passes> Scheduler<P> {
             model,
             drafter,
             pool,
+            slack,
             tokenizer,
             limits,
             metrics,
@@ -381,6 +384,10 @@ impl<P: Passes> Scheduler<P> {
         if turns.is_empty() {
             return;
         }
+        let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
+        if let Err(error) = self.slack.fit(tokens, turns.iter().map(Turn::rows).sum()) {
+            return self.pass_failed(None, &error.into());
+        }
         let since = Instant::now();
         let results = {
             let mut turns = turns.iter().peekable();
@@ -396,7 +403,6 @@ impl<P: Passes> Scheduler<P> {
         self.capture.pass(self.pool.runtime());
         match &results {
             Ok((outputs, time)) => {
-                let tokens: usize = turns.iter().map(|turn| turn.input.len()).sum();
                 self.pace.observe(tokens, took.as_secs_f64());
                 self.metrics.pass(tokens, took, time.waited);
                 let chosen = self.choose(&turns, outputs);
@@ -423,7 +429,8 @@ impl<P: Passes> Scheduler<P> {
             return;
         }
         let runtime = self.pool.runtime();
-        let most = runtime.stats().device.budget.get() / KEPT_PARTS * (KEPT_PARTS - 1);
+        // Of the budget that is always there.
+        let most = self.slack.least().get() / KEPT_PARTS * (KEPT_PARTS - 1);
         if used.min(most) == kept.get() {
             return;
         }
